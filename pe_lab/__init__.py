@@ -1,0 +1,1 @@
+"""pe_lab: pretrain decoder language models; choose, rescale, drop and study their positional encoding."""

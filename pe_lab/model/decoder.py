@@ -1,0 +1,212 @@
+"""The decoder as pure functions over a plain pytree of parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from pe_lab.attention import Row
+from pe_lab.config import ModelConfig, UserError
+from pe_lab.model.loss import cross_entropy
+from pe_lab.model.modules import Block, Trunk
+from pe_lab.model.pattern import Run, runs
+from pe_lab.parallel import constrain
+from pe_lab.positional import LayerStructure, Schedule, rotation_tables
+
+Params = dict[str, Any]
+
+REMAT_POLICIES = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def complete(config: ModelConfig) -> ModelConfig:
+    """The config with head_dim filled in, or a `UserError` that names the field that cannot be."""
+    if config.heads < 1 or config.kv_heads < 1 or config.heads % config.kv_heads:
+        raise UserError(
+            f"model.heads is {config.heads} and model.kv_heads {config.kv_heads}; kv_heads must divide heads."
+        )
+    if config.head_dim == 0:
+        if config.d_model % config.heads:
+            raise UserError(
+                f"model.d_model {config.d_model} does not divide into {config.heads} heads; set model.head_dim."
+            )
+        config = dataclasses.replace(config, head_dim=config.d_model // config.heads)
+    if config.head_dim < 2 or config.head_dim % 2:
+        raise UserError(f"model.head_dim is {config.head_dim}; it must be even, since channels rotate in pairs.")
+    if config.vocab_size < 1:
+        raise UserError(f"model.vocab_size is {config.vocab_size}; it must be positive.")
+    if config.vocab_size % config.loss_chunks:
+        raise UserError(
+            f"model.loss_chunks is {config.loss_chunks}; it must divide model.vocab_size {config.vocab_size}."
+        )
+    if config.remat not in REMAT_POLICIES:
+        raise UserError(f"model.remat is '{config.remat}'; it must be one of {', '.join(REMAT_POLICIES)}.")
+    if config.dtype not in ("float32", "bfloat16"):
+        raise UserError(f"model.dtype is '{config.dtype}'; it must be float32 or bfloat16.")
+    return config
+
+
+class Model:
+    """A decoder of one shape: `init` makes its parameters, everything else is a pure function of them.
+
+    Parameters are nested dicts of float32 arrays: `trunk` (embedding, final norm) and `layers`, where every array
+    has a leading axis over the N layers, whatever the positional encodings on them.
+    """
+
+    def __init__(self, config: ModelConfig):
+        self.config = complete(config)
+        self._trunk, trunk_state = nnx.split(nnx.eval_shape(lambda: Trunk(self.config, nnx.Rngs(0))))
+        self._block, block_state = nnx.split(nnx.eval_shape(lambda: Block(self.config, nnx.Rngs(0))))
+        self.axes: Params = {
+            "trunk": _axes(trunk_state, ()),
+            "layers": _axes(block_state, ("layers",)),
+        }
+
+    def init(self, key: jax.Array) -> Params:
+        """Random parameters from one key. The same on any mesh: no key depends on a device."""
+
+        def block(key: jax.Array) -> Params:
+            return nnx.to_pure_dict(nnx.state(Block(self.config, nnx.Rngs(params=key))))
+
+        trunk_key, layers_key = jax.random.split(key)
+        return {
+            "trunk": nnx.to_pure_dict(nnx.state(Trunk(self.config, nnx.Rngs(params=trunk_key)))),
+            "layers": jax.vmap(block)(jax.random.split(layers_key, self.config.layers)),
+        }
+
+    @functools.cached_property
+    def shapes(self) -> Params:
+        """The parameters as `jax.ShapeDtypeStruct`s, without making any."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(x.size for x in jax.tree.leaves(self.shapes))
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "#B T"] | None,
+        segments: Int[Array, "B T"] | None,
+        schedule: Schedule,
+    ) -> Float[Array, "B T D"]:
+        """The output of the final norm, in the compute dtype.
+
+        Args:
+          params: as `init` makes them.
+          tokens: token ids.
+          positions: what the rotation and ALiBi take for positions; None counts from 0.
+          segments: document of each token, attended within; None is one document.
+          schedule: the positional encoding, of as many layers as the model.
+        """
+        config = self.config
+        if schedule.num_layers != config.layers:
+            raise UserError(f"The schedule has {schedule.num_layers} layers and the model {config.layers}.")
+        if schedule.inv_freq.shape[1:] != (config.heads, config.head_dim // 2):
+            raise UserError(
+                f"The schedule is for {schedule.inv_freq.shape[1]} heads of {2 * schedule.inv_freq.shape[2]} "
+                f"channels, and the model has {config.heads} of {config.head_dim}."
+            )
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        schedule = jax.lax.stop_gradient(schedule)
+        x = nnx.merge(self._trunk, params["trunk"]).embed(tokens, jnp.dtype(config.dtype))
+        x = constrain(x, "batch", "length", "activation_embed")
+        shared = None
+        if schedule.same_rotation:
+            # Equal on all layers that rotate: made once, above them.
+            n = next(i for i, s in enumerate(schedule.structure) if s.rotates)
+            shared = self._tables(schedule.turns[n], schedule.gain[n], schedule.structure[n], positions)
+        data = (params["layers"], (schedule.turns, schedule.gain, schedule.alibi_slope, schedule.logit_scale))
+
+        def layer(x: jax.Array, data: Any, structure: LayerStructure) -> jax.Array:
+            block_params, (turns, gain, slope, logit_scale) = data
+            cos, sin = None, None
+            if structure.rotates:
+                cos, sin = shared if shared is not None else self._tables(turns, gain, structure, positions)
+            row = Row(cos, sin, slope if structure.slopes else None, logit_scale)
+            return nnx.merge(self._block, block_params)(x, row, positions, segments, structure.window)
+
+        policy = REMAT_POLICIES[config.remat]
+        for run in runs(schedule.structure):
+            pattern = schedule.structure[run.start : run.start + run.period]
+
+            def group(x: jax.Array, data: Any, pattern: tuple[LayerStructure, ...] = pattern) -> jax.Array:
+                for i, structure in enumerate(pattern):
+                    x = layer(x, jax.tree.map(lambda a, i=i: a[i], data), structure)
+                return x
+
+            if policy is not None:
+                group = jax.checkpoint(group, policy=policy, prevent_cse=not config.scan)
+            x = _repeat(group, x, data, run, config.scan)
+        return nnx.merge(self._trunk, params["trunk"]).final_norm(x)
+
+    def _tables(
+        self, turns: jax.Array, gain: jax.Array, structure: LayerStructure, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """cos and sin [B or 1, T, rows, R] with one row per layer, key head or query head, as the layer needs."""
+        step = {"shared": self.config.heads, "grouped": self.config.heads // self.config.kv_heads, "split": 1}
+        chosen = slice(None, None, step[structure.heads])
+        return rotation_tables(turns[chosen], gain[chosen], positions)
+
+    def apply(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "#B T"] | None,
+        segments: Int[Array, "B T"] | None,
+        schedule: Schedule,
+    ) -> Float[Array, "B T V"]:
+        """Next-token logits, float32. Arguments as in `hidden`."""
+        x = self.hidden(params, tokens, positions, segments, schedule)
+        weights = self.unembedding(params).astype(x.dtype)
+        return jnp.einsum("btd,vd->btv", x, weights, preferred_element_type=jnp.float32)
+
+    def unembedding(self, params: Params) -> Float[Array, "V D"]:
+        """The output embedding: the input's where they are tied."""
+        return nnx.merge(self._trunk, params["trunk"]).output_embedding()
+
+    def token_loss(
+        self, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule
+    ) -> Float[Array, "B T"]:
+        """Cross-entropy of each target of a batch (tokens, targets, and positions and segments where given), nats."""
+        x = self.hidden(params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule)
+        return cross_entropy(x, self.unembedding(params), batch["targets"], self.config.loss_chunks)
+
+
+def _repeat(group: Any, x: jax.Array, data: Any, run: Run, scan: bool) -> jax.Array:
+    """Applies `group` (one period of layers) `run.repeats` times to the run's part of the stacked `data`."""
+    stop = run.start + run.period * run.repeats
+    part = jax.tree.map(
+        lambda a: a[run.start : stop].reshape(run.repeats, run.period, *a.shape[1:]), data
+    )
+    if scan and run.repeats > 1:
+        return jax.lax.scan(lambda x, d: (group(x, d), None), x, part)[0]
+    # A split's gradient is one concatenation; that of indexing would be a sum of N arrays of the full size.
+    leaves, tree = jax.tree.flatten(part)
+    pieces = [jax.lax.split(jnp.asarray(leaf), (1,) * run.repeats) for leaf in leaves]
+    for i in range(run.repeats):
+        x = group(x, jax.tree.unflatten(tree, [p[i][0] for p in pieces]))
+    return x
+
+
+def _axes(state: nnx.State, leading: tuple[str, ...]) -> Params:
+    flat = {path: (*leading, *v.get_metadata()["logical_axes"]) for path, v in nnx.to_flat_state(state)}
+    nested: Params = {}
+    for path, axes in flat.items():
+        at = nested
+        for name in path[:-1]:
+            at = at.setdefault(name, {})
+        at[path[-1]] = axes
+    return nested

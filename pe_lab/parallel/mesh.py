@@ -1,0 +1,82 @@
+"""Devices into a mesh, and processes into one program."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from pe_lab.config import MeshConfig, UserError
+
+AXES = ("data", "fsdp", "tensor")
+
+
+def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
+    """Resolves the one -1 of a mesh config; `UserError` where the axes do not make up the devices."""
+    sizes = [config.data, config.fsdp, config.tensor]
+    free = [i for i, size in enumerate(sizes) if size == -1]
+    fixed = int(np.prod([size for size in sizes if size != -1]))
+    if len(free) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise UserError(f"mesh {dict(zip(AXES, sizes, strict=True))}: axes are positive, and at most one is -1.")
+    if free and num_devices % fixed == 0:
+        sizes[free[0]] = num_devices // fixed
+    if int(np.prod(sizes)) != num_devices:
+        raise UserError(
+            f"mesh {dict(zip(AXES, sizes, strict=True))} needs {fixed} devices or a multiple of them, and there are "
+            f"{num_devices}. Set config.mesh so that data * fsdp * tensor = {num_devices}."
+        )
+    return sizes[0], sizes[1], sizes[2]
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a run, over all devices of all processes (or those given, such as a compile-only topology's)."""
+    devices = list(jax.devices() if devices is None else devices)
+    shape = mesh_shape(config, len(devices))
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def check_batch(batch_size: int, accumulate: int, mesh: Mesh, where: str) -> None:
+    """`UserError` unless a micro-batch cuts evenly over the mesh's data and fsdp axes."""
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    if accumulate < 1 or batch_size % accumulate or (batch_size // accumulate) % parts:
+        raise UserError(
+            f"{where}: batch_size {batch_size} in {accumulate} micro-batches does not divide over the mesh's data x "
+            f"fsdp = {parts} devices. Make batch_size a multiple of {accumulate * parts}."
+        )
+
+
+def start_processes() -> None:
+    """Joins the processes of a pod slice or a cluster, where the environment says there are several.
+
+    A TPU slice, SLURM and Open MPI are recognized by JAX. Elsewhere, COORDINATOR_ADDRESS, PROCESS_COUNT and
+    PROCESS_INDEX say so by hand. A single process does nothing. Call it before JAX touches a device.
+    """
+    _hide_absent_tpu()
+    if os.environ.get("COORDINATOR_ADDRESS"):
+        if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            os.environ["COORDINATOR_ADDRESS"],
+            num_processes=int(os.environ["PROCESS_COUNT"]),
+            process_id=int(os.environ["PROCESS_INDEX"]),
+        )
+    elif os.environ.get("TPU_WORKER_HOSTNAMES", "").count(",") or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+        jax.distributed.initialize()
+
+
+def _hide_absent_tpu() -> None:
+    # libtpu may be installed for ahead-of-time compilation alone; on a machine without a TPU, JAX would try to
+    # start it, wait for a metadata server, and print a page of warnings.
+    has_tpu = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
+    if not has_tpu and "JAX_PLATFORMS" not in os.environ:
+        try:
+            import libtpu  # noqa: F401
+        except ImportError:
+            return
+        has_gpu = Path("/dev/nvidia0").exists()
+        jax.config.update("jax_platforms", "cuda,cpu" if has_gpu else "cpu")

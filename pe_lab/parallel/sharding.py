@@ -1,0 +1,106 @@
+"""Which logical axis lives on which mesh axis, in one dataclass, and nothing about any model in particular."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pe_lab.config import UserError, did_you_mean
+
+MeshAxes = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class AxisRules:
+    """Logical axis -> mesh axis or axes; None replicates.
+
+    Parameters: `embed` (D) is what fsdp cuts, `heads`, `kv_heads`, `mlp` and `vocab` are what tensor cuts.
+    Activations: `batch` is cut by data and fsdp; `activation_embed` stays whole.
+    """
+
+    batch: MeshAxes = ("data", "fsdp")
+    length: MeshAxes = None
+    activation_embed: MeshAxes = None
+    embed: MeshAxes = "fsdp"
+    heads: MeshAxes = "tensor"
+    kv_heads: MeshAxes = "tensor"
+    head_dim: MeshAxes = None
+    mlp: MeshAxes = "tensor"
+    vocab: MeshAxes = "tensor"
+    layers: MeshAxes = None
+
+    def spec(
+        self, axes: Sequence[str | None], shape: Sequence[int] | None = None, mesh: Mesh | None = None, name: str = ""
+    ) -> PartitionSpec:
+        """The partition of an array whose dimensions carry these logical axes.
+
+        With `shape` and `mesh`, checks that every cut is even. Few key-value heads are the one exception: where
+        they do not divide, each device keeps them all, as every grouped-query model is sharded.
+
+        Raises:
+          UserError: an unknown logical axis, one mesh axis used twice in an array, or an uneven cut.
+        """
+        chosen: list[MeshAxes] = []
+        for dimension, axis in enumerate(axes):
+            if axis is not None and not hasattr(self, axis):
+                raise UserError(f"{name or 'An array'}: no logical axis is called '{axis}'. "
+                                + did_you_mean(axis, list(self.__dataclass_fields__)))
+            mesh_axes = getattr(self, axis) if axis else None
+            if mesh_axes is not None and shape is not None and mesh is not None:
+                parts = _size(mesh, mesh_axes)
+                if shape[dimension] % parts:
+                    if axis != "kv_heads":
+                        raise UserError(
+                            f"{name or 'An array'} of shape {tuple(shape)}: dimension {dimension} ('{axis}', "
+                            f"{shape[dimension]}) does not divide over {parts} devices of mesh axis {mesh_axes!r}. "
+                            f"Choose a mesh whose {mesh_axes!r} divides {shape[dimension]}."
+                        )
+                    mesh_axes = None
+            chosen.append(mesh_axes)
+        used = [m for axis in chosen if axis for m in ((axis,) if isinstance(axis, str) else axis)]
+        twice = sorted({m for m in used if used.count(m) > 1})
+        if twice:
+            raise UserError(f"{name or 'An array'} with axes {tuple(axes)} uses mesh axis {twice[0]!r} twice; "
+                            "change one of its rules in AxisRules.")
+        return PartitionSpec(*chosen)
+
+    def sharding(
+        self, mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int] | None = None, name: str = ""
+    ) -> NamedSharding:
+        """`spec`, placed on a mesh."""
+        return NamedSharding(mesh, self.spec(axes, shape, mesh, name))
+
+
+def _size(mesh: Mesh, axes: MeshAxes) -> int:
+    names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+    size = 1
+    for axis in names:
+        size *= mesh.shape[axis]
+    return size
+
+
+_current: ContextVar[tuple[Mesh, AxisRules] | None] = ContextVar("mesh_and_rules", default=None)
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: Mesh, rules: AxisRules) -> Iterator[None]:
+    """While a function is traced inside this, `constrain` speaks of this mesh. Outside, it does nothing."""
+    token = _current.set((mesh, rules))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Pins the sharding of an activation by its logical axes, under `use_mesh`; elsewhere returns it as it is."""
+    current = _current.get()
+    if current is None:
+        return x
+    mesh, rules = current
+    return jax.lax.with_sharding_constraint(x, rules.sharding(mesh, axes, x.shape, "activation"))

@@ -1,0 +1,106 @@
+"""The one rotation, with angles that are right at every position."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from pe_lab.config import UserError
+from pe_lab.positional.encodings import PI, Rope, frequencies
+
+
+def turns_per_position(inv_freq: np.ndarray) -> np.ndarray:
+    """Frequencies as exact fixed-point numbers: a 64-bit fraction of a turn, in two uint32 words.
+
+    A float32 product of position and frequency is off by hundredths of a radian at a million tokens, because the
+    product is large and only its remainder after whole turns matters. Integer arithmetic that wraps around at one
+    turn keeps precisely that remainder.
+
+    Args:
+      inv_freq: [...] radians per position, float64, in [0, 2 pi).
+
+    Returns:
+      [..., 2] uint32: the high and the low word of inv_freq / 2 pi.
+    """
+    # 2^64 times a float64 in [0, 1) is exact up to the float64's own 53 bits.
+    high, low = np.divmod(np.asarray(inv_freq, np.float64) / (2 * math.pi) * 2.0**32, 1.0)
+    return np.stack([high.astype(np.uint32), np.floor(low * 2.0**32).astype(np.uint32)], axis=-1)
+
+
+def _multiply_high(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The upper 32 bits of the 64-bit product of two uint32."""
+    a_high, a_low, b_high, b_low = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
+    middle = a_high * b_low + ((a_low * b_low) >> 16)
+    middle_2 = a_low * b_high + (middle & 0xFFFF)
+    return a_high * b_high + (middle >> 16) + (middle_2 >> 16)
+
+
+def angles(turns: UInt32[Array, "*rows R 2"], positions: Int[Array, "B T"]) -> Float[Array, "B T *rows R"]:
+    """Rotation angles modulo one turn, in [-pi, pi], float32, good to 4e-7 rad at any position below 2^31.
+
+    Args:
+      turns: frequencies as `turns_per_position` writes them.
+      positions: token positions, not negative.
+    """
+    position = positions.astype(jnp.uint32).reshape(positions.shape + (1,) * (turns.ndim - 1))
+    high, low = turns[..., 0], turns[..., 1]
+    fraction = position * high + _multiply_high(position, low)  # wraps at 2^32 = one turn
+    signed = jax.lax.bitcast_convert_type(fraction, jnp.int32).astype(jnp.float32)
+    return signed * jnp.float32(2 * math.pi / 2**32)
+
+
+def rotation_tables(
+    turns: UInt32[Array, "*rows R 2"], gain: Float[Array, "*rows R"], positions: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T *rows R"], Float[Array, "B T *rows R"]]:
+    """cos and sin of every pair's angle at every position, times the pair's gain; float32."""
+    angle = angles(turns, positions)
+    return jnp.cos(angle) * gain, jnp.sin(angle) * gain
+
+
+def rotate(
+    x: Float[Array, "B T H K"], cos: Float[Array, "#B T #H R"], sin: Float[Array, "#B T #H R"]
+) -> Float[Array, "B T H K"]:
+    """Rotates pair r (channels r and r + R) of every head; in float32, returned in the dtype of `x`."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def apply_encoding(x: Float[Array, "B T H K"], positions: Int[Array, "B T"], encoding: Rope) -> Float[Array, "B T H K"]:
+    """Rotates queries or keys by one description; what `apply_rope` and `apply_p_rope` are made of."""
+    inv_freq, gain = frequencies(encoding, x.shape[-1])
+    cos, sin = rotation_tables(
+        jnp.asarray(turns_per_position(inv_freq)), jnp.asarray(gain, jnp.float32), positions
+    )
+    return rotate(x, cos[:, :, None], sin[:, :, None])
+
+
+def apply_rope(
+    inputs: Float[Array, "B T H K"],
+    positions: Int[Array, "B T"],
+    *,
+    base: float = 10000.0,
+    scale_factor: float = 1.0,
+) -> Float[Array, "B T H K"]:
+    """Rotary embedding (Su et al. 2021); `scale_factor` > 1 interpolates positions (PI)."""
+    scaling = PI(scale_factor) if scale_factor != 1 else None
+    return apply_encoding(inputs, positions, Rope(base=base, scaling=scaling))
+
+
+def apply_p_rope(
+    inputs: Float[Array, "B T H K"],
+    positions: Int[Array, "B T"],
+    head_dim: int,
+    max_wavelength: int = 10000,
+    rope_percentage: float = 1.0,
+) -> Float[Array, "B T H K"]:
+    """p-RoPE with the signature and the result of the paper (Barbero et al. 2024, Algorithm in App. C).
+
+    The first int(rope_percentage * head_dim // 2) pairs rotate with the frequencies of full RoPE; the rest do not.
+    """
+    if inputs.shape[-1] != head_dim:
+        raise UserError(f"apply_p_rope: head_dim is {head_dim}, but the inputs have {inputs.shape[-1]} channels.")
+    return apply_encoding(inputs, positions, Rope(base=float(max_wavelength), fraction=rope_percentage))

@@ -1,0 +1,234 @@
+"""Descriptions laid out as arrays: what the compiled model reads, and what may change without compiling it again."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jaxtyping import Float, UInt32
+
+from pe_lab.config import UserError
+from pe_lab.positional.encodings import Alibi, alibi_slopes, frequencies
+from pe_lab.positional.layers import Layer, label
+from pe_lab.positional.rotation import turns_per_position
+
+ArrayLike = jax.Array | np.ndarray
+
+
+@dataclass(frozen=True)
+class LayerStructure:
+    """What is compiled into a layer; everything else about positions is data.
+
+    `heads` says how far rotations differ within the layer: `shared` by all heads; `grouped`, differing between
+    groups of query heads but not within one; `split`, differing within a group, so that keys are rotated once per
+    query head (a query head whose key head still rotates would not be NoPE).
+    """
+
+    rotates: bool = False
+    slopes: bool = False
+    window: int | None = None
+    heads: Literal["shared", "grouped", "split"] = "shared"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The positional encoding of a whole model, as arrays. A pytree: `structure` is static, the rest is data.
+
+    Attributes:
+      inv_freq: [N, H, R] radians per position; 0 = the pair does not rotate.
+      gain: [N, H, R] amplitude of the pair after rotation, in layers that rotate.
+      turns: [N, H, R, 2] `inv_freq` in fixed point (see `turns_per_position`); what the rotation reads.
+      alibi_slope: [N, H] logit penalty per token of distance.
+      logit_scale: [N] factor on the attention logits (DroPE's beta).
+      structure: one `LayerStructure` per layer.
+      same_rotation: every layer that rotates does so alike, so one table serves them all.
+    """
+
+    inv_freq: Float[ArrayLike, "N H R"]
+    gain: Float[ArrayLike, "N H R"]
+    turns: UInt32[ArrayLike, "N H R 2"]
+    alibi_slope: Float[ArrayLike, "N H"]
+    logit_scale: Float[ArrayLike, " N"]
+    structure: tuple[LayerStructure, ...]
+    same_rotation: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.structure)
+
+    def generalize(self, heads: Literal["shared", "grouped", "split"] = "shared", slopes: bool = False) -> Schedule:
+        """The same encoding in a structure that more schedules share: every layer takes a rotation, absent or not.
+
+        Schedules generalized alike (and with the same windows) run through one compilation. `heads` and `slopes`
+        are the least that the result offers; what this schedule itself needs is kept.
+        """
+        order = ("shared", "grouped", "split")
+        structure = tuple(
+            dataclasses.replace(
+                s,
+                rotates=True,
+                slopes=s.slopes or slopes,
+                heads=max(s.heads, heads, key=order.index),
+            )
+            for s in self.structure
+        )
+        return dataclasses.replace(self, structure=structure, same_rotation=False)
+
+    def edit(
+        self,
+        layers: Sequence[int] | slice = slice(None),
+        heads: Sequence[int] | slice = slice(None),
+        *,
+        num_kv_heads: int,
+        inv_freq: Any = None,
+        gain: Any = None,
+        alibi_slope: Any = None,
+        logit_scale: Any = None,
+    ) -> Schedule:
+        """A schedule with new values at some layers and heads; host side. Values broadcast to [layers, heads, R]."""
+
+        def put(array: ArrayLike, value: Any, per_head: bool = True) -> np.ndarray:
+            array = np.array(array)
+            if value is not None:
+                chosen = np.arange(array.shape[0])[layers]
+                if per_head:
+                    array[np.ix_(chosen, np.arange(array.shape[1])[heads])] = value
+                else:
+                    array[chosen] = value
+            return array
+
+        # Frequencies keep their 64 bits where they are not edited: `turns` is authoritative, float32 would round.
+        new_freq, turns = put(self.inv_freq, inv_freq), np.array(self.turns)
+        if inv_freq is not None:
+            changed = put(np.zeros(np.shape(self.inv_freq), bool), True)
+            exact = put(np.array(self.inv_freq, np.float64), inv_freq)
+            turns[changed] = turns_per_position(exact)[changed]
+        return _assemble(
+            new_freq,
+            put(self.gain, gain),
+            turns,
+            put(self.alibi_slope, alibi_slope),
+            put(self.logit_scale, logit_scale, per_head=False),
+            [s.window for s in self.structure],
+            num_kv_heads,
+        )
+
+
+jax.tree_util.register_dataclass(
+    Schedule,
+    data_fields=["inv_freq", "gain", "turns", "alibi_slope", "logit_scale"],
+    meta_fields=["structure", "same_rotation"],
+)
+
+
+def build_schedule(
+    layers: Sequence[Layer], num_heads: int, num_kv_heads: int, head_dim: int, length: int | None = None
+) -> Schedule:
+    """Lays the descriptions of all layers out as arrays, on the host, in float32.
+
+    Args:
+      layers: one `Layer` per layer (see `pe_lab.positional.layers`).
+      num_heads: H query heads.
+      num_kv_heads: G key-value heads; divides H.
+      head_dim: K; even.
+      length: tokens the model is about to read, for schemes that depend on it.
+
+    Returns:
+      A `Schedule` whose structure says no more than these layers need: a layer without rotation has none compiled.
+    """
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise UserError(f"{num_heads} query heads do not divide into {num_kv_heads} key-value heads.")
+    # A [N, H, R] array of a deep model is mostly repetition: work out each distinct encoding once.
+    known = {layer.encoding: frequencies(layer.encoding, head_dim, length) for layer in layers}
+    shape = (len(layers), num_heads, head_dim // 2)
+    inv_freq = np.stack([np.broadcast_to(known[layer.encoding][0], shape[1:]) for layer in layers])
+    gain = np.stack([np.broadcast_to(known[layer.encoding][1], shape[1:]) for layer in layers])
+    none = np.zeros(num_heads)
+    slopes = [alibi_slopes(num_heads) if isinstance(layer.encoding, Alibi) else none for layer in layers]
+    return _assemble(
+        inv_freq,
+        gain,
+        turns_per_position(inv_freq),
+        np.stack(slopes),
+        np.array([layer.logit_scale for layer in layers]),
+        [layer.window for layer in layers],
+        num_kv_heads,
+    )
+
+
+def _assemble(
+    inv_freq: np.ndarray,
+    gain: np.ndarray,
+    turns: np.ndarray,
+    alibi_slope: np.ndarray,
+    logit_scale: np.ndarray,
+    windows: Sequence[int | None],
+    num_kv_heads: int,
+) -> Schedule:
+    rows = np.concatenate([turns.astype(np.float64), gain[..., None]], axis=-1)  # [N, H, R, 3], for comparison
+    rotates = (turns != 0).any((1, 2, 3)) | (gain != 1).any((1, 2))
+    structure = []
+    for n, window in enumerate(windows):
+        grouped = rows[n].reshape(num_kv_heads, -1, *rows.shape[2:])
+        if (rows[n] == rows[n, :1]).all():
+            heads = "shared"
+        else:
+            heads = "grouped" if (grouped == grouped[:, :1]).all() else "split"
+        structure.append(LayerStructure(bool(rotates[n]), bool((alibi_slope[n] != 0).any()), window, heads))
+    rotating = rows[rotates]
+    return Schedule(
+        inv_freq.astype(np.float32),
+        gain.astype(np.float32),
+        turns,
+        alibi_slope.astype(np.float32),
+        logit_scale.astype(np.float32),
+        tuple(structure),
+        same_rotation=bool(len(rotating) and (rotating == rotating[:1]).all()),
+    )
+
+
+def describe(schedule: Schedule, layers: Sequence[Layer] | None = None) -> str:
+    """A table a person can check: one line per run of equal layers, read from the arrays themselves.
+
+    `layers`, where given, only adds the names people know the encodings by.
+    """
+    freq, gain = np.asarray(schedule.inv_freq, np.float64), np.asarray(schedule.gain)
+    slope, scale = np.asarray(schedule.alibi_slope), np.asarray(schedule.logit_scale)
+
+    def line(n: int) -> tuple[str, ...]:
+        rotating = freq[n] != 0
+        counts = sorted({int(c) for c in rotating.sum(-1)})
+        waves = 2 * math.pi / freq[n][rotating] if rotating.any() else np.array([])
+        return (
+            label(layers[n]) if layers else "",
+            f"{'-'.join(map(str, counts))}/{freq.shape[-1]}",
+            f"{waves.min():.4g} .. {waves.max():.4g}" if len(waves) else "none",
+            _span(gain[n]) if schedule.structure[n].rotates else "none",
+            _span(slope[n]) if (slope[n] != 0).any() else "none",
+            str(schedule.structure[n].window or "all"),
+            f"{scale[n]:.4g}",
+            schedule.structure[n].heads if schedule.structure[n].rotates else "none",
+        )
+
+    header = ("encoding", "pairs turning", "wavelength (tokens)", "gain", "slope", "window", "logit scale", "heads")
+    rows: list[list[Any]] = []
+    for n in range(schedule.num_layers):
+        if rows and rows[-1][1] == line(n):
+            rows[-1][0][1] = n
+        else:
+            rows.append([[n, n], line(n)])
+    cells = [("layers", *header)] + [(f"{a}-{b}" if b > a else f"{a}", *rest) for (a, b), rest in rows]
+    if not layers:
+        cells = [(c[0], *c[2:]) for c in cells]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def _span(values: np.ndarray) -> str:
+    low, high = float(values.min()), float(values.max())
+    return f"{low:.4g}" if low == high else f"{low:.4g} .. {high:.4g}"
