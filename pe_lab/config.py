@@ -187,3 +187,160 @@ class Config:
     notes: Notes = Notes()
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# From files and texts to a Config
+
+
+def load_config(reference: str, overrides: Mapping[str, str] | None = None) -> Config:
+    """Reads a recipe: `configs/x.py`, or `configs/x.py:ARG` to pass ARG to its `get_config`.
+
+    Args:
+      reference: the file, with its argument after a colon.
+      overrides: `{"model.layers": "4", "phases.0.steps": "10"}`; values are read as Python literals, else as text.
+
+    Raises:
+      UserError: no such file, no `get_config`, an unknown key (with the nearest right one), a value of another type.
+    """
+    path, _, arg = reference.partition(":")
+    if not Path(path).is_file():
+        raise UserError(f"--config: there is no file '{path}'. Recipes are Python files, such as configs/drope_laptop.py.")
+    spec = importlib.util.spec_from_file_location(f"pe_lab_recipe_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise UserError(f"--config: '{path}' defines no get_config(arg).")
+    tree = _plain(module.get_config(arg))
+    for key, text in (overrides or {}).items():
+        _override(tree, key, text)
+    return from_dict(Config, tree)
+
+
+def _plain(value: Any) -> Any:
+    """ConfigDicts to dicts, tuples to lists; everything else as it is."""
+    if isinstance(value, ConfigDict | Mapping):
+        return {key: _plain(value[key]) for key in value}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _override(tree: Any, key: str, text: str) -> None:
+    """Sets one dotted key of a recipe's tree; list items by number. Unknown names are left to `from_dict`."""
+    *path, last = key.split(".")
+    at = tree
+    for name in path:
+        if isinstance(at, list):
+            if not name.isdigit() or int(name) >= len(at):
+                raise UserError(f"--config.{key}: '{name}' is not one of the {len(at)} items, numbered from 0.")
+            at = at[int(name)]
+        else:
+            at = at.setdefault(name, {})
+        if not isinstance(at, dict | list):
+            raise UserError(f"--config.{key}: '{name}' is a single value and has nothing inside.")
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = {"true": True, "false": False}.get(text.lower(), text)
+    if isinstance(at, list):
+        if not last.isdigit() or int(last) >= len(at):
+            raise UserError(f"--config.{key}: '{last}' is not one of the {len(at)} items, numbered from 0.")
+        at[int(last)] = value
+    else:
+        at[last] = value
+
+
+def from_dict(kind: type, value: Any, where: str = "config") -> Any:
+    """A frozen dataclass (`Config`, `ModelConfig`, ...) from nested dicts, checking every key and every type."""
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where} is {value!r}; it must be a set of keys: {', '.join(typing.get_type_hints(kind))}.")
+    hints = typing.get_type_hints(kind)
+    for key in value:
+        if key not in hints:
+            raise UserError(f"{where} has no key '{key}'. {did_you_mean(str(key), list(hints))}")
+    return kind(**{key: _convert(hints[key], item, f"{where}.{key}") for key, item in value.items()})
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if hint is Any:
+        return value
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        if not isinstance(value, list | tuple):
+            raise UserError(f"{where} is {value!r}; it must be a list.")
+        return tuple(_convert(item, v, f"{where}[{i}]") for i, v in enumerate(value))
+    if typing.get_origin(hint) is not None:  # Mapping[str, Any]
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where} is {value!r}; it must be a set of keys and values.")
+        return dict(value)
+    if dataclasses.is_dataclass(hint):
+        return from_dict(typing.cast(type, hint), value, where)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    # 1e3 is how people write a thousand steps.
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise UserError(f"{where} is {value!r}; it must be of type {hint.__name__}.")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Back to plain data
+
+
+def to_json(value: Any) -> Any:
+    """A config, or a part of one, as plain JSON. Other dataclasses (encodings) become {"kind": name, fields}."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return fields if type(value).__module__ == __name__ else {"kind": type(value).__name__, **fields}
+    if isinstance(value, Mapping):
+        return {key: to_json(item) for key, item in value.items()}
+    return [to_json(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# What a result depends on. Logging, evaluation, where the cache lies and how the devices are laid out may change
+# between two sessions of one run; these may not.
+_IDENTITY = ("seed", "model", "data", "phases")
+_NOT_IDENTITY = ("data.cache_dir", "data.workers")
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """The part of a config that a run may not change half-way, flat: {"model.layers": 4, ...}."""
+    flat: dict[str, Any] = {}
+
+    def walk(value: Any, path: str) -> None:
+        children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+        if children is None:
+            flat[path] = value
+        else:
+            for key, item in children:
+                walk(item, f"{path}.{key}")
+
+    plain = to_json(config)
+    for name in _IDENTITY:
+        walk(plain[name], name)
+    return {key: value for key, value in flat.items() if key not in _NOT_IDENTITY}
+
+
+def config_hash(config: Config) -> str:
+    """Twelve hex digits that name `identity(config)`."""
+    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Takes `--config.a.b=value` (or `--config.a.b value`) out of a command line: (the rest, {"a.b": "value"})."""
+    rest: list[str] = []
+    overrides: dict[str, str] = {}
+    items = iter(argv)
+    for item in items:
+        if not item.startswith("--config."):
+            rest.append(item)
+            continue
+        key, equals, text = item.removeprefix("--config.").partition("=")
+        if not equals:
+            text = next(items, "")
+            if not text:
+                raise UserError(f"{item}: give a value, as in {item}=VALUE.")
+        overrides[key] = text
+    return rest, overrides

@@ -169,7 +169,7 @@ def _backward_rule(window, chunk, saved, d_out):  # noqa: ANN001, ANN202
     return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), jax.tree.map(_no_gradient, side)
 
 
-def _no_gradient(x: jax.Array) -> jax.Array:
+def _no_gradient(x: jax.Array) -> jax.Array | np.ndarray:
     if jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.zeros_like(x)
     return np.zeros(x.shape, jax.dtypes.float0)

@@ -18,6 +18,19 @@ def _require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def _require_factor(kind: str, factor: float) -> None:
+    _require(1 <= factor < math.inf, f"{kind}.factor is {factor}; it must be finite and at least 1.")
+
+
+def _require_rope(kind: str, base: float, fraction: float, scaling: Scaling | None) -> None:
+    _require(1 < base < math.inf, f"{kind}.base is {base}; it must be finite and above 1.")
+    _require(0 <= fraction <= 1, f"{kind}.fraction is {fraction}; it must lie in [0, 1].")
+    _require(
+        scaling is None or isinstance(scaling, Scaling),
+        f"{kind}.scaling is {scaling!r}; give PI(...), NTK(...), Yarn(...) or None.",
+    )
+
+
 @dataclass(frozen=True)
 class PI:
     """Position interpolation: every frequency divided by `factor` (Chen et al. 2023)."""
@@ -25,7 +38,7 @@ class PI:
     factor: float
 
     def __post_init__(self) -> None:
-        _require(self.factor >= 1, f"PI.factor is {self.factor}; it must be at least 1.")
+        _require_factor("PI", self.factor)
 
     def scale(self, inv_freq: np.ndarray, base: float, dim: int) -> tuple[np.ndarray, float]:
         return inv_freq / self.factor, 1.0
@@ -38,7 +51,7 @@ class NTK:
     factor: float
 
     def __post_init__(self) -> None:
-        _require(self.factor >= 1, f"NTK.factor is {self.factor}; it must be at least 1.")
+        _require_factor("NTK", self.factor)
 
     def scale(self, inv_freq: np.ndarray, base: float, dim: int) -> tuple[np.ndarray, float]:
         # A single pair has no "lowest" beside its "highest": d / (d - 2) has no meaning at d = 2.
@@ -61,10 +74,10 @@ class Yarn:
     beta_slow: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(self.factor >= 1, f"Yarn.factor is {self.factor}; it must be at least 1.")
+        _require_factor("Yarn", self.factor)
         _require(
-            self.original_length > 0,
-            f"Yarn.original_length is {self.original_length}; give the training length in tokens.",
+            0 < self.original_length < math.inf and self.original_length == int(self.original_length),
+            f"Yarn.original_length is {self.original_length}; give the training length, a number of tokens.",
         )
         _require(
             self.beta_fast > self.beta_slow > 0,
@@ -77,8 +90,8 @@ class Yarn:
         def index(rotations: float) -> float:
             return dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-        low = max(math.floor(index(self.beta_fast)), 0)
-        high = min(math.ceil(index(self.beta_slow)), dim - 1)
+        low = max(float(math.floor(index(self.beta_fast))), 0.0)
+        high = min(float(math.ceil(index(self.beta_slow))), dim - 1.0)
         return low, high + 0.001 if low == high else high
 
     def scale(self, inv_freq: np.ndarray, base: float, dim: int) -> tuple[np.ndarray, float]:
@@ -104,8 +117,7 @@ class Rope:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        _require(self.base > 1, f"Rope.base is {self.base}; it must be above 1.")
-        _require(0 <= self.fraction <= 1, f"Rope.fraction is {self.fraction}; it must lie in [0, 1].")
+        _require_rope("Rope", self.base, self.fraction, self.scaling)
 
 
 @dataclass(frozen=True)
@@ -120,8 +132,7 @@ class PartialRope:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        _require(self.base > 1, f"PartialRope.base is {self.base}; it must be above 1.")
-        _require(0 <= self.fraction <= 1, f"PartialRope.fraction is {self.fraction}; it must lie in [0, 1].")
+        _require_rope("PartialRope", self.base, self.fraction, self.scaling)
 
     def rotated_channels(self, head_dim: int) -> int:
         channels = int(head_dim * self.fraction)

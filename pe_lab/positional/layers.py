@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,12 +34,12 @@ def parse(text: str) -> Layer:
     NAME is rope, partial_rope, nope, alibi, or a scaling (pi, ntk, yarn), which means RoPE under that scaling:
     `yarn:factor=2,original_length=1024,base=1e6`.
     """
-    head, _, tail = text.strip().partition("/")
+    head, slash, tail = text.strip().partition("/")
     name, _, arguments = head.partition(":")
     window: int | None = None
-    if tail:
+    if slash:
         key, _, value = tail.partition("=")
-        if key != "window" or not value.isdigit():
+        if key != "window" or not value.isdecimal():
             raise UserError(f"'{text}': after '/' stands 'window=TOKENS', not '{tail}'.")
         window = int(value)
     values: dict[str, float] = {}
@@ -49,23 +50,27 @@ def parse(text: str) -> Layer:
         except ValueError:
             raise UserError(f"'{text}': '{item}' is not key=number.") from None
     if name in _SCALINGS:
-        scaling = _build(_SCALINGS[name], {k: v for k, v in values.items() if k not in ("base", "fraction")}, text)
-        rope = {k: v for k, v in values.items() if k in ("base", "fraction")}
+        rope = {k: values.pop(k) for k in ("base", "fraction") if k in values}
+        scaling = _build(_SCALINGS[name], values, text, also=("base", "fraction"))
         return Layer(Rope(**rope, scaling=scaling), window)
     if name not in _ENCODINGS:
         raise UserError(f"'{text}': no encoding is called '{name}'. {did_you_mean(name, [*_ENCODINGS, *_SCALINGS])}")
     return Layer(_build(_ENCODINGS[name], values, text), window)
 
 
-def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
+def _build(kind: type, values: Mapping[str, Any], where: str, also: Sequence[str] = ()) -> Any:
     fields = {f.name: f for f in dataclasses.fields(kind)}
-    for key in values:
+    for key, value in values.items():
         if key not in fields:
-            raise UserError(f"'{where}': {kind.__name__} has no '{key}'. {did_you_mean(key, list(fields))}")
+            raise UserError(f"'{where}': {kind.__name__} has no '{key}'. {did_you_mean(key, [*fields, *also])}")
+        if key != "scaling" and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+            raise UserError(f"'{where}': {kind.__name__}.{key} is {value!r}; it must be a number.")
     required = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
     if required:
         raise UserError(f"'{where}': {kind.__name__} needs {', '.join(required)}.")
-    return kind(**{k: int(v) if fields[k].type == "int" else v for k, v in values.items()})
+    # 1024.0 becomes 1024; what is no whole number stays as it is, for the description to refuse.
+    whole = {k: int(v) for k, v in values.items() if fields[k].type == "int" and float(v).is_integer()}
+    return kind(**{**values, **whole})
 
 
 def layers(description: Any, num_layers: int) -> tuple[Layer, ...]:
@@ -101,8 +106,14 @@ def to_json(layer: Layer) -> dict[str, Any]:
 
 def from_json(value: Mapping[str, Any]) -> Layer:
     """The `Layer` that `to_json` wrote; `UserError` for a kind or a field this version does not know."""
+    fields = [f.name for f in dataclasses.fields(Layer)]
+    for key in value:
+        if key not in fields:
+            raise UserError(f"'{dict(value)}': Layer has no '{key}'. {did_you_mean(key, fields)}")
+    if not isinstance(value.get("encoding"), Mapping):
+        raise UserError(f"'{dict(value)}': a layer needs an 'encoding', such as {{'kind': 'rope'}}.")
     encoding = dict(value["encoding"])
-    if encoding.get("scaling") is not None:
+    if isinstance(encoding.get("scaling"), Mapping):
         encoding["scaling"] = _untagged(encoding["scaling"], _SCALINGS)
     return Layer(_untagged(encoding, _ENCODINGS), value.get("window"), value.get("logit_scale", 1.0))
 
@@ -116,7 +127,7 @@ def _untagged(value: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
     rest = dict(value)
     kind = rest.pop("kind", "")
     if kind not in kinds:
-        raise UserError(f"The checkpoint's positional encoding is of kind '{kind}'. {did_you_mean(kind, list(kinds))}")
+        raise UserError(f"'{dict(value)}': no encoding or scaling is of kind '{kind}'. {did_you_mean(kind, [*kinds])}")
     return _build(kinds[kind], rest, str(dict(value)))
 
 
@@ -135,7 +146,8 @@ def _call(name: str, value: Any, skip: Sequence[str] = ()) -> str:
     for f in dataclasses.fields(value):
         v = getattr(value, f.name)
         if f.name not in skip and (f.name == "base" or f.default is dataclasses.MISSING or v != f.default):
-            shown.append(f"{f.name}={v:g}" if isinstance(v, int | float) else f"{f.name}={v}")
+            # %g rounds to six digits: 1048576 would read 1.04858e+06.
+            shown.append(f"{f.name}={v:g}" if float(f"{v:g}") == v else f"{f.name}={v!r}")
     return f"{name}({', '.join(shown)})" if shown else name
 
 

@@ -90,16 +90,21 @@ class Schedule:
         alibi_slope: Any = None,
         logit_scale: Any = None,
     ) -> Schedule:
-        """A schedule with new values at some layers and heads; host side. Values broadcast to [layers, heads, R]."""
+        """A schedule with new values at some layers and heads; host side.
+
+        Values broadcast to [layers, heads, R], `alibi_slope` to [layers, heads], `logit_scale` to [layers].
+        The structure is worked out anew: what `generalize` added is gone.
+
+        Raises:
+          UserError: for a layer or a head that is not there, or a frequency outside [0, 2 pi).
+        """
+        at_layers = _select(self.num_layers, layers, "layer")
+        at_heads = _select(np.shape(self.gain)[1], heads, "head")
 
         def put(array: ArrayLike, value: Any, per_head: bool = True) -> np.ndarray:
             array = np.array(array)
             if value is not None:
-                chosen = np.arange(array.shape[0])[layers]
-                if per_head:
-                    array[np.ix_(chosen, np.arange(array.shape[1])[heads])] = value
-                else:
-                    array[chosen] = value
+                array[np.ix_(at_layers, at_heads) if per_head else at_layers] = value
             return array
 
         # Frequencies keep their 64 bits where they are not edited: `turns` is authoritative, float32 would round.
@@ -141,8 +146,8 @@ def build_schedule(
     Returns:
       A `Schedule` whose structure says no more than these layers need: a layer without rotation has none compiled.
     """
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise UserError(f"{num_heads} query heads do not divide into {num_kv_heads} key-value heads.")
+    if not layers or num_heads < 1:
+        raise UserError(f"A schedule needs layers and heads, and has {len(layers)} layers and {num_heads} heads.")
     # A [N, H, R] array of a deep model is mostly repetition: work out each distinct encoding once.
     known = {layer.encoding: frequencies(layer.encoding, head_dim, length) for layer in layers}
     shape = (len(layers), num_heads, head_dim // 2)
@@ -161,6 +166,16 @@ def build_schedule(
     )
 
 
+def _select(count: int, chosen: Sequence[int] | slice, what: str) -> np.ndarray:
+    """The indices that `chosen` picks out of `count`; negative ones count from the end."""
+    if isinstance(chosen, slice):
+        return np.arange(count)[chosen]
+    for index in chosen:
+        if not -count <= index < count:
+            raise UserError(f"There is no {what} {index}: this schedule has {count}, counted from 0.")
+    return np.arange(count)[list(chosen)]
+
+
 def _assemble(
     inv_freq: np.ndarray,
     gain: np.ndarray,
@@ -170,6 +185,8 @@ def _assemble(
     windows: Sequence[int | None],
     num_kv_heads: int,
 ) -> Schedule:
+    if num_kv_heads < 1 or turns.shape[1] % num_kv_heads:
+        raise UserError(f"{turns.shape[1]} query heads do not divide into {num_kv_heads} key-value heads.")
     rows = np.concatenate([turns.astype(np.float64), gain[..., None]], axis=-1)  # [N, H, R, 3], for comparison
     rotates = (turns != 0).any((1, 2, 3)) | (gain != 1).any((1, 2))
     structure = []
@@ -197,11 +214,14 @@ def describe(schedule: Schedule, layers: Sequence[Layer] | None = None) -> str:
 
     `layers`, where given, only adds the names people know the encodings by.
     """
+    if layers and len(layers) != schedule.num_layers:
+        raise UserError(f"{len(layers)} layers cannot name the {schedule.num_layers} of this schedule.")
+    turning = (np.asarray(schedule.turns) != 0).any(-1)  # PI by 1e30 has frequencies, and yet nothing turns
     freq, gain = np.asarray(schedule.inv_freq, np.float64), np.asarray(schedule.gain)
     slope, scale = np.asarray(schedule.alibi_slope), np.asarray(schedule.logit_scale)
 
     def line(n: int) -> tuple[str, ...]:
-        rotating = freq[n] != 0
+        rotating = turning[n]
         counts = sorted({int(c) for c in rotating.sum(-1)})
         waves = 2 * math.pi / freq[n][rotating] if rotating.any() else np.array([])
         return (

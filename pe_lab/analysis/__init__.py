@@ -1,0 +1,1 @@
+"""What is learned from runs: their files, scores, verdicts and charts, and the page made of them."""

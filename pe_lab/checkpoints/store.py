@@ -1,0 +1,251 @@
+"""Orbax behind one door: where checkpoints lie, what is in them, and which one is the last good one."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from pe_lab.checkpoints import schedules
+from pe_lab.config import ModelConfig, UserError, from_dict, to_json
+from pe_lab.model import Model, Params
+from pe_lab.parallel import AxisRules
+from pe_lab.positional import Layer, Schedule, from_json
+from pe_lab.positional import to_json as layer_to_json
+
+DIRECTORY = "checkpoints"  # of a phase; one directory a step inside
+FORMAT = 1
+
+# Orbax announces every save and every read-only manager; a run has a log of its own.
+logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+def new_id() -> str:
+    """A name for a checkpoint that no other one has."""
+    return uuid.uuid4().hex[:12]
+
+
+def metadata_of(
+    model: ModelConfig, layers: tuple[Layer, ...], schedule: Schedule, **facts: Any
+) -> dict[str, Any]:
+    """The JSON part of a checkpoint: the model, its encodings, and whatever facts the writer adds."""
+    return {
+        "format": FORMAT,
+        "model": to_json(model),
+        "layers": [layer_to_json(layer) for layer in layers],
+        "structure": schedules.structure_to_json(schedule),
+        **facts,
+    }
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint as readers want it: the weights, what they are read with, and where they come from.
+
+    `metadata` holds id, run, phase, step, training_length, config, config_hash, lineage, mixture, tokenizer,
+    vocab_size and versions.
+    """
+
+    path: Path
+    step: int
+    params: Params
+    model: ModelConfig
+    layers: tuple[Layer, ...]
+    schedule: Schedule
+    metadata: dict[str, Any]
+
+
+class Store:
+    """The checkpoints of one phase. Saving is asynchronous and atomic; only committed ones are ever seen."""
+
+    def __init__(self, directory: str | Path, keep: int = 2, read_only: bool = False):
+        self.directory = Path(directory).absolute()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None if read_only else keep,
+            enable_async_checkpointing=True,
+            read_only=read_only,
+            create=not read_only,
+        )
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    def steps(self) -> list[int]:
+        """Steps of the committed checkpoints, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def save(
+        self, step: int, params: Params, optimizer: Any, schedule: Schedule, metadata: Mapping[str, Any]
+    ) -> None:
+        """Starts saving; returns once the arrays are copied. The previous save is waited for.
+
+        Whoever dies before the files are complete leaves an uncommitted directory, which no reader sees.
+        """
+        items: dict[str, Any] = {
+            "params": ocp.args.StandardSave(params),
+            "schedule": ocp.args.StandardSave(schedules.to_arrays(schedule)),
+            "metadata": ocp.args.JsonSave(dict(metadata)),
+        }
+        if optimizer is not None:
+            items["optimizer"] = ocp.args.StandardSave(optimizer)
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def wait(self) -> None:
+        """Until all saves are on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        """The JSON part of one checkpoint."""
+        args = ocp.args.Composite(metadata=ocp.args.JsonRestore())
+        return dict(self._manager.restore(step, args=args)["metadata"])
+
+    def restore(self, step: int, params: Any, optimizer: Any = None) -> tuple[Params, Any]:
+        """Parameters, and the optimizer's state where a template of it is given.
+
+        Args:
+          step: one of `steps()`.
+          params, optimizer: trees of `jax.ShapeDtypeStruct` with shardings; arrays arrive there.
+        """
+        items = {"params": ocp.args.StandardRestore(params)}
+        if optimizer is not None:
+            items["optimizer"] = ocp.args.StandardRestore(optimizer)
+        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        return restored["params"], restored["optimizer"] if optimizer is not None else None
+
+    def schedule(self, step: int, metadata: Mapping[str, Any]) -> Schedule:
+        """The schedule saved with the weights: the arrays themselves, not their description worked out again."""
+        shapes = schedules.array_shapes(metadata)
+        placed = jax.tree.map(lambda s: _with_sharding(s, _one_device()), shapes)
+        args = ocp.args.Composite(schedule=ocp.args.StandardRestore(placed))
+        arrays = self._manager.restore(step, args=args)["schedule"]
+        return schedules.from_arrays(jax.tree.map(np.asarray, arrays), metadata["structure"])
+
+    def discard_after(self, step: int) -> None:
+        """Removes checkpoints later than `step`: damaged ones that a walk back has passed over."""
+        for later in [s for s in self.steps() if s > step]:
+            if jax.process_index() == 0:
+                shutil.rmtree(self.directory / str(later))
+        self._manager.reload()
+
+
+def _one_device() -> SingleDeviceSharding:
+    return SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _with_sharding(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
+def templates(shapes: Any, shardings: Any) -> Any:
+    """Shapes with shardings, for `Store.restore`."""
+    return jax.tree.map(_with_sharding, shapes, shardings)
+
+
+def resolve(path: str | Path) -> tuple[Path, int]:
+    """Finds one checkpoint from any path people give: (its `checkpoints` directory, its step).
+
+    A run directory means its last phase that has one; a phase, or its `checkpoints`, the last step.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"There is no checkpoint at '{path}': no such directory.")
+    if path.name.isdigit() and _is_checkpoint(path):
+        return path.parent, int(path.name)
+    for directory in (path, path / DIRECTORY):
+        steps = _committed(directory)
+        if steps:
+            return directory, steps[-1]
+    phases = find_checkpoints(path)
+    if phases:
+        return phases[-1].parent, int(phases[-1].name)
+    raise UserError(
+        f"There is no checkpoint at '{path}'. Give a run directory, a phase of it, or one step's directory."
+    )
+
+
+def find_checkpoints(run: str | Path) -> list[Path]:
+    """The last committed checkpoint of every phase of a run, in the order of its phases.
+
+    `run` may also be one phase, or a directory that surgery wrote.
+    """
+    run = Path(run)
+    found = []
+    for phase in [run, *sorted(p for p in run.iterdir() if p.is_dir())] if run.is_dir() else []:
+        steps = _committed(phase / DIRECTORY)
+        if steps:
+            found.append(phase / DIRECTORY / str(steps[-1]))
+    return sorted(found, key=lambda p: (_read_index(p), str(p)))
+
+
+def _read_index(path: Path) -> int:
+    return int(_read_metadata(path).get("phase_index", 0))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and (path / "metadata").is_dir() and (path / "params").is_dir()
+
+
+def _committed(directory: Path) -> list[int]:
+    """Steps under a directory. Orbax renames a checkpoint to its number once it is complete."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and _is_checkpoint(p))
+
+
+def _read_metadata(path: Path) -> dict[str, Any]:
+    store = Store(path.parent, read_only=True)
+    try:
+        return store.metadata(int(path.name))
+    except Exception as error:
+        raise UserError(f"The checkpoint '{path}' cannot be read ({_first_line(error)}).") from error
+    finally:
+        store.close()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Checkpoint:
+    """Reads the weights and everything they are read with; not the optimizer.
+
+    Args:
+      path: see `resolve`.
+      mesh, rules: where the weights go; without them, onto the first device.
+
+    Raises:
+      UserError: no checkpoint there, or one that is damaged or not ours.
+    """
+    directory, step = resolve(path)
+    where = directory / str(step)
+    metadata = _read_metadata(where)
+    if metadata.get("format") != FORMAT:
+        raise UserError(f"The checkpoint '{where}' is of format {metadata.get('format')}; this version reads {FORMAT}.")
+    model = Model(from_dict(ModelConfig, metadata["model"], f"{where}: model"))
+    if mesh is None:
+        shapes = jax.tree.map(lambda s: _with_sharding(s, _one_device()), model.shapes)
+    else:
+        chosen = rules or AxisRules()
+        shapes = jax.tree.map(
+            lambda s, axes: _with_sharding(s, chosen.sharding(mesh, axes, s.shape)), model.shapes, model.axes
+        )
+    store = Store(directory, read_only=True)
+    try:
+        params, _ = store.restore(step, shapes)
+        schedule = store.schedule(step, metadata)
+    except Exception as error:
+        raise UserError(f"The checkpoint '{where}' is damaged: {_first_line(error)}") from error
+    finally:
+        store.close()
+    layers = tuple(from_json(layer) for layer in metadata["layers"])
+    return Checkpoint(where, step, params, model.config, layers, schedule, metadata)

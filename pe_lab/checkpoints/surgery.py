@@ -1,0 +1,101 @@
+"""Edits of a checkpoint, as pure functions; none of them touches its source."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, metadata_of, new_id
+from pe_lab.config import ModelConfig, UserError
+from pe_lab.positional import Layer, NoPE, build_schedule, label
+
+# Fields of a model that decide the shapes or the meaning of its weights; the rest (dtype, remat ...) may change.
+SHAPE_FIELDS = (
+    "vocab_size",
+    "layers",
+    "d_model",
+    "d_ff",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "qk_norm",
+    "attention_bias",
+    "tie_embeddings",
+)
+
+
+def check_same_shape(parent: ModelConfig, child: ModelConfig, where: str) -> None:
+    """`UserError` naming every field in which a model cannot take over another's weights."""
+    differ = [f"{f} {getattr(parent, f)} -> {getattr(child, f)}" for f in SHAPE_FIELDS if getattr(parent, f) != getattr(child, f)]
+    if differ:
+        raise UserError(
+            f"{where} is a model of another shape: {', '.join(differ)}. Set these fields of config.model to the "
+            "checkpoint's, or start from another checkpoint."
+        )
+
+
+def drop(layers: Sequence[Layer], chosen: Sequence[int] | None = None) -> tuple[Layer, ...]:
+    """DroPE's drop: no positional encoding on all layers, or on the chosen ones. Windows stay."""
+    for n in chosen or ():
+        if not 0 <= n < len(layers):
+            raise UserError(f"--layers: there is no layer {n}; the model has layers 0 to {len(layers) - 1}.")
+    which = range(len(layers)) if chosen is None else chosen
+    return tuple(
+        dataclasses.replace(layer, encoding=NoPE()) if n in which else layer for n, layer in enumerate(layers)
+    )
+
+
+def change(before: Sequence[Layer], after: Sequence[Layer]) -> str:
+    """What surgery did to the encodings, in words: `rope(base=10000) -> nope on layers 0-23`."""
+    parts: list[tuple[str, list[int]]] = []
+    for n, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old == new:
+            continue
+        text = f"{label(old)} -> {label(new)}"
+        if parts and parts[-1][0] == text and parts[-1][1][1] == n - 1:
+            parts[-1][1][1] = n
+        else:
+            parts.append((text, [n, n]))
+    spans = [f"{text} on layer{'s' if b > a else ''} {a}{f'-{b}' if b > a else ''}" for text, (a, b) in parts]
+    return "; ".join(spans) or "nothing changed"
+
+
+def lineage_entry(what: str, checkpoint_id: str, path: str, step: int) -> dict[str, Any]:
+    """One line of a checkpoint's ancestry."""
+    return {"id": checkpoint_id, "what": what, "path": path, "step": step}
+
+
+def write_child(parent: Checkpoint, layers: tuple[Layer, ...], directory: str | Path, what: str) -> Path:
+    """Writes a child of `parent` with other encodings and the same weights; returns its path.
+
+    It lies at `directory/checkpoints/0`, a phase's first checkpoint. The directory must not hold one already.
+    """
+    directory = Path(directory)
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"'{directory}' is not empty. Surgery writes into a new directory; choose another --to.")
+    model = parent.model
+    schedule = build_schedule(layers, model.heads, model.kv_heads, model.head_dim)
+    child_id = new_id()
+    facts = {
+        k: parent.metadata[k]
+        for k in ("run", "config", "config_hash", "mixture", "tokenizer", "vocab_size", "training_length", "versions")
+        if k in parent.metadata
+    }
+    where = directory / DIRECTORY / "0"
+    facts |= {
+        "id": child_id,
+        "phase": directory.name,
+        "phase_index": 0,
+        "step": 0,
+        "tokens": parent.metadata.get("tokens", 0),
+        "lineage": [*parent.metadata["lineage"], lineage_entry(what, child_id, str(where), 0)],
+    }
+    store = Store(directory / DIRECTORY)
+    try:
+        store.save(0, parent.params, None, schedule, metadata_of(model, layers, schedule, **facts))
+        store.wait()
+    finally:
+        store.close()
+    return where

@@ -1,0 +1,1 @@
+"""Sources, tokenizers, prepared token shards, windows, and the Grain pipeline over them."""

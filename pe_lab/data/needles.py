@@ -1,0 +1,267 @@
+"""Needles: key-value facts in filler, asked for later in the same window, made on the fly from (seed, index).
+
+A window reads like `f f [MARK key value] f f f [MARK key value] f ... [ASK key value] [ASK key value]`. Its
+symbols are none of the tokenizer's: they follow the tokenizer's vocabulary, so that any tokenizer can be
+mixed with needles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int, Int32, UInt64
+
+from pe_lab.config import UserError, did_you_mean
+
+EVENT = 3  # tokens of a fact, [MARK key value], and of a query, [ASK key value]
+FILLER_RUN = 32  # the filler's chain starts anew after this many tokens, so that runs are drawn side by side
+WINDOWS = 2**40
+
+
+@dataclass(frozen=True)
+class NeedleOptions:
+    """What a window of needles holds, and what the loss weighs.
+
+    Raises:
+      UserError: an option is unknown or impossible.
+    """
+
+    pairs: int = 4  # facts a window
+    queries: int = (
+        4  # questions a window; with queries_at="end" each fact is asked once before any is asked twice
+    )
+    keys: int = 64  # key symbols; the keys of one window differ
+    values: int = 64
+    filler_symbols: int = 64
+    branches: int = 4  # a filler symbol is followed by one of this many, all equally likely
+    filler_seed: int = 0  # which chain: the same for training, validation and evaluation
+    answer_weight: float = 4.0  # loss weight of the tokens that answer a query
+    filler_weight: float = 0.2  # and of all others
+    queries_at: str = "end"  # end | anywhere (each after its fact)
+
+    def __post_init__(self) -> None:
+        for name in ("pairs", "queries", "keys", "values", "filler_symbols", "branches"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"needles option {name}={value!r} must be a whole number of at least 1.")
+        if self.pairs > self.keys:
+            raise UserError(
+                f"needles option pairs={self.pairs} is more than keys={self.keys}: "
+                "the keys of a window differ."
+            )
+        if self.branches > self.filler_symbols:
+            raise UserError(
+                f"needles option branches={self.branches} is more than filler_symbols={self.filler_symbols}."
+            )
+        for name in ("answer_weight", "filler_weight"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise UserError(f"needles option {name}={value!r} must be a number of at least 0.")
+        if self.queries_at not in ("end", "anywhere"):
+            raise UserError(f"needles option queries_at={self.queries_at!r} must be 'end' or 'anywhere'.")
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> NeedleOptions:
+        allowed = [f.name for f in dataclasses.fields(cls)]
+        for name in options:
+            if name not in allowed:
+                raise UserError(f"needles has no option {name!r}. {did_you_mean(name, allowed)}")
+        return cls(**options)
+
+    @property
+    def vocabulary(self) -> tuple[int, ...]:
+        """Equal vocabularies may share their symbols."""
+        return (self.keys, self.values, self.filler_symbols, self.branches, self.filler_seed)
+
+    @property
+    def shortest(self) -> int:
+        """The smallest window length T that holds all facts and queries."""
+        return EVENT * (self.pairs + self.queries) - 1
+
+
+def needle_vocab(options: NeedleOptions) -> int:
+    """How many symbols needles add to the vocabulary: MARK, ASK, the keys, the values, the filler."""
+    return 2 + options.keys + options.values + options.filler_symbols
+
+
+class NeedleWindows:
+    """Random access to windows of T + 1 tokens of needles, T = `length`.
+
+    The same (options, length, seed, split, index) is always the same window, whatever it is read together
+    with. Training and validation windows are drawn from different random streams.
+
+    Raises:
+      UserError: the window is too short for its facts and queries.
+    """
+
+    def __init__(
+        self,
+        options: NeedleOptions | Mapping[str, Any],
+        length: int,
+        seed: int,
+        split: str,
+        offset_vocab: int,
+    ):
+        self.options = options if isinstance(options, NeedleOptions) else NeedleOptions.from_mapping(options)
+        self.length = length
+        if length < self.options.shortest:
+            raise UserError(
+                f"sequence_length={length} is too short for needles with pairs={self.options.pairs} and "
+                f"queries={self.options.queries}: they need {self.options.shortest}."
+            )
+        if split not in ("train", "validation"):
+            raise ValueError(f"split={split!r}")
+        digest = hashlib.blake2b(f"needles/{seed}/{split}".encode(), digest_size=8).digest()
+        self._key = np.frombuffer(digest, np.uint64)
+        self.mark, self.ask = offset_vocab, offset_vocab + 1
+        self.first_key = offset_vocab + 2
+        self.first_value = self.first_key + self.options.keys
+        self.first_filler = self.first_value + self.options.values
+        self._next = _transitions(self.options)
+
+    def __len__(self) -> int:
+        return WINDOWS
+
+    def __getitem__(self, index: int) -> Int32[np.ndarray, " W"]:
+        return self.read(np.asarray([index]))[0][0]
+
+    def read(
+        self, indices: Int[np.ndarray, " n"]
+    ) -> tuple[Int32[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
+        """Windows and loss weights."""
+        windows, answers, _ = self._draw(indices)
+        return windows, self._weights(answers > 0)
+
+    def window(self, index: int) -> dict[str, np.ndarray]:
+        """One window: `tokens`, `targets`, `weights`, `answers` and `distance`, each of shape [T].
+
+        `answers` is true where the target answers a query; `distance` is there the number of tokens from the
+        answer back to the value in its fact, and 0 elsewhere.
+        """
+        return {name: rows[0] for name, rows in self.batch(np.asarray([index])).items()}
+
+    def batch(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        """What `window` returns for several windows at once, each array of shape [n, T]."""
+        windows, distance, _ = self._draw(indices)
+        answers = distance > 0
+        return {
+            "tokens": np.ascontiguousarray(windows[:, :-1]),
+            "targets": np.ascontiguousarray(windows[:, 1:]),
+            "weights": self._weights(answers),
+            "answers": answers,
+            "distance": distance,
+        }
+
+    def _weights(self, answers: np.ndarray) -> np.ndarray:
+        return np.where(
+            answers, np.float32(self.options.answer_weight), np.float32(self.options.filler_weight)
+        )
+
+    def _draw(self, indices: Int[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Windows [n, T+1], each answer's distance [n, T] (0: no answer), the facts' places [n, P]."""
+        o, size = self.options, self.length + 1
+        state = _mix(self._key + _mix(np.asarray(indices).astype(np.uint64)))
+        n, rows = len(state), np.arange(len(state))[:, None]
+        # A random ranking of all keys, its first `pairs`.
+        keys = self.first_key + _ranking(_random(state, 1, o.keys), o.pairs)
+        values = self.first_value + _below(_random(state, 2, o.pairs), o.values)
+        if o.queries_at == "end":
+            facts = self._places(state, o.pairs, size - EVENT * o.queries)
+            queries = np.broadcast_to(size - EVENT * np.arange(o.queries, 0, -1), (n, o.queries))
+            rounds = -(-o.queries // o.pairs)
+            order = np.argsort(_random(state, 3, rounds * o.pairs).reshape(n, rounds, o.pairs), axis=-1)
+            asked = order.reshape(n, -1)[:, : o.queries]
+        else:
+            facts, queries, asked = self._interleaved(state, size)
+        windows = np.empty((n, size), np.int32)
+        free = np.ones((n, size), bool)
+        for place, event in (
+            (facts, (self.mark, keys, values)),
+            (queries, (self.ask, np.take_along_axis(keys, asked, 1), np.take_along_axis(values, asked, 1))),
+        ):
+            for step, symbol in enumerate(event):
+                windows[rows, place + step] = symbol
+                free[rows, place + step] = False
+        # Every window has the same number of free places, so that the filler fits row by row.
+        windows[free] = self._filler(state, size - EVENT * (o.pairs + o.queries)).ravel()
+        distance = np.zeros((n, self.length), np.int32)
+        distance[rows, queries + EVENT - 2] = queries - np.take_along_axis(facts, asked, 1)
+        return windows, distance, facts
+
+    def _places(self, state: UInt64[np.ndarray, " n"], events: int, size: int) -> Int[np.ndarray, "n events"]:
+        """Sorted starts of events that do not overlap in `size` tokens."""
+        gaps = np.sort(_below(_random(state, 4, events), size - EVENT * events + 1), axis=1)
+        return gaps + EVENT * np.arange(events)
+
+    def _interleaved(
+        self, state: UInt64[np.ndarray, " n"], size: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Facts and queries in random order, a fact first; a query asks for any fact before it."""
+        o, n = self.options, len(state)
+        events = o.pairs + o.queries
+        places = self._places(state, events, size)
+        ranks = np.argsort(np.argsort(_random(state, 5, events - 1), axis=1), axis=1)
+        is_fact = np.concatenate([np.ones((n, 1), bool), ranks < o.pairs - 1], axis=1)
+        before = np.cumsum(is_fact, axis=1)[~is_fact].reshape(n, o.queries)
+        asked = _below(_random(state, 6, o.queries), before)
+        return places[is_fact].reshape(n, o.pairs), places[~is_fact].reshape(n, o.queries), asked
+
+    def _filler(self, state: UInt64[np.ndarray, " n"], count: int) -> Int[np.ndarray, "n count"]:
+        """`count` tokens of the chain per window."""
+        if not count:
+            return np.zeros((len(state), 0), np.int32)
+        run = min(FILLER_RUN, count)
+        runs = -(-count // run)
+        draws = _below(
+            _random(state, 7, runs * run).reshape(-1, run), self.options.branches
+        ).T.copy()  # [run, n * runs]
+        symbols = np.empty(draws.shape, np.int64)
+        symbols[0] = _below(_random(state, 8, runs).ravel(), self.options.filler_symbols)
+        for step in range(1, run):
+            symbols[step] = self._next[symbols[step - 1] * self.options.branches + draws[step]]
+        return self.first_filler + symbols.T.reshape(len(state), runs * run)[:, :count]
+
+
+def _transitions(options: NeedleOptions) -> Int[np.ndarray, " transitions"]:
+    """Flattened [symbol, branch] -> the next symbol; a symbol's branches differ."""
+    rng = np.random.Generator(np.random.PCG64(options.filler_seed))
+    rows = [
+        rng.permutation(options.filler_symbols)[: options.branches] for _ in range(options.filler_symbols)
+    ]
+    return np.concatenate(rows).astype(np.int64)
+
+
+def _mix(x: UInt64[np.ndarray, "*shape"]) -> UInt64[np.ndarray, "*shape"]:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): a bijection that scrambles 64 bits."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _random(state: UInt64[np.ndarray, " n"], stream: int, count: int) -> UInt64[np.ndarray, "n count"]:
+    """`count` random 64-bit numbers per window: SplitMix64, seeded by the window and a stream number."""
+    start = _mix(state + np.uint64(stream) * np.uint64(0x632BE59BD9B4E019 >> 8))
+    steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return _mix(start[:, None] + steps)
+
+
+def _below(random: UInt64[np.ndarray, "*shape"], bound: Any) -> Int[np.ndarray, "*shape"]:
+    """Random integers in 0..bound - 1."""
+    return (((random >> np.uint64(32)) * np.asarray(bound).astype(np.uint64)) >> np.uint64(32)).astype(
+        np.int64
+    )
+
+
+def _ranking(random: UInt64[np.ndarray, "n m"], count: int) -> Int[np.ndarray, "n count"]:
+    """`count` different numbers in 0..m - 1 per row, in random order."""
+    m = random.shape[1]
+    if count < m:
+        chosen = np.argpartition(random, count, axis=1)[:, :count]
+        order = np.argsort(np.take_along_axis(random, chosen, 1), axis=1)
+        return np.take_along_axis(chosen, order, 1)
+    return np.argsort(random, axis=1)

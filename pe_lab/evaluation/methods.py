@@ -1,0 +1,98 @@
+"""The ways of reading a text longer than a model was trained on, as edits of its layers' descriptions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pe_lab.config import UserError, did_you_mean
+from pe_lab.positional import NTK, PI, Layer, NoPE, PartialRope, Rope, Yarn, family
+
+# In the order of tables. The first is always possible.
+METHODS = ("as trained", "cropped", "PI", "NTK", "YaRN", "beta")
+STRETCHES = ("PI", "NTK", "YaRN")
+
+
+def parse_methods(text: str) -> tuple[str, ...]:
+    """Method names from a comma-separated text, in any capitals; `as-trained` for `as trained`."""
+    known = {method.lower().replace(" ", "-"): method for method in METHODS}
+    chosen = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name = item.lower().replace(" ", "-").replace("_", "-")
+        if name not in known:
+            raise UserError(f"--methods: no method is called '{item}'. {did_you_mean(name, list(known))}")
+        chosen.append(known[name])
+    if not chosen:
+        raise UserError(f"--methods is empty. Allowed: {', '.join(known)}.")
+    return tuple(dict.fromkeys(chosen))
+
+
+def model_name(layers: Sequence[Layer], lineage: Sequence[Mapping[str, Any]] = ()) -> str:
+    """What the weights are: RoPE, NoPE, DroPE (no encoding left, and the lineage knows a drop), ALiBi, or a mix."""
+    families = list(dict.fromkeys(family(layer) for layer in layers))
+    if families == ["NoPE"]:
+        dropped = any("drop" in str(ancestor.get("what", "")).lower() for ancestor in lineage)
+        return "DroPE" if dropped else "NoPE"
+    scalings = dict.fromkeys(_scaling(layer) for layer in layers if _rotates(layer))
+    names = [f"{type(s).__name__.replace('Yarn', 'YaRN')} {s.factor:g}" for s in scalings if s is not None]
+    return "/".join(families) + (f" ({', '.join(names)})" if names else "")
+
+
+def methods_of(layers: Sequence[Layer], training_length: int) -> tuple[str, ...]:
+    """The methods that make sense for a model.
+
+    Cropping and stretching are for models that rotate. A model whose rotations were stretched already is not
+    stretched again, and neither is a layer whose window never shows it a distance it was not trained on. The logit
+    scale is for models without any encoding.
+    """
+    chosen = ["as trained"]
+    if any(_rotates(layer) for layer in layers):
+        chosen.append("cropped")
+        if any(_stretches(layer, training_length) for layer in layers):
+            chosen += STRETCHES
+    elif all(isinstance(layer.encoding, NoPE) for layer in layers):
+        chosen.append("beta")
+    return tuple(chosen)
+
+
+def label(model: str, method: str) -> str:
+    """What people call a model read in some way."""
+    if method in STRETCHES:
+        return f"{model} + {method}"
+    return {"as trained": model, "cropped": f"{model}, cropped context", "beta": f"{model}, β"}[method]
+
+
+def read_with(
+    method: str, layers: Sequence[Layer], length: int, training_length: int, beta: float = 1.0
+) -> tuple[Layer, ...]:
+    """The layers under a method, for texts of `length` tokens.
+
+    Up to the training length every method leaves the model as it is. `cropped` edits no layer: it is the text that
+    is cropped.
+    """
+    factor = length / training_length
+    if factor <= 1 or method in ("as trained", "cropped"):
+        return tuple(layers)
+    if method == "beta":
+        return tuple(dataclasses.replace(layer, logit_scale=layer.logit_scale * beta) for layer in layers)
+    scaling = {"PI": PI(factor), "NTK": NTK(factor), "YaRN": Yarn(factor, training_length)}[method]
+    return tuple(
+        dataclasses.replace(layer, encoding=dataclasses.replace(layer.encoding, scaling=scaling))
+        if _stretches(layer, training_length)
+        else layer
+        for layer in layers
+    )
+
+
+def _scaling(layer: Layer) -> Any:
+    return getattr(layer.encoding, "scaling", None)
+
+
+def _rotates(layer: Layer) -> bool:
+    return isinstance(layer.encoding, Rope | PartialRope) and layer.encoding.fraction > 0
+
+
+def _stretches(layer: Layer, training_length: int) -> bool:
+    beyond = layer.window is None or layer.window > training_length
+    return _rotates(layer) and _scaling(layer) is None and beyond

@@ -1,0 +1,87 @@
+"""Accuracy on held-out needles: is the asked value the model's first choice, by length and by distance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from pe_lab.config import DataConfig
+from pe_lab.data.pipeline import needle_windows
+from pe_lab.evaluation.perplexity import standard_error
+
+Predict = Callable[[Int[np.ndarray, "n T"], Int[np.ndarray, "n Q"]], Int[np.ndarray, "n Q"]]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Windows and what is asked in them, Q questions a window.
+
+    Attributes:
+      tokens: [n, T].
+      at: [n, Q] positions whose next token answers a question.
+      answers: [n, Q] the right tokens.
+      distance: [n, Q] tokens from the answer back to the value in its fact.
+    """
+
+    tokens: Int[np.ndarray, "n T"]
+    at: Int[np.ndarray, "n Q"]
+    answers: Int[np.ndarray, "n Q"]
+    distance: Int[np.ndarray, "n Q"]
+
+
+def questions(data: DataConfig, index: int, length: int, windows: int, seed: int) -> Questions:
+    """The first `windows` held-out windows of `length` tokens of a needles source."""
+    made = needle_windows(data, index, length, seed, "validation").batch(np.arange(windows))
+    at = np.nonzero(made["answers"])[1].reshape(windows, -1)
+    return Questions(
+        made["tokens"], at, np.take_along_axis(made["targets"], at, 1), np.take_along_axis(made["distance"], at, 1)
+    )
+
+
+def predict(asked: Questions, model: Predict, crop: int | None = None) -> Int[np.ndarray, "n Q"]:
+    """The model's first choice at every question; with `crop`, from the last `crop` tokens before the answer alone."""
+    length = asked.tokens.shape[1]
+    if crop is None or crop >= length:
+        return model(asked.tokens, asked.at)
+    start = np.maximum(asked.at + 1 - crop, 0)  # one crop a question
+    places = start[..., None] + np.arange(crop)
+    crops = np.take_along_axis(asked.tokens[:, None], places, axis=2).reshape(-1, crop)
+    # The compiled function takes Q positions a row; here they are Q times the same.
+    at = np.repeat((asked.at - start).reshape(-1, 1), asked.at.shape[1], axis=1)
+    return model(crops, at)[:, 0].reshape(asked.at.shape)
+
+
+def distance_edges(length: int) -> list[int]:
+    """Borders of the bins of distances 1 .. length - 1: two an octave from 8 tokens on."""
+    edges = [1, 4]
+    edges += [round(2 ** (i / 2)) for i in range(6, math.ceil(2 * math.log2(max(length, 2))) + 1)]
+    return [edge for edge in edges if edge < length] + [length]
+
+
+def score(
+    predicted: Int[np.ndarray, "n Q"], answers: Int[np.ndarray, "n Q"], distance: Int[np.ndarray, "n Q"]
+) -> dict[str, Any]:
+    """The numbers of a row: accuracy, its standard error over windows, accuracy by distance."""
+    right = predicted == answers
+    accuracy = float(right.mean())
+    edges = distance_edges(int(distance.max()) + 1)
+    place = np.digitize(distance, edges) - 1
+    count = [int((place == b).sum()) for b in range(len(edges) - 1)]
+    hits = [int(right[place == b].sum()) for b in range(len(edges) - 1)]
+    return {
+        "accuracy": accuracy,
+        "queries": int(right.size),
+        "windows": len(right),
+        # Questions of one window share its facts and filler: windows, not questions, are independent.
+        "stderr": standard_error((right - accuracy).sum(1), right.size),
+        "accuracy_by_distance": {
+            "edges": edges,
+            "accuracy": [h / c if c else None for h, c in zip(hits, count, strict=True)],
+            "count": count,
+        },
+    }

@@ -1,0 +1,70 @@
+"""`python -m pe_lab.train --config=configs/x.py`: trains every phase of a recipe, or goes on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from pe_lab.config import command, load_config, split_overrides
+from pe_lab.parallel import start_processes
+from pe_lab.training import Stopped, open_run, train_phase
+from pe_lab.training.files import claim_workdir, write_run
+from pe_lab.training.machine import machine, peak_flops, versions
+from pe_lab.training.progress import console
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of this verb."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pe_lab.train",
+        description="Trains every phase of a recipe. Run it again and it goes on where it stopped.",
+        epilog="Any key of the recipe can be set: --config.model.layers=4 --config.phases.0.steps=100",
+    )
+    parser.add_argument("--config", required=True, help="recipe, with an argument after a colon: configs/x.py:quick")
+    parser.add_argument("--workdir", help="where the run is written; runs/NAME by default")
+    return parser
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    rest, overrides = split_overrides(argv)
+    args = parser().parse_args(rest)
+    config = load_config(args.config, overrides)
+    workdir = Path(args.workdir or Path("runs") / config.name)
+    claim_workdir(workdir, config)
+    start_processes()
+    run = open_run(config, workdir)
+    out = console()
+    if jax.process_index() == 0:
+        write_run(
+            workdir,
+            config,
+            shlex.join(["python", "-m", "pe_lab.train", *argv]),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            versions=versions(),
+            machine=machine(),
+        )
+    out.print(
+        f"[bold]{config.name}[/]: {run.model.num_parameters:,} parameters, {len(run.phases)} phases, "
+        f"mesh {dict(run.mesh.shape)}, in {workdir}"
+    )
+    peak, previous = peak_flops(), None
+    try:
+        for phase in run.phases:
+            previous = train_phase(run, phase, previous, peak)
+    except Stopped as stopped:
+        out.print(f"{config.name}: {stopped}")
+        return 0
+    out.print(f"[bold]{config.name}[/]: complete, {previous}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,349 @@
+"""The training loop: one for every phase of every run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, metadata_of, new_id, open_checkpoint, templates
+from pe_lab.checkpoints.surgery import change, check_same_shape, lineage_entry
+from pe_lab.config import UserError, config_hash, to_json
+from pe_lab.data.pipeline import validation_batches
+from pe_lab.model import train_flops_per_token
+from pe_lab.positional import describe, label
+from pe_lab.training.files import NoRows, Rows, TensorBoard, write_json
+from pe_lab.training.machine import Peak, versions
+from pe_lab.training.optimizer import learning_rate, make_optimizer
+from pe_lab.training.progress import TrainingProgress, console
+from pe_lab.training.run import PhasePlan, Run
+from pe_lab.training.step import (
+    TrainState,
+    compile_loss,
+    compile_train_step,
+    init_state,
+    make_shardings,
+    place_batch,
+)
+
+
+class Stopped(Exception):
+    """SIGTERM came: the state is saved, and the same command goes on from it."""
+
+
+def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak) -> Path:
+    """Trains one phase to its end, from wherever its files say it is; returns its last checkpoint.
+
+    Args:
+      run: the run.
+      phase: one of `run.phases`.
+      previous: the last checkpoint of the phase before, if there is one.
+      peak: what MFU is measured against.
+
+    Raises:
+      Stopped: after SIGTERM, once everything is saved.
+      UserError: the checkpoint to start from does not fit, the loss is not a number.
+    """
+    directory = run.workdir / phase.name
+    store = Store(directory / DIRECTORY, keep=run.config.checkpoint.keep)
+    try:
+        if phase.config.steps in store.steps():
+            console().print(f"[bold]{phase.name}[/]: complete at step {phase.config.steps}, nothing to do")
+            return directory / DIRECTORY / str(phase.config.steps)
+        return _PhaseTraining(run, phase, previous, peak, store).run()
+    finally:
+        store.close()
+
+
+class _PhaseTraining:
+    """The state of `train_phase`, split into steps that read in order: start, loop, save."""
+
+    def __init__(self, run: Run, phase: PhasePlan, previous: Path | None, peak: Peak, store: Store):
+        self.run_, self.phase, self.previous, self.peak, self.store = run, phase, previous, peak, store
+        self.out = console()
+        self.directory = run.workdir / phase.name
+        self.optimizer = make_optimizer(phase.config.optimizer, phase.config.steps, run.model.axes)
+        self.shardings = make_shardings(run.model, self.optimizer, run.mesh, run.rules)
+        self.schedule = jax.device_put(phase.schedule, self.shardings.replicated)
+        self.flops = train_flops_per_token(
+            run.model.config, phase.config.sequence_length, phase.schedule.structure
+        )
+        self.rate = learning_rate(phase.config.optimizer, phase.config.steps)
+        self.first = jax.process_index() == 0
+
+    # -- start ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> tuple[TrainState, list[dict[str, Any]], dict[str, Any] | None]:
+        """The state to begin with, its lineage, and the data position (None: from the beginning)."""
+        shapes = jax.eval_shape(lambda p: init_state(self.run_.model, self.optimizer, p), self.run_.model.shapes)
+        template = templates(shapes, self.shardings.state)
+        for step in reversed(self.store.steps()):
+            try:
+                metadata = self.store.metadata(step)
+                params, optimizer = self.store.restore(
+                    step, template.params, template.optimizer if step else None
+                )
+            except Exception as error:
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+                self.out.print(f"[yellow]checkpoint {step} of {self.phase.name} cannot be read, going back ({reason})")
+                continue
+            self.store.discard_after(step)
+            self.out.print(f"[bold]{self.phase.name}[/]: resuming at step {step}")
+            if optimizer is None:
+                return self._fresh(params), metadata["lineage"], None
+            state = TrainState(jax.device_put(np.int32(step), self.shardings.replicated), params, optimizer)
+            return state, metadata["lineage"][:-1], metadata["data_state"]
+        if self.store.steps():
+            raise UserError(f"No checkpoint of '{self.directory}' can be read. Delete that directory to train it again.")
+        source = self.phase.config.init_from or self.previous
+        if not source:
+            return self._random()
+        return self._child(open_checkpoint(source, mesh=self.run_.mesh, rules=self.run_.rules))
+
+    def _fresh(self, params: Any) -> TrainState:
+        """A state at step 0 around given parameters."""
+        make = jax.jit(
+            lambda p: init_state(self.run_.model, self.optimizer, p), out_shardings=self.shardings.state
+        )
+        return make(params)
+
+    def _random(self) -> tuple[TrainState, list[dict[str, Any]], None]:
+        make = jax.jit(
+            lambda key: init_state(self.run_.model, self.optimizer, self.run_.model.init(key)),
+            out_shardings=self.shardings.state,
+        )
+        what = f"initialized at random, seed {self.run_.config.seed}"
+        return make(jax.random.key(self.run_.config.seed)), [lineage_entry(what, new_id(), "", 0)], None
+
+    def _child(self, parent: Checkpoint) -> tuple[TrainState, list[dict[str, Any]], None]:
+        """Surgery at the border of two phases: a child checkpoint with the new encodings, then a fresh optimizer."""
+        check_same_shape(parent.model, self.run_.model.config, f"The checkpoint '{parent.path}'")
+        what = change(parent.layers, self.phase.layers)
+        child = new_id()
+        lineage = [*parent.metadata["lineage"], lineage_entry(what, child, str(self._path(0)), 0)]
+        self.out.print(f"[bold]{self.phase.name}[/]: from {parent.path}: {what}")
+        self._save(0, parent.params, None, child, lineage, None)
+        self.store.wait()
+        return self._fresh(parent.params), lineage, None
+
+    # -- loop ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Path:
+        run, phase, config = self.run_, self.phase, self.run_.config
+        self.directory.mkdir(parents=True, exist_ok=True)
+        state, self.lineage, data_state = self.start()
+        step = started = int(state.step)
+        pipeline = run.pipeline(phase)
+        if data_state is not None:
+            pipeline.set_state(data_state)
+        metrics, speed = (Rows(self.directory / f"{n}.jsonl", step) if self.first else NoRows() for n in ("metrics", "speed"))
+        board = TensorBoard(self.directory / "tensorboard", step) if self.first else NoRows()
+        self._write_facts("running", started, 0.0)
+        self.out.print(describe(phase.schedule, phase.layers))
+
+        train_step = compile_train_step(run.model, self.optimizer, run.mesh, run.rules, phase.config.accumulate)
+        validate = self._validation()
+        steps, every = phase.config.steps, config.log.every_steps
+        last: dict[str, float] = {}
+        pending: tuple[int, Any] | None = None
+        clock, clock_step, began = time.perf_counter(), step, time.perf_counter()
+        progress = TrainingProgress(self.out, phase.name, step, steps)
+
+        def write(row: dict[str, Any]) -> None:
+            metrics.write(row)
+            board.write(row)
+
+        def settle() -> None:
+            """Writes the metrics of the step dispatched last; waits for it."""
+            nonlocal pending
+            if pending is None:
+                return
+            at, values = pending
+            pending = None
+            last.update({name: float(value) for name, value in jax.device_get(values).items()})
+            if not math.isfinite(last["loss"]):
+                raise UserError(
+                    f"The loss is {last['loss']} at step {at} of '{phase.name}'. Checkpoints before it are in "
+                    f"'{self.directory / DIRECTORY}'. Lower the learning rate, or set model.qk_norm."
+                )
+            if at % every == 0 or at == steps:
+                rate = float(self.rate(at - 1))
+                write({"step": at, "tokens": at * phase.tokens_per_step, **last, "learning_rate": rate})
+
+        with _sigterm() as stop_requested:
+            try:
+                if step == 0:
+                    write({"step": 0, "tokens": 0, **validate(state.params)})
+                while step < steps:
+                    batch = place_batch(next(pipeline), self.shardings.batch)
+                    state, values = train_step(state, batch, self.schedule)
+                    step += 1
+                    settle()  # of the step before: this one is already under way
+                    pending = (step, values)
+                    now = time.perf_counter()
+                    if step == started + 1:
+                        jax.block_until_ready(values)  # the first step compiles; its time is not speed
+                        clock, clock_step = time.perf_counter(), step
+                    elif now - clock > 1.0 or step == steps:
+                        row = self._speed(step, step - clock_step, now - clock, now - began)
+                        speed.write(row)
+                        board.write(row)
+                        clock, clock_step = now, step
+                        left = (steps - step) * phase.tokens_per_step / row["tokens_per_second"]
+                        progress.update(
+                            step, last.get("loss", math.nan), row["tokens_per_second"], row["mfu_causal"], left
+                        )
+                    if step % config.log.validate_every_steps == 0 or step == steps:
+                        settle()
+                        write({"step": step, "tokens": step * phase.tokens_per_step, **validate(state.params)})
+                    stopping = stop_requested(step)
+                    if step % config.checkpoint.every_steps == 0 or step == steps or stopping:
+                        settle()  # the log on disk is never behind the checkpoint
+                        self._save(step, state.params, state.optimizer, new_id(), None, pipeline.get_state())
+                    if stopping:
+                        self.store.wait()
+                        raise Stopped(
+                            f"stopped at step {step} of {steps} of phase '{phase.name}', saved; the same command goes on"
+                        )
+                self.store.wait()
+                self._write_facts("complete", started, time.perf_counter() - began)
+            finally:
+                progress.close()
+                pipeline.close()
+                for writer in (metrics, speed, board):
+                    writer.close()
+        return self._path(steps)
+
+    def _speed(self, step: int, steps: int, seconds: float, total: float) -> dict[str, Any]:
+        rate = steps * self.phase.tokens_per_step / seconds
+        known = self.peak.flops > 0
+        return {
+            "step": step,
+            "seconds": round(total, 3),
+            "tokens_per_second": round(rate, 1),
+            "mfu_full": round(rate * self.flops.full / self.peak.flops, 4) if known else None,
+            "mfu_causal": round(rate * self.flops.causal / self.peak.flops, 4) if known else None,
+        }
+
+    def _validation(self) -> Any:
+        """A function from parameters to {"validation_loss": ..., "validation_loss/SOURCE": ...}."""
+        phase, config = self.phase.config, self.run_.config
+        held_out = validation_batches(
+            config.data,
+            sequence_length=phase.sequence_length,
+            batch_size=phase.batch_size // phase.accumulate,
+            count=config.log.validation_batches,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        loss = compile_loss(self.run_.model, self.run_.mesh, self.run_.rules, self.shardings)
+
+        def validate(params: Any) -> dict[str, float]:
+            total, weight, row = 0.0, 0.0, {}
+            for source, batches in held_out.items():
+                sums = [loss(params, place_batch(b, self.shardings.batch), self.schedule) for b in batches]
+                nats, weights = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+                row[f"validation_loss/{source}"] = float(nats / weights)
+                total, weight = total + nats, weight + weights
+            return {"validation_loss": float(total / weight), **row} if weight else {}
+
+        return validate
+
+    # -- save ----------------------------------------------------------------------------------------------------
+
+    def _path(self, step: int) -> Path:
+        return self.directory / DIRECTORY / str(step)
+
+    def _save(
+        self, step: int, params: Any, optimizer: Any, checkpoint_id: str, lineage: Any, data_state: Any
+    ) -> None:
+        run, phase = self.run_, self.phase
+        if lineage is None:
+            encodings = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))
+            what = f"trained {step} steps of '{phase.name}' with {encodings}"
+            lineage = [*self.lineage, lineage_entry(what, checkpoint_id, str(self._path(step)), step)]
+        metadata = metadata_of(
+            run.model.config,
+            phase.layers,
+            phase.schedule,
+            id=checkpoint_id,
+            run=run.config.name,
+            phase=phase.name,
+            phase_index=phase.index,
+            step=step,
+            tokens=step * phase.tokens_per_step,
+            training_length=phase.config.sequence_length,
+            config=to_json(run.config),
+            config_hash=config_hash(run.config),
+            lineage=lineage,
+            mixture=list(run.mixture),
+            tokenizer=run.tokenizer,
+            vocab_size=run.model.config.vocab_size,
+            versions=versions(),
+            data_state=data_state,
+            random={"seed": run.config.seed, "key": jax.random.key_data(jax.random.key(run.config.seed)).tolist()},
+        )
+        self.store.save(step, params, optimizer, phase.schedule, metadata)
+
+    def _write_facts(self, status: str, started: int, seconds: float) -> None:
+        """phase.json, for the report."""
+        if not self.first:
+            return
+        run, phase = self.run_, self.phase
+        encodings: list[dict[str, Any]] = []
+        for n, layer in enumerate(phase.layers):
+            entry = {"layers": f"{n}", "encoding": label(layer), "window": layer.window}
+            if encodings and encodings[-1]["encoding"] == entry["encoding"]:
+                encodings[-1]["layers"] = f"{encodings[-1]['layers'].split('-')[0]}-{n}"
+            else:
+                encodings.append(entry)
+        write_json(
+            self.directory / "phase.json",
+            {
+                "phase": phase.name,
+                "index": phase.index,
+                "status": status,
+                "steps": phase.config.steps,
+                "started_step": started,
+                "seconds": round(seconds, 1),
+                "batch_size": phase.config.batch_size,
+                "sequence_length": phase.config.sequence_length,
+                "tokens_per_step": phase.tokens_per_step,
+                "parameters": run.model.num_parameters,
+                "head_dim": run.model.config.head_dim,
+                "flops_per_token_full": self.flops.full,
+                "flops_per_token_causal": self.flops.causal,
+                "peak_flops": self.peak.flops,
+                "peak_source": self.peak.source,
+                "positional": encodings,
+                "describe": describe(phase.schedule, phase.layers),
+                "mixture": list(run.mixture),
+                "tokenizer": run.config.data.tokenizer,
+                "vocab_size": run.model.config.vocab_size,
+                "lineage": self.lineage,
+            },
+        )
+
+
+@contextlib.contextmanager
+def _sigterm() -> Iterator[Any]:
+    """Yields a function of the step: has a stop been asked for? All processes of a run hear the same answer."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        # jax.distributed catches SIGTERM on any host and agrees on a step that all of them reach.
+        yield multihost_utils.reached_preemption_sync_point
+        return
+    asked = []
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    try:
+        yield lambda step: bool(asked)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,144 @@
+"""One step of training: a pure function, compiled for a mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pe_lab.model import Model, Params
+from pe_lab.parallel import AxisRules, use_mesh
+from pe_lab.positional import Schedule
+
+Batch = Mapping[str, Any]  # tokens, targets, weights [B, T]; segments and positions [B, T] where documents are masked
+BATCH_AXES = ("batch", "length")
+
+
+class TrainState(NamedTuple):
+    """All that training changes."""
+
+    step: jax.Array  # int32 scalar: steps done
+    params: Params
+    optimizer: Any
+
+
+def init_state(model: Model, optimizer: optax.GradientTransformation, params: Params) -> TrainState:
+    """The state before the first step, from parameters."""
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def loss_sum(model: Model, params: Params, batch: Batch, schedule: Schedule) -> jax.Array:
+    """Sum over tokens of weight times cross-entropy; float32 scalar."""
+    return (model.token_loss(params, batch, schedule) * batch["weights"]).sum()
+
+
+def train_step(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    accumulate: int,
+    state: TrainState,
+    batch: Batch,
+    schedule: Schedule,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One update on the mean loss per unit of weight over the whole batch.
+
+    With `accumulate` micro-batches, gradients of weighted sums are added up and divided once, by the weight of the
+    whole batch: the result is that of one large batch, however the weights are spread.
+    """
+    total = batch["weights"].sum()
+    gradient = jax.value_and_grad(functools.partial(loss_sum, model))
+
+    if accumulate == 1:
+        loss, grads = gradient(state.params, batch, schedule)
+    else:
+        # Rows are dealt out in turn, so that every micro-batch spreads over all devices as the batch does.
+        micro = {k: jnp.moveaxis(v.reshape(-1, accumulate, *v.shape[1:]), 1, 0) for k, v in batch.items()}
+
+        def add(carry: tuple[jax.Array, Params], part: Batch) -> tuple[tuple[jax.Array, Params], None]:
+            loss, grads = gradient(state.params, part, schedule)
+            return jax.tree.map(jnp.add, carry, (loss, grads)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        (loss, grads), _ = jax.lax.scan(add, (jnp.zeros(()), zeros), micro)
+
+    grads = jax.tree.map(lambda g: g / total, grads)
+    updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = {"loss": loss / total, "grad_norm": optax.global_norm(grads)}
+    return TrainState(state.step + 1, params, optimizer_state), metrics
+
+
+class Shardings(NamedTuple):
+    """Where everything of a run lives on its mesh."""
+
+    state: TrainState
+    batch: NamedSharding
+    replicated: NamedSharding
+
+
+def make_shardings(
+    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, rules: AxisRules
+) -> Shardings:
+    """Shardings of state and batch from logical axes; optimizer moments lie where their parameters do."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def place(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> NamedSharding:
+        return rules.sharding(mesh, axes, shape.shape, "parameter " + jax.tree_util.keystr(path, simple=True, separator="."))
+
+    params = jax.tree_util.tree_map_with_path(place, model.shapes, model.axes)
+    optimizer_state = optax.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, model.shapes),
+        params,
+        transform_non_params=lambda _: replicated,
+    )
+    batch = NamedSharding(mesh, rules.spec(BATCH_AXES))
+    return Shardings(TrainState(replicated, params, optimizer_state), batch, replicated)
+
+
+def compile_train_step(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    rules: AxisRules,
+    accumulate: int = 1,
+) -> Any:
+    """The jitted step: (state, batch, schedule) -> (state, metrics). The old state's memory is given to the new one."""
+    shardings = make_shardings(model, optimizer, mesh, rules)
+
+    def step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, jax.Array]]:
+        with use_mesh(mesh, rules):
+            return train_step(model, optimizer, accumulate, state, batch, schedule)
+
+    return jax.jit(
+        step,
+        in_shardings=(shardings.state, shardings.batch, shardings.replicated),
+        out_shardings=(shardings.state, shardings.replicated),
+        donate_argnums=0,
+    )
+
+
+def compile_loss(model: Model, mesh: Mesh, rules: AxisRules, shardings: Shardings) -> Any:
+    """The jitted validation: (params, batch, schedule) -> (weighted sum of the loss, sum of the weights)."""
+
+    def loss(params: Params, batch: Batch, schedule: Schedule) -> tuple[jax.Array, jax.Array]:
+        with use_mesh(mesh, rules):
+            return loss_sum(model, params, batch, schedule), batch["weights"].sum()
+
+    return jax.jit(
+        loss,
+        in_shardings=(shardings.state.params, shardings.batch, shardings.replicated),
+        out_shardings=shardings.replicated,
+    )
+
+
+def place_batch(batch: Mapping[str, np.ndarray], sharding: NamedSharding) -> dict[str, jax.Array]:
+    """This process's rows of a global batch, onto the devices."""
+    return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
