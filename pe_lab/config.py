@@ -157,7 +157,9 @@ class EvaluationConfig:
 
     factors: tuple[int, ...] = (1, 2, 4, 8)  # lengths, in multiples of the training length
     tokens: int = 65536  # held-out tokens per perplexity
+    fit_tokens: int = 16384  # other held-out tokens, for a logit scale
     needle_windows: int = 256  # windows per needle accuracy
+    crop_steps: int = 4  # the cropped context moves on by the training length / crop_steps
     seed: int = 0
 
 

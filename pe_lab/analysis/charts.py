@@ -1,7 +1,8 @@
 """Line charts as inline SVG, with nothing to download and no script needed to read them.
 
-Each chart is drawn twice, for wide and for narrow screens, so that text keeps its size on a phone; the stylesheet
-shows one of the two. Colours are variables of the stylesheet (`--c-NAME`), so that dark mode recolours them.
+Each chart is drawn twice, for wide and for narrow screens, so that text keeps its size on a phone; the
+stylesheet shows one of the two. Colours are variables of the stylesheet (`--c-NAME`), so that dark mode
+recolours them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Point = tuple[Number, Number]
 
 @dataclass(frozen=True)
 class Series:
-    """One line. `faint` lines carry no label and no tooltip; `markers` adds a dot a point, `line=False` only dots."""
+    """One line. `faint` lines carry no label and no tooltip; `markers` adds a dot a point, `line=False` only
+    dots."""
 
     name: str
     points: Sequence[Point]
@@ -32,7 +34,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """`ticks` fixes the ticks (else they are chosen), `domain` the ends (else the data's); both in data units."""
+    """`ticks` fixes the ticks (else they are chosen), `domain` the ends (else the data's); both in data
+    units."""
 
     label: str
     log: bool = False
@@ -96,10 +99,16 @@ def linear_ticks(low: Number, high: Number, wanted: int = 5) -> list[Number]:
 
 
 def log_ticks(low: Number, high: Number, wanted: int = 6) -> list[Number]:
-    """Values 1, 2, 5 times powers of ten within [low, high]; only powers where that is too many; some linear if none."""
+    """Values 1, 2, 5 times powers of ten within [low, high]; only powers where that is too many; some linear
+    if none."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for sizes in ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1, 3), (1,)):
-        ticks = [size * 10.0**e for e in exponents for size in sizes if low * 0.999 <= size * 10.0**e <= high * 1.001]
+        ticks = [
+            size * 10.0**e
+            for e in exponents
+            for size in sizes
+            if low * 0.999 <= size * 10.0**e <= high * 1.001
+        ]
         if len(ticks) <= wanted:
             break
     every = math.ceil(len(ticks) / wanted)
@@ -107,7 +116,8 @@ def log_ticks(low: Number, high: Number, wanted: int = 6) -> list[Number]:
 
 
 def decimate(points: Sequence[Point], limit: int = 240) -> list[Point]:
-    """At most about 2 * `limit` points; of each bin the lowest and the highest are kept, so that spikes survive."""
+    """At most about 2 * `limit` points; of each bin the lowest and the highest are kept, so that spikes
+    survive."""
     if len(points) <= 2 * limit:
         return list(points)
     kept = [points[0]]
@@ -142,7 +152,8 @@ def line_chart(
     caption: object = "",
     size: str = "wide",
 ) -> Markup:
-    """A figure with the chart in two sizes, a legend, and its data for the tooltip. Empty if nothing can be drawn.
+    """A figure with the chart in two sizes, a legend, and its data for the tooltip. Empty if nothing can be
+    drawn.
 
     `size`: wide, or half or third of a laptop's page. Points that are not finite, or not positive on a
     logarithmic axis, are left out.
@@ -153,7 +164,8 @@ def line_chart(
     xs, ys = extent(series, 0, x, marks), extent(series, 1, y)
     named = [s for s in series if not s.faint]
     summary = "; ".join(
-        f"{s.name}: from {y.show(s.points[0][1])} at {x.show(s.points[0][0])} to {y.show(s.points[-1][1])} at "
+        f"{s.name}: from {y.show(s.points[0][1])} at {x.show(s.points[0][0])} to {y.show(s.points[-1][1])} "
+        f"at "
         f"{x.show(s.points[-1][0])}"
         for s in named
     )
@@ -170,8 +182,11 @@ def line_chart(
         ],
     }
     wide = {"wide": WIDE, "half": HALF}.get(size)
-    drawings = [draw(frame, kind, title, description, series, x, y, marks, xs, ys)
-                for frame, kind in ((wide, "wide"), (NARROW, "narrow")) if frame]  # fmt: skip
+    drawings = [
+        draw(frame, kind, title, description, series, x, y, marks, xs, ys)
+        for frame, kind in ((wide, "wide"), (NARROW, "narrow"))
+        if frame
+    ]
     return element(
         "figure",
         element("div", title, class_="chart-title"),
@@ -203,7 +218,9 @@ def drawable(series: Series, x: Axis, y: Axis) -> Series:
     return Series(series.name, points, series.style, series.faint, series.markers, series.line)
 
 
-def extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Mark] = ()) -> tuple[Number, Number]:
+def extent(
+    series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Mark] = ()
+) -> tuple[Number, Number]:
     """Both ends of an axis."""
     if axis.domain:
         return axis.domain
@@ -264,7 +281,14 @@ def draw(
             last = at + width / 2 + 4
     shapes.append(element("line", x1=frame.left, x2=right, y1=bottom, y2=bottom, class_="axis"))
     shapes.append(
-        element("text", x.label, x=(frame.left + right) / 2, y=frame.height - 8, text_anchor="middle", class_="name")
+        element(
+            "text",
+            x.label,
+            x=(frame.left + right) / 2,
+            y=frame.height - 8,
+            text_anchor="middle",
+            class_="name",
+        )
     )
     shapes.append(element("text", y.label, x=4, y=13, class_="name"))
     for mark in marks:
@@ -273,9 +297,13 @@ def draw(
         after = at < (frame.left + right) / 2
         shapes.append(
             element(
-                "text", mark.label, x=at + (5 if after else -5), y=frame.top + 11,
-                text_anchor="start" if after else "end", class_="marked",
-            )  # fmt: skip
+                "text",
+                mark.label,
+                x=at + (5 if after else -5),
+                y=frame.top + 11,
+                text_anchor="start" if after else "end",
+                class_="marked",
+            )
         )
     for s in sorted(series, key=lambda one: not one.faint):
         shapes.append(stroke(s, to_x, to_y))
@@ -314,11 +342,17 @@ def stroke(series: Series, to_x: Scale, to_y: Scale) -> Markup:
         path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in pixels)
         shapes.append(
             element(
-                "path", element("title", series.name), d=path, stroke=colour, fill="none",
-                stroke_width=1.0 if series.faint else series.style.width, stroke_dasharray=series.style.dash,
-                stroke_linejoin="round", stroke_linecap="butt" if series.style.dash else "round",
+                "path",
+                element("title", series.name),
+                d=path,
+                stroke=colour,
+                fill="none",
+                stroke_width=1.0 if series.faint else series.style.width,
+                stroke_dasharray=series.style.dash,
+                stroke_linejoin="round",
+                stroke_linecap="butt" if series.style.dash else "round",
                 opacity=0.45 if series.faint else None,
-            )  # fmt: skip
+            )
         )
     if series.markers or not series.line or len(pixels) == 1:
         shapes += [element("circle", cx=a, cy=b, r=3.0, fill=colour) for a, b in pixels]
@@ -340,7 +374,9 @@ def end_labels(frame: Frame, series: Sequence[Series], to_y: Scale, right: int) 
     labels = []
     for (at, s), place in zip(wanted, places, strict=True):
         colour = f"var(--c-{s.style.colour})"
-        labels.append(element("path", d=f"M{right + 3} {at:.1f}L{right + 11} {place:.1f}", stroke=colour, fill="none"))
+        labels.append(
+            element("path", d=f"M{right + 3} {at:.1f}L{right + 11} {place:.1f}", stroke=colour, fill="none")
+        )
         room = round((frame.right - 12) / 7)  # a generous width for a letter
         name = s.name if len(s.name) <= room else s.name[: room - 1] + "…"
         labels.append(element("text", name, x=right + 14, y=place + 4, class_="end", style=f"fill:{colour}"))

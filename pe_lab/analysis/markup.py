@@ -1,10 +1,10 @@
-"""HTML and SVG built from elements: whatever is not already markup is escaped, so no run name can break a page."""
+"""HTML and SVG built from elements: whatever is not already markup is escaped, so no run name can break a
+page."""
 
 from __future__ import annotations
 
 import html
 import math
-
 
 Number = int | float
 
@@ -27,7 +27,8 @@ def text(value: object) -> Markup:
 
 
 def element(tag: str, *children: object, **attributes: object) -> Markup:
-    """`<tag ...>children</tag>`. Attribute names: a trailing _ is dropped, _ becomes - (`class_`, `aria_label`).
+    """`<tag ...>children</tag>`. Attribute names: a trailing _ is dropped, _ becomes - (`class_`,
+    `aria_label`).
 
     An attribute that is None or False is left out, one that is True stands alone. Floats are written short.
     """
@@ -88,7 +89,11 @@ def times(factor: Number) -> str:
 def duration(seconds: Number) -> str:
     """Wall-clock time: 48 s, 7 min 12 s, 3 h 5 min, 2 d 4 h."""
     whole = round(seconds)
-    for size, unit, smaller, small_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    for size, unit, smaller, small_unit in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
         if whole >= size:
             rest = whole % size // smaller
             return f"{whole // size} {unit}" + (f" {rest} {small_unit}" if rest else "")

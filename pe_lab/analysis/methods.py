@@ -1,4 +1,5 @@
-"""The ways of reading a longer text that a report knows: their order, their look, what each one is in a line."""
+"""The ways of reading a longer text that a report knows: their order, their look, what each one is in a
+line."""
 
 from __future__ import annotations
 
@@ -9,14 +10,16 @@ from pe_lab.analysis.run_files import Row
 
 @dataclass(frozen=True)
 class Style:
-    """How a method is drawn everywhere: a colour of the stylesheet, and a dash pattern for those who see no colours."""
+    """How a method is drawn everywhere: a colour of the stylesheet, and a dash pattern for those who see no
+    colours."""
 
     colour: str
     dash: str | None = None
     width: float = 2.0
 
 
-# Hue is the scheme (grey RoPE, green dropped, orange NoPE), dash the variant; hues are Okabe and Ito's, darkened.
+# Hue is the scheme (grey RoPE, green dropped, orange NoPE), dash the variant; hues are Okabe and Ito's,
+# darkened.
 STYLES = {
     "RoPE": Style("rope", None, 2.4),
     "cropped": Style("rope", "2 4"),
@@ -31,35 +34,47 @@ STYLES = {
 SPARE = ("extra-1", "extra-2", "extra-3", "extra-4")
 
 DEFINITIONS = {
-    "RoPE": "Rotary position embedding, as trained: queries and keys turn by an angle proportional to their position, "
+    "RoPE": "Rotary position embedding, as trained: queries and keys turn by an angle proportional to "
+    "their position, "
     "each pair of channels at its own frequency w. Read at every length without any change.",
-    "cropped": "The RoPE model as trained, never shown more than its training length of context. Not a way to read "
+    "cropped": "The RoPE model as trained, never shown more than its training length of context. Not a way "
+    "to read "
     "long texts, but the bar: a method that cannot beat it gains nothing from the longer context.",
     "PI": "Position interpolation: every frequency is divided by s = length / training length.",
-    "NTK": "NTK-aware scaling: RoPE's base b becomes b·s^(d/(d−2)). The fastest pair is left alone, the slowest is "
+    "NTK": "NTK-aware scaling: RoPE's base b becomes b·s^(d/(d−2)). The fastest pair is left alone, the "
+    "slowest is "
     "divided by s, those between by something between.",
-    "YaRN": "Pairs that turn 32 times or more within the training length are kept, those that turn less than once are "
+    "YaRN": "Pairs that turn 32 times or more within the training length are kept, those that turn less "
+    "than once are "
     "divided by s, with a ramp between; attention logits grow by (0.1 ln s + 1)².",
-    "DroPE": "RoPE removed after pretraining (no rotation in any layer), then a short recalibration: a little more "
+    "DroPE": "RoPE removed after pretraining (no rotation in any layer), then a short recalibration: a "
+    "little more "
     "training at the original length. Read at every length without any change.",
-    "DroPE beta": "The same weights as DroPE, with attention logits multiplied by one number β(s) = 1 + c ln s, fitted "
+    "DroPE beta": "The same weights as DroPE, with attention logits multiplied by one number β(s) = 1 + c "
+    "ln s, fitted "
     "on held-out text at the target length.",
     "NoPE": "Trained without any positional encoding from the first step; only the causal mask tells order.",
     "NoPE beta": "The NoPE model with attention logits multiplied by a fitted β(s).",
 }
 
 GLOSSARY = {
-    "training length": "The number of tokens in every training window; the model never saw a longer text. 4× is a "
+    "training length": "The number of tokens in every training window; the model never saw a longer text. "
+    "4× is a "
     "text four times as long.",
     "token": "The unit a model reads: a byte, a word or a piece of one, as the tokenizer cuts.",
-    "nats per token, loss": "The mean of −ln(probability the model gave to the token that came next). Lower is better.",
-    "perplexity": "e to the loss: the model is as unsure as if it chose evenly among so many tokens. Lower is better. "
+    "nats per token, loss": "The mean of −ln(probability the model gave to the token that came next). "
+    "Lower is better.",
+    "perplexity": "e to the loss: the model is as unsure as if it chose evenly among so many tokens. Lower "
+    "is better. "
     "Comparable only between models with one tokenizer, on one text.",
     "needle": "A key and its value, placed somewhere in filler text and asked for later in the same window.",
-    "needle accuracy": "The share of questions for which the value is the model's first choice. Higher is better.",
+    "needle accuracy": "The share of questions for which the value is the model's first choice. Higher is "
+    "better.",
     "recalibration": "The short training after the encoding was dropped, at the original length.",
-    "β (beta)": "A factor on the attention logits that makes attention sharper when there is more to attend to.",
-    "95% interval": "Value ± 1.96 standard errors over test tokens or questions. It says nothing of the luck of a "
+    "β (beta)": "A factor on the attention logits that makes attention sharper when there is more to "
+    "attend to.",
+    "95% interval": "Value ± 1.96 standard errors over test tokens or questions. It says nothing of the "
+    "luck of a "
     "training run: that would take several seeds.",
 }
 
@@ -71,7 +86,9 @@ def kind(row: Row) -> str:
         name = "DroPE" if is_dropped(row) else "NoPE"
         return {"as trained": name, "beta": f"{name} beta"}.get(method, "")
     if model == "RoPE":
-        return "RoPE" if method == "as trained" else method if method in STYLES and "RoPE" not in method else ""
+        return (
+            "RoPE" if method == "as trained" else method if method in STYLES and "RoPE" not in method else ""
+        )
     return ""
 
 
@@ -93,7 +110,8 @@ def order(label: str, row: Row) -> tuple:
 
 
 def assign_styles(rows: dict[str, Row]) -> dict[str, Style]:
-    """A style for each label. `rows`: label -> one of its rows. A look is given once; later comers get spare ones."""
+    """A style for each label. `rows`: label -> one of its rows. A look is given once; later comers get spare
+    ones."""
     styles: dict[str, Style] = {}
     spare = 0
     for label, row in sorted(rows.items(), key=lambda item: order(*item)):

@@ -1,4 +1,5 @@
-"""The whole report as one HTML document: verdicts first, then comparisons, a section a run, and how to read it."""
+"""The whole report as one HTML document: verdicts first, then comparisons, a section a run, and how to read
+it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 
 from pe_lab.analysis import result_tables, run_charts, run_facts
 from pe_lab.analysis.charts import Series, line_chart
-from pe_lab.analysis.markup import Markup, count, duration, element, short_number, text
+from pe_lab.analysis.markup import Markup, count, duration, element, listing, short_number, text
 from pe_lab.analysis.methods import DEFINITIONS, GLOSSARY, STYLES, Style, kind
 from pe_lab.analysis.run_files import Run
 from pe_lab.analysis.run_section import SCORED, Results, run_sections, section, top, work_out
@@ -15,8 +16,14 @@ from pe_lab.analysis.scores import build_tables
 from pe_lab.analysis.stylesheet import CSS, SCRIPT
 from pe_lab.analysis.verdict import judge
 
-NAMES = {"cropped": "RoPE, cropped context", "PI": "RoPE + PI", "NTK": "RoPE + NTK", "YaRN": "RoPE + YaRN",
-         "DroPE beta": "DroPE, β", "NoPE beta": "NoPE, β"}  # fmt: skip
+NAMES = {
+    "cropped": "RoPE, cropped context",
+    "PI": "RoPE + PI",
+    "NTK": "RoPE + NTK",
+    "YaRN": "RoPE + YaRN",
+    "DroPE beta": "DroPE, β",
+    "NoPE beta": "NoPE, β",
+}
 
 
 def build_page(runs: Sequence[Run]) -> str:
@@ -34,8 +41,12 @@ def build_page(runs: Sequence[Run]) -> str:
         element("style", Markup(CSS)),
     )
     when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
-    footer = element("footer", f"Made by pe_lab.report on {when} from the files of ",
-                     ", ".join(str(run.directory) for run in runs), ".")  # fmt: skip
+    footer = element(
+        "footer",
+        f"Made by pe_lab.report on {when} from the files of ",
+        ", ".join(str(run.directory) for run in runs),
+        ".",
+    )
     page = element("html", head, element("body", body, footer, element("script", Markup(SCRIPT))), lang="en")
     return f"<!doctype html>\n{page}\n"
 
@@ -59,9 +70,15 @@ def contents(sections: Sequence[Markup]) -> Markup:
     """Links to the sections that are there."""
     links = []
     for identity, name in (
-        ("compare", "Comparison"), ("results", "Results"), ("position", "Where in the text"), ("training", "Training"),
-        ("frequencies", "Frequencies"), ("run", "What was run"), ("caveats", "Keep in mind"), ("read", "How to read this"),
-    ):  # fmt: skip
+        ("compare", "Comparison"),
+        ("results", "Results"),
+        ("position", "Where in the text"),
+        ("training", "Training"),
+        ("frequencies", "Frequencies"),
+        ("run", "What was run"),
+        ("caveats", "Keep in mind"),
+        ("read", "How to read this"),
+    ):
         if any(f'id="{identity}"' in part for part in sections):
             links.append(element("a", name, href=f"#{identity}"))
     return element("nav", links, aria_label="Sections")
@@ -78,8 +95,9 @@ def several_runs(worked: Sequence[Results]) -> Markup:
     links = [element("a", "Comparison", href="#compare")]
     links += [element("a", run.name, href=f"#run-{index}") for index, run in enumerate(runs)]
     links += [element("a", "How to read this", href="#read")]
+    joint = joint_headline(worked)
     intro = [
-        element("h1", joint_headline(worked)),
+        element("h1", joint, class_="long" if len(joint) > 180 else None),
         element("nav", links, aria_label="Sections"),
     ]
     compared = section(2, "The runs side by side", "compare", *comparison(worked))
@@ -87,15 +105,17 @@ def several_runs(worked: Sequence[Results]) -> Markup:
 
 
 def joint_headline(worked: Sequence[Results]) -> str:
-    """The verdict of the one run that has one, or of all runs together where RoPE and DroPE are runs apart."""
+    """The verdict of the one run that has one, or of all runs together where RoPE and DroPE are runs
+    apart."""
     decided = [results for results in worked if results.verdict.tone != "missing"]
     if len(decided) == 1:
         return f"{decided[0].run.name}: {decided[0].verdict.headline}"
     if decided:
-        wins = sum(results.verdict.tone == "win" for results in decided)
+        wins = [results.run.name for results in decided if results.verdict.tone == "win"]
         return (
-            f"Of {len(decided)} runs that drop their positional encoding, {wins or 'none'} "
-            f"{'beat' if wins != 1 else 'beats'} every RoPE variant at all lengths past training and in all that was measured."
+            f"{len(wins) or 'None'} of the {len(decided)} runs that drop their positional encoding "
+            f"{'beats' if len(wins) == 1 else 'beat'} every RoPE variant at all lengths past training"
+            f"{f': {listing(wins)}' if wins else ''}."
         )
     lengths = {results.run.training_length for results in worked}
     if len(lengths) == 1:
@@ -106,7 +126,8 @@ def joint_headline(worked: Sequence[Results]) -> str:
         verdict = judge(*joint)
         if verdict.tone != "missing":
             return f"Across runs: {verdict.headline}"
-    return f"{len(worked)} runs side by side; none has both RoPE and a dropped model measured past the training length."
+    return f"{len(worked)} runs side by side; none has both RoPE and a dropped model measured past the "
+    "training length."
 
 
 def all_rows(worked: Sequence[Results], suite: str) -> list[tuple[Run, dict]]:
@@ -119,13 +140,27 @@ def comparison(worked: Sequence[Results]) -> list[object]:
     parts: list[object] = [runs_table(worked)]
     tokenizers = {name for results in worked if (name := run_facts.tokenizer(results.run))}
     if len(tokenizers) > 1:
-        parts.append(element("div", element("p", "These runs cut text with different tokenizers, so losses and perplexities "
-                                            "per token are not comparable between them."), class_="note"))  # fmt: skip
+        parts.append(
+            element(
+                "div",
+                element(
+                    "p",
+                    "These runs cut text with different tokenizers, so losses and perplexities "
+                    "per token are not comparable between them.",
+                ),
+                class_="note",
+            )
+        )
     suites = [*SCORED, *sorted({s for r in worked for s in r.run.evaluation} - set(SCORED) - {"beta"})]
     grids = []
     for suite in suites:
-        found = [table for table in build_tables(suite, all_rows(worked, suite), name_runs=True) if table.cells]
-        grids += [result_tables.score_table(table, result_tables.comparison_styles(table), len(found) > 1) for table in found]
+        found = [
+            table for table in build_tables(suite, all_rows(worked, suite), name_runs=True) if table.cells
+        ]
+        grids += [
+            result_tables.score_table(table, result_tables.comparison_styles(table), len(found) > 1)
+            for table in found
+        ]
     parts.append(element("div", grids, class_="grid", style="margin-top:28px"))
     parts.append(loss_comparison(worked))
     return parts
@@ -138,15 +173,30 @@ def runs_table(worked: Sequence[Results]) -> Markup:
         run = results.run
         size, seconds = run_facts.parameters(run), run_facts.seconds(run)
         validation = [value for phase in run.phases for _, value in phase.series("validation_loss")]
-        status = "complete" if run.phases and not any(phase.running for phase in run.phases) else "not complete"
+        status = (
+            "complete" if run.phases and not any(phase.running for phase in run.phases) else "not complete"
+        )
         cells = (
-            " → ".join(phase.name for phase in run.phases) or "–", count(size) if size else "–",
-            f"{run.training_length:,}" if run.training_length else "–", count(sum(p.tokens for p in run.phases)),
-            short_number(validation[-1]) if validation else "–", duration(seconds) if seconds else "–", status,
-        )  # fmt: skip
+            " → ".join(phase.name for phase in run.phases) or "–",
+            count(size) if size else "–",
+            f"{run.training_length:,}" if run.training_length else "–",
+            count(sum(p.tokens for p in run.phases)),
+            short_number(validation[-1]) if validation else "–",
+            duration(seconds) if seconds else "–",
+            status,
+        )
         name = element("th", element("a", run.name, href=f"#run-{index}"), scope="row")
         body.append(element("tr", name, [element("td", cell) for cell in cells]))
-    head = ("Run", "Phases", "Parameters", "Training length", "Tokens", "Last validation loss", "Time", "Status")
+    head = (
+        "Run",
+        "Phases",
+        "Parameters",
+        "Training length",
+        "Tokens",
+        "Last validation loss",
+        "Time",
+        "Status",
+    )
     return result_tables.scroll(result_tables.plain_table(head, body), "Runs")
 
 
@@ -157,7 +207,9 @@ def loss_comparison(worked: Sequence[Results]) -> Markup:
     for index, results in enumerate(worked):
         shift = run_charts.offsets(results.run)
         points = []
-        for phase in results.run.phases:  # each by itself: a mean across the border would flatten the jump there
+        for (
+            phase
+        ) in results.run.phases:  # each by itself: a mean across the border would flatten the jump there
             points += run_charts.moved(run_charts.smoothed(phase.series("loss")), shift[phase.name])
         style = Style(colours[index % len(colours)], None if index < len(colours) else "6 3")
         series.append(Series(results.run.name, points, style))
@@ -180,15 +232,27 @@ def how_to_read(worked: Sequence[Results]) -> Markup:
             text([result_tables.swatch(STYLES[name]), NAMES.get(name, name)]), DEFINITIONS[name]
         )
     for label in unknown:
-        methods += run_facts.pair(label, "Not one of the methods this report has words for; see its evaluation file.")
+        methods += run_facts.pair(
+            label, "Not one of the methods this report has words for; see its evaluation file."
+        )
     terms = [part for name, words in GLOSSARY.items() for part in run_facts.pair(name, words)]
     return section(
-        2, "How to read this", "read",
-        element("h3", "The methods"), element("dl", methods, class_="terms"),
-        element("h3", "The words"), element("dl", terms, class_="terms"),
+        2,
+        "How to read this",
+        "read",
+        element("h3", "The methods"),
+        element("dl", methods, class_="terms"),
+        element("h3", "The words"),
+        element("dl", terms, class_="terms"),
         element("h3", "How the verdict is made"),
-        element("p", "At each length the dropped model (with β where that was measured) is set against whichever RoPE row did "
-                "best at that length, cropping included, so the comparison leans against it. It wins or loses there if the "
-                "difference exceeds 1.96 standard errors of the two together, and ties otherwise. Lengths up to the "
-                "training length do not enter the headline."),
-    )  # fmt: skip
+        element(
+            "p",
+            "At each length the dropped model (with β where that was measured) is set against whichever "
+            "RoPE row did "
+            "best at that length, cropping included, so the comparison leans against it. It wins or loses "
+            "there if the "
+            "difference exceeds 1.96 standard errors of the two together, and ties otherwise. Lengths up "
+            "to the "
+            "training length do not enter the headline.",
+        ),
+    )

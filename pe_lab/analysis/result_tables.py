@@ -1,4 +1,5 @@
-"""Tables of results as HTML: method by length, the duel board, beta, rows of suites this report does not know."""
+"""Tables of results as HTML: method by length, the duel board, beta, rows of suites this report does not
+know."""
 
 from __future__ import annotations
 
@@ -23,20 +24,31 @@ def table_title(table: Table, several: bool) -> Markup:
     """What a table shows, and which way is better."""
     direction = "higher is better" if table.higher_is_better else "lower is better"
     source = f" on {table.source}" if table.source and several else ""
-    return element("p", suite_title(table.suite), source, " ", element("small", f"({direction})"), class_="title")
+    return element(
+        "p", suite_title(table.suite), source, " ", element("small", f"({direction})"), class_="title"
+    )
 
 
 def score_table(table: Table, styles: Mapping[str, Style], several: bool = False) -> Markup:
-    """Method by length: the best of each length marked, the training length framed, deeper green for better."""
+    """Method by length: the best of each length marked, the training length framed, deeper green for
+    better."""
     known = any(column.length and column.factor is not None for column in table.columns)
     head = [element("th", "Method", element("small", "length in tokens") if known else None, scope="col")]
     for column in table.columns:
-        tokens = element("small", f"{column.length:,}") if column.length and column.factor is not None else None
+        tokens = (
+            element("small", f"{column.length:,}") if column.length and column.factor is not None else None
+        )
         trained = column.factor == 1
         head.append(
-            element("th", element("small", "trained") if trained else None, column.title, tokens, scope="col",
-                    class_="trained" if trained else None)
-        )  # fmt: skip
+            element(
+                "th",
+                element("small", "trained") if trained else None,
+                column.title,
+                tokens,
+                scope="col",
+                class_="trained" if trained else None,
+            )
+        )
     best = {column.key: table.best(column) for column in table.columns}
     body = []
     for label, row in table.rows.items():
@@ -44,9 +56,12 @@ def score_table(table: Table, styles: Mapping[str, Style], several: bool = False
         cells += [score_cell(table, label, column, *best[column.key]) for column in table.columns]
         body.append(element("tr", cells, class_="ours" if is_dropped(row) else None))
     inner = element(
-        "table", element("thead", element("tr", head)), element("tbody", body),
-        class_="scores", aria_label=f"{suite_title(table.suite)} of each method at each length",
-    )  # fmt: skip
+        "table",
+        element("thead", element("tr", head)),
+        element("tbody", body),
+        class_="scores",
+        aria_label=f"{suite_title(table.suite)} of each method at each length",
+    )
     skipped = (
         element("p", f"{table.skipped} row(s) had no number that could be shown.", class_="small soft")
         if table.skipped
@@ -67,9 +82,14 @@ def score_cell(table: Table, label: str, column: Column, winner: str, ties: set[
     elif label in ties:
         flag = element("i", "○", class_="flag", aria_label="not distinguishable from the best:")
     return element(
-        "td", flag, value, element("small", cell.interval) if cell.interval else None,
-        class_=trained, title=measured(label, column, cell), style=f"--heat:{heat(table, column, cell):.2f}",
-    )  # fmt: skip
+        "td",
+        flag,
+        value,
+        element("small", cell.interval) if cell.interval else None,
+        class_=trained,
+        title=measured(label, column, cell),
+        style=f"--heat:{heat(table, column, cell):.2f}",
+    )
 
 
 def measured(label: str, column: Column, cell: Cell) -> str:
@@ -91,7 +111,8 @@ def measured(label: str, column: Column, cell: Cell) -> str:
 
 
 def heat(table: Table, column: Column, cell: Cell) -> float:
-    """How good a cell is, 0 to 1. Accuracies as they are; perplexities 1 at the table's best, 0 at four times it."""
+    """How good a cell is, 0 to 1. Accuracies as they are; perplexities 1 at the table's best, 0 at four
+    times it."""
     if "accuracy" in cell.row:
         return min(max(cell.value, 0.0), 1.0)
     scores = [other.score for other in table.cells.values() if math.isfinite(other.score)]
@@ -105,9 +126,15 @@ def swatch(style: Style | None) -> Markup:
     if style is None:
         return Markup("")
     line = element(
-        "line", x1=0, y1=5, x2=22, y2=5, stroke=f"var(--c-{style.colour})", stroke_width=max(style.width, 2.4),
+        "line",
+        x1=0,
+        y1=5,
+        x2=22,
+        y2=5,
+        stroke=f"var(--c-{style.colour})",
+        stroke_width=max(style.width, 2.4),
         stroke_dasharray=style.dash,
-    )  # fmt: skip
+    )
     return element("svg", line, width=22, height=10, class_="swatch", aria_hidden="true")
 
 
@@ -117,7 +144,8 @@ def scroll(table: Markup, name: str, look: str = "scroll") -> Markup:
 
 
 def duel_board(judged: Sequence[tuple[Table, Sequence[Duel]]]) -> Markup:
-    """One row a suite, one column a length: does the dropped model beat the best RoPE row there, by how much."""
+    """One row a suite, one column a length: does the dropped model beat the best RoPE row there, by how
+    much."""
     judged = [(table, found) for table, found in judged if found]
     if not judged:
         return Markup("")
@@ -135,11 +163,21 @@ def duel_board(judged: Sequence[tuple[Table, Sequence[Duel]]]) -> Markup:
                 cells.append(element("td", "–"))
                 continue
             small = element("small", duel.gap.removeprefix("perplexity "), element("br"), f"vs {duel.rival}")
-            cells.append(element("td", element("b", words[duel.outcome], class_=duel.outcome), small,
-                                 title=f"{duel.label} {duel.ours.shown}, {duel.rival} {duel.theirs.shown}"))  # fmt: skip
+            cells.append(
+                element(
+                    "td",
+                    element("b", words[duel.outcome], class_=duel.outcome),
+                    small,
+                    title=f"{duel.label} {duel.ours.shown}, {duel.rival} {duel.theirs.shown}",
+                )
+            )
         body.append(element("tr", cells))
-    inner = element("table", element("thead", element("tr", head)), element("tbody", body), class_="score-board")
-    title = element("p", "The dropped model against the best RoPE variant of each length", class_="title board")
+    inner = element(
+        "table", element("thead", element("tr", head)), element("tbody", body), class_="score-board"
+    )
+    title = element(
+        "p", "The dropped model against the best RoPE variant of each length", class_="title board"
+    )
     return text([title, scroll(inner, "Dropped model against the best RoPE variant", "scroll fit")])
 
 
@@ -149,18 +187,24 @@ def beta_table(rows: Sequence[Row]) -> Markup:
     body = []
     for row in sorted(rows, key=lambda row: (label_of(row), number(row, "length") or 0)):
         length, factor = number(row, "length"), number(row, "factor")
-        shown = (f"{factor:g}× " if factor is not None else "") + (f"({length:,.0f} tokens)" if length else "")
+        shown = (f"{factor:g}× " if factor is not None else "") + (
+            f"({length:,.0f} tokens)" if length else ""
+        )
         cells = [element("th", label_of(row), scope="row"), element("td", shown or "–")]
         cells += [element("td", decimals(number(row, key), 3)) for key in ("beta", "c")]
         cells += [element("td", decimals(number(row, key), 4)) for key in ("nll_before", "nll_after")]
         body.append(element("tr", cells, element("td", row.get("fitted_on") or "–", class_="text")))
-    return scroll(plain_table(head, body), "Fitted beta")
+    return scroll(plain_table(head, body, head[-1:]), "Fitted beta")
 
 
-def plain_table(head: Sequence[str], body: Sequence[Markup]) -> Markup:
-    """A table with a row of headers."""
-    return element("table", element("thead", element("tr", [element("th", name, scope="col") for name in head])),
-                   element("tbody", list(body)))  # fmt: skip
+def plain_table(head: Sequence[str], body: Sequence[Markup], words: Sequence[str] = ()) -> Markup:
+    """A table with a row of headers; the columns in `words` hold text, the others numbers."""
+    cells = [element("th", name, scope="col", class_="text" if name in words else None) for name in head]
+    return element(
+        "table",
+        element("thead", element("tr", cells)),
+        element("tbody", list(body)),
+    )
 
 
 def decimals(value: float | None, digits: int) -> str:
@@ -175,27 +219,42 @@ def weights_table(tables: Sequence[Table]) -> Markup:
         for (label, _), cell in table.cells.items():
             row = cell.row
             step = number(row, "step")
-            seen[label, str(row.get("checkpoint") or "–"), "–" if step is None else f"{step:,.0f}",
-                 str(row.get("seed", "–"))] = None  # fmt: skip
+            seen[
+                label,
+                str(row.get("checkpoint") or "–"),
+                "–" if step is None else f"{step:,.0f}",
+                str(row.get("seed", "–")),
+            ] = None
     body = [
-        element("tr", element("th", label, scope="row"), [element("td", part, class_="text") for part in rest])
+        element(
+            "tr", element("th", label, scope="row"), [element("td", part, class_="text") for part in rest]
+        )
         for label, *rest in seen
     ]
-    return scroll(plain_table(("Method", "Weights", "Step", "Seed"), body), "Weights behind each row")
+    head = ("Method", "Weights", "Step", "Seed")
+    return scroll(plain_table(head, body, head), "Weights behind each row")
 
 
 def rows_table(suite: str, rows: Sequence[Row]) -> Markup:
     """Rows of a suite that have no known score, as they are: every key that holds a short value."""
     skip = {"suite", "run", "versions", "model", "method"}
-    keys = list(dict.fromkeys(k for row in rows for k, v in row.items() if k not in skip and not isinstance(v, list | dict)))
+    keys = list(
+        dict.fromkeys(
+            k for row in rows for k, v in row.items() if k not in skip and not isinstance(v, list | dict)
+        )
+    )
     body = []
     for row in rows[:200]:
         cells = []
         for key in keys:
             value = row.get(key)
-            cells.append(element("td", short_number(value) if isinstance(value, float) else text(value), class_="text"))
+            cells.append(
+                element("td", short_number(value) if isinstance(value, float) else text(value), class_="text")
+            )
         body.append(element("tr", cells))
-    return element("div", element("p", suite_title(suite), class_="title"), scroll(plain_table(keys, body), suite))
+    return element(
+        "div", element("p", suite_title(suite), class_="title"), scroll(plain_table(keys, body, keys), suite)
+    )
 
 
 def comparison_styles(table: Table) -> dict[str, Style]:

@@ -1,4 +1,5 @@
-"""The charts of one run: its losses, what the methods do with length, position and distance, and the frequencies."""
+"""The charts of one run: its losses, what the methods do with length, position and distance, and the
+frequencies."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pe_lab.analysis.charts import Axis, Mark, Point, Series, decimate, line_chart, smooth
-from pe_lab.analysis.markup import Markup, Number, count, element, percent, short_number, times
+from pe_lab.analysis.markup import Markup, Number, count, element, percent, times
 from pe_lab.analysis.methods import STYLES, Style, is_dropped
 from pe_lab.analysis.run_files import Phase, Run, as_dict, as_list, number
 from pe_lab.analysis.scores import Column, Table, exp
@@ -26,7 +27,8 @@ def encoding_name(phase: Phase) -> str:
 
 
 def phase_style(run: Run, phase: Phase) -> Style:
-    """A phase has the colour of the model it makes: grey while it rotates, green once dropped, orange if it never did."""
+    """A phase has the colour of the model it makes: grey while it rotates, green once dropped, orange if it
+    never did."""
     before = run.phases[: run.phases.index(phase)]
     rotates = encoding_name(phase) != "nope"
     dropped = not rotates and (any(encoding_name(p) != "nope" for p in before) or len(lineage(phase)) > 1)
@@ -106,7 +108,9 @@ def jump(run: Run) -> str:
         start = after.series("loss")[0][0]
         window = smooth(new, min(20, len(new)))
         back = next((x - start for x, value in window[1:] if value <= level), None)
-        ending = f" and is back within {count(back)} tokens." if back else "; the old level was not reached again."
+        ending = (
+            f" and is back within {count(back)} tokens." if back else "; the old level was not reached again."
+        )
         sentences.append(sentence + ending if peak > level else f" At {after.name} the loss does not jump.")
     return "".join(sentences)
 
@@ -115,7 +119,9 @@ def source_losses(run: Run) -> Markup:
     """Validation loss by held-out source, where a run logged several."""
     shift, found = offsets(run), {}
     for phase in run.phases:
-        keys = dict.fromkeys(key for row in phase.metrics for key in row if key.startswith("validation_loss/"))
+        keys = dict.fromkeys(
+            key for row in phase.metrics for key in row if key.startswith("validation_loss/")
+        )
         for key in keys:
             name = key.removeprefix("validation_loss/")
             found.setdefault(name, []).extend(moved(phase.series(key), shift[phase.name]))
@@ -127,7 +133,9 @@ def source_losses(run: Run) -> Markup:
         for i, (name, points) in enumerate(found.items())
     ]
     marks = [Mark(shift[phase.name], f"{phase.name} starts") for phase in run.phases[1:] if shift[phase.name]]
-    return line_chart("Validation loss by source", series, token_axis(run), Axis("loss (nats per token)"), marks)
+    return line_chart(
+        "Validation loss by source", series, token_axis(run), Axis("loss (nats per token)"), marks
+    )
 
 
 def length_chart(table: Table, styles: Mapping[str, Style]) -> Markup:
@@ -137,18 +145,29 @@ def length_chart(table: Table, styles: Mapping[str, Style]) -> Markup:
         return Markup("")
     multiples = all(column.factor is not None for column in table.columns)
     series = [
-        Series(label, [(c.key, cell.value) for c in table.columns if (cell := table.cell(label, c))],
-               styles.get(label, INK), markers=True)
+        Series(
+            label,
+            [(c.key, cell.value) for c in table.columns if (cell := table.cell(label, c))],
+            styles.get(label, INK),
+            markers=True,
+        )
         for label in table.rows
-    ]  # fmt: skip
-    x = Axis("text length / training length" if multiples else "tokens", True, times if multiples else count, factors)
+    ]
+    x = Axis(
+        "text length / training length" if multiples else "tokens",
+        True,
+        times if multiples else count,
+        factors,
+    )
     accuracy = any("accuracy" in cell.row for cell in table.cells.values())
     name = {"needles": "Needle accuracy", "perplexity": "Perplexity"}.get(table.suite, table.suite)
     top = max((cell.value for cell in table.cells.values()), default=1.0)
     y = (
         Axis("accuracy", show=percent, domain=(0.0, min(1.0, max(top * 1.12, 0.1))))
         if accuracy
-        else Axis("perplexity (log scale)" if table.suite == "perplexity" else "score", table.suite == "perplexity")
+        else Axis(
+            "perplexity (log scale)" if table.suite == "perplexity" else "score", table.suite == "perplexity"
+        )
     )
     marks = [Mark(1.0, "trained")] if multiples and 1.0 in factors and min(factors) < 1 else []
     return line_chart(f"{name} against length", series, x, y, marks, size="half")
@@ -165,7 +184,9 @@ def position_chart(
     marks = [Mark(float(run.training_length), "training length")] if run.training_length else []
     title = f"Perplexity by position, texts of {length_words(column)}"
     x = Axis("position in the text (tokens, log scale)", True, lambda v: f"{v:,.0f}", powers(series))
-    return line_chart(title, series, x, Axis("perplexity (log scale)", True), inside(marks, series), caption, size)
+    return line_chart(
+        title, series, x, Axis("perplexity (log scale)", True), inside(marks, series), caption, size
+    )
 
 
 def distance_chart(
@@ -176,7 +197,9 @@ def distance_chart(
     for label, cell in table.column(column).items():
         by = as_dict(cell.row.get("accuracy_by_distance"))
         asked = as_list(by.get("count"))
-        points = binned(by.get("edges"), by.get("accuracy"), [n if isinstance(n, int | float) else 0 for n in asked])
+        points = binned(
+            by.get("edges"), by.get("accuracy"), [n if isinstance(n, int | float) else 0 for n in asked]
+        )
         series.append(Series(label, points, styles.get(label, INK), markers=True))
     marks = [Mark(float(run.training_length), "training length")] if run.training_length else []
     title = f"Needle accuracy by distance, texts of {length_words(column)}"
@@ -247,7 +270,13 @@ def frequency_charts(run: Run, factors: Sequence[Number]) -> Markup:
     if rotation is None:
         return Markup("")
     base, head_dim, length = rotation
-    from pe_lab.positional import NTK, PI, Rope, Yarn, frequencies  # jax is slow to import; nothing else here needs it
+    from pe_lab.positional import (
+        NTK,
+        PI,
+        Rope,
+        Yarn,
+        frequencies,
+    )  # jax is slow to import; nothing else here needs it
 
     try:
         plain, _ = frequencies(Rope(base=base), head_dim)
@@ -255,7 +284,8 @@ def frequency_charts(run: Run, factors: Sequence[Number]) -> Markup:
         for factor in wanted:
             scalings = {"PI": PI(factor), "NTK": NTK(factor), "YaRN": Yarn(factor, original_length=length)}
             ratios = {
-                name: np.asarray(frequencies(Rope(base=base, scaling=scaling), head_dim)[0]) / np.asarray(plain)
+                name: np.asarray(frequencies(Rope(base=base, scaling=scaling), head_dim)[0])
+                / np.asarray(plain)
                 for name, scaling in scalings.items()
             }
             panels.append(frequency_panel(factor, np.asarray(plain), ratios, length, run))
@@ -267,7 +297,8 @@ def frequency_charts(run: Run, factors: Sequence[Number]) -> Markup:
 def frequency_panel(
     factor: Number, plain: np.ndarray, ratios: Mapping[str, np.ndarray], length: int, run: Run
 ) -> Markup:
-    """Relative frequency w'/w by pair at one factor; a mark where pairs stop completing a turn in training."""
+    """Relative frequency w'/w by pair at one factor; a mark where pairs stop completing a turn in
+    training."""
     few = len(plain) <= 40
     series = [Series("RoPE", [(float(i), 1.0) for i in range(len(plain))], STYLES["RoPE"])]
     series += [
@@ -280,8 +311,15 @@ def frequency_panel(
     slow = next((index for index, turn in enumerate(turns) if turn < 1), None)
     marks = [Mark(slow - 0.5, "< 1 turn in training")] if slow else []
     return line_chart(
-        f"Stretched {times(factor)}", series, Axis("pair of channels, fastest first", show=lambda v: f"{v:.0f}"),
-        Axis("frequency / trained frequency", show=lambda v: f"1/{factor:g}" if abs(v * factor - 1) < 1e-9 else f"{v:.2f}",
-             domain=(-0.04, 1.17), ticks=sorted({0.0, 1 / factor, 0.5, 1.0})),
-        marks, size="third",
-    )  # fmt: skip
+        f"Stretched {times(factor)}",
+        series,
+        Axis("pair of channels, fastest first", show=lambda v: f"{v:.0f}"),
+        Axis(
+            "frequency / trained frequency",
+            show=lambda v: f"1/{factor:g}" if abs(v * factor - 1) < 1e-9 else f"{v:.2f}",
+            domain=(-0.04, 1.17),
+            ticks=sorted({0.0, 1 / factor, 0.5, 1.0}),
+        ),
+        marks,
+        size="third",
+    )

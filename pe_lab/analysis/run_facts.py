@@ -47,7 +47,9 @@ def key_facts(run: Run) -> Markup:
         ("Training time", duration(seconds(run)) if seconds(run) else ""),
         ("Device", device(run)),
     ]
-    return element("dl", [element("div", element("dt", k), element("dd", v)) for k, v in facts if v], class_="facts")
+    return element(
+        "dl", [element("div", element("dt", k), element("dd", v)) for k, v in facts if v], class_="facts"
+    )
 
 
 def mixture_note(run: Run) -> Markup:
@@ -67,21 +69,24 @@ def mixture_note(run: Run) -> Markup:
             else listing([f"{share} of the data of {name}" for name, share in shares.items()])
         )
         words = (
-            f"The needles task was trained on: synthetic needles were {where}. A model this small would not "
-            "learn to retrieve otherwise. Needle accuracy here is on held-out windows of the same kind, so it measures "
-            "how a learned skill carries over to longer texts, not retrieval from nothing."
+            f"The needles task was trained on: synthetic needles were {where}. Needle accuracy here is on "
+            "held-out windows of the same kind, so it measures how a learned skill carries over to longer "
+            "texts, not retrieval from nothing."
         )
     elif measured and with_mixture:
         words = "No synthetic needles were in the training mixture: needle accuracy here is zero-shot."
     elif measured:
-        words = "phase.json does not say what was trained on, so whether needles were part of it is not known."
+        words = (
+            "phase.json does not say what was trained on, so whether needles were part of it is not known."
+        )
     else:
         return Markup("")
     return element("div", element("p", words), class_="note")
 
 
 def lineage_diagram(run: Run) -> Markup:
-    """From which checkpoint each came, oldest first: boxes joined by arrows, a chain for each last descendant."""
+    """From which checkpoint each came, oldest first: boxes joined by arrows, a chain for each last
+    descendant."""
     if not run.phases:
         return Markup("")
     chains: list[list[Row]] = []
@@ -93,8 +98,17 @@ def lineage_diagram(run: Run) -> Markup:
             chains.append(chain)
     if len(chains) == len(run.phases) > 1 and all(len(chain) == 1 for chain in chains):
         chains = [[chain[0] for chain in reversed(chains)]]  # nothing recorded: phases follow one another
-    return Markup("".join(element("ol", [node_box(run, node) for node in chain], class_="lineage",
-                                  aria_label="Lineage, oldest first") for chain in reversed(chains)))  # fmt: skip
+    return Markup(
+        "".join(
+            element(
+                "ol",
+                [node_box(run, node) for node in chain],
+                class_="lineage",
+                aria_label="Lineage, oldest first",
+            )
+            for chain in reversed(chains)
+        )
+    )
 
 
 def is_prefix(chain: Sequence[Row], other: Sequence[Row]) -> bool:
@@ -135,11 +149,6 @@ def what_was_run(run: Run) -> Markup:
     info, machine = run.info, as_dict(run.info.get("machine"))
     notes = as_dict(info.get("notes"))
     versions = ", ".join(f"{name} {version}" for name, version in as_dict(info.get("versions")).items())
-    machine_text = ", ".join(
-        f"{key.replace('_', ' ')} {value if not isinstance(value, list) else ', '.join(map(str, value))}"
-        for key, value in machine.items()
-        if value not in (None, "")
-    )
     speeds = [v for phase in run.phases for row in phase.speed if (v := number(row, "tokens_per_second"))]
     parts = [
         ("Name", run.name),
@@ -150,19 +159,40 @@ def what_was_run(run: Run) -> Markup:
         ("Tokenizer", tokenizer(run)),
         ("Mixture", mixture_text(run)),
         ("Speed", speed_text(run, speeds)),
-        ("Machine", machine_text),
+        ("Machine", machine_text(machine)),
         ("Versions", versions),
         *[(name.capitalize(), notes.get(name)) for name in ("paper", "cost", "expected")],
     ]
     command = info.get("command") or notes.get("command")
     pieces: list[object] = [element("dl", [pair(k, v) for k, v in parts if v], class_="pairs")]
     if command:
-        pieces += [element("p", "To run it again:", class_="title"), element("pre", command, class_="command")]
+        pieces += [
+            element("p", "To run it again:", class_="title"),
+            element("pre", command, class_="command"),
+        ]
     pieces += [phase_table(phase) for phase in run.phases]
     if run.config:
         shown = json.dumps(run.config, indent=2, ensure_ascii=False, default=str)
         pieces.append(element("details", element("summary", "The whole config"), element("pre", shown)))
     return Markup("".join(element("div", pieces)))
+
+
+def machine_text(machine: Row) -> str:
+    """The machine in a line, whatever it says of itself."""
+    units = {
+        "cpus": "{} CPUs",
+        "memory_gib": "{} GiB of memory",
+        "devices": "{} device(s)",
+        "host": "host {}",
+    }
+    parts = []
+    for key, value in machine.items():
+        if value not in (None, "", []):
+            shown = len(value) if key == "devices" and isinstance(value, list) else value
+            shown = f"{shown:.4g}" if isinstance(shown, float) else shown
+            known = key in units or key in ("platform", "device")
+            parts.append(units.get(key, "{}" if known else f"{key} {{}}").format(shown))
+    return ", ".join(parts)
 
 
 def pair(name: str, value: object) -> list[Markup]:
@@ -174,8 +204,14 @@ def model_text(run: Run) -> str:
     """The shape of the model in a line."""
     model, size = as_dict(run.config.get("model")), parameters(run)
     parts = [f"{size:,.0f} parameters"] if size else []
-    for key, words in (("layers", "layers"), ("d_model", "wide"), ("d_ff", "feed-forward"), ("heads", "heads"),
-                       ("kv_heads", "key heads"), ("vocab_size", "symbols")):  # fmt: skip
+    for key, words in (
+        ("layers", "layers"),
+        ("d_model", "wide"),
+        ("d_ff", "feed-forward"),
+        ("heads", "heads"),
+        ("kv_heads", "key heads"),
+        ("vocab_size", "symbols"),
+    ):
         if value := number(model, key):
             parts.append(f"{value:,.0f} {words}")
     if model.get("qk_norm"):
@@ -187,7 +223,9 @@ def model_text(run: Run) -> str:
 
 def mixture_text(run: Run) -> str:
     """What each phase read."""
-    texts = {p.name: listing([f"{percent(share)} {source}" for source, share in p.mixture]) for p in run.phases}
+    texts = {
+        p.name: listing([f"{percent(share)} {source}" for source, share in p.mixture]) for p in run.phases
+    }
     distinct = set(filter(None, texts.values()))
     if len(distinct) == 1:
         return distinct.pop()
@@ -219,11 +257,36 @@ def phase_table(phase: Phase) -> Markup:
         ("FLOPs per token", flops_text(info)),
         ("Time", duration(number(info, "seconds") or 0) if number(info, "seconds") else None),
     ]
-    table = element("table", element("thead", element("tr", [element("th", name, scope="col", class_="text")
-                                                             for name in ("Layers", "Encoding", "Window")])),
-                    element("tbody", [element("tr", [element("td", str(value), class_="text") for value in (
-                        row.get("layers", "–"), encoding_text(row.get("encoding")), row.get("window") or "none")])
-                        for row in phase.encodings]))  # fmt: skip
+    table = element(
+        "table",
+        element(
+            "thead",
+            element(
+                "tr",
+                [
+                    element("th", name, scope="col", class_="text")
+                    for name in ("Layers", "Encoding", "Window")
+                ],
+            ),
+        ),
+        element(
+            "tbody",
+            [
+                element(
+                    "tr",
+                    [
+                        element("td", str(value), class_="text")
+                        for value in (
+                            row.get("layers", "–"),
+                            encoding_text(row.get("encoding")),
+                            row.get("window") or "none",
+                        )
+                    ],
+                )
+                for row in phase.encodings
+            ],
+        ),
+    )
     return element(
         "details",
         element("summary", f"Phase {phase.name}: positional schedule and figures"),
@@ -251,15 +314,20 @@ def caveats(run: Run) -> list[str]:
     less = max((run.tokens_until(name) or 0.0 for name in rotary), default=0.0)
     if more > less > 0:
         result.append(
-            f"The dropped model has read {percent(more / less - 1)} more training tokens than the RoPE model it is "
+            f"The dropped model has read {percent(more / less - 1)} more training tokens than the RoPE "
+            f"model it is "
             "compared with: its recalibration."
         )
     if any(row.get("method") == "beta" for row in rows):
-        result.append("β was fitted on held-out text at each length; PI, NTK and YaRN use their formulas and fit nothing.")
+        result.append(
+            "β was fitted on held-out text at each length; PI, NTK and YaRN use their formulas and fit "
+            "nothing."
+        )
     seeds = {row.get("seed") for row in rows if "seed" in row}
     if rows:
         result.append(
-            "One run is one draw of initialization and data order. The intervals cover the noise of the evaluation "
+            "One run is one draw of initialization and data order. The intervals cover the noise of the "
+            "evaluation "
             f"only{f' (seed {seeds.pop()})' if len(seeds) == 1 else ''}, not that of training."
         )
         result.append(
@@ -268,12 +336,13 @@ def caveats(run: Run) -> list[str]:
         )
     size = parameters(run)
     if rows and size and size < 1e8:
-        result.append(f"This is a small model ({count(size)} parameters). It shows the effect, not the figures of a large one.")
+        result.append(
+            f"This is a small model ({count(size)} parameters). It shows the effect, not the figures of a "
+            f"large one."
+        )
     for phase in run.phases:
         if phase.running and (phase.metrics or phase.info):
             steps = number(phase.info, "steps")
             share = f" ({phase.steps_done:,} of {steps:,.0f} steps)" if steps else ""
             result.append(f"Phase {phase.name} is not complete{share}: its figures are preliminary.")
     return result
-
-

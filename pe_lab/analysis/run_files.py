@@ -1,7 +1,8 @@
-"""Reading run directories: what a run, its phases and its evaluation wrote, forgiving of what is not there yet.
+"""Reading run directories: what a run, its phases and its evaluation wrote, forgiving of what is not there
+yet.
 
-Nothing here raises for a file that is missing or half written: a run may still be going. What could not be read
-is a sentence in `Run.problems`, for the reader of the report.
+Nothing here raises for a file that is missing or half written: a run may still be going. What could not be
+read is a sentence in `Run.problems`, for the reader of the report.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Phase:
     @property
     def steps_done(self) -> int:
         """The last step that was logged."""
-        return max((int(step) for row in self.metrics if (step := number(row, "step")) is not None), default=0)
+        return max(
+            (int(step) for row in self.metrics if (step := number(row, "step")) is not None), default=0
+        )
 
     @property
     def tokens(self) -> float:
@@ -130,9 +133,13 @@ def as_dict(value: object) -> dict:
 def read_run(directory: Path) -> Run:
     """Reads `directory`. Raises `UserError` if it does not exist or holds nothing that a run writes."""
     if not directory.exists():
-        raise UserError(f"{directory} does not exist. Give the directory of a run (what --workdir was in training).")
+        raise UserError(
+            f"{directory} does not exist. Give the directory of a run (what --workdir was in training)."
+        )
     if not directory.is_dir():
-        raise UserError(f"{directory} is a file, not a run directory. Give the directory that holds run.json.")
+        raise UserError(
+            f"{directory} is a file, not a run directory. Give the directory that holds run.json."
+        )
     problems: list[str] = []
     phase_files = sorted(directory.glob("*/phase.json"))
     if (directory / "phase.json").exists():  # a child made by surgery is its own phase
@@ -140,7 +147,8 @@ def read_run(directory: Path) -> Run:
     evaluation_files = sorted((directory / "evaluation").glob("*.jsonl"))
     if not (directory / "run.json").exists() and not phase_files and not evaluation_files:
         raise UserError(
-            f"{directory} is not a run directory: it has no run.json, no PHASE/phase.json and no evaluation/*.jsonl. "
+            f"{directory} is not a run directory: it has no run.json, no PHASE/phase.json and no "
+            f"evaluation/*.jsonl. "
             "Give a directory that pe_lab.train, pe_lab.surgery or pe_lab.evaluate wrote."
         )
     info = read_json(directory / "run.json", directory, problems)
@@ -170,7 +178,9 @@ def read_phase(path: Path, root: Path, problems: list[str]) -> Phase:
     """The phase whose `phase.json` is `path`."""
     directory = path.parent
     info = read_json(path, root, problems)
-    trained = number(info, "steps") or (directory / "metrics.jsonl").exists()  # surgery makes phases of no steps
+    trained = (
+        number(info, "steps") or (directory / "metrics.jsonl").exists()
+    )  # surgery makes phases of no steps
     metrics = read_rows(directory / "metrics.jsonl", root, problems) if trained else []
     speed = read_rows(directory / "speed.jsonl", root, []) if (directory / "speed.jsonl").exists() else []
     return Phase(str(info.get("phase") or directory.resolve().name), directory, info, metrics, speed)
@@ -215,5 +225,7 @@ def read_rows(path: Path, root: Path, problems: list[str]) -> list[Row]:
     if broken == [len(lines)]:
         problems.append(f"The last line of {name} was cut off (still being written?) and is left out.")
     elif broken:
-        problems.append(f"{name}: {len(broken)} line(s) could not be read and are left out (first: line {broken[0]}).")
+        problems.append(
+            f"{name}: {len(broken)} line(s) could not be read and are left out (first: line {broken[0]})."
+        )
     return rows

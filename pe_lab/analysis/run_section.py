@@ -16,8 +16,10 @@ SCORED = ("needles", "perplexity")  # the suites a verdict is made of, the first
 
 
 STORY = (
-    "A language model was trained with RoPE, a rotary positional encoding. Then the encoding was removed (the “dropped” "
-    "model, DroPE) and the model trained on for a little while, on texts of the same length. This page measures what "
+    "A language model was trained with RoPE, a rotary positional encoding. Then the encoding was removed "
+    "(the “dropped” "
+    "model, DroPE) and the model trained on for a little while, on texts of the same length. This page "
+    "measures what "
     "each way of reading makes of texts longer than any the model was trained on."
 )
 
@@ -58,7 +60,9 @@ def top(results: Results, level: int) -> Markup:
     verdict = results.verdict
     return element(
         "div",
-        element("h1" if level == 1 else "p", verdict.headline, class_="verdict" if level == 1 else "lede"),
+        element("h1", verdict.headline, class_="long" if len(verdict.headline) > 180 else None)
+        if level == 1
+        else element("p", verdict.headline, class_="lede"),
         element("p", STORY, class_="soft") if level == 1 and tells_of_dropping(results) else None,
         element("ul", [element("li", sentence) for sentence in verdict.details], class_="points")
         if verdict.details
@@ -92,15 +96,19 @@ def run_sections(results: Results, level: int, prefix: str) -> list[Markup]:
     problems = None
     if run.problems:
         problems = element(
-            "div", element("p", "Some files were missing or incomplete:"),
-            element("ul", [element("li", problem) for problem in run.problems]), class_="note",
-        )  # fmt: skip
+            "div",
+            element("p", "Some files were missing or incomplete:"),
+            element("ul", [element("li", problem) for problem in run.problems]),
+            class_="note",
+        )
     return [
         text(problems),
         section(level, "Reading past the training length", f"{prefix}results", *result_parts(results)),
         section(level, "Where in the text", f"{prefix}position", *position_parts(results)),
         section(level, "Training", f"{prefix}training", *training_parts(results)),
-        section(level, "How the frequencies are stretched", f"{prefix}frequencies", *frequency_parts(results)),
+        section(
+            level, "How the frequencies are stretched", f"{prefix}frequencies", *frequency_parts(results)
+        ),
         section(level, "What was run", f"{prefix}run", run_facts.what_was_run(run)),
         section(level, "What to keep in mind", f"{prefix}caveats", caveat_list(run)),
     ]
@@ -123,16 +131,32 @@ def result_parts(results: Results) -> list[object]:
         several = len(results.tables["perplexity"]) > 1
         parts += [
             element(
-                "p", "Rows are ways of reading, columns are text lengths. ● marks the best of a column, ○ what cannot be told "
-                "from it; the small figures are 95% intervals; deeper green is better.", class_="soft",
+                "p",
+                "Rows are ways of reading, columns are text lengths. ● marks the best of a column, ○ what "
+                "cannot be told "
+                "from it; the small figures are 95% intervals; deeper green is better.",
+                class_="soft",
             ),
             run_facts.mixture_note(results.run),
-            element("div", [result_tables.score_table(t, results.styles, several) for t in main], class_="grid"),
-            element("div", [run_charts.length_chart(t, results.styles) for t in main], class_="grid", style="margin-top:22px"),
-        ]  # fmt: skip
+            element(
+                "div", [result_tables.score_table(t, results.styles, several) for t in main], class_="grid"
+            ),
+            element(
+                "div",
+                [run_charts.length_chart(t, results.styles) for t in main],
+                class_="grid",
+                style="margin-top:22px",
+            ),
+        ]
     if rest:
-        parts.append(element("div", [result_tables.score_table(t, results.styles, True) for t in rest], class_="grid",
-                             style="margin-top:28px"))  # fmt: skip
+        parts.append(
+            element(
+                "div",
+                [result_tables.score_table(t, results.styles, True) for t in rest],
+                class_="grid",
+                style="margin-top:28px",
+            )
+        )
     unknown = {
         suite: rows
         for suite, rows in results.run.evaluation.items()
@@ -141,13 +165,22 @@ def result_parts(results: Results) -> list[object]:
     parts += [result_tables.rows_table(suite, rows) for suite, rows in sorted(unknown.items())]
     if results.run.evaluation.get("beta"):
         parts += [
-            element("p", "The fitted logit scale β ", element("small", "(losses in nats per token)"), class_="title",
-                    style="margin-top:28px"),
+            element(
+                "p",
+                "The fitted logit scale β ",
+                element("small", "(losses in nats per token)"),
+                class_="title",
+                style="margin-top:28px",
+            ),
             result_tables.beta_table(results.run.evaluation["beta"]),
-        ]  # fmt: skip
+        ]
     if results.all_tables:
         parts.append(
-            element("details", element("summary", "Weights behind each row"), result_tables.weights_table(results.all_tables))
+            element(
+                "details",
+                element("summary", "Weights behind each row"),
+                result_tables.weights_table(results.all_tables),
+            )
         )
     return parts
 
@@ -157,21 +190,28 @@ def position_parts(results: Results) -> list[object]:
     parts: list[object] = []
     draws = {"perplexity": run_charts.position_chart, "needles": run_charts.distance_chart}
     captions = {
-        "perplexity": "Each curve is the perplexity of tokens at that place in the text, averaged over texts. A model "
-        "that uses long context goes on falling to the right; one that breaks rises where the training length ends.",
-        "needles": "A needle's question may come soon after the fact or long after. Right of the marked line the "
+        "perplexity": "Each curve is the perplexity of tokens at that place in the text, averaged over "
+        "texts. A model "
+        "that uses long context goes on falling to the right; one that breaks rises where the training "
+        "length ends.",
+        "needles": "A needle's question may come soon after the fact or long after. Right of the marked "
+        "line the "
         "distance itself is longer than any the model was trained on.",
     }
     for suite, chart in draws.items():
         for table in results.tables[suite][:1]:
-            columns = [column for column in reversed(table.columns) if drawn(chart, results, table, column, "half")]
+            columns = [
+                column for column in reversed(table.columns) if drawn(chart, results, table, column, "half")
+            ]
             if not columns:
                 continue
             parts.append(drawn(chart, results, table, columns[0], "wide", captions[suite]))
             others = [drawn(chart, results, table, column, "half") for column in columns[1:]]
             if others:
                 summary = f"{result_tables.suite_title(suite)} at the other lengths"
-                parts.append(element("details", element("summary", summary), element("div", others, class_="grid")))
+                parts.append(
+                    element("details", element("summary", summary), element("div", others, class_="grid"))
+                )
     return parts
 
 
@@ -198,9 +238,13 @@ def frequency_parts(results: Results) -> list[object]:
         return []
     base, head_dim, length = run_charts.rotation_of(results.run) or (0.0, 0, 0)
     words = (
-        f"RoPE turns each of the {head_dim // 2} pairs of channels of a head at its own speed (base {base:g}, training "
-        f"length {length:,}). To read a longer text, the scalings slow some of these pairs down. At 1 a pair turns as "
-        "it was trained; right of the marked line, pairs never complete a turn within the training length, so that in a "
-        "longer text they reach angles that were never seen. A dropped model has no rotation left to go wrong."
+        f"RoPE turns each of the {head_dim // 2} pairs of channels of a head at its own speed (base "
+        f"{base:g}, training "
+        f"length {length:,}). To read a longer text, the scalings slow some of these pairs down. At 1 a "
+        f"pair turns as "
+        "it was trained; right of the marked line, pairs never complete a turn within the training length, "
+        "so that in a "
+        "longer text they reach angles that were never seen. A dropped model has no rotation left to go "
+        "wrong."
     )
     return [element("p", words), charts]

@@ -49,7 +49,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """One suite on one source. `rows`: label -> a row of that method, in order; `cells`: (label, column key)."""
+    """One suite on one source. `rows`: label -> a row of that method, in order; `cells`: (label, column
+    key)."""
 
     suite: str
     source: str
@@ -98,12 +99,20 @@ def proportion_stderr(accuracy: float, stderr: float | None, queries: float | No
 
 
 def measure(row: Row) -> Cell | None:
-    """The main number of a row: an accuracy, a loss as perplexity, or what an unknown suite calls its score."""
+    """The main number of a row: an accuracy, a loss as perplexity, or what an unknown suite calls its
+    score."""
     accuracy, stderr = number(row, "accuracy"), number(row, "stderr")
     if accuracy is not None:
         error = proportion_stderr(accuracy, stderr, number(row, "queries"))
         low, high = bounds(accuracy, error)
-        return Cell(accuracy, accuracy, error, row, percent(accuracy), *map_shown(percent, max(low, 0.0), min(high, 1.0), error))
+        return Cell(
+            accuracy,
+            accuracy,
+            error,
+            row,
+            percent(accuracy),
+            *map_shown(percent, max(low, 0.0), min(high, 1.0), error),
+        )
     nll, perplexity = number(row, "nll"), number(row, "perplexity")
     if nll is None and perplexity is not None and perplexity > 0:
         nll = math.log(perplexity)
@@ -115,7 +124,9 @@ def measure(row: Row) -> Cell | None:
         value = number(row, key)
         if value is not None:
             low, high = bounds(value, stderr)
-            return Cell(value, value, stderr, row, short_number(value), *map_shown(short_number, low, high, stderr))
+            return Cell(
+                value, value, stderr, row, short_number(value), *map_shown(short_number, low, high, stderr)
+            )
     return None
 
 
@@ -141,12 +152,14 @@ def label_of(row: Row) -> str:
 
 
 def tables(run: Run, suite: str) -> list[Table]:
-    """The tables of a suite in one run, one a source: the source with most text first, synthetic needles last."""
+    """The tables of a suite in one run, one a source: the source with most text first, synthetic needles
+    last."""
     return build_tables(suite, [(run, row) for row in run.evaluation.get(suite, [])], name_runs=False)
 
 
 def build_tables(suite: str, rows: list[tuple[Run, Row]], name_runs: bool) -> list[Table]:
-    """Tables from rows of one or several runs. Where a measurement was repeated, the latest checkpoint's counts."""
+    """Tables from rows of one or several runs. Where a measurement was repeated, the latest checkpoint's
+    counts."""
     sources: dict[str, list[tuple[str, Column, Row]]] = {}
     skipped: dict[str, int] = {}
     phases: dict[tuple[str, str], set[str]] = {}
@@ -184,7 +197,8 @@ def column_of(run: Run, row: Row) -> Column | None:
 
 
 def build_table(suite: str, source: str, found: list[tuple[str, Column, Row]], skipped: int) -> Table:
-    """One table. A method measured at several checkpoints counts at its latest; of repeated rows the last counts."""
+    """One table. A method measured at several checkpoints counts at its latest; of repeated rows the last
+    counts."""
     columns: dict[float, Column] = {}
     latest: dict[tuple[str, float], Row] = {}
     step_of: dict[str, float] = {}

@@ -1,7 +1,8 @@
-"""The report's headline, computed: does the dropped model beat every way of reading on with RoPE, where, by how much.
+"""The report's headline, computed: does the dropped model beat every way of reading on with RoPE, where, by
+how much.
 
-At each length the dropped model (with beta where that was measured) meets whichever RoPE row did best *at that
-length*, so the comparison leans against it. A difference within 95% of the noise of the two is a tie.
+At each length the dropped model (with beta where that was measured) meets whichever RoPE row did best *at
+that length*, so the comparison leans against it. A difference within 95% of the noise of the two is a tie.
 """
 
 from __future__ import annotations
@@ -123,31 +124,41 @@ def sentence_of(table: Table, found: list[Duel]) -> str:
         return triumph(table, wins[-1])
     if not wins and not losses:
         return (
-            f"The dropped model does not win: {what} it cannot be told from the best RoPE variant at {lengths(ties)} "
-            f"its training length."
+            f"The dropped model does not win: {what} it cannot be told from the best RoPE variant at "
+            f"{lengths(ties)} its training length."
         )
-    parts = []
-    if wins:
-        parts.append(f"wins at {lengths(wins)}")
-    if ties:
-        parts.append(f"ties at {lengths(ties)}")
-    parts += [f"loses at {duel.column.title} to {duel.rival} ({duel.gap})" for duel in losses]
+    parts = [f"wins at {lengths(wins)}"] if wins else []
+    parts += [f"ties at {lengths(ties)}"] if ties else []
+    if losses:
+        each = [f"at {duel.column.title} ({measured_against(duel)})" for duel in losses]
+        parts.append(f"loses to the best RoPE variant {listing(each)}")
     opening = "The dropped model does not win everywhere" if wins else "The dropped model does not win"
-    return f"{opening}: {what}, against the best RoPE variant of each length, it {listing(parts)}."
+    return f"{opening}: {what} it {listing(parts)}."
+
+
+def measured_against(duel: Duel) -> str:
+    """`15 points lower than RoPE + NTK`, `10.0% higher than ...`, `3.7 times that of ...`."""
+    size = duel.gap.removeprefix("perplexity ")
+    if size.endswith(" times as high"):
+        return f"{size.removesuffix(' as high')} that of {duel.rival}"
+    return f"{size} than {duel.rival}"
 
 
 def triumph(table: Table, last: Duel) -> str:
     """The sentence for a table in which the dropped model wins at every length; `last` is the longest."""
     plain, at = plain_rope(table, last.column), last.column.title
-    itself = f"RoPE as trained {plain.shown}, and the" if plain and last.rival != plain_label(table) else "the"
+    itself = (
+        f"RoPE as trained {plain.shown}, and the" if plain and last.rival != plain_label(table) else "the"
+    )
     if table.suite == "needles":
         return (
             f"Without its positional encoding the model reads on past its training length: at {at} it finds "
-            f"{last.ours.shown} of the needles, {itself} best RoPE variant ({last.rival}) {last.theirs.shown}."
+            f"{last.ours.shown} of the needles, {itself} best RoPE variant ({last.rival}) "
+            f"{last.theirs.shown}."
         )
     return (
-        f"Without its positional encoding the model reads on past its training length: at {at} its perplexity is "
-        f"{last.ours.shown}, against {last.theirs.shown} for the best RoPE variant ({last.rival})."
+        f"Without its positional encoding the model reads on past its training length: at {at} its "
+        f"perplexity is {last.ours.shown}, that of the best RoPE variant ({last.rival}) {last.theirs.shown}."
     )
 
 
@@ -160,8 +171,8 @@ def clause(table: Table, found: list[Duel], after: list[Duel]) -> str:
     parts += [f"ties at {lengths(ties)}"] if ties else []
     if losses:
         worst = min(losses, key=lambda duel: duel.ours.score - duel.theirs.score)
-        size = worst.gap.removeprefix("perplexity ")
-        parts.append(f"loses at {lengths(losses)} ({'up to ' if len(losses) > 1 else ''}{size} than {worst.rival})")
+        most = "at worst " if len(losses) > 1 else ""
+        parts.append(f"loses at {lengths(losses)} ({most}{measured_against(worst)})")
     return f"; in perplexity it {listing(parts)}"
 
 
@@ -201,12 +212,15 @@ def cost(judged: list[tuple[Table, list[Duel]]]) -> str | None:
         duel = next((duel for duel in found if duel.column.key == 1), None)
         if duel:
             what = "needles" if table.suite == "needles" else "perplexity"
-            parts.append(f"{what} {duel.ours.shown} against {duel.theirs.shown} with RoPE ({words[duel.outcome]})")
+            parts.append(
+                f"{what} {duel.ours.shown} against {duel.theirs.shown} with RoPE ({words[duel.outcome]})"
+            )
     return f"At the training length itself, the dropped model: {listing(parts)}." if parts else None
 
 
 def peers(table: Table) -> str | None:
-    """How the dropped model stands to models of other schemes (NoPE from scratch, ALiBi), at the longest length."""
+    """How the dropped model stands to models of other schemes (NoPE from scratch, ALiBi), at the longest
+    length."""
     for column in reversed(table.columns):
         ours = dropped_at(table, column)
         others = {
@@ -221,8 +235,8 @@ def peers(table: Table) -> str | None:
         words = {"win": "ahead of", "loss": "behind", "tie": "within the noise of"}[outcome]
         unit = "needles" if "accuracy" in ours[1].row else "perplexity"
         return (
-            f"At {column.title}, {ours[0]} ({unit} {ours[1].shown}) is {words} {label} ({others[label].shown}), "
+            f"At {column.title}, {ours[0]} ({unit} {ours[1].shown}) is {words} {label} "
+            f"({others[label].shown}), "
             "which was not trained with RoPE at all."
         )
     return None
-

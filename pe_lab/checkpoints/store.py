@@ -151,6 +151,12 @@ def templates(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(_with_sharding, shapes, shardings)
 
 
+def tokenizer_directory(checkpoint: Path) -> Path | None:
+    """Where the tokenizer of a checkpoint lies: with its phase (what surgery wrote) or with its run."""
+    phase = checkpoint.parents[1]
+    return next((p / "tokenizer" for p in (phase, phase.parent) if (p / "tokenizer").is_dir()), None)
+
+
 def resolve(path: str | Path) -> tuple[Path, int]:
     """Finds one checkpoint from any path people give: (its `checkpoints` directory, its step).
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, metadata_of, new_id
+from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, metadata_of, new_id, tokenizer_directory
 from pe_lab.config import ModelConfig, UserError
 from pe_lab.positional import Layer, NoPE, build_schedule, label
 
@@ -98,4 +99,7 @@ def write_child(parent: Checkpoint, layers: tuple[Layer, ...], directory: str | 
         store.wait()
     finally:
         store.close()
+    tokenizer = tokenizer_directory(parent.path)
+    if tokenizer is not None:
+        shutil.copytree(tokenizer, directory / "tokenizer")
     return where

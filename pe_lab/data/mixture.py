@@ -10,6 +10,7 @@ from pe_lab.config import DataConfig, SourceConfig, UserError
 from pe_lab.data.needles import NeedleOptions, NeedleWindows, needle_vocab
 from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer
 from pe_lab.data.shards import Prepared, open_prepared
+from pe_lab.data.sources import open_source
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.data.windows import TokenWindows
 
@@ -71,6 +72,8 @@ def open_mixture(config: DataConfig, process_index: int = 0) -> Mixture:
         if c.source.startswith("prepared:")
     }
     text = [i for i in range(len(configs)) if i not in options and i not in prepared]
+    for i in text:
+        open_source(configs[i])  # all of them exist, before the first is prepared
     cache_dir = Path(config.cache_dir).expanduser()
     if prepared:
         tokenizer = next(iter(prepared.values())).tokenizer

@@ -46,9 +46,8 @@ class NeedleOptions:
 
     def __post_init__(self) -> None:
         for name in ("pairs", "queries", "keys", "values", "filler_symbols", "branches"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"needles option {name}={value!r} must be a whole number of at least 1.")
+            if getattr(self, name) < 1:
+                raise UserError(f"needles option {name}={getattr(self, name)} must be at least 1.")
         if self.pairs > self.keys:
             raise UserError(
                 f"needles option pairs={self.pairs} is more than keys={self.keys}: "
@@ -59,19 +58,26 @@ class NeedleOptions:
                 f"needles option branches={self.branches} is more than filler_symbols={self.filler_symbols}."
             )
         for name in ("answer_weight", "filler_weight"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise UserError(f"needles option {name}={value!r} must be a number of at least 0.")
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UserError(
+                    f"needles option {name}={getattr(self, name)} must be a number of at least 0."
+                )
         if self.queries_at not in ("end", "anywhere"):
             raise UserError(f"needles option queries_at={self.queries_at!r} must be 'end' or 'anywhere'.")
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> NeedleOptions:
-        allowed = [f.name for f in dataclasses.fields(cls)]
-        for name in options:
-            if name not in allowed:
-                raise UserError(f"needles has no option {name!r}. {did_you_mean(name, allowed)}")
-        return cls(**options)
+        kinds = {f.name: type(f.default) for f in dataclasses.fields(cls)}
+        values = {}
+        for name, value in options.items():
+            if name not in kinds:
+                raise UserError(f"needles has no option {name!r}. {did_you_mean(name, list(kinds))}")
+            if kinds[name] is float and type(value) is int:
+                value = float(value)
+            if type(value) is not kinds[name]:
+                raise UserError(f"needles option {name}={value!r} must be of type {kinds[name].__name__}.")
+            values[name] = value
+        return cls(**values)
 
     @property
     def vocabulary(self) -> tuple[int, ...]:

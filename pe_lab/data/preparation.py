@@ -61,7 +61,7 @@ def prepare(
     A document is held out for validation by its hash alone, see `split_documents`.
 
     Raises:
-      UserError: the corpus is empty or cannot be read, or nothing is left to train on.
+      UserError: the corpus is empty or cannot be read, or the fraction or the directory is unusable.
     """
     if not 0 <= validation_fraction < 1:
         raise UserError(f"validation_fraction={validation_fraction} must be at least 0 and below 1.")
@@ -91,11 +91,6 @@ def prepare(
             writer.close()
         if not sum(w.documents for w in writers.values()):
             raise UserError(f"data source {source.name!r} is empty: it has no document with text in it.")
-        if not writers["train"].documents:
-            raise UserError(
-                f"data source {source.name!r}: validation_fraction={validation_fraction} leaves no document "
-                "to train on."
-            )
         metadata = Metadata(
             source=source.name,
             column=column,
@@ -203,19 +198,20 @@ def _pieces(text: str) -> list[str]:
 def _progress(source: Source, limit: int | None) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr. Calls: (documents since the last call, tokens so far)."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     count = source.count()
     total = count if limit is None else min(limit, limit if count is None else count)
     columns = (
         TextColumn("preparing {task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens, {task.fields[speed]:,.0f}/s"),
+        BarColumn(bar_width=10),
+        TextColumn("{task.completed:.0f} documents"),
+        TextColumn("{task.fields[tokens]:,} tokens ({task.fields[speed]:,.0f}/s)"),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(source.name, total=total, tokens=0, speed=0.0)
+        name = source.name if len(source.name) <= 24 else "…" + source.name[-23:]
+        task = progress.add_task(name, total=total, tokens=0, speed=0.0)
         start = time.perf_counter()
 
         def advance(documents: int, tokens: int) -> None:
@@ -277,7 +273,7 @@ def _remove_abandoned(directory: Path) -> None:
         if host != socket.gethostname() or _alive(int(pid)):
             continue
         with contextlib.suppress(OSError):
-            # Containers may share a host name and a file system, but not process numbers: wait until it is quiet.
+            # Containers may share a host name and a file system, but not process numbers: let it go quiet.
             if time.time() - _last_touched(path) > PATIENCE_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -369,7 +365,7 @@ def _wait_for(directory: Path, marker: str) -> None:
         if time.time() - last_sign > PATIENCE_SECONDS:
             raise UserError(
                 f"Waited {PATIENCE_SECONDS:.0f} s for process 0 to write {directory}, with no sign of it. "
-                "Put data.cache_dir on a file system that all hosts share, or run python -m pe_lab.prepare on "
+                "Put data.cache_dir on a file system all hosts share, or run python -m pe_lab.prepare on "
                 "each host and set data.prepared."
             )
 

@@ -134,8 +134,6 @@ class ShardWriter:
         start = 0
         while len(joined) - start >= at_least:
             record = joined[start : start + self.record_tokens]
-            if not len(record):
-                break
             self._write(record)
             start += len(record)
         self._pending, self._pending_tokens = [joined[start:]], len(joined) - start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import gzip
+import hashlib
 import json
 import os
 import sys
@@ -91,8 +92,10 @@ def _matching_files(name: str, pattern: str) -> list[Path]:
     return files
 
 
-def _file_identity(files: list[Path]) -> list[list[Any]]:
-    return [[str(p), p.stat().st_size] for p in files]
+def _file_identity(files: list[Path]) -> dict[str, Any]:
+    sizes = [(str(p), p.stat().st_size) for p in files]
+    digest = hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest()
+    return {"files": len(files), "bytes": sum(size for _, size in sizes), "names_and_sizes": digest}
 
 
 def _read_failed(path: Path, error: Exception) -> UserError:

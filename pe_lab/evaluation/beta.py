@@ -32,8 +32,10 @@ def fit_beta(loss: Callable[[float], float], factor: float, tolerance: float = 0
     tried = {1.0: loss(1.0)}
 
     def remember(beta: float) -> float:
-        tried[float(beta)] = loss(float(beta))
-        return tried[float(beta)]
+        beta = round(float(beta), 4)  # as it is written down, and read with again
+        if beta not in tried:
+            tried[beta] = loss(beta)
+        return tried[beta]
 
     minimize_scalar(remember, bounds=search_range(factor), method="bounded", options={"xatol": tolerance})
     best = min(tried, key=lambda beta: tried[beta])

@@ -32,7 +32,8 @@ def model_name(layers: Sequence[Layer], lineage: Sequence[Mapping[str, Any]] = (
     """What the weights are: RoPE, NoPE, DroPE (no encoding left, and the lineage knows a drop), ALiBi, or a mix."""
     families = list(dict.fromkeys(family(layer) for layer in layers))
     if families == ["NoPE"]:
-        dropped = any("drop" in str(ancestor.get("what", "")).lower() for ancestor in lineage)
+        # Surgery, and a phase that starts with another encoding, write `rope(base=10000) -> nope on layers 0-23`.
+        dropped = any("-> nope" in str(ancestor.get("what", "")) for ancestor in lineage)
         return "DroPE" if dropped else "NoPE"
     scalings = dict.fromkeys(_scaling(layer) for layer in layers if _rotates(layer))
     names = [f"{type(s).__name__.replace('Yarn', 'YaRN')} {s.factor:g}" for s in scalings if s is not None]

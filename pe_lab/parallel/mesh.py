@@ -56,7 +56,7 @@ def start_processes() -> None:
     A TPU slice, SLURM and Open MPI are recognized by JAX. Elsewhere, COORDINATOR_ADDRESS, PROCESS_COUNT and
     PROCESS_INDEX say so by hand. A single process does nothing. Call it before JAX touches a device.
     """
-    _hide_absent_tpu()
+    hide_absent_tpu()
     if os.environ.get("COORDINATOR_ADDRESS"):
         if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -69,7 +69,8 @@ def start_processes() -> None:
         jax.distributed.initialize()
 
 
-def _hide_absent_tpu() -> None:
+def hide_absent_tpu() -> None:
+    """Keeps JAX from starting a TPU that is not there; before JAX touches a device."""
     # libtpu may be installed for ahead-of-time compilation alone; on a machine without a TPU, JAX would try to
     # start it, wait for a metadata server, and print a page of warnings.
     has_tpu = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()

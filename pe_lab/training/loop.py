@@ -77,6 +77,8 @@ class _PhaseTraining:
         )
         self.rate = learning_rate(phase.config.optimizer, phase.config.steps)
         self.first = jax.process_index() == 0
+        self.lineage: list[dict[str, Any]] = []  # of the phase's start
+        self.saved_lineage: list[dict[str, Any]] | None = None  # of the checkpoint saved last
 
     # -- start ---------------------------------------------------------------------------------------------------
 
@@ -269,6 +271,7 @@ class _PhaseTraining:
             encodings = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))
             what = f"trained {step} steps of '{phase.name}' with {encodings}"
             lineage = [*self.lineage, lineage_entry(what, checkpoint_id, str(self._path(step)), step)]
+            self.saved_lineage = lineage
         metadata = metadata_of(
             run.model.config,
             phase.layers,
@@ -284,7 +287,7 @@ class _PhaseTraining:
             config_hash=config_hash(run.config),
             lineage=lineage,
             mixture=list(run.mixture),
-            tokenizer=run.tokenizer,
+            tokenizer={"kind": run.config.data.tokenizer, "fingerprint": run.tokenizer.fingerprint},
             vocab_size=run.model.config.vocab_size,
             versions=versions(),
             data_state=data_state,
@@ -327,7 +330,7 @@ class _PhaseTraining:
                 "mixture": list(run.mixture),
                 "tokenizer": run.config.data.tokenizer,
                 "vocab_size": run.model.config.vocab_size,
-                "lineage": self.lineage,
+                "lineage": self.saved_lineage or self.lineage,
             },
         )
 

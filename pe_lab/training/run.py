@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from pe_lab.config import Config, PhaseConfig, UserError
 from pe_lab.data.pipeline import build_pipeline
+from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.model import Model, complete
 from pe_lab.parallel import AxisRules, check_batch, make_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule, layers
@@ -69,7 +70,7 @@ class Run:
     rules: AxisRules
     phases: tuple[PhasePlan, ...]
     mixture: Sequence[dict[str, Any]]
-    tokenizer: str
+    tokenizer: Tokenizer
 
     def pipeline(self, phase: PhasePlan) -> Any:
         """The batches of a phase. Later phases read on in an order of their own, not the same windows again."""
@@ -103,7 +104,7 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
         process_count=jax.process_count(),
     )
     model = Model(dataclasses.replace(config.model, vocab_size=vocabulary(config, pipeline.vocab_size)))
-    mixture, tokenizer = pipeline.mixture, pipeline.tokenizer.fingerprint
+    mixture, tokenizer = pipeline.mixture, pipeline.tokenizer
     pipeline.close()
     return Run(config, Path(workdir), model, mesh, AxisRules(), phases, mixture, tokenizer)
 

@@ -1,0 +1,81 @@
+# `make` lists the targets. Every target that needs .venv makes it first, from requirements.lock.
+
+PYTHON ?=
+UV ?=
+DEMO ?=
+WORKERS ?= 2
+CONFIG := configs/drope_laptop.py
+ARGS ?=
+QUICK ?=
+ifneq ($(QUICK),)
+DEMO := quick
+endif
+DEMO_RUN := runs/drope_laptop$(if $(DEMO),_$(DEMO))
+
+PY := .venv/bin/python
+STAMP := .venv/.installed
+
+# Done is: the stamp says it was made for this directory, and the interpreter still starts.
+ifneq ($(shell $(PY) -c '' 2>/dev/null && cat $(STAMP) 2>/dev/null),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format coverage lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install what is locked (PYTHON=..., UV=no)
+
+$(STAMP): requirements.lock pyproject.toml launch/venv.sh
+	@PYTHON='$(PYTHON)' UV='$(UV)' sh launch/venv.sh
+
+demo: $(STAMP) ## pretrain, drop, recalibrate, measure, show (QUICK=1: seconds; DEMO=full: and a NoPE baseline)
+	$(PY) -m pe_lab.train --config=$(CONFIG)$(if $(DEMO),:$(DEMO)) --workdir=$(DEMO_RUN)
+	$(PY) -m pe_lab.evaluate --from=$(DEMO_RUN)
+	$(PY) -m pe_lab.report $(DEMO_RUN)
+	@page="$(CURDIR)/$(DEMO_RUN)/report.html"; echo "the page: $$page"; \
+	if [ -t 1 ] && [ -z "$$CI$$SSH_CONNECTION" ]; then \
+	  for open in xdg-open open; do \
+	    if command -v $$open >/dev/null 2>&1; then $$open "$$page" >/dev/null 2>&1 || true; break; fi; \
+	  done; \
+	fi
+
+# Two pytest workers share the cores: NumPy's threads would only get in each other's way.
+test: export OMP_NUM_THREADS = 1
+test: export OPENBLAS_NUM_THREADS = 1
+test: $(STAMP) ## everything that is not slow, with coverage (ARGS=... goes to pytest)
+	$(PY) -m pytest -n $(WORKERS) -m "not slow" --cov=pe_lab --cov-report= --cov-fail-under=90 $(ARGS)
+
+# One at a time: slow tests measure times and train on all cores.
+test-slow: $(STAMP) ## the slow tests, one after another
+	$(PY) -m pytest -m slow $(ARGS)
+
+coverage: $(STAMP) ## the lines that the last `make test` did not reach
+	$(PY) -m coverage report --skip-covered --show-missing
+
+lint: $(STAMP) ## ruff, and shellcheck where there is one
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	@if command -v shellcheck >/dev/null 2>&1; then \
+	  echo shellcheck; shellcheck launch/*.sh .ci/run; \
+	else echo "shellcheck is not installed: shell scripts not checked"; fi
+
+format: $(STAMP) ## let ruff lay out and sort the source
+	$(PY) -m ruff check --fix-only --quiet .
+	$(PY) -m ruff format .
+
+# Python 3.11 and 3.12 get different JAX releases from one file. jax[tpu] brings the libtpu that each JAX was
+# released with. Index addresses stay out of it: they are each machine's own setting.
+LOCK_ARGS := --universal --python-version 3.11 --fork-strategy requires-python --generate-hashes \
+  --extra test --extra aot --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
+
+lock: $(STAMP) ## resolve requirements.lock again (UPGRADE=1: to the newest releases)
+	@uv=uv; uv --version >/dev/null 2>&1 || { uv=.venv/bin/uv; $(PY) -m pip install --quiet uv; }; \
+	echo "jax[tpu]>=0.10.2; sys_platform == 'linux'" | \
+	$$uv pip compile --quiet $(LOCK_ARGS) $(if $(UPGRADE),--upgrade) pyproject.toml - -o requirements.lock
+
+clean: ## remove caches and build products; .venv, data and runs stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,85 @@
+#!/bin/sh
+# Creates .venv in the root of this checkout and installs what requirements.lock pins, pe_lab itself editable.
+# `make setup` runs it on your machine, launch/tpu_slice.sh on every host of a slice.
+#
+#   PYTHON=python3.12       this interpreter and no other; otherwise the first Python >= 3.11 that is found
+#   UV=no                   never use uv, only venv and pip
+#   UV_PYTHON_DOWNLOADS=automatic   let uv fetch a Python where the machine has none that will do
+set -eu
+cd "$(dirname "$0")/.."
+here=$(pwd -P)
+stamp=.venv/.installed # holds the path it was made for, and is written last: without it the set-up is not done
+export UV_PYTHON_DOWNLOADS="${UV_PYTHON_DOWNLOADS:-never}"
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+fail() {
+  echo "error: $1" >&2
+  exit 2
+}
+
+new_enough() {
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+find_python() {
+  if [ -n "${PYTHON:-}" ]; then
+    new_enough "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.11 or newer. Name another, or leave PYTHON out."
+    echo "$PYTHON"
+    return
+  fi
+  # An interpreter of pyenv may be on the PATH and still refuse to start: new_enough runs it.
+  for candidate in python3 python3.12 python3.11 python3.13 "$HOME"/.pyenv/versions/3.1[123].*/bin/python3; do
+    if new_enough "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+  done
+  if [ "$UV_PYTHON_DOWNLOADS" != never ] && [ -n "$uv" ]; then
+    echo 3.12
+    return
+  fi
+  fail "pe_lab needs Python 3.11 or newer, and none was found (python3 is: $(python3 --version 2>&1 || true)).
+Install one (Debian, Ubuntu: apt-get install python3.12-venv; macOS: brew install python@3.12),
+or name it: make setup PYTHON=/path/to/python3.12"
+}
+
+uv=
+if [ "${UV:-}" != no ] && uv --version >/dev/null 2>&1; then
+  uv=uv
+fi
+
+# A tree that was moved or copied brings a .venv whose scripts point at the old place.
+if [ -f $stamp ] && [ "$(cat $stamp)" != "$here" ]; then
+  rm -rf .venv
+fi
+rm -f $stamp
+
+if ! new_enough .venv/bin/python; then
+  python=$(find_python)
+  rm -rf .venv
+  if [ -n "$uv" ]; then
+    uv venv --quiet --python "$python" .venv
+  else
+    "$python" -m venv .venv || {
+      rm -rf .venv
+      fail "$python cannot make a virtual environment. Debian and Ubuntu: apt-get install python3-venv"
+    }
+  fi
+fi
+
+if [ -z "$uv" ] && [ "${UV:-}" != no ]; then
+  if .venv/bin/python -m pip install --quiet uv >/dev/null 2>&1; then
+    uv=.venv/bin/uv
+  fi
+fi
+
+echo "setup: $(.venv/bin/python --version) in .venv, packages by ${uv:-pip}"
+if [ -n "$uv" ]; then
+  "$uv" pip install --quiet --python .venv/bin/python -r requirements.lock
+  "$uv" pip install --quiet --python .venv/bin/python --no-deps -e .
+else
+  .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null
+  .venv/bin/python -m pip install --quiet -r requirements.lock
+  .venv/bin/python -m pip install --quiet --no-deps -e .
+fi
+echo "$here" >$stamp

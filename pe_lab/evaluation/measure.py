@@ -1,0 +1,325 @@
+"""Measuring checkpoints: what is possible, what is measured already, rows as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pe_lab.config import DataConfig, UserError
+from pe_lab.data.mixture import open_mixture
+from pe_lab.evaluation import beta as betas
+from pe_lab.evaluation import methods, needles, perplexity
+from pe_lab.evaluation.forward import Forward
+from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, distinct
+from pe_lab.evaluation.rows import Row, RowFile, finite
+from pe_lab.positional import Alibi, Layer
+from pe_lab.training.machine import versions
+
+PROTOCOL = 1  # counted up when a suite comes to measure something else: rows of an older one are measured again
+
+
+class Evaluation:
+    """Measures subjects of one run, all of one model shape, into a directory of row files.
+
+    Raises:
+      UserError: a suite or a method that is impossible here, lengths that the data cannot fill.
+    """
+
+    def __init__(self, subjects: Sequence[Subject], data: DataConfig, plan: Plan, directory: Path):
+        self.subjects = distinct(subjects)
+        self.plan, self._data = plan, data
+        self.mixture = open_mixture(data)
+        self._check_vocabulary()
+        self.files = {suite: RowFile(directory / f"{suite}.jsonl") for suite in SUITES}
+        self._text = [i for i, s in enumerate(self.mixture.sources) if s.prepared is not None and s.tokens("validation")]
+        self._needles = [i for i, s in enumerate(self.mixture.sources) if s.needles is not None]
+        self.skipped: list[str] = []  # sentences: what was left out, and why
+        self.suites, self.methods = self._possible()
+        self.units = list(self._units())
+        alibi = any(isinstance(layer.encoding, Alibi) for s in self.subjects for layer in s.checkpoint.layers)
+        shapes = dict.fromkeys(s.checkpoint.model for s in self.subjects)
+        self.forwards = {shape: Forward(shape, slopes=alibi) for shape in shapes}
+        self._known: dict[Any, Any] = {}  # what was computed in this process
+        self._check_lengths()
+
+    @property
+    def work(self) -> int:
+        """Tokens in all units, for a progress bar."""
+        return sum(self.cost(unit) for unit in self.units)
+
+    def cost(self, unit: Unit) -> int:
+        """Tokens of a unit."""
+        settings = self.plan.settings
+        return {
+            "perplexity": settings.tokens,
+            "needles": settings.needle_windows * unit.length,
+            "beta": 10 * settings.fit_tokens,
+        }[unit.suite]
+
+    def run(self, measured: Callable[[Unit, bool], None] = lambda unit, reused: None) -> list[Row]:
+        """Measures what is not measured yet; all rows of the plan, in its order. `measured` hears of each."""
+        rows = []
+        for unit in self.units:
+            row, reused = self._row(unit)
+            measured(unit, reused)
+            rows.append(row)
+        if "beta" in self.suites:
+            self._write_common_coefficients()
+        return rows
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What to measure
+
+    def _possible(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The suites and methods that make sense for these checkpoints and this data."""
+        names = ", ".join(s.name for s in self.mixture.sources)
+        here = [m for m in methods.METHODS if any(m in s.methods() for s in self.subjects)]
+        reasons: dict[str, str] = {}
+        if not self._text:
+            reasons["perplexity"] = f"its data ({names}) holds out no text"
+        if not self._needles:
+            reasons["needles"] = f"it was trained without needles (its data: {names})"
+        if "beta" not in here:
+            reasons["beta"] = "no checkpoint here is without positional encoding"
+        elif not self._text:
+            reasons["beta"] = f"a logit scale is fitted on held-out text, and its data ({names}) has none"
+        elif max(self.plan.lengths) <= min(s.training_length for s in self.subjects if "beta" in s.methods()):
+            reasons["beta"] = "no length is beyond the training length"
+        for suite in self.plan.suites or ():
+            if suite in reasons:
+                raise UserError(f"--suite={suite} cannot be measured for this run: {reasons[suite]}.")
+        suites = tuple(s for s in SUITES if s in (self.plan.suites or SUITES) and s not in reasons)
+        if not suites:
+            raise UserError(f"Nothing can be measured for this run: {'; '.join(reasons.values())}.")
+        if "beta" in here and "beta" in reasons:
+            here.remove("beta")
+        for method in self.plan.methods or ():
+            if method not in here:
+                models = ", ".join(dict.fromkeys(s.model for s in self.subjects))
+                raise UserError(
+                    f"--methods={method.replace(' ', '-')} makes no sense for what is here ({models}). "
+                    f"Possible: {', '.join(m.replace(' ', '-') for m in here)}."
+                )
+        if self.plan.suites is None:
+            self.skipped += [f"{s} left out: {reasons[s]}." for s in ("perplexity", "needles") if s in reasons]
+        chosen = tuple(m for m in here if m in (self.plan.methods or here))
+        if "beta" not in chosen:
+            suites = tuple(s for s in suites if s != "beta") or suites
+        return suites, chosen
+
+    def _units(self) -> Iterator[Unit]:
+        """The plan's rows. Scales first: they are what the beta method reads with."""
+        for suite in ("beta", "perplexity", "needles"):
+            if suite not in self.suites:
+                continue
+            sources = {"beta": [-1], "perplexity": self._text, "needles": self._needles}[suite]
+            for subject in self.subjects:
+                for method in [m for m in subject.methods() if m in self.methods]:
+                    for length in self.plan.lengths:
+                        if suite == "beta" and (method != "beta" or length <= subject.training_length):
+                            continue
+                        for source in sources:
+                            yield Unit(suite, subject, method, length, source)
+
+    def _check_vocabulary(self) -> None:
+        for subject in self.subjects:
+            metadata, model = subject.checkpoint.metadata, subject.checkpoint.model
+            ours = self.mixture.tokenizer.fingerprint
+            if metadata.get("tokenizer") not in (None, ours):
+                raise UserError(
+                    f"{subject.path} was trained with tokenizer {metadata['tokenizer']}, and its data now gives {ours}. "
+                    "Evaluate where it was trained, or with data prepared with that tokenizer."
+                )
+            if model.vocab_size < self.mixture.vocab_size:
+                raise UserError(
+                    f"{subject.path} knows {model.vocab_size} tokens, and its data has {self.mixture.vocab_size}."
+                )
+
+    def _check_lengths(self) -> None:
+        """Opens all text and all needles, so that a length that is impossible is known before anything is measured."""
+        if any(unit.suite in ("perplexity", "beta") or unit.method == "beta" for unit in self.units):
+            for source in self._text:
+                text = self._held_out(source)
+                got, wanted = len(text.score) * text.longest, self.plan.settings.tokens
+                if got < wanted - text.longest:
+                    self.skipped.append(
+                        f"{text.source}: {got:,} held-out tokens are scored instead of {wanted:,}; there are no more."
+                    )
+                if "beta" in self.methods and not len(text.fit):
+                    raise UserError(
+                        f"data source {text.source!r} has held-out text for one window of {text.longest:,} tokens "
+                        "only, none to fit a logit scale on. Ask for shorter --lengths, or --methods without beta."
+                    )
+        for source in self._needles if "needles" in self.suites else ():
+            for length in self.plan.lengths:
+                self._questions(source, length)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Measuring
+
+    def _row(self, unit: Unit) -> tuple[Row, bool]:
+        """The row of a unit, and whether it was there already."""
+        checkpoint = unit.subject.checkpoint
+        row: Row = {
+            "suite": unit.suite,
+            "run": unit.subject.run,
+            "phase": checkpoint.metadata.get("phase", ""),
+            "checkpoint": unit.subject.path,
+            "checkpoint_id": unit.subject.id,
+            "step": checkpoint.step,
+            "model": unit.subject.model,
+            "method": unit.method,
+            "label": methods.label(unit.subject.model, unit.method),
+            "length": unit.length,
+            "factor": unit.factor,
+            "seed": self.plan.settings.seed,
+            "settings": self._settings(unit),
+        }
+        if unit.suite != "beta":
+            row["source"] = self.mixture.sources[unit.source].name
+        file = self.files[unit.suite]
+        if not self.plan.again and (found := file.find(row, same=("checkpoint_id", "label", "settings"))):
+            return found, True
+        measure = {"perplexity": self._perplexity, "needles": self._needle_accuracy, "beta": self._beta_row}[unit.suite]
+        if unit.suite != "beta":
+            row["beta"] = self._beta(unit.subject, unit.length) if unit.method == "beta" else 1.0
+        row = finite({**row, **measure(unit), "versions": versions()})
+        file.put([row])
+        return row, False
+
+    def _settings(self, unit: Unit) -> Row:
+        """Everything else that a row's numbers depend on; a row measured under other settings is measured again."""
+        settings, given = self.plan.settings, {"protocol": PROTOCOL}
+        text = {"longest": max(self.plan.lengths), "tokens": settings.tokens, "fit_tokens": settings.fit_tokens}
+        text["data"] = [self._fingerprint(i) for i in self._text]
+        if unit.suite == "needles":
+            given |= {"windows": settings.needle_windows, "data": self._fingerprint(unit.source)}
+            return given | ({"fit": text} if unit.method == "beta" else {})
+        if unit.method == "cropped":
+            given["stride"] = self._stride(unit.subject)
+        return given | text
+
+    def _fingerprint(self, source: int) -> Any:
+        found = self.mixture.sources[source].fingerprint
+        return found if isinstance(found, str) else list(found)
+
+    def _layers(self, unit: Unit) -> tuple[Layer, ...]:
+        subject = unit.subject
+        beta = self._beta(subject, unit.length) if unit.method == "beta" else 1.0
+        return methods.read_with(
+            unit.method, subject.checkpoint.layers, unit.length, subject.training_length, beta
+        )
+
+    def _stride(self, subject: Subject) -> int:
+        return max(1, subject.training_length // max(1, self.plan.settings.crop_steps))
+
+    def _remember(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Methods coincide where the length is the training length: what was computed once is not computed again."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
+
+    def _forward(self, subject: Subject) -> tuple[Forward, Any]:
+        forward = self.forwards[subject.checkpoint.model]
+        return forward, self._remember(("params", subject.id), lambda: forward.place(subject.checkpoint.params))
+
+    def _losses(self, subject: Subject, layers: Sequence[Layer]) -> perplexity.Losses:
+        forward, params = self._forward(subject)
+        return lambda batch: forward.losses(params, batch, layers)
+
+    def _perplexity(self, unit: Unit) -> Row:
+        subject, text, layers = unit.subject, self._held_out(unit.source), self._layers(unit)
+        losses = self._losses(subject, layers)
+        if unit.method == "cropped" and unit.length > subject.training_length:
+            crops = self._remember(
+                ("crops", subject.id, unit.source),
+                lambda: perplexity.Cropped(text, subject.training_length, self._stride(subject), losses),
+            )
+            found = perplexity.summarize(*crops(unit.length), len(text.score))
+        else:
+            found = self._remember(
+                ("perplexity", subject.id, layers, unit.length, unit.source),
+                lambda: perplexity.summarize(*perplexity.window_losses(text, unit.length, losses), len(text.score)),
+            )
+        return {**found, "tiles": list(text.score_index)}
+
+    def _needle_accuracy(self, unit: Unit) -> Row:
+        subject, asked, layers = unit.subject, self._questions(unit.source, unit.length), self._layers(unit)
+        forward, params = self._forward(subject)
+        crop = subject.training_length if unit.method == "cropped" and unit.length > subject.training_length else None
+
+        def answer() -> Row:
+            predicted = needles.predict(asked, lambda tokens, at: forward.predictions(params, tokens, at, layers), crop)
+            return needles.score(predicted, asked.answers, asked.distance)
+
+        return self._remember(("needles", subject.id, layers, unit.length, unit.source, crop), answer)
+
+    def _held_out(self, source: int) -> perplexity.HeldOut:
+        settings, name = self.plan.settings, self.mixture.sources[source].name
+        return self._remember(
+            ("text", source),
+            lambda: perplexity.held_out(
+                self._data, source, name, max(self.plan.lengths), settings.tokens, settings.fit_tokens,
+                self.mixture.tokenizer.eos_id,
+            ),
+        )  # fmt: skip
+
+    def _questions(self, source: int, length: int) -> needles.Questions:
+        settings = self.plan.settings
+        return self._remember(
+            ("questions", source, length),
+            lambda: needles.questions(self._data, source, length, settings.needle_windows, settings.seed),
+        )
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The logit scale
+
+    def _beta(self, subject: Subject, length: int) -> float:
+        """The scale fitted for texts of `length`; fitted now if it was not yet. 1 up to the training length."""
+        if length <= subject.training_length:
+            return 1.0
+        return float(self._row(Unit("beta", subject, "beta", length, -1))[0]["beta"])
+
+    def _fit(self, subject: Subject, length: int) -> betas.Fit:
+        """Minimizes the loss on the tiles set aside for it, all text sources by their weight in the mixture."""
+        texts = [self._held_out(source) for source in self._text]
+        shares = np.asarray([self.mixture.sources[source].weight for source in self._text], np.float64)
+        batches = [perplexity.as_batch(text, perplexity.cut(text.fit, length)) for text in texts]
+
+        def loss(beta: float) -> float:
+            layers = methods.read_with(
+                "beta", subject.checkpoint.layers, length, subject.training_length, beta
+            )
+            losses = self._losses(subject, layers)
+            means = [np.average(losses(batch), weights=batch["weights"]) for batch in batches]
+            return float(np.average(means, weights=shares))
+
+        return self._remember(
+            ("fit", subject.id, length), lambda: betas.fit_beta(loss, length / subject.training_length)
+        )
+
+    def _beta_row(self, unit: Unit) -> Row:
+        fit = self._fit(unit.subject, unit.length)
+        texts = [self._held_out(source) for source in self._text]
+        tokens = sum(len(text.fit) * (text.longest // unit.length) * unit.length for text in texts)
+        return {
+            "c": betas.coefficient(fit.beta, unit.factor),
+            "beta": fit.beta,
+            "nll_before": fit.nll_before,
+            "nll_after": fit.nll_after,
+            "fitted_on": f"{tokens:,} held-out tokens of {', '.join(text.source for text in texts)}, none of them scored",
+            "tiles": [list(text.fit_index) for text in texts],
+            "evaluations": fit.evaluations,
+        }
+
+    def _write_common_coefficients(self) -> None:
+        """Adds to every fitted scale the one c that fits those of all lengths best."""
+        file = self.files["beta"]
+        for subject in self.subjects:
+            mine = [row for row in file.rows if row["checkpoint_id"] == subject.id and row["factor"] > 1]
+            c = betas.common_coefficient([row["beta"] for row in mine], [row["factor"] for row in mine])
+            if mine:
+                file.put([{**row, "c_all_lengths": c} for row in mine])

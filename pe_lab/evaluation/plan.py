@@ -1,0 +1,106 @@
+"""What to measure: checkpoints, lengths, suites and methods, and how people write them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pe_lab.checkpoints import Checkpoint
+from pe_lab.config import EvaluationConfig, UserError, did_you_mean
+from pe_lab.evaluation import methods
+
+SUITES = ("perplexity", "needles", "beta")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint to measure, and what its rows say of it.
+
+    Attributes:
+      checkpoint: the weights.
+      run: the run's name.
+      path: where it lies in the run's directory, such as `pretrain/checkpoints/3000`.
+    """
+
+    checkpoint: Checkpoint
+    run: str
+    path: str
+
+    @property
+    def id(self) -> str:
+        return str(self.checkpoint.metadata["id"])
+
+    @property
+    def training_length(self) -> int:
+        return int(self.checkpoint.metadata["training_length"])
+
+    @functools.cached_property
+    def model(self) -> str:
+        return methods.model_name(self.checkpoint.layers, self.checkpoint.metadata["lineage"])
+
+    def methods(self) -> tuple[str, ...]:
+        return methods.methods_of(self.checkpoint.layers, self.training_length)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. None of suites or methods: all that are possible."""
+
+    lengths: tuple[int, ...]
+    suites: tuple[str, ...] | None = None
+    methods: tuple[str, ...] | None = None
+    settings: EvaluationConfig = EvaluationConfig()
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One row to be: a checkpoint read with a method, at a length, on a source."""
+
+    suite: str
+    subject: Subject
+    method: str
+    length: int
+    source: int  # in the mixture
+
+    @property
+    def factor(self) -> float:
+        factor = self.length / self.subject.training_length
+        return int(factor) if factor.is_integer() else factor
+
+
+def distinct(subjects: Sequence[Subject]) -> tuple[Subject, ...]:
+    """Subjects without those whose weights are there already."""
+    return tuple({subject.id: subject for subject in reversed(subjects)}.values())[::-1]
+
+
+def parse_suites(text: str) -> tuple[str, ...]:
+    """Suite names from a comma-separated text."""
+    chosen = [part.strip().lower() for part in text.split(",") if part.strip()]
+    for name in chosen:
+        if name not in SUITES:
+            raise UserError(f"--suite: no suite is called '{name}'. {did_you_mean(name, SUITES)}")
+    if not chosen:
+        raise UserError(f"--suite is empty. Allowed: {', '.join(SUITES)}.")
+    return tuple(dict.fromkeys(chosen))
+
+
+def parse_lengths(text: str, training_length: int) -> tuple[int, ...]:
+    """Lengths in tokens from a comma-separated text: `2x` times the training length, `4096`, `2k` = 2048; ascending."""
+    found = []
+    for item in (part.strip().lower() for part in text.split(",") if part.strip()):
+        unit = {"x": training_length, "k": 1024}.get(item[-1], 1)
+        try:
+            tokens = float(item.rstrip("xk") if unit != 1 else item) * unit
+        except ValueError:
+            raise UserError(f"--lengths: '{item}' is no length. Write 2x, 4096 or 8k.") from None
+        if tokens != int(tokens) or tokens < 2:
+            raise UserError(
+                f"--lengths: '{item}' is {tokens:g} tokens; give a whole number of at least 2 "
+                f"(the training length is {training_length})."
+            )
+        found.append(int(tokens))
+    if not found:
+        raise UserError("--lengths is empty. Write for example 1x,2x,4x.")
+    return tuple(sorted(set(found)))

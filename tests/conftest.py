@@ -1,0 +1,36 @@
+"""Before JAX starts: eight virtual CPU devices, quick compilation, and annotations of pe_lab checked as it runs."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # There are as many workers as cores: one thread of XLA's own in each is enough.
+    os.environ.setdefault("NPROC", "1")
+
+_flags_before = os.environ.get("XLA_FLAGS")
+_flags = {
+    "--xla_force_host_platform_device_count": "8",
+    # Tests compile much and compute little. The HLO is optimized as ever; LLVM takes a third of its time.
+    "--xla_backend_optimization_level": "0",
+}
+_missing = [f"{name}={value}" for name, value in _flags.items() if name not in (_flags_before or "")]
+os.environ["XLA_FLAGS"] = " ".join([*filter(None, [_flags_before]), *_missing])
+
+import jax  # noqa: E402
+import jaxtyping  # noqa: E402
+
+# XLA has read its flags once something is compiled. Then they go, so that a command which a test starts finds the
+# machine as its user would.
+jax.jit(lambda x: x + 1)(0)
+if _flags_before is None:
+    del os.environ["XLA_FLAGS"]
+else:
+    os.environ["XLA_FLAGS"] = _flags_before
+
+jaxtyping.install_import_hook("pe_lab", "beartype.beartype")
+
+from pe_lab.positional import Schedule  # noqa: E402
+
+# JAX rebuilds a pytree around whatever it carries (shardings, shapes, flags): a schedule's fields are arrays where a
+# function takes them, not at every construction.
+Schedule.__init__ = Schedule.__init__.__wrapped__

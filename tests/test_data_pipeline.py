@@ -1,0 +1,392 @@
+"""The pipeline: one order whatever the processes, resumed exactly, mixed by weight, never held-out text."""
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pe_lab.config import DataConfig, SourceConfig, UserError
+from pe_lab.data import shards
+from pe_lab.data.mixture import open_mixture
+from pe_lab.data.pipeline import (
+    build_pipeline,
+    held_out_tokens,
+    mixing_order,
+    needle_windows,
+    validation_batches,
+)
+from pe_lab.data.windows import TokenWindows
+
+LENGTH, BATCH = 32, 8
+WORDS = ["red", "orange", "yellow", "green", "blue", "indigo", "violet", "black", "white", "grey"]
+
+
+def corpus(path, count, seed=0):
+    rng = np.random.default_rng(seed)
+    rows = [{"text": f"{i}: " + " ".join(rng.choice(WORDS, rng.integers(1, 30)))} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"jsonl:{path}"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data")
+    return DataConfig(
+        sources=(
+            SourceConfig(corpus(directory / "a.jsonl", 400), weight=0.5),
+            SourceConfig("needles", weight=0.3, options={"pairs": 2, "queries": 2}),
+            SourceConfig(corpus(directory / "b.jsonl", 150, seed=1), weight=0.2),
+        ),
+        tokenizer="sentencepiece:train:300",
+        cache_dir=str(directory / "cache"),
+        validation_fraction=0.1,
+    )
+
+
+def build(config, **settings):
+    return build_pipeline(config, **{"sequence_length": LENGTH, "batch_size": BATCH, "seed": 0, **settings})
+
+
+def take(pipeline, count):
+    return list(itertools.islice(pipeline, count))
+
+
+def assert_same(batches, others):
+    assert len(batches) == len(others)
+    for batch, other in zip(batches, others, strict=True):
+        assert batch.keys() == other.keys()
+        for name in batch:
+            np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
+
+
+def test_a_batch_is_what_the_contract_says(config):
+    pipeline = build(config)
+    batch = next(pipeline)
+    assert {k: (v.shape, v.dtype.name) for k, v in batch.items()} == {
+        "tokens": ((BATCH, LENGTH), "int32"),
+        "targets": ((BATCH, LENGTH), "int32"),
+        "weights": ((BATCH, LENGTH), "float32"),
+    }
+    np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+    assert pipeline.vocab_size == 300 + 2 + 64 + 64 + 64
+    tokens = [row["tokens"] for row in pipeline.mixture]
+    assert tokens[1] is None and tokens[0] > tokens[2] > 1000
+    assert [row["weight"] for row in pipeline.mixture] == [0.5, 0.3, 0.2]
+    json.dumps(pipeline.mixture)
+    pipeline.close()
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("done", [0, 1, 7, 150])  # 150 batches of 8: several epochs of the small source
+def test_resuming_gives_the_batches_that_would_have_come(config, segments, done):
+    config = replace(config, segments=segments)
+    undisturbed = build(config)
+    first, rest = take(undisturbed, done), take(undisturbed, 10)
+    stopped = build(config)
+    assert_same(take(stopped, done), first)
+    state = json.loads(json.dumps(stopped.get_state()))
+    stopped.close()
+    resumed = build(config)
+    take(resumed, 3)  # wherever it was
+    resumed.set_state(state)
+    assert_same(take(resumed, 10), rest)
+    assert resumed.get_state()["batches"] == done + 10
+    for pipeline in (undisturbed, resumed):
+        pipeline.close()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_global_batch_does_not_depend_on_the_processes(config, count):
+    whole = build(config)
+    batches = take(whole, 12)
+    state = whole.get_state()
+    after = take(whole, 3)
+    parts = [build(config, process_index=p, process_count=count) for p in range(count)]
+    together = zip(*(take(part, 12) for part in parts), strict=True)
+    assert_same([{k: np.concatenate([r[k] for r in rows]) for k in rows[0]} for rows in together], batches)
+    for part in parts:  # saved by one process, resumed by several
+        part.set_state(state)
+    together = zip(*(take(part, 3) for part in parts), strict=True)
+    assert_same([{k: np.concatenate([r[k] for r in rows]) for k in rows[0]} for rows in together], after)
+    assert all(part.get_state() == whole.get_state() for part in parts)
+    for pipeline in (whole, *parts):
+        pipeline.close()
+
+
+@pytest.mark.slow
+def test_worker_processes_give_the_same_batches(config):
+    alone, workers = build(config), build(replace(config, workers=2))
+    take(alone, 3)
+    workers.set_state(alone.get_state())
+    assert_same(take(workers, 6), take(alone, 6))
+    assert workers.get_state() == alone.get_state()
+    workers.close()
+    alone.close()
+
+
+def test_the_mixture_has_its_weights(config):
+    pipeline = build(config)
+    first_needle = pipeline.tokenizer.vocab_size
+    needles = sum(int((batch["tokens"][:, 0] >= first_needle).sum()) for batch in take(pipeline, 50))
+    assert needles == 0.3 * 50 * BATCH
+    pipeline.close()
+
+
+@pytest.mark.parametrize(
+    ("weights", "period"),
+    [
+        ([1.0], [1]),
+        ([0.7, 0.3], [7, 3]),
+        ([2.0, 1.0, 1.0], [2, 1, 1]),
+        ([1 / 3, 2 / 3], [1, 2]),
+        ([5e-5, 1.0], [1, 10_000]),
+    ],
+)
+def test_the_mixing_order_is_exact_and_even(weights, period):
+    order = mixing_order(weights)
+    assert [int((order == i).sum()) for i in range(len(weights))] == period
+    for i, share in enumerate(period):  # up to any element, each source is within one of its share
+        counts = np.cumsum(order == i)
+        assert np.abs(counts - share / sum(period) * np.arange(1, len(order) + 1)).max() <= 1
+
+
+def addresses(pipeline, windows, batches):
+    """Which windows of a source came, in order, found by their tokens."""
+    rows, _ = windows.read(np.arange(len(windows)))
+    numbers = {row[:-1].tobytes(): i for i, row in enumerate(rows)}
+    assert len(numbers) == len(windows)  # all different
+    return [numbers[row.tobytes()] for batch in take(pipeline, batches) for row in batch["tokens"]]
+
+
+def test_an_epoch_has_every_window_once_and_the_next_another_order(config):
+    config = replace(config, sources=config.sources[2:])
+    windows = TokenWindows(open_mixture(config).sources[0].prepared.streams["train"], LENGTH)
+    pipeline = build(config, batch_size=1)
+    came = addresses(pipeline, windows, 2 * len(windows))
+    first, second = came[: len(windows)], came[len(windows) :]
+    assert sorted(first) == sorted(second) == list(range(len(windows)))
+    assert first != second and first != sorted(first)
+    other = build(config, batch_size=1, seed=1)
+    assert addresses(other, windows, len(windows)) != first
+    again = build(config, batch_size=1)
+    assert addresses(again, windows, len(windows)) == first
+    for p in (pipeline, other, again):
+        p.close()
+
+
+def test_reading_from_disk_gives_the_same_batches(config, monkeypatch):
+    memory = build(config)
+    batches = take(memory, 20)
+    memory.close()
+    real = shards.open_prepared
+    monkeypatch.setattr(
+        "pe_lab.data.mixture.open_prepared", lambda directory: real(directory, in_memory_bytes=0)
+    )
+    disk = build(config)
+    assert_same(take(disk, 20), batches)
+    disk.close()
+
+
+def test_validation_text_is_never_trained_on(config):
+    config = replace(config, sources=config.sources[:1], segments=True)
+    train = open_mixture(config).sources[0].prepared
+    held_out = {
+        d for d in train.tokenizer.decode(held_out_tokens(config, 0, 10**6)[:-1]).split(": ") if len(d) > 20
+    }
+    trained = train.tokenizer.decode(train.tokens("train", 0, 10**6))
+    assert len(held_out) > 10
+    assert not any(f": {d}" in trained for d in held_out)
+
+
+def test_validation_batches_are_fixed_and_named(config):
+    batches = validation_batches(config, sequence_length=LENGTH, batch_size=4, count=3)
+    a, needles, b = (s.source for s in config.sources)
+    assert {k: len(v) for k, v in batches.items()} == {a: 3, needles: 3, b: 3}
+    again = validation_batches(config, sequence_length=LENGTH, batch_size=4, count=3, source=a)
+    assert list(again) == [a]
+    assert_same(again[a], batches[a])
+    for name in batches:
+        halves = [
+            validation_batches(
+                config, sequence_length=LENGTH, batch_size=4, count=3, process_index=p, process_count=2
+            )[name]
+            for p in range(2)
+        ]
+        joined = [{k: np.concatenate([x[k], y[k]]) for k in x} for x, y in zip(*halves, strict=True)]
+        assert_same(joined, batches[name])
+    rows = np.concatenate([x["tokens"] for x in batches[a]])
+    assert len({r.tobytes() for r in rows}) == 12
+
+
+def test_a_small_validation_split_is_padded_with_rows_that_do_not_count(config):
+    config = replace(config, sources=config.sources[2:], segments=True)
+    (source,) = open_mixture(config).sources
+    held_out = source.tokens("validation")
+    windows = (held_out - 1) // LENGTH
+    (batches,) = validation_batches(config, sequence_length=LENGTH, batch_size=64, count=9).values()
+    assert len(batches) == -(-windows // 64)
+    rows_that_count = np.concatenate([b["weights"] for b in batches]).any(axis=1)
+    assert rows_that_count.sum() == windows
+    (batches,) = validation_batches(config, sequence_length=held_out + 50, batch_size=2, count=1).values()
+    tokens = held_out_tokens(config, 0, 10**6)
+    np.testing.assert_array_equal(batches[0]["tokens"][0, : held_out - 1], tokens[:-1])
+    ends = (tokens[:-1] == source.prepared.tokenizer.eos_id).sum()
+    assert batches[0]["weights"].sum() == held_out - 1 - ends
+
+
+def test_held_out_tokens_are_contiguous(config):
+    tokens = held_out_tokens(config, 0, 500)
+    assert tokens.shape == (500,) and tokens.dtype == np.int32
+    np.testing.assert_array_equal(held_out_tokens(config, 0, 200), tokens[:200])
+    with pytest.raises(UserError, match="needles"):
+        held_out_tokens(config, 1, 10)
+    with pytest.raises(UserError, match="number 3"):
+        held_out_tokens(config, 3, 10)
+    nothing = replace(config, validation_fraction=0.0, sources=config.sources[:1])
+    with pytest.raises(UserError, match="holds out nothing"):
+        held_out_tokens(nothing, 0, 10)
+    assert validation_batches(nothing, sequence_length=LENGTH, batch_size=2, count=1) == {}
+
+
+def test_needles_for_evaluation_use_the_vocabulary_of_training(config):
+    pipeline = build(config)
+    needles = needle_windows(config, 1, 8 * LENGTH)
+    assert needles.mark == pipeline.tokenizer.vocab_size
+    assert needles[0].max() < pipeline.vocab_size
+    assert needles.options.pairs == 2
+    with pytest.raises(UserError, match="is not needles"):
+        needle_windows(config, 0, 64)
+    pipeline.close()
+
+
+def test_needles_with_other_symbols_get_their_own(config):
+    def needles(**options):
+        return SourceConfig("needles", options=options)
+
+    config = replace(config, sources=(needles(), needles(pairs=2), needles(keys=8)), tokenizer="bytes")
+    mixture = open_mixture(config)
+    assert [s.offset_vocab for s in mixture.sources] == [257, 257, 257 + 194]
+    assert mixture.vocab_size == 257 + 194 + 138
+    assert [s.name for s in mixture.sources] == ["needles#1", "needles#2", "needles#3"]
+
+
+@pytest.fixture
+def prepared_directory(config, tmp_path):
+    from pe_lab.prepare import main
+
+    directory = tmp_path / "prepared"
+    source = config.sources[0].source
+    assert (
+        main([f"--source={source}", "--tokenizer=bytes", f"--out={directory}", "--validation-fraction=0.1"])
+        == 0
+    )
+    return str(directory)
+
+
+def test_prepared_data_replaces_the_text_and_the_tokenizer(config, prepared_directory):
+    config = replace(config, sources=config.sources[:2], prepared=prepared_directory)
+    pipeline = build(config)
+    assert pipeline.tokenizer.kind == "bytes"
+    assert [(m["source"].partition(":")[0], m["weight"]) for m in pipeline.mixture] == [
+        ("prepared", 0.5),
+        ("needles", 0.3),
+    ]
+    assert next(pipeline)["tokens"].shape == (BATCH, LENGTH)
+    pipeline.close()
+    alone = open_mixture(
+        DataConfig(prepared=prepared_directory)
+    )  # nothing said of sources: stdlib is replaced
+    assert [s.weight for s in alone.sources] == [1.0]
+    needles_only = open_mixture(DataConfig(prepared=prepared_directory, sources=config.sources[1:2]))
+    assert len(needles_only.sources) == 2
+
+
+def test_prepared_sources_must_share_a_tokenizer(config, prepared_directory):
+    text = config.sources[2]
+    both = replace(config, sources=(SourceConfig(f"prepared:{prepared_directory}"), text))
+    mixture = open_mixture(both)  # the text is prepared with the prepared source's tokenizer
+    assert {s.prepared.tokenizer.kind for s in mixture.sources} == {"bytes"}
+    other = open_mixture(replace(config, sources=(text,))).sources[0].prepared.directory
+    wrong = replace(
+        config, sources=(SourceConfig(f"prepared:{prepared_directory}"), SourceConfig(f"prepared:{other}"))
+    )
+    with pytest.raises(UserError, match="Prepare all sources with one tokenizer"):
+        open_mixture(wrong)
+    with pytest.raises(UserError, match="data.prepared"):
+        open_mixture(replace(config, prepared=prepared_directory))
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"sequence_length": 16}, "sequence_length"),
+        ({"batch_size": 4}, "batch_size"),
+        ({"segments": True}, "segments"),
+        ({"tokenizer": "bytes"}, "sources"),
+        ({"options": {"pairs": 3, "queries": 2}}, "sources"),
+    ],
+)
+def test_a_position_in_other_data_is_refused(config, change, differs):
+    pipeline = build(config)
+    settings = {k: v for k, v in change.items() if k in ("seed", "sequence_length", "batch_size")}
+    data = {k: v for k, v in change.items() if k in ("segments", "tokenizer")}
+    if "options" in change:
+        data["sources"] = tuple(replace(s, **change) if s.source == "needles" else s for s in config.sources)
+    other = build(replace(config, **data), **settings)
+    with pytest.raises(UserError, match=f"{differs} was"):
+        other.set_state(pipeline.get_state())
+
+
+def test_bad_input(config, tmp_path):
+    with pytest.raises(UserError, match="batch_size=8 does not divide into 3"):
+        build(config, process_count=3)
+    with pytest.raises(UserError, match="less than one window"):
+        build(config, sequence_length=10**6)
+    with pytest.raises(UserError, match="weight"):
+        build(replace(config, sources=(SourceConfig("needles", weight=0.0),)))
+    with pytest.raises(UserError, match="data.sources is empty"):
+        build(replace(config, sources=()))
+    with pytest.raises(UserError, match="no text to train on"):
+        build(replace(config, sources=config.sources[1:2]))
+    with pytest.raises(UserError, match="'nothing'"):
+        validation_batches(config, sequence_length=LENGTH, batch_size=2, count=1, source="nothing")
+    missing = (SourceConfig(corpus(tmp_path / "fine.jsonl", 9)), SourceConfig(f"text:{tmp_path}/missing/*"))
+    with pytest.raises(UserError, match="missing"):
+        build(replace(config, sources=missing, tokenizer="bytes", cache_dir=str(tmp_path / "cache")))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_truncated_shard_is_named_before_anything_is_read(config, prepared_directory):
+    from pathlib import Path
+
+    shard = next(Path(prepared_directory).glob("train-*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(UserError, match=shard.name):
+        build(replace(config, sources=(), prepared=prepared_directory))
+
+
+def test_a_shard_damaged_inside_is_named_when_it_is_read(config, prepared_directory):
+    from pathlib import Path
+
+    shard = next(Path(prepared_directory).glob("train-*"))
+    content = shard.read_bytes()
+    middle = len(content) // 2
+    shard.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) * 400 + content[middle + 400 :])
+    pipeline = build(replace(config, sources=(), prepared=prepared_directory))
+    with pytest.raises(UserError, match=f"{shard.name} is damaged"):
+        next(pipeline)
+    pipeline.close()
+
+
+def test_all_sources_are_reached(config):
+    pipeline = build(config)
+    first_needle = pipeline.tokenizer.vocab_size
+    kinds = Counter()
+    for batch in take(pipeline, 5):
+        kinds.update((batch["tokens"][:, 0] >= first_needle).tolist())
+    assert kinds[True] == 12 and kinds[False] == 28
+    pipeline.close()

@@ -1,0 +1,314 @@
+"""Prepared shards and the windows on them: nothing lost, nothing leaked, nothing half-written."""
+
+import json
+import multiprocessing
+import os
+import time
+
+import numpy as np
+import pytest
+
+from pe_lab.config import SourceConfig, UserError
+from pe_lab.data import preparation, shards
+from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer, prepare, split_documents
+from pe_lab.data.shards import METADATA_FILE, TokenStream, open_prepared, read_metadata
+from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.data.windows import TokenWindows, make_batch, segment_ids
+
+DOCUMENTS = [f"document {i}: " + "lorem ipsum " * (i % 7) for i in range(300)]
+
+
+def jsonl(path, documents):
+    path.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents), encoding="utf-8")
+    return SourceConfig(f"jsonl:{path}")
+
+
+def prepared(tmp_path, documents=DOCUMENTS, fraction=0.1, **settings):
+    from pe_lab.data.sources import open_source
+
+    source = open_source(jsonl(tmp_path / "corpus.jsonl", documents))
+    out = tmp_path / "out"
+    prepare(source, "text", ByteTokenizer(), "bytes", out, fraction, **settings)
+    return out
+
+
+def decoded(opened, split):
+    stream = opened.streams[split]
+    tokens = opened.tokens(split, 0, stream.tokens)
+    ends = np.flatnonzero(tokens == opened.tokenizer.eos_id)
+    return [opened.tokenizer.decode(d) for d in np.split(tokens, ends + 1)[:-1]]
+
+
+@pytest.fixture
+def small_records(monkeypatch):
+    monkeypatch.setattr(shards, "RECORD_TOKENS", 128)
+    monkeypatch.setattr(shards, "RECORDS_PER_SHARD", 10)
+
+
+def test_every_document_is_in_one_split_and_comes_back(tmp_path, small_records):
+    opened = open_prepared(prepared(tmp_path))
+    train, validation = decoded(opened, "train"), decoded(opened, "validation")
+    assert sorted(train + validation) == sorted(DOCUMENTS)
+    assert not set(train) & set(validation)
+    assert 10 <= len(validation) <= 60
+    m = opened.metadata
+    assert m.documents == {"train": len(train), "validation": len(validation)}
+    assert sum(m.tokens.values()) == sum(len(d) + 1 for d in DOCUMENTS)
+    assert len(m.shards["train"]) > 3 and all(s.records <= 10 for s in m.shards["train"])
+    assert m.dtype == "uint16" and m.eos_id == 256 and m.characters == sum(map(len, DOCUMENTS))
+
+
+def test_a_stream_reads_the_same_from_memory_and_record_by_record(tmp_path, small_records):
+    out = prepared(tmp_path)
+    memory = open_prepared(out).streams["train"]
+    m = open_prepared(out).metadata
+    disk = TokenStream(out, m.shards["train"], m.dtype, m.record_tokens, in_memory_bytes=0)
+    assert memory.in_memory and not disk.in_memory
+    starts = np.random.default_rng(0).integers(0, memory.tokens - 300, 50)
+    np.testing.assert_array_equal(memory.gather(starts, 300), disk.gather(starts, 300))
+    np.testing.assert_array_equal(memory.read(0, memory.tokens), disk.read(0, disk.tokens))
+    assert len(disk.read(disk.tokens, disk.tokens + 5)) == 0
+    assert memory.gather(starts[:0], 7).shape == disk.gather(starts[:0], 7).shape == (0, 7)
+
+
+def test_windows_tile_the_stream_and_targets_are_the_next_tokens(tmp_path):
+    stream = open_prepared(prepared(tmp_path)).streams["train"]
+    tokens = stream.read(0, stream.tokens).astype(np.int32)
+    windows = TokenWindows(stream, 17)
+    assert len(windows) == (len(tokens) - 1) // 17
+    rows, weights = windows.read(np.arange(len(windows)))
+    batch = make_batch(rows, weights, segments=False, eos_id=256)
+    used = len(windows) * 17
+    np.testing.assert_array_equal(batch["tokens"].ravel(), tokens[:used])
+    np.testing.assert_array_equal(batch["targets"].ravel(), tokens[1 : used + 1])
+    assert len(tokens) - 1 - used < 17
+    np.testing.assert_array_equal(windows[3], tokens[51:69])
+    assert {k: v.dtype.name for k, v in batch.items()} == {
+        "tokens": "int32",
+        "targets": "int32",
+        "weights": "float32",
+    }
+
+
+def test_segments_end_with_their_document():
+    eos = 9
+    window = np.array([[1, 2, eos, 3, eos, eos, 4, 5, 6], [eos, 1, 2, 3, 4, 5, 6, 7, eos]], np.int32)
+    batch = make_batch(window, np.ones((2, 8), np.float32), segments=True, eos_id=eos)
+    np.testing.assert_array_equal(batch["segments"], [[1, 1, 1, 2, 2, 3, 4, 4], [1, 2, 2, 2, 2, 2, 2, 2]])
+    np.testing.assert_array_equal(batch["positions"], [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]])
+    np.testing.assert_array_equal(batch["weights"], [[1, 1, 0, 1, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]])
+    counted = batch["weights"] > 0
+    following = segment_ids(window, eos)[0][:, 1:]
+    np.testing.assert_array_equal(counted, batch["segments"] == following)  # exactly the targets inside
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.5, 1 - 1e-9])
+@pytest.mark.parametrize("documents", [["one", "two"], ["one", "two", "one"], list("abcdefgh")])
+def test_neither_split_is_empty_where_two_documents_differ(documents, fraction):
+    pairs = list(split_documents(documents, fraction))
+    assert sorted(d for _, d in pairs) == sorted(documents)
+    sides = {d: {s for s, e in pairs if e == d} for d in documents}
+    assert all(len(s) == 1 for s in sides.values())  # equal documents stay together
+    assert {s for s, _ in pairs} == {"train", "validation"}
+
+
+def test_splitting_one_document_and_none():
+    text = "0123456789" * 10
+    assert list(split_documents([text], 0.1)) == [("train", text[:90]), ("validation", text[90:])]
+    assert list(split_documents(["x"], 0.1)) == [("train", "x")]
+    assert list(split_documents([text, "x"], 0.0)) == [("train", text), ("train", "x")]
+    assert list(split_documents([], 0.1)) == []
+
+
+def test_held_out_is_decided_by_the_document_alone():
+    alone = dict((d, s) for s, d in split_documents(DOCUMENTS, 0.2))
+    shuffled = dict((d, s) for s, d in split_documents(["another", *DOCUMENTS[::-1]], 0.2))
+    assert all(shuffled[d] == s for d, s in alone.items())
+
+
+def test_a_long_document_is_encoded_in_pieces_without_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "PIECE_CHARACTERS", 50)
+    document = ("a line\n" * 30) + "x" * 120 + "\nthe end"
+    opened = open_prepared(prepared(tmp_path, [document, "b"], fraction=0.0))
+    assert decoded(opened, "train") == [document, "b"]
+
+
+def test_lone_surrogates_do_not_stop_a_corpus(tmp_path):
+    opened = open_prepared(prepared(tmp_path, ["good", "bad \ud800 text"], fraction=0.0))
+    assert decoded(opened, "train") == ["good", "bad ? text"]
+
+
+def test_limit_documents(tmp_path):
+    opened = open_prepared(prepared(tmp_path, fraction=0.0, limit_documents=5))
+    assert decoded(opened, "train") == DOCUMENTS[:5]
+
+
+def test_a_vocabulary_beyond_16_bits(tmp_path):
+    class Wide(ByteTokenizer):
+        vocab_size = 100_000
+        eos_id = 99_999
+
+    from pe_lab.data.sources import open_source
+
+    source = open_source(jsonl(tmp_path / "c.jsonl", DOCUMENTS))
+    metadata = prepare(source, "text", Wide(), "bytes", tmp_path / "wide", 0.1)
+    assert metadata.dtype == "uint32"
+    m = metadata
+    stream = TokenStream(tmp_path / "wide", m.shards["train"], m.dtype, m.record_tokens)
+    assert (stream.read(0, stream.tokens) == 99_999).sum() == m.documents["train"]
+
+
+def first_shard(out):
+    return out / read_metadata(out).shards["train"][0].file
+
+
+def test_damage_is_found_and_named(tmp_path):
+    out = prepared(tmp_path)
+    path = first_shard(out)
+    content = path.read_bytes()
+    path.write_bytes(content[:-100])
+    with pytest.raises(UserError, match=f"{path.name} is truncated"):
+        open_prepared(out)
+    middle = len(content) // 2
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) * 400 + content[middle + 400 :])
+    for in_memory_bytes in (2**20, 0):
+        with pytest.raises(UserError, match=f"{path.name} is damaged"):
+            open_prepared(out, in_memory_bytes).streams["train"].read(0, 10**6)
+    path.unlink()
+    with pytest.raises(UserError, match=f"{path.name} is missing"):
+        open_prepared(out)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m: {**m, "format": 99}, "format 99"),
+        (lambda m: {k: v for k, v in m.items() if k != "shards"}, "shards"),
+        (lambda m: {**m, "surprise": 1}, "surprise"),
+        (lambda m: [m], "format None"),
+        (lambda m: {**m, "tokenizer_fingerprint": "hf-other"}, "hf-other"),
+    ],
+)
+def test_damaged_metadata(tmp_path, change, says):
+    out = prepared(tmp_path, DOCUMENTS[:3])
+    path = out / METADATA_FILE
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(UserError, match=says):
+        open_prepared(out)
+    path.write_text("{")
+    with pytest.raises(UserError, match=METADATA_FILE):
+        open_prepared(out)
+    path.unlink()
+    with pytest.raises(UserError, match=f"no {METADATA_FILE}"):
+        open_prepared(out)
+    with pytest.raises(UserError, match="no prepared data directory"):
+        open_prepared(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("documents", "fraction", "says"),
+    [([], 0.1, "corpus.jsonl.* is empty"), (["", ""], 0.1, "empty"), (["a"], 1.0, "validation_fraction=1.0")],
+)
+def test_nothing_is_left_of_a_failed_preparation(tmp_path, documents, fraction, says):
+    with pytest.raises(UserError, match=says):
+        prepared(tmp_path, [*documents], fraction)
+    assert [p.name for p in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+def test_a_failure_half_way_leaves_nothing(tmp_path, small_records, monkeypatch):
+    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 1000)
+    config = jsonl(tmp_path / "corpus.jsonl", DOCUMENTS)
+    with (tmp_path / "corpus.jsonl").open("a") as file:
+        file.write("{broken\n")
+    with pytest.raises(UserError, match="line 301"):
+        ensure_prepared(config, ByteTokenizer(), "bytes", tmp_path / "new" / "cache", 0.01)
+    assert [p.name for p in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+def test_what_an_abandoned_process_left_is_removed(tmp_path, monkeypatch):
+    import socket
+
+    dead = multiprocessing.get_context("spawn").Process(target=int)
+    dead.start()
+    dead.join()
+    abandoned = tmp_path / f".out.preparing-{socket.gethostname()}-{dead.pid}-00000000"
+    other_host = tmp_path / ".out.preparing-elsewhere-1-00000000"
+    for directory in (abandoned, other_host):
+        directory.mkdir()
+        os.utime(directory, (time.time() - 10_000,) * 2)
+    prepared(tmp_path, DOCUMENTS[:3])
+    assert not abandoned.exists()
+    assert other_host.exists()
+
+
+def test_two_processes_may_prepare_the_same_directory(tmp_path):
+    """The second finishes while the first is at work: the first drops its own and takes what is there."""
+    from pe_lab.data.sources import open_source
+
+    config = jsonl(tmp_path / "corpus.jsonl", DOCUMENTS)
+    source = open_source(config)
+
+    class Overtaken:
+        name = source.name
+        count, identity = source.count, source.identity
+
+        def documents(self):
+            yield from source.documents()
+            prepare(source, "text", ByteTokenizer(), "bytes", tmp_path / "out", 0.1)
+            self.theirs = (tmp_path / "out" / METADATA_FILE).stat().st_ino
+
+    overtaken = Overtaken()
+    prepare(overtaken, "text", ByteTokenizer(), "bytes", tmp_path / "out", 0.1)
+    assert (tmp_path / "out" / METADATA_FILE).stat().st_ino == overtaken.theirs
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
+    open_prepared(tmp_path / "out")
+
+
+def test_the_cache_is_used_and_follows_what_it_depends_on(tmp_path):
+    config = jsonl(tmp_path / "corpus.jsonl", DOCUMENTS)
+    cache = tmp_path / "cache"
+    first = ensure_prepared(config, ByteTokenizer(), "bytes", cache, 0.1)
+    made = (first / METADATA_FILE).stat().st_mtime_ns
+    assert ensure_prepared(config, ByteTokenizer(), "bytes", cache, 0.1) == first
+    assert (first / METADATA_FILE).stat().st_mtime_ns == made
+    tokenizer = ensure_tokenizer("sentencepiece:train:320", [config], cache)
+    others = {
+        ensure_prepared(config, ByteTokenizer(), "bytes", cache, 0.2),
+        ensure_prepared(config, tokenizer, "sentencepiece:train:320", cache, 0.1),
+        ensure_prepared(
+            jsonl(tmp_path / "corpus.jsonl", DOCUMENTS[1:]), ByteTokenizer(), "bytes", cache, 0.1
+        ),
+    }
+    assert len(others) == 3 and first not in others
+
+
+def test_other_processes_wait_for_process_0(tmp_path, monkeypatch):
+    import threading
+
+    config = jsonl(tmp_path / "corpus.jsonl", DOCUMENTS)
+    cache = tmp_path / "cache"
+    found = []
+    waiting = threading.Thread(
+        target=lambda: found.append(
+            ensure_prepared(config, ByteTokenizer(), "bytes", cache, 0.1, process_index=1)
+        )
+    )
+    waiting.start()
+    time.sleep(0.3)
+    assert not cache.exists()  # it wrote nothing itself
+    made = ensure_prepared(config, ByteTokenizer(), "bytes", cache, 0.1)
+    waiting.join(timeout=10)
+    assert found == [made]
+    monkeypatch.setattr(preparation, "PATIENCE_SECONDS", 0.1)
+    with pytest.raises(UserError, match="process 0"):
+        ensure_prepared(config, ByteTokenizer(), "bytes", tmp_path / "elsewhere", 0.1, process_index=1)
+    with pytest.raises(UserError, match="process 0"):
+        ensure_tokenizer("sentencepiece:train:320", [config], tmp_path / "elsewhere", process_index=1)
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="Cannot write"):
+        ensure_prepared(
+            jsonl(tmp_path / "c.jsonl", DOCUMENTS), ByteTokenizer(), "bytes", tmp_path / "file", 0.1
+        )

@@ -1,0 +1,434 @@
+"""The report: numbers from rows reach the page, the verdict is honest, and no bad file or name breaks it."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from run_directories import FACTORS, WINNING, make_run
+
+from pe_lab.analysis.charts import Axis, Series, decimate, line_chart, log_ticks
+from pe_lab.analysis.methods import Style
+from pe_lab.analysis.page import build_page
+from pe_lab.analysis.run_files import read_run, read_runs
+from pe_lab.analysis.run_section import work_out
+from pe_lab.analysis.scores import tables
+from pe_lab.config import UserError
+from pe_lab.report import main
+
+DROPPED = ("DroPE", "beta", "DroPE, β")
+YARN = ("RoPE", "YaRN", "RoPE + YaRN")
+
+
+class Outline(HTMLParser):
+    """Checks that tags nest, and collects the text and the attributes that could load something."""
+
+    void = {"meta", "link", "br", "path", "line", "rect", "circle"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.links: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.void:
+            self.open.append(tag)
+        self.links += [
+            value for key, value in attrs if key in {"src", "href", "srcset", "data", "action"} and value
+        ]
+        self.ids += [value for key, value in attrs if key == "id" and value]
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        if tag not in self.void:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open and "script" not in self.open:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def outline(page: str) -> Outline:
+    parser = Outline()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def page_of(*directories) -> str:
+    return build_page(read_runs(directories))
+
+
+@pytest.fixture(scope="module")
+def demo_page(tmp_path_factory) -> str:
+    """The page of the plain, complete, winning run."""
+    return page_of(make_run(tmp_path_factory.mktemp("demo")))
+
+
+def verdict(directory):
+    return work_out(read_run(directory)).verdict
+
+
+def change(methods, method, accuracies=None, perplexities=None):
+    old = methods[method]
+    return {**methods, method: (accuracies or old[0], perplexities or old[1])}
+
+
+def table_rows(page: str, suite: str) -> dict[str, list[str]]:
+    """The body of the first table of a suite: row header -> text of its cells."""
+    table = re.search(rf'<table class="scores" aria-label="{suite}.*?</table>', page, re.S).group(0)
+    rows = {}
+    for row in re.findall(r"<tr.*?</tr>", table.split("<tbody>")[1], re.S):
+        header = html.unescape(
+            re.sub(r"<svg.*?</svg>|<[^>]+>", "", re.search(r"<th.*?</th>", row, re.S).group(0))
+        )
+        rows[header] = re.findall(r"<td.*?</td>", row, re.S)
+    return rows
+
+
+def test_the_table_shows_the_rows_of_the_evaluation(demo_page):
+    page = demo_page
+    needles, perplexity = table_rows(page, "Needle accuracy"), table_rows(page, "Perplexity")
+    assert list(needles) == [label for _, _, label in WINNING] == list(perplexity)
+    assert [">40%<" in needles["RoPE + PI"][1], ">39%<" in needles["RoPE + YaRN"][2]] == [True, True]
+    assert ">240<" in perplexity["RoPE"][2] and ">7.40<" in perplexity["DroPE, β"][3]
+    # 0.30 +- 1.96 * sqrt(0.3 * 0.7 / 1024); exp(ln 8.1 +- 1.96 * 0.004)
+    assert "27–33%" in needles["RoPE + YaRN"][3] and "8.04–8.16" in perplexity["RoPE"][0]
+    assert "recalibrate/checkpoints/800" in needles["DroPE, β"][3]
+    for column in range(4):
+        trained = [label for label, cells in needles.items() if 'class="trained"' in cells[column]]
+        assert trained == (list(needles) if column == 0 else [])
+
+
+def test_the_best_of_a_column_is_marked_and_what_cannot_be_told_from_it(demo_page):
+    rows = table_rows(demo_page, "Needle accuracy")
+    at_8 = {label: re.findall("[●○]", cells[3]) for label, cells in rows.items()}
+    assert at_8.pop("DroPE, β") == ["●"] and not any(at_8.values())
+    assert re.findall("[●○]", rows["DroPE"][1]) == ["○"]  # 53% and 56% of 1024: within the noise
+    at_1 = [re.findall("[●○]", cells[0]) for cells in rows.values()]
+    assert at_1.count(["●"]) == 1 and at_1.count(["○"]) == len(rows) - 1
+
+
+def test_an_interval_is_not_empty_where_every_answer_was_wrong(tmp_path):
+    (cell,) = [t.cells["RoPE", 8.0] for t in tables(read_run(make_run(tmp_path)), "needles")]
+    assert cell.value == 0 and 0 < cell.stderr < 0.005 and cell.interval == "0–0.3%"
+
+
+def test_headline_where_the_dropped_model_wins(tmp_path):
+    found = verdict(make_run(tmp_path))
+    assert found.tone == "win"
+    for part in ("at 8× it finds 51%", "RoPE as trained 0%", "RoPE + YaRN) 30%"):
+        assert part in found.headline
+    assert "does not" not in found.headline
+
+
+def test_headline_where_it_loses_says_where_and_by_how_much(tmp_path):
+    worse = change(WINNING, DROPPED, (0.53, 0.30, 0.20, 0.05), (8.0, 12.0, 30.0, 96.0))
+    found = verdict(make_run(tmp_path, methods=worse))
+    assert found.tone == "loss" and found.headline.startswith("The dropped model does not win:")
+    assert "at 8× (25 points lower than RoPE + YaRN)" in found.headline
+    assert (
+        "in perplexity it loses at 2×, 4× and 8× (at worst 12.0 times that of RoPE, cropped context)"
+        in found.headline
+    )
+
+
+def test_headline_where_it_wins_here_and_loses_there(tmp_path):
+    mixed = change(WINNING, DROPPED, (0.53, 0.30, 0.54, 0.51))
+    found = verdict(make_run(tmp_path, methods=mixed))
+    assert found.tone == "mixed" and "does not win everywhere" in found.headline
+    assert (
+        "wins at 4× and 8×" in found.headline and "at 2× (15 points lower than RoPE + NTK)" in found.headline
+    )
+
+
+def test_a_win_in_needles_does_not_hide_a_loss_in_perplexity(tmp_path):
+    found = verdict(make_run(tmp_path, methods=change(WINNING, DROPPED, None, (8.0, 8.8, 7.45, 7.4))))
+    assert found.tone == "mixed"
+    assert (
+        "in perplexity it wins at 4× and 8× and loses at 2× (10.0% higher than RoPE + YaRN)" in found.headline
+    )
+
+
+def test_a_difference_within_the_noise_is_a_tie(tmp_path):
+    tied = change(WINNING, YARN, (0.54, 0.55, 0.54, 0.52), (8.0, 7.6, 7.45, 7.4))
+    found = verdict(make_run(tmp_path, methods=tied))
+    assert (
+        found.tone == "loss"
+        and "cannot be told from the best RoPE variant at 2×, 4× and 8×" in found.headline
+    )
+
+
+def test_cropping_is_a_rival_too(tmp_path):
+    cropped = ("RoPE", "cropped", "RoPE, cropped context")
+    found = verdict(make_run(tmp_path, methods=change(WINNING, cropped, None, (8.1, 7.0, 7.0, 7.0))))
+    assert "loses at 2×, 4× and 8×" in found.headline and "RoPE, cropped context" in found.headline
+
+
+def test_nope_from_scratch_is_reported_but_is_no_rival(tmp_path):
+    nope = {("NoPE", "as trained", "NoPE"): ((0.51, 0.53, 0.5, 0.6), (8.2, 8.1, 8.3, 9.0))}
+    found = verdict(make_run(tmp_path, methods=WINNING | nope))
+    assert found.tone == "win"
+    assert any("behind NoPE (60%)" in sentence for sentence in found.details)
+
+
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [(("RoPE",), "No dropped model has been evaluated"), (("DroPE",), "but RoPE was not")],
+)
+def test_headline_where_a_side_is_missing(tmp_path, models, words):
+    one = {key: value for key, value in WINNING.items() if key[0] in models}
+    run = make_run(tmp_path, methods=one)
+    assert words in verdict(run).headline and verdict(run).tone == "missing"
+    assert words in outline(page_of(run)).text
+
+
+def test_a_run_that_is_still_training_says_so(tmp_path):
+    run = make_run(
+        tmp_path, evaluated=False, status="running", phases=(("pretrain", "rope(base=10000)", 60),)
+    )
+    with (run / "pretrain" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 61, "tok')
+    text = outline(page_of(run)).text
+    assert "Nothing has been evaluated here yet" in text and "python -m pe_lab.evaluate --from=" in text
+    assert "The last line of pretrain/metrics.jsonl was cut off" in text
+    assert "Phase pretrain is not complete" in text and "Loss over training" in text
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"phase": "pretr', '{"positional": 3, "mixture": [1], "lineage": {}}']
+)
+def test_broken_files_never_break_the_page(tmp_path, content):
+    run = make_run(tmp_path, phases=(("pretrain", "rope(base=10000)", 60),))
+    (run / "pretrain" / "phase.json").write_text(content)
+    (run / "run.json").write_text(content)
+    odd = '{"suite": "needles", "length": "x", "accuracy": NaN, "label": 3}'
+    rubbish = f'\n3\n{{"suite": "needles"}}\n{odd}\nnot json'
+    for name in ("needles", "perplexity", "beta"):
+        (run / "evaluation" / f"{name}.jsonl").open("a").write(rubbish)
+    text = outline(page_of(run)).text
+    assert "could not be read" in text and "Needle accuracy" in text
+
+
+@pytest.mark.parametrize(
+    "gone", ["run.json", "pretrain", "evaluation", "pretrain/metrics.jsonl", "pretrain/phase.json"]
+)
+def test_a_missing_piece_never_breaks_the_page(tmp_path, gone):
+    import shutil
+
+    run = make_run(tmp_path, phases=(("pretrain", "rope(base=10000)", 60),))
+    shutil.rmtree(run / gone) if (run / gone).is_dir() else (run / gone).unlink()
+    outline(page_of(run))
+
+
+def test_unknown_suites_methods_and_labels_are_shown(tmp_path):
+    odd = {("Mamba", "whirl", "Mamba, whirled"): ((0.1, 0.2, 0.3, 0.4), (9.0, 9.0, 9.0, 9.0))}
+    run = make_run(tmp_path, methods=WINNING | odd)
+    rows = [
+        {"suite": "ruler", "label": "RoPE", "factor": f, "length": 64 * f, "score": 0.1234} for f in FACTORS
+    ]
+    (run / "evaluation" / "ruler.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "evaluation" / "weird.jsonl").write_text('{"suite": "weird", "colour": "blue", "n": 7}\n')
+    page = page_of(run)
+    text = outline(page).text
+    assert "Mamba, whirled" in table_rows(page, "Needle accuracy")
+    assert "Ruler" in text and "0.12" in text and "Weird" in text and "blue" in text
+
+
+def test_the_latest_checkpoint_of_a_method_counts(tmp_path):
+    run = make_run(tmp_path)
+    path = run / "evaluation" / "needles.jsonl"
+    first = json.loads(path.read_text().splitlines()[0])
+    older = {**first, "step": 100, "accuracy": 0.99}
+    again = {**first, "accuracy": 0.11}
+    with path.open("a") as file:
+        file.write(json.dumps(again) + "\n" + json.dumps(older) + "\n")
+    (table,) = tables(read_run(run), "needles")
+    assert table.cells["RoPE", 1.0].value == 0.11
+
+
+def test_names_are_escaped(tmp_path):
+    evil = '<script>alert(1)</script>"&'
+    methods = WINNING | {("X", "y", f"{evil}!"): ((0.1, 0.2, 0.3, 0.4), (9.0, 9.0, 9.0, 9.0))}
+    run = make_run(tmp_path, evil, directory="evil", methods=methods, mixture=((evil, 1.0),))
+    other = make_run(tmp_path, "other", evaluated=False)
+    for page in (page_of(run), page_of(run, other)):
+        assert "<script>alert" not in page and page.count("<script>") == 1
+        assert evil in outline(page).text
+
+
+def test_the_page_refers_to_nothing_outside_itself(tmp_path):
+    runs = make_run(tmp_path), make_run(tmp_path, "second")
+    for page in (page_of(runs[0]), page_of(*runs)):
+        found = outline(page)
+        assert found.links and all(link.startswith("#") or link == "data:," for link in found.links)
+        assert {link[1:] for link in found.links if link.startswith("#")} <= set(found.ids)
+        assert len(found.ids) == len(set(found.ids))
+        assert not re.search(r"https?://|url\(|@import|fetch\(|XMLHttpRequest", page)
+        assert len(page.encode()) < 1_500_000
+
+
+def test_the_reader_is_told_whether_needles_were_trained_on(tmp_path, demo_page):
+    assert "synthetic needles were 30% of all training data" in demo_page
+    without = make_run(tmp_path, "without", mixture=(("stdlib", 1.0),))
+    assert "No synthetic needles were in the training mixture" in page_of(without)
+
+
+def test_the_reader_is_told_of_the_extra_tokens(demo_page):
+    assert "has read 27% more training tokens" in demo_page  # 160 / 600 steps
+
+
+def test_what_was_run_is_there(demo_page):
+    text = outline(demo_page).text
+    for part in (
+        "221,440 parameters",
+        "jax 0.10.2",
+        "Intel Xeon",
+        "sentencepiece 512",
+        "70% stdlib and 30% needles",
+        "python -m pe_lab.train --config=configs/drope_laptop.py",
+        "rope(base=10000)",
+        "1.6M tokens",
+        "1 min 8 s",
+        "1.416",
+        "nats per token",
+        "The whole config",
+        "drop",
+        "pretrain/checkpoints/600",
+    ):
+        assert part in text, part
+
+
+def test_all_phases_are_on_one_axis_with_the_jump_at_the_drop(demo_page):
+    page = demo_page
+    chart = re.search(r'<figure[^>]*data-chart="([^"]*)"><div class="chart-title">Loss over', page).group(1)
+    data = {s["n"]: s["p"] for s in json.loads(html.unescape(chart))["series"]}
+    border = 600 * 32 * 64
+    assert data["pretrain"][-1][0] == border < data["recalibrate"][0][0] <= border + 2 * 32 * 64
+    assert data["recalibrate"][0][1] > data["pretrain"][-1][1] + 1.5
+    assert {x > border for x, *_ in data["validation"]} == {True, False}
+    assert "the loss jumps from 2." in page and "recalibrate starts" in page
+
+
+def test_phases_whose_tokens_count_on_are_not_shifted_twice(tmp_path):
+    run = make_run(tmp_path, phases=(("a", "rope(base=10000)", 50), ("b", "nope", 50)))
+    path = run / "b" / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "tokens": row["tokens"] + 50 * 2048}) + "\n" for row in rows))
+    chart = re.search(r'data-chart="([^"]*)"><div class="chart-title">Loss over', page_of(run)).group(1)
+    data = {s["n"]: s["p"] for s in json.loads(html.unescape(chart))["series"]}
+    assert data["b"][0][0] == 51 * 2048 and data["b"][-1][0] == 100 * 2048
+
+
+def test_the_drawn_frequencies_are_those_of_the_schemes(demo_page):
+    page = demo_page
+    chart = re.search(r'data-chart="([^"]*)"><div class="chart-title">Stretched 4×', page).group(1)
+    ratio = {s["n"]: [y for _, y, *_ in s["p"]] for s in json.loads(html.unescape(chart))["series"]}
+    assert ratio["PI"] == [0.25] * 16 and ratio["RoPE"] == [1.0] * 16 and ratio["DroPE"] == [0.0] * 16
+    assert ratio["NTK"][0] == 1 and ratio["NTK"][-1] == pytest.approx(0.25) and ratio["YaRN"][-1] == 0.25
+    assert ratio["NTK"][5] == pytest.approx(4 ** (-10 / 30), abs=1e-5)  # w'/w = s^(-2i/(d-2))
+
+
+def test_several_runs_are_compared_and_each_has_its_section(tmp_path, capsys):
+    runs = [make_run(tmp_path / "runs", name) for name in ("one", "two")]
+    assert main([str(run) for run in runs]) == 0
+    page = (tmp_path / "runs" / "report.html").read_text()
+    rows = table_rows(page, "Needle accuracy")
+    assert {"one: RoPE", "two: RoPE", "one: DroPE, β", "two: DroPE, β"} <= set(rows)
+    assert page.count('<section class="run">') == 2 and "2 of the 2 runs that drop" in page
+    assert main([str(path) for path in (tmp_path / "runs").iterdir()]) == 0  # runs/*, the report included
+
+
+def test_rope_and_drope_in_runs_apart_are_still_judged(tmp_path):
+    phases = (("pretrain", "rope(base=10000)", 60),)
+    for model in ("RoPE", "DroPE"):
+        make_run(tmp_path, model, phases=phases, methods={k: v for k, v in WINNING.items() if k[0] == model})
+    text = outline(page_of(tmp_path / "RoPE", tmp_path / "DroPE")).text
+    assert "Across runs: Without its positional encoding" in text and "RoPE: RoPE + YaRN) 30%" in text
+
+
+def test_a_child_made_by_surgery_is_a_run(tmp_path):
+    folder = tmp_path / "dropped"
+    folder.mkdir()
+    lineage = [{"id": "a1", "what": "pretrain", "path": "runs/rope/pretrain/checkpoints/3000", "step": 3000}]
+    info = {
+        "phase": "dropped",
+        "steps": 0,
+        "sequence_length": 64,
+        "lineage": lineage,
+        "status": "complete",
+        "positional": [{"layers": "0-2", "encoding": "nope", "window": None}],
+    }
+    (folder / "phase.json").write_text(json.dumps(info))
+    text = outline(page_of(folder)).text
+    assert "dropped" in text and "runs/rope/pretrain/checkpoints/3000" in text and "metrics.jsonl" not in text
+
+
+def test_the_command_writes_where_it_should(tmp_path, capsys):
+    run = make_run(tmp_path)
+    assert main([str(run)]) == 0 and (run / "report.html").exists()
+    assert main([str(run), "--out", str(tmp_path / "new" / "page.html")]) == 0
+    assert (tmp_path / "new" / "page.html").read_text().startswith("<!doctype html>")
+    assert "Without its positional encoding" in capsys.readouterr().out
+    assert not [path for path in run.rglob(".report*")]
+
+
+@pytest.mark.parametrize("make", ["absent", "empty", "file", "page"])
+def test_what_is_no_run_is_refused_with_one_line(tmp_path, capsys, make):
+    path = tmp_path / ("report.html" if make == "page" else "thing")
+    if make == "empty":
+        path.mkdir()
+    elif make != "absent":
+        path.write_text("x")
+    assert main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "run" in error
+    assert [p.name for p in tmp_path.iterdir()] == ([] if make == "absent" else [path.name])
+
+
+def test_a_place_that_cannot_be_written_is_an_error(tmp_path, capsys):
+    run = make_run(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert main([str(run), "--out", str(tmp_path / "file" / "page.html")]) == 2
+    assert "could not be written" in capsys.readouterr().err
+
+
+def test_a_spike_survives_decimation():
+    points = [(float(i), 9.0 if i == 4321 else 2.0) for i in range(100_000)]
+    kept = decimate(points)
+    assert len(kept) < 600 and (4321.0, 9.0) in kept and kept == sorted(kept)
+
+
+def test_a_chart_leaves_out_what_cannot_be_drawn():
+    style = Style("rope")
+    points = [(0.0, 1.0), (1.0, float("nan")), (2.0, -1.0), (4.0, float("inf")), (8.0, 3.0)]
+    chart = line_chart("T", [Series("s", points, style)], Axis("x", log=True), Axis("y", log=True))
+    data = json.loads(html.unescape(re.search(r'data-chart="([^"]*)"', chart).group(1)))
+    assert [p[:2] for p in data["series"][0]["p"]] == [[8.0, 3.0]]
+    assert line_chart("T", [Series("s", points[1:2], style)], Axis("x"), Axis("y")) == ""
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 8), (7.3, 7.6), (0.001, 1e6), (2, 3)])
+def test_log_ticks_lie_inside_and_are_few(low, high):
+    ticks = log_ticks(low, high)
+    assert 1 <= len(ticks) <= 7 and all(low * 0.99 <= tick <= high * 1.01 for tick in ticks)
+
+
+def test_two_runs_of_one_name_are_told_apart(tmp_path):
+    make_run(tmp_path, "same", directory="a", evaluated=False)
+    make_run(tmp_path, "same", directory="b", evaluated=False)
+    assert [run.name for run in read_runs([tmp_path / "a", tmp_path / "b", tmp_path / "a"])] == ["a", "b"]
+    with pytest.raises(UserError):
+        read_run(tmp_path / "none")

@@ -1,0 +1,234 @@
+"""The report in a real browser: headless Chromium, driven through its debugging pipe with nothing but the
+library."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from run_directories import WINNING, make_run
+
+from pe_lab.report import main
+
+pytestmark = pytest.mark.slow
+
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--remote-debugging-pipe",
+]
+
+
+class Browser:
+    """Chromium over its debugging pipe: commands go in on descriptor 3, answers and events come out on 4."""
+
+    def __init__(self, profile: Path) -> None:
+        found = next(
+            filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
+        )
+        if found is None:
+            pytest.fail(
+                "Chromium is not installed. Install it (Debian: `apt-get install -y chromium`) and run again."
+            )
+        to_browser, self.write_end = os.pipe()
+        self.read_end, from_browser = os.pipe()
+
+        def as_3_and_4() -> None:
+            # out of the way first: either may be 3 or 4 already
+            a, b = os.dup(to_browser), os.dup(from_browser)
+            high_a, high_b = os.dup2(a, 30), os.dup2(b, 31)
+            os.dup2(high_a, 3)
+            os.dup2(high_b, 4)
+
+        self.process = subprocess.Popen(
+            [found, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            preexec_fn=as_3_and_4,
+            close_fds=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_browser)
+        os.close(from_browser)
+        os.set_blocking(self.read_end, False)
+        self.buffer, self.events, self.counter = b"", [], 0
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = None
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.call(f"{domain}.enable")
+
+    session: str | None = None
+
+    def call(self, method: str, **parameters):
+        """Sends one command and returns its result; events that come meanwhile are kept."""
+        self.counter += 1
+        message = {"id": self.counter, "method": method, "params": parameters}
+        if self.session:
+            message["sessionId"] = self.session
+        os.write(self.write_end, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self.receive()
+            if answer.get("id") == self.counter:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
+
+    def receive(self, seconds: float = 60.0) -> dict:
+        """The next message."""
+        end = time.monotonic() + seconds
+        while b"\0" not in self.buffer:
+            try:
+                self.buffer += os.read(self.read_end, 1 << 20)
+            except BlockingIOError:
+                if time.monotonic() > end or self.process.poll() is not None:
+                    pytest.fail("Chromium did not answer.")
+                time.sleep(0.02)
+        message, self.buffer = self.buffer.split(b"\0", 1)
+        return json.loads(message)
+
+    def open(self, path: Path, width: int, dark: bool = False) -> None:
+        """Shows a file at a width of so many CSS pixels."""
+        self.events.clear()
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=844,
+            deviceScaleFactor=1,
+            mobile=width < 700,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("Page.navigate", url=path.as_uri())
+        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+            self.events.append(self.receive())
+
+    def value(self, expression: str):
+        """The value of a JavaScript expression."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def complaints(self) -> list:
+        """Errors and warnings on the console, and exceptions."""
+        bad = {"Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"}
+        return [event for event in self.events if event.get("method") in bad]
+
+    def requests(self) -> list[str]:
+        """The addresses that the page asked for."""
+        return [
+            event["params"]["request"]["url"]
+            for event in self.events
+            if event.get("method") == "Network.requestWillBeSent"
+        ]
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(20)
+        os.close(self.write_end)
+        os.close(self.read_end)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A page of one run, and one of three: whole, of another kind with an awkward name, and still going."""
+    root = tmp_path_factory.mktemp("runs")
+    whole = make_run(root, "demo")
+    nope = {("NoPE", "as trained", "NoPE"): WINNING["DroPE", "beta", "DroPE, β"]}
+    make_run(
+        root,
+        f"<b>nope</b> {'very_' * 20}long",
+        directory="nope",
+        phases=(("pretrain", "nope", 200),),
+        methods=nope,
+    )
+    make_run(root, "going", evaluated=False, status="running", phases=(("pretrain", "rope(base=10000)", 90),))
+    assert main([str(whole)]) == 0
+    assert main([str(path) for path in sorted(root.iterdir())]) == 0
+    return {"one": whole / "report.html", "several": root / "report.html"}
+
+
+@pytest.mark.parametrize("page", ["one", "several"])
+@pytest.mark.parametrize("width", [390, 760, 1000, 1280, 1440])
+def test_nothing_is_requested_nothing_complains_nothing_sticks_out(browser, pages, page, width):
+    browser.open(pages[page], width)
+    browser.value("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    assert browser.complaints() == []
+    assert set(browser.requests()) - {"data:,"} == {pages[page].as_uri()}
+
+
+@pytest.mark.parametrize(("width", "shown", "hidden"), [(390, "narrow", "wide"), (1280, "wide", "narrow")])
+def test_each_chart_is_drawn_once_for_the_screen_with_text_of_readable_size(
+    browser, pages, width, shown, hidden
+):
+    browser.open(pages["one"], width)
+    browser.value("document.querySelectorAll('details').forEach(d => d.open = true)")
+    count = (
+        "[...document.querySelectorAll('figure:not(.third) svg.%s')].filter(s => s.clientWidth > 0).length"
+    )
+    charts = browser.value("document.querySelectorAll('figure.chart:not(.third)').length")
+    assert browser.value(count % shown) == charts >= 6 and browser.value(count % hidden) == 0
+    smallest = browser.value(
+        "Math.min(...[...document.querySelectorAll('figure svg text')].map(t => "
+        "t.getBoundingClientRect().height)"
+        ".filter(h => h > 0))"
+    )
+    assert smallest >= 11  # the box of a line of 9.5 px and more
+
+
+def test_the_point_is_on_the_page_and_a_pointer_tells_the_values(browser, pages):
+    browser.open(pages["one"], 1280)
+    text = browser.value("document.body.innerText")
+    for words in (
+        "at 8× it finds 51% of the needles",
+        "Needle accuracy",
+        "Perplexity",
+        "training length",
+        "YaRN",
+    ):
+        assert words in text
+    x, y = browser.value(
+        "(() => { const s = document.querySelector('figure.half svg.wide'); s.scrollIntoView({block: "
+        "'center', behavior: 'instant'});"
+        "const b = s.getBoundingClientRect(); return [b.left + b.width * 0.66, b.top + b.height / 2] })()"
+    )
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    tip = browser.value("document.querySelector('figure.half .tip').innerText")
+    assert "8×" in tip and "DroPE, β" in tip and "51%" in tip and "RoPE + YaRN" in tip
+
+
+def test_dark_mode_changes_the_colours_and_stays_readable(browser, pages):
+    colours = []
+    for dark in (False, True):
+        browser.open(pages["one"], 1280, dark)
+        colours.append(
+            browser.value(
+                "(() => {const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]})()"
+            )
+        )
+    (light_ink, light_paper), (dark_ink, dark_paper) = [[brightness(c) for c in pair] for pair in colours]
+    assert light_paper - light_ink > 180 and dark_ink - dark_paper > 180
+
+
+def brightness(colour: str) -> float:
+    """Mean of the channels of `rgb(r, g, b)`."""
+    channels = [float(part) for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    return sum(channels) / 3
