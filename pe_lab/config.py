@@ -127,7 +127,7 @@ class PhaseConfig:
     name: str = "pretrain"
     steps: int = 1000
     positional: Any = "rope"  # an encoding, a text ("rope:base=10000"), or one per layer (see pe_lab.positional.layers)
-    init_from: str = ""  # a checkpoint; "" is the previous phase's last, or random for the first phase
+    init_from: str = ""  # a checkpoint, or "random"; "" is the previous phase's last, random for the first phase
     sequence_length: int = 1024
     batch_size: int = 256  # windows a step, over all devices and micro-batches
     accumulate: int = 1  # micro-batches a step
@@ -207,12 +207,18 @@ def load_config(reference: str, overrides: Mapping[str, str] | None = None) -> C
     if not Path(path).is_file():
         raise UserError(f"--config: there is no file '{path}'. Recipes are Python files, such as configs/drope_laptop.py.")
     spec = importlib.util.spec_from_file_location(f"pe_lab_recipe_{Path(path).stem}", path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise UserError(f"--config: '{path}' is not a Python file. Recipes are, such as configs/drope_laptop.py.")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise UserError(f"--config: '{path}' defines no get_config(arg).")
-    tree = _plain(module.get_config(arg))
+    try:
+        tree = _plain(module.get_config(arg))
+    except ValueError as error:  # how a recipe refuses an argument
+        raise UserError(f"--config: '{path}': {error}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"--config: get_config of '{path}' returns {tree!r}; it must return a ConfigDict.")
     for key, text in (overrides or {}).items():
         _override(tree, key, text)
     return from_dict(Config, tree)
@@ -342,7 +348,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         key, equals, text = item.removeprefix("--config.").partition("=")
         if not equals:
             text = next(items, "")
-            if not text:
+            if not text or text.startswith("--"):
                 raise UserError(f"{item}: give a value, as in {item}=VALUE.")
         overrides[key] = text
     return rest, overrides

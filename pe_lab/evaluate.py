@@ -1,11 +1,13 @@
-"""`python -m pe_lab.evaluate --from=runs/NAME`: perplexity and needles by length, under every method that makes sense."""
+"""`python -m pe_lab.evaluate --from=runs/NAME`: perplexity and needles by length, under each method."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,9 @@ def locate(given: Path) -> tuple[Path, list[Path]]:
     if (given / "run.json").is_file():
         found = find_checkpoints(given)
         if not found:
-            raise UserError(f"--from '{given}' has no checkpoint yet. Train it first (python -m pe_lab.train).")
+            raise UserError(
+                f"--from '{given}' has no checkpoint yet. Train it first (python -m pe_lab.train)."
+            )
         return given, found
     directory, step = resolve(given)
     directory = directory.resolve()
@@ -57,7 +61,13 @@ def saved_config(metadata: dict[str, Any], where: Path) -> tuple[DataConfig, Eva
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m pe_lab.evaluate", description=__doc__)
     add = parser.add_argument
-    add("--from", dest="source", type=Path, required=True, help="a run directory, a phase of it, or a checkpoint")
+    add(
+        "--from",
+        dest="source",
+        type=Path,
+        required=True,
+        help="a run directory, a phase of it, or a checkpoint",
+    )
     add("--suite", help="of perplexity, needles, beta (default: all that are possible)")
     add("--lengths", help="such as 1x,2x,4x (of the training length) or 2k,4096 (default: the config's)")
     add("--methods", help="of as-trained, cropped, pi, ntk, yarn, beta (default: all that make sense)")
@@ -79,8 +89,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the verb."""
     arguments = parse_arguments(argv)
-    import dataclasses
-
     from pe_lab import evaluation as ev
     from pe_lab.checkpoints import open_checkpoint
 
@@ -112,21 +120,26 @@ def measure_with_progress(evaluation: Any) -> list[dict[str, Any]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     for sentence in evaluation.skipped:
         console.print(sentence)
     models = ", ".join(dict.fromkeys(f"{s.model} ({s.path})" for s in evaluation.subjects))
     console.print(f"{len(evaluation.units)} measurements of {models}")
-    reused = 0
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    reused, next_line = 0, time.monotonic() + 5
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("compiling", total=evaluation.work)
 
         def measured(unit: Any, known: bool) -> None:
-            nonlocal reused
+            nonlocal reused, next_line
             reused += known
             described = f"{unit.suite} {unit.length:,} {unit.subject.model} {unit.method}"
             bar.update(task, advance=evaluation.cost(unit), description=described)
+            if not console.is_terminal and time.monotonic() >= next_line:
+                next_line = time.monotonic() + 10
+                console.print(f"{bar.tasks[0].percentage:.0f}%  {described}")
 
         rows = evaluation.run(measured)
     if reused:
@@ -136,51 +149,67 @@ def measure_with_progress(evaluation: Any) -> list[dict[str, Any]]:
 
 
 def print_tables(rows: Sequence[dict[str, Any]]) -> None:
-    """Method by length, one table a suite and source."""
+    """Method by length, one table a suite and source, the best of a length in bold; and the scales."""
     from rich.console import Console
-    from rich.table import Table
 
-    console = Console()
+    console = Console(highlight=False)
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if row["suite"] != "beta":
             groups.setdefault((row["suite"], row["source"]), []).append(row)
     for (suite, source), group in groups.items():
-        best = max if suite == "needles" else min
-        value = "accuracy" if suite == "needles" else "perplexity"
-        lengths = sorted({row["length"] for row in group})
-        title = "Needle accuracy" if suite == "needles" else "Perplexity"
-        table = Table(title=f"{title} on {source} by length", title_justify="left")
-        table.add_column("")
-        for length in lengths:
-            factor = next(row["factor"] for row in group if row["length"] == length)
-            table.add_column(f"{length:,} ({factor:g}x)", justify="right")
-        names = dict.fromkeys((row["label"], row["checkpoint"]) for row in group)
-        labels = [label for label, _ in names]
-        cells = {(row["label"], row["checkpoint"], row["length"]): row for row in group}
-        for label, checkpoint in names:
-            shown = []
-            for length in lengths:
-                row = cells.get((label, checkpoint, length))
-                known = [r[value] for r in group if r["length"] == length and r[value] is not None]
-                text = describe_cell(row)
-                won = row is not None and known and row[value] == best(known)
-                shown.append(f"[bold]{text}[/]" if won else text)
-            table.add_row(label if labels.count(label) == 1 else f"{label} ({checkpoint.split('/')[0]})", *shown)
-        console.print(table)
+        console.print(score_table(suite, source, group))
+    for row in rows:
+        if row["suite"] == "beta":
+            console.print(
+                f"{row['label']} at {row['length']:,}: β = {row['beta']:.3f}, c = {row['c']:.3f}, "
+                f"held-out loss {row['nll_before']:.4f} -> {row['nll_after']:.4f}",
+                soft_wrap=True,
+            )
+
+
+def score_table(suite: str, source: str, rows: Sequence[dict[str, Any]]) -> Any:
+    """One suite on one source as a rich table."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    value, best = ("accuracy", max) if suite == "needles" else ("perplexity", min)
+    title = "Needle accuracy" if suite == "needles" else "Perplexity"
+    table = Table(title=escape(f"{title} on {source} by length, ± standard error"), title_justify="left")
+    table.add_column("")
+    winners = {}
+    for length in sorted({row["length"] for row in rows}):
+        at_length = [row for row in rows if row["length"] == length]
+        winners[length] = best((row[value] for row in at_length if row[value] is not None), default=None)
+        table.add_column(f"{length:,} ({at_length[0]['factor']:g}x)", justify="right", no_wrap=True)
+    cells = {(row["label"], row["checkpoint"], row["length"]): row for row in rows}
+    names = list(dict.fromkeys((row["label"], row["checkpoint"]) for row in rows))
+    for label, checkpoint in names:
+        shown = []
+        for length, winner in winners.items():
+            row = cells.get((label, checkpoint, length))
+            text = describe_cell(row)
+            shown.append(
+                f"[bold]{text}[/]" if row and row[value] is not None and row[value] == winner else text
+            )
+        twice = [name for name, _ in names].count(label) > 1
+        table.add_row(escape(f"{label} ({checkpoint})" if twice else label), *shown)
+    return table
 
 
 def describe_cell(row: dict[str, Any] | None) -> str:
-    """A value with its standard error, and the logit scale where one was used."""
+    """A value with its standard error."""
     if row is None:
         return "–"
     if row["suite"] == "needles":
         error = f" ±{100 * row['stderr']:.1f}" if row["stderr"] is not None else ""
-        text = f"{100 * row['accuracy']:.1f}%{error}"
-    else:
-        text = "inf" if row["perplexity"] is None else f"{row['perplexity']:.4g}"
-        text += f" ±{row['perplexity'] * row['stderr']:.2g}" if row["stderr"] and row["perplexity"] else ""
-    return text + (f" (β {row['beta']:.2f})" if row["beta"] != 1 else "")
+        return f"{100 * row['accuracy']:.1f}%{error}"
+    if row["perplexity"] is None:
+        return "not a number"
+    # A relative error of perplexity is an absolute one of the loss.
+    return f"{row['perplexity']:.4g}" + (
+        f" ±{row['perplexity'] * row['stderr']:.2g}" if row["stderr"] else ""
+    )
 
 
 if __name__ == "__main__":

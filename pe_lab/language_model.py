@@ -58,12 +58,17 @@ class LanguageModel:
         return np.asarray(self.tokenizer.encode(text), np.int32)
 
     def _rows(self, tokens: Tokens) -> Int[np.ndarray, "B T"]:
-        ids = self.encode(tokens) if isinstance(tokens, str) else np.asarray(tokens, np.int32)
+        try:
+            ids = self.encode(tokens) if isinstance(tokens, str) else np.asarray(tokens)
+        except ValueError as error:  # rows of different lengths
+            raise UserError(f"tokens are no array of ids: {error}") from None
+        if ids.size and not np.issubdtype(ids.dtype, np.integer):
+            raise UserError(f"tokens are of type {ids.dtype}; ids are whole numbers.")
         if ids.ndim not in (1, 2) or ids.size == 0:
             raise UserError(f"tokens have shape {ids.shape}; give a text, [T] or [B, T] ids, at least one.")
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             raise UserError(f"tokens range from {ids.min()} to {ids.max()}; the vocabulary has {self.config.vocab_size}.")
-        return ids if ids.ndim == 2 else ids[None]
+        return np.atleast_2d(ids).astype(np.int32)
 
     def logits(self, tokens: Tokens) -> Float[Array, "B T V"]:
         """Next-token logits, float32, of a text, of ids [T] (a batch of one), or of [B, T]."""

@@ -33,10 +33,11 @@ def parse_layers(text: str) -> list[int]:
     """`0,2,8-11` as a list of layer numbers."""
     chosen: list[int] = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not first.isdigit() or not last.isdigit() or int(last) < int(first):
             raise UserError(f"--layers: '{part}' is not a layer or a range such as 8-11.")
-        chosen.extend(range(int(first), int(last or first) + 1))
+        chosen.extend(range(int(first), int(last) + 1))
     return chosen
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import jax
 
 from pe_lab.config import command, load_config, split_overrides
-from pe_lab.data.tokenizers import save_tokenizer
+from pe_lab.data.preparation import written_beside
+from pe_lab.data.tokenizers import KIND_FILE, save_tokenizer
 from pe_lab.parallel import start_processes
 from pe_lab.training import Stopped, open_run, train_phase
 from pe_lab.training.files import claim_workdir, write_run
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             machine=machine(),
         )
         if not (workdir / "tokenizer").exists():
-            save_tokenizer(run.tokenizer, workdir / "tokenizer")
+            with written_beside(workdir / "tokenizer", KIND_FILE) as building:
+                save_tokenizer(run.tokenizer, building)
     out.print(
         f"[bold]{config.name}[/]: {run.model.num_parameters:,} parameters, {len(run.phases)} phases, "
         f"mesh {dict(run.mesh.shape)}, in {workdir}"

@@ -1,4 +1,4 @@
-"""Before JAX starts: eight virtual CPU devices, quick compilation, and annotations of pe_lab checked as it runs."""
+"""Before JAX starts: eight virtual CPU devices, quick compilation, annotations checked at run time."""
 
 import os
 
@@ -19,18 +19,25 @@ os.environ["XLA_FLAGS"] = " ".join([*filter(None, [_flags_before]), *_missing])
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 
-# XLA has read its flags once something is compiled. Then they go, so that a command which a test starts finds the
-# machine as its user would.
+# XLA has read its flags once something is compiled. Then they go, so that a command which a test starts finds
+# the machine as its user would.
 jax.jit(lambda x: x + 1)(0)
 if _flags_before is None:
     del os.environ["XLA_FLAGS"]
 else:
     os.environ["XLA_FLAGS"] = _flags_before
 
-jaxtyping.install_import_hook("pe_lab", "beartype.beartype")
+jaxtyping.install_import_hook("pe_lab", "type_checks.check")
 
 from pe_lab.positional import Schedule  # noqa: E402
 
-# JAX rebuilds a pytree around whatever it carries (shardings, shapes, flags): a schedule's fields are arrays where a
-# function takes them, not at every construction.
+# JAX rebuilds a pytree around whatever it carries (shardings, shapes, flags): a schedule's fields are arrays
+# where a function takes them, not at every construction.
 Schedule.__init__ = Schedule.__init__.__wrapped__
+
+
+def pytest_configure(config):
+    # Of Flax's own annotations.
+    config.addinivalue_line(
+        "filterwarnings", "ignore::beartype.roar.BeartypeDecorHintPep585DeprecationWarning"
+    )

@@ -27,9 +27,11 @@ STYLES = {
     "NTK": Style("ntk", "11 3 2 3"),
     "YaRN": Style("yarn"),
     "DroPE": Style("drope", "6 4", 2.4),
-    "DroPE beta": Style("drope", None, 3.0),
+    "DroPE beta": Style("drope", "2 3", 2.4),
+    "DroPE paper beta": Style("drope", None, 3.0),
     "NoPE": Style("nope", "3 3"),
-    "NoPE beta": Style("nope"),
+    "NoPE beta": Style("nope", "7 3"),
+    "NoPE paper beta": Style("nope"),
 }
 SPARE = ("extra-1", "extra-2", "extra-3", "extra-4")
 
@@ -55,6 +57,9 @@ DEFINITIONS = {
     "on held-out text at the target length.",
     "NoPE": "Trained without any positional encoding from the first step; only the causal mask tells order.",
     "NoPE beta": "The NoPE model with attention logits multiplied by a fitted β(s).",
+    "DroPE paper beta": "The same with the constant that the DroPE paper reports for its models trained from scratch, "
+    "c = 0.412: nothing is fitted here.",
+    "NoPE paper beta": "The NoPE model with the paper's β(s) = 1 + 0.412 ln s.",
 }
 
 GLOSSARY = {
@@ -84,7 +89,7 @@ def kind(row: Row) -> str:
     model, method = str(row.get("model", "")), str(row.get("method", ""))
     if is_dropped(row) or model == "NoPE":
         name = "DroPE" if is_dropped(row) else "NoPE"
-        return {"as trained": name, "beta": f"{name} beta"}.get(method, "")
+        return {"as trained": name, "beta": f"{name} beta", "paper beta": f"{name} paper beta"}.get(method, "")
     if model == "RoPE":
         return (
             "RoPE" if method == "as trained" else method if method in STYLES and "RoPE" not in method else ""

@@ -22,7 +22,9 @@ NAMES = {
     "NTK": "RoPE + NTK",
     "YaRN": "RoPE + YaRN",
     "DroPE beta": "DroPE, β",
+    "DroPE paper beta": "DroPE, paper's β",
     "NoPE beta": "NoPE, β",
+    "NoPE paper beta": "NoPE, paper's β",
 }
 
 

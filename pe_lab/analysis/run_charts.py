@@ -32,7 +32,7 @@ def phase_style(run: Run, phase: Phase) -> Style:
     before = run.phases[: run.phases.index(phase)]
     rotates = encoding_name(phase) != "nope"
     dropped = not rotates and (any(encoding_name(p) != "nope" for p in before) or len(lineage(phase)) > 1)
-    return STYLES["RoPE" if rotates else "DroPE beta" if dropped else "NoPE beta"]
+    return STYLES["RoPE" if rotates else "DroPE paper beta" if dropped else "NoPE paper beta"]
 
 
 def lineage(phase: Phase) -> list[dict]:
@@ -306,7 +306,7 @@ def frequency_panel(
         for name, ratio in ratios.items()
     ]
     if any(is_dropped(row) for rows in run.evaluation.values() for row in rows):
-        series.append(Series("DroPE", [(float(i), 0.0) for i in range(len(plain))], STYLES["DroPE beta"]))
+        series.append(Series("DroPE", [(float(i), 0.0) for i in range(len(plain))], STYLES["DroPE paper beta"]))
     turns = plain * length / (2 * math.pi)
     slow = next((index for index, turn in enumerate(turns) if turn < 1), None)
     marks = [Mark(slow - 0.5, "< 1 turn in training")] if slow else []

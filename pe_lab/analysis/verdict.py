@@ -1,8 +1,8 @@
 """The report's headline, computed: does the dropped model beat every way of reading on with RoPE, where, by
 how much.
 
-At each length the dropped model (with beta where that was measured) meets whichever RoPE row did best *at
-that length*, so the comparison leans against it. A difference within 95% of the noise of the two is a tie.
+At each length the dropped model meets whichever RoPE row did best *at that length*, so the comparison leans against
+it. It is read in one way at all lengths, chosen beforehand: with the paper's beta, else a fitted one, else as trained. A difference within 95% of the noise of the two is a tie.
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ def gap(ours: Cell, theirs: Cell) -> str:
 
 
 def dropped_at(table: Table, column: Column) -> tuple[str, Cell] | None:
-    """The dropped model's row at a length: with beta if that was measured, else as trained."""
+    """The dropped model's row at a length: with the paper's beta, else a fitted one, else as trained."""
     found = [(label, cell) for label, cell in table.column(column).items() if is_dropped(table.rows[label])]
-    with_beta = [item for item in found if kind(table.rows[item[0]]) == "DroPE beta"]
-    return (with_beta or found or [None])[0]
+    for preferred in ("DroPE paper beta", "DroPE beta"):
+        if chosen := [item for item in found if kind(table.rows[item[0]]) == preferred]:
+            return chosen[0]
+    return found[0] if found else None
 
 
 def rotary_at(table: Table, column: Column) -> tuple[str, Cell] | None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention.chunked import chunked_attention
+from pe_lab.attention.dense import dense_attention
 from pe_lab.attention.reference import reference_attention
 from pe_lab.config import UserError, did_you_mean
 from pe_lab.positional import rotate
@@ -30,7 +31,7 @@ class Row(NamedTuple):
     logit_scale: Float[Array, ""] | None = None
 
 
-IMPLEMENTATIONS = {"reference": reference_attention, "chunked": chunked_attention}
+IMPLEMENTATIONS = {"reference": reference_attention, "dense": dense_attention, "chunked": chunked_attention}
 
 
 def attention(
@@ -53,8 +54,8 @@ def attention(
       positions: token positions, for ALiBi's distances; None counts from 0.
       segments: document of each token; a query sees keys of its own segment only.
       window: a query sees the last `window` tokens, itself included; None sees all.
-      implementation: auto, reference or chunked. `auto` takes the reference while the logits of a head fit one
-        chunk, and the chunked one beyond.
+      implementation: auto, reference, dense or chunked. `auto` takes the dense one while the logits of a head fit
+        one chunk, and the chunked one beyond.
       chunk: query and key block of the chunked implementation, in tokens.
 
     Returns:
@@ -80,7 +81,7 @@ def attention(
         positions = jnp.arange(T, dtype=jnp.int32)[None]
     scale = jnp.float32(K**-0.5) * (1.0 if row.logit_scale is None else row.logit_scale)
     if implementation == "auto":
-        implementation = "reference" if T <= chunk else "chunked"
+        implementation = "dense" if T <= chunk else "chunked"
     if implementation not in IMPLEMENTATIONS:
         raise UserError(
             f"attention: no implementation is called '{implementation}'. "

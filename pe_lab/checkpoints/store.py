@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from pe_lab.checkpoints import schedules
@@ -135,6 +136,8 @@ class Store:
         for later in [s for s in self.steps() if s > step]:
             if jax.process_index() == 0:
                 shutil.rmtree(self.directory / str(later))
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"discarded after {step}")
         self._manager.reload()
 
 
@@ -153,7 +156,7 @@ def templates(shapes: Any, shardings: Any) -> Any:
 
 def tokenizer_directory(checkpoint: Path) -> Path | None:
     """Where the tokenizer of a checkpoint lies: with its phase (what surgery wrote) or with its run."""
-    phase = checkpoint.parents[1]
+    phase = checkpoint.absolute().parents[1]
     return next((p / "tokenizer" for p in (phase, phase.parent) if (p / "tokenizer").is_dir()), None)
 
 
@@ -168,7 +171,7 @@ def resolve(path: str | Path) -> tuple[Path, int]:
     if path.name.isdigit() and _is_checkpoint(path):
         return path.parent, int(path.name)
     for directory in (path, path / DIRECTORY):
-        steps = _committed(directory)
+        steps = steps_in(directory)
         if steps:
             return directory, steps[-1]
     phases = find_checkpoints(path)
@@ -187,35 +190,42 @@ def find_checkpoints(run: str | Path) -> list[Path]:
     run = Path(run)
     found = []
     for phase in [run, *sorted(p for p in run.iterdir() if p.is_dir())] if run.is_dir() else []:
-        steps = _committed(phase / DIRECTORY)
+        steps = steps_in(phase / DIRECTORY)
         if steps:
             found.append(phase / DIRECTORY / str(steps[-1]))
     return sorted(found, key=lambda p: (_read_index(p), str(p)))
 
 
 def _read_index(path: Path) -> int:
-    return int(_read_metadata(path).get("phase_index", 0))
+    return int(read_metadata(path).get("phase_index", 0))
 
 
 def _is_checkpoint(path: Path) -> bool:
     return path.is_dir() and (path / "metadata").is_dir() and (path / "params").is_dir()
 
 
-def _committed(directory: Path) -> list[int]:
-    """Steps under a directory. Orbax renames a checkpoint to its number once it is complete."""
+def steps_in(directory: Path) -> list[int]:
+    """Steps of the committed checkpoints under a directory, ascending.
+
+    Orbax renames a checkpoint to its number once it is complete.
+    """
     if not directory.is_dir():
         return []
     return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and _is_checkpoint(p))
 
 
-def _read_metadata(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path) -> dict[str, Any]:
+    """The JSON part of the checkpoint at `path`; `UserError` if it cannot be read."""
     store = Store(path.parent, read_only=True)
     try:
-        return store.metadata(int(path.name))
+        metadata = store.metadata(int(path.name))
     except Exception as error:
         raise UserError(f"The checkpoint '{path}' cannot be read ({_first_line(error)}).") from error
     finally:
         store.close()
+    if metadata.get("format") != FORMAT:
+        raise UserError(f"The checkpoint '{path}' is of format {metadata.get('format')}; this version reads {FORMAT}.")
+    return metadata
 
 
 def _first_line(error: BaseException) -> str:
@@ -234,9 +244,7 @@ def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRu
     """
     directory, step = resolve(path)
     where = directory / str(step)
-    metadata = _read_metadata(where)
-    if metadata.get("format") != FORMAT:
-        raise UserError(f"The checkpoint '{where}' is of format {metadata.get('format')}; this version reads {FORMAT}.")
+    metadata = read_metadata(where)
     model = Model(from_dict(ModelConfig, metadata["model"], f"{where}: model"))
     if mesh is None:
         shapes = jax.tree.map(lambda s: _with_sharding(s, _one_device()), model.shapes)
@@ -250,7 +258,10 @@ def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRu
         params, _ = store.restore(step, shapes)
         schedule = store.schedule(step, metadata)
     except Exception as error:
-        raise UserError(f"The checkpoint '{where}' is damaged: {_first_line(error)}") from error
+        raise UserError(
+            f"The checkpoint '{where}' is damaged ({_first_line(error)}). Delete it, and training goes on from the one "
+            "before it."
+        ) from error
     finally:
         store.close()
     layers = tuple(from_json(layer) for layer in metadata["layers"])

@@ -54,7 +54,9 @@ def change(before: Sequence[Layer], after: Sequence[Layer]) -> str:
     for n, (old, new) in enumerate(zip(before, after, strict=True)):
         if old == new:
             continue
-        text = f"{label(old)} -> {label(new)}"
+        text = " -> ".join(
+            label(layer) + (f", logit scale {layer.logit_scale:g}" if layer.logit_scale != 1 else "") for layer in (old, new)
+        )
         if parts and parts[-1][0] == text and parts[-1][1][1] == n - 1:
             parts[-1][1][1] = n
         else:
@@ -74,8 +76,8 @@ def write_child(parent: Checkpoint, layers: tuple[Layer, ...], directory: str | 
     It lies at `directory/checkpoints/0`, a phase's first checkpoint. The directory must not hold one already.
     """
     directory = Path(directory)
-    if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"'{directory}' is not empty. Surgery writes into a new directory; choose another --to.")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"'{directory}' is there and not empty. Surgery writes into a new directory; choose another --to.")
     model = parent.model
     schedule = build_schedule(layers, model.heads, model.kv_heads, model.head_dim)
     child_id = new_id()

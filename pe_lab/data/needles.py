@@ -1,7 +1,7 @@
 """Needles: key-value facts in filler, asked for later in the same window, made on the fly from (seed, index).
 
-A window reads like `f f [MARK key value] f f f [MARK key value] f ... [ASK key value] [ASK key value]`. Its
-symbols are none of the tokenizer's: they follow the tokenizer's vocabulary, so that any tokenizer can be
+A window reads like `f f [MARK key value] f f f [MARK key value] f ... [ASK key value] [ASK key value]`; or, with
+`facts="symbol"`, states a fact in one symbol that names its key and its value: `[MARK key+value]`. Its symbols are none of the tokenizer's: they follow the tokenizer's vocabulary, so that any tokenizer can be
 mixed with needles.
 """
 
@@ -18,7 +18,8 @@ from jaxtyping import Float32, Int, Int32, UInt64
 
 from pe_lab.config import UserError, did_you_mean
 
-EVENT = 3  # tokens of a fact, [MARK key value], and of a query, [ASK key value]
+QUERY = 3  # tokens of a query, [ASK key value]
+FACTS = {"pair": 3, "symbol": 2}  # tokens of a fact: [MARK key value] or [MARK key+value]
 FILLER_RUN = 32  # the filler's chain starts anew after this many tokens, so that runs are drawn side by side
 WINDOWS = 2**40
 
@@ -43,6 +44,7 @@ class NeedleOptions:
     answer_weight: float = 4.0  # loss weight of the tokens that answer a query
     filler_weight: float = 0.2  # and of all others
     queries_at: str = "end"  # end | anywhere (each after its fact)
+    facts: str = "pair"  # pair | symbol. A pair takes a head that looks one token back; a symbol takes none
 
     def __post_init__(self) -> None:
         for name in ("pairs", "queries", "keys", "values", "filler_symbols", "branches"):
@@ -64,6 +66,8 @@ class NeedleOptions:
                 )
         if self.queries_at not in ("end", "anywhere"):
             raise UserError(f"needles option queries_at={self.queries_at!r} must be 'end' or 'anywhere'.")
+        if self.facts not in FACTS:
+            raise UserError(f"needles option facts={self.facts!r} must be 'pair' or 'symbol'.")
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> NeedleOptions:
@@ -82,17 +86,31 @@ class NeedleOptions:
     @property
     def vocabulary(self) -> tuple[int, ...]:
         """Equal vocabularies may share their symbols."""
-        return (self.keys, self.values, self.filler_symbols, self.branches, self.filler_seed)
+        return (self.keys, self.values, self.filler_symbols, self.branches, self.filler_seed, self.facts)
 
     @property
     def shortest(self) -> int:
         """The smallest window length T that holds all facts and queries."""
-        return EVENT * (self.pairs + self.queries) - 1
+        return FACTS[self.facts] * self.pairs + QUERY * self.queries - 1
+
+    @property
+    def guessing(self) -> float:
+        """Mean accuracy of a model that knows which values its window holds, and tells no fact from another.
+
+        With queries at the end it also knows which values it has answered since all were asked last: of P facts,
+        the questions of a round are answered right with probability 1/P, 1/(P-1) ... 1. With queries anywhere, it
+        takes any of the facts so far; their number is as good as uniform.
+        """
+        left = [self.pairs - q % self.pairs for q in range(self.queries)]
+        if self.queries_at == "anywhere":
+            left = list(range(1, self.pairs + 1))
+        return sum(1 / n for n in left) / len(left)
 
 
 def needle_vocab(options: NeedleOptions) -> int:
-    """How many symbols needles add to the vocabulary: MARK, ASK, the keys, the values, the filler."""
-    return 2 + options.keys + options.values + options.filler_symbols
+    """How many symbols needles add to the vocabulary: MARK, ASK, keys, values, filler, and facts that are one."""
+    facts = options.keys * options.values if options.facts == "symbol" else 0
+    return 2 + options.keys + options.values + options.filler_symbols + facts
 
 
 class NeedleWindows:
@@ -128,6 +146,7 @@ class NeedleWindows:
         self.first_key = offset_vocab + 2
         self.first_value = self.first_key + self.options.keys
         self.first_filler = self.first_value + self.options.values
+        self.first_fact = self.first_filler + self.options.filler_symbols
         self._next = _transitions(self.options)
 
     def __len__(self) -> int:
@@ -176,43 +195,51 @@ class NeedleWindows:
         # A random ranking of all keys, its first `pairs`.
         keys = self.first_key + _ranking(_random(state, 1, o.keys), o.pairs)
         values = self.first_value + _below(_random(state, 2, o.pairs), o.values)
+        length = FACTS[o.facts]
         if o.queries_at == "end":
-            facts = self._places(state, o.pairs, size - EVENT * o.queries)
-            queries = np.broadcast_to(size - EVENT * np.arange(o.queries, 0, -1), (n, o.queries))
+            facts = self._places(state, np.full((1, o.pairs), length), size - QUERY * o.queries)
+            queries = np.broadcast_to(size - QUERY * np.arange(o.queries, 0, -1), (n, o.queries))
             rounds = -(-o.queries // o.pairs)
             order = np.argsort(_random(state, 3, rounds * o.pairs).reshape(n, rounds, o.pairs), axis=-1)
             asked = order.reshape(n, -1)[:, : o.queries]
         else:
             facts, queries, asked = self._interleaved(state, size)
+        if o.facts == "pair":
+            fact = (self.mark, keys, values)
+        else:
+            fact = (self.mark, self.first_fact + (keys - self.first_key) * o.values + (values - self.first_value))
         windows = np.empty((n, size), np.int32)
         free = np.ones((n, size), bool)
         for place, event in (
-            (facts, (self.mark, keys, values)),
+            (facts, fact),
             (queries, (self.ask, np.take_along_axis(keys, asked, 1), np.take_along_axis(values, asked, 1))),
         ):
             for step, symbol in enumerate(event):
                 windows[rows, place + step] = symbol
                 free[rows, place + step] = False
         # Every window has the same number of free places, so that the filler fits row by row.
-        windows[free] = self._filler(state, size - EVENT * (o.pairs + o.queries)).ravel()
+        windows[free] = self._filler(state, size - length * o.pairs - QUERY * o.queries).ravel()
         distance = np.zeros((n, self.length), np.int32)
-        distance[rows, queries + EVENT - 2] = queries - np.take_along_axis(facts, asked, 1)
+        answer, value = queries + QUERY - 1, np.take_along_axis(facts, asked, 1) + length - 1
+        distance[rows, answer - 1] = answer - value
         return windows, distance, facts
 
-    def _places(self, state: UInt64[np.ndarray, " n"], events: int, size: int) -> Int[np.ndarray, "n events"]:
-        """Sorted starts of events that do not overlap in `size` tokens."""
-        gaps = np.sort(_below(_random(state, 4, events), size - EVENT * events + 1), axis=1)
-        return gaps + EVENT * np.arange(events)
+    def _places(
+        self, state: UInt64[np.ndarray, " n"], lengths: Int[np.ndarray, "#n events"], size: int
+    ) -> Int[np.ndarray, "n events"]:
+        """Sorted starts of events of these lengths that do not overlap in `size` tokens."""
+        events, total = lengths.shape[1], int(lengths[0].sum())
+        gaps = np.sort(_below(_random(state, 4, events), size - total + 1), axis=1)
+        return gaps + np.cumsum(lengths, axis=1) - lengths
 
     def _interleaved(
         self, state: UInt64[np.ndarray, " n"], size: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Facts and queries in random order, a fact first; a query asks for any fact before it."""
         o, n = self.options, len(state)
-        events = o.pairs + o.queries
-        places = self._places(state, events, size)
-        ranks = np.argsort(np.argsort(_random(state, 5, events - 1), axis=1), axis=1)
+        ranks = np.argsort(np.argsort(_random(state, 5, o.pairs + o.queries - 1), axis=1), axis=1)
         is_fact = np.concatenate([np.ones((n, 1), bool), ranks < o.pairs - 1], axis=1)
+        places = self._places(state, np.where(is_fact, FACTS[o.facts], QUERY), size)
         before = np.cumsum(is_fact, axis=1)[~is_fact].reshape(n, o.queries)
         asked = _below(_random(state, 6, o.queries), before)
         return places[is_fact].reshape(n, o.pairs), places[~is_fact].reshape(n, o.queries), asked

@@ -1,4 +1,4 @@
-"""Measuring what a model does with texts longer than its training: perplexity, needles, the fitted logit scale."""
+"""What a model does with texts longer than its training: perplexity, needles, the fitted logit scale."""
 
 from pe_lab.evaluation.measure import Evaluation
 from pe_lab.evaluation.methods import METHODS, label, methods_of, model_name, parse_methods, read_with

@@ -18,12 +18,12 @@ class Fit:
 
 
 def search_range(factor: float) -> tuple[float, float]:
-    """Where beta is looked for at length / training length = factor: c up to 1, twice what the paper found, and down to 0.5."""
+    """Where beta is looked for at length / training length = factor: c may be twice what the paper found."""
     return 0.5, 1.5 + math.log(max(factor, 1.0))
 
 
 def fit_beta(loss: Callable[[float], float], factor: float, tolerance: float = 0.01) -> Fit:
-    """Minimizes `loss` (mean nats a token at a logit scale) over one scalar, by Brent's method within `search_range`.
+    """Minimizes `loss` (mean nats a token at a logit scale) by Brent's method within `search_range`.
 
     Scale 1 is kept if nothing that was tried is better.
     """
@@ -48,7 +48,7 @@ def coefficient(beta: float, factor: float) -> float | None:
 
 
 def common_coefficient(betas: Sequence[float], factors: Sequence[float]) -> float | None:
-    """The one c that fits the scales of several lengths best, by least squares in beta; None without such a length."""
+    """The one c that fits the scales of several lengths best (least squares in beta); None if all are 1x."""
     logs = [math.log(factor) for factor in factors]
     weight = sum(log * log for log in logs)
     return sum(log * (beta - 1) for log, beta in zip(logs, betas, strict=True)) / weight if weight else None

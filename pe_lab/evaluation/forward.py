@@ -20,7 +20,9 @@ from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule
 
 LOGITS = 2**26  # next-token or attention logits held at once, at most: 256 MB in float32
-BATCH_TOKENS = {"cpu": 2**13}  # small batches stay in a CPU's caches; elsewhere:
+BATCH_TOKENS = {
+    "cpu": 2**11
+}  # what a CPU keeps in its caches: eight times as many took twice as long a token
 BATCH_TOKENS_ELSEWHERE = 2**17  # per device
 # Batches differ in what they hold, never in shape: padding rows repeat the last one, and are cut off again.
 Batch = Mapping[str, np.ndarray]
@@ -63,7 +65,7 @@ class Forward:
         return jax.device_put(params, NamedSharding(self._mesh, PartitionSpec()))
 
     def losses(self, params: Params, batch: Batch, layers: Sequence[Layer]) -> Float32[np.ndarray, "n T"]:
-        """Cross-entropy of every target, nats. `batch`: tokens and targets [n, T], perhaps segments and positions."""
+        """Cross-entropy of every target, nats. `batch`: tokens, targets, perhaps segments and positions."""
         length = batch["tokens"].shape[1]
         used = {name: batch[name] for name in ("tokens", "targets", "segments", "positions") if name in batch}
         return self._run("losses", params, used, self.schedule(layers, length))
@@ -91,7 +93,7 @@ class Forward:
         return np.concatenate([np.asarray(result) for result in results])[:total]
 
     def _rows_per_batch(self, total: int, length: int) -> int:
-        """Rows that keep a batch within its memory; a power of two, and no more than the rows there are need."""
+        """Rows that keep a batch within its memory: a power of two, and no more than there are rows."""
         tokens = BATCH_TOKENS.get(jax.default_backend(), BATCH_TOKENS_ELSEWHERE)
         seen = length if length <= self.config.attention_chunk else self.config.attention_chunk
         attention = LOGITS // (self.config.heads * seen * seen)
@@ -138,7 +140,9 @@ def _losses(model: Model, params: Params, batch: Mapping[str, jax.Array], schedu
     return model.token_loss(params, batch, schedule)
 
 
-def _predictions(model: Model, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> jax.Array:
+def _predictions(
+    model: Model, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule
+) -> jax.Array:
     """Only the asked positions meet the vocabulary: [B, T, V] never exists."""
     x = model.hidden(params, batch["tokens"], None, None, schedule)
     x = jnp.take_along_axis(x, batch["at"][..., None], axis=1)
@@ -150,6 +154,8 @@ def _predictions(model: Model, params: Params, batch: Mapping[str, jax.Array], s
 
 def _pad(batch: Batch, rows: int) -> dict[str, np.ndarray]:
     return {
-        name: array if len(array) == rows else np.concatenate([array, np.repeat(array[-1:], rows - len(array), 0)])
+        name: array
+        if len(array) == rows
+        else np.concatenate([array, np.repeat(array[-1:], rows - len(array), 0)])
         for name, array in batch.items()
     }

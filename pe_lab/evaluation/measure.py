@@ -18,7 +18,9 @@ from pe_lab.evaluation.rows import Row, RowFile, finite
 from pe_lab.positional import Alibi, Layer
 from pe_lab.training.machine import versions
 
-PROTOCOL = 1  # counted up when a suite comes to measure something else: rows of an older one are measured again
+PROTOCOL = (
+    1  # counted up when a suite comes to measure something else: rows of an older one are measured again
+)
 
 
 class Evaluation:
@@ -28,21 +30,30 @@ class Evaluation:
       UserError: a suite or a method that is impossible here, lengths that the data cannot fill.
     """
 
-    def __init__(self, subjects: Sequence[Subject], data: DataConfig, plan: Plan, directory: Path):
+    def __init__(
+        self,
+        subjects: Sequence[Subject],
+        data: DataConfig,
+        plan: Plan,
+        directory: Path,
+        devices: Sequence[Any] | None = None,
+    ):
         self.subjects = distinct(subjects)
         self.plan, self._data = plan, data
         self.mixture = open_mixture(data)
         self._check_vocabulary()
         self.files = {suite: RowFile(directory / f"{suite}.jsonl") for suite in SUITES}
-        self._text = [i for i, s in enumerate(self.mixture.sources) if s.prepared is not None and s.tokens("validation")]
+        self._known: dict[Any, Any] = {}  # what was computed in this process
+        self._text = [
+            i for i, s in enumerate(self.mixture.sources) if s.prepared is not None and s.tokens("validation")
+        ]
         self._needles = [i for i, s in enumerate(self.mixture.sources) if s.needles is not None]
         self.skipped: list[str] = []  # sentences: what was left out, and why
         self.suites, self.methods = self._possible()
         self.units = list(self._units())
         alibi = any(isinstance(layer.encoding, Alibi) for s in self.subjects for layer in s.checkpoint.layers)
         shapes = dict.fromkeys(s.checkpoint.model for s in self.subjects)
-        self.forwards = {shape: Forward(shape, slopes=alibi) for shape in shapes}
-        self._known: dict[Any, Any] = {}  # what was computed in this process
+        self.forwards = {shape: Forward(shape, alibi, devices) for shape in shapes}
         self._check_lengths()
 
     @property
@@ -66,11 +77,11 @@ class Evaluation:
             row, reused = self._row(unit)
             measured(unit, reused)
             rows.append(row)
-        if "beta" in self.suites:
+        if "beta" in self.methods:
             self._write_common_coefficients()
         return rows
 
-    # -----------------------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------------------
     # What to measure
 
     def _possible(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -88,6 +99,10 @@ class Evaluation:
             reasons["beta"] = f"a logit scale is fitted on held-out text, and its data ({names}) has none"
         elif max(self.plan.lengths) <= min(s.training_length for s in self.subjects if "beta" in s.methods()):
             reasons["beta"] = "no length is beyond the training length"
+        elif reason := self._nothing_to_fit():
+            reasons["beta"] = reason
+            if self.plan.methods is None:
+                self.skipped.append(f"β left out: {reason}.")
         for suite in self.plan.suites or ():
             if suite in reasons:
                 raise UserError(f"--suite={suite} cannot be measured for this run: {reasons[suite]}.")
@@ -97,6 +112,8 @@ class Evaluation:
         if "beta" in here and "beta" in reasons:
             here.remove("beta")
         for method in self.plan.methods or ():
+            if method == "beta" and "beta" in reasons:
+                raise UserError(f"--methods=beta cannot be measured for this run: {reasons['beta']}.")
             if method not in here:
                 models = ", ".join(dict.fromkeys(s.model for s in self.subjects))
                 raise UserError(
@@ -104,11 +121,27 @@ class Evaluation:
                     f"Possible: {', '.join(m.replace(' ', '-') for m in here)}."
                 )
         if self.plan.suites is None:
-            self.skipped += [f"{s} left out: {reasons[s]}." for s in ("perplexity", "needles") if s in reasons]
+            self.skipped += [f"{s} left out: {reasons[s]}." for s in SUITES[:2] if s in reasons]
         chosen = tuple(m for m in here if m in (self.plan.methods or here))
         if "beta" not in chosen:
-            suites = tuple(s for s in suites if s != "beta") or suites
+            if self.plan.suites and "beta" in self.plan.suites:
+                raise UserError("--suite=beta fits the logit scale: leave --methods out, or name beta in it.")
+            suites = tuple(s for s in suites if s != "beta")
         return suites, chosen
+
+    def _nothing_to_fit(self) -> str | None:
+        """Why no logit scale can be fitted on the held-out text, if it cannot."""
+        try:
+            texts = [self._held_out(source) for source in self._text]
+        except UserError as error:
+            return str(error).rstrip(".")
+        short = [text for text in texts if not len(text.fit)]
+        if not short:
+            return None
+        return (
+            f"data source {short[0].source!r} has held-out text for one text of {short[0].longest:,} tokens "
+            "and none to fit a logit scale on"
+        )
 
     def _units(self) -> Iterator[Unit]:
         """The plan's rows. Scales first: they are what the beta method reads with."""
@@ -130,34 +163,29 @@ class Evaluation:
             ours = self.mixture.tokenizer.fingerprint
             if metadata.get("tokenizer") not in (None, ours):
                 raise UserError(
-                    f"{subject.path} was trained with tokenizer {metadata['tokenizer']}, and its data now gives {ours}. "
-                    "Evaluate where it was trained, or with data prepared with that tokenizer."
+                    f"{subject.path} was trained with tokenizer {metadata['tokenizer']}, its data now gives "
+                    f"{ours}. Evaluate where it was trained, or with data prepared with that tokenizer."
                 )
             if model.vocab_size < self.mixture.vocab_size:
                 raise UserError(
-                    f"{subject.path} knows {model.vocab_size} tokens, and its data has {self.mixture.vocab_size}."
+                    f"{subject.path} knows {model.vocab_size} tokens, its data has {self.mixture.vocab_size}."
                 )
 
     def _check_lengths(self) -> None:
-        """Opens all text and all needles, so that a length that is impossible is known before anything is measured."""
+        """Opens all text and needles: an impossible length is known before anything is measured."""
         if any(unit.suite in ("perplexity", "beta") or unit.method == "beta" for unit in self.units):
             for source in self._text:
                 text = self._held_out(source)
                 got, wanted = len(text.score) * text.longest, self.plan.settings.tokens
                 if got < wanted - text.longest:
                     self.skipped.append(
-                        f"{text.source}: {got:,} held-out tokens are scored instead of {wanted:,}; there are no more."
-                    )
-                if "beta" in self.methods and not len(text.fit):
-                    raise UserError(
-                        f"data source {text.source!r} has held-out text for one window of {text.longest:,} tokens "
-                        "only, none to fit a logit scale on. Ask for shorter --lengths, or --methods without beta."
+                        f"{text.source}: {got:,} held-out tokens scored, not {wanted:,}: there are no more."
                     )
         for source in self._needles if "needles" in self.suites else ():
             for length in self.plan.lengths:
                 self._questions(source, length)
 
-    # -----------------------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------------------
     # Measuring
 
     def _row(self, unit: Unit) -> tuple[Row, bool]:
@@ -174,7 +202,7 @@ class Evaluation:
             "method": unit.method,
             "label": methods.label(unit.subject.model, unit.method),
             "length": unit.length,
-            "factor": unit.factor,
+            "factor": int(unit.factor) if unit.factor.is_integer() else unit.factor,
             "seed": self.plan.settings.seed,
             "settings": self._settings(unit),
         }
@@ -183,17 +211,23 @@ class Evaluation:
         file = self.files[unit.suite]
         if not self.plan.again and (found := file.find(row, same=("checkpoint_id", "label", "settings"))):
             return found, True
-        measure = {"perplexity": self._perplexity, "needles": self._needle_accuracy, "beta": self._beta_row}[unit.suite]
+        measure = {"perplexity": self._perplexity, "needles": self._needle_accuracy, "beta": self._beta_row}[
+            unit.suite
+        ]
         if unit.suite != "beta":
-            row["beta"] = self._beta(unit.subject, unit.length) if unit.method == "beta" else 1.0
+            row["beta"] = self._scale(unit)
         row = finite({**row, **measure(unit), "versions": versions()})
         file.put([row])
         return row, False
 
     def _settings(self, unit: Unit) -> Row:
-        """Everything else that a row's numbers depend on; a row measured under other settings is measured again."""
+        """What else a row's numbers depend on; a row measured under other settings is measured again."""
         settings, given = self.plan.settings, {"protocol": PROTOCOL}
-        text = {"longest": max(self.plan.lengths), "tokens": settings.tokens, "fit_tokens": settings.fit_tokens}
+        text = {
+            "longest": max(self.plan.lengths),
+            "tokens": settings.tokens,
+            "fit_tokens": settings.fit_tokens,
+        }
         text["data"] = [self._fingerprint(i) for i in self._text]
         if unit.suite == "needles":
             given |= {"windows": settings.needle_windows, "data": self._fingerprint(unit.source)}
@@ -208,23 +242,30 @@ class Evaluation:
 
     def _layers(self, unit: Unit) -> tuple[Layer, ...]:
         subject = unit.subject
-        beta = self._beta(subject, unit.length) if unit.method == "beta" else 1.0
         return methods.read_with(
-            unit.method, subject.checkpoint.layers, unit.length, subject.training_length, beta
+            unit.method, subject.checkpoint.layers, unit.length, subject.training_length, self._scale(unit)
         )
+
+    def _scale(self, unit: Unit) -> float:
+        """The logit scale a unit is read with."""
+        if unit.method == "paper beta":
+            return methods.paper_beta(unit.factor)
+        return self._beta(unit.subject, unit.length) if unit.method == "beta" else 1.0
 
     def _stride(self, subject: Subject) -> int:
         return max(1, subject.training_length // max(1, self.plan.settings.crop_steps))
 
     def _remember(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Methods coincide where the length is the training length: what was computed once is not computed again."""
+        """Where methods coincide, as all do at the training length, what was computed once is used again."""
         if key not in self._known:
             self._known[key] = compute()
         return self._known[key]
 
     def _forward(self, subject: Subject) -> tuple[Forward, Any]:
         forward = self.forwards[subject.checkpoint.model]
-        return forward, self._remember(("params", subject.id), lambda: forward.place(subject.checkpoint.params))
+        return forward, self._remember(
+            ("params", subject.id), lambda: forward.place(subject.checkpoint.params)
+        )
 
     def _losses(self, subject: Subject, layers: Sequence[Layer]) -> perplexity.Losses:
         forward, params = self._forward(subject)
@@ -242,20 +283,29 @@ class Evaluation:
         else:
             found = self._remember(
                 ("perplexity", subject.id, layers, unit.length, unit.source),
-                lambda: perplexity.summarize(*perplexity.window_losses(text, unit.length, losses), len(text.score)),
+                lambda: perplexity.summarize(
+                    *perplexity.window_losses(text, unit.length, losses), len(text.score)
+                ),
             )
         return {**found, "tiles": list(text.score_index)}
 
     def _needle_accuracy(self, unit: Unit) -> Row:
         subject, asked, layers = unit.subject, self._questions(unit.source, unit.length), self._layers(unit)
         forward, params = self._forward(subject)
-        crop = subject.training_length if unit.method == "cropped" and unit.length > subject.training_length else None
+        crop = (
+            subject.training_length
+            if unit.method == "cropped" and unit.length > subject.training_length
+            else None
+        )
 
         def answer() -> Row:
-            predicted = needles.predict(asked, lambda tokens, at: forward.predictions(params, tokens, at, layers), crop)
+            predicted = needles.predict(
+                asked, lambda tokens, at: forward.predictions(params, tokens, at, layers), crop
+            )
             return needles.score(predicted, asked.answers, asked.distance)
 
-        return self._remember(("needles", subject.id, layers, unit.length, unit.source, crop), answer)
+        found = self._remember(("needles", subject.id, layers, unit.length, unit.source, crop), answer)
+        return {**found, "guessing": self.mixture.sources[unit.source].needles.guessing}
 
     def _held_out(self, source: int) -> perplexity.HeldOut:
         settings, name = self.plan.settings, self.mixture.sources[source].name
@@ -274,17 +324,17 @@ class Evaluation:
             lambda: needles.questions(self._data, source, length, settings.needle_windows, settings.seed),
         )
 
-    # -----------------------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------------------
     # The logit scale
 
     def _beta(self, subject: Subject, length: int) -> float:
-        """The scale fitted for texts of `length`; fitted now if it was not yet. 1 up to the training length."""
+        """The scale fitted for texts of `length`, now if it was not yet; 1 up to the training length."""
         if length <= subject.training_length:
             return 1.0
         return float(self._row(Unit("beta", subject, "beta", length, -1))[0]["beta"])
 
     def _fit(self, subject: Subject, length: int) -> betas.Fit:
-        """Minimizes the loss on the tiles set aside for it, all text sources by their weight in the mixture."""
+        """Minimizes the loss on the tiles set aside for it; text sources count by their weight."""
         texts = [self._held_out(source) for source in self._text]
         shares = np.asarray([self.mixture.sources[source].weight for source in self._text], np.float64)
         batches = [perplexity.as_batch(text, perplexity.cut(text.fit, length)) for text in texts]
@@ -305,12 +355,13 @@ class Evaluation:
         fit = self._fit(unit.subject, unit.length)
         texts = [self._held_out(source) for source in self._text]
         tokens = sum(len(text.fit) * (text.longest // unit.length) * unit.length for text in texts)
+        names = ", ".join(text.source for text in texts)
         return {
             "c": betas.coefficient(fit.beta, unit.factor),
             "beta": fit.beta,
             "nll_before": fit.nll_before,
             "nll_after": fit.nll_after,
-            "fitted_on": f"{tokens:,} held-out tokens of {', '.join(text.source for text in texts)}, none of them scored",
+            "fitted_on": f"{tokens:,} held-out tokens of {names}, none of them scored",
             "tiles": [list(text.fit_index) for text in texts],
             "evaluations": fit.evaluations,
         }
@@ -319,7 +370,9 @@ class Evaluation:
         """Adds to every fitted scale the one c that fits those of all lengths best."""
         file = self.files["beta"]
         for subject in self.subjects:
-            mine = [row for row in file.rows if row["checkpoint_id"] == subject.id and row["factor"] > 1]
-            c = betas.common_coefficient([row["beta"] for row in mine], [row["factor"] for row in mine])
+            mine = [row for row in file.rows if row.get("checkpoint_id") == subject.id]
+            c = betas.common_coefficient(
+                [float(row["beta"]) for row in mine], [float(row["factor"]) for row in mine]
+            )
             if mine:
                 file.put([{**row, "c_all_lengths": c} for row in mine])

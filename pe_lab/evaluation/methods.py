@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,10 @@ from pe_lab.config import UserError, did_you_mean
 from pe_lab.positional import NTK, PI, Layer, NoPE, PartialRope, Rope, Yarn, family
 
 # In the order of tables. The first is always possible.
-METHODS = ("as trained", "cropped", "PI", "NTK", "YaRN", "beta")
+METHODS = ("as trained", "cropped", "PI", "NTK", "YaRN", "beta", "paper beta")
 STRETCHES = ("PI", "NTK", "YaRN")
+# DroPE's logit scale for its models trained from scratch: beta(s) = 1 + 0.412 ln s (494M parameters, fitted there).
+PAPER_COEFFICIENT = 0.412
 
 
 def parse_methods(text: str) -> tuple[str, ...]:
@@ -29,10 +32,10 @@ def parse_methods(text: str) -> tuple[str, ...]:
 
 
 def model_name(layers: Sequence[Layer], lineage: Sequence[Mapping[str, Any]] = ()) -> str:
-    """What the weights are: RoPE, NoPE, DroPE (no encoding left, and the lineage knows a drop), ALiBi, or a mix."""
+    """What the weights are: RoPE, NoPE, DroPE (NoPE whose lineage knows a drop), ALiBi, or a mix."""
     families = list(dict.fromkeys(family(layer) for layer in layers))
     if families == ["NoPE"]:
-        # Surgery, and a phase that starts with another encoding, write `rope(base=10000) -> nope on layers 0-23`.
+        # Surgery, and a phase that changes the encoding, write `rope(base=10000) -> nope on layers 0-23`.
         dropped = any("-> nope" in str(ancestor.get("what", "")) for ancestor in lineage)
         return "DroPE" if dropped else "NoPE"
     scalings = dict.fromkeys(_scaling(layer) for layer in layers if _rotates(layer))
@@ -43,9 +46,9 @@ def model_name(layers: Sequence[Layer], lineage: Sequence[Mapping[str, Any]] = (
 def methods_of(layers: Sequence[Layer], training_length: int) -> tuple[str, ...]:
     """The methods that make sense for a model.
 
-    Cropping and stretching are for models that rotate. A model whose rotations were stretched already is not
-    stretched again, and neither is a layer whose window never shows it a distance it was not trained on. The logit
-    scale is for models without any encoding.
+    Cropping and stretching are for models that rotate. A layer that was stretched already is not stretched
+    again, and neither is one whose window never shows it a distance it was not trained on. The logit scale is
+    for models without any encoding.
     """
     chosen = ["as trained"]
     if any(_rotates(layer) for layer in layers):
@@ -53,7 +56,7 @@ def methods_of(layers: Sequence[Layer], training_length: int) -> tuple[str, ...]
         if any(_stretches(layer, training_length) for layer in layers):
             chosen += STRETCHES
     elif all(isinstance(layer.encoding, NoPE) for layer in layers):
-        chosen.append("beta")
+        chosen += ["beta", "paper beta"]
     return tuple(chosen)
 
 
@@ -61,7 +64,14 @@ def label(model: str, method: str) -> str:
     """What people call a model read in some way."""
     if method in STRETCHES:
         return f"{model} + {method}"
-    return {"as trained": model, "cropped": f"{model}, cropped context", "beta": f"{model}, β"}[method]
+    return {"as trained": model, "cropped": f"{model}, cropped context", "beta": f"{model}, β", "paper beta": f"{model}, paper's β"}[
+        method
+    ]
+
+
+def paper_beta(factor: float) -> float:
+    """beta(s) = 1 + c ln s with the paper's c; 1 up to the training length."""
+    return 1 + PAPER_COEFFICIENT * math.log(max(factor, 1.0))
 
 
 def read_with(
@@ -69,13 +79,12 @@ def read_with(
 ) -> tuple[Layer, ...]:
     """The layers under a method, for texts of `length` tokens.
 
-    Up to the training length every method leaves the model as it is. `cropped` edits no layer: it is the text that
-    is cropped.
+    Up to the training length every method leaves the model as it is. `cropped` crops the text instead.
     """
     factor = length / training_length
     if factor <= 1 or method in ("as trained", "cropped"):
         return tuple(layers)
-    if method == "beta":
+    if method in ("beta", "paper beta"):
         return tuple(dataclasses.replace(layer, logit_scale=layer.logit_scale * beta) for layer in layers)
     scaling = {"PI": PI(factor), "NTK": NTK(factor), "YaRN": Yarn(factor, training_length)}[method]
     return tuple(

@@ -39,12 +39,15 @@ def questions(data: DataConfig, index: int, length: int, windows: int, seed: int
     made = needle_windows(data, index, length, seed, "validation").batch(np.arange(windows))
     at = np.nonzero(made["answers"])[1].reshape(windows, -1)
     return Questions(
-        made["tokens"], at, np.take_along_axis(made["targets"], at, 1), np.take_along_axis(made["distance"], at, 1)
+        made["tokens"],
+        at,
+        np.take_along_axis(made["targets"], at, 1),
+        np.take_along_axis(made["distance"], at, 1),
     )
 
 
 def predict(asked: Questions, model: Predict, crop: int | None = None) -> Int[np.ndarray, "n Q"]:
-    """The model's first choice at every question; with `crop`, from the last `crop` tokens before the answer alone."""
+    """The model's first choice at every question; with `crop`, from the `crop` tokens before it alone."""
     length = asked.tokens.shape[1]
     if crop is None or crop >= length:
         return model(asked.tokens, asked.at)
@@ -78,7 +81,7 @@ def score(
         "queries": int(right.size),
         "windows": len(right),
         # Questions of one window share its facts and filler: windows, not questions, are independent.
-        "stderr": standard_error((right - accuracy).sum(1), right.size),
+        "stderr": standard_error((right - accuracy).sum(1), float(right.size)),
         "accuracy_by_distance": {
             "edges": edges,
             "accuracy": [h / c if c else None for h, c in zip(hits, count, strict=True)],

@@ -22,7 +22,7 @@ POOL = 64  # tiles are spread over this many times the tokens that are asked for
 class HeldOut:
     """Held-out text of one source, in tiles of the longest length + 1 tokens, spread evenly over it.
 
-    Every length cuts the same tiles into windows, so that all lengths that divide the longest score the same tokens.
+    Every length cuts the same tiles into windows: all lengths that divide the longest score the same tokens.
     Tiles do not overlap: what is fitted on is never scored.
 
     Attributes:
@@ -49,9 +49,9 @@ class HeldOut:
 def held_out(
     data: DataConfig, index: int, name: str, longest: int, tokens: int, fit_tokens: int, eos_id: int
 ) -> HeldOut:
-    """Tiles of a text source's held-out text: `tokens` to score and `fit_tokens` to fit on, or as many as there are.
+    """Tiles of a text source's held-out text: `tokens` to score, `fit_tokens` to fit on, or as many as exist.
 
-    The tiles to fit on are set aside whether or not anything is fitted, so that what is scored does not depend on it.
+    Tiles to fit on are set aside whether or not anything is fitted: what is scored does not depend on it.
 
     Raises:
       UserError: the held-out text is shorter than the longest length.
@@ -62,7 +62,7 @@ def held_out(
     tiles = len(text) // size
     if not tiles:
         raise UserError(
-            f"data source {name!r} has {len(text):,} held-out tokens, too few for one text of {longest:,} + 1 tokens. "
+            f"data source {name!r} has {len(text):,} held-out tokens, too few for a text of {longest:,} + 1. "
             "Ask for shorter --lengths, or hold out more (data.validation_fraction)."
         )
     score, fit = choose_tiles(tiles, *wanted)
@@ -88,11 +88,11 @@ def choose_tiles(tiles: int, score: int, fit: int) -> tuple[tuple[int, ...], tup
 
 
 def cut(tiles: Int[np.ndarray, "n W"], length: int) -> Int[np.ndarray, "m length_and_1"]:
-    """The windows of length + 1 tokens that tile every tile, neighbours sharing one token; what is left is not read."""
+    """Windows of length + 1 tokens that fill every tile, neighbours sharing one token; a rest is not read."""
     per_tile = (tiles.shape[1] - 1) // length
-    return np.concatenate([tiles[:, None, i * length : (i + 1) * length + 1] for i in range(per_tile)], 1).reshape(
-        -1, length + 1
-    )
+    return np.concatenate(
+        [tiles[:, None, i * length : (i + 1) * length + 1] for i in range(per_tile)], 1
+    ).reshape(-1, length + 1)
 
 
 def as_batch(text: HeldOut, windows: Int[np.ndarray, "n W"]) -> dict[str, np.ndarray]:
@@ -115,16 +115,20 @@ def window_losses(
 class Cropped:
     """Losses of a model that never sees more than its training length, T.
 
-    Token t of a text is predicted from tokens t - T + 1 .. t at most. Exactly T tokens for each would take a forward
-    pass a token: crops advance by `stride` tokens, and each gives the losses of its last `stride` targets, which so
-    see T - stride + 1 to T tokens. The first crop of a text gives all of its own. Lengths share crops.
+    The token after t is predicted from tokens t - T + 1 .. t at most. Exactly T tokens for each would take a
+    forward pass a token: crops advance by `stride` tokens, and each gives the losses of its last `stride`
+    targets, which so see T - stride + 1 to T tokens. The first crop of a text gives all of its own.
     """
 
     def __init__(self, text: HeldOut, training_length: int, stride: int, losses: Losses):
         if not 1 <= stride <= training_length:
-            raise UserError(f"The cropped context advances by {stride} tokens; it must be 1 to {training_length}.")
+            raise UserError(
+                f"The cropped context advances by {stride} tokens; it must be 1 to {training_length}."
+            )
         self._text, self._size, self._stride, self._losses = text, training_length, stride, losses
-        self._known: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # offset in the tile -> losses, weights [n, T]
+        self._known: dict[
+            int, tuple[np.ndarray, np.ndarray]
+        ] = {}  # offset in the tile -> losses, weights [n, T]
 
     def __call__(self, length: int) -> tuple[Float[np.ndarray, "n T"], Float[np.ndarray, "n T"]]:
         """What `window_losses` returns, under cropping."""
@@ -168,7 +172,8 @@ def summarize(
 ) -> dict[str, Any]:
     """The numbers of a row: mean, perplexity, standard error over windows, means by position and by tile.
 
-    `nll_by_tile` is over the same text for every method and length that divides the longest: paired comparisons.
+    `nll_by_tile` is over the same text for all methods, and all lengths that divide the longest: for
+    comparisons in pairs.
     """
     losses, weights = losses.astype(np.float64), weights.astype(np.float64)
     total = weights.sum()
@@ -183,11 +188,15 @@ def summarize(
         "tokens": int(total),
         "windows": len(losses),
         "position_edges": edges,
-        "nll_by_position": [v / c if c else None for v, c in zip(by_position.tolist(), counted.tolist(), strict=True)],
-        "nll_by_tile": np.divide(
+        "nll_by_position": _ratios(by_position, counted),
+        "nll_by_tile": _ratios(
             (losses * weights).reshape(tiles, -1).sum(1), weights.reshape(tiles, -1).sum(1)
-        ).tolist(),
-    }  # fmt: skip
+        ),
+    }
+
+
+def _ratios(sums: Float[np.ndarray, " n"], counts: Float[np.ndarray, " n"]) -> list[float | None]:
+    return [s / c if c else None for s, c in zip(sums.tolist(), counts.tolist(), strict=True)]
 
 
 def standard_error(deviations: Float[np.ndarray, " n"], total: float) -> float | None:

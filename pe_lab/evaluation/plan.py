@@ -66,8 +66,7 @@ class Unit:
 
     @property
     def factor(self) -> float:
-        factor = self.length / self.subject.training_length
-        return int(factor) if factor.is_integer() else factor
+        return self.length / self.subject.training_length
 
 
 def distinct(subjects: Sequence[Subject]) -> tuple[Subject, ...]:
@@ -87,7 +86,7 @@ def parse_suites(text: str) -> tuple[str, ...]:
 
 
 def parse_lengths(text: str, training_length: int) -> tuple[int, ...]:
-    """Lengths in tokens from a comma-separated text: `2x` times the training length, `4096`, `2k` = 2048; ascending."""
+    """Lengths in tokens, ascending, from a text: `2x` times the training length, `4096`, `2k` = 2048."""
     found = []
     for item in (part.strip().lower() for part in text.split(",") if part.strip()):
         unit = {"x": training_length, "k": 1024}.get(item[-1], 1)

@@ -1,4 +1,4 @@
-"""The files of an evaluation: one of JSON lines a suite, written whole, a measurement replacing the one before it."""
+"""The files of an evaluation: JSON lines, one file a suite, a new measurement replacing the old."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from typing import Any
 from pe_lab.config import UserError
 
 Row = dict[str, Any]
-KEYS = ("checkpoint", "method", "length", "seed", "source")  # a second row that agrees in all of these replaces the first
+KEYS = (
+    "checkpoint",
+    "method",
+    "length",
+    "seed",
+    "source",
+)  # a second row that agrees in all of these replaces the first
 
 
 def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -30,22 +36,25 @@ class RowFile:
     def _read(self) -> list[Row]:
         if not self.path.exists():
             return []
-        rows = []
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    rows.append(json.loads(line))
-                    if not isinstance(rows[-1], dict):
-                        raise ValueError("not a JSON object")
-        except ValueError as error:
-            raise UserError(f"{self.path}, line {number}: {error}. Move the file away, and evaluate again.") from None
+            lines = self.path.read_bytes().splitlines()
         except OSError as error:
             raise UserError(f"{self.path} cannot be read ({error.strerror}).") from None
+        rows = []
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"{self.path}, line {number}, is no row. Move the file away and evaluate again."
+                )
+            rows.append(row)
         return rows
 
     def find(self, wanted: Mapping[str, Any], same: Sequence[str]) -> Row | None:
-        """The row that measured the same, and agrees in the fields `same` (the settings of the measurement)."""
+        """The row that measured the same, and agrees in the fields `same` (how it was measured)."""
         for row in self.rows:
             if key(row) == key(wanted) and all(row.get(name) == wanted.get(name) for name in same):
                 return row
@@ -56,13 +65,18 @@ class RowFile:
         new = {key(row): finite(dict(row)) for row in rows}
         kept = [new.pop(key(row), row) for row in self._read()]
         self.rows = [*kept, *new.values()]
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            beside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows), encoding="utf-8")
+            beside.write_text(
+                "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows), encoding="utf-8"
+            )
             beside.replace(self.path)
         except OSError as error:
-            raise UserError(f"{self.path} cannot be written ({error.strerror}). Give another directory with --out.") from None
+            beside.unlink(missing_ok=True)
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror}). Give another directory with --out."
+            ) from None
 
 
 def finite(value: Any) -> Any:

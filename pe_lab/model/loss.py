@@ -87,8 +87,10 @@ def _backward_rule(chunks, saved, d_loss):  # noqa: ANN001, ANN202
         d_hidden = jnp.einsum(
             "btv,vd->btd", d_logits, weights.astype(hidden.dtype), preferred_element_type=jnp.float32
         )
-        d_weights = jnp.einsum("btv,btd->vd", d_logits, hidden, preferred_element_type=jnp.float32)
-        return d_hidden, d_weights
+        # The transpose of what is wanted, and the barrier keeps it so: XLA on a CPU would otherwise turn over
+        # d_logits, the largest array there is, to multiply it.
+        d_weights = jnp.einsum("btd,btv->dv", hidden, d_logits, preferred_element_type=jnp.float32)
+        return d_hidden, jax.lax.optimization_barrier(d_weights).T
 
     if chunks == 1:
         d_hidden, d_unembedding = of_chunk(0, logits, unembedding)

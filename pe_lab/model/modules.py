@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,6 +20,15 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, axes: tuple[str,
 
 def _constant(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
     return nnx.Param(jnp.full(shape, value, jnp.float32), logical_axes=axes)
+
+
+def _project(x: Float[Array, "B T *in"], weights: Float[Array, "*in_out"], inputs: int = 1) -> Float[Array, "B T *out"]:
+    """x times weights [*in, *out] in the dtype of x; `inputs` counts the axes summed over."""
+    # As one product of two matrices: with more axes, XLA on a CPU copies the larger operand of the gradient's
+    # products into another layout.
+    rows, size = x.shape[: x.ndim - inputs], math.prod(weights.shape[:inputs])
+    product = x.reshape(-1, size) @ weights.reshape(size, -1).astype(x.dtype)
+    return product.reshape(*rows, *weights.shape[inputs:])
 
 
 class RMSNorm(nnx.Module):
@@ -61,9 +72,9 @@ class Attention(nnx.Module):
         window: int | None,
     ) -> Float[Array, "B T D"]:
         config = self.config
-        q = jnp.einsum("btd,dhk->bthk", x, self.query[...].astype(x.dtype))
-        k = jnp.einsum("btd,dgk->btgk", x, self.key[...].astype(x.dtype))
-        v = jnp.einsum("btd,dgk->btgk", x, self.value[...].astype(x.dtype))
+        q = _project(x, self.query[...])
+        k = _project(x, self.key[...])
+        v = _project(x, self.value[...])
         if config.attention_bias:
             q += self.query_bias[...].astype(x.dtype)
             k += self.key_bias[...].astype(x.dtype)
@@ -85,7 +96,7 @@ class Attention(nnx.Module):
             chunk=config.attention_chunk,
         )
         out = constrain(out, "batch", "length", "heads", "head_dim")
-        return jnp.einsum("bthk,hkd->btd", out, self.out[...].astype(x.dtype))
+        return _project(out, self.out[...], inputs=2)
 
 
 class SwiGLU(nnx.Module):
@@ -98,9 +109,9 @@ class SwiGLU(nnx.Module):
         self.down = _normal(rngs, (F, D), std / (2 * config.layers) ** 0.5, ("mlp", "embed"))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = x @ self.gate[...].astype(x.dtype), x @ self.up[...].astype(x.dtype)
+        gate, up = _project(x, self.gate[...]), _project(x, self.up[...])
         hidden = constrain(jax.nn.silu(gate) * up, "batch", "length", "mlp")
-        return hidden @ self.down[...].astype(x.dtype)
+        return _project(hidden, self.down[...])
 
 
 class Block(nnx.Module):

@@ -26,9 +26,10 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
     if free and num_devices % fixed == 0:
         sizes[free[0]] = num_devices // fixed
     if int(np.prod(sizes)) != num_devices:
+        needed = f"a multiple of {fixed}" if free else str(fixed)
         raise UserError(
-            f"mesh {dict(zip(AXES, sizes, strict=True))} needs {fixed} devices or a multiple of them, and there are "
-            f"{num_devices}. Set config.mesh so that data * fsdp * tensor = {num_devices}."
+            f"mesh {dict(zip(AXES, sizes, strict=True))} needs {needed} devices, and there are {num_devices}. "
+            f"Set config.mesh so that data * fsdp * tensor = {num_devices}."
         )
     return sizes[0], sizes[1], sizes[2]
 
@@ -43,7 +44,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 def check_batch(batch_size: int, accumulate: int, mesh: Mesh, where: str) -> None:
     """`UserError` unless a micro-batch cuts evenly over the mesh's data and fsdp axes."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
-    if accumulate < 1 or batch_size % accumulate or (batch_size // accumulate) % parts:
+    for name, value in (("batch_size", batch_size), ("accumulate", accumulate)):
+        if value < 1:
+            raise UserError(f"{where}: {name} is {value}; it must be at least 1.")
+    if batch_size % accumulate or (batch_size // accumulate) % parts:
         raise UserError(
             f"{where}: batch_size {batch_size} in {accumulate} micro-batches does not divide over the mesh's data x "
             f"fsdp = {parts} devices. Make batch_size a multiple of {accumulate * parts}."
@@ -60,10 +64,14 @@ def start_processes() -> None:
     if os.environ.get("COORDINATOR_ADDRESS"):
         if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        count, index = os.environ.get("PROCESS_COUNT", ""), os.environ.get("PROCESS_INDEX", "")
+        if not (count.isdigit() and index.isdigit()):
+            raise UserError(
+                f"COORDINATOR_ADDRESS is set, but PROCESS_COUNT is '{count}' and PROCESS_INDEX '{index}'. Set them to "
+                "whole numbers: how many processes there are, and which of them, from 0, this is."
+            )
         jax.distributed.initialize(
-            os.environ["COORDINATOR_ADDRESS"],
-            num_processes=int(os.environ["PROCESS_COUNT"]),
-            process_id=int(os.environ["PROCESS_INDEX"]),
+            os.environ["COORDINATOR_ADDRESS"], num_processes=int(count), process_id=int(index)
         )
     elif os.environ.get("TPU_WORKER_HOSTNAMES", "").count(",") or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
         jax.distributed.initialize()

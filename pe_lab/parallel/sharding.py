@@ -8,11 +8,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pe_lab.config import UserError, did_you_mean
 
 MeshAxes = str | tuple[str, ...] | None
+AnyMesh = Mesh | AbstractMesh  # sizes alone are enough to know how an array is cut
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,11 @@ class AxisRules:
     layers: MeshAxes = None
 
     def spec(
-        self, axes: Sequence[str | None], shape: Sequence[int] | None = None, mesh: Mesh | None = None, name: str = ""
+        self,
+        axes: Sequence[str | None],
+        shape: Sequence[int] | None = None,
+        mesh: AnyMesh | None = None,
+        name: str = "",
     ) -> PartitionSpec:
         """The partition of an array whose dimensions carry these logical axes.
 
@@ -47,7 +52,7 @@ class AxisRules:
         """
         chosen: list[MeshAxes] = []
         for dimension, axis in enumerate(axes):
-            if axis is not None and not hasattr(self, axis):
+            if axis is not None and axis not in self.__dataclass_fields__:
                 raise UserError(f"{name or 'An array'}: no logical axis is called '{axis}'. "
                                 + did_you_mean(axis, list(self.__dataclass_fields__)))
             mesh_axes = getattr(self, axis) if axis else None
@@ -76,10 +81,12 @@ class AxisRules:
         return NamedSharding(mesh, self.spec(axes, shape, mesh, name))
 
 
-def _size(mesh: Mesh, axes: MeshAxes) -> int:
+def _size(mesh: AnyMesh, axes: MeshAxes) -> int:
     names = (axes,) if isinstance(axes, str) else tuple(axes or ())
     size = 1
     for axis in names:
+        if axis not in mesh.shape:
+            raise UserError(f"AxisRules name a mesh axis '{axis}'; the mesh has {', '.join(mesh.shape)}.")
         size *= mesh.shape[axis]
     return size
 

@@ -22,9 +22,12 @@ class Rows:
     """A file of JSON lines, one per step, that continues where a checkpoint left off."""
 
     def __init__(self, path: Path, resume_step: int):
-        """Keeps rows up to `resume_step`, and drops later ones: they belong to steps about to be done again."""
+        """Keeps rows up to `resume_step`, and drops later ones: they belong to steps about to be done again.
+
+        At step 0 nothing has been done: a phase that starts over writes its row of step 0 again too.
+        """
         kept = []
-        if path.exists():
+        if path.exists() and resume_step > 0:
             for line in path.read_text().splitlines(keepends=True):
                 # A killed process may have left half a line.
                 if line.endswith("\n") and json.loads(line)["step"] <= resume_step:
@@ -58,7 +61,7 @@ class TensorBoard:
     def __init__(self, directory: Path, resume_step: int):
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1 if resume_step else None)
+        self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1 if resume_step else 0)
 
     def write(self, row: Mapping[str, Any]) -> None:
         for name, value in row.items():
@@ -77,17 +80,22 @@ def claim_workdir(workdir: Path, config: Config) -> None:
         raise UserError(f"--workdir '{workdir}' is a file; give a directory.")
     path = workdir / "run.json"
     if not path.exists():
-        strangers = sorted(p.name for p in workdir.iterdir())
+        # A run killed while it wrote its first file leaves half of it beside.
+        strangers = sorted(p.name for p in workdir.iterdir() if not p.name.startswith(".run.json."))
         if strangers:
             raise UserError(
                 f"--workdir '{workdir}' holds {', '.join(strangers[:3])}{' ...' if len(strangers) > 3 else ''} and no "
                 "run.json: it is not a run. Choose an empty or new directory."
             )
         return
-    run = json.loads(path.read_text())
-    if run["config_hash"] == config_hash(config):
+    try:
+        run = json.loads(path.read_text())
+        known, before = run["config_hash"], run["identity"]
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"--workdir '{workdir}': its run.json is not one of ours. Choose another --workdir.") from None
+    if known == config_hash(config):
         return
-    before, now = run["identity"], identity(config)
+    now = identity(config)
     keys = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     shown = [f"{k}: {before.get(k, 'absent')} there, {now.get(k, 'absent')} here" for k in keys[:4]]
     raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import signal
 import time
@@ -56,10 +57,19 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak) -
     try:
         if phase.config.steps in store.steps():
             console().print(f"[bold]{phase.name}[/]: complete at step {phase.config.steps}, nothing to do")
+            _mark_complete(directory / "phase.json")
             return directory / DIRECTORY / str(phase.config.steps)
         return _PhaseTraining(run, phase, previous, peak, store).run()
     finally:
         store.close()
+
+
+def _mark_complete(facts: Path) -> None:
+    """For a process that died after its last checkpoint and before it could say so."""
+    if jax.process_index() == 0 and facts.exists():
+        known = json.loads(facts.read_text())
+        if known["status"] != "complete":
+            write_json(facts, {**known, "status": "complete"})
 
 
 class _PhaseTraining:
@@ -105,7 +115,7 @@ class _PhaseTraining:
         if self.store.steps():
             raise UserError(f"No checkpoint of '{self.directory}' can be read. Delete that directory to train it again.")
         source = self.phase.config.init_from or self.previous
-        if not source:
+        if not source or source == "random":
             return self._random()
         return self._child(open_checkpoint(source, mesh=self.run_.mesh, rules=self.run_.rules))
 
@@ -153,6 +163,7 @@ class _PhaseTraining:
         train_step = compile_train_step(run.model, self.optimizer, run.mesh, run.rules, phase.config.accumulate)
         validate = self._validation()
         steps, every = phase.config.steps, config.log.every_steps
+        before = sum(p.config.steps for p in run.phases[: phase.index])
         last: dict[str, float] = {}
         pending: tuple[int, Any] | None = None
         clock, clock_step, began = time.perf_counter(), step, time.perf_counter()
@@ -170,9 +181,10 @@ class _PhaseTraining:
             at, values = pending
             pending = None
             last.update({name: float(value) for name, value in jax.device_get(values).items()})
-            if not math.isfinite(last["loss"]):
+            if not all(map(math.isfinite, last.values())):
                 raise UserError(
-                    f"The loss is {last['loss']} at step {at} of '{phase.name}'. Checkpoints before it are in "
+                    f"The loss is {last['loss']} and its gradient's norm {last['grad_norm']} at step {at} of "
+                    f"'{phase.name}'. Checkpoints before it are in "
                     f"'{self.directory / DIRECTORY}'. Lower the learning rate, or set model.qk_norm."
                 )
             if at % every == 0 or at == steps:
@@ -198,24 +210,27 @@ class _PhaseTraining:
                         speed.write(row)
                         board.write(row)
                         clock, clock_step = now, step
-                        left = (steps - step) * phase.tokens_per_step / row["tokens_per_second"]
+                        left = (steps - step) * phase.tokens_per_step / max(row["tokens_per_second"], 0.1)
                         progress.update(
                             step, last.get("loss", math.nan), row["tokens_per_second"], row["mfu_causal"], left
                         )
                     if step % config.log.validate_every_steps == 0 or step == steps:
                         settle()
                         write({"step": step, "tokens": step * phase.tokens_per_step, **validate(state.params)})
-                    stopping = stop_requested(step)
+                    stopping = stop_requested(before + step)
                     if step % config.checkpoint.every_steps == 0 or step == steps or stopping:
                         settle()  # the log on disk is never behind the checkpoint
                         self._save(step, state.params, state.optimizer, new_id(), None, pipeline.get_state())
                     if stopping:
-                        self.store.wait()
-                        raise Stopped(
-                            f"stopped at step {step} of {steps} of phase '{phase.name}', saved; the same command goes on"
-                        )
+                        break
                 self.store.wait()
-                self._write_facts("complete", started, time.perf_counter() - began)
+                if step == steps:
+                    self._write_facts("complete", started, time.perf_counter() - began)
+                    stopping = stop_requested(before + step)  # asked for while the last checkpoint was written
+                if stopping:
+                    raise Stopped(
+                        f"stopped at step {step} of {steps} of phase '{phase.name}', saved; the same command goes on"
+                    )
             finally:
                 progress.close()
                 pipeline.close()
@@ -236,14 +251,14 @@ class _PhaseTraining:
 
     def _validation(self) -> Any:
         """A function from parameters to {"validation_loss": ..., "validation_loss/SOURCE": ...}."""
-        phase, config = self.phase.config, self.run_.config
+        phase, config, run_share = self.phase.config, self.run_.config, self.run_.share
         held_out = validation_batches(
             config.data,
             sequence_length=phase.sequence_length,
             batch_size=phase.batch_size // phase.accumulate,
             count=config.log.validation_batches,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=run_share[0],
+            process_count=run_share[1],
         )
         loss = compile_loss(self.run_.model, self.run_.mesh, self.run_.rules, self.shardings)
 
@@ -287,7 +302,7 @@ class _PhaseTraining:
             config_hash=config_hash(run.config),
             lineage=lineage,
             mixture=list(run.mixture),
-            tokenizer={"kind": run.config.data.tokenizer, "fingerprint": run.tokenizer.fingerprint},
+            tokenizer=run.tokenizer.fingerprint,
             vocab_size=run.model.config.vocab_size,
             versions=versions(),
             data_state=data_state,
@@ -337,7 +352,10 @@ class _PhaseTraining:
 
 @contextlib.contextmanager
 def _sigterm() -> Iterator[Any]:
-    """Yields a function of the step: has a stop been asked for? All processes of a run hear the same answer."""
+    """Yields a function of the run's step: has a stop been asked for? All processes of a run hear the same answer.
+
+    The step counts through all phases: processes agree on one to stop at, and it may lie in the next phase.
+    """
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 

@@ -11,13 +11,17 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from pe_lab.config import Config, PhaseConfig, UserError
+from pe_lab.checkpoints.store import DIRECTORY, read_metadata, resolve, steps_in
+from pe_lab.checkpoints.surgery import check_same_shape
+from pe_lab.config import Config, ModelConfig, PhaseConfig, UserError, from_dict
+from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import build_pipeline
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.model import Model, complete
 from pe_lab.parallel import AxisRules, check_batch, make_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule, layers
 from pe_lab.training.optimizer import learning_rate
+from pe_lab.training.step import parameter_shardings
 
 
 @dataclass(frozen=True)
@@ -72,16 +76,14 @@ class Run:
     mixture: Sequence[dict[str, Any]]
     tokenizer: Tokenizer
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """See `batch_share`."""
+        return batch_share(self.mesh)
+
     def pipeline(self, phase: PhasePlan) -> Any:
         """The batches of a phase. Later phases read on in an order of their own, not the same windows again."""
-        return build_pipeline(
-            self.config.data,
-            sequence_length=phase.config.sequence_length,
-            batch_size=phase.config.batch_size,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-            seed=self.config.data.seed + phase.index,
-        )
+        return _pipeline(self.config, phase, self.mesh)
 
 
 def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None = None) -> Run:
@@ -90,23 +92,82 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
     Raises:
       UserError: anything that would stop the run later: shapes, mesh, batch sizes, data, encodings.
     """
+    workdir, rules = Path(workdir), AxisRules()
+    check_intervals(config)
     phases = plan_phases(config)
     mesh = make_mesh(config.mesh, devices)
     for phase in phases:
         where = f"config.phases[{phase.index}] ('{phase.name}')"
         check_batch(phase.config.batch_size, phase.config.accumulate, mesh, where)
-    first = phases[0].config
-    pipeline = build_pipeline(
+        for source in config.data.sources:
+            if source.source == "needles":
+                NeedleWindows(source.options, phase.config.sequence_length, 0, "train", 0)  # refuses short windows
+    starts = {phase.name: resolve(phase.config.init_from) for phase in phases if _starts_elsewhere(phase, workdir)}
+    # Of every phase, not of the first alone: a later one's windows may be longer than the text.
+    pipelines = [_pipeline(config, phase, mesh) for phase in phases]
+    for pipeline in pipelines:
+        pipeline.close()
+    first = pipelines[0]
+    model = Model(dataclasses.replace(config.model, vocab_size=vocabulary(config, first.vocab_size)))
+    parameter_shardings(model, mesh, rules)
+    for directory, step in starts.values():
+        where = directory / str(step)
+        parent = from_dict(ModelConfig, read_metadata(where)["model"], f"{where}: model")
+        check_same_shape(parent, model.config, f"The checkpoint '{where}'")
+    return Run(config, workdir, model, mesh, rules, phases, first.mixture, first.tokenizer)
+
+
+def check_intervals(config: Config) -> None:
+    """`UserError` for an interval or a number of checkpoints that is not positive."""
+    for name, value in {
+        "log.every_steps": config.log.every_steps,
+        "log.validate_every_steps": config.log.validate_every_steps,
+        "log.validation_batches": config.log.validation_batches,
+        "checkpoint.every_steps": config.checkpoint.every_steps,
+        "checkpoint.keep": config.checkpoint.keep,
+    }.items():
+        if value < 1:
+            raise UserError(f"config.{name} is {value}; it must be positive.")
+
+
+def _starts_elsewhere(phase: PhasePlan, workdir: Path) -> bool:
+    """Whether a phase has yet to start from a checkpoint that is there before this run."""
+    if phase.config.init_from in ("", "random") or steps_in(workdir / phase.name / DIRECTORY):
+        return False
+    return not Path(phase.config.init_from).absolute().is_relative_to(workdir.absolute())
+
+
+def _pipeline(config: Config, phase: PhasePlan, mesh: Mesh) -> Any:
+    index, count = batch_share(mesh)
+    return build_pipeline(
         config.data,
-        sequence_length=first.sequence_length,
-        batch_size=first.batch_size,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        sequence_length=phase.config.sequence_length,
+        batch_size=phase.config.batch_size,
+        process_index=index,
+        process_count=count,
+        seed=config.data.seed + phase.index,
     )
-    model = Model(dataclasses.replace(config.model, vocab_size=vocabulary(config, pipeline.vocab_size)))
-    mixture, tokenizer = pipeline.mixture, pipeline.tokenizer
-    pipeline.close()
-    return Run(config, Path(workdir), model, mesh, AxisRules(), phases, mixture, tokenizer)
+
+
+def batch_share(mesh: Mesh) -> tuple[int, int]:
+    """(index, count): which of how many equal parts of a batch this process feeds to its devices.
+
+    Processes that differ only along `tensor` hold the same rows of a batch, so they read the same part.
+    """
+    if jax.process_count() == 1:
+        return 0, 1
+    rows = mesh.devices.reshape(-1, mesh.shape["tensor"])
+    held = {device.process_index: set() for device in rows.flat}
+    for row, devices in enumerate(rows):
+        for device in devices:
+            held[device.process_index].add(row)
+    parts = sorted({tuple(sorted(rows)) for rows in held.values()})
+    if sum(map(len, parts)) != len(rows) or len({len(part) for part in parts}) != 1:
+        raise UserError(
+            f"mesh {dict(mesh.shape)}: the {len(held)} processes hold parts of a batch that overlap. Choose a tensor "
+            "axis that divides the devices of one process, or is a multiple of them."
+        )
+    return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
 
 
 def vocabulary(config: Config, needed: int) -> int:

@@ -1,4 +1,4 @@
-"""Attention against float64 loops, and its two implementations against each other."""
+"""Attention against float64 loops, and its implementations against each other."""
 
 import functools
 
@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention import Row, attention
+from pe_lab.attention import IMPLEMENTATIONS, Row, attention
 from pe_lab.config import UserError
 from pe_lab.positional import alibi_slopes
 
-IMPLEMENTATIONS = ["reference", "chunked"]
+OTHERS = [name for name in IMPLEMENTATIONS if name != "reference"]
 
 
 def qkv(B: int, T: int, H: int, G: int, K: int, seed: int = 0, dtype=jnp.float32):
@@ -20,14 +20,16 @@ def qkv(B: int, T: int, H: int, G: int, K: int, seed: int = 0, dtype=jnp.float32
 
 
 def rotation_row(inv_freq: np.ndarray, positions: np.ndarray, gain: np.ndarray | None = None) -> Row:
-    """A row whose heads (the rows of inv_freq) rotate at these frequencies [rows, R]; positions [B or 1, T]."""
+    """A row whose heads rotate at these frequencies [rows, R]; positions [B or 1, T]."""
     angle = positions[:, :, None, None] * inv_freq
     gain = np.ones(inv_freq.shape) if gain is None else gain
     return Row(jnp.asarray(np.cos(angle) * gain, jnp.float32), jnp.asarray(np.sin(angle) * gain, jnp.float32))
 
 
-def naive(q, k, v, *, positions=None, inv_freq=None, gain=None, slope=None, beta=1.0, segments=None, window=None):
-    """What attention should say, one query at a time, in float64. inv_freq and gain are per query head: [H, R]."""
+def naive(
+    q, k, v, *, positions=None, inv_freq=None, gain=None, slope=None, beta=1.0, segments=None, window=None
+):
+    """What attention should say, one query at a time, in float64; inv_freq and gain are [H, R]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     B, T, H, K = q.shape
     positions = np.broadcast_to(np.arange(T) if positions is None else positions, (B, T))
@@ -62,7 +64,8 @@ def run(implementation: str, q, k, v, row, *, window=None, chunk=8, **arrays):
 
 
 FREQUENCIES = np.array([1.0, 0.3, 0.1, 0.01])  # K = 8
-PACKED = np.array([[1] * 7 + [2] * 5 + [3] * 9, [1] * 2 + [2] * 18 + [0]])  # T = 21: no multiple of the chunk, 8
+# T = 21: no multiple of the chunk, 8.
+PACKED = np.array([[1] * 7 + [2] * 5 + [3] * 9, [1] * 2 + [2] * 18 + [0]])
 RESTARTED = np.array([[*range(7), *range(5), *range(9)], [*range(2), *range(18), 0]])
 
 
@@ -106,17 +109,17 @@ def test_is_what_a_float64_loop_says(implementation, case):
         logit_scale=jnp.float32(case.get("beta", 1.0)),
     )
     segments = jnp.asarray(case["segments"]) if "segments" in case else None
-    out = run(
-        implementation, q, k, v, row, positions=jnp.asarray(positions), segments=segments, window=case.get("window")
-    )
+    at, window = jnp.asarray(positions), case.get("window")
+    out = run(implementation, q, k, v, row, positions=at, segments=segments, window=window)
     np.testing.assert_allclose(out, naive(q, k, v, **case), atol=3e-6)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_head_beside_a_rotating_one_is_nope(implementation):
-    """Masking query head 1's rotation alone leaves its scores without position, though its key head still turns."""
+    """Without its rotation, query head 1 has no position in its scores, though its key head still turns."""
     q, k, v = qkv(1, 12, 2, 1, 8)
-    split = run(implementation, q, k, v, rotation_row(FREQUENCIES * np.array([[1.0], [0.0]]), np.arange(12)[None]))
+    row = rotation_row(FREQUENCIES * np.array([[1.0], [0.0]]), np.arange(12)[None])
+    split = np.asarray(run(implementation, q, k, v, row))
     nope = np.asarray(run(implementation, q, k, v, Row()))
     np.testing.assert_allclose(split[:, :, 1], nope[:, :, 1], atol=1e-6)
     assert np.abs(split[:, :, 0] - nope[:, :, 0]).max() > 0.1
@@ -157,57 +160,69 @@ def test_gradient_flows_from_the_past_and_the_window_only(implementation, window
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_padding_and_other_documents_cannot_reach_an_output(implementation):
-    """Queries and keys of segment 0 hold NaN, its values a huge number: real tokens do not notice."""
+def test_padding_cannot_reach_an_output_whatever_it_holds(implementation):
+    """Segment 0 holds huge queries, keys and values; no real token's output changes by a bit."""
     q, k, v = qkv(2, 21, 4, 2, 8)
     segments = np.where(np.arange(21) < 13, 1, 0)[None].repeat(2, 0)
     pad = (segments == 0)[:, :, None, None]
     row = Row(slope=jnp.asarray(alibi_slopes(4), jnp.float32))
 
     @jax.jit
-    def outputs(q, k, v):
+    def real(q, k, v):
         out = attention(q, k, v, row, segments=jnp.asarray(segments), implementation=implementation, chunk=8)
         return jnp.where(pad, 0, out)
 
-    spoilt = (np.where(pad, bad, x) for x, bad in ((q, np.nan), (k, np.nan), (v, 1e30)))
-    dirty = outputs(*(jnp.asarray(x, jnp.float32) for x in spoilt))
-    np.testing.assert_array_equal(dirty, outputs(q, k, v))
+    spoilt = (jnp.asarray(np.where(pad, 1e6, x), jnp.float32) for x in (q, k, v))
+    np.testing.assert_array_equal(real(*spoilt), real(q, k, v))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_nan_in_padding_stays_there(implementation):
+    """In queries and keys, whose logits are replaced; a value's NaN times zero is NaN anywhere."""
+    q, k, v = qkv(1, 21, 2, 2, 8)
+    pad = (np.arange(21) >= 13)[None, :, None, None]
+    segments = jnp.asarray(np.where(pad[:, :, 0, 0], 0, 1))
+    spoilt = (jnp.asarray(np.where(pad, np.nan, x), jnp.float32) for x in (q, k))
+    dirty = np.asarray(run(implementation, *spoilt, v, Row(), segments=segments))
+    clean = np.asarray(run(implementation, q, k, v, Row(), segments=segments))
+    np.testing.assert_array_equal(dirty[:, :13], clean[:, :13])
 
 
 ODD = [(1, 8), (2, 8), (63, 16), (65, 64), (129, 16)]
 
 
 @pytest.mark.parametrize("T, chunk", ODD)
-def test_chunked_is_the_reference_in_value_and_gradient(T, chunk):
-    """At lengths beside and across the block size, with everything on: groups, slopes, documents, a window."""
+def test_every_implementation_is_the_reference_in_value_and_gradient(T, chunk):
+    """At lengths beside and across the block size, with groups, slopes, documents, a window."""
     q, k, v = qkv(2, T, 4, 2, 8, seed=T)
     rng = np.random.default_rng(T)
     segments = np.sort(rng.integers(1, 4, (2, T)), axis=1)
     row = Row(slope=jnp.asarray(alibi_slopes(4), jnp.float32), logit_scale=jnp.float32(1.2))
     direction = jnp.asarray(rng.standard_normal(q.shape), jnp.float32)
+    settings = [dict(), dict(window=max(1, T // 3), segments=jnp.asarray(segments))]
 
     @jax.jit
-    def both(q, k, v):
-        results = []
-        for implementation in IMPLEMENTATIONS:
-            for window, documents in ((None, None), (max(1, T // 3), jnp.asarray(segments))):
+    def evaluate(q, k, v):
+        def one(implementation, setting):
+            def loss(q, k, v):
+                out = attention(q, k, v, row, implementation=implementation, chunk=chunk, **setting)
+                return (out * direction).sum(), out
 
-                def loss(q, k, v, implementation=implementation, window=window, documents=documents):
-                    out = attention(
-                        q, k, v, row, segments=documents, window=window, implementation=implementation, chunk=chunk
-                    )
-                    return (out * direction).sum(), out
+            return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
 
-                results.append(jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v))
-        return results
+        return {name: [one(name, setting) for setting in settings] for name in IMPLEMENTATIONS}
 
-    full, narrow, chunked_full, chunked_narrow = both(q, k, v)
-    for expected, got in ((full, chunked_full), (narrow, chunked_narrow)):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), expected, got)
+    results = evaluate(q, k, v)
+    for name in OTHERS:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5),
+            results[name],
+            results["reference"],
+        )
 
 
 def test_bfloat16_stays_near_float32():
-    """Inputs rounded to bfloat16; logits, softmax and sums are float32, so the error is that of the last roundings."""
+    """Of the same rounded inputs. Logits and sums are float32: the error is that of the last roundings."""
     q, k, v = qkv(2, 129, 4, 2, 16, dtype=jnp.bfloat16)
     wide = (x.astype(jnp.float32) for x in (q, k, v))
     exact = np.asarray(run("reference", *wide, Row()))
@@ -243,8 +258,8 @@ def test_auto_takes_the_chunked_one_beyond_a_chunk():
         f = functools.partial(attention, implementation=implementation, chunk=chunk)
         return jax.jit(f).lower(q, k, v, Row()).as_text()
 
-    assert program("auto", 16) == program("reference", 16)
-    assert program("auto", 8) == program("chunked", 8) != program("reference", 8)
+    assert program("auto", 16) == program("dense", 16) != program("chunked", 16)
+    assert program("auto", 8) == program("chunked", 8) != program("dense", 8)
 
 
 def test_bad_calls_say_what_is_wrong():

@@ -3,10 +3,10 @@
     python -m pip install transformers==5.23.0 torch==2.13.0 numpy==2.4.6
     python tests/data/make_llama_golden.py
 
-Each model is stored as `NAME/weights/PARAMETER` under transformers' own names (float16: the weights are rounded to it
-before they are used, so nothing is lost) and `NAME/logits` [B, T, V] float32; all read the same `tokens` [B, T].
-Weights are drawn far wider than an initialization, so that attention is peaked and every norm and bias is felt. Output is
-computed in float64 where transformers lets it (its norms and its softmax stay in float32).
+Each model is stored as `NAME/weights/PARAMETER` under transformers' own names (float16: the weights are
+rounded to it before they are used, so nothing is lost) and `NAME/logits` [B, T, V] float32; all read the same
+`tokens` [B, T]. Weights are drawn far wider than an initialization, so that every norm and bias is felt.
+Logits are computed in float64 where transformers lets it (its norms and its softmax stay in float32).
 """
 
 import json
@@ -38,7 +38,7 @@ SHAPE = dict(
     attn_implementation="eager",
 )
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# The training length is short against LENGTH and the ramp falls within the 4 or 8 pairs: every part of YaRN shows.
+# The training length is short against LENGTH and the ramp falls within the 8 pairs: all of YaRN shows.
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 MODELS = {
@@ -70,7 +70,7 @@ def draw(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndar
         return 0.5 * values
     if "embed" in name or "lm_head" in name:
         return 0.3 * values
-    return 1.5 * values / shape[1] ** 0.5
+    return values / shape[1] ** 0.5
 
 
 def main() -> None:
@@ -80,9 +80,11 @@ def main() -> None:
     for name, (model_class, config_class, settings) in MODELS.items():
         model = model_class(config_class(**SHAPE | settings)).eval()
         weights = {
-            key: draw(key, tuple(value.shape), rng).astype(np.float16) for key, value in model.named_parameters()
+            key: draw(key, tuple(value.shape), rng).astype(np.float16)
+            for key, value in model.named_parameters()
         }
-        model.load_state_dict({k: torch.tensor(v, dtype=torch.float32) for k, v in weights.items()}, strict=False)
+        tensors = {key: torch.tensor(value, dtype=torch.float32) for key, value in weights.items()}
+        model.load_state_dict(tensors, strict=False)
         model.tie_weights()
         with torch.no_grad():
             logits = model.double()(torch.tensor(tokens)).logits
@@ -90,9 +92,10 @@ def main() -> None:
         arrays[f"{name}/logits"] = logits.float().numpy()
     versions = {package: version(package) for package in ("transformers", "torch", "numpy")}
     np.savez_compressed(OUT, versions=json.dumps(versions), **arrays)
-    print(f"{OUT}: {OUT.stat().st_size / 1e3:.0f} kB; largest logit", *(
-        f"{name} {np.abs(arrays[f'{name}/logits']).max():.2f}" for name in MODELS
-    ))
+    print(
+        f"{OUT}: {OUT.stat().st_size / 1e3:.0f} kB; largest logit",
+        *(f"{name} {np.abs(arrays[f'{name}/logits']).max():.2f}" for name in MODELS),
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ from pe_lab.positional import (
 )
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "llama_golden.npz")
-TINY = ModelConfig(vocab_size=64, layers=2, d_model=32, d_ff=48, heads=4, kv_heads=2, norm_epsilon=1e-5, dtype="float32")
+TINY = ModelConfig(
+    vocab_size=64, layers=2, d_model=32, d_ff=48, heads=4, kv_heads=2, norm_epsilon=1e-5, dtype="float32"
+)
 
 
 def schedule_of(model: Model, description):
@@ -61,14 +63,16 @@ def logits_of(model, params, tokens, positions, segments, schedule):
     return model.apply(params, tokens, positions, segments, schedule)
 
 
-# --- transformers ---------------------------------------------------------------------------------------------------
+# --- transformers -------------------------------------------------------------------------------------------
 
 
 def from_transformers(name: str, config: ModelConfig):
     """transformers' weights ([out, in], heads merged) in our tree ([in, heads, head_dim], layers stacked)."""
     D, K = config.d_model, config.head_dim or config.d_model // config.heads
     prefix = f"{name}/weights/"
-    weights = {k.removeprefix(prefix): GOLDEN[k].astype(np.float32) for k in GOLDEN.files if k.startswith(prefix)}
+    weights = {
+        k.removeprefix(prefix): GOLDEN[k].astype(np.float32) for k in GOLDEN.files if k.startswith(prefix)
+    }
 
     def stack(key: str, convert=lambda w: w):
         return jnp.stack([convert(weights[f"model.layers.{n}.{key}"]) for n in range(config.layers)])
@@ -76,7 +80,9 @@ def from_transformers(name: str, config: ModelConfig):
     def heads_out(w):
         return w.T.reshape(D, -1, K)
 
-    attention = {ours: stack(f"self_attn.{ours[0]}_proj.weight", heads_out) for ours in ("query", "key", "value")}
+    attention = {
+        ours: stack(f"self_attn.{ours[0]}_proj.weight", heads_out) for ours in ("query", "key", "value")
+    }
     attention["out"] = stack("self_attn.o_proj.weight", lambda w: w.T.reshape(-1, K, D))
     if config.attention_bias:
         for ours in ("query", "key", "value"):
@@ -114,18 +120,22 @@ def from_transformers(name: str, config: ModelConfig):
 def test_logits_are_those_of_transformers(name, changes, encoding):
     model = Model(dataclasses.replace(TINY, **changes))
     params = from_transformers(name, model.config)
-    jax.tree.map(lambda ours, expected: np.testing.assert_equal(ours.shape, expected.shape), params, model.shapes)
+    jax.tree.map(
+        lambda ours, expected: np.testing.assert_equal(ours.shape, expected.shape), params, model.shapes
+    )
     tokens, expected = jnp.asarray(GOLDEN["tokens"]), GOLDEN[f"{name}/logits"]
     logits = logits_of(model, params, tokens, None, None, schedule_of(model, encoding))
     assert logits.dtype == jnp.float32
     assert np.abs(logits - expected).max() <= 2e-5
 
 
-# --- numpy ----------------------------------------------------------------------------------------------------------
+# --- numpy --------------------------------------------------------------------------------------------------
 
 
-def numpy_decoder(config: ModelConfig, params, tokens, positions, segments, described, heads_on) -> np.ndarray:
-    """The whole forward pass, one document-masked row at a time; `heads_on` [N, H] says which heads rotate."""
+def numpy_decoder(
+    config: ModelConfig, params, tokens, positions, segments, described, heads_on
+) -> np.ndarray:
+    """The whole forward pass, row by row and head by head; `heads_on` [N, H] says which heads rotate."""
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     at = p["layers"]
     H, G, K, T = config.heads, config.kv_heads, config.head_dim, tokens.shape[1]
@@ -155,7 +165,12 @@ def numpy_decoder(config: ModelConfig, params, tokens, positions, segments, desc
             for h in range(H):
                 g = h * G // H
                 angle, size = position[:, None] * inv_freq * heads_on[n][h], gain if heads_on[n][h] else 1
-                logits = rotated(q[:, h], angle, size) @ rotated(k[:, g], angle, size).T * layer.logit_scale / K**0.5
+                logits = (
+                    rotated(q[:, h], angle, size)
+                    @ rotated(k[:, g], angle, size).T
+                    * layer.logit_scale
+                    / K**0.5
+                )
                 logits = np.where(visible, logits - slopes[h] * distance, -np.inf)
                 weights = np.exp(logits - logits.max(-1, keepdims=True))
                 heads.append(weights / weights.sum(-1, keepdims=True) @ v[:, g])
@@ -167,7 +182,7 @@ def numpy_decoder(config: ModelConfig, params, tokens, positions, segments, desc
     return np.stack(out)
 
 
-# Every layer another: all in one model, with heads 1 and 2 of layer 1 masked, so that rotations differ within groups.
+# Every layer another. Heads 1 and 2 of layer 1 are masked below, so that rotations differ within groups.
 MIXED = (
     Layer(Rope(100.0, scaling=Yarn(4.0, 16)), logit_scale=1.2),
     Layer(Rope(50.0)),
@@ -206,7 +221,7 @@ def packed_batch(T: int):
     return segments, (np.arange(T)[None] - starts).astype(np.int32)
 
 
-@pytest.mark.parametrize("attention", ["reference", "chunked"])
+@pytest.mark.parametrize("attention", ["dense", "chunked"])
 def test_a_model_of_six_different_layers_equals_numpy(attention):
     model = Model(dataclasses.replace(MIXED_MODEL.config, attention=attention))
     params, tokens = random_params(model), tokens_of(model, 2, 21)
@@ -221,21 +236,26 @@ def test_a_model_of_six_different_layers_equals_numpy(attention):
     np.testing.assert_allclose(logits, expected, atol=3e-5)
 
 
-# --- ourselves ------------------------------------------------------------------------------------------------------
+# --- ourselves ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "description", ["rope", "nope", "alibi", ("rope/window=4", "nope")], ids=["rope", "nope", "alibi", "windows"]
+    "description",
+    ["rope", "nope", "alibi", ("rope/window=4", "nope")],
+    ids=["rope", "nope", "alibi", "windows"],
 )
 def test_packed_documents_are_separate_documents(description):
     """Each document alone, from position 0, gives the logits it has within the packed row."""
     model, T = Model(TINY), 21
     params, tokens, schedule = random_params(model), tokens_of(model, 2, T), schedule_of(model, description)
     segments, positions = packed_batch(T)
-    packed = np.asarray(logits_of(model, params, tokens, jnp.asarray(positions), jnp.asarray(segments), schedule))
+    at, within = jnp.asarray(positions), jnp.asarray(segments)
+    packed = np.asarray(logits_of(model, params, tokens, at, within, schedule))
     # One document a row, padded behind, where causality hides the padding: one shape, one compilation.
     documents = [
-        (row, *np.flatnonzero(segments[row] == s)[[0, -1]]) for row in range(2) for s in np.unique(segments[row])
+        (row, *np.flatnonzero(segments[row] == s)[[0, -1]])
+        for row in range(2)
+        for s in np.unique(segments[row])
     ]
     alone = np.zeros((len(documents), T), np.int32)
     for i, (row, first, last) in enumerate(documents):
@@ -279,7 +299,8 @@ def test_token_loss_is_the_cross_entropy_of_the_logits():
     params, tokens = random_params(model), tokens_of(model, 2, 9)
     schedule = schedule_of(model, "rope")
     logits = np.asarray(logits_of(model, params, tokens[:, :-1], None, None, schedule), np.float64)
-    expected = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, np.asarray(tokens)[:, 1:, None], -1)[..., 0]
+    at_target = np.take_along_axis(logits, np.asarray(tokens)[:, 1:, None], -1)[..., 0]
+    expected = np.log(np.exp(logits).sum(-1)) - at_target
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     np.testing.assert_allclose(jax.jit(model.token_loss)(params, batch, schedule), expected, atol=2e-5)
 
@@ -288,14 +309,15 @@ def test_bfloat16_computes_near_float32_over_the_same_parameters():
     model = Model(TINY)
     params, tokens, schedule = random_params(model), tokens_of(model, 2, 16), schedule_of(model, "rope")
     exact = np.asarray(logits_of(model, params, tokens, None, None, schedule))
-    rounded = logits_of(Model(dataclasses.replace(TINY, dtype="bfloat16")), params, tokens, None, None, schedule)
+    narrow = Model(dataclasses.replace(TINY, dtype="bfloat16"))
+    rounded = logits_of(narrow, params, tokens, None, None, schedule)
     assert rounded.dtype == jnp.float32
     error = np.abs(rounded - exact)
     assert 0 < error.max() < 0.05 * np.abs(exact).max()
 
 
 def test_init_is_decided_by_the_key_and_sized_as_documented():
-    """Weights ~ N(0, init_std), residual branches smaller by sqrt(2 N), norms one, biases zero; layers all differ."""
+    """Weights ~ N(0, init_std), residual branches smaller by sqrt(2 N), norms one, biases zero."""
     config = dataclasses.replace(TINY, layers=8, attention_bias=True, qk_norm=True, tie_embeddings=False)
     model = Model(config)
     init = jax.jit(model.init)

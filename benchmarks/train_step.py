@@ -1,0 +1,361 @@
+"""Tokens per second of our train step against transformers' Llama under torch: the same training, by turns.
+
+    python benchmarks/train_step.py --peer-python=/path/to/venv/bin/python
+
+Both sides start from the same weights, see the same batch, and take the same AdamW steps in float32 on as many
+threads; the losses of their first steps are compared, so that what is timed is the same work. The peer lives in a
+process of its own (it may need another Python: `--peer-python`, or the environment's PE_LAB_PEER) and steps only
+when it is asked to, while we wait, and the other way round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # as `python benchmarks/train_step.py` from a checkout that is not installed
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig, UserError, command, did_you_mean  # noqa: E402
+from pe_lab.model import Model, train_flops_per_token  # noqa: E402
+from pe_lab.parallel import AxisRules, make_mesh, start_processes  # noqa: E402
+from pe_lab.parallel.host_memory import keep_freed_memory  # noqa: E402
+from pe_lab.positional import Rope, build_schedule, layers  # noqa: E402
+from pe_lab.training import compile_train_step, init_state, make_optimizer, make_shardings, place_batch  # noqa: E402
+from pe_lab.training.machine import machine, versions  # noqa: E402
+
+
+class Shape(NamedTuple):
+    """What is trained: a model, on batches of `batch` windows of `length` tokens."""
+
+    model: ModelConfig
+    batch: int
+    length: int
+    steps: int  # a turn
+
+
+def _model(vocab_size: int, layers: int, d_model: int, d_ff: int, heads: int, kv_heads: int) -> ModelConfig:
+    return ModelConfig(vocab_size, layers, d_model, d_ff, heads, kv_heads, dtype="float32", scan=False)
+
+
+SHAPES = {
+    # `make demo`'s model, but for QK-norm, which Llama has not.
+    "demo": Shape(_model(640, 3, 64, 256, 4, 4), 32, 64, 20),
+    "base": Shape(_model(4096, 4, 256, 768, 4, 2), 8, 256, 3),
+}
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup_steps=0)
+ROPE_BASE = 10000.0
+
+
+class Side(Protocol):
+    """One contestant, ready to step. `run` returns {"seconds", "cpu", "losses"} of so many steps."""
+
+    name: str
+    parameters: int
+    versions: dict[str, str]
+
+    def run(self, steps: int) -> dict[str, Any]: ...
+
+
+class Ours:
+    """The step that `pe_lab.train` takes."""
+
+    def __init__(self, shape: Shape, params: Any, batch: dict[str, np.ndarray]):
+        self.name, self.versions = "pe_lab", versions()
+        model = Model(shape.model)
+        self.parameters = model.num_parameters
+        mesh, rules = make_mesh(MeshConfig()), AxisRules()
+        optimizer = make_optimizer(OPTIMIZER, 10**6, model.axes)
+        shardings = make_shardings(model, optimizer, mesh, rules)
+        config = model.config
+        self.schedule = build_schedule(
+            layers(Rope(base=ROPE_BASE), config.layers), config.heads, config.kv_heads, config.head_dim
+        )
+        self.state = jax.device_put(init_state(model, optimizer, params), shardings.state)
+        self.batch = place_batch(batch, shardings.batch)
+        self.step = compile_train_step(model, optimizer, mesh, rules)
+
+    def run(self, steps: int) -> dict[str, Any]:
+        start, cpu = time.perf_counter(), time.process_time()
+        losses = []
+        for _ in range(steps):
+            self.state, metrics = self.step(self.state, self.batch, self.schedule)
+            losses.append(metrics["loss"])
+        jax.block_until_ready(self.state)
+        losses = [float(loss) for loss in losses]
+        return {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu, "losses": losses}
+
+
+class Peer:
+    """transformers' Llama in a subprocess, eager or compiled."""
+
+    def __init__(self, name: str, python: str, job: dict[str, Any], log: Path):
+        self.name = name
+        self.process = subprocess.Popen(
+            [python, str(HERE / "train_step_peer.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+        )
+        self.log = log
+        ready = self._ask(job)
+        self.parameters, self.versions = ready["parameters"], ready["versions"]
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            print(json.dumps(message), file=self.process.stdin, flush=True)
+            return json.loads(self.process.stdout.readline())
+        except (BrokenPipeError, json.JSONDecodeError):
+            self.process.wait()
+            tail = "\n".join(self.log.read_text().splitlines()[-15:])
+            raise UserError(f"The peer '{self.name}' stopped (exit status {self.process.returncode}):\n{tail}") from None
+
+    def run(self, steps: int) -> dict[str, Any]:
+        return self._ask({"steps": steps})
+
+    def stop(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+
+def llama_names(params: Any) -> dict[str, np.ndarray]:
+    """Our parameters under transformers' names, in its layout [out, in]."""
+    trunk, stacked = params["trunk"], params["layers"]
+    D = trunk["embedding"].shape[1]
+    named = {"model.embed_tokens.weight": trunk["embedding"], "model.norm.weight": trunk["final_norm"]["scale"]}
+    for n in range(stacked["mlp"]["gate"].shape[0]):
+        block = jax.tree.map(lambda x, n=n: np.asarray(x[n]), stacked)
+        attention, mlp = block["attention"], block["mlp"]
+        of_layer = {
+            "input_layernorm": block["attention_norm"]["scale"],
+            "post_attention_layernorm": block["mlp_norm"]["scale"],
+            "self_attn.q_proj": attention["query"].reshape(D, -1).T,
+            "self_attn.k_proj": attention["key"].reshape(D, -1).T,
+            "self_attn.v_proj": attention["value"].reshape(D, -1).T,
+            "self_attn.o_proj": attention["out"].reshape(-1, D).T,
+            "mlp.gate_proj": mlp["gate"].T,
+            "mlp.up_proj": mlp["up"].T,
+            "mlp.down_proj": mlp["down"].T,
+        }
+        named |= {f"model.layers.{n}.{name}.weight": array for name, array in of_layer.items()}
+    return {name: np.ascontiguousarray(array) for name, array in named.items()}
+
+
+def llama_config(shape: Shape) -> dict[str, Any]:
+    """The keyword arguments of transformers' LlamaConfig."""
+    model = shape.model
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.d_model,
+        "intermediate_size": model.d_ff,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "rms_norm_eps": model.norm_epsilon,
+        "max_position_embeddings": shape.length,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},
+    }
+
+
+def find_peer_python(given: str) -> str:
+    """The Python to run the peer with; `UserError` where torch and transformers are nowhere."""
+    python = given or os.environ.get("PE_LAB_PEER", "")
+    if python:
+        check = subprocess.run([python, "-c", "import torch, transformers"], capture_output=True, text=True)
+        if check.returncode:
+            raise UserError(f"{python} cannot import torch and transformers:\n{check.stderr.strip()[-500:]}")
+        return python
+    if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
+        return sys.executable
+    raise UserError(
+        "The peer needs torch and transformers, and this Python has not both. Give a Python that has them as "
+        "--peer-python (or in PE_LAB_PEER), or pass --ours-only."
+    )
+
+
+def prepare(shape: Shape) -> tuple[Any, dict[str, np.ndarray]]:
+    """Initial parameters and one batch of random tokens, the same for every side."""
+    params = Model(shape.model).init(jax.random.key(0))
+    windows = np.random.default_rng(0).integers(0, shape.model.vocab_size, (shape.batch, shape.length + 1))
+    windows = windows.astype(np.int32)
+    batch = {"tokens": windows[:, :-1].copy(), "targets": windows[:, 1:].copy()}
+    return params, batch | {"weights": np.ones(batch["tokens"].shape, np.float32)}
+
+
+def start_peers(
+    kinds: Sequence[str], python: str, shape: Shape, params: Any, batch: dict[str, np.ndarray], threads: int, at: Path
+) -> list[Peer]:
+    """The peers, built and waiting. `kinds`: of eager, compiled; both with AdamW's fused form, torch's fastest."""
+    np.savez(at / "weights.npz", **llama_names(params))
+    np.savez(at / "batch.npz", tokens=batch["tokens"], targets=batch["targets"])
+    job = {
+        "config": llama_config(shape),
+        "weights": str(at / "weights.npz"),
+        "batch": str(at / "batch.npz"),
+        "threads": threads,
+        "optimizer": dataclasses.asdict(OPTIMIZER),
+        "optimizer_kind": "fused",
+    }
+    return [Peer(f"torch {kind}", python, job | {"compile": kind == "compiled"}, at / f"{kind}.log") for kind in kinds]
+
+
+def check_same(sides: Sequence[Side], first: dict[str, list[float]]) -> None:
+    """`UserError` unless all sides have as many parameters and the same losses over the first steps."""
+    ours = sides[0]
+    for side in sides[1:]:
+        if side.parameters != ours.parameters:
+            raise UserError(f"{side.name} has {side.parameters} parameters and pe_lab {ours.parameters}.")
+        if not np.allclose(first[side.name], first[ours.name], rtol=1e-4):
+            raise UserError(f"The first losses differ: {side.name} {first[side.name]}, pe_lab {first[ours.name]}.")
+
+
+def measure(sides: Sequence[Side], rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
+    """Turns of `steps` steps: every side once a round, each round beginning with another side."""
+    turns: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
+    for i in range(rounds):
+        for j in range(len(sides)):
+            side = sides[(i + j) % len(sides)]
+            result = side.run(steps)
+            turns[side.name].append({"seconds": result["seconds"] / steps, "cpu": result["cpu"] / steps})
+    return turns
+
+
+def summarize(shape: Shape, sides: Sequence[Side], turns: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """One row a side: speed at the median turn and at the best, arithmetic, processor time, and our ratio to it."""
+    tokens = shape.batch * shape.length
+    flops = train_flops_per_token(Model(shape.model).config, shape.length)
+    rows: list[dict[str, Any]] = []
+    for side in sides:
+        seconds = [turn["seconds"] for turn in turns[side.name]]
+        rows.append(
+            {
+                "side": side.name,
+                "tokens_per_second": tokens / statistics.median(seconds),
+                "tokens_per_second_best": tokens / min(seconds),
+                "gflops_full": flops.full * tokens / statistics.median(seconds) / 1e9,
+                "gflops_causal": flops.causal * tokens / statistics.median(seconds) / 1e9,
+                "cpu_ms_per_step": 1e3 * statistics.median(turn["cpu"] for turn in turns[side.name]),
+            }
+        )
+    for row in rows:
+        row["ours_over_this"] = rows[0]["tokens_per_second"] / row["tokens_per_second"]
+        row["ours_over_this_best"] = rows[0]["tokens_per_second_best"] / row["tokens_per_second_best"]
+        row["cpu_time_over_ours"] = row["cpu_ms_per_step"] / rows[0]["cpu_ms_per_step"]
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    head = f"{'':16}{'tokens/s':>10}{'best':>10}{'GFLOP/s':>10}{'CPU ms/step':>13}{'ours/this':>11}{'of best':>9}{'CPU time':>10}"
+    lines = [
+        f"{r['side']:16}{r['tokens_per_second']:10.0f}{r['tokens_per_second_best']:10.0f}{r['gflops_full']:10.1f}"
+        f"{r['cpu_ms_per_step']:13.1f}{r['ours_over_this']:11.2f}{r['ours_over_this_best']:9.2f}{r['cpu_time_over_ours']:10.2f}"
+        for r in rows
+    ]
+    return "\n".join([head, *lines])
+
+
+def run_shape(name: str, args: argparse.Namespace, threads: int, python: str | None) -> dict[str, Any]:
+    """Measures one shape on all sides; the result as it is written to a file."""
+    shape = SHAPES[name]
+    params, batch = prepare(shape)
+    kinds = args.peers.split(",") if python else []
+    with tempfile.TemporaryDirectory() as folder:
+        sides: list[Side] = [Ours(shape, params, batch)]
+        peers: list[Peer] = []
+        try:
+            if python:
+                peers = start_peers(kinds, python, shape, params, batch, threads, Path(folder))
+            sides += peers
+            first = {side.name: side.run(3)["losses"] for side in sides}
+            check_same(sides, first)
+            turns = measure(sides, args.rounds, 1 if args.quick else shape.steps)
+        finally:
+            for peer in peers:
+                peer.stop()
+    found = {key: value for side in sides for key, value in side.versions.items()}
+    rows = summarize(shape, sides, turns)
+    print(f"\n{name}: {sides[0].parameters:,} parameters, {shape.batch} x {shape.length} tokens a step, float32, "
+          f"{threads} threads; losses of the first steps: {', '.join(f'{x:.4f}' for x in first['pe_lab'])}")
+    print(table(rows), flush=True)
+    return {
+        "shape": name,
+        "model": dataclasses.asdict(shape.model),
+        "batch": shape.batch,
+        "length": shape.length,
+        "threads": threads,
+        "parameters": sides[0].parameters,
+        "first_losses": first,
+        "rows": rows,
+        "turns": turns,
+        "steps_per_turn": 1 if args.quick else shape.steps,
+        "versions": found,
+        "machine": machine(),
+        "load_average": os.getloadavg(),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="demo,base", help=f"of {', '.join(SHAPES)}; several with commas")
+    parser.add_argument("--peers", default="eager,compiled", help="of eager, compiled")
+    parser.add_argument("--peer-python", default="", help="a Python with torch and transformers")
+    parser.add_argument("--ours-only", action="store_true", help="no peer")
+    parser.add_argument("--threads", type=int, default=0, help="0: as many as there are processors")
+    parser.add_argument("--rounds", type=int, default=12, help="turns of each side")
+    parser.add_argument("--quick", action="store_true", help="one round of one step: does it run?")
+    parser.add_argument("--out", default=str(HERE / "results" / "cpu"), help="folder for the results; empty writes none")
+    args = parser.parse_args(argv)
+    for option, allowed in (("shape", list(SHAPES)), ("peers", ["eager", "compiled"])):
+        for value in getattr(args, option).split(","):
+            if value not in allowed:
+                raise UserError(f"--{option}={value} is not known. {did_you_mean(value, allowed)}")
+    if args.quick:
+        args.rounds = 1
+    if args.rounds < 1:
+        raise UserError(f"--rounds is {args.rounds}; it must be at least 1.")
+    return args
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    available = sorted(os.sched_getaffinity(0))
+    threads = args.threads or len(available)
+    if not 1 <= threads <= len(available):
+        raise UserError(f"--threads is {threads}; this machine offers {len(available)}.")
+    # XLA takes a thread for each processor it may run on; the peer inherits the same set.
+    os.sched_setaffinity(0, available[:threads])
+    python = None if args.ours_only else find_peer_python(args.peer_python)
+    keep_freed_memory()
+    start_processes()
+    for name in args.shape.split(","):
+        result = run_shape(name, args, threads, python)
+        if args.out and not args.quick:
+            path = Path(args.out) / f"train_step-{name}-jax{jax.__version__}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(result, indent=1) + "\n")
+            print(f"written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

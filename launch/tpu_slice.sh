@@ -1,0 +1,275 @@
+#!/usr/bin/env bash
+# Creates or reuses a TPU VM slice, copies the commit you are on to every host, installs it, starts the same command
+# on all of them and follows host 0. Environment only: whatever an experiment needs to know is in its config.
+#
+# The run lives on the hosts, in a session of its own: losing the ssh connection, or Ctrl-C here, does not stop it.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: launch/tpu_slice.sh --name=NAME --zone=ZONE --project=PROJECT --type=TYPE [OPTION ...] -- python -m MODULE [ARG ...]
+       launch/tpu_slice.sh --name=NAME --zone=ZONE --project=PROJECT --attach | --stop | --delete
+
+  --name, --zone, --project   the slice (or: environment variables NAME, ZONE, PROJECT)
+  --type=v5litepod-256        accelerator type (TYPE)
+  --runtime=VERSION           TPU software version (RUNTIME); known for v4, v5e, v5p and v6e
+  --spot                      cheaper, may be taken away
+  --queued                    ask through a queued resource, and wait for it
+  --dry-run                   print the commands, run none
+  --attach                    follow the run that is on the slice
+  --stop                      end the run on every host with SIGTERM: it saves a checkpoint first
+  --delete                    delete the slice (with --queued: and its queued resource)
+TEXT
+}
+
+fail() {
+  echo "error: $1" >&2
+  exit 2
+}
+
+# 'a b' -> 'a b' in single quotes, for a POSIX shell; plain words stay as they are.
+quote() {
+  case $1 in
+    '' | *[!A-Za-z0-9_./:=,@%+-]*) printf "'%s'" "$(printf '%s' "$1" | sed "s/'/'\\\\''/g")" ;;
+    *) printf '%s' "$1" ;;
+  esac
+}
+
+line() {
+  local word separator=
+  for word in "$@"; do
+    printf '%s' "$separator"
+    quote "$word"
+    separator=' '
+  done
+}
+
+name=${NAME:-} zone=${ZONE:-} project=${PROJECT:-} type=${TYPE:-} runtime=${RUNTIME:-}
+spot='' queued='' dry='' action=run
+program=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --name=*) name=${1#*=} ;;
+    --zone=*) zone=${1#*=} ;;
+    --project=*) project=${1#*=} ;;
+    --type=*) type=${1#*=} ;;
+    --runtime=*) runtime=${1#*=} ;;
+    --spot) spot=yes ;;
+    --queued) queued=yes ;;
+    --dry-run) dry=yes ;;
+    --attach | --stop | --delete)
+      [ "$action" = run ] || fail "$1 and --$action: choose one."
+      action=${1#--}
+      ;;
+    -h | --help)
+      usage
+      exit 0
+      ;;
+    --)
+      shift
+      program=("$@")
+      break
+      ;;
+    *) fail "unknown argument '$1'. Options are written --name=VALUE; the command comes after --. See --help." ;;
+  esac
+  shift
+done
+
+[ -n "$name" ] || fail "no name for the slice. Give --name=NAME or set NAME."
+[ -n "$zone" ] || fail "no zone. Give --zone=ZONE or set ZONE (gcloud compute tpus locations list shows them)."
+[ -n "$project" ] || fail "no project. Give --project=PROJECT or set PROJECT."
+if [ "$action" = run ]; then
+  [ -n "$type" ] || fail "no accelerator type. Give --type=TYPE or set TYPE, such as v5litepod-256."
+  if [ ${#program[@]} -lt 3 ] || [ "${program[0]} ${program[1]}" != "python -m" ]; then
+    fail "no command. End with: -- python -m pe_lab.train --config=... --workdir=gs://..."
+  fi
+  if [ -z "$runtime" ]; then
+    case $type in
+      v4-*) runtime="tpu-ubuntu2204-base" ;;
+      v5litepod-*) runtime="v2-alpha-tpuv5-lite" ;;
+      v5p-*) runtime=v2-alpha-tpuv5 ;;
+      v6e-*) runtime=v2-alpha-tpuv6e ;;
+      *) fail "no software version is known here for '$type'. Give --runtime=VERSION." ;;
+    esac
+  fi
+fi
+[ -n "$dry" ] || command -v gcloud >/dev/null || fail "gcloud is not on the PATH. Install the Google Cloud CLI, or use --dry-run."
+
+where=("--project=$project" "--zone=$zone")
+tpu=(gcloud compute tpus tpu-vm)
+queue=(gcloud compute tpus queued-resources)
+pause=${POLL_SECONDS:-30}
+
+show() { printf '%s\n' "$(line "$@")"; }
+note() { if [ -n "$dry" ]; then echo "# $1"; else echo "== $1" >&2; fi; }
+
+# In a dry run the command is printed, otherwise run.
+do_it() { if [ -n "$dry" ]; then show "$@"; else "$@"; fi; }
+on_hosts() { do_it "${tpu[@]}" ssh "$name" "${where[@]}" "--worker=$1" "--command=$2"; }
+
+# Sets `state` to what gcloud says of the slice or its queue entry; empty: there is none.
+state=
+get_state() { # FIELD COMMAND ...
+  local field=$1 errors
+  shift
+  errors=$(mktemp)
+  if ! state=$("$@" describe "$name" "${where[@]}" "--format=value($field)" 2>"$errors"); then
+    if ! grep -qi 'not.\{0,1\}found' "$errors"; then
+      cat "$errors" >&2
+      rm -f "$errors"
+      echo "error: gcloud could not say whether $name exists in $zone." >&2
+      exit 1
+    fi
+    state=
+  fi
+  rm -f "$errors"
+}
+
+options=("${where[@]}" "--accelerator-type=$type")
+[ -z "$spot" ] || options+=(--spot)
+create() { do_it "${tpu[@]}" create "$name" "${options[@]}" "--version=$runtime"; }
+enqueue() { do_it "${queue[@]}" create "$name" "${options[@]}" "--node-id=$name" "--runtime-version=$runtime"; }
+
+make_slice() {
+  note "the slice: reused if there is one"
+  if [ -n "$dry" ]; then
+    show "${tpu[@]}" describe "$name" "${where[@]}" "--format=value(state)"
+    if [ -n "$queued" ]; then
+      note "if there is none: into the queue, unless it is there already"
+      show "${queue[@]}" describe "$name" "${where[@]}" "--format=value(state.state)"
+      enqueue
+      note "until it says ACTIVE"
+      show "${queue[@]}" describe "$name" "${where[@]}" "--format=value(state.state)"
+    else
+      note "if there is none"
+      create
+    fi
+    return
+  fi
+  get_state state "${tpu[@]}"
+  while [ "$state" = CREATING ] || [ "$state" = STARTING ]; do
+    sleep "$pause"
+    get_state state "${tpu[@]}"
+  done
+  case $state in
+    READY) return ;;
+    '') ;;
+    *)
+      echo "error: slice $name is $state. Delete it (--delete) and start again: a run resumes from its workdir." >&2
+      exit 1
+      ;;
+  esac
+  if [ -z "$queued" ]; then
+    create
+    return
+  fi
+  get_state state.state "${queue[@]}"
+  if [ -z "$state" ]; then
+    enqueue
+    get_state state.state "${queue[@]}"
+  fi
+  while [ "$state" != ACTIVE ]; do
+    case $state in
+      FAILED | SUSPENDING | SUSPENDED | '')
+        echo "error: queued resource $name is ${state:-gone}. Delete it (--queued --delete) and ask again." >&2
+        exit 1
+        ;;
+    esac
+    echo "   $name: $state" >&2
+    sleep "$pause"
+    get_state state.state "${queue[@]}"
+  done
+}
+
+# What runs on the hosts. ~/pe_lab is ours; run.pid is the run's session, run.status its exit status once it ended.
+# shellcheck disable=SC2016 # the hosts expand these
+busy='if grep -qs run.status "/proc/$(cat ~/pe_lab/run.pid 2>/dev/null)/cmdline"; then echo BUSY; else echo IDLE; fi'
+unpack='mkdir -p ~/pe_lab && cd ~/pe_lab && find . -mindepth 1 -maxdepth 1 ! -name .venv ! -name data ! -name runs ! -name "run.*" -exec rm -rf {} + && tar xzf ~/pe_lab.tar.gz'
+# shellcheck disable=SC2016
+install='python3 -m pip install --user --quiet uv && cd ~/pe_lab && PATH="$HOME/.local/bin:$PATH" UV_PYTHON_DOWNLOADS=automatic sh launch/venv.sh'
+# shellcheck disable=SC2016
+follow='cd ~/pe_lab && tail --pid="$(cat run.pid)" -n 100 -F run.log'
+status='cat ~/pe_lab/run.status'
+# shellcheck disable=SC2016
+stop='kill -TERM -- "-$(cat ~/pe_lab/run.pid)"'
+
+start_command() {
+  local run
+  # The trap lets bash outlive --stop's SIGTERM and write down how the command ended; the command gets the signal too.
+  run="trap : TERM; $(line .venv/bin/python "${program[@]:1}") >> run.log 2>&1; echo \$? > run.status"
+  # A background child of the ssh shell leads no process group, so setsid keeps its pid: the one to watch and signal.
+  echo "cd ~/pe_lab && rm -f run.status && { setsid nohup bash -c $(quote "$run") </dev/null >/dev/null 2>&1 & echo \$! > run.pid; }"
+}
+
+check_idle() {
+  note "no run may be in progress on any host"
+  if [ -n "$dry" ]; then
+    on_hosts all "$busy"
+    return
+  fi
+  local answer
+  answer=$(on_hosts all "$busy")
+  case $answer in
+    *BUSY*) fail "a run is in progress on $name. Follow it with --attach, or end it with --stop." ;;
+  esac
+}
+
+copy() {
+  local archive=/tmp/pe_lab-$name.tar.gz
+  note "the commit, to every host"
+  if [ -z "$dry" ] && [ -n "$(git status --porcelain)" ]; then
+    echo "   note: changes that are not committed do not travel" >&2
+  fi
+  do_it git archive --format=tar.gz "--output=$archive" HEAD
+  do_it "${tpu[@]}" scp "$archive" "$name:pe_lab.tar.gz" "${where[@]}" --worker=all
+  on_hosts all "$unpack"
+}
+
+# The exit status of the run is read from its file: that of ssh also tells of lost connections.
+follow_run() {
+  local result tries=0
+  note "the log of host 0 (Ctrl-C leaves the run alone; --attach comes back)"
+  if [ -n "$dry" ]; then
+    on_hosts 0 "$follow"
+    note "when the log ends: the run's exit status; if there is none yet, the connection was lost: follow again"
+    on_hosts 0 "$status"
+    return
+  fi
+  while true; do
+    on_hosts 0 "$follow" || true
+    if result=$(on_hosts 0 "$status" 2>/dev/null) && [[ $result =~ ^[0-9]+$ ]]; then
+      echo "== the run ended with status $result" >&2
+      exit "$result"
+    fi
+    tries=$((tries + 1))
+    if [ $tries -ge 100 ]; then
+      echo "error: host 0 of $name could not be reached $tries times. Was the slice taken away? Try --attach." >&2
+      exit 1
+    fi
+    echo "== connection lost; following again in $pause s" >&2
+    sleep "$pause"
+  done
+}
+
+cd "$(dirname "$0")/.."
+case $action in
+  run)
+    make_slice
+    check_idle
+    copy
+    note "Python and the locked packages, on every host"
+    on_hosts all "$install"
+    note "the same command on every host"
+    on_hosts all "$(start_command)"
+    follow_run
+    ;;
+  attach) follow_run ;;
+  stop) on_hosts all "$stop" ;;
+  delete)
+    if [ -n "$queued" ]; then
+      do_it "${queue[@]}" delete "$name" "${where[@]}" --force --quiet
+    else
+      do_it "${tpu[@]}" delete "$name" "${where[@]}" --quiet
+    fi
+    ;;
+esac

@@ -1,0 +1,217 @@
+"""What is in a checkpoint, how it is found again, and what is said when it cannot be read."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_runs import compilations_kept, tiny, trained  # noqa: F401
+
+from pe_lab.checkpoints import Checkpoint, Store, find_checkpoints, open_checkpoint, resolve
+from pe_lab.checkpoints.schedules import array_shapes, from_arrays, structure_to_json, to_arrays
+from pe_lab.checkpoints.store import metadata_of, read_metadata, templates, tokenizer_directory
+from pe_lab.config import MeshConfig, ModelConfig, UserError, config_hash, to_json
+from pe_lab.model import Model
+from pe_lab.parallel import make_mesh
+from pe_lab.positional import Alibi, Layer, NoPE, PartialRope, Rope, Yarn, build_schedule, layers
+
+pytestmark = pytest.mark.usefixtures("compilations_kept")
+
+
+@pytest.fixture
+def run(trained):  # noqa: F811
+    return trained
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+def test_a_checkpoint_holds_all_that_training_is(run, tmp_path):
+    config = tiny(tmp_path)
+    checkpoint = open_checkpoint(run)
+    metadata = checkpoint.metadata
+    assert {
+        "id", "run", "phase", "phase_index", "step", "tokens", "training_length", "config", "config_hash", "lineage",
+        "mixture", "tokenizer", "vocab_size", "versions", "data_state", "random", "model", "layers", "structure",
+    } <= metadata.keys()  # fmt: skip
+    assert (metadata["run"], metadata["phase"], metadata["step"], metadata["tokens"]) == ("tiny", "recalibrate", 6, 768)
+    assert metadata["config"] == json.loads(json.dumps(to_json(config)))
+    assert metadata["config_hash"] == config_hash(config)
+    assert metadata["training_length"] == 16
+    assert metadata["data_state"]["batches"] == 6
+    assert metadata["lineage"][-1]["id"] == metadata["id"] != metadata["lineage"][-2]["id"]
+    assert metadata["random"]["key"] == np.asarray(jax.random.key_data(jax.random.key(config.seed))).tolist()
+    assert metadata["vocab_size"] == checkpoint.model.vocab_size == 384
+    assert checkpoint.layers == (Layer(NoPE()), Layer(NoPE()))
+    assert checkpoint.model.d_ff == 32 and checkpoint.model.head_dim == 8
+    items = {p.name for p in checkpoint.path.iterdir() if p.is_dir()}
+    assert {"params", "optimizer", "schedule", "metadata"} <= items
+
+
+def test_a_path_of_any_kind_leads_to_a_checkpoint(run, monkeypatch):
+    last = run / "recalibrate" / "checkpoints"
+    for path in (run, run / "recalibrate", last, last / "6", str(run) + "/"):
+        assert resolve(path) == (last, 6)
+    first = run / "pretrain" / "checkpoints"
+    assert resolve(run / "pretrain") == (first, 8)
+    assert resolve(first / "4") == (first, 4)
+    assert find_checkpoints(run) == [first / "8", last / "6"]
+    assert find_checkpoints(run / "pretrain") == [first / "8"]
+    monkeypatch.chdir(last)
+    assert open_checkpoint("4").step == 4
+    assert tokenizer_directory(Path("4")) == run / "tokenizer"
+
+
+def test_phases_are_found_in_the_order_they_ran_not_of_the_alphabet(copy):
+    (copy / "recalibrate").rename(copy / "a_later_phase")
+    assert [p.parts[-3] for p in find_checkpoints(copy)] == ["pretrain", "a_later_phase"]
+    assert resolve(copy)[0].parent.name == "a_later_phase"
+
+
+def test_a_checkpoint_that_was_never_committed_is_not_seen(copy):
+    step = copy / "recalibrate" / "checkpoints" / "6"
+    step.rename(step.with_name("6.orbax-checkpoint-tmp"))
+    assert resolve(copy / "recalibrate")[1] == 4
+    store = Store(copy / "recalibrate" / "checkpoints")
+    assert store.steps() == [2, 4]
+    store.close()
+
+
+def test_nothing_there(tmp_path, copy):
+    with pytest.raises(UserError, match="no such directory"):
+        open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="Give a run directory, a phase of it, or one step's directory"):
+        open_checkpoint(tmp_path)
+    foreign = tmp_path / "foreign" / "checkpoints" / "7"
+    foreign.mkdir(parents=True)
+    (foreign / "model.safetensors").touch()
+    for path in (foreign, tmp_path / "foreign"):
+        with pytest.raises(UserError, match="There is no checkpoint at"):
+            open_checkpoint(path)
+    assert find_checkpoints(tmp_path / "foreign") == []
+    for item in ("metadata", "params"):
+        (foreign / item).mkdir()
+    with pytest.raises(UserError, match=r"foreign/checkpoints/7' cannot be read \("):
+        open_checkpoint(foreign)
+
+
+def data_files(directory: Path) -> list[Path]:
+    """Smallest first; of arrays, those that hold the numbers."""
+    directory = directory / "d" if (directory / "d").is_dir() else directory
+    return sorted((p for p in directory.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+@pytest.mark.parametrize("item", ["params", "schedule", "metadata"])
+@pytest.mark.parametrize("how", ["delete", "truncate"])
+def test_damage_is_said_in_one_line(copy, item, how):
+    step = copy / "recalibrate" / "checkpoints" / "6"
+    file = data_files(step / item)[-1]
+    if how == "delete":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(UserError, match=r"recalibrate/checkpoints/6' (is damaged|cannot be read) \(") as error:
+        open_checkpoint(copy)
+    assert "\n" not in str(error.value)
+
+
+def test_another_format_is_named(copy):
+    step = copy / "recalibrate" / "checkpoints" / "6"
+    (file,) = [p for p in data_files(step / "metadata") if "format" in p.read_text()]
+    file.write_text(file.read_text().replace('"format": 1', '"format": 99').replace('"format":1', '"format":99'))
+    with pytest.raises(UserError, match="is of format 99; this version reads 1"):
+        read_metadata(step)
+
+
+DESCRIPTIONS = {
+    "nope": NoPE(),
+    "yarn": Rope(scaling=Yarn(factor=4.0, original_length=1024)),
+    "p-rope": Rope(base=5e5, fraction=0.75),
+    "partial": PartialRope(fraction=0.5),
+    "alibi": Alibi(),
+    "mixed": [Layer(Rope(), window=8, logit_scale=1.25), Layer(NoPE())],
+}
+
+
+@pytest.mark.parametrize("description", DESCRIPTIONS.values(), ids=DESCRIPTIONS)
+def test_a_schedule_comes_back_bit_by_bit(tmp_path, description):
+    config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=1, head_dim=8, dtype="float32")
+    model, described = Model(config), layers(description, 2)
+    params = model.init(jax.random.key(1))
+    schedule = build_schedule(described, 2, 1, 8)
+    store = Store(tmp_path / "checkpoints")
+    store.save(0, params, None, schedule, metadata_of(config, described, schedule))
+    store.wait()
+    store.close()
+    back = open_checkpoint(tmp_path)
+    assert isinstance(back, Checkpoint) and back.layers == described and back.model == model.config
+    for name, array in to_arrays(schedule).items():
+        restored = getattr(back.schedule, name)
+        assert restored.dtype == array.dtype and np.asarray(restored).tobytes() == array.tobytes(), name
+    assert back.schedule.structure == schedule.structure and back.schedule.same_rotation == schedule.same_rotation
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back.params, params))
+
+
+def test_schedules_survive_json():
+    schedule = build_schedule(layers(DESCRIPTIONS["mixed"], 4), 4, 2, 8)
+    structure = json.loads(json.dumps(structure_to_json(schedule)))
+    again = from_arrays(to_arrays(schedule), structure)
+    assert again.structure == schedule.structure and again.same_rotation == schedule.same_rotation
+    shapes = array_shapes({"model": {"layers": 4, "heads": 4, "head_dim": 8}})
+    assert {k: (v.shape, v.dtype) for k, v in shapes.items()} == {
+        k: (v.shape, v.dtype) for k, v in to_arrays(schedule).items()
+    }
+
+
+def test_weights_arrive_on_the_mesh_that_was_asked_for(run):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    spread, whole = open_checkpoint(run, mesh=mesh), open_checkpoint(run)
+    up = spread.params["layers"]["mlp"]["up"]
+    assert len(up.sharding.device_set) == 8 and up.addressable_shards[0].data.shape == (2, 8, 16)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), spread.params, whole.params))
+
+
+def test_a_save_under_way_does_not_see_the_next_steps(tmp_path):
+    """Training goes on, into the very memory that is being saved, while the files are written."""
+    size, steps = 300_000, 5
+    advance = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    state = {"a": jnp.zeros((size,)), "b": jnp.zeros((2, size))}
+    config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
+    described = layers("nope", 2)
+    schedule = build_schedule(described, 2, 2, 8)
+    store = Store(tmp_path / "checkpoints", keep=steps)
+    for step in range(1, steps + 1):
+        state = advance(state)
+        store.save(step, state, state, schedule, metadata_of(config, described, schedule))
+        for _ in range(3):  # these are not saved
+            state = advance(state)
+        state = jax.tree.map(lambda x: x - 3, state)
+    store.wait()
+    template = templates(jax.eval_shape(lambda: state), jax.tree.map(lambda x: x.sharding, state))
+    assert store.steps() == list(range(1, steps + 1))
+    for step in store.steps():
+        for tree in store.restore(step, template, template):
+            assert all((np.asarray(x) == step).all() for x in jax.tree.leaves(tree)), step
+    store.close()
+
+
+def test_only_the_last_few_are_kept_and_later_ones_can_be_discarded(tmp_path):
+    config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
+    schedule = build_schedule(layers("nope", 2), 2, 2, 8)
+    store = Store(tmp_path / "checkpoints", keep=3)
+    for step in (0, 5, 10, 15, 20):
+        store.save(step, {"a": jnp.ones(3)}, None, schedule, metadata_of(config, layers("nope", 2), schedule))
+    store.wait()
+    assert store.steps() == [10, 15, 20]
+    store.discard_after(10)
+    assert store.steps() == [10]
+    store.save(15, {"a": jnp.zeros(3)}, None, schedule, metadata_of(config, layers("nope", 2), schedule))
+    store.wait()
+    template = templates({"a": jax.ShapeDtypeStruct((3,), jnp.float32)}, {"a": jnp.ones(3).sharding})
+    assert (np.asarray(store.restore(15, template)[0]["a"]) == 0).all()
+    store.close()

@@ -1,0 +1,268 @@
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import tiny
+
+from pe_lab.config import SourceConfig, UserError
+from pe_lab.evaluation import Evaluation, Plan, Subject, parse_lengths, parse_suites
+from pe_lab.evaluation import perplexity as pp
+from pe_lab.evaluation.rows import RowFile
+from pe_lab.positional import Alibi, NoPE, Rope
+
+LENGTHS = (16, 32, 64)
+ROPE_METHODS = ("as trained", "cropped", "PI", "NTK", "YaRN")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def subjects(data):
+    rope = tiny.checkpoint(Rope(), data)
+    dropped = tiny.checkpoint(NoPE(), data, ("random", tiny.DROPPED), seed=1, phase="recalibrate")
+    return [
+        Subject(rope, "tiny", "pretrain/checkpoints/3"),
+        Subject(dropped, "tiny", "recalibrate/checkpoints/3"),
+    ]
+
+
+def evaluation(data, directory, measured=None, **plan):
+    plan = {"lengths": LENGTHS, "settings": tiny.SETTINGS} | plan
+    return Evaluation(measured or subjects(data), data, Plan(**plan), directory, tiny.one_device())
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """Everything that can be measured of a RoPE model and its dropped child."""
+    directory = tmp_path_factory.mktemp("evaluation")
+    done = evaluation(data, directory)
+    return done, done.run(), directory
+
+
+def pick(rows, suite, **wanted):
+    return [r for r in rows if r["suite"] == suite and all(r[k] == v for k, v in wanted.items())]
+
+
+def test_the_table_is_full(whole):
+    _, rows, _ = whole
+    for suite in ("perplexity", "needles"):
+        found = {(r["model"], r["method"], r["length"]) for r in pick(rows, suite)}
+        wanted = {("RoPE", m, n) for m in ROPE_METHODS for n in LENGTHS}
+        wanted |= {("DroPE", m, n) for m in ("as trained", "beta") for n in LENGTHS}
+        assert found == wanted and len(pick(rows, suite)) == len(wanted)
+    assert [(r["model"], r["length"]) for r in pick(rows, "beta")] == [("DroPE", 32), ("DroPE", 64)]
+
+
+def test_rows_say_what_they_measured(whole, data):
+    _, rows, directory = whole
+    row = pick(rows, "perplexity", method="YaRN", length=64)[0]
+    assert row["label"] == "RoPE + YaRN" and row["factor"] == 4 and row["step"] == 3 and row["beta"] == 1
+    assert (
+        row["checkpoint"] == "pretrain/checkpoints/3" and row["phase"] == "pretrain" and row["run"] == "tiny"
+    )
+    assert row["source"] == data.sources[0].source and row["versions"]["jax"]
+    assert row["perplexity"] == pytest.approx(math.exp(row["nll"]), rel=1e-4)
+    needle = pick(rows, "needles", method="as trained", model="DroPE", length=32)[0]
+    assert needle["source"] == "needles" and needle["windows"] == 16 and needle["queries"] == 32
+    for suite in ("perplexity", "needles", "beta"):
+        lines = (directory / f"{suite}.jsonl").read_text().splitlines()
+        on_disk = [json.loads(line) for line in lines]
+        assert len(on_disk) == len(pick(rows, suite))
+        assert [r["method"] for r in on_disk] == [r["method"] for r in pick(rows, suite)]
+
+
+def test_at_the_training_length_all_methods_coincide(whole):
+    _, rows, _ = whole
+    for suite, value in (("perplexity", "nll"), ("needles", "accuracy")):
+        for model in ("RoPE", "DroPE"):
+            assert len({r[value] for r in pick(rows, suite, model=model, length=16)}) == 1
+
+
+def test_beyond_it_they_differ(whole):
+    _, rows, _ = whole
+    for length in (32, 64):
+        losses = [r["nll"] for r in pick(rows, "perplexity", model="RoPE", length=length)]
+        assert len(set(losses)) == len(ROPE_METHODS)
+
+
+def test_all_methods_and_checkpoints_share_one_compilation_a_length(whole):
+    done, _, _ = whole
+    (forward,) = done.forwards.values()
+    lengths = [(what, n) for what in ("losses", "predictions") for n in LENGTHS]
+    assert forward.traces == dict.fromkeys(lengths, 1)
+
+
+def test_every_length_and_method_scores_the_same_tokens(whole):
+    _, rows, _ = whole
+    scored = pick(rows, "perplexity")
+    assert len({(r["tokens"], tuple(r["tiles"])) for r in scored}) == 1 and scored[0]["tokens"] == 512
+    assert {len(r["nll_by_tile"]) for r in scored} == {8}
+    for r in scored:
+        assert np.mean(r["nll_by_tile"]) == pytest.approx(r["nll"], abs=1e-5)
+
+
+def test_a_row_is_the_loss_of_the_scored_text(whole, data):
+    done, rows, _ = whole
+    text = pp.held_out(data, 0, "text", 64, 512, 256, 256)
+    (forward,) = done.forwards.values()
+    checkpoint = done.subjects[0].checkpoint
+    losses = forward.losses(checkpoint.params, pp.as_batch(text, pp.cut(text.score, 32)), checkpoint.layers)
+    row = pick(rows, "perplexity", model="RoPE", method="as trained", length=32)[0]
+    assert row["nll"] == pytest.approx(losses.mean(), abs=1e-5)
+
+
+def test_beta_is_fitted_on_text_that_is_not_scored(whole):
+    _, rows, _ = whole
+    scored = set(pick(rows, "perplexity")[0]["tiles"])
+    for row in pick(rows, "beta"):
+        (fitted,) = row["tiles"]
+        assert len(fitted) == 4 and not scored & set(fitted)
+        assert row["nll_after"] <= row["nll_before"]
+        assert row["c"] == pytest.approx((row["beta"] - 1) / math.log(row["factor"]), abs=1e-5)
+        assert "256 held-out tokens" in row["fitted_on"]
+        for suite in ("perplexity", "needles"):
+            used = pick(rows, suite, method="beta", length=row["length"])
+            assert [r["beta"] for r in used] == [row["beta"]]
+
+
+def test_the_common_coefficient_is_in_the_file(whole):
+    _, _, directory = whole
+    rows = RowFile(directory / "beta.jsonl").rows
+    common = {r["c_all_lengths"] for r in rows}
+    cs = [r["c"] for r in rows]
+    assert len(common) == 1 and min(cs) - 1e-6 <= common.pop() <= max(cs) + 1e-6
+
+
+def test_what_is_measured_is_not_measured_again(whole, data):
+    _, rows, directory = whole
+    before = {p.name: p.read_bytes() for p in directory.iterdir()}
+    again, heard = evaluation(data, directory), []
+    found = again.run(lambda unit, reused: heard.append(reused))
+    assert all(heard) and len(heard) == len(rows)
+    assert [r.get("nll", r.get("accuracy")) for r in found] == [r.get("nll", r.get("accuracy")) for r in rows]
+    assert {p.name: p.read_bytes() for p in directory.iterdir()} == before
+    assert not any(forward.traces for forward in again.forwards.values())
+
+
+def test_other_settings_other_weights_and_again_are_measured_anew(data, tmp_path):
+    plan = dict(suites=("needles",), methods=("as trained",), lengths=(16,))
+    rope = subjects(data)[:1]
+
+    def run(measured=rope, **changes):
+        heard = []
+        evaluation(data, tmp_path, measured, **plan | changes).run(lambda unit, reused: heard.append(reused))
+        return heard, len(RowFile(tmp_path / "needles.jsonl").rows)
+
+    assert run() == ([False], 1)
+    assert run() == ([True], 1)
+    assert run(again=True) == ([False], 1)
+    assert run(settings=dataclasses.replace(tiny.SETTINGS, needle_windows=8)) == ([False], 1)  # replaced
+    retrained = dataclasses.replace(
+        rope[0].checkpoint, metadata=rope[0].checkpoint.metadata | {"id": "other"}
+    )
+    assert run([dataclasses.replace(rope[0], checkpoint=retrained)]) == ([False], 1)
+    assert run(settings=dataclasses.replace(tiny.SETTINGS, seed=5)) == ([False], 2)  # beside: another draw
+
+
+def test_the_same_weights_are_measured_once(data, tmp_path):
+    twice = [*subjects(data), dataclasses.replace(subjects(data)[0], path="copy/checkpoints/3")]
+    assert [s.path for s in evaluation(data, tmp_path, twice).subjects] == [
+        "pretrain/checkpoints/3",
+        "recalibrate/checkpoints/3",
+    ]
+
+
+def test_alibi_is_read_as_trained(data, tmp_path):
+    alibi = [Subject(tiny.checkpoint(Alibi(), data), "tiny", "a/checkpoints/3")]
+    rows = evaluation(data, tmp_path, alibi, lengths=(32,), suites=("perplexity",)).run()
+    assert [(r["label"], r["length"]) for r in rows] == [("ALiBi", 32)]
+
+
+def test_a_length_that_is_no_multiple(data, tmp_path):
+    rows = evaluation(data, tmp_path, subjects(data)[:1], lengths=(24,), suites=("perplexity",)).run()
+    assert {r["factor"] for r in rows} == {1.5} and len(rows) == 5
+
+
+def test_what_is_impossible_is_refused_and_what_is_not_asked_for_left_out(data, tmp_path):
+    rope, dropped = ([s] for s in subjects(data))
+    text_only = dataclasses.replace(data, sources=data.sources[:1])
+    with pytest.raises(UserError, match=r"--suite=needles .* trained without needles \(its data: text:"):
+        evaluation(text_only, tmp_path, suites=("needles",))
+    left = evaluation(text_only, tmp_path)
+    assert left.suites == ("perplexity", "beta") and any("without needles" in s for s in left.skipped)
+    with pytest.raises(
+        UserError, match="--methods=pi makes no sense .*DroPE.*as-trained, beta".replace("pi", "PI")
+    ):
+        evaluation(data, tmp_path, dropped, methods=("PI",))
+    with pytest.raises(UserError, match="--suite=beta .* without positional encoding"):
+        evaluation(data, tmp_path, rope, suites=("beta",))
+    with pytest.raises(UserError, match="no length is beyond"):
+        evaluation(data, tmp_path, dropped, suites=("beta",), lengths=(16,))
+    with pytest.raises(UserError, match="leave --methods out"):
+        evaluation(data, tmp_path, dropped, suites=("beta", "needles"), methods=("as trained",))
+    with pytest.raises(UserError, match=r"held-out tokens, too few for a text of 50,000"):
+        evaluation(data, tmp_path, rope, lengths=(16, 50_000))
+    with pytest.raises(UserError, match="too short for needles"):
+        evaluation(data, tmp_path, rope, lengths=(4,))
+    needles_only = dataclasses.replace(data, sources=(SourceConfig("needles", options=tiny.NEEDLES),))
+    with pytest.raises(UserError, match="--suite=perplexity .* holds out no text"):
+        evaluation(needles_only, tmp_path, suites=("perplexity",))
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_text_of_the_longest_length_leaves_nothing_to_fit_on(data, tmp_path):
+    longest = (len(pp.held_out_tokens(data, 0, 10**6)) - 1) // 2 + 1
+    dropped = subjects(data)[1:]
+    found = evaluation(data, tmp_path, dropped, lengths=(longest,), suites=("perplexity",))
+    assert found.methods == ("as trained",) and any("none to fit" in s for s in found.skipped)
+    with pytest.raises(UserError, match="none to fit"):
+        evaluation(data, tmp_path, dropped, lengths=(longest,), methods=("beta",))
+
+
+def test_weights_of_another_vocabulary_or_tokenizer_are_refused(data, tmp_path):
+    rope = subjects(data)[0]
+    other = dataclasses.replace(rope.checkpoint, metadata=rope.checkpoint.metadata | {"tokenizer": "other"})
+    with pytest.raises(UserError, match="trained with tokenizer other"):
+        evaluation(data, tmp_path, [dataclasses.replace(rope, checkpoint=other)])
+    small = dataclasses.replace(rope.checkpoint.model, vocab_size=100)
+    other = dataclasses.replace(rope.checkpoint, model=small)
+    with pytest.raises(UserError, match="knows 100 tokens"):
+        evaluation(data, tmp_path, [dataclasses.replace(rope, checkpoint=other)])
+
+
+def test_fewer_tokens_than_asked_for_are_announced(data, tmp_path):
+    settings = dataclasses.replace(tiny.SETTINGS, tokens=10**6)
+    found = evaluation(data, tmp_path, subjects(data)[:1], settings=settings)
+    assert any("held-out tokens scored, not 1,000,000" in s for s in found.skipped)
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("1x,2x", (100, 200)),
+        ("2k", (2048,)),
+        ("8x,100,1x", (100, 800)),
+        ("1.5x, 0.5x", (50, 150)),
+        ("4096", (4096,)),
+    ],
+)
+def test_parsing_lengths(text, lengths):
+    assert parse_lengths(text, 100) == lengths
+
+
+@pytest.mark.parametrize("text", ["", "abc", "x", "1.333x", "0", "-5", "1y", "1", "2xx", "infx", "nan"])
+def test_bad_lengths(text):
+    with pytest.raises(UserError, match="--lengths"):
+        parse_lengths(text, 100)
+
+
+def test_parsing_suites():
+    assert parse_suites("Needles,perplexity,needles") == ("needles", "perplexity")
+    with pytest.raises(UserError, match="Did you mean 'needles'"):
+        parse_suites("needle")
+    with pytest.raises(UserError, match="empty"):
+        parse_suites(",")

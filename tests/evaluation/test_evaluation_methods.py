@@ -1,0 +1,81 @@
+import numpy as np
+import pytest
+
+from pe_lab.config import UserError
+from pe_lab.evaluation import label, methods_of, model_name, parse_methods, read_with
+from pe_lab.positional import NTK, PI, Alibi, Layer, NoPE, Rope, Yarn, build_schedule, frequencies, layers
+
+ROPE = layers(Rope(base=5000.0), 3)
+NOPE = layers(NoPE(), 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "scaling"), [("PI", PI(4.0)), ("NTK", NTK(4.0)), ("YaRN", Yarn(4.0, 128))]
+)
+def test_a_stretch_is_the_scaling_of_the_length_over_the_training_length(method, scaling):
+    schedule = build_schedule(read_with(method, ROPE, 512, 128), 2, 1, 16)
+    inv_freq, gain = frequencies(Rope(base=5000.0, scaling=scaling), 16)
+    np.testing.assert_allclose(schedule.inv_freq, np.broadcast_to(inv_freq, (3, 2, 8)), rtol=1e-6)
+    np.testing.assert_allclose(schedule.gain, np.broadcast_to(gain, (3, 2, 8)), rtol=1e-6)
+    plain = build_schedule(ROPE, 2, 1, 16)
+    assert not np.allclose(schedule.inv_freq, plain.inv_freq, rtol=1e-3)
+
+
+def test_pi_divides_every_frequency_by_the_factor():
+    stretched, plain = (build_schedule(x, 1, 1, 8) for x in (read_with("PI", ROPE, 300, 100), ROPE))
+    np.testing.assert_allclose(np.asarray(plain.inv_freq) / stretched.inv_freq, 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["as trained", "cropped", "PI", "NTK", "YaRN", "beta"])
+@pytest.mark.parametrize("length", [50, 100])
+def test_up_to_the_training_length_every_method_leaves_the_model_as_it_is(method, length):
+    for given in (ROPE, NOPE):
+        assert read_with(method, given, length, 100, beta=1.7) == given
+
+
+def test_beta_scales_the_logits_of_every_layer():
+    scaled = (Layer(NoPE()), Layer(NoPE(), logit_scale=2.0))
+    assert [x.logit_scale for x in read_with("beta", scaled, 200, 100, beta=1.5)] == [1.5, 3.0]
+
+
+def test_which_methods_make_sense():
+    assert methods_of(ROPE, 100) == ("as trained", "cropped", "PI", "NTK", "YaRN")
+    assert methods_of(NOPE, 100) == ("as trained", "beta")
+    assert methods_of(layers(Alibi(), 2), 100) == ("as trained",)
+    assert methods_of(layers(Rope(fraction=0.0), 2), 100) == ("as trained",)
+    # Nothing rotates over distances that training did not show.
+    swa = (Layer(Rope(), window=64), Layer(NoPE()))
+    assert methods_of(swa, 100) == ("as trained", "cropped")
+    assert methods_of((Layer(Rope(scaling=PI(2.0))),), 100) == ("as trained", "cropped")
+
+
+def test_a_layer_with_a_short_window_is_not_stretched():
+    mixed = (Layer(Rope(), window=64), Layer(Rope(), window=200), Layer(Rope()), Layer(NoPE()))
+    read = read_with("PI", mixed, 400, 100)
+    assert read[0] == mixed[0] and read[3] == mixed[3]
+    assert read[1].encoding.scaling == read[2].encoding.scaling == PI(4.0)
+
+
+def test_model_names_and_labels():
+    dropped = [
+        {"what": "trained 5 steps of 'pretrain' with rope"},
+        {"what": "rope(base=10000) -> nope on layers 0-2"},
+    ]
+    assert model_name(ROPE) == "RoPE"
+    assert model_name(NOPE, dropped[:1]) == "NoPE"
+    assert model_name(NOPE, dropped) == "DroPE"
+    assert model_name(layers(Alibi(), 2)) == "ALiBi"
+    assert model_name((Layer(Rope()), Layer(NoPE())), dropped) == "RoPE/NoPE"
+    assert model_name(layers(Rope(scaling=Yarn(2.0, 64)), 2)) == "RoPE (YaRN 2)"
+    assert label("RoPE", "YaRN") == "RoPE + YaRN"
+    assert label("RoPE", "cropped") == "RoPE, cropped context"
+    assert label("DroPE", "beta") == "DroPE, β"
+    assert label("DroPE", "as trained") == "DroPE"
+
+
+def test_parsing_methods():
+    assert parse_methods("as-trained, PI,yarn,pi") == ("as trained", "PI", "YaRN")
+    with pytest.raises(UserError, match="Did you mean 'yarn'"):
+        parse_methods("yarm")
+    with pytest.raises(UserError, match="empty"):
+        parse_methods(" , ")

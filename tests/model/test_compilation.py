@@ -1,0 +1,128 @@
+"""What the compiled program holds, and how often there is one: read from the HLO, never from a clock."""
+
+import collections
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig
+from pe_lab.model import Model
+from pe_lab.parallel import AxisRules, make_mesh
+from pe_lab.positional import NTK, PI, Alibi, Layer, NoPE, PartialRope, Rope, Yarn, build_schedule, layers
+from pe_lab.training.optimizer import make_optimizer
+from pe_lab.training.step import compile_train_step, init_state
+
+TINY = ModelConfig(vocab_size=64, layers=4, d_model=32, d_ff=48, heads=4, kv_heads=2, dtype="float32")
+
+
+def schedule_of(config: ModelConfig, description):
+    head_dim = config.head_dim or config.d_model // config.heads
+    return build_schedule(layers(description, config.layers), config.heads, config.kv_heads, head_dim)
+
+
+def lowered_train_step(config: ModelConfig, description):
+    """The train step of `pe_lab.train`, optimizer and learning-rate schedule included, from shapes alone."""
+    model = Model(config)
+    optimizer = make_optimizer(OptimizerConfig(warmup_steps=10), 100, model.axes)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    state = jax.eval_shape(lambda p: init_state(model, optimizer, p), model.shapes)
+    whole = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+    batch = {"tokens": whole, "targets": whole, "weights": jax.ShapeDtypeStruct((2, 16), jnp.float32)}
+    return compile_train_step(model, optimizer, mesh, AxisRules()).lower(
+        state, batch, schedule_of(config, description)
+    )
+
+
+def trigonometry_of_arrays(hlo: str) -> list[str]:
+    """Shapes, of one dimension at least, whose sine or cosine is taken: a learning rate's is a scalar's."""
+    return re.findall(r"= \w+\[([\d,]+)\]\S* (?:sine|cosine|tan)\(", hlo)
+
+
+def test_the_train_step_of_a_model_without_positions_takes_no_sine_and_no_cosine():
+    nope = lowered_train_step(TINY, "nope").compile().as_text()
+    assert trigonometry_of_arrays(nope) == []
+    # One rotary layer of four is enough to see them, so this can fail; and the learning rate's is seen too.
+    assert trigonometry_of_arrays(
+        lowered_train_step(TINY, ("rope", "nope", "nope", "nope")).compile().as_text()
+    )
+    assert re.search(r"f32\[\]\S* cosine\(", nope)
+
+
+def operations(lowered) -> collections.Counter:
+    return collections.Counter(re.findall(r"= \"?(stablehlo\.\w+|func\.call|call)", lowered.as_text()))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [("rope",), ("rope/window=8", "rope/window=8", "rope/window=8", "nope")],
+    ids=["uniform", "3 windowed to 1 full"],
+)
+def test_the_train_step_is_the_same_program_at_any_depth(pattern):
+    """As many operations at 48 layers as at 12: compile time cannot grow with depth. Unrolled, it does."""
+    shallow, deep = (
+        operations(lowered_train_step(dataclasses.replace(TINY, layers=n), pattern)) for n in (12, 48)
+    )
+    assert shallow == deep
+    assert shallow["stablehlo.dot_general"] > 0
+
+
+def test_unrolled_the_program_does_grow():
+    shallow, deep = (
+        operations(lowered_train_step(dataclasses.replace(TINY, layers=n, scan=False), "rope"))
+        for n in (2, 4)
+    )
+    assert deep["stablehlo.dot_general"] > shallow["stablehlo.dot_general"]
+
+
+def test_encodings_share_one_compilation_of_the_evaluation_forward():
+    """RoPE, its scalings, p-RoPE, partial RoPE, NoPE, a mix per layer: generalized, they are only data."""
+    model = Model(TINY)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda s: jnp.asarray(rng.standard_normal(s.shape) * 0.3, jnp.float32), model.shapes
+    )
+    tokens = jnp.asarray(rng.integers(0, 64, (2, 12)), jnp.int32)
+    traces = []
+
+    @jax.jit
+    def forward(params, tokens, schedule):
+        traces.append(schedule.structure)
+        return model.apply(params, tokens, None, None, schedule)
+
+    described = {
+        "rope": "rope",
+        "p-rope": Rope(fraction=0.5),
+        "partial": PartialRope(fraction=0.5),
+        "pi": Rope(scaling=PI(2)),
+        "ntk": Rope(scaling=NTK(4)),
+        "yarn": Rope(scaling=Yarn(4, 8)),
+        "nope": "nope",
+        "beta": Layer(NoPE(), logit_scale=1.3),
+        "mixed": (Rope(), NoPE(), Rope(100.0, scaling=Yarn(2, 8)), Rope(fraction=0.25)),
+    }
+    logits = {
+        name: np.asarray(forward(params, tokens, schedule_of(TINY, description).generalize()))
+        for name, description in described.items()
+    }
+    assert len(traces) == 1
+    names = list(logits)
+    for i, name in enumerate(names):
+        for other in names[:i]:
+            assert np.abs(logits[name] - logits[other]).max() > 1e-4, f"{name} and {other} read the same"
+    # The general program says what each encoding's own program says.
+    for name in ("yarn", "nope", "mixed"):
+        own = forward(params, tokens, schedule_of(TINY, described[name]))
+        np.testing.assert_allclose(logits[name], own, atol=1e-5)
+    assert len(traces) == 4
+
+
+def test_alibi_joins_where_slopes_are_asked_for():
+    same = {
+        schedule_of(TINY, encoding).generalize(heads="split", slopes=True).structure
+        for encoding in (Rope(), NoPE(), Alibi())
+    }
+    assert len(same) == 1

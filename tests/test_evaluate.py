@@ -1,0 +1,105 @@
+"""The verb: what it finds, measures, prints and refuses."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "evaluation"))
+import tiny  # noqa: E402
+
+from pe_lab.checkpoints import open_checkpoint  # noqa: E402
+from pe_lab.checkpoints.surgery import write_child  # noqa: E402
+from pe_lab.evaluate import describe_cell, locate, main  # noqa: E402
+from pe_lab.positional import NoPE, layers  # noqa: E402
+
+QUICK = ["--lengths=1x,2x", "--tokens=256", "--windows=8", "--fit-tokens=64"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("verb")
+    return tiny.save_run(root / "runs" / "tiny", tiny.corpus(root / "corpus"))
+
+
+def rows(directory: Path, suite: str) -> list[dict]:
+    return [json.loads(line) for line in (directory / f"{suite}.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_measured_and_printed(run, capsys):
+    assert main([f"--from={run}", *QUICK]) == 0
+    out = capsys.readouterr().out
+    assert "Perplexity on" in out and "Needle accuracy on needles" in out
+    for label in ("RoPE + YaRN", "cropped context", "DroPE, β"):
+        assert label in out
+    assert "16 (1x)" in out and "32 (2x)" in out
+    found = rows(run / "evaluation", "perplexity")
+    assert {r["checkpoint"] for r in found} == {"pretrain/checkpoints/3", "recalibrate/checkpoints/3"}
+    assert {r["run"] for r in found} == {"tiny"} and {r["model"] for r in found} == {"RoPE", "DroPE"}
+    assert len(rows(run / "evaluation", "needles")) == 14 and len(rows(run / "evaluation", "beta")) == 1
+
+    before = (run / "evaluation" / "perplexity.jsonl").read_bytes()
+    assert main([f"--from={run}", *QUICK]) == 0
+    out = capsys.readouterr().out
+    assert "29 of them were measured before" in out and "RoPE + YaRN" in out
+    assert (run / "evaluation" / "perplexity.jsonl").read_bytes() == before
+
+
+def test_a_phase_or_a_step_means_that_checkpoint_of_its_run(run):
+    step = run / "recalibrate" / "checkpoints" / "3"
+    for given in (run / "recalibrate", step.parent, step):
+        assert locate(given) == (run, [step])
+    assert locate(run) == (run, [run / "pretrain" / "checkpoints" / "3", step])
+
+
+def test_a_child_of_surgery_keeps_its_own_rows(run, tmp_path, capsys):
+    parent = open_checkpoint(run / "pretrain")
+    what = "rope(base=10000) -> nope on layers 0-1"
+    write_child(parent, layers(NoPE(), 2), tmp_path / "dropped", what)
+    assert main([f"--from={tmp_path / 'dropped'}", "--suite=needles", "--methods=as-trained", *QUICK]) == 0
+    found = rows(tmp_path / "dropped" / "evaluation", "needles")
+    assert {(r["checkpoint"], r["model"], r["run"]) for r in found} == {("checkpoints/0", "DroPE", "dropped")}
+    assert main([f"--from={tmp_path / 'dropped'}", "--suite=needles", "--methods=as-trained",
+                 f"--out={tmp_path / 'elsewhere'}", *QUICK]) == 0  # fmt: skip
+    assert os.listdir(tmp_path / "elsewhere") == ["needles.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite=needle"], "Did you mean 'needles'?"),
+        (["--methods=yarm"], "Did you mean 'yarn'?"),
+        (["--lengths=3q"], "'3q' is no length"),
+        (["--lengths=1x,1m"], "'1m' is no length"),
+        (["--lengths=5000x"], "too few for a text of 80,000"),
+        (["--tokens=0"], "--tokens is 0"),
+        (["--windows=-1"], "--windows is -1"),
+    ],
+)
+def test_bad_input_is_one_message_and_status_2(run, tmp_path, capsys, arguments, message):
+    assert main([f"--from={run}", f"--out={tmp_path / 'out'}", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_checkpoint_there(run, tmp_path, capsys):
+    assert main([f"--from={tmp_path / 'nothing'}"]) == 2
+    assert "is not a directory" in capsys.readouterr().err
+    assert main([f"--from={tmp_path}"]) == 2
+    assert "no checkpoint" in capsys.readouterr().err
+    (tmp_path / "run.json").write_text("{}")
+    assert main([f"--from={tmp_path}"]) == 2
+    assert "has no checkpoint yet" in capsys.readouterr().err
+    assert main([f"--from={run / 'run.json'}"]) == 2
+
+
+def test_cells():
+    assert describe_cell(None) == "–"
+    needles = {"suite": "needles", "accuracy": 0.5, "stderr": 0.021}
+    assert describe_cell(needles) == "50.0% ±2.1"
+    assert describe_cell(needles | {"stderr": None}) == "50.0%"
+    assert describe_cell({"suite": "perplexity", "perplexity": 20.0, "stderr": 0.01}) == "20 ±0.2"
+    assert describe_cell({"suite": "perplexity", "perplexity": None, "stderr": None}) == "not a number"

@@ -1,0 +1,262 @@
+"""The architecture, read from the source: who may import whom, and where; what no file may say.
+
+Imports point one way, and a room may import only from levels below its own. Rooms of one level do not
+know each other, but for the pairs in SAME_LEVEL. A room's own files may import each other.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "pe_lab"
+
+VERBS = {"train", "prepare", "surgery", "convert", "generate", "evaluate", "analyze", "plan", "report"}
+LEVELS: list[set[str]] = [
+    {"config"},
+    {"positional", "parallel"},
+    {"attention"},
+    {"model"},
+    {"data", "checkpoints", "training"},
+    {"evaluation", "analysis"},
+    {"language_model", "__init__"},  # pe_lab/__init__.py only re-exports what language_model offers
+    VERBS,
+]
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+
+# The training loop saves and restores, and reads batches; neither checkpoints nor data may know of it.
+SAME_LEVEL = {("training", "checkpoints"), ("training", "data"), ("__init__", "language_model")}
+
+HEAVY = {
+    "apache_beam",
+    "datasets",
+    "gguf",
+    "huggingface_hub",
+    "libtpu",
+    "lm_eval",
+    "matplotlib",
+    "pyarrow",
+    "safetensors",
+    "sentencepiece",
+    "tensorflow",
+    "tensorflow_datasets",
+    "tokenizers",
+    "torch",
+    "transformers",
+}
+
+MAX_LINES = 400
+LONG_FILES: dict[str, str] = {}  # path -> why its ideas do not split
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[ast.AST, str]]:
+    """Every imported module as an absolute dotted name; `from a import b` counts as a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                parts = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*parts, *filter(None, [node.module])])
+            for alias in node.names:
+                yield node, f"{base}.{alias.name}"
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node, node.args[0].value
+
+
+def runs_on_import(tree: ast.Module) -> Iterator[ast.AST]:
+    """The nodes that run when the module is imported: not the bodies of functions, not `if TYPE_CHECKING`."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            waiting += node.orelse
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+def room_of(dotted: str) -> str:
+    """`pe_lab.model.decoder` -> `model`; a name that is no room is what pe_lab/__init__.py offers."""
+    parts = dotted.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in LEVEL else "__init__"
+
+
+def violations(path: str, source: str) -> list[str]:
+    """What a file of pe_lab does against the architecture; `path` is relative to the root."""
+    parts = Path(path).with_suffix("").parts
+    is_package = parts[-1] == "__init__"
+    module = ".".join(parts[:-1] if is_package else parts)
+    room = parts[1]
+    if room not in LEVEL:
+        return [f"{path}: '{room}' is no room of pe_lab; use one, or decide where it stands in LEVELS"]
+    found = []
+    tree = ast.parse(source)
+    on_import = set(map(id, runs_on_import(tree)))
+    for node, name in imports(tree, module, is_package):
+        where = f"{path}:{node.lineno}"
+        if name.split(".")[0] == "pe_lab":
+            other = room_of(name)
+            if other in VERBS and other != room:
+                found.append(f"{where}: imports the verb '{other}'")
+            elif other != room and LEVEL[other] >= LEVEL[room] and (room, other) not in SAME_LEVEL:
+                found.append(f"{where}: '{room}' may not import '{other}'")
+        if name.split(".")[0] in HEAVY and id(node) in on_import:
+            found.append(
+                f"{where}: imports {name} when it is imported; move it into the function that needs it"
+            )
+        if name.startswith("flax.nnx") and room != "model":
+            found.append(f"{where}: imports flax.nnx, which is model's alone")
+    for node in ast.walk(tree):
+        if room != "model" and isinstance(node, ast.Attribute) and ast.unparse(node) == "flax.nnx":
+            found.append(f"{path}:{node.lineno}: uses flax.nnx, which is model's alone")
+    if parts[-1] == "utils":
+        found.append(f"{path}: name the file after what is in it")
+    lines = source.count("\n")
+    if lines > MAX_LINES and path not in LONG_FILES:
+        found.append(
+            f"{path}: {lines} lines; split it where its ideas split, or say in LONG_FILES why they do not"
+        )
+    return found
+
+
+def test_pe_lab_keeps_to_its_architecture() -> None:
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert len(files) > 20
+    found = [v for file in files for v in violations(file.relative_to(ROOT).as_posix(), file.read_text())]
+    assert not found, "\n".join(found)
+
+
+def test_long_files_are_excused_only_while_they_are_long() -> None:
+    for path, reason in LONG_FILES.items():
+        assert reason and (ROOT / path).read_text().count("\n") > MAX_LINES, path
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "message"),
+    [
+        ("pe_lab/positional/a.py", "from pe_lab.model import Model", "'positional' may not import 'model'"),
+        ("pe_lab/positional/a.py", "import pe_lab.model.decoder", "'positional' may not import 'model'"),
+        ("pe_lab/positional/a.py", "from pe_lab import parallel", "'positional' may not import 'parallel'"),
+        ("pe_lab/attention/a.py", "def f():\n    from pe_lab.model import Model", "'attention' may not"),
+        ("pe_lab/attention/a.py", "from ..model import Model", "'attention' may not import 'model'"),
+        ("pe_lab/attention/__init__.py", "from .. import model", "'attention' may not import 'model'"),
+        ("pe_lab/attention/__init__.py", "from ..model.decoder import Model", "'attention' may not"),
+        ("pe_lab/model/deep/a.py", "from ...training import step", "'model' may not import 'training'"),
+        ("pe_lab/model/a.py", "import importlib\nimportlib.import_module('pe_lab.data')", "'model' may not"),
+        (
+            "pe_lab/config.py",
+            "if True:\n    from pe_lab import positional",
+            "'config' may not import 'positional'",
+        ),
+        ("pe_lab/data/a.py", "from pe_lab.training import loop", "'data' may not import 'training'"),
+        (
+            "pe_lab/checkpoints/a.py",
+            "from pe_lab.data import pipeline",
+            "'checkpoints' may not import 'data'",
+        ),
+        ("pe_lab/analysis/a.py", "from pe_lab.evaluation import needles", "'analysis' may not import"),
+        ("pe_lab/evaluation/a.py", "from pe_lab import load", "'evaluation' may not import '__init__'"),
+        ("pe_lab/evaluation/a.py", "import pe_lab", "'evaluation' may not import '__init__'"),
+        ("pe_lab/__init__.py", "from .train import main", "imports the verb 'train'"),
+        ("pe_lab/report.py", "from pe_lab import train", "imports the verb 'train'"),
+        ("pe_lab/data/a.py", "from pe_lab.prepare import main", "imports the verb 'prepare'"),
+        ("pe_lab/data/a.py", "import pyarrow.parquet as pq", "imports pyarrow.parquet when it is imported"),
+        ("pe_lab/data/a.py", "try:\n    import torch\nexcept ImportError:\n    pass", "imports torch when"),
+        (
+            "pe_lab/data/a.py",
+            "class A:\n    from tokenizers import Tokenizer",
+            "imports tokenizers.Tokenizer when",
+        ),
+        ("pe_lab/training/a.py", "from flax import nnx", "imports flax.nnx"),
+        ("pe_lab/training/a.py", "def f():\n    import flax.nnx", "imports flax.nnx"),
+        ("pe_lab/training/a.py", "import flax\nx = flax.nnx.Module", "uses flax.nnx"),
+        ("pe_lab/model/utils.py", "", "name the file after what is in it"),
+        ("pe_lab/helpers/a.py", "", "'helpers' is no room"),
+        ("pe_lab/model/a.py", "x = 1\n" * 401, "401 lines"),
+    ],
+)
+def test_the_checker_catches(path: str, source: str, message: str) -> None:
+    found = violations(path, source)
+    assert len(found) == 1 and message in found[0], found
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("pe_lab/train.py", "from pe_lab.training import loop\nfrom pe_lab import language_model"),
+        ("pe_lab/training/a.py", "from pe_lab.checkpoints import Store\nfrom pe_lab.data import pipeline"),
+        ("pe_lab/model/a.py", "from . import decoder\nfrom .decoder import Model\nfrom flax import nnx"),
+        ("pe_lab/positional/a.py", "from pe_lab.config import UserError"),
+        ("pe_lab/__init__.py", "def load(path):\n    from pe_lab.language_model import load as read"),
+        ("pe_lab/data/a.py", "def f():\n    import pyarrow.parquet"),
+        ("pe_lab/data/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tokenizers"),
+        ("pe_lab/model/a.py", "x = 1\n" * 400),
+    ],
+)
+def test_the_checker_lets_pass(path: str, source: str) -> None:
+    assert violations(path, source) == []
+
+
+# Written in pieces, so that this file may be committed too.
+FORBIDDEN = {
+    r"\.\./" + "shared": "the workshop beside the project",
+    r"(?<![\w.~$}/-])/" + r"work(?=[/\s'\"`)]|$)": "a path of one machine",
+    r"pypi\."
+    + "org|files.python"
+    + r"hosted\.org|registry\.npm"
+    + r"js\.org|deb\.debian"
+    + r"\.org": "a registry's host",
+    r"(?m)^\s*--(?:extra-)?index" + "-url": "a registry's address",
+}
+
+
+def forbidden(text: str) -> list[str]:
+    """What a committed file says and should not: machines, folders and hosts that are not the project's."""
+    return [
+        f"{text.count(chr(10), 0, match.start()) + 1}: {match.group()} ({what})"
+        for pattern, what in FORBIDDEN.items()
+        for match in re.finditer(pattern, text)
+    ]
+
+
+def test_no_file_names_what_is_not_the_projects() -> None:
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert Path(__file__) in files
+    found = []
+    for file in files:
+        if file.is_file():
+            text = file.read_bytes().decode("utf-8", errors="ignore")
+            found += [f"{file.relative_to(ROOT)}:{v}" for v in forbidden(text)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["see ../" + "shared/DESIGN.md", "cd /" + "work/main", "'/" + "work'", "https://py" + "pi.org/simple",
+     "--extra-index" + "-url https://x"],
+)  # fmt: skip
+def test_the_scan_catches(text: str) -> None:
+    assert forbidden("first line\n" + text)[0].startswith("2: ")
+
+
+@pytest.mark.parametrize(
+    "text", ["runs/work/a", "~/work/x", "gs://bucket/work/x", "network/working", "a /workdir"]
+)
+def test_the_scan_lets_pass(text: str) -> None:
+    assert forbidden(text) == []

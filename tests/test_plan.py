@@ -1,0 +1,305 @@
+"""The plan: its arithmetic by hand, its errors, and the compilers it asks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pe_lab import plan as verb
+from pe_lab.config import Config, from_dict, load_config
+from pe_lab.parallel import AxisRules, topology
+from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
+from pe_lab.training import memory
+from pe_lab.training.memory import OutOfMemory, estimate_memory
+from pe_lab.training.planning import choose_phases, compile_phase, make_plan
+
+DROPE = "configs/drope_16b.py"
+
+RECIPE = """
+from ml_collections import ConfigDict
+
+def get_config(arg=""):
+    phase = dict(steps=100, sequence_length=32, batch_size=16, optimizer=dict(warmup_steps=10))
+    return ConfigDict(dict(
+        name="tiny",
+        model=dict(vocab_size=256, layers=2, d_model=64, d_ff=128, heads=4, kv_heads=2, remat="full"),
+        mesh=dict(data=-1, fsdp=2),
+        phases=[dict(name=n, positional=p, **phase) for n, p in (("first", "nope"), ("second", "rope"))],
+    ))
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "tiny.py"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def _plan(text: str = "v5e:16x16", **overrides: str):
+    return make_plan(load_config(DROPE, overrides), parse_topology(text))
+
+
+# -- by hand -----------------------------------------------------------------------------------------------
+
+
+def test_494m_by_hand():
+    plan = _plan()
+    # Queries and outputs 896 x 896, keys and values 896 x 128, three matrices 896 x 4864, two norms.
+    layer = 2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864 + 2 * 896
+    assert plan.embedding_parameters == 151936 * 896 == 136_134_656
+    assert plan.model.num_parameters == 24 * layer + 136_134_656 + 896 == 494_005_120
+    pretrain, recalibrate = plan.phases
+    # Six per weight of a product (norms are none, the tied embedding is one), and 12 per channel and key: 24
+    # layers of 14 x 64 channels, 1024 keys, or 512.5 on average that the mask leaves.
+    products = 6 * (494_005_120 - 24 * 2 * 896 - 896)
+    assert pretrain.flops.full == products + 12 * 24 * 896 * 1024 == 3_228_008_448
+    assert pretrain.flops.causal == products + 12 * 24 * 896 * 512.5 == 3_096_016_896
+    assert (pretrain.tokens, recalibrate.tokens) == (14_000 * 2**20, 2_000 * 2**20)
+    assert recalibrate.total_flops == 3_228_008_448 * 2_000 * 2**20
+    # 5.4e19 FLOPs at 40% of 197e12 FLOP/s.
+    assert plan.chip_hours(197e12, 0.4) == pytest.approx(3_228_008_448 * 16_000 * 2**20 / 78.8e12 / 3600)
+
+
+def test_untied_embeddings_count_twice():
+    tied, untied = _plan(), _plan(**{"model.tie_embeddings": "False"})
+    assert untied.embedding_parameters == 2 * tied.embedding_parameters
+    assert untied.model.num_parameters - tied.model.num_parameters == tied.embedding_parameters
+
+
+def test_estimate_of_the_state_is_its_size():
+    estimate = _plan().phases[0].memory
+    assert (
+        estimate.parameters == estimate.gradients == 4 * 494_005_120 // 8
+    )  # everything is cut over fsdp = 8
+    assert estimate.optimizer - 2 * estimate.parameters in range(4, 17)  # two moments and a step count or two
+    assert estimate.batch == 3 * 4 * 4 * 1024  # three arrays of four windows
+    assert _plan(**{"data.segments": "True"}).phases[0].memory.batch == 5 * 4 * 4 * 1024
+
+
+def test_estimate_follows_what_shrinks_a_step():
+    base = _plan().phases[0].memory
+    by_remat = [_plan(**{"model.remat": r}).phases[0].memory.activations for r in ("none", "dots", "full")]
+    assert (
+        by_remat[0] > by_remat[1] > by_remat[2] == 24 * 4 * 1024 * 896 * 2
+    )  # the layers' inputs, in bfloat16
+    more_fsdp = _plan(**{"mesh.fsdp": "16"}).phases[0].memory
+    assert more_fsdp.parameters * 2 == base.parameters and more_fsdp.activations == base.activations
+    halves = _plan(**{"phases.0.accumulate": "2"}).phases[0].memory
+    assert halves.activations * 2 == base.activations and halves.gradients == 2 * base.gradients
+    whole = _plan(**{"model.loss_chunks": "1"}).phases[0].memory
+    assert whole.working > 4 * 4 * 1024 * 151936 > base.working  # all logits of a chip, in float32
+    reference = _plan(**{"model.attention": "reference"}).phases[0].memory
+    assert reference.working > base.working
+
+
+def test_estimate_cuts_heads_and_mlp_over_tensor():
+    base = from_dict(
+        Config, {"model": {"vocab_size": 1024, "remat": "none"}, "mesh": {"tensor": 2, "data": 1}}
+    )
+    plan = make_plan(base, parse_topology("h100:2"))
+    one = estimate_memory(
+        plan.model, plan.phases[0].plan, False, placeholder_mesh(Config().mesh, 1), AxisRules()
+    )
+    assert plan.phases[0].memory.parameters < 0.6 * one.parameters
+    assert 0.5 < plan.phases[0].memory.activations / one.activations < 0.75  # D stays whole
+
+
+def test_largest_phase_is_compiled_and_rotation_breaks_ties(recipe):
+    plan = make_plan(load_config(recipe), parse_topology("cpu:8"))
+    assert [p.plan.name for p in choose_phases(plan, None)] == ["second"]
+    assert [p.plan.name for p in choose_phases(plan, "all")] == ["first", "second"]
+    longer = make_plan(load_config(recipe, {"phases.0.sequence_length": "64"}), parse_topology("cpu:8"))
+    assert [p.plan.name for p in choose_phases(longer, None)] == ["first"]
+
+
+def test_vocabulary_comes_from_the_tokenizer_where_its_name_says_it():
+    needles = [{"source": "needles", "options": {"keys": 64, "values": 64}}] * 2
+    config = from_dict(
+        Config,
+        {"data": {"sources": [{}, *needles], "tokenizer": "sentencepiece:train:1000"}, "mesh": {"data": 1}},
+    )
+    size = make_plan(config, parse_topology("cpu:1")).model.config.vocab_size
+    assert size % 128 == 0 and size - 128 < 1000 + 130 + _filler() <= size
+
+
+def _filler() -> int:
+    from pe_lab.data.needles import NeedleOptions
+
+    return NeedleOptions().filler_symbols
+
+
+# -- the verb ----------------------------------------------------------------------------------------------
+
+
+def test_no_compile_prints_the_numbers(capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    argv = [f"--config={DROPE}", "--topology=v5e:16x16", "--no-compile", f"--json={out}"]
+    assert verb.main(argv) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "256 x TPU v5e, 16 GiB each, mesh data 32 x fsdp 8 x tensor 1",
+        "parameters 494,005,120: embedding 136,134,656 (tied), others 357,870,464",
+        "rope(base=1e+06)",
+        "14.68B",
+        "16.78B",
+        "3.228e+09",
+        "3.096e+09",
+        "5.416e+19",
+        "0.75 hours of 256 x TPU v5e",
+        "kept activations, remat=dots",
+        "not compiled: --no-compile",
+    ):
+        assert part in text, part
+    assert "FIT" not in text
+    numbers = json.loads(out.read_text())
+    assert numbers["fits"] is None and numbers["compiled"] == {}
+    assert numbers["parameters"] == {"total": 494005120, "embedding": 136134656}
+    assert [p["tokens"] for p in numbers["phases"]] == [14_000 * 2**20, 2_000 * 2**20]
+
+
+def test_without_libtpu_the_estimate_stands_and_says_how_to_get_it(capsys, monkeypatch):
+    monkeypatch.setattr(topology, "libtpu_version", lambda: "")
+    assert verb.main([f"--config={DROPE}", "--topology=v5e:16x16"]) == 0
+    text = capsys.readouterr().out
+    assert "not compiled: libtpu is not installed: pip install 'pe-lab[aot]'" in text
+    assert "estimated from shapes" in text and "FIT" not in text
+
+
+def test_gpus_are_estimated_only(capsys):
+    assert verb.main([f"--config={DROPE}", "--topology=gpu:8"]) == 0
+    text = capsys.readouterr().out
+    assert "8 x NVIDIA H100 80GB, 80 GiB each, mesh data 1 x fsdp 8" in text
+    assert "not compiled: a GPU's compiler needs the GPU" in text and "FIT" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology=v5x:16x16"], "no chip is called 'v5x'. Did you mean 'v5p'? Examples: v5e:16x16"),
+        (["--topology=v5e:16"], "v5e takes 2 numbers, as in v5e:4x4"),
+        (["--topology=v5p"], "v5p takes 3 numbers, as in v5p:2x2x1"),
+        (["--topology=h100:0"], "h100 takes 1 number, as in h100:8"),
+        (["--topology=v5e:2x2"], "config.mesh so that data * fsdp * tensor = 4"),
+        (["--topology=v5e:16x16", "--config.phases.1.batch_size=1000"], "'recalibrate'): batch_size 1000"),
+        (["--topology=v5e:16x16", "--config.mesh.fsdp=256"], "Choose a mesh whose 'fsdp' divides 896"),
+        (["--topology=v5e:16x16", "--phase=recalibrat"], "the phases are pretrain, recalibrate; or say all"),
+        (["--topology=v5e:16x16", "--mfu=40"], "a share of the peak lies above 0 and is at most 1"),
+        (["--topology=v5e:16x16", "--json=nowhere/plan.json"], "there is no directory 'nowhere'"),
+        (["--topology=v5e:16x16", "--config.model.vocab_size=0"], "model.vocab_size"),
+        (["--topology=v5e:16x16", "--config.model.layer=2"], "Did you mean 'layers'?"),
+    ],
+)
+def test_bad_input_is_one_message_and_status_2(arguments, message, capsys):
+    assert verb.main([f"--config={DROPE}", "--no-compile", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+    assert not captured.out
+
+
+def test_slice_of_a_shape_that_does_not_exist(capsys):
+    # Twelve chips divide the mesh (12 x 1) and the batch, but no v5e slice is 3 x 4.
+    argv = [
+        f"--config={DROPE}",
+        "--topology=v5e:3x4",
+        "--config.mesh.fsdp=1",
+        "--config.phases.0.batch_size=1200",
+    ]
+    assert verb.main([*argv, "--config.phases.1.batch_size=1200"]) == 2
+    assert "no slice is 'v5e:3x4'" in capsys.readouterr().err
+
+
+# -- compilers ---------------------------------------------------------------------------------------------
+
+
+def test_compiles_for_virtual_cpus_the_step_that_trains(recipe, capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    assert verb.main([f"--config={recipe}", "--topology=cpu:8", f"--json={out}"]) == 0
+    captured = capsys.readouterr()
+    assert "compiling 'second' for 8 x CPU device ..." in captured.err
+    assert "memory, compiled: the step that trains 'second', for cpu:8 by XLA of jax" in captured.out
+    assert "'second' needs" in captured.out and "Not compiled: first, estimated above" in captured.out
+    numbers = json.loads(out.read_text())
+    compiled, estimated = numbers["compiled"]["second"], numbers["phases"][1]["memory_estimate"]
+    state = estimated["parameters"] + estimated["optimizer"]
+    # The state, its step, the batch and the schedule go in; the state comes out in its place.
+    assert compiled["arguments"] == pytest.approx(state + estimated["batch"], rel=0.05)
+    assert compiled["aliased"] == pytest.approx(state, rel=0.01)
+    assert numbers["fits"] is None  # a CPU device has no memory of its own
+
+
+REFUSALS = [
+    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for "
+    "HLO temporaries (17.29G) exceeds available HBM (15.75G). HLO module: jit_step.",
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 17.29G "
+    "of 15.75G hbm. Exceeded hbm capacity by 1.54G.\n\nTotal hbm usage >= 17.54G:",
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_compiler_that_refuses_is_read(refusal, recipe, capsys, monkeypatch):
+    def refuse(*_):
+        raise memory._out_of_memory(refusal)
+
+    monkeypatch.setattr(verb, "compile_phase", refuse)
+    assert verb.main([f"--config={recipe}", "--topology=v5e:2x2", "--config.model.remat=dots"]) == 1
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT: 'second' needs 17.29 of 15.75 GiB a chip" in text
+    assert "--config.model.remat=full, a larger --config.mesh.fsdp" in text
+
+
+def test_a_refusal_without_numbers_is_quoted():
+    refused = memory._out_of_memory("RESOURCE_EXHAUSTED: no numbers")
+    assert (refused.used, refused.capacity) == (None, None)
+    assert str(refused) == "RESOURCE_EXHAUSTED: no numbers"
+
+
+SMALL = {
+    "model": {
+        "vocab_size": 8192,
+        "layers": 2,
+        "d_model": 256,
+        "d_ff": 512,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+    },
+    "phases": [{"name": "p", "steps": 1000, "batch_size": 8, "sequence_length": 128}],
+}
+
+
+@pytest.mark.slow
+def test_tpu_compiler_sees_fsdp_cut_the_state():
+    compiled = {}
+    for fsdp in (1, 4):
+        config = from_dict(Config, {**SMALL, "mesh": {"data": -1, "fsdp": fsdp}})
+        plan = make_plan(config, parse_topology("v5e:2x2"))
+        compiled[fsdp] = compile_phase(plan, plan.phases[0])
+        state = plan.phases[0].memory.parameters + plan.phases[0].memory.optimizer
+        assert compiled[fsdp].aliased == pytest.approx(state, rel=0.02)  # small arrays are padded
+    assert compiled[4].arguments < 0.3 * compiled[1].arguments
+    assert compiled[4].needed < compiled[1].needed
+
+
+@pytest.mark.slow
+def test_tpu_compiler_refuses_what_does_not_fit():
+    # 131,072 tokens x 65,536 logits in float32: 32 GiB on a chip of 16.
+    model = {**SMALL["model"], "vocab_size": 65536, "layers": 1}
+    phases = [{**SMALL["phases"][0], "batch_size": 256, "sequence_length": 512}]
+    plan = make_plan(from_dict(Config, {"model": model, "phases": phases}), parse_topology("v5e:1x1"))
+    with pytest.raises(OutOfMemory) as refused:
+        compile_phase(plan, plan.phases[0])
+    assert refused.value.used > refused.value.capacity > 15 * GIB
+
+
+@pytest.mark.slow
+def test_drope_16b_fits_v5e_16x16(capsys):
+    assert verb.main([f"--config={DROPE}", "--topology=v5e:16x16"]) == 0
+    text = capsys.readouterr().out
+    assert "memory, compiled: the step that trains 'pretrain', for v5e:16x16 by libtpu" in text
+    assert "FITS: 'pretrain' needs" in text and "of 16.00 GiB a chip" in text
+    needed = float(text.split("FITS: 'pretrain' needs ")[1].split()[0])
+    estimate = _plan().phases[0].memory.total / GIB
+    assert needed < 6 and needed == pytest.approx(estimate, rel=0.25)

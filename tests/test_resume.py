@@ -1,0 +1,126 @@
+"""Real processes, killed: what they leave is enough for the same command to end in the same bytes."""
+
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from tiny_runs import REPOSITORY, assert_same_training, rows, start, write_recipe
+
+from pe_lab.config import load_config
+
+pytestmark = pytest.mark.slow
+PATIENCE = 400  # seconds for one process
+STEPS = (60, 40)
+SHORT = [
+    f"--config.data.sources.0.source=text:{REPOSITORY}/pe_lab/**/*.py",
+    f"--config.phases.0.steps={STEPS[0]}",
+    f"--config.phases.1.steps={STEPS[1]}",
+    "--config.phases.0.optimizer.warmup_steps=5",
+    "--config.phases.1.optimizer.warmup_steps=5",
+    "--config.log.every_steps=1",
+    "--config.log.validate_every_steps=20",
+    "--config.log.validation_batches=2",
+    "--config.checkpoint.every_steps=10",
+]
+
+
+def command(directory: Path, workdir: str) -> list[str]:
+    cache = f"--config.data.cache_dir={directory / 'cache'}"
+    return ["pe_lab.train", f"--config={REPOSITORY / 'configs/drope_laptop.py'}", *SHORT, cache, f"--workdir={workdir}"]
+
+
+def wait_until(process: subprocess.Popen, happened) -> None:
+    """Polls without pause to speak of, so that a kill that follows comes within a millisecond or so."""
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        if process.poll() is not None:
+            out = process.communicate()[0]
+            pytest.fail(f"the process ended by itself, with {process.returncode}:\n{out[-3000:]}")
+        assert time.monotonic() < deadline, "nothing happened for too long"
+        time.sleep(0.0005)
+
+
+def kill(process: subprocess.Popen) -> None:
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+def finish(process: subprocess.Popen) -> str:
+    out = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 0, out[-3000:]
+    return out
+
+
+def line_count(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def unfinished(phase: Path) -> list[Path]:
+    return list((phase / "checkpoints").glob("*.orbax-checkpoint-tmp*"))
+
+
+def test_sigkill_at_three_moments_changes_nothing(tmp_path):
+    seed = random.randrange(2**32)
+    print(f"moments drawn with seed {seed}")  # pytest shows it where the test fails
+    draw = random.Random(seed)
+    overrides = dict(item.removeprefix("--config.").split("=", 1) for item in SHORT)
+    config = load_config(str(REPOSITORY / "configs/drope_laptop.py"), overrides)
+    first, second = (phase.name for phase in config.phases)
+    assert "recal" in second
+
+    finish(start(command(tmp_path, "whole"), tmp_path))
+
+    run = tmp_path / "killed"
+    # 1. At any moment of pretraining: before, between and after its first checkpoints.
+    process, at = start(command(tmp_path, "killed"), tmp_path), draw.randint(1, 40)
+    wait_until(process, lambda: line_count(run / first / "metrics.jsonl") >= at)
+    kill(process)
+
+    # 2. Inside a save: Orbax writes beside, and renames at the end. What was there before is not what we wait for.
+    caught = False
+    for _ in range(6):
+        old = set(unfinished(run / first))
+        process = start(command(tmp_path, "killed"), tmp_path)
+        wait_until(process, lambda old=old: set(unfinished(run / first)) - old)
+        kill(process)
+        caught = bool(set(unfinished(run / first)) - old)  # still there: it was not complete
+        if caught:
+            break
+    assert caught, "never quick enough to catch a save"
+
+    # 3. In the recalibration.
+    process, at = start(command(tmp_path, "killed"), tmp_path), draw.randint(1, 35)
+    wait_until(process, lambda: line_count(run / second / "metrics.jsonl") >= at)
+    kill(process)
+
+    out = finish(start(command(tmp_path, "killed"), tmp_path))
+    assert f"{first}: complete at step {STEPS[0]}, nothing to do" in out
+    assert_same_training(tmp_path / "whole", run, (first, second))
+    assert [row["step"] for row in rows(run / second / "metrics.jsonl") if "loss" in row] == list(range(1, STEPS[1] + 1))
+
+    again = finish(start(command(tmp_path, "killed"), tmp_path))
+    assert again.count("nothing to do") == 2
+
+
+def test_sigterm_saves_and_exits_cleanly(tmp_path):
+    recipe = write_recipe(tmp_path / "recipe")
+    # Hundreds of steps, and a checkpoint rarely: the one that is found is SIGTERM's.
+    argv = ["pe_lab.train", f"--config={recipe}", "--config.phases.0.steps=600", "--config.checkpoint.every_steps=100000"]
+    finish(start([*argv, "--workdir=whole"], tmp_path))
+
+    process = start([*argv, "--workdir=stopped"], tmp_path)
+    run = tmp_path / "stopped"
+    wait_until(process, lambda: line_count(run / "pretrain" / "metrics.jsonl") >= 20)
+    process.terminate()
+    out = finish(process)
+    assert "of phase 'pretrain', saved; the same command goes on" in out
+    (saved,) = (run / "pretrain" / "checkpoints").iterdir()
+    assert 20 <= int(saved.name) + 5 and int(saved.name) < 600
+    assert rows(run / "pretrain" / "metrics.jsonl")[-1]["step"] == int(saved.name)
+
+    assert f"resuming at step {saved.name}" in finish(start([*argv, "--workdir=stopped"], tmp_path))
+    assert_same_training(tmp_path / "whole", run)

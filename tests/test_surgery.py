@@ -1,0 +1,130 @@
+"""`python -m pe_lab.surgery`: an edited child, an untouched source, and training that starts from the child."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import arrays, compilations_kept, fingerprint, rows, tiny, train, trained  # noqa: F401
+
+from pe_lab.checkpoints import open_checkpoint
+from pe_lab.config import UserError
+from pe_lab.positional import Alibi, Layer, NoPE, Rope, Yarn
+from pe_lab.surgery import main, parse_layers
+
+pytestmark = pytest.mark.usefixtures("compilations_kept")
+
+
+@pytest.fixture
+def run(trained):  # noqa: F811
+    """A phase that ended with RoPE."""
+    return trained / "pretrain"
+
+
+def same_weights(a, b) -> bool:
+    return jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b))
+
+
+def test_drop_writes_a_child_and_never_touches_its_source(run, tmp_path, capsys):
+    before = fingerprint(run)
+    assert main([f"--from={run}", f"--to={tmp_path / 'dropped'}", "--drop"]) == 0
+    assert fingerprint(run) == before
+    parent, child = open_checkpoint(run), open_checkpoint(tmp_path / "dropped")
+    assert child.layers == (Layer(NoPE()),) * 2 and parent.layers == (Layer(Rope()),) * 2
+    assert same_weights(parent.params, child.params)
+    left, right = (arrays(c.path, "params") for c in (parent, child))  # as Orbax reads the files, without us
+    assert left.keys() == right.keys() and all((left[k] == right[k]).all() for k in left)
+    assert not child.schedule.inv_freq.any()
+    *ancestors, last = child.metadata["lineage"]
+    assert ancestors == parent.metadata["lineage"]
+    assert last == {
+        "id": child.metadata["id"],
+        "what": "rope(base=10000) -> nope on layers 0-1",
+        "path": str(tmp_path / "dropped/checkpoints/0"),
+        "step": 0,
+    }
+    assert child.metadata["id"] != parent.metadata["id"]
+    for name in ("config", "config_hash", "mixture", "tokenizer", "vocab_size", "training_length"):
+        assert child.metadata[name] == parent.metadata[name]
+    out = capsys.readouterr().out
+    assert "nope" in out and "child of" in out
+    # The tokenizer comes along: the child is whole without its parent.
+    assert fingerprint(tmp_path / "dropped" / "tokenizer") == fingerprint(run.parent / "tokenizer") != {}
+
+
+def test_drop_on_some_layers_and_other_encodings(run, tmp_path):
+    assert main([f"--from={run}", f"--to={tmp_path / 'a'}", "--drop", "--layers=1"]) == 0
+    assert open_checkpoint(tmp_path / "a").layers == (Layer(Rope()), Layer(NoPE()))
+    yarn = "yarn:factor=2,original_length=16"
+    assert main([f"--from={run / 'checkpoints'}", f"--to={tmp_path / 'b'}", f"--positional={yarn}"]) == 0
+    scaled = Layer(Rope(scaling=Yarn(factor=2.0, original_length=16)))
+    assert open_checkpoint(tmp_path / "b").layers == (scaled, scaled)
+    # A child of a child, one encoding for each layer of a pattern.
+    assert main([f"--from={tmp_path / 'a'}", f"--to={tmp_path / 'c'}", "--positional=alibi+rope"]) == 0
+    grandchild = open_checkpoint(tmp_path / "c")
+    assert grandchild.layers == (Layer(Alibi()), Layer(Rope()))
+    assert [e["what"] for e in grandchild.metadata["lineage"]][2:] == [
+        "rope(base=10000) -> nope on layer 1",
+        "rope(base=10000) -> alibi on layer 0; nope -> rope(base=10000) on layer 1",
+    ]
+
+
+def test_training_starts_from_the_child(run, tmp_path):
+    main([f"--from={run}", f"--to={tmp_path / 'dropped'}", "--drop"])
+    config = tiny(tmp_path / "recipe", phases="[{'name': 'recalibrate', 'steps': 2, 'batch_size': 8, "
+                  f"'sequence_length': 16, 'positional': 'nope', 'init_from': '{tmp_path / 'dropped'}', "
+                  "'optimizer': {'warmup_steps': 1}}]")  # fmt: skip
+    train(config, tmp_path / "run")
+    trained = open_checkpoint(tmp_path / "run")
+    child = open_checkpoint(tmp_path / "dropped")
+    assert same_weights(child.params, open_checkpoint(tmp_path / "run/recalibrate/checkpoints/0").params)
+    assert child.metadata["id"] in [e["id"] for e in trained.metadata["lineage"]]
+    log = rows(tmp_path / "run/recalibrate/metrics.jsonl")
+    assert log[0]["validation_loss"] == rows(run.parent / "recalibrate/metrics.jsonl")[0]["validation_loss"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--from=nowhere", "--to=b", "--drop"], "There is no checkpoint at 'nowhere'"),
+        (["--from=RUN", "--to=full", "--drop"], "'full' is there and not empty"),
+        (["--from=RUN", "--to=full/file", "--drop"], "is there and not empty"),
+        (["--from=RUN", "--to=b", "--drop", "--layers=2"], "there is no layer 2; the model has layers 0 to 1"),
+        (["--from=RUN", "--to=b", "--drop", "--layers=1-0"], "'1-0' is not a layer or a range"),
+        (["--from=RUN", "--to=b", "--positional=rope", "--layers=0"], "--layers goes with --drop"),
+        (["--from=RUN", "--to=b", "--positional=rope"], "already has these encodings"),
+        (["--from=RUN", "--to=b", "--positional=rpoe"], "Did you mean 'rope'"),
+        (["--from=RUN", "--to=b", "--positional=rope+nope+rope"], "does not tile 2 layers"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(run, tmp_path, monkeypatch, capsys, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    before = fingerprint(tmp_path)
+    assert main([a.replace("RUN", str(run)) for a in arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+    assert fingerprint(tmp_path) == before
+
+
+def test_a_damaged_source_writes_nothing(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(copy / "checkpoints" / "8" / "params" / "d")
+    before = fingerprint(tmp_path)
+    assert main([f"--from={copy}", f"--to={tmp_path / 'b'}", "--drop"]) == 2
+    assert "is damaged" in capsys.readouterr().err
+    assert fingerprint(tmp_path) == before
+
+
+def test_layers_on_the_command_line():
+    assert parse_layers("0,2,8-11") == [0, 2, 8, 9, 10, 11]
+    for text in ("", "a", "1-", "-1", "1,,2", "3-2"):
+        with pytest.raises(UserError, match="is not a layer or a range"):
+            parse_layers(text)
+
+
+def test_metadata_is_plain_json(run):
+    metadata = open_checkpoint(run).metadata
+    assert json.loads(json.dumps(metadata)) == metadata

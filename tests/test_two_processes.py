@@ -1,0 +1,134 @@
+"""Two real processes that train as one, over loopback."""
+
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import losses, rows, start, tiny, train, write_recipe
+
+from pe_lab.checkpoints import open_checkpoint
+
+pytestmark = pytest.mark.slow
+PATIENCE = 400
+STEPS = 40
+OPTIMIZER = "{'learning_rate': 0.003, 'warmup_steps': 4}"
+
+
+def phases() -> str:
+    common = f"'sequence_length': 16, 'batch_size': 8, 'optimizer': {OPTIMIZER}"
+    return (
+        f"[{{'name': 'pretrain', 'steps': {STEPS}, 'positional': 'rope', {common}}}, "
+        f"{{'name': 'recalibrate', 'steps': 8, 'positional': 'nope', {common}}}]"
+    )
+
+
+def begin(directory: Path, *arguments: str, devices: int = 1) -> list[subprocess.Popen]:
+    """Starts both processes of one run."""
+    recipe = write_recipe(directory / "recipe")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    argv = ["pe_lab.train", f"--config={recipe}", "--workdir=two", f"--config.phases={phases()}", *arguments]
+    return [
+        start(
+            argv,
+            directory,
+            COORDINATOR_ADDRESS=address,
+            PROCESS_COUNT="2",
+            PROCESS_INDEX=str(index),
+            XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
+        )
+        for index in range(2)
+    ]
+
+
+def finish(processes: list[subprocess.Popen]) -> list[str]:
+    try:
+        outs = [p.communicate(timeout=PATIENCE)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    for p, out in zip(processes, outs, strict=True):
+        assert p.returncode == 0, out[-4000:]
+    return outs
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same run in one process on one device."""
+    directory = tmp_path_factory.mktemp("alone")
+    train(tiny(directory / "recipe", phases=phases()), directory / "run")
+    return directory / "run"
+
+
+def assert_same_losses(run: Path, alone: Path) -> None:
+    for phase in ("pretrain", "recalibrate"):
+        np.testing.assert_allclose(losses(run / phase), losses(alone / phase), rtol=1e-5)
+        mine, theirs = ([r for r in rows(p / phase / "metrics.jsonl") if "validation_loss" in r] for p in (run, alone))
+        assert [r["step"] for r in mine] == [r["step"] for r in theirs]
+        np.testing.assert_allclose(
+            [r["validation_loss"] for r in mine], [r["validation_loss"] for r in theirs], rtol=1e-5
+        )
+
+
+def test_two_processes_train_as_one(tmp_path, alone):
+    # A text corpus, which process 0 prepares while the other waits, is in the mixture of neither: see the next test.
+    first, second = finish(begin(tmp_path))
+    assert "complete" in first
+    assert "complete" not in second and "pretrain" not in second  # one of them speaks
+    assert_same_losses(tmp_path / "two", alone)
+    checkpoint = open_checkpoint(tmp_path / "two")
+    lineage = checkpoint.metadata["lineage"]
+    assert len({entry["id"] for entry in lineage}) == 4 and lineage[-1]["id"] == checkpoint.metadata["id"]
+    assert open_checkpoint(tmp_path / "two/pretrain").metadata["lineage"] == lineage[:2]
+    for a, b in zip(jax.tree.leaves(checkpoint.params), jax.tree.leaves(open_checkpoint(alone).params), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-4)
+    # Again: both say it is complete, and end.
+    assert "nothing to do" in finish(begin(tmp_path))[0]
+
+
+def test_sigterm_to_one_of_two_saves_and_one_process_goes_on(tmp_path, alone):
+    # A checkpoint a step makes the steps slow enough to be interrupted.
+    processes = begin(tmp_path, "--config.checkpoint.every_steps=1")
+    run, deadline = tmp_path / "two", time.monotonic() + PATIENCE
+    log = run / "pretrain" / "metrics.jsonl"
+    while not log.exists() or log.read_bytes().count(b"\n") < 4:
+        assert all(p.poll() is None for p in processes), finish(processes)
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    processes[1].terminate()
+    outs = finish(processes)
+    assert "saved; the same command goes on" in outs[0]
+    stopped = open_checkpoint(run)
+    assert stopped.metadata["phase"] == "pretrain" and stopped.step < STEPS
+    assert rows(log)[-1]["step"] == stopped.step
+
+    train(tiny(tmp_path / "recipe", phases=phases()), run)
+    assert_same_losses(run, alone)
+
+
+def test_a_tensor_axis_across_processes_and_text_prepared_once(tmp_path):
+    """Both processes hold all rows of a batch: they must read the same ones."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    sources = f"--config.data.sources=[{{'source': 'text:{tmp_path / 'text.txt'}'}}]"
+    cache = f"--config.data.cache_dir={tmp_path / 'cache'}"
+    mesh = ["--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
+    finish(begin(tmp_path, sources, cache, "--config.phases.0.steps=10", *mesh, devices=2))
+    mesh = ["--config.mesh.data=1", "--config.mesh.fsdp=1", "--config.mesh.tensor=4"]
+    wide = ["--config.model.heads=4", "--config.model.kv_heads=4", "--config.model.head_dim=4"]
+    (tmp_path / "two").rename(tmp_path / "apart")
+    finish(begin(tmp_path, sources, cache, "--config.phases.0.steps=10", *mesh, *wide, devices=2))
+    (tmp_path / "two").rename(tmp_path / "across")
+    common = {"phases": phases(), "phases__0__steps": 10, "data__cache_dir": tmp_path / "cache",
+              "data__sources": f"[{{'source': 'text:{tmp_path / 'text.txt'}'}}]"}  # fmt: skip
+    shape = {"model__heads": 4, "model__kv_heads": 4, "model__head_dim": 4}
+    for name, extra in (("apart", {}), ("across", shape)):
+        train(tiny(tmp_path / "recipe", **common, **extra), tmp_path / "one" / name)
+        np.testing.assert_allclose(
+            losses(tmp_path / name / "pretrain"), losses(tmp_path / "one" / name / "pretrain"), rtol=1e-5
+        )
+    assert len([p for p in (tmp_path / "cache").iterdir()]) == 1

@@ -1,0 +1,257 @@
+"""The loop and its checkpoints: stopping anywhere and going on gives the bytes of a run that never stopped."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import assert_same_training, compilations_kept, fingerprint, rows, tiny, train, trained  # noqa: F401
+
+from pe_lab.checkpoints import find_checkpoints, open_checkpoint
+from pe_lab.config import UserError, config_hash
+from pe_lab.training import Stopped, loop, open_run
+
+pytestmark = pytest.mark.usefixtures("compilations_kept")
+
+
+class Killed(Exception):
+    """Stands for SIGKILL inside this process: nothing after it is written."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture
+def whole(trained):  # noqa: F811
+    """A run that nothing disturbed."""
+    return trained
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def at_step(monkeypatch, number: int, action) -> None:
+    """Does something as the `number`-th training step from now is about to run."""
+    compile_train_step, count = loop.compile_train_step, itertools.count(1)
+
+    def compiling(*args):
+        step = compile_train_step(*args)
+
+        def counted(*args):
+            if next(count) == number:
+                action()
+            return step(*args)
+
+        return counted
+
+    monkeypatch.setattr(loop, "compile_train_step", compiling)
+
+
+def die():
+    raise Killed
+
+
+def steps_of(phase: Path) -> list[int]:
+    return sorted(int(p.name) for p in (phase / "checkpoints").iterdir())
+
+
+def test_the_log_of_a_run(whole):
+    for phase, steps in (("pretrain", 8), ("recalibrate", 6)):
+        log = rows(whole / phase / "metrics.jsonl")
+        trained = [row for row in log if "loss" in row]
+        assert [row["step"] for row in trained] == list(range(1, steps + 1))
+        assert [row["tokens"] for row in trained] == [128 * s for s in range(1, steps + 1)]
+        assert all(np.isfinite(row[k]) for row in trained for k in ("loss", "grad_norm", "learning_rate"))
+        assert np.isclose(trained[0]["learning_rate"], 5e-3) and np.isclose(trained[1]["learning_rate"], 1e-2)
+        validated = [row for row in log if "validation_loss" in row]
+        assert [row["step"] for row in validated] == [0, 4, steps]
+        assert validated[0]["validation_loss/needles"] == validated[0]["validation_loss"]
+        facts = json.loads((whole / phase / "phase.json").read_text())
+        assert (facts["status"], facts["started_step"], facts["steps"]) == ("complete", 0, steps)
+        assert facts["mixture"][0]["source"] == "needles"
+        assert any((whole / phase / "tensorboard").iterdir())
+    first, second = (rows(whole / p / "metrics.jsonl") for p in ("pretrain", "recalibrate"))
+    assert first[-1]["validation_loss"] < first[0]["validation_loss"] - 0.5  # it learns
+    # The drop happens at the border: the same weights, read without positions.
+    assert abs(second[0]["validation_loss"] - first[-1]["validation_loss"]) < 0.5
+    assert second[0]["validation_loss"] != first[-1]["validation_loss"]
+
+
+def test_the_second_phase_is_a_child_of_the_first(whole, config):
+    pretrained, child, last = (
+        open_checkpoint(whole / p) for p in ("pretrain/checkpoints/8", "recalibrate/checkpoints/2", "recalibrate")
+    )
+    ids = [entry["id"] for entry in last.metadata["lineage"]]
+    assert len(set(ids)) == len(ids) == 4
+    assert [e["what"] for e in last.metadata["lineage"]] == [
+        "initialized at random, seed 0",
+        "trained 8 steps of 'pretrain' with rope(base=10000)",
+        "rope(base=10000) -> nope on layers 0-1",
+        "trained 6 steps of 'recalibrate' with nope",
+    ]
+    assert pretrained.metadata["lineage"] == last.metadata["lineage"][:2]
+    assert child.metadata["lineage"][:3] == last.metadata["lineage"][:3]
+    assert pretrained.metadata["id"] == ids[1] and last.metadata["id"] == ids[3]
+    assert json.loads((whole / "recalibrate" / "phase.json").read_text())["lineage"] == last.metadata["lineage"]
+    assert last.metadata["config_hash"] == config_hash(config)
+
+
+def test_a_run_killed_at_every_kind_of_moment_ends_in_the_same_bytes(config, whole, tmp_path, monkeypatch):
+    moments = [
+        (2, "pretrain"),  # before the first checkpoint: from random again
+        (6, "pretrain"),  # checkpoint 4 is there, and the log has a later row
+        (6, "recalibrate"),  # four steps to the end of pretrain; then from the child
+        (5, "recalibrate"),  # from recalibrate's checkpoint 4
+    ]
+    for number, phase in moments:
+        with monkeypatch.context() as patch:
+            at_step(patch, number, die)
+            with pytest.raises(Killed):
+                train(config, tmp_path / "run")
+        assert (tmp_path / "run" / "recalibrate").exists() == (phase == "recalibrate")
+        with (tmp_path / "run" / phase / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "tok')  # half a line
+    train(config, tmp_path / "run")
+    assert_same_training(whole, tmp_path / "run")
+    assert json.loads((tmp_path / "run/recalibrate/phase.json").read_text())["status"] == "complete"
+
+
+def test_a_complete_run_is_left_as_it_is(config, whole, copy, capsys):
+    before = fingerprint(copy)
+    train(config, copy)
+    assert fingerprint(copy) == before
+    assert capsys.readouterr().out.count("nothing to do") == 2
+
+
+def test_a_run_that_died_before_it_could_say_complete_says_so_later(config, copy):
+    facts = copy / "recalibrate" / "phase.json"
+    facts.write_text(facts.read_text().replace('"complete"', '"running"'))
+    train(config, copy)
+    assert json.loads(facts.read_text())["status"] == "complete"
+
+
+def truncate(checkpoint: Path) -> None:
+    """Cuts the largest data file of a checkpoint's parameters."""
+    largest = max((p for p in (checkpoint / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    with largest.open("r+b") as file:
+        file.truncate(largest.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [truncate, lambda p: shutil.rmtree(p / "optimizer"), lambda p: shutil.rmtree(p / "metadata")],
+                         ids=["truncated parameters", "no optimizer", "no metadata"])  # fmt: skip
+def test_a_damaged_checkpoint_is_passed_over_and_its_steps_done_again(config, whole, copy, capsys, damage):
+    phase = copy / "recalibrate"
+    assert steps_of(phase) == [2, 4, 6]
+    shutil.rmtree(phase / "checkpoints" / "6")
+    damage(phase / "checkpoints" / "4")
+    train(config, copy)
+    out = capsys.readouterr().out
+    assert "checkpoint 4 of recalibrate cannot be read, going back" in out
+    assert "resuming at step 2" in out
+    assert_same_training(whole, copy)
+    assert open_checkpoint(phase / "checkpoints" / "4").step == 4  # written anew
+
+
+def test_a_phase_without_one_readable_checkpoint_says_what_to_delete(config, copy):
+    phase = copy / "recalibrate"
+    shutil.rmtree(phase / "checkpoints" / "6")
+    for step in (2, 4):
+        truncate(phase / "checkpoints" / str(step))
+    with pytest.raises(UserError, match=f"No checkpoint of '{phase}' can be read. Delete that directory"):
+        train(config, copy)
+
+
+def test_the_next_phase_refuses_a_damaged_end_of_the_one_before(config, copy, whole):
+    shutil.rmtree(copy / "recalibrate")
+    truncate(copy / "pretrain" / "checkpoints" / "8")
+    with pytest.raises(UserError, match=r"pretrain/checkpoints/8' is damaged .* Delete it"):
+        train(config, copy)
+    shutil.rmtree(copy / "pretrain" / "checkpoints" / "8")  # as it says
+    train(config, copy)
+    assert_same_training(whole, copy)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(config, whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Stopped, match=r"stopped at step 3 of 8 of phase 'pretrain', saved"):
+            train(config, tmp_path / "run")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert steps_of(tmp_path / "run" / "pretrain")[-1] == 3
+    assert rows(tmp_path / "run/pretrain/metrics.jsonl")[-1]["step"] == 3
+    train(config, tmp_path / "run")
+    assert_same_training(whole, tmp_path / "run")
+
+
+def test_sigterm_while_a_phase_writes_its_last_checkpoint_stops_before_the_next(config, whole, tmp_path, monkeypatch):
+    save = loop.Store.save
+
+    def interrupted(store, step, *rest):
+        save(store, step, *rest)
+        if step == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Store, "save", interrupted)
+        with pytest.raises(Stopped, match="stopped at step 8 of 8 of phase 'pretrain'"):
+            train(config, tmp_path / "run")
+    assert json.loads((tmp_path / "run/pretrain/phase.json").read_text())["status"] == "complete"
+    assert not (tmp_path / "run/recalibrate").exists()
+    train(config, tmp_path / "run")
+    assert_same_training(whole, tmp_path / "run")
+
+
+def test_data_that_changed_between_two_sessions_is_refused(config, copy, tmp_path):
+    shutil.rmtree(copy / "recalibrate" / "checkpoints" / "6")
+    other = tiny(tmp_path / "recipe", data__sources__0__options__queries=2)
+    with pytest.raises(UserError, match="data position does not fit this config"):
+        train(other, copy)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+    config = tiny(tmp_path / "recipe", phases__0__optimizer__learning_rate=1e30, model__qk_norm=False)
+    with pytest.raises(UserError, match=r"The loss is \S+ and its gradient's norm (nan|inf) at step \d.*Lower the learning rate"):
+        train(config, tmp_path / "run")
+    assert find_checkpoints(tmp_path / "run") == []  # step 2 would have been saved, and be worth nothing
+
+
+def test_a_phase_can_start_from_any_checkpoint(config, whole, tmp_path):
+    source = whole / "pretrain" / "checkpoints" / "8"
+    before = fingerprint(whole)
+    child = tiny(tmp_path / "recipe", phases="[{'name': 'more', 'steps': 3, 'positional': 'nope', 'batch_size': 8, "
+                 f"'sequence_length': 16, 'init_from': '{source}', 'optimizer': {{'warmup_steps': 1}}}}]")  # fmt: skip
+    train(child, tmp_path / "run")
+    first = rows(tmp_path / "run/more/metrics.jsonl")[0]
+    assert first["validation_loss"] == rows(whole / "recalibrate/metrics.jsonl")[0]["validation_loss"]
+    lineage = open_checkpoint(tmp_path / "run").metadata["lineage"]
+    assert lineage[1]["id"] == open_checkpoint(source).metadata["id"]
+    assert fingerprint(whole) == before
+    # Once it has checkpoints of its own, the phase no longer needs its source.
+    gone = tiny(tmp_path / "recipe", phases__0__init_from="nowhere")
+    with pytest.raises(UserError, match="There is no checkpoint at 'nowhere'"):
+        open_run(gone, tmp_path / "new", devices=jax.devices()[:1])
+
+
+def test_a_source_of_another_shape_is_refused_before_anything_is_written(config, whole, tmp_path):
+    wide = tiny(tmp_path / "recipe", model__d_ff=64, model__kv_heads=1, phases__0__init_from=str(whole / "pretrain"))
+    with pytest.raises(UserError, match="is a model of another shape: d_ff 32 -> 64, kv_heads 2 -> 1"):
+        open_run(wide, tmp_path / "run", devices=jax.devices()[:1])
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_steps_that_are_asked_for_are_logged(tmp_path, whole):
+    config = tiny(tmp_path / "recipe", log__every_steps=3, log__validate_every_steps=100)
+    train(config, tmp_path / "run")
+    log = rows(tmp_path / "run/pretrain/metrics.jsonl")
+    assert [(row["step"], "loss" in row) for row in log] == [(0, False), (3, True), (6, True), (8, True), (8, False)]
+    every = {row["step"]: row["loss"] for row in rows(whole / "pretrain/metrics.jsonl") if "loss" in row}
+    assert [row["loss"] for row in log if "loss" in row] == [every[s] for s in (3, 6, 8)]
