@@ -66,15 +66,14 @@ format: $(STAMP) ## let ruff lay out and sort the source
 	$(PY) -m ruff check --fix-only --quiet .
 	$(PY) -m ruff format .
 
-# Python 3.11 and 3.12 get different JAX releases from one file. jax[tpu] brings the libtpu that each JAX was
-# released with. Index addresses stay out of it: they are each machine's own setting.
+# Python 3.11 and 3.12 get different JAX releases from one file. Index addresses stay out of it: they are each
+# machine's own setting.
 LOCK_ARGS := --universal --python-version 3.11 --fork-strategy requires-python --generate-hashes \
   --extra test --extra aot --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 
 lock: $(STAMP) ## resolve requirements.lock again (UPGRADE=1: to the newest releases)
 	@uv=uv; uv --version >/dev/null 2>&1 || { uv=.venv/bin/uv; $(PY) -m pip install --quiet uv; }; \
-	echo "jax[tpu]>=0.10.2; sys_platform == 'linux'" | \
-	$$uv pip compile --quiet $(LOCK_ARGS) $(if $(UPGRADE),--upgrade) pyproject.toml - -o requirements.lock
+	$$uv pip compile --quiet $(LOCK_ARGS) $(if $(UPGRADE),--upgrade) pyproject.toml -o requirements.lock
 
 clean: ## remove caches and build products; .venv, data and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov

@@ -81,4 +81,5 @@ def get_config(arg: str = "") -> ConfigDict:
         config.phases.append(dict(**nope, optimizer=adamw(3e-3), **window))
     config.log = dict(every_steps=10, validate_every_steps=250, validation_batches=8)
     config.checkpoint = dict(every_steps=500)
+    config.evaluation = dict(factors=[1, 2, 4, 8, 32])
     return config

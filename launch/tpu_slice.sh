@@ -186,7 +186,7 @@ make_slice() {
 busy='if grep -qs run.status "/proc/$(cat ~/pe_lab/run.pid 2>/dev/null)/cmdline"; then echo BUSY; else echo IDLE; fi'
 unpack='mkdir -p ~/pe_lab && cd ~/pe_lab && find . -mindepth 1 -maxdepth 1 ! -name .venv ! -name data ! -name runs ! -name "run.*" -exec rm -rf {} + && tar xzf ~/pe_lab.tar.gz'
 # shellcheck disable=SC2016
-install='python3 -m pip install --user --quiet uv && cd ~/pe_lab && PATH="$HOME/.local/bin:$PATH" UV_PYTHON_DOWNLOADS=automatic sh launch/venv.sh'
+install='python3 -m pip install --user --quiet uv && cd ~/pe_lab && PATH="$HOME/.local/bin:$PATH" UV_PYTHON_DOWNLOADS=automatic EXTRA=tpu sh launch/venv.sh'
 # shellcheck disable=SC2016
 follow='cd ~/pe_lab && tail --pid="$(cat run.pid)" -n 100 -F run.log'
 status='cat ~/pe_lab/run.status'

@@ -3,6 +3,7 @@
 # `make setup` runs it on your machine, launch/tpu_slice.sh on every host of a slice.
 #
 #   PYTHON=python3.12       this interpreter and no other; otherwise the first Python >= 3.11 that is found
+#   EXTRA=tpu               and this extra of pyproject.toml, beyond the lock
 #   UV=no                   never use uv, only venv and pip
 #   UV_PYTHON_DOWNLOADS=automatic   let uv fetch a Python where the machine has none that will do
 set -eu
@@ -77,9 +78,11 @@ echo "setup: $(.venv/bin/python --version) in .venv, packages by ${uv:-pip}"
 if [ -n "$uv" ]; then
   "$uv" pip install --quiet --python .venv/bin/python -r requirements.lock
   "$uv" pip install --quiet --python .venv/bin/python --no-deps -e .
+  [ -z "${EXTRA:-}" ] || "$uv" pip install --quiet --python .venv/bin/python -e ".[$EXTRA]"
 else
   .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null
   .venv/bin/python -m pip install --quiet -r requirements.lock
   .venv/bin/python -m pip install --quiet --no-deps -e .
+  [ -z "${EXTRA:-}" ] || .venv/bin/python -m pip install --quiet -e ".[$EXTRA]"
 fi
 echo "$here" >$stamp

@@ -29,9 +29,7 @@ def locate(given: Path) -> tuple[Path, list[Path]]:
     if (given / "run.json").is_file():
         found = find_checkpoints(given)
         if not found:
-            raise UserError(
-                f"--from '{given}' has no checkpoint yet. Train it first (python -m pe_lab.train)."
-            )
+            raise UserError(f"--from '{given}' has no checkpoint yet. Train it first (python -m pe_lab.train).")
         return given, found
     directory, step = resolve(given)
     directory = directory.resolve()
@@ -91,9 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from pe_lab import evaluation as ev
     from pe_lab.checkpoints import open_checkpoint
+    from pe_lab.parallel import hide_absent_tpu
 
     suites = ev.parse_suites(arguments.suite) if arguments.suite is not None else None
     chosen = ev.parse_methods(arguments.methods) if arguments.methods is not None else None
+    hide_absent_tpu()
     root, paths = locate(arguments.source)
     name = run_name(root)
     subjects = [ev.Subject(open_checkpoint(path), name, os.path.relpath(path, root)) for path in paths]
@@ -105,10 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seed": arguments.seed,
     }
     settings = dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
-    lengths = arguments.lengths or ",".join(f"{factor}x" for factor in settings.factors)
-    plan = ev.Plan(
-        ev.parse_lengths(lengths, subjects[0].training_length), suites, chosen, settings, arguments.again
-    )
+    lengths = ",".join(f"{factor}x" for factor in settings.factors)
+    if arguments.lengths is not None:
+        lengths = arguments.lengths
+    plan = ev.Plan(ev.parse_lengths(lengths, subjects[0].training_length), suites, chosen, settings, arguments.again)
     evaluation = ev.Evaluation(subjects, data, plan, arguments.out or root / "evaluation")
     rows = measure_with_progress(evaluation)
     print_tables(rows)
@@ -176,6 +176,9 @@ def score_table(suite: str, source: str, rows: Sequence[dict[str, Any]]) -> Any:
     value, best = ("accuracy", max) if suite == "needles" else ("perplexity", min)
     title = "Needle accuracy" if suite == "needles" else "Perplexity"
     table = Table(title=escape(f"{title} on {source} by length, ± standard error"), title_justify="left")
+    if suite == "needles":
+        # What tells the values of a window from all others, and not one from another, already scores this much.
+        table.caption = f"picking any value that was stated and not yet asked for: {rows[0]['guessing']:.0%}"
     table.add_column("")
     winners = {}
     for length in sorted({row["length"] for row in rows}):
@@ -189,9 +192,7 @@ def score_table(suite: str, source: str, rows: Sequence[dict[str, Any]]) -> Any:
         for length, winner in winners.items():
             row = cells.get((label, checkpoint, length))
             text = describe_cell(row)
-            shown.append(
-                f"[bold]{text}[/]" if row and row[value] is not None and row[value] == winner else text
-            )
+            shown.append(f"[bold]{text}[/]" if row and row[value] is not None and row[value] == winner else text)
         twice = [name for name, _ in names].count(label) > 1
         table.add_row(escape(f"{label} ({checkpoint})" if twice else label), *shown)
     return table
@@ -207,9 +208,7 @@ def describe_cell(row: dict[str, Any] | None) -> str:
     if row["perplexity"] is None:
         return "not a number"
     # A relative error of perplexity is an absolute one of the loss.
-    return f"{row['perplexity']:.4g}" + (
-        f" ±{row['perplexity'] * row['stderr']:.2g}" if row["stderr"] else ""
-    )
+    return f"{row['perplexity']:.4g}" + (f" ±{row['perplexity'] * row['stderr']:.2g}" if row["stderr"] else "")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pe_lab.model import Model
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import Layer, Schedule, build_schedule, describe, layers
 
-Tokens = str | Sequence[int] | np.ndarray | jax.Array
+Tokens = str | Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
 
 
 @functools.cache
@@ -74,7 +74,7 @@ class LanguageModel:
         """Next-token logits, float32, of a text, of ids [T] (a batch of one), or of [B, T]."""
         return _compiled(self.config)[0](self.checkpoint.params, self._rows(tokens), None, None, self.schedule)
 
-    def loss_by_position(self, tokens: Tokens) -> Float[np.ndarray, "B T-1"]:
+    def loss_by_position(self, tokens: Tokens) -> Float[np.ndarray, "B targets"]:
         """Nats paid for each token but the first, given those before it."""
         rows = self._rows(tokens)
         if rows.shape[1] < 2:

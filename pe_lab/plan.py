@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from pe_lab.config import UserError, command, load_config, split_overrides
+from pe_lab.parallel import start_processes
 from pe_lab.parallel.topology import CHIPS, GIB, KNOWN, NoCompiler, Topology, libtpu_version, parse_topology
 from pe_lab.training.memory import Compiled, OutOfMemory
 from pe_lab.training.planning import PhaseNumbers, Plan, choose_phases, compile_phase, make_plan, plan_json
@@ -56,8 +57,11 @@ def _count(number: int) -> str:
     return f"{number:,.0f}"
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:.3f}" if size < GIB / 10 else f"{size / GIB:.2f}"
+def _size(size: int) -> str:
+    """3.79 GiB or 74.2 MiB."""
+    if size >= 0.1 * GIB:
+        return f"{size / GIB:.2f} GiB"
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
 def _hours(hours: float) -> str:
@@ -108,23 +112,23 @@ def estimate_text(plan: Plan) -> str:
         "activations": f"kept activations, remat={model.remat}",
         "working": f"working set (a layer, or {chunks})",
     }
-    rows = [("GiB per chip", *(phase.plan.name for phase in plan.phases))]
+    rows = [("per chip", *(phase.plan.name for phase in plan.phases))]
     for field, name in names.items():
-        rows.append((name, *(_gib(getattr(phase.memory, field)) for phase in plan.phases)))
-    rows.append(("total", *(_gib(phase.memory.total) for phase in plan.phases)))
+        rows.append((name, *(_size(getattr(phase.memory, field)) for phase in plan.phases)))
+    rows.append(("total", *(_size(phase.memory.total) for phase in plan.phases)))
     return f"memory, estimated from shapes: no compiler was asked\n{_table(rows)}\n"
 
 
 def compiled_text(plan: Plan, phase: PhaseNumbers, compiled: Compiled, by: str) -> str:
     """The compiler's memory per chip, of one phase."""
     rows = [
-        ("GiB per chip", phase.plan.name),
-        ("arguments (state, batch)", _gib(compiled.arguments)),
-        ("outputs", _gib(compiled.outputs)),
-        ("of which in the place of arguments", _gib(compiled.aliased)),
-        ("temporaries", _gib(compiled.temporaries)),
-        ("program", _gib(compiled.code)),
-        ("needed", _gib(compiled.needed)),
+        ("per chip", phase.plan.name),
+        ("arguments (state, batch)", _size(compiled.arguments)),
+        ("outputs", _size(compiled.outputs)),
+        ("of which in the place of arguments", _size(compiled.aliased)),
+        ("temporaries", _size(compiled.temporaries)),
+        ("program", _size(compiled.code)),
+        ("needed", _size(compiled.needed)),
     ]
     return (
         f"memory, compiled: the step that trains '{phase.plan.name}', for {plan.topology.text} by {by}, "
@@ -180,7 +184,7 @@ def compile_and_tell(plan: Plan, phases: Sequence[PhaseNumbers]) -> tuple[dict[s
     results: dict[str, Any] = {}
     chip, capacity = plan.topology.chip, plan.topology.chip.memory
     for phase in phases:
-        name, of = phase.plan.name, f" of {_gib(capacity)} GiB" if capacity else " GiB"
+        name, of = phase.plan.name, f" of {_size(capacity)}" if capacity else ""
         try:
             with _telling_time(f"compiling '{name}' for {plan.topology.count} x {chip.name}"):
                 compiled = compile_phase(plan, phase)
@@ -188,7 +192,7 @@ def compile_and_tell(plan: Plan, phases: Sequence[PhaseNumbers]) -> tuple[dict[s
             print(f"not compiled: {reason}. The memory above is an estimate.")
             return results, None
         except OutOfMemory as error:
-            numbers = f"{_gib(error.used or 0)} of {_gib(error.capacity or capacity)} GiB a chip"
+            numbers = f"{_size(error.used or 0)} of {_size(error.capacity or capacity)} a chip"
             results[name] = {"fits": False, "needed": error.used, "message": str(error)}
             said = f"'{name}' needs {numbers}" if error.used else f"the compiler refused '{name}': {error}"
             print(f"DOES NOT FIT: {said}. {advice(plan)}")
@@ -197,11 +201,11 @@ def compile_and_tell(plan: Plan, phases: Sequence[PhaseNumbers]) -> tuple[dict[s
         results[name] = {**dataclasses.asdict(compiled), "needed": compiled.needed, "fits": fits}
         print(compiled_text(plan, phase, compiled, _compiler(plan.topology)))
         if fits is None:
-            print(f"'{name}' needs {_gib(compiled.needed)} GiB a device. How much there is, is not known.")
+            print(f"'{name}' needs {_size(compiled.needed)} a device. How much there is, is not known.")
         elif fits:
-            print(f"FITS: '{name}' needs {_gib(compiled.needed)}{of} a chip.")
+            print(f"FITS: '{name}' needs {_size(compiled.needed)}{of} a chip.")
         else:
-            print(f"DOES NOT FIT: '{name}' needs {_gib(compiled.needed)}{of} a chip. {advice(plan)}")
+            print(f"DOES NOT FIT: '{name}' needs {_size(compiled.needed)}{of} a chip. {advice(plan)}")
     others = [p.plan.name for p in plan.phases if p not in phases]
     if others:
         names = ", ".join(others)
@@ -235,7 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--mfu={args.mfu}: a share of the peak lies above 0 and is at most 1.")
     if args.json and not args.json.parent.is_dir():
         raise UserError(f"--json={args.json}: there is no directory '{args.json.parent}'.")
-    if args.topology != "local":
+    if args.topology == "local":
+        start_processes()
+    else:
         # Compiling for a slice holds no device of this machine, so it can go on beside a run.
         jax.config.update("jax_platforms", "cpu")
     config = load_config(args.config, overrides)

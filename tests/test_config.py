@@ -149,12 +149,27 @@ def test_the_hash_follows_what_a_result_depends_on(tmp_path):
     config = tiny(tmp_path)
     assert config_hash(config) == config_hash(tiny(tmp_path / "again"))
     assert len(config_hash(config)) == 12 and int(config_hash(config), 16) >= 0
-    for key in ("seed", "model__init_std", "data__seed", "data__sources__0__options__keys", "phases__1__steps",
-                "phases__0__optimizer__b1", "phases__0__positional"):
+    for key in (
+        "seed",
+        "model__init_std",
+        "data__seed",
+        "data__sources__0__options__keys",
+        "phases__1__steps",
+        "phases__0__optimizer__b1",
+        "phases__0__positional",
+    ):
         value = "alibi" if key.endswith("positional") else 3
         assert config_hash(tiny(tmp_path, **{key: value})) != config_hash(config), key
-    for key in ("name", "log__every_steps", "checkpoint__keep", "mesh__data", "data__cache_dir", "data__workers",
-                "evaluation__seed", "notes__paper"):
+    for key in (
+        "name",
+        "log__every_steps",
+        "checkpoint__keep",
+        "mesh__data",
+        "data__cache_dir",
+        "data__workers",
+        "evaluation__seed",
+        "notes__paper",
+    ):
         value = "x" if key in ("name", "data__cache_dir", "notes__paper") else 3
         assert config_hash(tiny(tmp_path, **{key: value})) == config_hash(config), key
     changed = identity(tiny(tmp_path, phases__1__optimizer__b1=0.5))

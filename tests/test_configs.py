@@ -23,11 +23,12 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def _references() -> list[str]:
-    """`configs/x.py` and each `configs/x.py:ARG` that the file itself mentions."""
+    """`configs/x.py` and each `configs/x.py:ARG` or `:ARG` that the file itself mentions."""
     found = []
     for path in sorted(CONFIGS.glob("*.py")):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        arguments = re.findall(rf"configs/{path.stem}\.py:([\w=./-]*[\w/])", text)
+        arguments = re.findall(rf"configs/{path.stem}\.py:([\w=./-]*[\w/])|`:([\w./-]+)`", text)
+        arguments = [one or other for one, other in arguments]
         found += [path.name, *(f"{path.name}:{argument}" for argument in dict.fromkeys(arguments))]
     return found
 
@@ -44,7 +45,7 @@ def _devices(config: Config) -> int:
 
 
 def test_references_include_documented_arguments():
-    assert "drope_laptop.py" in _references()
+    assert {"drope_laptop.py", "drope_laptop.py:quick", "drope_laptop.py:full"} <= set(_references())
     assert "drope_16b.py:from=runs/rope_16b/pretrain/checkpoints/14000" in _references()
 
 
@@ -109,8 +110,7 @@ BUDGETS = {
 def test_16b_phases_are_the_papers(reference):
     config = _load(reference)
     found = [
-        (p.name, p.positional, p.steps, p.optimizer.learning_rate, p.optimizer.warmup_steps)
-        for p in config.phases
+        (p.name, p.positional, p.steps, p.optimizer.learning_rate, p.optimizer.warmup_steps) for p in config.phases
     ]
     assert found == BUDGETS[reference]
     for phase in config.phases:

@@ -38,12 +38,12 @@ def test_a_run_is_measured_and_printed(run, capsys):
     found = rows(run / "evaluation", "perplexity")
     assert {r["checkpoint"] for r in found} == {"pretrain/checkpoints/3", "recalibrate/checkpoints/3"}
     assert {r["run"] for r in found} == {"tiny"} and {r["model"] for r in found} == {"RoPE", "DroPE"}
-    assert len(rows(run / "evaluation", "needles")) == 14 and len(rows(run / "evaluation", "beta")) == 1
+    assert len(rows(run / "evaluation", "needles")) == 16 and len(rows(run / "evaluation", "beta")) == 1
 
     before = (run / "evaluation" / "perplexity.jsonl").read_bytes()
     assert main([f"--from={run}", *QUICK]) == 0
     out = capsys.readouterr().out
-    assert "29 of them were measured before" in out and "RoPE + YaRN" in out
+    assert "33 of them were measured before" in out and "RoPE + YaRN" in out
     assert (run / "evaluation" / "perplexity.jsonl").read_bytes() == before
 
 

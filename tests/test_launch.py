@@ -110,7 +110,7 @@ def test_the_steps_come_in_order() -> None:
     idle, unpack, install, start = (on_hosts(c)[1] for c in commands if c[-2:-1] == ["--worker=all"])
     assert "IDLE" in idle
     assert "tar xzf" in unpack and "! -name .venv" in unpack
-    assert "launch/venv.sh" in install
+    assert "EXTRA=tpu" in install and "launch/venv.sh" in install
     assert "pe_lab.train" in start
 
 

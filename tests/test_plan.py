@@ -70,9 +70,7 @@ def test_untied_embeddings_count_twice():
 
 def test_estimate_of_the_state_is_its_size():
     estimate = _plan().phases[0].memory
-    assert (
-        estimate.parameters == estimate.gradients == 4 * 494_005_120 // 8
-    )  # everything is cut over fsdp = 8
+    assert estimate.parameters == estimate.gradients == 4 * 494_005_120 // 8  # everything is cut over fsdp = 8
     assert estimate.optimizer - 2 * estimate.parameters in range(4, 17)  # two moments and a step count or two
     assert estimate.batch == 3 * 4 * 4 * 1024  # three arrays of four windows
     assert _plan(**{"data.segments": "True"}).phases[0].memory.batch == 5 * 4 * 4 * 1024
@@ -81,9 +79,7 @@ def test_estimate_of_the_state_is_its_size():
 def test_estimate_follows_what_shrinks_a_step():
     base = _plan().phases[0].memory
     by_remat = [_plan(**{"model.remat": r}).phases[0].memory.activations for r in ("none", "dots", "full")]
-    assert (
-        by_remat[0] > by_remat[1] > by_remat[2] == 24 * 4 * 1024 * 896 * 2
-    )  # the layers' inputs, in bfloat16
+    assert by_remat[0] > by_remat[1] > by_remat[2] == 24 * 4 * 1024 * 896 * 2  # the layers' inputs, in bfloat16
     more_fsdp = _plan(**{"mesh.fsdp": "16"}).phases[0].memory
     assert more_fsdp.parameters * 2 == base.parameters and more_fsdp.activations == base.activations
     halves = _plan(**{"phases.0.accumulate": "2"}).phases[0].memory
@@ -95,13 +91,9 @@ def test_estimate_follows_what_shrinks_a_step():
 
 
 def test_estimate_cuts_heads_and_mlp_over_tensor():
-    base = from_dict(
-        Config, {"model": {"vocab_size": 1024, "remat": "none"}, "mesh": {"tensor": 2, "data": 1}}
-    )
+    base = from_dict(Config, {"model": {"vocab_size": 1024, "remat": "none"}, "mesh": {"tensor": 2, "data": 1}})
     plan = make_plan(base, parse_topology("h100:2"))
-    one = estimate_memory(
-        plan.model, plan.phases[0].plan, False, placeholder_mesh(Config().mesh, 1), AxisRules()
-    )
+    one = estimate_memory(plan.model, plan.phases[0].plan, False, placeholder_mesh(Config().mesh, 1), AxisRules())
     assert plan.phases[0].memory.parameters < 0.6 * one.parameters
     assert 0.5 < plan.phases[0].memory.activations / one.activations < 0.75  # D stays whole
 
@@ -246,7 +238,7 @@ def test_a_compiler_that_refuses_is_read(refusal, recipe, capsys, monkeypatch):
     monkeypatch.setattr(verb, "compile_phase", refuse)
     assert verb.main([f"--config={recipe}", "--topology=v5e:2x2", "--config.model.remat=dots"]) == 1
     text = capsys.readouterr().out
-    assert "DOES NOT FIT: 'second' needs 17.29 of 15.75 GiB a chip" in text
+    assert "DOES NOT FIT: 'second' needs 17.29 GiB of 15.75 GiB a chip" in text
     assert "--config.model.remat=full, a larger --config.mesh.fsdp" in text
 
 
@@ -278,7 +270,7 @@ def test_tpu_compiler_sees_fsdp_cut_the_state():
         plan = make_plan(config, parse_topology("v5e:2x2"))
         compiled[fsdp] = compile_phase(plan, plan.phases[0])
         state = plan.phases[0].memory.parameters + plan.phases[0].memory.optimizer
-        assert compiled[fsdp].aliased == pytest.approx(state, rel=0.02)  # small arrays are padded
+        assert state <= compiled[fsdp].aliased < 1.2 * state  # small arrays are padded to tiles
     assert compiled[4].arguments < 0.3 * compiled[1].arguments
     assert compiled[4].needed < compiled[1].needed
 

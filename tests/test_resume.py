@@ -100,7 +100,9 @@ def test_sigkill_at_three_moments_changes_nothing(tmp_path):
     out = finish(start(command(tmp_path, "killed"), tmp_path))
     assert f"{first}: complete at step {STEPS[0]}, nothing to do" in out
     assert_same_training(tmp_path / "whole", run, (first, second))
-    assert [row["step"] for row in rows(run / second / "metrics.jsonl") if "loss" in row] == list(range(1, STEPS[1] + 1))
+    assert [row["step"] for row in rows(run / second / "metrics.jsonl") if "loss" in row] == list(
+        range(1, STEPS[1] + 1)
+    )
 
     again = finish(start(command(tmp_path, "killed"), tmp_path))
     assert again.count("nothing to do") == 2
@@ -109,7 +111,12 @@ def test_sigkill_at_three_moments_changes_nothing(tmp_path):
 def test_sigterm_saves_and_exits_cleanly(tmp_path):
     recipe = write_recipe(tmp_path / "recipe")
     # Hundreds of steps, and a checkpoint rarely: the one that is found is SIGTERM's.
-    argv = ["pe_lab.train", f"--config={recipe}", "--config.phases.0.steps=600", "--config.checkpoint.every_steps=100000"]
+    argv = [
+        "pe_lab.train",
+        f"--config={recipe}",
+        "--config.phases.0.steps=600",
+        "--config.checkpoint.every_steps=100000",
+    ]
     finish(start([*argv, "--workdir=whole"], tmp_path))
 
     process = start([*argv, "--workdir=stopped"], tmp_path)
@@ -119,7 +126,7 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path):
     out = finish(process)
     assert "of phase 'pretrain', saved; the same command goes on" in out
     (saved,) = (run / "pretrain" / "checkpoints").iterdir()
-    assert 20 <= int(saved.name) + 5 and int(saved.name) < 600
+    assert int(saved.name) + 5 >= 20 and int(saved.name) < 600
     assert rows(run / "pretrain" / "metrics.jsonl")[-1]["step"] == int(saved.name)
 
     assert f"resuming at step {saved.name}" in finish(start([*argv, "--workdir=stopped"], tmp_path))

@@ -76,10 +76,10 @@ def test_training_starts_from_the_child(run, tmp_path):
                   f"'sequence_length': 16, 'positional': 'nope', 'init_from': '{tmp_path / 'dropped'}', "
                   "'optimizer': {'warmup_steps': 1}}]")  # fmt: skip
     train(config, tmp_path / "run")
-    trained = open_checkpoint(tmp_path / "run")
+    result = open_checkpoint(tmp_path / "run")
     child = open_checkpoint(tmp_path / "dropped")
     assert same_weights(child.params, open_checkpoint(tmp_path / "run/recalibrate/checkpoints/0").params)
-    assert child.metadata["id"] in [e["id"] for e in trained.metadata["lineage"]]
+    assert child.metadata["id"] in [e["id"] for e in result.metadata["lineage"]]
     log = rows(tmp_path / "run/recalibrate/metrics.jsonl")
     assert log[0]["validation_loss"] == rows(run.parent / "recalibrate/metrics.jsonl")[0]["validation_loss"]
 

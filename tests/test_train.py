@@ -61,14 +61,20 @@ def test_another_config_keeps_out_of_its_workdir(finished, recipe, one_device, c
     before = fingerprint(finished)
     assert main([f"--config={recipe}", f"--workdir={finished}", "--config.phases.0.steps=9", "--config.seed=1"]) == 2
     err = capsys.readouterr().err
-    assert "belongs to another config" in err and "phases.0.steps: 8 there, 9 here" in err and "seed: 0 there, 1 here" in err
+    assert (
+        "belongs to another config" in err
+        and "phases.0.steps: 8 there, 9 here" in err
+        and "seed: 0 there, 1 here" in err
+    )
     assert err.count("\n") == 1 and err.startswith("error: ")
     assert fingerprint(finished) == before
 
 
 def test_runs_lie_under_their_name_by_default(recipe, one_device, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    one_phase = "[{'name': 'only', 'steps': 2, 'sequence_length': 16, 'batch_size': 8, 'optimizer': {'warmup_steps': 1}}]"
+    one_phase = (
+        "[{'name': 'only', 'steps': 2, 'sequence_length': 16, 'batch_size': 8, 'optimizer': {'warmup_steps': 1}}]"
+    )
     assert main([f"--config={recipe}", "--config.name=mine", f"--config.phases={one_phase}"]) == 0
     assert (tmp_path / "runs" / "mine" / "only" / "checkpoints" / "2").is_dir()
 

@@ -23,7 +23,7 @@ from pe_lab.training import open_run, train_phase
 from pe_lab.training.machine import Peak
 
 REPOSITORY = Path(__file__).parents[1]
-RECIPE = '''
+RECIPE = """
 from ml_collections import ConfigDict
 
 
@@ -43,7 +43,7 @@ def get_config(arg=""):
     config.checkpoint = dict(every_steps=2, keep=3)
     config.notes = dict(paper="none")
     return config
-'''
+"""
 
 
 def write_recipe(directory: Path) -> Path:

@@ -56,7 +56,9 @@ def build_page(runs: Sequence[Run]) -> str:
 def headline(runs: Sequence[Run]) -> str:
     """The page's verdict as text, for the terminal."""
     return "\n".join(
-        (f"{run.name}: " if len(runs) > 1 else "") + work_out(run).verdict.headline for run in runs
+        (f"{run.name}: " if len(runs) > 1 else "") + " ".join(filter(None, (found.opening, found.headline)))
+        for run in runs
+        for found in [work_out(run).verdict]
     )
 
 

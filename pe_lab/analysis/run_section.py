@@ -56,13 +56,14 @@ def section(level: int, title: str, identity: str, *children: object) -> Markup:
 
 
 def top(results: Results, level: int) -> Markup:
-    """The verdict of a run, its duels and its key facts. The headline is the page's title at level 1."""
+    """The verdict of a run, its duels and its key facts. At level 1 its first sentence is the page's title."""
     verdict = results.verdict
+    sentences = [sentence for sentence in (verdict.opening, verdict.headline) if sentence]
+    title, *more = sentences if level == 1 else [None, *sentences]
     return element(
         "div",
-        element("h1", verdict.headline, class_="long" if len(verdict.headline) > 180 else None)
-        if level == 1
-        else element("p", verdict.headline, class_="lede"),
+        element("h1", title, class_="long" if len(title) > 180 else None) if title else None,
+        [element("p", sentence, class_="lede") for sentence in more],
         element("p", STORY, class_="soft") if level == 1 and tells_of_dropping(results) else None,
         element("ul", [element("li", sentence) for sentence in verdict.details], class_="points")
         if verdict.details

@@ -61,7 +61,7 @@ thead small,td small{display:block;color:var(--soft);font-weight:400;font-size:1
 th:first-child,td.text,th.text{text-align:left}
 tbody th{font-weight:500;text-align:left;min-width:132px;max-width:300px;overflow-wrap:break-word}
 td{white-space:nowrap}td.text{white-space:normal;max-width:46ch}
-.scores td{position:relative;background:rgb(var(--heat-rgb)/calc(var(--heat,0)*.42));min-width:74px}
+.scores td{position:relative;background:rgb(var(--heat-rgb)/calc(var(--heat,0)*.42));min-width:60px;padding:6px 7px}
 .scores td.trained,.scores th.trained{border-left:2px solid var(--mark);border-right:2px solid var(--mark)}
 .scores th.trained{border-top:2px solid var(--mark);border-radius:4px 4px 0 0;color:var(--mark)}
 .scores tr:last-child td.trained{border-bottom:2px solid var(--mark)}

@@ -34,12 +34,17 @@ class Duel:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A sentence for the top of the page, sentences below it, and the duels behind them by table."""
+    """Sentences for the top of the page, and the duels behind them by table.
+
+    `opening` sets plain RoPE beside the dropped model, in numbers; `headline` judges the dropped model against the
+    best RoPE variant of each length.
+    """
 
     headline: str
     tone: str  # win | mixed | loss | missing
     details: list[str] = field(default_factory=list)
     duels: list[tuple[Table, list[Duel]]] = field(default_factory=list)
+    opening: str = ""
 
 
 def gap(ours: Cell, theirs: Cell) -> str:
@@ -101,7 +106,22 @@ def judge(needles: Table | None, perplexity: Table | None) -> Verdict:
         headline = f"{headline[:-1]}{clause(*decided[1], after=decided[0][1])}."
     more = [cost(judged), *(peers(table) for table, _ in judged)]
     details += [sentence for sentence in more if sentence]
-    return Verdict(headline, tone, details, judged)
+    return Verdict(headline, tone, details, judged, opening_of(judged[0][0]))
+
+
+def opening_of(table: Table) -> str:
+    """What happens past the training length, in numbers: plain RoPE and the dropped model, nearest and farthest."""
+    both = [
+        (column, plain, ours[1])
+        for column in table.columns
+        if column.key > 1 and (plain := plain_rope(table, column)) and (ours := dropped_at(table, column))
+    ]
+    if not both:
+        return ""
+    found = "finds {} of the needles" if table.suite == "needles" else "has perplexity {}"
+    (near, plain, ours), (far, far_plain, far_ours) = both[0], both[-1]
+    first = f"At {near.title} its training length RoPE {found.format(plain.shown)}, the dropped model {ours.shown}"
+    return f"{first}; at {far.title}, {far_plain.shown} and {far_ours.shown}." if len(both) > 1 else f"{first}."
 
 
 def undecided(table: Table) -> str:

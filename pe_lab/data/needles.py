@@ -1,8 +1,8 @@
 """Needles: key-value facts in filler, asked for later in the same window, made on the fly from (seed, index).
 
 A window reads like `f f [MARK key value] f f f [MARK key value] f ... [ASK key value] [ASK key value]`; or, with
-`facts="symbol"`, states a fact in one symbol that names its key and its value: `[MARK key+value]`. Its symbols are none of the tokenizer's: they follow the tokenizer's vocabulary, so that any tokenizer can be
-mixed with needles.
+`facts="symbol"`, states a fact in one symbol that names its key and its value: `[MARK key+value]`. Its symbols are
+none of the tokenizer's: they follow the tokenizer's vocabulary, so that any tokenizer can be mixed with needles.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class NeedleOptions:
         return cls(**values)
 
     @property
-    def vocabulary(self) -> tuple[int, ...]:
+    def vocabulary(self) -> tuple[int | str, ...]:
         """Equal vocabularies may share their symbols."""
         return (self.keys, self.values, self.filler_symbols, self.branches, self.filler_seed, self.facts)
 

@@ -20,9 +20,7 @@ from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule
 
 LOGITS = 2**26  # next-token or attention logits held at once, at most: 256 MB in float32
-BATCH_TOKENS = {
-    "cpu": 2**11
-}  # what a CPU keeps in its caches: eight times as many took twice as long a token
+BATCH_TOKENS = {"cpu": 2**11}  # what a CPU keeps in its caches: eight times as many took twice as long a token
 BATCH_TOKENS_ELSEWHERE = 2**17  # per device
 # Batches differ in what they hold, never in shape: padding rows repeat the last one, and are cut off again.
 Batch = Mapping[str, np.ndarray]
@@ -140,22 +138,16 @@ def _losses(model: Model, params: Params, batch: Mapping[str, jax.Array], schedu
     return model.token_loss(params, batch, schedule)
 
 
-def _predictions(
-    model: Model, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule
-) -> jax.Array:
+def _predictions(model: Model, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> jax.Array:
     """Only the asked positions meet the vocabulary: [B, T, V] never exists."""
     x = model.hidden(params, batch["tokens"], None, None, schedule)
     x = jnp.take_along_axis(x, batch["at"][..., None], axis=1)
-    logits = jnp.einsum(
-        "bqd,vd->bqv", x, model.unembedding(params).astype(x.dtype), preferred_element_type=jnp.float32
-    )
+    logits = jnp.einsum("bqd,vd->bqv", x, model.unembedding(params).astype(x.dtype), preferred_element_type=jnp.float32)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def _pad(batch: Batch, rows: int) -> dict[str, np.ndarray]:
     return {
-        name: array
-        if len(array) == rows
-        else np.concatenate([array, np.repeat(array[-1:], rows - len(array), 0)])
+        name: array if len(array) == rows else np.concatenate([array, np.repeat(array[-1:], rows - len(array), 0)])
         for name, array in batch.items()
     }

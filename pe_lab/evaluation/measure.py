@@ -18,9 +18,7 @@ from pe_lab.evaluation.rows import Row, RowFile, finite
 from pe_lab.positional import Alibi, Layer
 from pe_lab.training.machine import versions
 
-PROTOCOL = (
-    1  # counted up when a suite comes to measure something else: rows of an older one are measured again
-)
+PROTOCOL = 1  # counted up when a suite comes to measure something else: rows of an older one are measured again
 
 
 class Evaluation:
@@ -211,9 +209,7 @@ class Evaluation:
         file = self.files[unit.suite]
         if not self.plan.again and (found := file.find(row, same=("checkpoint_id", "label", "settings"))):
             return found, True
-        measure = {"perplexity": self._perplexity, "needles": self._needle_accuracy, "beta": self._beta_row}[
-            unit.suite
-        ]
+        measure = {"perplexity": self._perplexity, "needles": self._needle_accuracy, "beta": self._beta_row}[unit.suite]
         if unit.suite != "beta":
             row["beta"] = self._scale(unit)
         row = finite({**row, **measure(unit), "versions": versions()})
@@ -263,9 +259,7 @@ class Evaluation:
 
     def _forward(self, subject: Subject) -> tuple[Forward, Any]:
         forward = self.forwards[subject.checkpoint.model]
-        return forward, self._remember(
-            ("params", subject.id), lambda: forward.place(subject.checkpoint.params)
-        )
+        return forward, self._remember(("params", subject.id), lambda: forward.place(subject.checkpoint.params))
 
     def _losses(self, subject: Subject, layers: Sequence[Layer]) -> perplexity.Losses:
         forward, params = self._forward(subject)
@@ -283,25 +277,17 @@ class Evaluation:
         else:
             found = self._remember(
                 ("perplexity", subject.id, layers, unit.length, unit.source),
-                lambda: perplexity.summarize(
-                    *perplexity.window_losses(text, unit.length, losses), len(text.score)
-                ),
+                lambda: perplexity.summarize(*perplexity.window_losses(text, unit.length, losses), len(text.score)),
             )
         return {**found, "tiles": list(text.score_index)}
 
     def _needle_accuracy(self, unit: Unit) -> Row:
         subject, asked, layers = unit.subject, self._questions(unit.source, unit.length), self._layers(unit)
         forward, params = self._forward(subject)
-        crop = (
-            subject.training_length
-            if unit.method == "cropped" and unit.length > subject.training_length
-            else None
-        )
+        crop = subject.training_length if unit.method == "cropped" and unit.length > subject.training_length else None
 
         def answer() -> Row:
-            predicted = needles.predict(
-                asked, lambda tokens, at: forward.predictions(params, tokens, at, layers), crop
-            )
+            predicted = needles.predict(asked, lambda tokens, at: forward.predictions(params, tokens, at, layers), crop)
             return needles.score(predicted, asked.answers, asked.distance)
 
         found = self._remember(("needles", subject.id, layers, unit.length, unit.source, crop), answer)
@@ -340,9 +326,7 @@ class Evaluation:
         batches = [perplexity.as_batch(text, perplexity.cut(text.fit, length)) for text in texts]
 
         def loss(beta: float) -> float:
-            layers = methods.read_with(
-                "beta", subject.checkpoint.layers, length, subject.training_length, beta
-            )
+            layers = methods.read_with("beta", subject.checkpoint.layers, length, subject.training_length, beta)
             losses = self._losses(subject, layers)
             means = [np.average(losses(batch), weights=batch["weights"]) for batch in batches]
             return float(np.average(means, weights=shares))
@@ -371,8 +355,6 @@ class Evaluation:
         file = self.files["beta"]
         for subject in self.subjects:
             mine = [row for row in file.rows if row.get("checkpoint_id") == subject.id]
-            c = betas.common_coefficient(
-                [float(row["beta"]) for row in mine], [float(row["factor"]) for row in mine]
-            )
+            c = betas.common_coefficient([float(row["beta"]) for row in mine], [float(row["factor"]) for row in mine])
             if mine:
                 file.put([{**row, "c_all_lengths": c} for row in mine])

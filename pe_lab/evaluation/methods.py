@@ -64,9 +64,12 @@ def label(model: str, method: str) -> str:
     """What people call a model read in some way."""
     if method in STRETCHES:
         return f"{model} + {method}"
-    return {"as trained": model, "cropped": f"{model}, cropped context", "beta": f"{model}, β", "paper beta": f"{model}, paper's β"}[
-        method
-    ]
+    return {
+        "as trained": model,
+        "cropped": f"{model}, cropped context",
+        "beta": f"{model}, β",
+        "paper beta": f"{model}, paper's β",
+    }[method]
 
 
 def paper_beta(factor: float) -> float:

@@ -90,9 +90,9 @@ def choose_tiles(tiles: int, score: int, fit: int) -> tuple[tuple[int, ...], tup
 def cut(tiles: Int[np.ndarray, "n W"], length: int) -> Int[np.ndarray, "m length_and_1"]:
     """Windows of length + 1 tokens that fill every tile, neighbours sharing one token; a rest is not read."""
     per_tile = (tiles.shape[1] - 1) // length
-    return np.concatenate(
-        [tiles[:, None, i * length : (i + 1) * length + 1] for i in range(per_tile)], 1
-    ).reshape(-1, length + 1)
+    return np.concatenate([tiles[:, None, i * length : (i + 1) * length + 1] for i in range(per_tile)], 1).reshape(
+        -1, length + 1
+    )
 
 
 def as_batch(text: HeldOut, windows: Int[np.ndarray, "n W"]) -> dict[str, np.ndarray]:
@@ -122,13 +122,9 @@ class Cropped:
 
     def __init__(self, text: HeldOut, training_length: int, stride: int, losses: Losses):
         if not 1 <= stride <= training_length:
-            raise UserError(
-                f"The cropped context advances by {stride} tokens; it must be 1 to {training_length}."
-            )
+            raise UserError(f"The cropped context advances by {stride} tokens; it must be 1 to {training_length}.")
         self._text, self._size, self._stride, self._losses = text, training_length, stride, losses
-        self._known: dict[
-            int, tuple[np.ndarray, np.ndarray]
-        ] = {}  # offset in the tile -> losses, weights [n, T]
+        self._known: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # offset in the tile -> losses, weights [n, T]
 
     def __call__(self, length: int) -> tuple[Float[np.ndarray, "n T"], Float[np.ndarray, "n T"]]:
         """What `window_losses` returns, under cropping."""
@@ -167,9 +163,7 @@ def position_edges(length: int) -> list[int]:
     return [edge for edge in edges if edge < length] + [length]
 
 
-def summarize(
-    losses: Float[np.ndarray, "n T"], weights: Float[np.ndarray, "n T"], tiles: int
-) -> dict[str, Any]:
+def summarize(losses: Float[np.ndarray, "n T"], weights: Float[np.ndarray, "n T"], tiles: int) -> dict[str, Any]:
     """The numbers of a row: mean, perplexity, standard error over windows, means by position and by tile.
 
     `nll_by_tile` is over the same text for all methods, and all lengths that divide the longest: for
@@ -189,9 +183,7 @@ def summarize(
         "windows": len(losses),
         "position_edges": edges,
         "nll_by_position": _ratios(by_position, counted),
-        "nll_by_tile": _ratios(
-            (losses * weights).reshape(tiles, -1).sum(1), weights.reshape(tiles, -1).sum(1)
-        ),
+        "nll_by_tile": _ratios((losses * weights).reshape(tiles, -1).sum(1), weights.reshape(tiles, -1).sum(1)),
     }
 
 

@@ -71,7 +71,10 @@ class Unit:
 
 def distinct(subjects: Sequence[Subject]) -> tuple[Subject, ...]:
     """Subjects without those whose weights are there already."""
-    return tuple({subject.id: subject for subject in reversed(subjects)}.values())[::-1]
+    first: dict[str, Subject] = {}
+    for subject in subjects:
+        first.setdefault(subject.id, subject)
+    return tuple(first.values())
 
 
 def parse_suites(text: str) -> tuple[str, ...]:
@@ -91,10 +94,10 @@ def parse_lengths(text: str, training_length: int) -> tuple[int, ...]:
     for item in (part.strip().lower() for part in text.split(",") if part.strip()):
         unit = {"x": training_length, "k": 1024}.get(item[-1], 1)
         try:
-            tokens = float(item.rstrip("xk") if unit != 1 else item) * unit
+            tokens = float(item[:-1] if item[-1] in "xk" else item) * unit
         except ValueError:
             raise UserError(f"--lengths: '{item}' is no length. Write 2x, 4096 or 8k.") from None
-        if tokens != int(tokens) or tokens < 2:
+        if not tokens.is_integer() or tokens < 2:
             raise UserError(
                 f"--lengths: '{item}' is {tokens:g} tokens; give a whole number of at least 2 "
                 f"(the training length is {training_length})."

@@ -47,9 +47,7 @@ class RowFile:
             except ValueError:
                 row = None
             if not isinstance(row, dict):
-                raise UserError(
-                    f"{self.path}, line {number}, is no row. Move the file away and evaluate again."
-                )
+                raise UserError(f"{self.path}, line {number}, is no row. Move the file away and evaluate again.")
             rows.append(row)
         return rows
 

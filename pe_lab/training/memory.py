@@ -161,8 +161,7 @@ def compile_memory(model: Model, phase: PhasePlan, segments: bool, mesh: Mesh, r
     )
 
 
-# libtpu 0.0.51 says "... HLO temporaries (32.57G) exceeds available HBM (15.75G)", earlier ones "Used 17.29G of
-# 15.75G hbm".
+# libtpu 0.0.51 says "... (32.57G) exceeds available HBM (15.75G)", earlier ones "Used 32.57G of 15.75G hbm".
 _REFUSALS = (
     r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)",
     r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm",
@@ -175,7 +174,5 @@ def _out_of_memory(message: str) -> OutOfMemory:
     for pattern in _REFUSALS:
         if found := re.search(pattern, message):
             used, used_unit, capacity, unit = found.groups()
-            return OutOfMemory(
-                first, int(float(used) * _UNITS[used_unit]), int(float(capacity) * _UNITS[unit])
-            )
+            return OutOfMemory(first, int(float(used) * _UNITS[used_unit]), int(float(capacity) * _UNITS[unit]))
     return OutOfMemory(first, None, None)

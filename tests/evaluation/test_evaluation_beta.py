@@ -36,9 +36,7 @@ def test_the_fit_is_the_best_of_a_fine_grid_on_a_model():
 
     def loss(beta):
         batch = {"tokens": tokens, "targets": targets}
-        return float(
-            forward.losses(tiny.parameters(), batch, read_with("beta", described, 32, 16, beta)).mean()
-        )
+        return float(forward.losses(tiny.parameters(), batch, read_with("beta", described, 32, 16, beta)).mean())
 
     fit = betas.fit_beta(loss, 2.0)
     grid = np.linspace(*betas.search_range(2.0), 35)

@@ -52,7 +52,7 @@ def test_the_table_is_full(whole):
     for suite in ("perplexity", "needles"):
         found = {(r["model"], r["method"], r["length"]) for r in pick(rows, suite)}
         wanted = {("RoPE", m, n) for m in ROPE_METHODS for n in LENGTHS}
-        wanted |= {("DroPE", m, n) for m in ("as trained", "beta") for n in LENGTHS}
+        wanted |= {("DroPE", m, n) for m in ("as trained", "beta", "paper beta") for n in LENGTHS}
         assert found == wanted and len(pick(rows, suite)) == len(wanted)
     assert [(r["model"], r["length"]) for r in pick(rows, "beta")] == [("DroPE", 32), ("DroPE", 64)]
 
@@ -61,13 +61,12 @@ def test_rows_say_what_they_measured(whole, data):
     _, rows, directory = whole
     row = pick(rows, "perplexity", method="YaRN", length=64)[0]
     assert row["label"] == "RoPE + YaRN" and row["factor"] == 4 and row["step"] == 3 and row["beta"] == 1
-    assert (
-        row["checkpoint"] == "pretrain/checkpoints/3" and row["phase"] == "pretrain" and row["run"] == "tiny"
-    )
+    assert row["checkpoint"] == "pretrain/checkpoints/3" and row["phase"] == "pretrain" and row["run"] == "tiny"
     assert row["source"] == data.sources[0].source and row["versions"]["jax"]
     assert row["perplexity"] == pytest.approx(math.exp(row["nll"]), rel=1e-4)
     needle = pick(rows, "needles", method="as trained", model="DroPE", length=32)[0]
     assert needle["source"] == "needles" and needle["windows"] == 16 and needle["queries"] == 32
+    assert needle["guessing"] == 1  # one fact a window: its value answers every question
     for suite in ("perplexity", "needles", "beta"):
         lines = (directory / f"{suite}.jsonl").read_text().splitlines()
         on_disk = [json.loads(line) for line in lines]
@@ -129,6 +128,16 @@ def test_beta_is_fitted_on_text_that_is_not_scored(whole):
             assert [r["beta"] for r in used] == [row["beta"]]
 
 
+def test_the_papers_scale_is_a_constant_that_nothing_is_fitted_for(data, tmp_path, whole):
+    for row in pick(whole[1], "needles", method="paper beta"):
+        assert row["beta"] == pytest.approx(1 + 0.412 * math.log(row["factor"]), abs=1e-6)
+    plan = dict(suites=("perplexity",), methods=("paper beta",), lengths=(32,))
+    (row,) = evaluation(data, tmp_path, subjects(data)[1:], **plan).run()
+    assert row["label"] == "DroPE, paper's β" and not (tmp_path / "beta.jsonl").exists()
+    plain = pick(whole[1], "perplexity", method="as trained", model="DroPE", length=32)[0]
+    assert row["nll"] != plain["nll"]
+
+
 def test_the_common_coefficient_is_in_the_file(whole):
     _, _, directory = whole
     rows = RowFile(directory / "beta.jsonl").rows
@@ -161,9 +170,7 @@ def test_other_settings_other_weights_and_again_are_measured_anew(data, tmp_path
     assert run() == ([True], 1)
     assert run(again=True) == ([False], 1)
     assert run(settings=dataclasses.replace(tiny.SETTINGS, needle_windows=8)) == ([False], 1)  # replaced
-    retrained = dataclasses.replace(
-        rope[0].checkpoint, metadata=rope[0].checkpoint.metadata | {"id": "other"}
-    )
+    retrained = dataclasses.replace(rope[0].checkpoint, metadata=rope[0].checkpoint.metadata | {"id": "other"})
     assert run([dataclasses.replace(rope[0], checkpoint=retrained)]) == ([False], 1)
     assert run(settings=dataclasses.replace(tiny.SETTINGS, seed=5)) == ([False], 2)  # beside: another draw
 
@@ -194,9 +201,7 @@ def test_what_is_impossible_is_refused_and_what_is_not_asked_for_left_out(data, 
         evaluation(text_only, tmp_path, suites=("needles",))
     left = evaluation(text_only, tmp_path)
     assert left.suites == ("perplexity", "beta") and any("without needles" in s for s in left.skipped)
-    with pytest.raises(
-        UserError, match="--methods=pi makes no sense .*DroPE.*as-trained, beta".replace("pi", "PI")
-    ):
+    with pytest.raises(UserError, match="--methods=pi makes no sense .*DroPE.*as-trained, beta".replace("pi", "PI")):
         evaluation(data, tmp_path, dropped, methods=("PI",))
     with pytest.raises(UserError, match="--suite=beta .* without positional encoding"):
         evaluation(data, tmp_path, rope, suites=("beta",))
@@ -218,7 +223,7 @@ def test_one_text_of_the_longest_length_leaves_nothing_to_fit_on(data, tmp_path)
     longest = (len(pp.held_out_tokens(data, 0, 10**6)) - 1) // 2 + 1
     dropped = subjects(data)[1:]
     found = evaluation(data, tmp_path, dropped, lengths=(longest,), suites=("perplexity",))
-    assert found.methods == ("as trained",) and any("none to fit" in s for s in found.skipped)
+    assert found.methods == ("as trained", "paper beta") and any("none to fit" in s for s in found.skipped)
     with pytest.raises(UserError, match="none to fit"):
         evaluation(data, tmp_path, dropped, lengths=(longest,), methods=("beta",))
 

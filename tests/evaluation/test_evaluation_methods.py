@@ -9,9 +9,7 @@ ROPE = layers(Rope(base=5000.0), 3)
 NOPE = layers(NoPE(), 3)
 
 
-@pytest.mark.parametrize(
-    ("method", "scaling"), [("PI", PI(4.0)), ("NTK", NTK(4.0)), ("YaRN", Yarn(4.0, 128))]
-)
+@pytest.mark.parametrize(("method", "scaling"), [("PI", PI(4.0)), ("NTK", NTK(4.0)), ("YaRN", Yarn(4.0, 128))])
 def test_a_stretch_is_the_scaling_of_the_length_over_the_training_length(method, scaling):
     schedule = build_schedule(read_with(method, ROPE, 512, 128), 2, 1, 16)
     inv_freq, gain = frequencies(Rope(base=5000.0, scaling=scaling), 16)
@@ -40,7 +38,7 @@ def test_beta_scales_the_logits_of_every_layer():
 
 def test_which_methods_make_sense():
     assert methods_of(ROPE, 100) == ("as trained", "cropped", "PI", "NTK", "YaRN")
-    assert methods_of(NOPE, 100) == ("as trained", "beta")
+    assert methods_of(NOPE, 100) == ("as trained", "beta", "paper beta")
     assert methods_of(layers(Alibi(), 2), 100) == ("as trained",)
     assert methods_of(layers(Rope(fraction=0.0), 2), 100) == ("as trained",)
     # Nothing rotates over distances that training did not show.

@@ -43,12 +43,7 @@ def test_a_length_that_does_not_hold_the_questions_is_refused(data):
 def test_an_oracle_is_always_right_and_a_guesser_rarely(data):
     asked = needles.questions(data, 1, 64, 400, 0)
     found = needles.score(asked.answers, asked.answers, asked.distance)
-    assert (
-        found["accuracy"] == 1
-        and found["queries"] == 800
-        and found["windows"] == 400
-        and found["stderr"] == 0
-    )
+    assert found["accuracy"] == 1 and found["queries"] == 800 and found["windows"] == 400 and found["stderr"] == 0
     assert all(a in (1, None) for a in found["accuracy_by_distance"]["accuracy"])
     shuffled = np.random.default_rng(0).permutation(asked.answers.ravel()).reshape(asked.answers.shape)
     guessed = needles.score(shuffled, asked.answers, asked.distance)["accuracy"]
@@ -63,9 +58,7 @@ def test_accuracy_by_distance_adds_up_to_accuracy(data):
     assert sum(by["count"]) == found["queries"] == 100
     hits = sum(a * c for a, c in zip(by["accuracy"], by["count"], strict=True) if c)
     assert hits / 100 == pytest.approx(found["accuracy"])
-    for low, high, accuracy, count in zip(
-        by["edges"], by["edges"][1:], by["accuracy"], by["count"], strict=False
-    ):
+    for low, high, accuracy, count in zip(by["edges"], by["edges"][1:], by["accuracy"], by["count"], strict=False):
         inside = (asked.distance >= low) & (asked.distance < high)
         assert inside.sum() == count
         if count:
@@ -108,9 +101,7 @@ def test_cropping_feeds_the_last_tokens_before_each_answer(data):
 
 
 def test_an_early_question_is_cropped_to_what_there_is():
-    asked = needles.Questions(
-        np.arange(20)[None], np.array([[4, 12]]), np.zeros((1, 2), int), np.ones((1, 2), int)
-    )
+    asked = needles.Questions(np.arange(20)[None], np.array([[4, 12]]), np.zeros((1, 2), int), np.ones((1, 2), int))
     places = []
 
     def model(tokens, at):

@@ -22,11 +22,7 @@ def test_a_row_replaces_the_one_that_measured_the_same(tmp_path):
     file = RowFile(tmp_path / "new" / "perplexity.jsonl")
     file.put([row(nll=1.0), row("NTK", nll=2.0)])
     file.put([row(nll=3.0), row(length=128, nll=4.0), row(seed=1, nll=5.0), row(source="u", nll=6.0)])
-    assert (
-        [r["nll"] for r in RowFile(file.path).rows]
-        == [3.0, 2.0, 4.0, 5.0, 6.0]
-        == [r["nll"] for r in file.rows]
-    )
+    assert [r["nll"] for r in RowFile(file.path).rows] == [3.0, 2.0, 4.0, 5.0, 6.0] == [r["nll"] for r in file.rows]
 
 
 def test_rows_written_meanwhile_are_kept(tmp_path):

@@ -19,9 +19,7 @@ from pe_lab.positional import Layer, NoPE, Rope, build_schedule, layers
 
 LENGTH = 16  # of training
 NEEDLES = dict(pairs=1, queries=2, keys=8, values=8, filler_symbols=8)
-MODEL = ModelConfig(
-    vocab_size=384, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, dtype="float32", scan=False
-)
+MODEL = ModelConfig(vocab_size=384, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, dtype="float32", scan=False)
 SETTINGS = EvaluationConfig(tokens=512, fit_tokens=256, needle_windows=16)
 DROPPED = "rope(base=10000) -> nope on layers 0-1"
 
@@ -79,19 +77,13 @@ def checkpoint(
             "phase_index": 0,
             "step": 3,
             "training_length": LENGTH,
-            "lineage": [
-                {"id": str(i), "what": what, "path": "", "step": 0} for i, what in enumerate(lineage)
-            ],
-            "config": to_json(
-                Config(name="tiny", model=MODEL, data=data or DataConfig(), evaluation=SETTINGS)
-            ),
+            "lineage": [{"id": str(i), "what": what, "path": "", "step": 0} for i, what in enumerate(lineage)],
+            "config": to_json(Config(name="tiny", model=MODEL, data=data or DataConfig(), evaluation=SETTINGS)),
             "tokenizer": open_mixture(data).tokenizer.fingerprint if data else None,
         }
         | facts,
     )
-    return Checkpoint(
-        Path("nowhere"), metadata["step"], parameters(seed), model, described, schedule, metadata
-    )
+    return Checkpoint(Path("nowhere"), metadata["step"], parameters(seed), model, described, schedule, metadata)
 
 
 def save(found: Checkpoint, directory: Path) -> Path:

@@ -91,7 +91,9 @@ def test_a_directory_belongs_to_one_config(tmp_path):
     claim_workdir(workdir, tiny(tmp_path / "recipe", log__every_steps=5))
     before = fingerprint(tmp_path)
     other = tiny(tmp_path / "recipe", phases__0__steps=9, model__d_ff=64)
-    with pytest.raises(UserError, match="belongs to another config .model.d_ff: 32 there, 64 here; phases.0.steps: 8 there"):
+    with pytest.raises(
+        UserError, match="belongs to another config .model.d_ff: 32 there, 64 here; phases.0.steps: 8 there"
+    ):
         claim_workdir(workdir, other)
     assert fingerprint(tmp_path) == before
 
@@ -99,7 +101,9 @@ def test_a_directory_belongs_to_one_config(tmp_path):
 def test_the_first_session_names_the_run(tmp_path):
     config = tiny(tmp_path / "recipe")
     write_run(tmp_path / "run", config, "first command", **facts())
-    write_run(tmp_path / "run", config, "second command", **{**facts(), "created": "later", "versions": {"python": "4"}})
+    write_run(
+        tmp_path / "run", config, "second command", **{**facts(), "created": "later", "versions": {"python": "4"}}
+    )
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (run["command"], run["created"]) == ("first command", "2026-01-01T00:00:00+00:00")
     assert run["versions"] == {"python": "4"} and run["notes"]["paper"] == "none"

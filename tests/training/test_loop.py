@@ -67,11 +67,11 @@ def steps_of(phase: Path) -> list[int]:
 def test_the_log_of_a_run(whole):
     for phase, steps in (("pretrain", 8), ("recalibrate", 6)):
         log = rows(whole / phase / "metrics.jsonl")
-        trained = [row for row in log if "loss" in row]
-        assert [row["step"] for row in trained] == list(range(1, steps + 1))
-        assert [row["tokens"] for row in trained] == [128 * s for s in range(1, steps + 1)]
-        assert all(np.isfinite(row[k]) for row in trained for k in ("loss", "grad_norm", "learning_rate"))
-        assert np.isclose(trained[0]["learning_rate"], 5e-3) and np.isclose(trained[1]["learning_rate"], 1e-2)
+        logged = [row for row in log if "loss" in row]
+        assert [row["step"] for row in logged] == list(range(1, steps + 1))
+        assert [row["tokens"] for row in logged] == [128 * s for s in range(1, steps + 1)]
+        assert all(np.isfinite(row[k]) for row in logged for k in ("loss", "grad_norm", "learning_rate"))
+        assert np.isclose(logged[0]["learning_rate"], 5e-3) and np.isclose(logged[1]["learning_rate"], 1e-2)
         validated = [row for row in log if "validation_loss" in row]
         assert [row["step"] for row in validated] == [0, 4, steps]
         assert validated[0]["validation_loss/needles"] == validated[0]["validation_loss"]
@@ -146,8 +146,14 @@ def truncate(checkpoint: Path) -> None:
         file.truncate(largest.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("damage", [truncate, lambda p: shutil.rmtree(p / "optimizer"), lambda p: shutil.rmtree(p / "metadata")],
-                         ids=["truncated parameters", "no optimizer", "no metadata"])  # fmt: skip
+def without(item: str):
+    return lambda checkpoint: shutil.rmtree(checkpoint / item)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "damage", [truncate, without("optimizer"), without("metadata")], ids=["cut", "no optimizer", "no metadata"]
+)
 def test_a_damaged_checkpoint_is_passed_over_and_its_steps_done_again(config, whole, copy, capsys, damage):
     phase = copy / "recalibrate"
     assert steps_of(phase) == [2, 4, 6]
@@ -219,7 +225,9 @@ def test_data_that_changed_between_two_sessions_is_refused(config, copy, tmp_pat
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     config = tiny(tmp_path / "recipe", phases__0__optimizer__learning_rate=1e30, model__qk_norm=False)
-    with pytest.raises(UserError, match=r"The loss is \S+ and its gradient's norm (nan|inf) at step \d.*Lower the learning rate"):
+    with pytest.raises(
+        UserError, match=r"The loss is \S+ and its gradient's norm (nan|inf) at step \d.*Lower the learning rate"
+    ):
         train(config, tmp_path / "run")
     assert find_checkpoints(tmp_path / "run") == []  # step 2 would have been saved, and be worth nothing
 

@@ -31,9 +31,7 @@ def test_cosine_is_half_way_down_in_the_middle_and_ends_at_its_final_fraction():
 
 
 def test_wsd_holds_the_peak_and_then_falls_in_a_line():
-    config = OptimizerConfig(
-        learning_rate=1.0, warmup_steps=10, schedule="wsd", decay_fraction=0.2, final_fraction=0.5
-    )
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=10, schedule="wsd", decay_fraction=0.2, final_fraction=0.5)
     np.testing.assert_allclose(at(config, 100, 9, 50, 80, 90, 100), [1, 1, 1, 0.75, 0.5], rtol=1e-6)
 
 
@@ -53,8 +51,17 @@ def test_schedules_that_cannot_be(config, says):
 
 def test_decay_is_for_matrices():
     model = Model(
-        ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, qk_norm=True,
-                    attention_bias=True, tie_embeddings=False)
+        ModelConfig(
+            vocab_size=128,
+            layers=2,
+            d_model=16,
+            d_ff=32,
+            heads=2,
+            kv_heads=2,
+            qk_norm=True,
+            attention_bias=True,
+            tie_embeddings=False,
+        )
     )
     mask = jax.tree_util.tree_map_with_path(decays, model.axes, is_leaf=lambda x: isinstance(x, tuple))
     flat = {
@@ -75,7 +82,13 @@ def test_decay_is_for_matrices():
 
 def test_three_steps_are_those_of_adamw_by_hand():
     config = OptimizerConfig(
-        learning_rate=0.1, warmup_steps=2, schedule="constant", b1=0.8, b2=0.9, epsilon=1e-6, weight_decay=0.3,
+        learning_rate=0.1,
+        warmup_steps=2,
+        schedule="constant",
+        b1=0.8,
+        b2=0.9,
+        epsilon=1e-6,
+        weight_decay=0.3,
         clip_norm=1.0,
     )
     rng = np.random.default_rng(0)

@@ -99,7 +99,9 @@ def test_the_compiled_step_takes_the_old_state_over(params, batch):
     schedule = jax.device_put(SCHEDULE, shardings.replicated)
     validate = compile_loss(MODEL, mesh, rules, shardings)
     before = validate(state.params, on_device, schedule)
-    np.testing.assert_allclose(before[0], jax.jit(functools.partial(loss_sum, MODEL))(params, batch, SCHEDULE), rtol=1e-6)
+    np.testing.assert_allclose(
+        before[0], jax.jit(functools.partial(loss_sum, MODEL))(params, batch, SCHEDULE), rtol=1e-6
+    )
     np.testing.assert_allclose(before[1], batch["weights"].sum(), rtol=1e-6)
     new, metrics = compile_train_step(MODEL, optimizer, mesh, rules)(state, on_device, schedule)
     assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.optimizer)))
@@ -113,7 +115,9 @@ def test_moments_lie_where_their_parameters_do():
     optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10, MODEL.axes)
     shardings = make_shardings(MODEL, optimizer, mesh, AxisRules())
     assert shardings.state.params["layers"]["mlp"]["up"].spec == PartitionSpec(None, "fsdp", "tensor")
-    adam = next(s for s in jax.tree.leaves(shardings.state.optimizer, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(s, "mu"))
+    adam = next(
+        s for s in jax.tree.leaves(shardings.state.optimizer, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(s, "mu")
+    )
     assert adam.mu == adam.nu == shardings.state.params
     assert adam.count.spec == PartitionSpec()
     assert shardings.batch.spec == PartitionSpec(("data", "fsdp"), None)
