@@ -277,6 +277,7 @@ def run_shape(name: str, args: argparse.Namespace, threads: int, python: str | N
     shape = SHAPES[name]
     params, batch = prepare(shape)
     kinds = args.peers.split(",") if python else []
+    steps = args.steps or shape.steps
     with tempfile.TemporaryDirectory() as folder:
         sides: list[Side] = [Ours(shape, params, batch)]
         peers: list[Peer] = []
@@ -286,7 +287,7 @@ def run_shape(name: str, args: argparse.Namespace, threads: int, python: str | N
             sides += peers
             first = {side.name: side.run(3)["losses"] for side in sides}
             check_same(sides, first)
-            turns = measure(sides, args.rounds, 1 if args.quick else shape.steps)
+            turns = measure(sides, args.rounds, steps)
         finally:
             for peer in peers:
                 peer.stop()
@@ -305,7 +306,7 @@ def run_shape(name: str, args: argparse.Namespace, threads: int, python: str | N
         "first_losses": first,
         "rows": rows,
         "turns": turns,
-        "steps_per_turn": 1 if args.quick else shape.steps,
+        "steps_per_turn": steps,
         "versions": found,
         "machine": machine(),
         "load_average": os.getloadavg(),
@@ -321,6 +322,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ours-only", action="store_true", help="no peer")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as there are processors")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each side")
+    parser.add_argument("--steps", type=int, default=0, help="steps a turn; 0: the shape's own")
     parser.add_argument("--quick", action="store_true", help="one round of one step: does it run?")
     parser.add_argument("--out", default=str(HERE / "results" / "cpu"), help="folder for the results; empty writes none")
     args = parser.parse_args(argv)
@@ -329,7 +331,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             if value not in allowed:
                 raise UserError(f"--{option}={value} is not known. {did_you_mean(value, allowed)}")
     if args.quick:
-        args.rounds = 1
+        args.rounds = args.steps = 1
     if args.rounds < 1:
         raise UserError(f"--rounds is {args.rounds}; it must be at least 1.")
     return args

@@ -158,8 +158,7 @@ class Model:
         """cos and sin [B or 1, T, rows, R] with one row per layer, key head or query head, as the layer needs."""
         step = {"shared": self.config.heads, "grouped": self.config.heads // self.config.kv_heads, "split": 1}
         chosen = slice(None, None, step[structure.heads])
-        # Without the barrier, XLA works the sines out again in every fusion that reads them, for every head.
-        return jax.lax.optimization_barrier(rotation_tables(turns[chosen], gain[chosen], positions))
+        return rotation_tables(turns[chosen], gain[chosen], positions)
 
     def apply(
         self,

@@ -80,7 +80,7 @@ def parse_topology(text: str) -> Topology:
     name = _ALIASES.get(name, name)
     if text == "local":
         devices = jax.devices()
-        return Topology(text, "local", _chip_of(devices[0]), len(devices))
+        return Topology(text, "local", chip_of(devices[0]), len(devices))
     if name not in CHIPS and name != "cpu":
         near = did_you_mean(name, [*CHIPS, *_ALIASES, "cpu", "local"])
         raise UserError(f"--topology: no chip is called '{name}'. {near} Examples: {KNOWN}.")
@@ -96,7 +96,8 @@ def parse_topology(text: str) -> Topology:
     return Topology(text, kind, chip, math.prod(int(size) for size in shape.split("x")))
 
 
-def _chip_of(device: Any) -> Chip:
+def chip_of(device: Any) -> Chip:
+    """What is known of a device that is here; memory and peak are 0 where nothing is."""
     known = [name for kind, name in _KINDS.items() if device.device_kind == kind]
     known = known or [name for kind, name in _KINDS.items() if device.device_kind.startswith(kind)]
     stats = device.memory_stats() if device.platform != "cpu" else None

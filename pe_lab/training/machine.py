@@ -12,21 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Dense bf16 TFLOP/s a chip, from the vendors' data sheets.
-_PEAKS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
-
+from pe_lab.parallel.topology import chip_of
 
 class Peak(NamedTuple):
     """FLOP/s of all devices together, and where the number is from; 0 = unknown."""
@@ -40,9 +26,9 @@ def peak_flops() -> Peak:
     device = jax.devices()[0]
     if device.platform == "cpu":
         return Peak(_measured_matmul_flops(), "matrix product measured at the start, float32")
-    for name, peak in _PEAKS.items():
-        if device.device_kind.startswith(name):
-            return Peak(peak * jax.device_count(), f"{device.device_kind} data sheet, bf16")
+    chip = chip_of(device)
+    if chip.peak:
+        return Peak(chip.peak * jax.device_count(), f"{chip.name} data sheet, bf16")
     return Peak(0.0, f"unknown for {device.device_kind}")
 
 

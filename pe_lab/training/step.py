@@ -70,7 +70,7 @@ def train_step(
     grads = jax.tree.map(lambda g: g / total, grads)
     updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = {"loss": loss / total, "grad_norm": optax.global_norm(grads)}
+    metrics = {"loss": loss / total, "grad_norm": optax.tree.norm(grads)}
     return TrainState(state.step + 1, params, optimizer_state), metrics
 
 
