@@ -35,8 +35,8 @@ BATCH, LENGTH = 8, 256
 MODEL = ModelConfig(vocab_size=4096, d_model=256, d_ff=768, heads=4, kv_heads=2, remat="full", loss_chunks=4)
 
 
-def seconds(config: ModelConfig, description: Sequence[str]) -> tuple[float, float]:
-    """Seconds of tracing and lowering, and of XLA, for one train step from empty caches."""
+def seconds(config: ModelConfig, description: Sequence[str]) -> tuple[float, float, float]:
+    """Of one train step from empty caches: tracing and lowering, XLA, and the processor time of both together."""
     jax.clear_caches()
     model = Model(config)
     optimizer = make_optimizer(OptimizerConfig(warmup_steps=10), 100, model.axes)
@@ -50,11 +50,11 @@ def seconds(config: ModelConfig, description: Sequence[str]) -> tuple[float, flo
     described = layers(list(description), config.layers)
     schedule = build_schedule(described, config.heads, config.kv_heads, model.config.head_dim)
     step = compile_train_step(model, optimizer, make_mesh(MeshConfig(), jax.devices()[:1]), AxisRules())
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     lowered = step.lower(state, batch, schedule)
     traced = time.perf_counter()
     lowered.compile()
-    return traced - start, time.perf_counter() - traced
+    return traced - start, time.perf_counter() - traced, time.process_time() - start_cpu
 
 
 @command
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     start_processes()
     depths = [int(depth) for depth in arguments.depths.split(",")]
     config = dataclasses.replace(MODEL, scan=not arguments.unrolled)
-    took: dict[int, list[tuple[float, float]]] = {depth: [] for depth in depths}
+    took: dict[int, list[tuple[float, float, float]]] = {depth: [] for depth in depths}
     # The first compilation of a process also starts XLA: it is not counted.
     for repeat in range(arguments.repeats + 1):
         for depth in depths if repeat else depths[:1]:
@@ -81,10 +81,13 @@ def main(argv: list[str] | None = None) -> int:
     print("unrolled" if arguments.unrolled else "scanned", *arguments.pattern)
     totals = {}
     for depth in depths:
-        trace, xla = (statistics.median(part) for part in zip(*took[depth], strict=True))
-        totals[depth] = statistics.median(a + b for a, b in took[depth])
-        print(f"{depth:4d} layers: {totals[depth]:6.2f} s ({trace:.2f} tracing and lowering, {xla:.2f} XLA)")
-    print(f"ratio {depths[-1]} / {depths[0]} layers: {totals[depths[-1]] / totals[depths[0]]:.3f}")
+        trace, xla, cpu = (statistics.median(part) for part in zip(*took[depth], strict=True))
+        totals[depth] = statistics.median(a + b for a, b, _ in took[depth]), cpu
+        print(
+            f"{depth:4d} layers: {totals[depth][0]:6.2f} s ({trace:.2f} tracing and lowering, {xla:.2f} XLA), {cpu:.2f} s of processor time"
+        )
+    wall, cpu = (deep / shallow for deep, shallow in zip(totals[depths[-1]], totals[depths[0]], strict=True))
+    print(f"ratio {depths[-1]} / {depths[0]} layers: {wall:.3f}, of processor time {cpu:.3f}")
     return 0
 
 

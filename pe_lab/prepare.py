@@ -80,9 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{out} is already prepared from {args.source}; nothing to do.\n{_summary(metadata)}")
         return 0
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(
-            f"--out={out} exists and is not prepared data. Choose another directory, or empty it."
-        )
+        raise UserError(f"--out={out} exists and is not prepared data. Choose another directory, or empty it.")
     tokenizer = _tokenizer(args.tokenizer, source)
     metadata = prepare(
         source, args.column, tokenizer, args.tokenizer, out, args.validation_fraction, args.limit_documents
@@ -139,8 +137,7 @@ def _summary(metadata: Metadata) -> str:
     ]
     per_token = metadata.characters / max(1, sum(metadata.tokens.values()))
     lines.append(
-        f"  tokenizer   {metadata.tokenizer}, {metadata.vocab_size:,} symbols, {per_token:.2f} characters a "
-        "token"
+        f"  tokenizer   {metadata.tokenizer}, {metadata.vocab_size:,} symbols, {per_token:.2f} characters a token"
     )
     return "\n".join(lines)
 

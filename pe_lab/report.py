@@ -33,9 +33,7 @@ def write_whole(path: Path, page: str) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True) if path.parent.is_dir() else None
-        raise UserError(
-            f"{path} could not be written ({error.strerror}). Give another file with --out."
-        ) from None
+        raise UserError(f"{path} could not be written ({error.strerror}). Give another file with --out.") from None
 
 
 @command
@@ -43,16 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the verb."""
     parser = argparse.ArgumentParser(prog="python -m pe_lab.report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run directories, such as runs/*")
-    parser.add_argument(
-        "--out", help="the file to write (default: RUN/report.html; report.html beside several runs)"
-    )
+    parser.add_argument("--out", help="the file to write (default: RUN/report.html; report.html beside several runs)")
     arguments = parser.parse_args(argv)
     # `runs/*` also names the report that an earlier call wrote there.
     directories = [path for path in arguments.runs if not (path.is_file() and path.suffix == ".html")]
     if not directories:
-        raise UserError(
-            "No run directory was given, only HTML files. Give the directories of runs, such as runs/demo."
-        )
+        raise UserError("No run directory was given, only HTML files. Give the directories of runs, such as runs/demo.")
     runs = read_runs(directories)
     path = output_path([run.directory for run in runs], arguments.out)
     write_whole(path, build_page(runs))

@@ -89,9 +89,7 @@ def make_run(
         folder.mkdir()
         if index:
             lineage.append({"id": f"{index}d0", "what": "drop", "path": f"{phase}/checkpoints/0", "step": 0})
-        lineage.append(
-            {"id": f"{index}c1", "what": phase, "path": f"{phase}/checkpoints/{steps}", "step": steps}
-        )
+        lineage.append({"id": f"{index}c1", "what": phase, "path": f"{phase}/checkpoints/{steps}", "step": steps})
         info = {
             "phase": phase,
             "index": index,
@@ -117,9 +115,7 @@ def make_run(
             level = 2.1 + (start - 2.1) * math.exp(-step / (steps * (0.1 if index == 0 else 0.04)))
             tokens = step * tokens_per_step
             loss = level + chance.gauss(0, 0.06)
-            rows.append(
-                {"step": step, "tokens": tokens, "loss": loss, "grad_norm": 0.4, "learning_rate": 1e-3}
-            )
+            rows.append({"step": step, "tokens": tokens, "loss": loss, "grad_norm": 0.4, "learning_rate": 1e-3})
             if step % max(steps // 12, 1) == 0:
                 rows.append(
                     {
@@ -148,9 +144,7 @@ def make_run(
     return root
 
 
-def write_evaluation(
-    root: Path, name: str, methods: Mapping, training_length: int, phases: Sequence[str]
-) -> None:
+def write_evaluation(root: Path, name: str, methods: Mapping, training_length: int, phases: Sequence[str]) -> None:
     """The rows of `methods` as evaluation/{needles,perplexity,beta}.jsonl."""
     needles, perplexity, beta = [], [], []
     for (model, method, label), (accuracies, perplexities) in methods.items():

@@ -51,9 +51,7 @@ def test_answers_are_the_values_of_their_facts(options, length, queries_at):
         np.testing.assert_array_equal(batch["distance"][i], distance)
         np.testing.assert_array_equal(batch["answers"][i], distance > 0)
         assert all(needles.first_key <= k < needles.first_key + options["keys"] for k in facts)
-        assert all(
-            needles.first_value <= v < needles.first_value + options["values"] for v, _ in facts.values()
-        )
+        assert all(needles.first_value <= v < needles.first_value + options["values"] for v, _ in facts.values())
 
 
 def test_queries_at_the_end_ask_for_every_fact_in_random_order():

@@ -182,9 +182,7 @@ def test_reading_from_disk_gives_the_same_batches(config, monkeypatch):
     batches = take(memory, 20)
     memory.close()
     real = shards.open_prepared
-    monkeypatch.setattr(
-        "pe_lab.data.mixture.open_prepared", lambda directory: real(directory, in_memory_bytes=0)
-    )
+    monkeypatch.setattr("pe_lab.data.mixture.open_prepared", lambda directory: real(directory, in_memory_bytes=0))
     disk = build(config)
     assert_same(take(disk, 20), batches)
     disk.close()
@@ -193,9 +191,7 @@ def test_reading_from_disk_gives_the_same_batches(config, monkeypatch):
 def test_validation_text_is_never_trained_on(config):
     config = replace(config, sources=config.sources[:1], segments=True)
     train = open_mixture(config).sources[0].prepared
-    held_out = {
-        d for d in train.tokenizer.decode(held_out_tokens(config, 0, 10**6)[:-1]).split(": ") if len(d) > 20
-    }
+    held_out = {d for d in train.tokenizer.decode(held_out_tokens(config, 0, 10**6)[:-1]).split(": ") if len(d) > 20}
     trained = train.tokenizer.decode(train.tokens("train", 0, 10**6))
     assert len(held_out) > 10
     assert not any(f": {d}" in trained for d in held_out)
@@ -210,9 +206,9 @@ def test_validation_batches_are_fixed_and_named(config):
     assert_same(again[a], batches[a])
     for name in batches:
         halves = [
-            validation_batches(
-                config, sequence_length=LENGTH, batch_size=4, count=3, process_index=p, process_count=2
-            )[name]
+            validation_batches(config, sequence_length=LENGTH, batch_size=4, count=3, process_index=p, process_count=2)[
+                name
+            ]
             for p in range(2)
         ]
         joined = [{k: np.concatenate([x[k], y[k]]) for k in x} for x, y in zip(*halves, strict=True)]
@@ -279,10 +275,7 @@ def prepared_directory(config, tmp_path):
 
     directory = tmp_path / "prepared"
     source = config.sources[0].source
-    assert (
-        main([f"--source={source}", "--tokenizer=bytes", f"--out={directory}", "--validation-fraction=0.1"])
-        == 0
-    )
+    assert main([f"--source={source}", "--tokenizer=bytes", f"--out={directory}", "--validation-fraction=0.1"]) == 0
     return str(directory)
 
 
@@ -296,9 +289,7 @@ def test_prepared_data_replaces_the_text_and_the_tokenizer(config, prepared_dire
     ]
     assert next(pipeline)["tokens"].shape == (BATCH, LENGTH)
     pipeline.close()
-    alone = open_mixture(
-        DataConfig(prepared=prepared_directory)
-    )  # nothing said of sources: stdlib is replaced
+    alone = open_mixture(DataConfig(prepared=prepared_directory))  # nothing said of sources: stdlib is replaced
     assert [s.weight for s in alone.sources] == [1.0]
     needles_only = open_mixture(DataConfig(prepared=prepared_directory, sources=config.sources[1:2]))
     assert len(needles_only.sources) == 2
@@ -310,9 +301,7 @@ def test_prepared_sources_must_share_a_tokenizer(config, prepared_directory):
     mixture = open_mixture(both)  # the text is prepared with the prepared source's tokenizer
     assert {s.prepared.tokenizer.kind for s in mixture.sources} == {"bytes"}
     other = open_mixture(replace(config, sources=(text,))).sources[0].prepared.directory
-    wrong = replace(
-        config, sources=(SourceConfig(f"prepared:{prepared_directory}"), SourceConfig(f"prepared:{other}"))
-    )
+    wrong = replace(config, sources=(SourceConfig(f"prepared:{prepared_directory}"), SourceConfig(f"prepared:{other}")))
     with pytest.raises(UserError, match="Prepare all sources with one tokenizer"):
         open_mixture(wrong)
     with pytest.raises(UserError, match="data.prepared"):

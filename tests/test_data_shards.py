@@ -275,9 +275,7 @@ def test_the_cache_is_used_and_follows_what_it_depends_on(tmp_path):
     others = {
         ensure_prepared(config, ByteTokenizer(), "bytes", cache, 0.2),
         ensure_prepared(config, tokenizer, "sentencepiece:train:320", cache, 0.1),
-        ensure_prepared(
-            jsonl(tmp_path / "corpus.jsonl", DOCUMENTS[1:]), ByteTokenizer(), "bytes", cache, 0.1
-        ),
+        ensure_prepared(jsonl(tmp_path / "corpus.jsonl", DOCUMENTS[1:]), ByteTokenizer(), "bytes", cache, 0.1),
     }
     assert len(others) == 3 and first not in others
 
@@ -289,9 +287,7 @@ def test_other_processes_wait_for_process_0(tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     found = []
     waiting = threading.Thread(
-        target=lambda: found.append(
-            ensure_prepared(config, ByteTokenizer(), "bytes", cache, 0.1, process_index=1)
-        )
+        target=lambda: found.append(ensure_prepared(config, ByteTokenizer(), "bytes", cache, 0.1, process_index=1))
     )
     waiting.start()
     time.sleep(0.3)
@@ -309,6 +305,4 @@ def test_other_processes_wait_for_process_0(tmp_path, monkeypatch):
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="Cannot write"):
-        ensure_prepared(
-            jsonl(tmp_path / "c.jsonl", DOCUMENTS), ByteTokenizer(), "bytes", tmp_path / "file", 0.1
-        )
+        ensure_prepared(jsonl(tmp_path / "c.jsonl", DOCUMENTS), ByteTokenizer(), "bytes", tmp_path / "file", 0.1)

@@ -115,9 +115,7 @@ def violations(path: str, source: str) -> list[str]:
             elif other != room and LEVEL[other] >= LEVEL[room] and (room, other) not in SAME_LEVEL:
                 found.append(f"{where}: '{room}' may not import '{other}'")
         if name.split(".")[0] in HEAVY and id(node) in on_import:
-            found.append(
-                f"{where}: imports {name} when it is imported; move it into the function that needs it"
-            )
+            found.append(f"{where}: imports {name} when it is imported; move it into the function that needs it")
         if name.startswith("flax.nnx") and room != "model":
             found.append(f"{where}: imports flax.nnx, which is model's alone")
     for node in ast.walk(tree):
@@ -127,9 +125,7 @@ def violations(path: str, source: str) -> list[str]:
         found.append(f"{path}: name the file after what is in it")
     lines = source.count("\n")
     if lines > MAX_LINES and path not in LONG_FILES:
-        found.append(
-            f"{path}: {lines} lines; split it where its ideas split, or say in LONG_FILES why they do not"
-        )
+        found.append(f"{path}: {lines} lines; split it where its ideas split, or say in LONG_FILES why they do not")
     return found
 
 
@@ -255,8 +251,6 @@ def test_the_scan_catches(text: str) -> None:
     assert forbidden("first line\n" + text)[0].startswith("2: ")
 
 
-@pytest.mark.parametrize(
-    "text", ["runs/work/a", "~/work/x", "gs://bucket/work/x", "network/working", "a /workdir"]
-)
+@pytest.mark.parametrize("text", ["runs/work/a", "~/work/x", "gs://bucket/work/x", "network/working", "a /workdir"])
 def test_the_scan_lets_pass(text: str) -> None:
     assert forbidden(text) == []

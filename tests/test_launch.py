@@ -54,9 +54,7 @@ AFTER_CREATION = ["ssh all", "archive", "scp", "ssh all", "ssh all", "ssh all", 
 
 
 def launch(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("NAME", "ZONE", "PROJECT", "TYPE", "RUNTIME")
-    }
+    environment = {k: v for k, v in os.environ.items() if k not in ("NAME", "ZONE", "PROJECT", "TYPE", "RUNTIME")}
     command = ["bash", str(SCRIPT), *arguments]
     return subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=60)
 
@@ -98,10 +96,7 @@ def launch_for_real(room: Path, *options: str, program: list[str] = PROGRAM, **v
 
 def verbs(commands: list[list[str]]) -> list[str]:
     """`create`, `ssh all`, ...: each command in a word or two."""
-    return [
-        c[4] + (f" {on_hosts(c)[0]}" if c[4] == "ssh" else "") if c[0] == "gcloud" else "archive"
-        for c in commands
-    ]
+    return [c[4] + (f" {on_hosts(c)[0]}" if c[4] == "ssh" else "") if c[0] == "gcloud" else "archive" for c in commands]
 
 
 def test_the_steps_come_in_order() -> None:
@@ -234,10 +229,7 @@ def test_without_gcloud_only_a_dry_run_works(tmp_path: Path) -> None:
 
 def test_the_slice_can_be_named_by_the_environment() -> None:
     options = dict(NAME="rope", ZONE="us-west4-a", PROJECT="lab", TYPE="v5litepod-256")
-    assert (
-        launch("--dry-run", "--", *PROGRAM, **options).stdout
-        == launch(*SLICE, "--dry-run", "--", *PROGRAM).stdout
-    )
+    assert launch("--dry-run", "--", *PROGRAM, **options).stdout == launch(*SLICE, "--dry-run", "--", *PROGRAM).stdout
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="plays a TPU host, which is Linux")
@@ -253,9 +245,7 @@ def test_on_a_host_a_run_outlives_its_shell_and_saves_when_stopped(tmp_path: Pat
         "print(sys.argv[1:], flush=True)\ntime.sleep(50)\n"
     )
     arguments = ["it's a run", "$HOME", "--x=1"]
-    told = [
-        on_hosts(c)[1] for c in dry_run(program=["python", "-m", "program", *arguments]) if c[4:5] == ["ssh"]
-    ]
+    told = [on_hosts(c)[1] for c in dry_run(program=["python", "-m", "program", *arguments]) if c[4:5] == ["ssh"]]
     busy, _, _, start, follow, status = told
     ((_, stop),) = [on_hosts(c) for c in dry_run("--stop", program=[])]
 
@@ -268,9 +258,7 @@ def test_on_a_host_a_run_outlives_its_shell_and_saves_when_stopped(tmp_path: Pat
     assert host(busy) == "IDLE"
     host(start)
     deadline = time.monotonic() + 30
-    while (
-        not ((home / "run.log").exists() and (home / "run.log").read_text()) and time.monotonic() < deadline
-    ):
+    while not ((home / "run.log").exists() and (home / "run.log").read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert host(busy) == "BUSY" and host(status) == ""
     host(stop)

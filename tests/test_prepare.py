@@ -22,10 +22,7 @@ def corpus(tmp_path):
 
 def test_it_writes_shards_metadata_and_tokenizer(corpus, tmp_path, capsys):
     out = tmp_path / "deep" / "er" / "out"
-    assert (
-        main([corpus, "--tokenizer=sentencepiece:train:300", f"--out={out}", "--validation-fraction=0.2"])
-        == 0
-    )
+    assert main([corpus, "--tokenizer=sentencepiece:train:300", f"--out={out}", "--validation-fraction=0.2"]) == 0
     prepared = open_prepared(out)
     assert sum(prepared.metadata.documents.values()) == 120
     assert 10 < prepared.metadata.documents["validation"] < 40

@@ -38,9 +38,7 @@ class Outline(HTMLParser):
     def handle_starttag(self, tag, attrs):
         if tag not in self.void:
             self.open.append(tag)
-        self.links += [
-            value for key, value in attrs if key in {"src", "href", "srcset", "data", "action"} and value
-        ]
+        self.links += [value for key, value in attrs if key in {"src", "href", "srcset", "data", "action"} and value]
         self.ids += [value for key, value in attrs if key == "id" and value]
 
     def handle_startendtag(self, tag, attrs):
@@ -91,9 +89,7 @@ def table_rows(page: str, suite: str) -> dict[str, list[str]]:
     table = re.search(rf'<table class="scores" aria-label="{suite}.*?</table>', page, re.S).group(0)
     rows = {}
     for row in re.findall(r"<tr.*?</tr>", table.split("<tbody>")[1], re.S):
-        header = html.unescape(
-            re.sub(r"<svg.*?</svg>|<[^>]+>", "", re.search(r"<th.*?</th>", row, re.S).group(0))
-        )
+        header = html.unescape(re.sub(r"<svg.*?</svg>|<[^>]+>", "", re.search(r"<th.*?</th>", row, re.S).group(0)))
         rows[header] = re.findall(r"<td.*?</td>", row, re.S)
     return rows
 
@@ -140,8 +136,7 @@ def test_headline_where_it_loses_says_where_and_by_how_much(tmp_path):
     assert found.tone == "loss" and found.headline.startswith("The dropped model does not win:")
     assert "at 8× (25 points lower than RoPE + YaRN)" in found.headline
     assert (
-        "in perplexity it loses at 2×, 4× and 8× (at worst 12.0 times that of RoPE, cropped context)"
-        in found.headline
+        "in perplexity it loses at 2×, 4× and 8× (at worst 12.0 times that of RoPE, cropped context)" in found.headline
     )
 
 
@@ -149,26 +144,19 @@ def test_headline_where_it_wins_here_and_loses_there(tmp_path):
     mixed = change(WINNING, DROPPED, (0.53, 0.30, 0.54, 0.51))
     found = verdict(make_run(tmp_path, methods=mixed))
     assert found.tone == "mixed" and "does not win everywhere" in found.headline
-    assert (
-        "wins at 4× and 8×" in found.headline and "at 2× (15 points lower than RoPE + NTK)" in found.headline
-    )
+    assert "wins at 4× and 8×" in found.headline and "at 2× (15 points lower than RoPE + NTK)" in found.headline
 
 
 def test_a_win_in_needles_does_not_hide_a_loss_in_perplexity(tmp_path):
     found = verdict(make_run(tmp_path, methods=change(WINNING, DROPPED, None, (8.0, 8.8, 7.45, 7.4))))
     assert found.tone == "mixed"
-    assert (
-        "in perplexity it wins at 4× and 8× and loses at 2× (10.0% higher than RoPE + YaRN)" in found.headline
-    )
+    assert "in perplexity it wins at 4× and 8× and loses at 2× (10.0% higher than RoPE + YaRN)" in found.headline
 
 
 def test_a_difference_within_the_noise_is_a_tie(tmp_path):
     tied = change(WINNING, YARN, (0.54, 0.55, 0.54, 0.52), (8.0, 7.6, 7.45, 7.4))
     found = verdict(make_run(tmp_path, methods=tied))
-    assert (
-        found.tone == "loss"
-        and "cannot be told from the best RoPE variant at 2×, 4× and 8×" in found.headline
-    )
+    assert found.tone == "loss" and "cannot be told from the best RoPE variant at 2×, 4× and 8×" in found.headline
 
 
 def test_cropping_is_a_rival_too(tmp_path):
@@ -196,9 +184,7 @@ def test_headline_where_a_side_is_missing(tmp_path, models, words):
 
 
 def test_a_run_that_is_still_training_says_so(tmp_path):
-    run = make_run(
-        tmp_path, evaluated=False, status="running", phases=(("pretrain", "rope(base=10000)", 60),)
-    )
+    run = make_run(tmp_path, evaluated=False, status="running", phases=(("pretrain", "rope(base=10000)", 60),))
     with (run / "pretrain" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 61, "tok')
     text = outline(page_of(run)).text
@@ -207,9 +193,7 @@ def test_a_run_that_is_still_training_says_so(tmp_path):
     assert "Phase pretrain is not complete" in text and "Loss over training" in text
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"phase": "pretr', '{"positional": 3, "mixture": [1], "lineage": {}}']
-)
+@pytest.mark.parametrize("content", ["", "[]", '{"phase": "pretr', '{"positional": 3, "mixture": [1], "lineage": {}}'])
 def test_broken_files_never_break_the_page(tmp_path, content):
     run = make_run(tmp_path, phases=(("pretrain", "rope(base=10000)", 60),))
     (run / "pretrain" / "phase.json").write_text(content)
@@ -236,9 +220,7 @@ def test_a_missing_piece_never_breaks_the_page(tmp_path, gone):
 def test_unknown_suites_methods_and_labels_are_shown(tmp_path):
     odd = {("Mamba", "whirl", "Mamba, whirled"): ((0.1, 0.2, 0.3, 0.4), (9.0, 9.0, 9.0, 9.0))}
     run = make_run(tmp_path, methods=WINNING | odd)
-    rows = [
-        {"suite": "ruler", "label": "RoPE", "factor": f, "length": 64 * f, "score": 0.1234} for f in FACTORS
-    ]
+    rows = [{"suite": "ruler", "label": "RoPE", "factor": f, "length": 64 * f, "score": 0.1234} for f in FACTORS]
     (run / "evaluation" / "ruler.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "evaluation" / "weird.jsonl").write_text('{"suite": "weird", "colour": "blue", "n": 7}\n')
     page = page_of(run)

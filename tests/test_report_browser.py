@@ -34,13 +34,9 @@ class Browser:
     """Chromium over its debugging pipe: commands go in on descriptor 3, answers and events come out on 4."""
 
     def __init__(self, profile: Path) -> None:
-        found = next(
-            filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
-        )
+        found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
         if found is None:
-            pytest.fail(
-                "Chromium is not installed. Install it (Debian: `apt-get install -y chromium`) and run again."
-            )
+            pytest.fail("Chromium is not installed. Install it (Debian: `apt-get install -y chromium`) and run again.")
         to_browser, self.write_end = os.pipe()
         self.read_end, from_browser = os.pipe()
 
@@ -176,14 +172,10 @@ def test_nothing_is_requested_nothing_complains_nothing_sticks_out(browser, page
 
 
 @pytest.mark.parametrize(("width", "shown", "hidden"), [(390, "narrow", "wide"), (1280, "wide", "narrow")])
-def test_each_chart_is_drawn_once_for_the_screen_with_text_of_readable_size(
-    browser, pages, width, shown, hidden
-):
+def test_each_chart_is_drawn_once_for_the_screen_with_text_of_readable_size(browser, pages, width, shown, hidden):
     browser.open(pages["one"], width)
     browser.value("document.querySelectorAll('details').forEach(d => d.open = true)")
-    count = (
-        "[...document.querySelectorAll('figure:not(.third) svg.%s')].filter(s => s.clientWidth > 0).length"
-    )
+    count = "[...document.querySelectorAll('figure:not(.third) svg.%s')].filter(s => s.clientWidth > 0).length"
     charts = browser.value("document.querySelectorAll('figure.chart:not(.third)').length")
     assert browser.value(count % shown) == charts >= 6 and browser.value(count % hidden) == 0
     smallest = browser.value(
@@ -220,9 +212,7 @@ def test_dark_mode_changes_the_colours_and_stays_readable(browser, pages):
     for dark in (False, True):
         browser.open(pages["one"], 1280, dark)
         colours.append(
-            browser.value(
-                "(() => {const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]})()"
-            )
+            browser.value("(() => {const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]})()")
         )
     (light_ink, light_paper), (dark_ink, dark_paper) = [[brightness(c) for c in pair] for pair in colours]
     assert light_paper - light_ink > 180 and dark_ink - dark_paper > 180

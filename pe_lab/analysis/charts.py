@@ -103,12 +103,7 @@ def log_ticks(low: Number, high: Number, wanted: int = 6) -> list[Number]:
     if none."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for sizes in ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1, 3), (1,)):
-        ticks = [
-            size * 10.0**e
-            for e in exponents
-            for size in sizes
-            if low * 0.999 <= size * 10.0**e <= high * 1.001
-        ]
+        ticks = [size * 10.0**e for e in exponents for size in sizes if low * 0.999 <= size * 10.0**e <= high * 1.001]
         if len(ticks) <= wanted:
             break
     every = math.ceil(len(ticks) / wanted)
@@ -218,9 +213,7 @@ def drawable(series: Series, x: Axis, y: Axis) -> Series:
     return Series(series.name, points, series.style, series.faint, series.markers, series.line)
 
 
-def extent(
-    series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Mark] = ()
-) -> tuple[Number, Number]:
+def extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Mark] = ()) -> tuple[Number, Number]:
     """Both ends of an axis."""
     if axis.domain:
         return axis.domain
@@ -374,9 +367,7 @@ def end_labels(frame: Frame, series: Sequence[Series], to_y: Scale, right: int) 
     labels = []
     for (at, s), place in zip(wanted, places, strict=True):
         colour = f"var(--c-{s.style.colour})"
-        labels.append(
-            element("path", d=f"M{right + 3} {at:.1f}L{right + 11} {place:.1f}", stroke=colour, fill="none")
-        )
+        labels.append(element("path", d=f"M{right + 3} {at:.1f}L{right + 11} {place:.1f}", stroke=colour, fill="none"))
         room = round((frame.right - 12) / 7)  # a generous width for a letter
         name = s.name if len(s.name) <= room else s.name[: room - 1] + "…"
         labels.append(element("text", name, x=right + 14, y=place + 4, class_="end", style=f"fill:{colour}"))

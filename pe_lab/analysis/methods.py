@@ -67,17 +67,14 @@ GLOSSARY = {
     "4× is a "
     "text four times as long.",
     "token": "The unit a model reads: a byte, a word or a piece of one, as the tokenizer cuts.",
-    "nats per token, loss": "The mean of −ln(probability the model gave to the token that came next). "
-    "Lower is better.",
+    "nats per token, loss": "The mean of −ln(probability the model gave to the token that came next). Lower is better.",
     "perplexity": "e to the loss: the model is as unsure as if it chose evenly among so many tokens. Lower "
     "is better. "
     "Comparable only between models with one tokenizer, on one text.",
     "needle": "A key and its value, placed somewhere in filler text and asked for later in the same window.",
-    "needle accuracy": "The share of questions for which the value is the model's first choice. Higher is "
-    "better.",
+    "needle accuracy": "The share of questions for which the value is the model's first choice. Higher is better.",
     "recalibration": "The short training after the encoding was dropped, at the original length.",
-    "β (beta)": "A factor on the attention logits that makes attention sharper when there is more to "
-    "attend to.",
+    "β (beta)": "A factor on the attention logits that makes attention sharper when there is more to attend to.",
     "95% interval": "Value ± 1.96 standard errors over test tokens or questions. It says nothing of the "
     "luck of a "
     "training run: that would take several seeds.",
@@ -91,9 +88,7 @@ def kind(row: Row) -> str:
         name = "DroPE" if is_dropped(row) else "NoPE"
         return {"as trained": name, "beta": f"{name} beta", "paper beta": f"{name} paper beta"}.get(method, "")
     if model == "RoPE":
-        return (
-            "RoPE" if method == "as trained" else method if method in STYLES and "RoPE" not in method else ""
-        )
+        return "RoPE" if method == "as trained" else method if method in STYLES and "RoPE" not in method else ""
     return ""
 
 

@@ -158,12 +158,9 @@ def comparison(worked: Sequence[Results]) -> list[object]:
     suites = [*SCORED, *sorted({s for r in worked for s in r.run.evaluation} - set(SCORED) - {"beta"})]
     grids = []
     for suite in suites:
-        found = [
-            table for table in build_tables(suite, all_rows(worked, suite), name_runs=True) if table.cells
-        ]
+        found = [table for table in build_tables(suite, all_rows(worked, suite), name_runs=True) if table.cells]
         grids += [
-            result_tables.score_table(table, result_tables.comparison_styles(table), len(found) > 1)
-            for table in found
+            result_tables.score_table(table, result_tables.comparison_styles(table), len(found) > 1) for table in found
         ]
     parts.append(element("div", grids, class_="grid", style="margin-top:28px"))
     parts.append(loss_comparison(worked))
@@ -177,9 +174,7 @@ def runs_table(worked: Sequence[Results]) -> Markup:
         run = results.run
         size, seconds = run_facts.parameters(run), run_facts.seconds(run)
         validation = [value for phase in run.phases for _, value in phase.series("validation_loss")]
-        status = (
-            "complete" if run.phases and not any(phase.running for phase in run.phases) else "not complete"
-        )
+        status = "complete" if run.phases and not any(phase.running for phase in run.phases) else "not complete"
         cells = (
             " → ".join(phase.name for phase in run.phases) or "–",
             count(size) if size else "–",
@@ -211,9 +206,7 @@ def loss_comparison(worked: Sequence[Results]) -> Markup:
     for index, results in enumerate(worked):
         shift = run_charts.offsets(results.run)
         points = []
-        for (
-            phase
-        ) in results.run.phases:  # each by itself: a mean across the border would flatten the jump there
+        for phase in results.run.phases:  # each by itself: a mean across the border would flatten the jump there
             points += run_charts.moved(run_charts.smoothed(phase.series("loss")), shift[phase.name])
         style = Style(colours[index % len(colours)], None if index < len(colours) else "6 3")
         series.append(Series(results.run.name, points, style))
@@ -232,13 +225,9 @@ def how_to_read(worked: Sequence[Results]) -> Markup:
                 (present if name else unknown).setdefault(name or label)
     methods: list[object] = []
     for name in [name for name in STYLES if name in present] or list(STYLES):
-        methods += run_facts.pair(
-            text([result_tables.swatch(STYLES[name]), NAMES.get(name, name)]), DEFINITIONS[name]
-        )
+        methods += run_facts.pair(text([result_tables.swatch(STYLES[name]), NAMES.get(name, name)]), DEFINITIONS[name])
     for label in unknown:
-        methods += run_facts.pair(
-            label, "Not one of the methods this report has words for; see its evaluation file."
-        )
+        methods += run_facts.pair(label, "Not one of the methods this report has words for; see its evaluation file.")
     terms = [part for name, words in GLOSSARY.items() for part in run_facts.pair(name, words)]
     return section(
         2,

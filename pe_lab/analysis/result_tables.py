@@ -24,9 +24,7 @@ def table_title(table: Table, several: bool) -> Markup:
     """What a table shows, and which way is better."""
     direction = "higher is better" if table.higher_is_better else "lower is better"
     source = f" on {table.source}" if table.source and several else ""
-    return element(
-        "p", suite_title(table.suite), source, " ", element("small", f"({direction})"), class_="title"
-    )
+    return element("p", suite_title(table.suite), source, " ", element("small", f"({direction})"), class_="title")
 
 
 def score_table(table: Table, styles: Mapping[str, Style], several: bool = False) -> Markup:
@@ -35,9 +33,7 @@ def score_table(table: Table, styles: Mapping[str, Style], several: bool = False
     known = any(column.length and column.factor is not None for column in table.columns)
     head = [element("th", "Method", element("small", "length in tokens") if known else None, scope="col")]
     for column in table.columns:
-        tokens = (
-            element("small", f"{column.length:,}") if column.length and column.factor is not None else None
-        )
+        tokens = element("small", f"{column.length:,}") if column.length and column.factor is not None else None
         trained = column.factor == 1
         head.append(
             element(
@@ -172,12 +168,8 @@ def duel_board(judged: Sequence[tuple[Table, Sequence[Duel]]]) -> Markup:
                 )
             )
         body.append(element("tr", cells))
-    inner = element(
-        "table", element("thead", element("tr", head)), element("tbody", body), class_="score-board"
-    )
-    title = element(
-        "p", "The dropped model against the best RoPE variant of each length", class_="title board"
-    )
+    inner = element("table", element("thead", element("tr", head)), element("tbody", body), class_="score-board")
+    title = element("p", "The dropped model against the best RoPE variant of each length", class_="title board")
     return text([title, scroll(inner, "Dropped model against the best RoPE variant", "scroll fit")])
 
 
@@ -187,9 +179,7 @@ def beta_table(rows: Sequence[Row]) -> Markup:
     body = []
     for row in sorted(rows, key=lambda row: (label_of(row), number(row, "length") or 0)):
         length, factor = number(row, "length"), number(row, "factor")
-        shown = (f"{factor:g}× " if factor is not None else "") + (
-            f"({length:,.0f} tokens)" if length else ""
-        )
+        shown = (f"{factor:g}× " if factor is not None else "") + (f"({length:,.0f} tokens)" if length else "")
         cells = [element("th", label_of(row), scope="row"), element("td", shown or "–")]
         cells += [element("td", decimals(number(row, key), 3)) for key in ("beta", "c")]
         cells += [element("td", decimals(number(row, key), 4)) for key in ("nll_before", "nll_after")]
@@ -226,9 +216,7 @@ def weights_table(tables: Sequence[Table]) -> Markup:
                 str(row.get("seed", "–")),
             ] = None
     body = [
-        element(
-            "tr", element("th", label, scope="row"), [element("td", part, class_="text") for part in rest]
-        )
+        element("tr", element("th", label, scope="row"), [element("td", part, class_="text") for part in rest])
         for label, *rest in seen
     ]
     head = ("Method", "Weights", "Step", "Seed")
@@ -239,18 +227,14 @@ def rows_table(suite: str, rows: Sequence[Row]) -> Markup:
     """Rows of a suite that have no known score, as they are: every key that holds a short value."""
     skip = {"suite", "run", "versions", "model", "method"}
     keys = list(
-        dict.fromkeys(
-            k for row in rows for k, v in row.items() if k not in skip and not isinstance(v, list | dict)
-        )
+        dict.fromkeys(k for row in rows for k, v in row.items() if k not in skip and not isinstance(v, list | dict))
     )
     body = []
     for row in rows[:200]:
         cells = []
         for key in keys:
             value = row.get(key)
-            cells.append(
-                element("td", short_number(value) if isinstance(value, float) else text(value), class_="text")
-            )
+            cells.append(element("td", short_number(value) if isinstance(value, float) else text(value), class_="text"))
         body.append(element("tr", cells))
     return element(
         "div", element("p", suite_title(suite), class_="title"), scroll(plain_table(keys, body, keys), suite)

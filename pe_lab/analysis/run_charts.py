@@ -108,9 +108,7 @@ def jump(run: Run) -> str:
         start = after.series("loss")[0][0]
         window = smooth(new, min(20, len(new)))
         back = next((x - start for x, value in window[1:] if value <= level), None)
-        ending = (
-            f" and is back within {count(back)} tokens." if back else "; the old level was not reached again."
-        )
+        ending = f" and is back within {count(back)} tokens." if back else "; the old level was not reached again."
         sentences.append(sentence + ending if peak > level else f" At {after.name} the loss does not jump.")
     return "".join(sentences)
 
@@ -119,9 +117,7 @@ def source_losses(run: Run) -> Markup:
     """Validation loss by held-out source, where a run logged several."""
     shift, found = offsets(run), {}
     for phase in run.phases:
-        keys = dict.fromkeys(
-            key for row in phase.metrics for key in row if key.startswith("validation_loss/")
-        )
+        keys = dict.fromkeys(key for row in phase.metrics for key in row if key.startswith("validation_loss/"))
         for key in keys:
             name = key.removeprefix("validation_loss/")
             found.setdefault(name, []).extend(moved(phase.series(key), shift[phase.name]))
@@ -133,9 +129,7 @@ def source_losses(run: Run) -> Markup:
         for i, (name, points) in enumerate(found.items())
     ]
     marks = [Mark(shift[phase.name], f"{phase.name} starts") for phase in run.phases[1:] if shift[phase.name]]
-    return line_chart(
-        "Validation loss by source", series, token_axis(run), Axis("loss (nats per token)"), marks
-    )
+    return line_chart("Validation loss by source", series, token_axis(run), Axis("loss (nats per token)"), marks)
 
 
 def length_chart(table: Table, styles: Mapping[str, Style]) -> Markup:
@@ -165,9 +159,7 @@ def length_chart(table: Table, styles: Mapping[str, Style]) -> Markup:
     y = (
         Axis("accuracy", show=percent, domain=(0.0, min(1.0, max(top * 1.12, 0.1))))
         if accuracy
-        else Axis(
-            "perplexity (log scale)" if table.suite == "perplexity" else "score", table.suite == "perplexity"
-        )
+        else Axis("perplexity (log scale)" if table.suite == "perplexity" else "score", table.suite == "perplexity")
     )
     marks = [Mark(1.0, "trained")] if multiples and 1.0 in factors and min(factors) < 1 else []
     return line_chart(f"{name} against length", series, x, y, marks, size="half")
@@ -184,9 +176,7 @@ def position_chart(
     marks = [Mark(float(run.training_length), "training length")] if run.training_length else []
     title = f"Perplexity by position, texts of {length_words(column)}"
     x = Axis("position in the text (tokens, log scale)", True, lambda v: f"{v:,.0f}", powers(series))
-    return line_chart(
-        title, series, x, Axis("perplexity (log scale)", True), inside(marks, series), caption, size
-    )
+    return line_chart(title, series, x, Axis("perplexity (log scale)", True), inside(marks, series), caption, size)
 
 
 def distance_chart(
@@ -197,9 +187,7 @@ def distance_chart(
     for label, cell in table.column(column).items():
         by = as_dict(cell.row.get("accuracy_by_distance"))
         asked = as_list(by.get("count"))
-        points = binned(
-            by.get("edges"), by.get("accuracy"), [n if isinstance(n, int | float) else 0 for n in asked]
-        )
+        points = binned(by.get("edges"), by.get("accuracy"), [n if isinstance(n, int | float) else 0 for n in asked])
         series.append(Series(label, points, styles.get(label, INK), markers=True))
     marks = [Mark(float(run.training_length), "training length")] if run.training_length else []
     title = f"Needle accuracy by distance, texts of {length_words(column)}"
@@ -284,8 +272,7 @@ def frequency_charts(run: Run, factors: Sequence[Number]) -> Markup:
         for factor in wanted:
             scalings = {"PI": PI(factor), "NTK": NTK(factor), "YaRN": Yarn(factor, original_length=length)}
             ratios = {
-                name: np.asarray(frequencies(Rope(base=base, scaling=scaling), head_dim)[0])
-                / np.asarray(plain)
+                name: np.asarray(frequencies(Rope(base=base, scaling=scaling), head_dim)[0]) / np.asarray(plain)
                 for name, scaling in scalings.items()
             }
             panels.append(frequency_panel(factor, np.asarray(plain), ratios, length, run))

@@ -47,9 +47,7 @@ def key_facts(run: Run) -> Markup:
         ("Training time", duration(seconds(run)) if seconds(run) else ""),
         ("Device", device(run)),
     ]
-    return element(
-        "dl", [element("div", element("dt", k), element("dd", v)) for k, v in facts if v], class_="facts"
-    )
+    return element("dl", [element("div", element("dt", k), element("dd", v)) for k, v in facts if v], class_="facts")
 
 
 def mixture_note(run: Run) -> Markup:
@@ -76,9 +74,7 @@ def mixture_note(run: Run) -> Markup:
     elif measured and with_mixture:
         words = "No synthetic needles were in the training mixture: needle accuracy here is zero-shot."
     elif measured:
-        words = (
-            "phase.json does not say what was trained on, so whether needles were part of it is not known."
-        )
+        words = "phase.json does not say what was trained on, so whether needles were part of it is not known."
     else:
         return Markup("")
     return element("div", element("p", words), class_="note")
@@ -223,9 +219,7 @@ def model_text(run: Run) -> str:
 
 def mixture_text(run: Run) -> str:
     """What each phase read."""
-    texts = {
-        p.name: listing([f"{percent(share)} {source}" for source, share in p.mixture]) for p in run.phases
-    }
+    texts = {p.name: listing([f"{percent(share)} {source}" for source, share in p.mixture]) for p in run.phases}
     distinct = set(filter(None, texts.values()))
     if len(distinct) == 1:
         return distinct.pop()
@@ -263,10 +257,7 @@ def phase_table(phase: Phase) -> Markup:
             "thead",
             element(
                 "tr",
-                [
-                    element("th", name, scope="col", class_="text")
-                    for name in ("Layers", "Encoding", "Window")
-                ],
+                [element("th", name, scope="col", class_="text") for name in ("Layers", "Encoding", "Window")],
             ),
         ),
         element(
@@ -320,8 +311,7 @@ def caveats(run: Run) -> list[str]:
         )
     if any(row.get("method") == "beta" for row in rows):
         result.append(
-            "β was fitted on held-out text at each length; PI, NTK and YaRN use their formulas and fit "
-            "nothing."
+            "β was fitted on held-out text at each length; PI, NTK and YaRN use their formulas and fit nothing."
         )
     seeds = {row.get("seed") for row in rows if "seed" in row}
     if rows:
@@ -337,8 +327,7 @@ def caveats(run: Run) -> list[str]:
     size = parameters(run)
     if rows and size and size < 1e8:
         result.append(
-            f"This is a small model ({count(size)} parameters). It shows the effect, not the figures of a "
-            f"large one."
+            f"This is a small model ({count(size)} parameters). It shows the effect, not the figures of a large one."
         )
     for phase in run.phases:
         if phase.running and (phase.metrics or phase.info):

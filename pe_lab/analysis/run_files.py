@@ -51,9 +51,7 @@ class Phase:
     @property
     def steps_done(self) -> int:
         """The last step that was logged."""
-        return max(
-            (int(step) for row in self.metrics if (step := number(row, "step")) is not None), default=0
-        )
+        return max((int(step) for row in self.metrics if (step := number(row, "step")) is not None), default=0)
 
     @property
     def tokens(self) -> float:
@@ -133,13 +131,9 @@ def as_dict(value: object) -> dict:
 def read_run(directory: Path) -> Run:
     """Reads `directory`. Raises `UserError` if it does not exist or holds nothing that a run writes."""
     if not directory.exists():
-        raise UserError(
-            f"{directory} does not exist. Give the directory of a run (what --workdir was in training)."
-        )
+        raise UserError(f"{directory} does not exist. Give the directory of a run (what --workdir was in training).")
     if not directory.is_dir():
-        raise UserError(
-            f"{directory} is a file, not a run directory. Give the directory that holds run.json."
-        )
+        raise UserError(f"{directory} is a file, not a run directory. Give the directory that holds run.json.")
     problems: list[str] = []
     phase_files = sorted(directory.glob("*/phase.json"))
     if (directory / "phase.json").exists():  # a child made by surgery is its own phase
@@ -169,18 +163,14 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
     given = {path.resolve(): path for path in reversed(directories)}
     runs = [read_run(given[path]) for path in distinct]
     names = [run.name for run in runs]
-    return [
-        replace(run, name=run.directory.resolve().name) if names.count(run.name) > 1 else run for run in runs
-    ]
+    return [replace(run, name=run.directory.resolve().name) if names.count(run.name) > 1 else run for run in runs]
 
 
 def read_phase(path: Path, root: Path, problems: list[str]) -> Phase:
     """The phase whose `phase.json` is `path`."""
     directory = path.parent
     info = read_json(path, root, problems)
-    trained = (
-        number(info, "steps") or (directory / "metrics.jsonl").exists()
-    )  # surgery makes phases of no steps
+    trained = number(info, "steps") or (directory / "metrics.jsonl").exists()  # surgery makes phases of no steps
     metrics = read_rows(directory / "metrics.jsonl", root, problems) if trained else []
     speed = read_rows(directory / "speed.jsonl", root, []) if (directory / "speed.jsonl").exists() else []
     return Phase(str(info.get("phase") or directory.resolve().name), directory, info, metrics, speed)
@@ -225,7 +215,5 @@ def read_rows(path: Path, root: Path, problems: list[str]) -> list[Row]:
     if broken == [len(lines)]:
         problems.append(f"The last line of {name} was cut off (still being written?) and is left out.")
     elif broken:
-        problems.append(
-            f"{name}: {len(broken)} line(s) could not be read and are left out (first: line {broken[0]})."
-        )
+        problems.append(f"{name}: {len(broken)} line(s) could not be read and are left out (first: line {broken[0]}).")
     return rows

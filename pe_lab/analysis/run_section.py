@@ -107,9 +107,7 @@ def run_sections(results: Results, level: int, prefix: str) -> list[Markup]:
         section(level, "Reading past the training length", f"{prefix}results", *result_parts(results)),
         section(level, "Where in the text", f"{prefix}position", *position_parts(results)),
         section(level, "Training", f"{prefix}training", *training_parts(results)),
-        section(
-            level, "How the frequencies are stretched", f"{prefix}frequencies", *frequency_parts(results)
-        ),
+        section(level, "How the frequencies are stretched", f"{prefix}frequencies", *frequency_parts(results)),
         section(level, "What was run", f"{prefix}run", run_facts.what_was_run(run)),
         section(level, "What to keep in mind", f"{prefix}caveats", caveat_list(run)),
     ]
@@ -139,9 +137,7 @@ def result_parts(results: Results) -> list[object]:
                 class_="soft",
             ),
             run_facts.mixture_note(results.run),
-            element(
-                "div", [result_tables.score_table(t, results.styles, several) for t in main], class_="grid"
-            ),
+            element("div", [result_tables.score_table(t, results.styles, several) for t in main], class_="grid"),
             element(
                 "div",
                 [run_charts.length_chart(t, results.styles) for t in main],
@@ -201,18 +197,14 @@ def position_parts(results: Results) -> list[object]:
     }
     for suite, chart in draws.items():
         for table in results.tables[suite][:1]:
-            columns = [
-                column for column in reversed(table.columns) if drawn(chart, results, table, column, "half")
-            ]
+            columns = [column for column in reversed(table.columns) if drawn(chart, results, table, column, "half")]
             if not columns:
                 continue
             parts.append(drawn(chart, results, table, columns[0], "wide", captions[suite]))
             others = [drawn(chart, results, table, column, "half") for column in columns[1:]]
             if others:
                 summary = f"{result_tables.suite_title(suite)} at the other lengths"
-                parts.append(
-                    element("details", element("summary", summary), element("div", others, class_="grid"))
-                )
+                parts.append(element("details", element("summary", summary), element("div", others, class_="grid")))
     return parts
 
 

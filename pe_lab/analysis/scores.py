@@ -124,9 +124,7 @@ def measure(row: Row) -> Cell | None:
         value = number(row, key)
         if value is not None:
             low, high = bounds(value, stderr)
-            return Cell(
-                value, value, stderr, row, short_number(value), *map_shown(short_number, low, high, stderr)
-            )
+            return Cell(value, value, stderr, row, short_number(value), *map_shown(short_number, low, high, stderr))
     return None
 
 
@@ -216,6 +214,4 @@ def build_table(suite: str, source: str, found: list[tuple[str, Column, Row]], s
     ordered = dict(sorted(representatives.items(), key=lambda item: order(*item)))
     cells = {key: cell for key, row in latest.items() if (cell := measure(row))}
     higher = not any("nll" in row or "perplexity" in row for row in latest.values())
-    return Table(
-        suite, source, tuple(sorted(columns.values(), key=lambda c: c.key)), ordered, cells, higher, skipped
-    )
+    return Table(suite, source, tuple(sorted(columns.values(), key=lambda c: c.key)), ordered, cells, higher, skipped)

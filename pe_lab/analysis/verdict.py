@@ -169,9 +169,7 @@ def measured_against(duel: Duel) -> str:
 def triumph(table: Table, last: Duel) -> str:
     """The sentence for a table in which the dropped model wins at every length; `last` is the longest."""
     plain, at = plain_rope(table, last.column), last.column.title
-    itself = (
-        f"RoPE as trained {plain.shown}, and the" if plain and last.rival != plain_label(table) else "the"
-    )
+    itself = f"RoPE as trained {plain.shown}, and the" if plain and last.rival != plain_label(table) else "the"
     if table.suite == "needles":
         return (
             f"Without its positional encoding the model reads on past its training length: at {at} it finds "
@@ -234,9 +232,7 @@ def cost(judged: list[tuple[Table, list[Duel]]]) -> str | None:
         duel = next((duel for duel in found if duel.column.key == 1), None)
         if duel:
             what = "needles" if table.suite == "needles" else "perplexity"
-            parts.append(
-                f"{what} {duel.ours.shown} against {duel.theirs.shown} with RoPE ({words[duel.outcome]})"
-            )
+            parts.append(f"{what} {duel.ours.shown} against {duel.theirs.shown} with RoPE ({words[duel.outcome]})")
     return f"At the training length itself, the dropped model: {listing(parts)}." if parts else None
 
 

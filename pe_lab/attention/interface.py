@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -81,7 +80,7 @@ def attention(
         positions = jnp.arange(T, dtype=jnp.int32)[None]
     scale = jnp.float32(K**-0.5) * (1.0 if row.logit_scale is None else row.logit_scale)
     if implementation == "auto":
-        implementation = "dense" if T <= chunk else "chunked"
+        implementation = "dense" if chunk >= T else "chunked"
     if implementation not in IMPLEMENTATIONS:
         raise UserError(
             f"attention: no implementation is called '{implementation}'. "

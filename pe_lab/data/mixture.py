@@ -63,9 +63,7 @@ def open_mixture(config: DataConfig, process_index: int = 0) -> Mixture:
       UserError: a source, the tokenizer or a shard is missing, empty, damaged, or does not fit the others.
     """
     configs = _source_configs(config)
-    options = {
-        i: NeedleOptions.from_mapping(c.options) for i, c in enumerate(configs) if c.source == "needles"
-    }
+    options = {i: NeedleOptions.from_mapping(c.options) for i, c in enumerate(configs) if c.source == "needles"}
     prepared = {
         i: open_prepared(Path(c.source.removeprefix("prepared:")).expanduser())
         for i, c in enumerate(configs)
@@ -120,9 +118,7 @@ def _source_configs(config: DataConfig) -> list[SourceConfig]:
         raise UserError("data.sources is empty. Name at least one source, for example 'stdlib'.")
     for c in configs:
         if not 0 < c.weight < float("inf"):
-            raise UserError(
-                f"data source {c.source!r} has weight {c.weight}; a weight must be a number above 0."
-            )
+            raise UserError(f"data source {c.source!r} has weight {c.weight}; a weight must be a number above 0.")
     return configs
 
 

@@ -33,9 +33,7 @@ class NeedleOptions:
     """
 
     pairs: int = 4  # facts a window
-    queries: int = (
-        4  # questions a window; with queries_at="end" each fact is asked once before any is asked twice
-    )
+    queries: int = 4  # questions a window; with queries_at="end" each fact is asked once before any is asked twice
     keys: int = 64  # key symbols; the keys of one window differ
     values: int = 64
     filler_symbols: int = 64
@@ -52,8 +50,7 @@ class NeedleOptions:
                 raise UserError(f"needles option {name}={getattr(self, name)} must be at least 1.")
         if self.pairs > self.keys:
             raise UserError(
-                f"needles option pairs={self.pairs} is more than keys={self.keys}: "
-                "the keys of a window differ."
+                f"needles option pairs={self.pairs} is more than keys={self.keys}: the keys of a window differ."
             )
         if self.branches > self.filler_symbols:
             raise UserError(
@@ -61,9 +58,7 @@ class NeedleOptions:
             )
         for name in ("answer_weight", "filler_weight"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise UserError(
-                    f"needles option {name}={getattr(self, name)} must be a number of at least 0."
-                )
+                raise UserError(f"needles option {name}={getattr(self, name)} must be a number of at least 0.")
         if self.queries_at not in ("end", "anywhere"):
             raise UserError(f"needles option queries_at={self.queries_at!r} must be 'end' or 'anywhere'.")
         if self.facts not in FACTS:
@@ -155,9 +150,7 @@ class NeedleWindows:
     def __getitem__(self, index: int) -> Int32[np.ndarray, " W"]:
         return self.read(np.asarray([index]))[0][0]
 
-    def read(
-        self, indices: Int[np.ndarray, " n"]
-    ) -> tuple[Int32[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
+    def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
         """Windows and loss weights."""
         windows, answers, _ = self._draw(indices)
         return windows, self._weights(answers > 0)
@@ -183,9 +176,7 @@ class NeedleWindows:
         }
 
     def _weights(self, answers: np.ndarray) -> np.ndarray:
-        return np.where(
-            answers, np.float32(self.options.answer_weight), np.float32(self.options.filler_weight)
-        )
+        return np.where(answers, np.float32(self.options.answer_weight), np.float32(self.options.filler_weight))
 
     def _draw(self, indices: Int[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Windows [n, T+1], each answer's distance [n, T] (0: no answer), the facts' places [n, P]."""
@@ -232,9 +223,7 @@ class NeedleWindows:
         gaps = np.sort(_below(_random(state, 4, events), size - total + 1), axis=1)
         return gaps + np.cumsum(lengths, axis=1) - lengths
 
-    def _interleaved(
-        self, state: UInt64[np.ndarray, " n"], size: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _interleaved(self, state: UInt64[np.ndarray, " n"], size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Facts and queries in random order, a fact first; a query asks for any fact before it."""
         o, n = self.options, len(state)
         ranks = np.argsort(np.argsort(_random(state, 5, o.pairs + o.queries - 1), axis=1), axis=1)
@@ -263,9 +252,7 @@ class NeedleWindows:
 def _transitions(options: NeedleOptions) -> Int[np.ndarray, " transitions"]:
     """Flattened [symbol, branch] -> the next symbol; a symbol's branches differ."""
     rng = np.random.Generator(np.random.PCG64(options.filler_seed))
-    rows = [
-        rng.permutation(options.filler_symbols)[: options.branches] for _ in range(options.filler_symbols)
-    ]
+    rows = [rng.permutation(options.filler_symbols)[: options.branches] for _ in range(options.filler_symbols)]
     return np.concatenate(rows).astype(np.int64)
 
 
@@ -285,9 +272,7 @@ def _random(state: UInt64[np.ndarray, " n"], stream: int, count: int) -> UInt64[
 
 def _below(random: UInt64[np.ndarray, "*shape"], bound: Any) -> Int[np.ndarray, "*shape"]:
     """Random integers in 0..bound - 1."""
-    return (((random >> np.uint64(32)) * np.asarray(bound).astype(np.uint64)) >> np.uint64(32)).astype(
-        np.int64
-    )
+    return (((random >> np.uint64(32)) * np.asarray(bound).astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
 
 
 def _ranking(random: UInt64[np.ndarray, "n m"], count: int) -> Int[np.ndarray, "n count"]:

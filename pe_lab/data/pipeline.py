@@ -31,14 +31,11 @@ class Pipeline:
     Its position is one number, the global batches consumed: a run that stops on one process continues on two.
     """
 
-    def __init__(
-        self, mixture: Mixture, dataset: Any, about: dict[str, Any], process: tuple[int, int], workers: int
-    ):
+    def __init__(self, mixture: Mixture, dataset: Any, about: dict[str, Any], process: tuple[int, int], workers: int):
         self.vocab_size: int = mixture.vocab_size
         self.tokenizer: Tokenizer = mixture.tokenizer
         self.mixture = [
-            {"source": s.name, "weight": s.weight, "tokens": s.tokens(about["split"])}
-            for s in mixture.sources
+            {"source": s.name, "weight": s.weight, "tokens": s.tokens(about["split"])} for s in mixture.sources
         ]
         self.sources: tuple[MixtureSource, ...] = mixture.sources
         self._dataset, self._about, self._process, self._workers = dataset, about, process, workers
@@ -66,9 +63,7 @@ class Pipeline:
         mine = self._dataset[index + batch * count :: count]
         # From memory one thread is quick enough, and more would only fight over the interpreter's lock.
         threads = 1 if self._in_memory else 8
-        batches = mine.to_iter_dataset(
-            grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads + 2)
-        )
+        batches = mine.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads + 2))
         if self._workers:
             from absl import flags
 
@@ -110,9 +105,7 @@ class Pipeline:
 class _ReadRows:
     """Window addresses to a batch. Those of source i are starts[i] .. starts[i + 1] - 1."""
 
-    def __init__(
-        self, windows: Sequence[TokenWindows | NeedleWindows], length: int, segments: bool, eos_id: int
-    ):
+    def __init__(self, windows: Sequence[TokenWindows | NeedleWindows], length: int, segments: bool, eos_id: int):
         self._windows, self._length, self._segments, self._eos_id = windows, length, segments, eos_id
         self.starts = np.concatenate([[0], np.cumsum([len(w) for w in windows])]).astype(np.int64)
 
@@ -160,14 +153,10 @@ def build_pipeline(
     for i, w in enumerate(windows):
         dataset = grain.MapDataset.range(int(read.starts[i]), int(read.starts[i + 1]))
         # Needles are random as they are. Grain shuffles epoch e by seed + e: sources get seeds far apart.
-        addresses.append(
-            dataset if isinstance(w, NeedleWindows) else dataset.shuffle(seed=_seed32(seed, i)).repeat()
-        )
+        addresses.append(dataset if isinstance(w, NeedleWindows) else dataset.shuffle(seed=_seed32(seed, i)).repeat())
     mixed = addresses[0]
     if len(addresses) > 1:
-        mixed = grain.MapDataset.select_from_datasets(
-            addresses, _Selection([s.weight for s in mixture.sources])
-        )
+        mixed = grain.MapDataset.select_from_datasets(addresses, _Selection([s.weight for s in mixture.sources]))
     about = {
         "sources": [[s.name, s.weight, s.fingerprint] for s in mixture.sources],
         "tokenizer": mixture.tokenizer.fingerprint,
@@ -196,9 +185,7 @@ def _local_rows(batch_size: int, process_count: int) -> int:
 
 
 def _seed32(seed: int, source: int) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(f"shuffle/{seed}/{source}".encode(), digest_size=4).digest(), "little"
-    )
+    return int.from_bytes(hashlib.blake2b(f"shuffle/{seed}/{source}".encode(), digest_size=4).digest(), "little")
 
 
 class _Selection:
@@ -265,9 +252,7 @@ def validation_batches(
     mixture = open_mixture(config, process_index)
     names = [s.name for s in mixture.sources]
     if source is not None and source not in names:
-        raise UserError(
-            f"There is no data source {source!r} to validate on. The sources are: {', '.join(names)}."
-        )
+        raise UserError(f"There is no data source {source!r} to validate on. The sources are: {', '.join(names)}.")
     found = {}
     for s in mixture.sources:
         if source not in (None, s.name) or s.tokens("validation") == 0:
@@ -275,9 +260,7 @@ def validation_batches(
         windows = s.windows(sequence_length, config.seed, "validation")
         wanted = count * batch_size
         if len(windows):
-            chosen = np.arange(min(wanted, len(windows))) * (
-                max(1, len(windows) // wanted) if s.needles is None else 1
-            )
+            chosen = np.arange(min(wanted, len(windows))) * (max(1, len(windows) // wanted) if s.needles is None else 1)
             rows, weights = windows.read(chosen)
         else:  # less than one window: padded
             tokens = s.prepared.tokens("validation", 0, sequence_length + 1)
@@ -311,9 +294,7 @@ def held_out_tokens(config: DataConfig, source_index: int, n_tokens: int) -> Int
         raise UserError("data source 'needles' has no held-out text: its windows are made to length.")
     tokens = source.prepared.tokens("validation", 0, n_tokens)
     if not len(tokens):
-        raise UserError(
-            f"data source {source.name!r} holds out nothing. Set data.validation_fraction above 0."
-        )
+        raise UserError(f"data source {source.name!r} holds out nothing. Set data.validation_fraction above 0.")
     return tokens
 
 
@@ -328,9 +309,7 @@ def needle_windows(
     source = _source(config, source_index)
     if source.needles is None:
         raise UserError(f"data source {source.name!r} is not needles.")
-    return NeedleWindows(
-        source.needles, length, config.seed if seed is None else seed, split, source.offset_vocab
-    )
+    return NeedleWindows(source.needles, length, config.seed if seed is None else seed, split, source.offset_vocab)
 
 
 def _source(config: DataConfig, index: int) -> MixtureSource:

@@ -42,9 +42,7 @@ from pe_lab.data.tokenizers import (
 
 BATCH_CHARACTERS = 1_000_000  # text handed to the tokenizer at once
 PIECE_CHARACTERS = 4_000_000  # a longer document is encoded in pieces, cut at line ends
-PATIENCE_SECONDS = (
-    600  # a process waiting for another's shards gives up after this long without a sign of work
-)
+PATIENCE_SECONDS = 600  # a process waiting for another's shards gives up after this long without a sign of work
 
 
 def prepare(
@@ -236,8 +234,7 @@ def written_beside(directory: Path, marker: str) -> Iterator[Path]:
     """
     made = [p for p in (directory.parent, *directory.parent.parents) if not p.exists()]
     building = (
-        directory.parent
-        / f".{directory.name}.preparing-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        directory.parent / f".{directory.name}.preparing-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     )
     try:
         building.mkdir(parents=True)
@@ -339,8 +336,7 @@ def ensure_tokenizer(
     sources = [open_source(config) for config in configs]
     if not sources:
         raise UserError(
-            f"data.tokenizer={specification!r} has no text to train on. Add a text source, or use "
-            "tokenizer=bytes."
+            f"data.tokenizer={specification!r} has no text to train on. Add a text source, or use tokenizer=bytes."
         )
     key = [size, [[s.name, c.column, s.identity()] for s, c in zip(sources, configs, strict=True)]]
     directory = cache_dir / f"tokenizer-sentencepiece-{size}-{_hash(key)}"

@@ -90,9 +90,7 @@ def read_metadata(directory: Path) -> Metadata:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(
-            f"{directory} is not a prepared data directory: it has no {METADATA_FILE}. {advice}"
-        ) from None
+        raise UserError(f"{directory} is not a prepared data directory: it has no {METADATA_FILE}. {advice}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}. {advice}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT_VERSION:
@@ -299,9 +297,7 @@ def open_prepared(directory: Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> Pr
             f"{tokenizer.fingerprint}. Delete it and prepare the data again."
         )
     streams = {
-        split: TokenStream(
-            directory, metadata.shards[split], metadata.dtype, metadata.record_tokens, in_memory_bytes
-        )
+        split: TokenStream(directory, metadata.shards[split], metadata.dtype, metadata.record_tokens, in_memory_bytes)
         for split in SPLITS
     }
     return Prepared(directory, metadata, tokenizer, streams)

@@ -100,9 +100,7 @@ def _file_identity(files: list[Path]) -> dict[str, Any]:
 
 def _read_failed(path: Path, error: Exception) -> UserError:
     if isinstance(error, UnicodeDecodeError):
-        return UserError(
-            f"{path} is not UTF-8 (byte {error.start}). Convert it, or leave it out of the glob."
-        )
+        return UserError(f"{path} is not UTF-8 (byte {error.start}). Convert it, or leave it out of the glob.")
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return UserError(f"Cannot read {path}: {reason}.")
 
@@ -127,11 +125,7 @@ class StandardLibrary:
             for file in files:
                 name = (Path(directory) / file).relative_to(self._root).as_posix()
                 # The help topics are read as prose below; _sysconfigdata is this machine's build settings.
-                if (
-                    file.endswith(".py")
-                    and name != "pydoc_data/topics.py"
-                    and not file.startswith("_sysconfigdata")
-                ):
+                if file.endswith(".py") and name != "pydoc_data/topics.py" and not file.startswith("_sysconfigdata"):
                     yield name
 
     def documents(self) -> Iterator[str]:
@@ -212,14 +206,11 @@ class JsonLines:
         if not isinstance(row, dict) or self._column not in row:
             has = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
             raise UserError(
-                f"{path}, line {number} has no column {self._column!r} (it has: {has}). Set the source's "
-                "column."
+                f"{path}, line {number} has no column {self._column!r} (it has: {has}). Set the source's column."
             )
         text = row[self._column]
         if text is not None and not isinstance(text, str):
-            raise UserError(
-                f"{path}, line {number}: column {self._column!r} holds a {type(text).__name__}, not text."
-            )
+            raise UserError(f"{path}, line {number}: column {self._column!r} holds a {type(text).__name__}, not text.")
         return text or ""
 
     def count(self) -> int | None:
@@ -248,14 +239,10 @@ class ParquetFiles:
             ) from error
         if self._column not in file.schema_arrow.names:
             has = ", ".join(file.schema_arrow.names)
-            raise UserError(
-                f"{path} has no column {self._column!r} (it has: {has}). Set the source's column."
-            )
+            raise UserError(f"{path} has no column {self._column!r} (it has: {has}). Set the source's column.")
         kind = file.schema_arrow.field(self._column).type
         if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-            raise UserError(
-                f"{path}: column {self._column!r} is of type {kind}, not text. Set the source's column."
-            )
+            raise UserError(f"{path}: column {self._column!r} is of type {kind}, not text. Set the source's column.")
         return file
 
     def documents(self) -> Iterator[str]:
@@ -268,8 +255,7 @@ class ParquetFiles:
                         yield from filter(None, batch.column(0).to_pylist())
                 except (OSError, pyarrow.ArrowException) as error:
                     raise UserError(
-                        f"Cannot read {path} as Parquet: {error}. Check the file, or leave it out of the "
-                        "glob."
+                        f"Cannot read {path} as Parquet: {error}. Check the file, or leave it out of the glob."
                     ) from error
 
     def count(self) -> int | None:
@@ -295,8 +281,7 @@ class TensorFlowDataset:
         self.name, self._column = name, column
         if unknown := set(options) - {"data_dir"}:
             raise UserError(
-                f"data source {name!r}: unknown option {min(unknown)!r}. "
-                f"{did_you_mean(min(unknown), ('data_dir',))}"
+                f"data source {name!r}: unknown option {min(unknown)!r}. {did_you_mean(min(unknown), ('data_dir',))}"
             )
         self._builder, self._split = self._find(tfds, where, options.get("data_dir"))
         try:
@@ -321,9 +306,7 @@ class TensorFlowDataset:
             try:
                 builder = tfds.builder(dataset, data_dir=data_dir)
             except Exception as error:  # TFDS raises whatever its registry or the file system does
-                failures.append(
-                    str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                )
+                failures.append(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
                 continue
             if not builder.info.splits:
                 raise UserError(
@@ -332,21 +315,16 @@ class TensorFlowDataset:
                 )
             if split.partition("[")[0] not in builder.info.splits:
                 has = ", ".join(builder.info.splits)
-                raise UserError(
-                    f"data source {self.name!r}: {dataset} has no split {split!r} (it has: {has})."
-                )
+                raise UserError(f"data source {self.name!r}: {dataset} has no split {split!r} (it has: {has}).")
             return builder, split
-        raise UserError(
-            f"data source {self.name!r}: TensorFlow Datasets finds no such dataset: {failures[0]}"
-        )
+        raise UserError(f"data source {self.name!r}: TensorFlow Datasets finds no such dataset: {failures[0]}")
 
     def documents(self) -> Iterator[str]:
         for index in range(len(self._data)):
             text = self._data[index][self._column]
             if not isinstance(text, bytes | str):
                 raise UserError(
-                    f"data source {self.name!r}: column {self._column!r} holds {type(text).__name__}, not "
-                    "text."
+                    f"data source {self.name!r}: column {self._column!r} holds {type(text).__name__}, not text."
                 )
             if text:
                 yield text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text

@@ -83,8 +83,7 @@ class SentencePieceTokenizer:
         self.eos_id = self._processor.eos_id()
         if self.eos_id < 0:
             raise UserError(
-                f"The SentencePiece model {where} has no end-of-sentence piece (eos_id). Train it with "
-                "eos_id set."
+                f"The SentencePiece model {where} has no end-of-sentence piece (eos_id). Train it with eos_id set."
             )
         self.fingerprint = "sentencepiece-" + _digest(model)
 
@@ -133,17 +132,13 @@ class HuggingFaceTokenizer:
         self.fingerprint = f"hf-{self.eos_id}-" + _digest(specification.encode())
 
     def _find_eos(self, where: str) -> int:
-        special = [
-            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
-        ]
+        special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
         name = None
         if self._configuration:
             try:
                 name = json.loads(self._configuration).get("eos_token")
             except (json.JSONDecodeError, AttributeError) as error:
-                raise UserError(
-                    f"tokenizer_config.json beside {where} is not a JSON object: {error}."
-                ) from error
+                raise UserError(f"tokenizer_config.json beside {where} is not a JSON object: {error}.") from error
             if isinstance(name, dict):
                 name = name.get("content")
         if name is None and len(special) == 1:
@@ -153,11 +148,7 @@ class HuggingFaceTokenizer:
         found = None if name is None else self._tokenizer.token_to_id(name)
         if found is None:
             listed = ", ".join(special) or "none"
-            looked = (
-                f"its eos_token {name!r} is not in the vocabulary"
-                if name
-                else f"its special tokens are: {listed}"
-            )
+            looked = f"its eos_token {name!r} is not in the vocabulary" if name else f"its special tokens are: {listed}"
             raise UserError(
                 f"No end-of-document symbol found for {where}: {looked}. "
                 'Put a tokenizer_config.json with "eos_token" beside it.'
@@ -219,8 +210,7 @@ def load_tokenizer(specification: str) -> Tokenizer:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(
-            f"Cannot read the tokenizer {path}: {error.strerror or error}. Check "
-            f"data.tokenizer={specification!r}."
+            f"Cannot read the tokenizer {path}: {error.strerror or error}. Check data.tokenizer={specification!r}."
         ) from error
     if kind == "sentencepiece":
         return SentencePieceTokenizer(content, str(path))
@@ -250,8 +240,7 @@ def load_saved_tokenizer(directory: Path) -> Tokenizer:
         kind, fingerprint = about["kind"], about["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{directory} holds no saved tokenizer: {KIND_FILE} is missing or damaged. Prepare the data "
-            "again."
+            f"{directory} holds no saved tokenizer: {KIND_FILE} is missing or damaged. Prepare the data again."
         ) from error
     if kind == "bytes":
         tokenizer: Tokenizer = ByteTokenizer()

@@ -24,9 +24,7 @@ class TokenWindows:
     def __getitem__(self, index: int) -> Int32[np.ndarray, " W"]:
         return self.read(np.asarray([index]))[0][0]
 
-    def read(
-        self, indices: Int[np.ndarray, " n"]
-    ) -> tuple[Int32[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
+    def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
         """Windows and loss weights (all 1)."""
         windows = self._stream.gather(np.asarray(indices) * self.length, self.length + 1).astype(np.int32)
         return windows, np.ones((len(windows), self.length), np.float32)

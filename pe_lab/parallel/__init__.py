@@ -3,4 +3,13 @@
 from pe_lab.parallel.mesh import check_batch, hide_absent_tpu, make_mesh, mesh_shape, start_processes
 from pe_lab.parallel.sharding import AxisRules, constrain, use_mesh
 
-__all__ = ["AxisRules", "check_batch", "constrain", "hide_absent_tpu", "make_mesh", "mesh_shape", "start_processes", "use_mesh"]
+__all__ = [
+    "AxisRules",
+    "check_batch",
+    "constrain",
+    "hide_absent_tpu",
+    "make_mesh",
+    "mesh_shape",
+    "start_processes",
+    "use_mesh",
+]

@@ -70,9 +70,7 @@ def start_processes() -> None:
                 f"COORDINATOR_ADDRESS is set, but PROCESS_COUNT is '{count}' and PROCESS_INDEX '{index}'. Set them to "
                 "whole numbers: how many processes there are, and which of them, from 0, this is."
             )
-        jax.distributed.initialize(
-            os.environ["COORDINATOR_ADDRESS"], num_processes=int(count), process_id=int(index)
-        )
+        jax.distributed.initialize(os.environ["COORDINATOR_ADDRESS"], num_processes=int(count), process_id=int(index))
     elif os.environ.get("TPU_WORKER_HOSTNAMES", "").count(",") or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
         jax.distributed.initialize()
 

@@ -53,8 +53,10 @@ class AxisRules:
         chosen: list[MeshAxes] = []
         for dimension, axis in enumerate(axes):
             if axis is not None and axis not in self.__dataclass_fields__:
-                raise UserError(f"{name or 'An array'}: no logical axis is called '{axis}'. "
-                                + did_you_mean(axis, list(self.__dataclass_fields__)))
+                raise UserError(
+                    f"{name or 'An array'}: no logical axis is called '{axis}'. "
+                    + did_you_mean(axis, list(self.__dataclass_fields__))
+                )
             mesh_axes = getattr(self, axis) if axis else None
             if mesh_axes is not None and shape is not None and mesh is not None:
                 parts = _size(mesh, mesh_axes)
@@ -70,8 +72,10 @@ class AxisRules:
         used = [m for axis in chosen if axis for m in ((axis,) if isinstance(axis, str) else axis)]
         twice = sorted({m for m in used if used.count(m) > 1})
         if twice:
-            raise UserError(f"{name or 'An array'} with axes {tuple(axes)} uses mesh axis {twice[0]!r} twice; "
-                            "change one of its rules in AxisRules.")
+            raise UserError(
+                f"{name or 'An array'} with axes {tuple(axes)} uses mesh axis {twice[0]!r} twice; "
+                "change one of its rules in AxisRules."
+            )
         return PartitionSpec(*chosen)
 
     def sharding(

@@ -152,9 +152,7 @@ class Alibi:
 Encoding = Rope | PartialRope | NoPE | Alibi
 
 
-def frequencies(
-    encoding: Encoding, head_dim: int, length: int | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def frequencies(encoding: Encoding, head_dim: int, length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Turns one description into rotation frequencies and amplitudes.
 
     Args:

@@ -79,9 +79,7 @@ def rotate(
 def apply_encoding(x: Float[Array, "B T H K"], positions: Int[Array, "B T"], encoding: Rope) -> Float[Array, "B T H K"]:
     """Rotates queries or keys by one description; what `apply_rope` and `apply_p_rope` are made of."""
     inv_freq, gain = frequencies(encoding, x.shape[-1])
-    cos, sin = rotation_tables(
-        jnp.asarray(turns_per_position(inv_freq)), jnp.asarray(gain, jnp.float32), positions
-    )
+    cos, sin = rotation_tables(jnp.asarray(turns_per_position(inv_freq)), jnp.asarray(gain, jnp.float32), positions)
     return rotate(x, cos[:, :, None], sin[:, :, None])
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pe_lab.parallel.topology import chip_of
 
+
 class Peak(NamedTuple):
     """FLOP/s of all devices together, and where the number is from; 0 = unknown."""
 

@@ -80,8 +80,7 @@ def main() -> None:
     for name, (model_class, config_class, settings) in MODELS.items():
         model = model_class(config_class(**SHAPE | settings)).eval()
         weights = {
-            key: draw(key, tuple(value.shape), rng).astype(np.float16)
-            for key, value in model.named_parameters()
+            key: draw(key, tuple(value.shape), rng).astype(np.float16) for key, value in model.named_parameters()
         }
         tensors = {key: torch.tensor(value, dtype=torch.float32) for key, value in weights.items()}
         model.load_state_dict(tensors, strict=False)

@@ -152,9 +152,7 @@ def rotated_cases(generator):
         return rotated_by
 
     def llama(made):
-        return transformers_rotation(
-            modeling_llama.LlamaRotaryEmbedding(made), modeling_llama.apply_rotary_pos_emb
-        )
+        return transformers_rotation(modeling_llama.LlamaRotaryEmbedding(made), modeling_llama.apply_rotary_pos_emb)
 
     def neox(made):
         return transformers_rotation(

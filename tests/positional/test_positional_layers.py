@@ -30,9 +30,7 @@ FACTOR = st.floats(1, 1e30)
 SCALING = st.one_of(
     st.builds(PI, FACTOR),
     st.builds(NTK, FACTOR),
-    st.builds(
-        Yarn, FACTOR, st.integers(1, 1 << 30), beta_fast=st.floats(2, 64), beta_slow=st.floats(0.1, 1.5)
-    ),
+    st.builds(Yarn, FACTOR, st.integers(1, 1 << 30), beta_fast=st.floats(2, 64), beta_slow=st.floats(0.1, 1.5)),
 )
 BASE, FRACTION = st.floats(1.5, 1e9), st.floats(0, 1)
 ROPE = st.builds(Rope, BASE, FRACTION, st.none() | SCALING)

@@ -41,8 +41,7 @@ def schedule_of(*pattern, count=N):
 def same(a, b):
     """Equal structure and equal bits."""
     return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        np.array_equal(x, y) and x.dtype == y.dtype
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        np.array_equal(x, y) and x.dtype == y.dtype for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     )
 
 
