@@ -205,7 +205,7 @@ def load_config(reference: str, overrides: Mapping[str, str] | None = None) -> C
     """
     path, _, arg = reference.partition(":")
     if not Path(path).is_file():
-        raise UserError(f"--config: there is no file '{path}'. Recipes are Python files, such as configs/drope_laptop.py.")
+        raise UserError(f"--config: there is no file '{path}'. Recipes are like configs/drope_laptop.py.")
     spec = importlib.util.spec_from_file_location(f"pe_lab_recipe_{Path(path).stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(f"--config: '{path}' is not a Python file. Recipes are, such as configs/drope_laptop.py.")

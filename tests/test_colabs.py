@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
-from tiny_runs import REPOSITORY, rows, start
+from tiny_runs import REPOSITORY, start
 
 COLABS = sorted((REPOSITORY / "colabs").glob("*.ipynb"))
 QUICKSTART = REPOSITORY / "colabs/quickstart.ipynb"
@@ -49,9 +50,7 @@ def test_it_defines_nothing(path):
 @each_notebook
 def test_what_it_imports_exists(path):
     found = list(nodes(path))
-    taken = [
-        (node.module, alias.name) for node in found if isinstance(node, ast.ImportFrom) for alias in node.names
-    ]
+    taken = [(node.module, alias.name) for node in found if isinstance(node, ast.ImportFrom) for alias in node.names]
     taken += [
         ("pe_lab", node.attr)
         for node in found
@@ -87,6 +86,7 @@ def test_the_quickstart_runs_and_what_it_saves_can_be_trained(tmp_path, monkeypa
     training = start([*command[2:], *short, cache, f"--workdir={tmp_path / 'mixture'}"], REPOSITORY)
     out = training.communicate(timeout=PATIENCE)[0]
     assert training.returncode == 0, out[-3000:]
-    assert "nope on layer 1" in out
-    steps = [row["step"] for row in rows(tmp_path / "mixture/recalibrate/metrics.jsonl") if "loss" in row]
-    assert steps[-1] == 4
+    phase = json.loads((tmp_path / "mixture/recalibrate/phase.json").read_text())
+    history = [ancestor["what"] for ancestor in phase["lineage"]]
+    assert "rope(base=200) -> nope on layer 1" in history  # the child that the notebook saved
+    assert history[-1].startswith("trained 4 steps")

@@ -2,7 +2,8 @@
 how much.
 
 At each length the dropped model meets whichever RoPE row did best *at that length*, so the comparison leans against
-it. It is read in one way at all lengths, chosen beforehand: with the paper's beta, else a fitted one, else as trained. A difference within 95% of the noise of the two is a tie.
+it. It is read in one way at all lengths, chosen beforehand: with the paper's beta, else a fitted one, else as trained.
+A difference within 95% of the noise of the two is a tie.
 """
 
 from __future__ import annotations
