@@ -67,7 +67,9 @@ class LanguageModel:
         if ids.ndim not in (1, 2) or ids.size == 0:
             raise UserError(f"tokens have shape {ids.shape}; give a text, [T] or [B, T] ids, at least one.")
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            raise UserError(f"tokens range from {ids.min()} to {ids.max()}; the vocabulary has {self.config.vocab_size}.")
+            raise UserError(
+                f"tokens range from {ids.min()} to {ids.max()}; the vocabulary has {self.config.vocab_size}."
+            )
         return np.atleast_2d(ids).astype(np.int32)
 
     def logits(self, tokens: Tokens) -> Float[Array, "B T V"]:

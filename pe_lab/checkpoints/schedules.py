@@ -41,7 +41,13 @@ def array_shapes(metadata: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]
     """Shapes of the arrays of `to_arrays`, from a checkpoint's metadata."""
     model = metadata["model"]
     N, H, R = model["layers"], model["heads"], model["head_dim"] // 2
-    shapes = {"inv_freq": (N, H, R), "gain": (N, H, R), "turns": (N, H, R, 2), "alibi_slope": (N, H), "logit_scale": (N,)}
+    shapes = {
+        "inv_freq": (N, H, R),
+        "gain": (N, H, R),
+        "turns": (N, H, R, 2),
+        "alibi_slope": (N, H),
+        "logit_scale": (N,),
+    }
     return {
         name: jax.ShapeDtypeStruct(shape, np.uint32 if name == "turns" else np.float32)
         for name, shape in shapes.items()

@@ -35,9 +35,7 @@ def new_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def metadata_of(
-    model: ModelConfig, layers: tuple[Layer, ...], schedule: Schedule, **facts: Any
-) -> dict[str, Any]:
+def metadata_of(model: ModelConfig, layers: tuple[Layer, ...], schedule: Schedule, **facts: Any) -> dict[str, Any]:
     """The JSON part of a checkpoint: the model, its encodings, and whatever facts the writer adds."""
     return {
         "format": FORMAT,
@@ -82,9 +80,7 @@ class Store:
         """Steps of the committed checkpoints, ascending."""
         return sorted(self._manager.all_steps())
 
-    def save(
-        self, step: int, params: Params, optimizer: Any, schedule: Schedule, metadata: Mapping[str, Any]
-    ) -> None:
+    def save(self, step: int, params: Params, optimizer: Any, schedule: Schedule, metadata: Mapping[str, Any]) -> None:
         """Starts saving; returns once the arrays are copied. The previous save is waited for.
 
         Whoever dies before the files are complete leaves an uncommitted directory, which no reader sees.

@@ -29,7 +29,11 @@ SHAPE_FIELDS = (
 
 def check_same_shape(parent: ModelConfig, child: ModelConfig, where: str) -> None:
     """`UserError` naming every field in which a model cannot take over another's weights."""
-    differ = [f"{f} {getattr(parent, f)} -> {getattr(child, f)}" for f in SHAPE_FIELDS if getattr(parent, f) != getattr(child, f)]
+    differ = [
+        f"{f} {getattr(parent, f)} -> {getattr(child, f)}"
+        for f in SHAPE_FIELDS
+        if getattr(parent, f) != getattr(child, f)
+    ]
     if differ:
         raise UserError(
             f"{where} is a model of another shape: {', '.join(differ)}. Set these fields of config.model to the "
@@ -43,9 +47,7 @@ def drop(layers: Sequence[Layer], chosen: Sequence[int] | None = None) -> tuple[
         if not 0 <= n < len(layers):
             raise UserError(f"--layers: there is no layer {n}; the model has layers 0 to {len(layers) - 1}.")
     which = range(len(layers)) if chosen is None else chosen
-    return tuple(
-        dataclasses.replace(layer, encoding=NoPE()) if n in which else layer for n, layer in enumerate(layers)
-    )
+    return tuple(dataclasses.replace(layer, encoding=NoPE()) if n in which else layer for n, layer in enumerate(layers))
 
 
 def change(before: Sequence[Layer], after: Sequence[Layer]) -> str:
@@ -55,7 +57,8 @@ def change(before: Sequence[Layer], after: Sequence[Layer]) -> str:
         if old == new:
             continue
         text = " -> ".join(
-            label(layer) + (f", logit scale {layer.logit_scale:g}" if layer.logit_scale != 1 else "") for layer in (old, new)
+            label(layer) + (f", logit scale {layer.logit_scale:g}" if layer.logit_scale != 1 else "")
+            for layer in (old, new)
         )
         if parts and parts[-1][0] == text and parts[-1][1][1] == n - 1:
             parts[-1][1][1] = n
@@ -77,7 +80,9 @@ def write_child(parent: Checkpoint, layers: tuple[Layer, ...], directory: str | 
     """
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"'{directory}' is there and not empty. Surgery writes into a new directory; choose another --to.")
+        raise UserError(
+            f"'{directory}' is there and not empty. Surgery writes into a new directory; choose another --to."
+        )
     model = parent.model
     schedule = build_schedule(layers, model.heads, model.kv_heads, model.head_dim)
     child_id = new_id()

@@ -177,9 +177,7 @@ class Model:
         """The output embedding: the input's where they are tied."""
         return nnx.merge(self._trunk, params["trunk"]).output_embedding()
 
-    def token_loss(
-        self, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule
-    ) -> Float[Array, "B T"]:
+    def token_loss(self, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> Float[Array, "B T"]:
         """Cross-entropy of each target of a batch (tokens, targets, and positions and segments where given), nats."""
         x = self.hidden(params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule)
         return cross_entropy(x, self.unembedding(params), batch["targets"], self.config.loss_chunks)
@@ -188,9 +186,7 @@ class Model:
 def _repeat(group: Any, x: jax.Array, data: Any, run: Run, scan: bool) -> jax.Array:
     """Applies `group` (one period of layers) `run.repeats` times to the run's part of the stacked `data`."""
     stop = run.start + run.period * run.repeats
-    part = jax.tree.map(
-        lambda a: a[run.start : stop].reshape(run.repeats, run.period, *a.shape[1:]), data
-    )
+    part = jax.tree.map(lambda a: a[run.start : stop].reshape(run.repeats, run.period, *a.shape[1:]), data)
     if scan and run.repeats > 1:
         return jax.lax.scan(lambda x, d: (group(x, d), None), x, part)[0]
     # A split's gradient is one concatenation; that of indexing would be a sum of N arrays of the full size.

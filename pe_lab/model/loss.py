@@ -84,9 +84,7 @@ def _backward_rule(chunks, saved, d_loss):  # noqa: ANN001, ANN202
         softmax = jnp.exp(logits - log_sum[..., None])
         d_logits = (softmax - _is_target(targets, index, chunks, logits.shape[-1])) * d_loss[..., None]
         d_logits = d_logits.astype(hidden.dtype)
-        d_hidden = jnp.einsum(
-            "btv,vd->btd", d_logits, weights.astype(hidden.dtype), preferred_element_type=jnp.float32
-        )
+        d_hidden = jnp.einsum("btv,vd->btd", d_logits, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
         # The transpose of what is wanted, and the barrier keeps it so: XLA on a CPU would otherwise turn over
         # d_logits, the largest array there is, to multiply it.
         d_weights = jnp.einsum("btd,btv->dv", hidden, d_logits, preferred_element_type=jnp.float32)

@@ -82,9 +82,7 @@ class _PhaseTraining:
         self.optimizer = make_optimizer(phase.config.optimizer, phase.config.steps, run.model.axes)
         self.shardings = make_shardings(run.model, self.optimizer, run.mesh, run.rules)
         self.schedule = jax.device_put(phase.schedule, self.shardings.replicated)
-        self.flops = train_flops_per_token(
-            run.model.config, phase.config.sequence_length, phase.schedule.structure
-        )
+        self.flops = train_flops_per_token(run.model.config, phase.config.sequence_length, phase.schedule.structure)
         self.rate = learning_rate(phase.config.optimizer, phase.config.steps)
         self.first = jax.process_index() == 0
         self.lineage: list[dict[str, Any]] = []  # of the phase's start
@@ -99,9 +97,7 @@ class _PhaseTraining:
         for step in reversed(self.store.steps()):
             try:
                 metadata = self.store.metadata(step)
-                params, optimizer = self.store.restore(
-                    step, template.params, template.optimizer if step else None
-                )
+                params, optimizer = self.store.restore(step, template.params, template.optimizer if step else None)
             except Exception as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
                 self.out.print(f"[yellow]checkpoint {step} of {self.phase.name} cannot be read, going back ({reason})")
@@ -113,7 +109,9 @@ class _PhaseTraining:
             state = TrainState(jax.device_put(np.int32(step), self.shardings.replicated), params, optimizer)
             return state, metadata["lineage"][:-1], metadata["data_state"]
         if self.store.steps():
-            raise UserError(f"No checkpoint of '{self.directory}' can be read. Delete that directory to train it again.")
+            raise UserError(
+                f"No checkpoint of '{self.directory}' can be read. Delete that directory to train it again."
+            )
         source = self.phase.config.init_from or self.previous
         if not source or source == "random":
             return self._random()
@@ -121,9 +119,7 @@ class _PhaseTraining:
 
     def _fresh(self, params: Any) -> TrainState:
         """A state at step 0 around given parameters."""
-        make = jax.jit(
-            lambda p: init_state(self.run_.model, self.optimizer, p), out_shardings=self.shardings.state
-        )
+        make = jax.jit(lambda p: init_state(self.run_.model, self.optimizer, p), out_shardings=self.shardings.state)
         return make(params)
 
     def _random(self) -> tuple[TrainState, list[dict[str, Any]], None]:
@@ -155,7 +151,9 @@ class _PhaseTraining:
         pipeline = run.pipeline(phase)
         if data_state is not None:
             pipeline.set_state(data_state)
-        metrics, speed = (Rows(self.directory / f"{n}.jsonl", step) if self.first else NoRows() for n in ("metrics", "speed"))
+        metrics, speed = (
+            Rows(self.directory / f"{n}.jsonl", step) if self.first else NoRows() for n in ("metrics", "speed")
+        )
         board = TensorBoard(self.directory / "tensorboard", step) if self.first else NoRows()
         self._write_facts("running", started, 0.0)
         self.out.print(describe(phase.schedule, phase.layers))
@@ -278,9 +276,7 @@ class _PhaseTraining:
     def _path(self, step: int) -> Path:
         return self.directory / DIRECTORY / str(step)
 
-    def _save(
-        self, step: int, params: Any, optimizer: Any, checkpoint_id: str, lineage: Any, data_state: Any
-    ) -> None:
+    def _save(self, step: int, params: Any, optimizer: Any, checkpoint_id: str, lineage: Any, data_state: Any) -> None:
         run, phase = self.run_, self.phase
         if lineage is None:
             encodings = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))

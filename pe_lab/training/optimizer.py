@@ -30,7 +30,9 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
                 f"{warmup} warm-up steps."
             )
         stable = steps - warmup - decay
-        after = optax.join_schedules([optax.constant_schedule(peak), optax.linear_schedule(peak, final, decay)], [stable])
+        after = optax.join_schedules(
+            [optax.constant_schedule(peak), optax.linear_schedule(peak, final, decay)], [stable]
+        )
     elif config.schedule == "constant":
         after = optax.constant_schedule(peak)
     else:

@@ -177,5 +177,7 @@ def vocabulary(config: Config, needed: int) -> int:
         step = 128 * config.model.loss_chunks
         return -(-needed // step) * step
     if given < needed:
-        raise UserError(f"config.model.vocab_size is {given}, but the data has {needed} tokens; set it to at least that, or 0.")
+        raise UserError(
+            f"config.model.vocab_size is {given}, but the data has {needed} tokens; set it to at least that, or 0."
+        )
     return given

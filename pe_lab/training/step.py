@@ -86,14 +86,14 @@ def parameter_shardings(model: Model, mesh: Mesh, rules: AxisRules) -> Params:
     """Where each parameter lives; a `UserError` names one that does not divide over the mesh."""
 
     def place(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> NamedSharding:
-        return rules.sharding(mesh, axes, shape.shape, "parameter " + jax.tree_util.keystr(path, simple=True, separator="."))
+        return rules.sharding(
+            mesh, axes, shape.shape, "parameter " + jax.tree_util.keystr(path, simple=True, separator=".")
+        )
 
     return jax.tree_util.tree_map_with_path(place, model.shapes, model.axes)
 
 
-def make_shardings(
-    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, rules: AxisRules
-) -> Shardings:
+def make_shardings(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, rules: AxisRules) -> Shardings:
     """Shardings of state and batch from logical axes; optimizer moments lie where their parameters do."""
     replicated = NamedSharding(mesh, PartitionSpec())
     params = parameter_shardings(model, mesh, rules)
