@@ -59,9 +59,7 @@ def seconds(config: ModelConfig, description: Sequence[str]) -> tuple[float, flo
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", default="12,48", help="numbers of layers (default: 12,48)")
     parser.add_argument("--repeats", type=int, default=5, help="compilations of each (default: 5)")
     parser.add_argument("--pattern", nargs="+", default=["rope"], help="layers, repeated (default: rope)")
@@ -83,9 +81,8 @@ def main(argv: list[str] | None = None) -> int:
     for depth in depths:
         trace, xla, cpu = (statistics.median(part) for part in zip(*took[depth], strict=True))
         totals[depth] = statistics.median(a + b for a, b, _ in took[depth]), cpu
-        print(
-            f"{depth:4d} layers: {totals[depth][0]:6.2f} s ({trace:.2f} tracing and lowering, {xla:.2f} XLA), {cpu:.2f} s of processor time"
-        )
+        parts = f"({trace:.2f} tracing and lowering, {xla:.2f} XLA), {cpu:.2f} s of processor time"
+        print(f"{depth:4d} layers: {totals[depth][0]:6.2f} s {parts}")
     wall, cpu = (deep / shallow for deep, shallow in zip(totals[depths[-1]], totals[depths[0]], strict=True))
     print(f"ratio {depths[-1]} / {depths[0]} layers: {wall:.3f}, of processor time {cpu:.3f}")
     return 0

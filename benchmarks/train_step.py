@@ -352,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.shape.split(","):
         result = run_shape(name, args, threads, python)
         if args.out and not args.quick:
-            path = Path(args.out) / f"train_step-{name}-jax{jax.__version__}.json"
+            path = Path(args.out) / f"train_step-{name}-threads{threads}-jax{jax.__version__}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(result, indent=1) + "\n")
             print(f"written to {path}")

@@ -153,6 +153,8 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=120)  # a log has no width of its own; 80 would break the labels
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if row["suite"] != "beta":

@@ -38,6 +38,4 @@ Schedule.__init__ = Schedule.__init__.__wrapped__
 
 def pytest_configure(config):
     # Of Flax's own annotations.
-    config.addinivalue_line(
-        "filterwarnings", "ignore::beartype.roar.BeartypeDecorHintPep585DeprecationWarning"
-    )
+    config.addinivalue_line("filterwarnings", "ignore::beartype.roar.BeartypeDecorHintPep585DeprecationWarning")

@@ -26,9 +26,7 @@ def rotation_row(inv_freq: np.ndarray, positions: np.ndarray, gain: np.ndarray |
     return Row(jnp.asarray(np.cos(angle) * gain, jnp.float32), jnp.asarray(np.sin(angle) * gain, jnp.float32))
 
 
-def naive(
-    q, k, v, *, positions=None, inv_freq=None, gain=None, slope=None, beta=1.0, segments=None, window=None
-):
+def naive(q, k, v, *, positions=None, inv_freq=None, gain=None, slope=None, beta=1.0, segments=None, window=None):
     """What attention should say, one query at a time, in float64; inv_freq and gain are [H, R]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     B, T, H, K = q.shape
@@ -78,9 +76,7 @@ RESTARTED = np.array([[*range(7), *range(5), *range(9)], [*range(2), *range(18),
         "window of one token": dict(window=1),
         "alibi and beta": dict(slope=alibi_slopes(4), beta=1.3),
         "rope": dict(inv_freq=np.tile(FREQUENCIES, (4, 1))),
-        "p-rope with gain": dict(
-            inv_freq=np.tile([1.0, 0.3, 0, 0], (4, 1)), gain=np.tile([1.1, 1.1, 1.1, 0], (4, 1))
-        ),
+        "p-rope with gain": dict(inv_freq=np.tile([1.0, 0.3, 0, 0], (4, 1)), gain=np.tile([1.1, 1.1, 1.1, 0], (4, 1))),
         "groups that differ": dict(inv_freq=FREQUENCIES * np.array([1, 1, 0, 0])[:, None]),
         "heads of a group that differ": dict(inv_freq=FREQUENCIES * np.array([1, 0, 0.5, 0])[:, None]),
         "everything in packed documents": dict(

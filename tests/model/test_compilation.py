@@ -32,9 +32,7 @@ def lowered_train_step(config: ModelConfig, description):
     state = jax.eval_shape(lambda p: init_state(model, optimizer, p), model.shapes)
     whole = jax.ShapeDtypeStruct((2, 16), jnp.int32)
     batch = {"tokens": whole, "targets": whole, "weights": jax.ShapeDtypeStruct((2, 16), jnp.float32)}
-    return compile_train_step(model, optimizer, mesh, AxisRules()).lower(
-        state, batch, schedule_of(config, description)
-    )
+    return compile_train_step(model, optimizer, mesh, AxisRules()).lower(state, batch, schedule_of(config, description))
 
 
 def trigonometry_of_arrays(hlo: str) -> list[str]:
@@ -46,9 +44,7 @@ def test_the_train_step_of_a_model_without_positions_takes_no_sine_and_no_cosine
     nope = lowered_train_step(TINY, "nope").compile().as_text()
     assert trigonometry_of_arrays(nope) == []
     # One rotary layer of four is enough to see them, so this can fail; and the learning rate's is seen too.
-    assert trigonometry_of_arrays(
-        lowered_train_step(TINY, ("rope", "nope", "nope", "nope")).compile().as_text()
-    )
+    assert trigonometry_of_arrays(lowered_train_step(TINY, ("rope", "nope", "nope", "nope")).compile().as_text())
     assert re.search(r"f32\[\]\S* cosine\(", nope)
 
 
@@ -63,17 +59,14 @@ def operations(lowered) -> collections.Counter:
 )
 def test_the_train_step_is_the_same_program_at_any_depth(pattern):
     """As many operations at 48 layers as at 12: compile time cannot grow with depth. Unrolled, it does."""
-    shallow, deep = (
-        operations(lowered_train_step(dataclasses.replace(TINY, layers=n), pattern)) for n in (12, 48)
-    )
+    shallow, deep = (operations(lowered_train_step(dataclasses.replace(TINY, layers=n), pattern)) for n in (12, 48))
     assert shallow == deep
     assert shallow["stablehlo.dot_general"] > 0
 
 
 def test_unrolled_the_program_does_grow():
     shallow, deep = (
-        operations(lowered_train_step(dataclasses.replace(TINY, layers=n, scan=False), "rope"))
-        for n in (2, 4)
+        operations(lowered_train_step(dataclasses.replace(TINY, layers=n, scan=False), "rope")) for n in (2, 4)
     )
     assert deep["stablehlo.dot_general"] > shallow["stablehlo.dot_general"]
 
@@ -82,9 +75,7 @@ def test_encodings_share_one_compilation_of_the_evaluation_forward():
     """RoPE, its scalings, p-RoPE, partial RoPE, NoPE, a mix per layer: generalized, they are only data."""
     model = Model(TINY)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda s: jnp.asarray(rng.standard_normal(s.shape) * 0.3, jnp.float32), model.shapes
-    )
+    params = jax.tree.map(lambda s: jnp.asarray(rng.standard_normal(s.shape) * 0.3, jnp.float32), model.shapes)
     tokens = jnp.asarray(rng.integers(0, 64, (2, 12)), jnp.int32)
     traces = []
 

@@ -70,9 +70,7 @@ def from_transformers(name: str, config: ModelConfig):
     """transformers' weights ([out, in], heads merged) in our tree ([in, heads, head_dim], layers stacked)."""
     D, K = config.d_model, config.head_dim or config.d_model // config.heads
     prefix = f"{name}/weights/"
-    weights = {
-        k.removeprefix(prefix): GOLDEN[k].astype(np.float32) for k in GOLDEN.files if k.startswith(prefix)
-    }
+    weights = {k.removeprefix(prefix): GOLDEN[k].astype(np.float32) for k in GOLDEN.files if k.startswith(prefix)}
 
     def stack(key: str, convert=lambda w: w):
         return jnp.stack([convert(weights[f"model.layers.{n}.{key}"]) for n in range(config.layers)])
@@ -80,9 +78,7 @@ def from_transformers(name: str, config: ModelConfig):
     def heads_out(w):
         return w.T.reshape(D, -1, K)
 
-    attention = {
-        ours: stack(f"self_attn.{ours[0]}_proj.weight", heads_out) for ours in ("query", "key", "value")
-    }
+    attention = {ours: stack(f"self_attn.{ours[0]}_proj.weight", heads_out) for ours in ("query", "key", "value")}
     attention["out"] = stack("self_attn.o_proj.weight", lambda w: w.T.reshape(-1, K, D))
     if config.attention_bias:
         for ours in ("query", "key", "value"):
@@ -120,9 +116,7 @@ def from_transformers(name: str, config: ModelConfig):
 def test_logits_are_those_of_transformers(name, changes, encoding):
     model = Model(dataclasses.replace(TINY, **changes))
     params = from_transformers(name, model.config)
-    jax.tree.map(
-        lambda ours, expected: np.testing.assert_equal(ours.shape, expected.shape), params, model.shapes
-    )
+    jax.tree.map(lambda ours, expected: np.testing.assert_equal(ours.shape, expected.shape), params, model.shapes)
     tokens, expected = jnp.asarray(GOLDEN["tokens"]), GOLDEN[f"{name}/logits"]
     logits = logits_of(model, params, tokens, None, None, schedule_of(model, encoding))
     assert logits.dtype == jnp.float32
@@ -132,9 +126,7 @@ def test_logits_are_those_of_transformers(name, changes, encoding):
 # --- numpy --------------------------------------------------------------------------------------------------
 
 
-def numpy_decoder(
-    config: ModelConfig, params, tokens, positions, segments, described, heads_on
-) -> np.ndarray:
+def numpy_decoder(config: ModelConfig, params, tokens, positions, segments, described, heads_on) -> np.ndarray:
     """The whole forward pass, row by row and head by head; `heads_on` [N, H] says which heads rotate."""
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     at = p["layers"]
@@ -165,12 +157,7 @@ def numpy_decoder(
             for h in range(H):
                 g = h * G // H
                 angle, size = position[:, None] * inv_freq * heads_on[n][h], gain if heads_on[n][h] else 1
-                logits = (
-                    rotated(q[:, h], angle, size)
-                    @ rotated(k[:, g], angle, size).T
-                    * layer.logit_scale
-                    / K**0.5
-                )
+                logits = rotated(q[:, h], angle, size) @ rotated(k[:, g], angle, size).T * layer.logit_scale / K**0.5
                 logits = np.where(visible, logits - slopes[h] * distance, -np.inf)
                 weights = np.exp(logits - logits.max(-1, keepdims=True))
                 heads.append(weights / weights.sum(-1, keepdims=True) @ v[:, g])
@@ -253,9 +240,7 @@ def test_packed_documents_are_separate_documents(description):
     packed = np.asarray(logits_of(model, params, tokens, at, within, schedule))
     # One document a row, padded behind, where causality hides the padding: one shape, one compilation.
     documents = [
-        (row, *np.flatnonzero(segments[row] == s)[[0, -1]])
-        for row in range(2)
-        for s in np.unique(segments[row])
+        (row, *np.flatnonzero(segments[row] == s)[[0, -1]]) for row in range(2) for s in np.unique(segments[row])
     ]
     alone = np.zeros((len(documents), T), np.int32)
     for i, (row, first, last) in enumerate(documents):

@@ -78,9 +78,7 @@ def test_one_process_starts_alone(monkeypatch):
 
 def test_processes_join_by_hand(monkeypatch):
     joined = []
-    monkeypatch.setattr(
-        jax.distributed, "initialize", lambda address, **given: joined.append((address, given))
-    )
+    monkeypatch.setattr(jax.distributed, "initialize", lambda address, **given: joined.append((address, given)))
     monkeypatch.setattr(jax.config, "update", lambda name, value: joined.append((name, value)))
     monkeypatch.setenv("COORDINATOR_ADDRESS", "host-0:1234")
     monkeypatch.setenv("PROCESS_COUNT", "2")

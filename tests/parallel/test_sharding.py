@@ -148,9 +148,7 @@ def value_and_grad(config: ModelConfig, mesh=None):
     shardings = jax.tree.map(lambda s, axes: rules.sharding(mesh, axes, s.shape), model.shapes, model.axes)
     batch = NamedSharding(mesh, rules.spec(("batch", "length")))
     whole = NamedSharding(mesh, P())
-    return jax.jit(
-        jax.value_and_grad(loss), in_shardings=(shardings, batch, whole), out_shardings=(whole, shardings)
-    )
+    return jax.jit(jax.value_and_grad(loss), in_shardings=(shardings, batch, whole), out_shardings=(whole, shardings))
 
 
 @pytest.fixture(scope="module")
