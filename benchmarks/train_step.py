@@ -262,11 +262,17 @@ def summarize(shape: Shape, sides: Sequence[Side], turns: dict[str, list[dict[st
     return rows
 
 
+_WIDTHS = (16, 10, 10, 10, 13, 11, 9, 10)
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    head = f"{'':16}{'tokens/s':>10}{'best':>10}{'GFLOP/s':>10}{'CPU ms/step':>13}{'ours/this':>11}{'of best':>9}{'CPU time':>10}"
+    """The rows as text. `ours/this` and `of best` compare speed; `CPU time` is this side's over ours."""
+    titles = ("", "tokens/s", "best", "GFLOP/s", "CPU ms/step", "ours/this", "of best", "CPU time")
+    head = "".join(title.rjust(width) for title, width in zip(titles, _WIDTHS, strict=True))
     lines = [
         f"{r['side']:16}{r['tokens_per_second']:10.0f}{r['tokens_per_second_best']:10.0f}{r['gflops_full']:10.1f}"
-        f"{r['cpu_ms_per_step']:13.1f}{r['ours_over_this']:11.2f}{r['ours_over_this_best']:9.2f}{r['cpu_time_over_ours']:10.2f}"
+        f"{r['cpu_ms_per_step']:13.1f}{r['ours_over_this']:11.2f}{r['ours_over_this_best']:9.2f}"
+        f"{r['cpu_time_over_ours']:10.2f}"
         for r in rows
     ]
     return "\n".join([head, *lines])
@@ -324,7 +330,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=12, help="turns of each side")
     parser.add_argument("--steps", type=int, default=0, help="steps a turn; 0: the shape's own")
     parser.add_argument("--quick", action="store_true", help="one round of one step: does it run?")
-    parser.add_argument("--out", default=str(HERE / "results" / "cpu"), help="folder for the results; empty writes none")
+    parser.add_argument("--out", default=str(HERE / "results" / "cpu"), help="folder of results; empty: none")
     args = parser.parse_args(argv)
     for option, allowed in (("shape", list(SHAPES)), ("peers", ["eager", "compiled"])):
         for value in getattr(args, option).split(","):

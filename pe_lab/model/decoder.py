@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention import Row
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.attention import IMPLEMENTATIONS, Row
+from pe_lab.config import ModelConfig, UserError, did_you_mean
 from pe_lab.model.loss import cross_entropy
 from pe_lab.model.modules import Block, Trunk
 from pe_lab.model.pattern import Run, runs
@@ -31,6 +31,9 @@ REMAT_POLICIES = {
 
 def complete(config: ModelConfig) -> ModelConfig:
     """The config with head_dim filled in, or a `UserError` that names the field that cannot be."""
+    for field in ("layers", "d_model", "d_ff", "attention_chunk", "loss_chunks"):
+        if getattr(config, field) < 1:
+            raise UserError(f"model.{field} is {getattr(config, field)}; it must be positive.")
     if config.heads < 1 or config.kv_heads < 1 or config.heads % config.kv_heads:
         raise UserError(
             f"model.heads is {config.heads} and model.kv_heads {config.kv_heads}; kv_heads must divide heads."
@@ -51,6 +54,10 @@ def complete(config: ModelConfig) -> ModelConfig:
         )
     if config.remat not in REMAT_POLICIES:
         raise UserError(f"model.remat is '{config.remat}'; it must be one of {', '.join(REMAT_POLICIES)}.")
+    if config.attention not in ("auto", *IMPLEMENTATIONS):
+        raise UserError(
+            f"model.attention is '{config.attention}'. " + did_you_mean(config.attention, ["auto", *IMPLEMENTATIONS])
+        )
     if config.dtype not in ("float32", "bfloat16"):
         raise UserError(f"model.dtype is '{config.dtype}'; it must be float32 or bfloat16.")
     return config
@@ -120,7 +127,7 @@ class Model:
             )
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        schedule = jax.lax.stop_gradient(schedule)
+        schedule = jax.tree.map(lambda a: jax.lax.stop_gradient(jnp.asarray(a)), schedule)
         x = nnx.merge(self._trunk, params["trunk"]).embed(tokens, jnp.dtype(config.dtype))
         x = constrain(x, "batch", "length", "activation_embed")
         shared = None
