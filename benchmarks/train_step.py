@@ -125,7 +125,8 @@ class Peer:
         except (BrokenPipeError, json.JSONDecodeError):
             self.process.wait()
             tail = "\n".join(self.log.read_text().splitlines()[-15:])
-            raise UserError(f"The peer '{self.name}' stopped (exit status {self.process.returncode}):\n{tail}") from None
+            status = self.process.returncode
+            raise UserError(f"The peer '{self.name}' stopped (exit status {status}):\n{tail}") from None
 
     def run(self, steps: int) -> dict[str, Any]:
         return self._ask({"steps": steps})
@@ -299,8 +300,10 @@ def run_shape(name: str, args: argparse.Namespace, threads: int, python: str | N
                 peer.stop()
     found = {key: value for side in sides for key, value in side.versions.items()}
     rows = summarize(shape, sides, turns)
-    print(f"\n{name}: {sides[0].parameters:,} parameters, {shape.batch} x {shape.length} tokens a step, float32, "
-          f"{threads} threads; losses of the first steps: {', '.join(f'{x:.4f}' for x in first['pe_lab'])}")
+    print(
+        f"\n{name}: {sides[0].parameters:,} parameters, {shape.batch} x {shape.length} tokens a step, float32, "
+        f"{threads} threads; losses of the first steps: {', '.join(f'{x:.4f}' for x in first['pe_lab'])}"
+    )
     print(table(rows), flush=True)
     return {
         "shape": name,

@@ -1,6 +1,7 @@
 """Real processes, killed: what they leave is enough for the same command to end in the same bytes."""
 
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.slow
 PATIENCE = 400  # seconds for one process
 STEPS = (60, 40)
 SHORT = [
-    f"--config.data.sources.0.source=text:{REPOSITORY}/pe_lab/**/*.py",
+    "--config.data.sources.0.source=text:corpus/*.py",
+    "--config.data.cache_dir=cache",
     f"--config.phases.0.steps={STEPS[0]}",
     f"--config.phases.1.steps={STEPS[1]}",
     "--config.phases.0.optimizer.warmup_steps=5",
@@ -27,9 +29,15 @@ SHORT = [
 ]
 
 
-def command(directory: Path, workdir: str) -> list[str]:
-    cache = f"--config.data.cache_dir={directory / 'cache'}"
-    return ["pe_lab.train", f"--config={REPOSITORY / 'configs/drope_laptop.py'}", *SHORT, cache, f"--workdir={workdir}"]
+def command(workdir: str) -> list[str]:
+    return ["pe_lab.train", f"--config={REPOSITORY / 'configs/drope_laptop.py'}", *SHORT, f"--workdir={workdir}"]
+
+
+def write_corpus(directory: Path) -> None:
+    """Some real text that nobody edits while the test runs."""
+    directory.mkdir()
+    for number, source in enumerate(sorted((REPOSITORY / "pe_lab").rglob("*.py"))):
+        shutil.copyfile(source, directory / f"{number}.py")
 
 
 def wait_until(process: subprocess.Popen, happened) -> None:
@@ -72,11 +80,12 @@ def test_sigkill_at_three_moments_changes_nothing(tmp_path):
     first, second = (phase.name for phase in config.phases)
     assert "recal" in second
 
-    finish(start(command(tmp_path, "whole"), tmp_path))
+    write_corpus(tmp_path / "corpus")
+    finish(start(command("whole"), tmp_path))
 
     run = tmp_path / "killed"
     # 1. At any moment of pretraining: before, between and after its first checkpoints.
-    process, at = start(command(tmp_path, "killed"), tmp_path), draw.randint(1, 40)
+    process, at = start(command("killed"), tmp_path), draw.randint(1, 40)
     wait_until(process, lambda: line_count(run / first / "metrics.jsonl") >= at)
     kill(process)
 
@@ -84,7 +93,7 @@ def test_sigkill_at_three_moments_changes_nothing(tmp_path):
     caught = False
     for _ in range(6):
         old = set(unfinished(run / first))
-        process = start(command(tmp_path, "killed"), tmp_path)
+        process = start(command("killed"), tmp_path)
         wait_until(process, lambda old=old: set(unfinished(run / first)) - old)
         kill(process)
         caught = bool(set(unfinished(run / first)) - old)  # still there: it was not complete
@@ -93,18 +102,18 @@ def test_sigkill_at_three_moments_changes_nothing(tmp_path):
     assert caught, "never quick enough to catch a save"
 
     # 3. In the recalibration.
-    process, at = start(command(tmp_path, "killed"), tmp_path), draw.randint(1, 35)
+    process, at = start(command("killed"), tmp_path), draw.randint(1, 35)
     wait_until(process, lambda: line_count(run / second / "metrics.jsonl") >= at)
     kill(process)
 
-    out = finish(start(command(tmp_path, "killed"), tmp_path))
+    out = finish(start(command("killed"), tmp_path))
     assert f"{first}: complete at step {STEPS[0]}, nothing to do" in out
     assert_same_training(tmp_path / "whole", run, (first, second))
     assert [row["step"] for row in rows(run / second / "metrics.jsonl") if "loss" in row] == list(
         range(1, STEPS[1] + 1)
     )
 
-    again = finish(start(command(tmp_path, "killed"), tmp_path))
+    again = finish(start(command("killed"), tmp_path))
     assert again.count("nothing to do") == 2
 
 

@@ -76,7 +76,6 @@ def assert_same_losses(run: Path, alone: Path) -> None:
 
 
 def test_two_processes_train_as_one(tmp_path, alone):
-    # A text corpus, which process 0 prepares while the other waits, is in the mixture of neither: see the next test.
     first, second = finish(begin(tmp_path))
     assert "complete" in first
     assert "complete" not in second and "pretrain" not in second  # one of them speaks
@@ -114,21 +113,17 @@ def test_sigterm_to_one_of_two_saves_and_one_process_goes_on(tmp_path, alone):
 def test_a_tensor_axis_across_processes_and_text_prepared_once(tmp_path):
     """Both processes hold all rows of a batch: they must read the same ones."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    sources = f"--config.data.sources=[{{'source': 'text:{tmp_path / 'text.txt'}'}}]"
-    cache = f"--config.data.cache_dir={tmp_path / 'cache'}"
-    mesh = ["--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
-    finish(begin(tmp_path, sources, cache, "--config.phases.0.steps=10", *mesh, devices=2))
-    mesh = ["--config.mesh.data=1", "--config.mesh.fsdp=1", "--config.mesh.tensor=4"]
-    wide = ["--config.model.heads=4", "--config.model.kv_heads=4", "--config.model.head_dim=4"]
-    (tmp_path / "two").rename(tmp_path / "apart")
-    finish(begin(tmp_path, sources, cache, "--config.phases.0.steps=10", *mesh, *wide, devices=2))
-    (tmp_path / "two").rename(tmp_path / "across")
-    common = {"phases": phases(), "phases__0__steps": 10, "data__cache_dir": tmp_path / "cache",
-              "data__sources": f"[{{'source': 'text:{tmp_path / 'text.txt'}'}}]"}  # fmt: skip
-    shape = {"model__heads": 4, "model__kv_heads": 4, "model__head_dim": 4}
-    for name, extra in (("apart", {}), ("across", shape)):
-        train(tiny(tmp_path / "recipe", **common, **extra), tmp_path / "one" / name)
-        np.testing.assert_allclose(
-            losses(tmp_path / name / "pretrain"), losses(tmp_path / "one" / name / "pretrain"), rtol=1e-5
-        )
-    assert len([p for p in (tmp_path / "cache").iterdir()]) == 1
+    changes = {
+        "data.sources": f"[{{'source': 'text:{tmp_path / 'text.txt'}'}}]",
+        "data.cache_dir": str(tmp_path / "cache"),
+        "phases.0.steps": "10",
+        "model.heads": "4",
+        "model.kv_heads": "4",
+        "model.head_dim": "4",
+    }
+    mesh = ["--config.mesh.data=1", "--config.mesh.tensor=4"]
+    finish(begin(tmp_path, *(f"--config.{key}={text}" for key, text in changes.items()), *mesh, devices=2))
+    overrides = {key.replace(".", "__"): text for key, text in changes.items()}
+    train(tiny(tmp_path / "recipe", phases=phases(), **overrides), tmp_path / "one")
+    assert_same_losses(tmp_path / "two", tmp_path / "one")
+    assert len(list((tmp_path / "cache").iterdir())) == 1

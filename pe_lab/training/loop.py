@@ -100,7 +100,9 @@ class _PhaseTraining:
                 params, optimizer = self.store.restore(step, template.params, template.optimizer if step else None)
             except Exception as error:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-                self.out.print(f"[yellow]checkpoint {step} of {self.phase.name} cannot be read, going back ({reason})")
+                # No markup: a reason may hold brackets of its own.
+                said = f"checkpoint {step} of {self.phase.name} cannot be read, going back ({reason})"
+                self.out.print(said, style="yellow", markup=False)
                 continue
             self.store.discard_after(step)
             self.out.print(f"[bold]{self.phase.name}[/]: resuming at step {step}")
@@ -115,7 +117,21 @@ class _PhaseTraining:
         source = self.phase.config.init_from or self.previous
         if not source or source == "random":
             return self._random()
-        return self._child(open_checkpoint(source, mesh=self.run_.mesh, rules=self.run_.rules))
+        parent = open_checkpoint(source, mesh=self.run_.mesh, rules=self.run_.rules)
+        if source == self.previous:
+            self._check_same_data(parent)
+        return self._child(parent)
+
+    def _check_same_data(self, parent: Checkpoint) -> None:
+        """Refuses a corpus that has changed since the phase before: the pipeline itself looks within a phase only."""
+        before = parent.metadata["data_state"]["data"]
+        now = self.run_.pipeline(self.phase).get_state()["data"]
+        for name in ("sources", "tokenizer"):
+            if before[name] != now[name]:
+                raise UserError(
+                    f"The data has changed since '{parent.metadata['phase']}': {name} was {before[name]}, is "
+                    f"{now[name]}. Bring it back as it was, or start a new workdir."
+                )
 
     def _fresh(self, params: Any) -> TrainState:
         """A state at step 0 around given parameters."""

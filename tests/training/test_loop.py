@@ -223,6 +223,13 @@ def test_data_that_changed_between_two_sessions_is_refused(config, copy, tmp_pat
         train(other, copy)
 
 
+def test_data_that_changed_between_two_phases_is_refused(copy, tmp_path):
+    shutil.rmtree(copy / "recalibrate")
+    other = tiny(tmp_path / "recipe", data__sources__0__options__queries=2)
+    with pytest.raises(UserError, match="The data has changed since 'pretrain': sources was"):
+        train(other, copy)
+
+
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     config = tiny(tmp_path / "recipe", phases__0__optimizer__learning_rate=1e30, model__qk_norm=False)
     with pytest.raises(
