@@ -14,7 +14,7 @@ import jax
 from pe_lab.config import command, load_config, split_overrides
 from pe_lab.data.preparation import written_beside
 from pe_lab.data.tokenizers import KIND_FILE, save_tokenizer
-from pe_lab.parallel import start_processes
+from pe_lab.parallel import has_accelerator, keep_freed_memory, start_processes
 from pe_lab.training import Stopped, open_run, train_phase
 from pe_lab.training.files import claim_workdir, write_run
 from pe_lab.training.machine import machine, peak_flops, versions
@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(args.config, overrides)
     workdir = Path(args.workdir or Path("runs") / config.name)
     claim_workdir(workdir, config)
+    if not has_accelerator():
+        keep_freed_memory()  # halves the processor time of a small step; before JAX starts
     start_processes()
     run = open_run(config, workdir)
     out = console()

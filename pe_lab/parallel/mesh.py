@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from jax.sharding import AxisType, Mesh
 from pe_lab.config import MeshConfig, UserError
 
 AXES = ("data", "fsdp", "tensor")
+_TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
+_GPU_DEVICES = ("/dev/nvidia0",)
 
 
 def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
@@ -75,15 +78,17 @@ def start_processes() -> None:
         jax.distributed.initialize()
 
 
+def has_accelerator() -> bool:
+    """Whether this host has a TPU or a GPU that JAX would take, from its device files; JAX is not asked."""
+    wanted = os.environ.get("JAX_PLATFORMS", "")
+    return not wanted.startswith("cpu") and any(Path(device).exists() for device in (*_TPU_DEVICES, *_GPU_DEVICES))
+
+
 def hide_absent_tpu() -> None:
     """Keeps JAX from starting a TPU that is not there; before JAX touches a device."""
     # libtpu may be installed for ahead-of-time compilation alone; on a machine without a TPU, JAX would try to
-    # start it, wait for a metadata server, and print a page of warnings.
-    has_tpu = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
-    if not has_tpu and "JAX_PLATFORMS" not in os.environ:
-        try:
-            import libtpu  # noqa: F401
-        except ImportError:
-            return
-        has_gpu = Path("/dev/nvidia0").exists()
-        jax.config.update("jax_platforms", "cuda,cpu" if has_gpu else "cpu")
+    # start it, wait for a metadata server, and print a page of warnings. With a GPU, JAX is left to choose.
+    if "JAX_PLATFORMS" in os.environ or has_accelerator():
+        return
+    if importlib.util.find_spec("libtpu") is not None:
+        jax.config.update("jax_platforms", "cpu")

@@ -1,0 +1,40 @@
+"""Freed memory that is kept: fewer page faults, and a refusal where the C library has no such setting."""
+
+import subprocess
+import sys
+
+from pe_lab.parallel import has_accelerator, keep_freed_memory
+
+TOUCH = """
+import resource
+import numpy as np
+from pe_lab.parallel import keep_freed_memory
+if {keep}:
+    assert keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        np.ones(64_000_000, np.uint8)  # larger than what the C library would keep by itself
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+def faults(keep: bool) -> int:
+    run = subprocess.run([sys.executable, "-c", TOUCH.format(keep=keep)], capture_output=True, text=True, check=True)
+    return int(run.stdout)
+
+
+def test_memory_that_is_kept_is_not_mapped_again():
+    assert faults(keep=True) * 10 < faults(keep=False)
+
+
+def test_only_linux_is_asked(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not keep_freed_memory()
+
+
+def test_a_platform_asked_for_by_name_counts(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert not has_accelerator()
