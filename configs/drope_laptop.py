@@ -4,7 +4,7 @@ Paper: "Extending the Context of Pretrained LLMs by Dropping Their Positional Em
 Command: python -m pe_lab.train --config=configs/drope_laptop.py   (`make demo` also evaluates and reports)
 Arguments: `:quick` trains for seconds, to see that everything works; `:full` adds a NoPE model trained for as many
     steps as the other two phases together.
-Cost: about 5 minutes on 2 cores; twice that with `:full`.
+Cost: about 4 minutes on 2 cores; twice that with `:full`.
 Expected: RoPE finds every needle at 64 tokens, two thirds at 128, hardly any at 512; the dropped model with the
     paper's logit scale finds all of them up to 2,048. So does YaRN up to 512. On text the dropped model is worse than
     RoPE up to 4x, and worse than YaRN everywhere: three layers of width 64 lean on positions more than the paper's 24
@@ -32,7 +32,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.notes = dict(
         paper="DroPE (Gelberg et al. 2025), Sections 3 to 5, at the scale of a laptop",
         command="python -m pe_lab.train --config=configs/drope_laptop.py" + (f":{arg}" if arg else ""),
-        cost="about 5 minutes on 2 CPU cores" + (", and 5 more for the NoPE model" if arg == "full" else ""),
+        cost="about 4 minutes on 2 CPU cores" + (", and 4 more for the NoPE model" if arg == "full" else ""),
         expected="RoPE loses the needles beyond 64 tokens, the dropped model keeps them; on text it is worse than YaRN",
     )
     config.model = dict(
