@@ -13,8 +13,9 @@ from pe_lab.config import OptimizerConfig, UserError
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Learning rate by step (the first step is 0): linear warm-up, then cosine, WSD or constant.
 
-    `cosine` falls to `final_fraction` of the peak at the last step; `wsd` (warm-up, stable, decay) holds the peak
-    and falls linearly over the last `decay_fraction` of the steps.
+    `cosine` falls to `final_fraction` of the peak, which it reaches where the phase ends: one step past the last one
+    taken. `wsd` (warm-up, stable, decay) holds the peak and falls linearly over the last `decay_fraction` of the
+    steps, with the same end.
     """
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     warmup = config.warmup_steps
