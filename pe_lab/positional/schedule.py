@@ -96,15 +96,24 @@ class Schedule:
         The structure is worked out anew: what `generalize` added is gone.
 
         Raises:
-          UserError: for a layer or a head that is not there, or a frequency outside [0, 2 pi).
+          UserError: for a layer or a head that is not there, a value whose shape does not broadcast to the place it
+            goes to, or a frequency outside [0, 2 pi).
         """
         at_layers = _select(self.num_layers, layers, "layer")
         at_heads = _select(np.shape(self.gain)[1], heads, "head")
 
         def put(array: ArrayLike, value: Any, per_head: bool = True) -> np.ndarray:
             array = np.array(array)
-            if value is not None:
-                array[np.ix_(at_layers, at_heads) if per_head else at_layers] = value
+            if value is None:
+                return array
+            place = np.ix_(at_layers, at_heads) if per_head else at_layers
+            try:
+                array[place] = value
+            except ValueError:
+                raise UserError(
+                    f"A value of shape {np.shape(value)} does not broadcast to the chosen layers and heads, whose "
+                    f"shape here is {array[place].shape}."
+                ) from None
             return array
 
         # Frequencies keep their 64 bits where they are not edited: `turns` is authoritative, float32 would round.

@@ -299,6 +299,11 @@ def test_edit_changes_a_copy():
         (lambda: build_schedule(layers("nope", 2), 6, 3, 15), "head_dim is 15"),
         (lambda: schedule_of("rope").edit([4], num_kv_heads=G, gain=0.0), "no layer 4: this schedule has 4"),
         (lambda: schedule_of("rope").edit([0], [-7], num_kv_heads=G, gain=0.0), "no head -7"),
+        (
+            lambda: schedule_of("rope").edit([0, 1], num_kv_heads=G, gain=np.ones(R + 1)),
+            f"({R + 1},) does not",
+        ),
+        (lambda: schedule_of("rope").edit(num_kv_heads=G, logit_scale=[1.0, 2.0]), "shape here is (4,)"),
         (lambda: schedule_of("rope").edit(num_kv_heads=4, gain=0.0), "6 query heads do not divide into 4"),
         (lambda: schedule_of("rope").edit(num_kv_heads=G, inv_freq=-0.5), "inv_freq has -0.5"),
         (lambda: schedule_of("rope").edit(num_kv_heads=G, inv_freq=7.0), "inv_freq has 7.0"),
