@@ -1,11 +1,8 @@
-"""Devices into a mesh, and processes into one program."""
+"""Devices into a mesh."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,8 +12,6 @@ from jax.sharding import AxisType, Mesh
 from pe_lab.config import MeshConfig, UserError
 
 AXES = ("data", "fsdp", "tensor")
-_TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
-_GPU_DEVICES = ("/dev/nvidia0",)
 
 
 def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
@@ -55,40 +50,3 @@ def check_batch(batch_size: int, accumulate: int, mesh: Mesh, where: str) -> Non
             f"{where}: batch_size {batch_size} in {accumulate} micro-batches does not divide over the mesh's data x "
             f"fsdp = {parts} devices. Make batch_size a multiple of {accumulate * parts}."
         )
-
-
-def start_processes() -> None:
-    """Joins the processes of a pod slice or a cluster, where the environment says there are several.
-
-    A TPU slice, SLURM and Open MPI are recognized by JAX. Elsewhere, COORDINATOR_ADDRESS, PROCESS_COUNT and
-    PROCESS_INDEX say so by hand. A single process does nothing. Call it before JAX touches a device.
-    """
-    hide_absent_tpu()
-    if os.environ.get("COORDINATOR_ADDRESS"):
-        if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        count, index = os.environ.get("PROCESS_COUNT", ""), os.environ.get("PROCESS_INDEX", "")
-        if not (count.isdigit() and index.isdigit()):
-            raise UserError(
-                f"COORDINATOR_ADDRESS is set, but PROCESS_COUNT is '{count}' and PROCESS_INDEX '{index}'. Set them to "
-                "whole numbers: how many processes there are, and which of them, from 0, this is."
-            )
-        jax.distributed.initialize(os.environ["COORDINATOR_ADDRESS"], num_processes=int(count), process_id=int(index))
-    elif os.environ.get("TPU_WORKER_HOSTNAMES", "").count(",") or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-        jax.distributed.initialize()
-
-
-def has_accelerator() -> bool:
-    """Whether this host has a TPU or a GPU that JAX would take, from its device files; JAX is not asked."""
-    wanted = os.environ.get("JAX_PLATFORMS", "")
-    return not wanted.startswith("cpu") and any(Path(device).exists() for device in (*_TPU_DEVICES, *_GPU_DEVICES))
-
-
-def hide_absent_tpu() -> None:
-    """Keeps JAX from starting a TPU that is not there; before JAX touches a device."""
-    # libtpu may be installed for ahead-of-time compilation alone; on a machine without a TPU, JAX would try to
-    # start it, wait for a metadata server, and print a page of warnings. With a GPU, JAX is left to choose.
-    if "JAX_PLATFORMS" in os.environ or has_accelerator():
-        return
-    if importlib.util.find_spec("libtpu") is not None:
-        jax.config.update("jax_platforms", "cpu")

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from pe_lab.config import MeshConfig, UserError
-from pe_lab.parallel import check_batch, make_mesh, mesh_shape, start_processes
+from pe_lab.parallel import check_batch, make_mesh, mesh_shape
 
 
 @pytest.mark.parametrize(
@@ -57,40 +57,3 @@ def test_a_batch_cuts_over_data_and_fsdp_but_not_tensor():
         check_batch(8, 0, mesh, "phase 'pretrain'")
     with pytest.raises(UserError, match="batch_size is 0"):
         check_batch(0, 1, mesh, "phase 'pretrain'")
-
-
-def test_one_process_starts_alone(monkeypatch):
-    """Nothing in the environment says that there are others: no coordinator is sought."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("sought a coordinator")
-
-    monkeypatch.setattr(jax.distributed, "initialize", refuse)
-    for name in ("COORDINATOR_ADDRESS", "TPU_WORKER_HOSTNAMES", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-    start_processes()
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-    start_processes()
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "host-0,host-1")
-    with pytest.raises(AssertionError, match="sought"):
-        start_processes()
-
-
-def test_processes_join_by_hand(monkeypatch):
-    joined = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda address, **given: joined.append((address, given)))
-    monkeypatch.setattr(jax.config, "update", lambda name, value: joined.append((name, value)))
-    monkeypatch.setenv("COORDINATOR_ADDRESS", "host-0:1234")
-    monkeypatch.setenv("PROCESS_COUNT", "2")
-    monkeypatch.setenv("PROCESS_INDEX", "1")
-    start_processes()
-    assert joined[-1] == ("host-0:1234", {"num_processes": 2, "process_id": 1})
-    assert ("jax_cpu_collectives_implementation", "gloo") in joined
-
-
-def test_processes_joined_by_hand_need_to_know_their_number(monkeypatch):
-    monkeypatch.setenv("COORDINATOR_ADDRESS", "host-0:1234")
-    monkeypatch.delenv("PROCESS_COUNT", raising=False)
-    monkeypatch.setenv("PROCESS_INDEX", "one")
-    with pytest.raises(UserError, match="PROCESS_COUNT is '' and PROCESS_INDEX 'one'"):
-        start_processes()

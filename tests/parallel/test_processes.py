@@ -1,0 +1,187 @@
+"""When processes join, and how: by the environment, by a TPU VM's metadata, by hand."""
+
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import jax
+import pytest
+from tiny_runs import REPOSITORY
+
+from pe_lab.config import UserError
+from pe_lab.parallel import processes, start_processes
+
+SAYS_SO = (
+    "COORDINATOR_ADDRESS",
+    "SLURM_NTASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "MEGASCALE_NUM_SLICES",
+    "TPU_PROCESS_ADDRESSES",
+    "TPU_WORKER_HOSTNAMES",
+)
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """The arguments of every `jax.distributed.initialize`, on a host that says nothing of others."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *address, **given: calls.append((*address, given)))
+    for name in SAYS_SO:
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+@pytest.fixture
+def metadata():
+    """Starts metadata servers: attributes -> host:port."""
+    servers = []
+
+    def serve(**attributes: str) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                name = self.path.rpartition("/")[2].replace("-", "_")
+                known = name in attributes and self.headers["Metadata-Flavor"] == "Google"
+                self.send_response(200 if known else 404)
+                self.end_headers()
+                self.wfile.write(attributes.get(name, "").encode())
+
+            def log_message(self, *_):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"127.0.0.1:{server.server_port}"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def tpu_vm(tmp_path, monkeypatch):
+    """Makes this host one with a TPU's device file."""
+    (tmp_path / "accel0").touch()
+    monkeypatch.setattr(processes, "_TPU_DEVICES", (str(tmp_path / "accel0"),))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)  # JAX sets it where it finds no chip
+
+
+def test_one_process_starts_alone(joined, monkeypatch):
+    """Nothing says that there are others, or that it is one of one: no coordinator is sought."""
+    start_processes()
+    for name in SAYS_SO[1:4]:
+        monkeypatch.setenv(name, "1")
+    start_processes()
+    assert joined == []
+
+
+@pytest.mark.parametrize("name", SAYS_SO[1:4])
+def test_a_launcher_that_counts_several_is_believed(joined, monkeypatch, name):
+    monkeypatch.setenv(name, "2")
+    start_processes()
+    assert joined == [({},)]
+
+
+@pytest.mark.parametrize("name", SAYS_SO[4:])
+def test_hosts_listed_in_the_environment(joined, tpu_vm, monkeypatch, name):
+    monkeypatch.setenv(name, "localhost")  # as on a notebook's TPU, which has one host and no metadata
+    start_processes()
+    assert joined == []
+    monkeypatch.setenv(name, "host-0,host-1")
+    start_processes()
+    assert joined == [({},)]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "several"),
+    [
+        ({"worker_network_endpoints": "unknown:0:10.0.0.2,unknown:1:10.0.0.3"}, True),
+        ({"worker_network_endpoints": "10.0.0.2"}, False),
+        ({}, False),
+    ],
+)
+def test_a_tpu_vm_asks_its_metadata(joined, tpu_vm, metadata, monkeypatch, attributes, several):
+    monkeypatch.setenv("GCE_METADATA_IP", metadata(**attributes))
+    start_processes()
+    assert bool(joined) == several
+
+
+def test_a_tpu_without_a_metadata_server_is_alone(joined, tpu_vm, metadata, monkeypatch):
+    monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:1")  # nobody listens there
+    start_processes()
+    assert joined == []
+
+
+def test_without_a_tpu_no_metadata_is_asked(joined, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("asked for metadata")
+
+    monkeypatch.setattr(processes.urllib.request, "urlopen", refuse)
+    start_processes()
+
+
+JOIN = """
+import os, sys
+import jax
+os.environ.pop("TPU_SKIP_MDS_QUERY")  # JAX found no chip, and tells itself not to ask
+from pe_lab.parallel import processes
+processes._TPU_DEVICES = (sys.argv[1],)
+jax.config.update("jax_platforms", "cpu")
+processes.start_processes()
+print(jax.process_count(), jax.process_index(), jax.device_count())
+"""
+
+
+def test_two_hosts_of_a_slice_join_through_jaxs_own_detection(tmp_path, metadata):
+    """Two real processes that know nothing but their metadata servers, as hosts of a Compute Engine slice."""
+    (tmp_path / "accel0").touch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for worker in ("0", "1"):
+        server = metadata(
+            worker_network_endpoints="127.0.0.1,127.0.0.1", agent_worker_number=worker, tpu_env="ZONE: 'nowhere'"
+        )
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": str(REPOSITORY),
+            "GCE_METADATA_IP": server,
+            "JAX_FORCE_TPU_INIT": "1",
+            "JAX_COORDINATOR_PORT": str(port),
+        }
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", JOIN, str(tmp_path / "accel0")],
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
+    said = [process.communicate(timeout=120) for process in started]
+    assert [out for out, _ in said] == ["2 0 2\n", "2 1 2\n"], said
+
+
+def test_processes_join_by_hand(monkeypatch):
+    joined = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda address, **given: joined.append((address, given)))
+    monkeypatch.setattr(jax.config, "update", lambda name, value: joined.append((name, value)))
+    monkeypatch.setenv("COORDINATOR_ADDRESS", "host-0:1234")
+    monkeypatch.setenv("PROCESS_COUNT", "2")
+    monkeypatch.setenv("PROCESS_INDEX", "1")
+    start_processes()
+    assert joined[-1] == ("host-0:1234", {"num_processes": 2, "process_id": 1})
+    assert ("jax_cpu_collectives_implementation", "gloo") in joined
+
+
+def test_processes_joined_by_hand_need_to_know_their_number(monkeypatch):
+    monkeypatch.setenv("COORDINATOR_ADDRESS", "host-0:1234")
+    monkeypatch.delenv("PROCESS_COUNT", raising=False)
+    monkeypatch.setenv("PROCESS_INDEX", "one")
+    with pytest.raises(UserError, match="PROCESS_COUNT is '' and PROCESS_INDEX 'one'"):
+        start_processes()
