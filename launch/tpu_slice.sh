@@ -15,6 +15,7 @@ usage: launch/tpu_slice.sh --name=NAME --zone=ZONE --project=PROJECT --type=TYPE
   --runtime=VERSION           TPU software version (RUNTIME); known for v4, v5e, v5p and v6e
   --spot                      cheaper, may be taken away
   --queued                    ask through a queued resource, and wait for it
+  --before=COMMAND            run this on every host first, such as one that mounts a shared file system
   --dry-run                   print the commands, run none
   --attach                    follow the run that is on the slice
   --stop                      end the run on every host with SIGTERM: it saves a checkpoint first
@@ -45,7 +46,7 @@ line() {
 }
 
 name=${NAME:-} zone=${ZONE:-} project=${PROJECT:-} type=${TYPE:-} runtime=${RUNTIME:-}
-spot='' queued='' dry='' action=run
+spot='' queued='' dry='' before='' action=run
 program=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -56,6 +57,7 @@ while [ $# -gt 0 ]; do
     --runtime=*) runtime=${1#*=} ;;
     --spot) spot=yes ;;
     --queued) queued=yes ;;
+    --before=*) before=${1#*=} ;;
     --dry-run) dry=yes ;;
     --attach | --stop | --delete)
       [ "$action" = run ] || fail "$1 and --$action: choose one."
@@ -81,7 +83,7 @@ done
 if [ "$action" = run ]; then
   [ -n "$type" ] || fail "no accelerator type. Give --type=TYPE or set TYPE, such as v5litepod-256."
   if [ ${#program[@]} -lt 3 ] || [ "${program[0]} ${program[1]}" != "python -m" ]; then
-    fail "no command. End with: -- python -m pe_lab.train --config=... --workdir=gs://..."
+    fail "no command. End with: -- python -m pe_lab.train --config=... --workdir=/mnt/runs/NAME"
   fi
   if [ -z "$runtime" ]; then
     case $type in
@@ -259,6 +261,10 @@ case $action in
     copy
     note "Python and the locked packages, on every host"
     on_hosts all "$install"
+    if [ -n "$before" ]; then
+      note "what --before asks for, on every host"
+      on_hosts all "$before"
+    fi
     note "the same command on every host"
     on_hosts all "$(start_command)"
     follow_run

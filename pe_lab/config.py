@@ -47,6 +47,16 @@ def did_you_mean(name: str, allowed: Sequence[str]) -> str:
     return f"Did you mean '{near[0]}'?" if near else f"Allowed: {', '.join(sorted(allowed))}."
 
 
+def local_path(option: str, text: str) -> Path:
+    """A directory to write, from a command line; `UserError` for an object store's address such as gs://bucket/x."""
+    if "://" in text:
+        raise UserError(
+            f"{option} '{text}' is an address, and a path is needed: files are appended to and renamed there. Mount a "
+            "file system that all hosts share, and give the path of that (launch/README.md)."
+        )
+    return Path(text).expanduser()
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of the decoder. What it does with positions is not here: that is a phase's `positional`."""
@@ -66,7 +76,7 @@ class ModelConfig:
     dtype: str = "bfloat16"  # compute; parameters are float32
     remat: str = "none"  # none | dots | full
     scan: bool = True  # False unrolls the layers: faster on a CPU, slower to compile
-    attention: str = "auto"  # auto | reference | chunked
+    attention: str = "auto"  # auto | reference | dense | chunked
     attention_chunk: int = 512  # query and key block of the chunked attention, in tokens
     loss_chunks: int = 1  # the cross-entropy walks over the vocabulary in this many chunks
 

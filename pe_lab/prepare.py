@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pe_lab.config import SourceConfig, UserError, command
+from pe_lab.config import SourceConfig, UserError, command, local_path
 from pe_lab.data.preparation import encodable, prepare
 from pe_lab.data.shards import METADATA_FILE, Metadata, open_prepared
 from pe_lab.data.sources import Source, open_source
@@ -52,7 +52,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--out",
         required=True,
-        type=Path,
         metavar="DIR",
         help="directory to write; must not exist, or be empty",
     )
@@ -73,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.limit_documents is not None and args.limit_documents < 1:
         raise UserError(f"--limit-documents={args.limit_documents} must be at least 1.")
+    out = local_path("--out", args.out)
     source = open_source(SourceConfig(source=args.source, column=args.column))
-    out = args.out.expanduser()
     if (out / METADATA_FILE).is_file():
         metadata = _check_done(args, source, out)
         print(f"{out} is already prepared from {args.source}; nothing to do.\n{_summary(metadata)}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.checkpoints.surgery import change, drop, write_child
-from pe_lab.config import UserError, command
+from pe_lab.config import UserError, command, local_path
 from pe_lab.parallel import start_processes
 from pe_lab.positional import build_schedule, describe, layers
 
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     if args.layers and not args.drop:
         raise UserError("--layers goes with --drop; --positional takes one encoding per layer as a pattern.")
+    to = local_path("--to", args.to)
     start_processes()
     parent = open_checkpoint(args.source)
     if args.drop:
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = change(parent.layers, after)
     if after == parent.layers:
         raise UserError(f"'{parent.path}' already has these encodings; there is nothing to change.")
-    where = write_child(parent, after, args.to, what)
+    where = write_child(parent, after, to, what)
     model = parent.model
     print(describe(build_schedule(after, model.heads, model.kv_heads, model.head_dim), after))
     print(f"{where}: child of {parent.path}: {what}")

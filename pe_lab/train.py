@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from pe_lab.config import command, load_config, split_overrides
+from pe_lab.config import command, load_config, local_path, split_overrides
 from pe_lab.data.preparation import written_beside
 from pe_lab.data.tokenizers import KIND_FILE, save_tokenizer
 from pe_lab.parallel import has_accelerator, keep_freed_memory, start_processes
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rest, overrides = split_overrides(argv)
     args = parser().parse_args(rest)
     config = load_config(args.config, overrides)
-    workdir = Path(args.workdir or Path("runs") / config.name)
+    workdir = local_path("--workdir", args.workdir) if args.workdir else Path("runs") / config.name
     claim_workdir(workdir, config)
     if not has_accelerator():
         keep_freed_memory()  # halves the processor time of a small step; before JAX starts

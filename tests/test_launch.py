@@ -18,7 +18,7 @@ PROGRAM = [
     "-m",
     "pe_lab.train",
     "--config=configs/drope_16b.py",
-    "--workdir=gs://bucket/it's a run",
+    "--workdir=/mnt/runs/it's a run",
 ]
 
 # Writes its arguments to $ROOM/calls, one line a call; answers `describe` from files that `create` makes.
@@ -107,6 +107,17 @@ def test_the_steps_come_in_order() -> None:
     assert "tar xzf" in unpack and "! -name .venv" in unpack
     assert "EXTRA=tpu" in install and "launch/venv.sh" in install
     assert "pe_lab.train" in start
+
+
+def test_what_comes_before_runs_on_every_host_just_before_the_program(room: Path) -> None:
+    mount = "mountpoint -q /mnt/runs || sudo mount -t nfs '10.0.0.2:/share' /mnt/runs"
+    commands = dry_run(f"--before={mount}")
+    told = [on_hosts(c) for c in commands if c[4:5] == ["ssh"]]
+    (place,) = [i for i, (_, command) in enumerate(told) if command == mount]
+    assert told[place][0] == "all"
+    assert "launch/venv.sh" in told[place - 1][1] and "setsid" in told[place + 1][1]
+    result, calls = launch_for_real(room, f"--before={mount}")
+    assert result.returncode == 0 and calls == commands
 
 
 def test_every_command_names_project_and_zone() -> None:

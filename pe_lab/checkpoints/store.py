@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pe_lab.positional import Layer, Schedule, from_json
 from pe_lab.positional import to_json as layer_to_json
 
 DIRECTORY = "checkpoints"  # of a phase; one directory a step inside
+UNREADABLE = "unreadable"  # of a phase; what could not be read, and training went back behind
 FORMAT = 1
 
 # Orbax announces every save and every read-only manager; a run has a log of its own.
@@ -127,13 +127,18 @@ class Store:
         arrays = self._manager.restore(step, args=args)["schedule"]
         return schedules.from_arrays(jax.tree.map(np.asarray, arrays), metadata["structure"])
 
-    def discard_after(self, step: int) -> None:
-        """Removes checkpoints later than `step`: damaged ones that a walk back has passed over."""
+    def set_aside_after(self, step: int) -> None:
+        """Moves checkpoints later than `step`, which could not be read, to `unreadable` beside this directory.
+
+        They are not deleted: what could not be read may be whole, and the reason a full memory or a lost mount.
+        """
+        aside = self.directory.parent / UNREADABLE
         for later in [s for s in self.steps() if s > step]:
             if jax.process_index() == 0:
-                shutil.rmtree(self.directory / str(later))
+                aside.mkdir(exist_ok=True)
+                (self.directory / str(later)).rename(aside / f"{later}-{new_id()}")
         if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"discarded after {step}")
+            multihost_utils.sync_global_devices(f"set aside after {step}")
         self._manager.reload()
 
 
@@ -216,7 +221,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     try:
         metadata = store.metadata(int(path.name))
     except Exception as error:
-        raise UserError(f"The checkpoint '{path}' cannot be read ({_first_line(error)}).") from error
+        raise UserError(f"The checkpoint '{path}' cannot be read ({first_line(error)}).") from error
     finally:
         store.close()
     if metadata.get("format") != FORMAT:
@@ -224,7 +229,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
     return metadata
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
@@ -255,7 +261,7 @@ def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRu
         schedule = store.schedule(step, metadata)
     except Exception as error:
         raise UserError(
-            f"The checkpoint '{where}' is damaged ({_first_line(error)}). Delete it, and training goes on from the one "
+            f"The checkpoint '{where}' is damaged ({first_line(error)}). Delete it, and training goes on from the one "
             "before it."
         ) from error
     finally:

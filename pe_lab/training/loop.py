@@ -14,7 +14,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, metadata_of, new_id, open_checkpoint, templates
+from pe_lab.checkpoints.store import (
+    DIRECTORY,
+    Checkpoint,
+    Store,
+    first_line,
+    metadata_of,
+    new_id,
+    open_checkpoint,
+    templates,
+)
 from pe_lab.checkpoints.surgery import change, check_same_shape, lineage_entry
 from pe_lab.config import UserError, config_hash, to_json
 from pe_lab.data.pipeline import validation_batches
@@ -99,12 +108,11 @@ class _PhaseTraining:
                 metadata = self.store.metadata(step)
                 params, optimizer = self.store.restore(step, template.params, template.optimizer if step else None)
             except Exception as error:
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
                 # No markup: a reason may hold brackets of its own.
-                said = f"checkpoint {step} of {self.phase.name} cannot be read, going back ({reason})"
+                said = f"checkpoint {step} of {self.phase.name} cannot be read, going back ({first_line(error)})"
                 self.out.print(said, style="yellow", markup=False)
                 continue
-            self.store.discard_after(step)
+            self.store.set_aside_after(step)
             self.out.print(f"[bold]{self.phase.name}[/]: resuming at step {step}")
             if optimizer is None:
                 return self._fresh(params), metadata["lineage"], None

@@ -206,7 +206,7 @@ def test_a_save_under_way_does_not_see_the_next_steps(tmp_path):
     store.close()
 
 
-def test_only_the_last_few_are_kept_and_later_ones_can_be_discarded(tmp_path):
+def test_only_the_last_few_are_kept_and_later_ones_can_be_set_aside(tmp_path):
     config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
     schedule = build_schedule(layers("nope", 2), 2, 2, 8)
     store = Store(tmp_path / "checkpoints", keep=3)
@@ -214,8 +214,11 @@ def test_only_the_last_few_are_kept_and_later_ones_can_be_discarded(tmp_path):
         store.save(step, {"a": jnp.ones(3)}, None, schedule, metadata_of(config, layers("nope", 2), schedule))
     store.wait()
     assert store.steps() == [10, 15, 20]
-    store.discard_after(10)
+    store.set_aside_after(10)
     assert store.steps() == [10]
+    aside = sorted((store.directory.parent / "unreadable").iterdir())
+    assert [path.name.split("-")[0] for path in aside] == ["15", "20"]
+    assert all((path / "params").is_dir() for path in aside)  # whole as they were: nothing is deleted
     store.save(15, {"a": jnp.zeros(3)}, None, schedule, metadata_of(config, layers("nope", 2), schedule))
     store.wait()
     template = templates({"a": jax.ShapeDtypeStruct((3,), jnp.float32)}, {"a": jnp.ones(3).sharding})

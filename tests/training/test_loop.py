@@ -163,6 +163,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_steps_done_again(config, wh
     out = capsys.readouterr().out
     assert "checkpoint 4 of recalibrate cannot be read, going back" in out
     assert "resuming at step 2" in out
+    assert [path.name.split("-")[0] for path in (phase / "unreadable").iterdir()] == ["4"]
     assert_same_training(whole, copy)
     assert open_checkpoint(phase / "checkpoints" / "4").step == 4  # written anew
 
