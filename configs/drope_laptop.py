@@ -16,6 +16,7 @@ learns retrieval from nothing else in minutes. The other half is the source code
 
 from ml_collections import ConfigDict
 
+from pe_lab.config import UserError
 from pe_lab.positional import NoPE, Rope
 
 LENGTH = 64
@@ -24,7 +25,7 @@ STEPS = {"": (4000, 2000), "full": (4000, 2000), "quick": (120, 60)}
 
 def get_config(arg: str = "") -> ConfigDict:
     if arg not in STEPS:
-        raise ValueError(f"'{arg}' is not an argument of this recipe; use quick, full, or none.")
+        raise UserError(f"configs/drope_laptop.py knows no '{arg}'; it takes quick, full, or nothing.")
     pretrain, recalibrate = STEPS[arg]
 
     config = ConfigDict()

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, SupportsIndex, runtime_checkable
@@ -256,11 +255,6 @@ def load_saved_tokenizer(directory: Path) -> Tokenizer:
             f"{tokenizer.fingerprint}, expected {fingerprint}. Prepare the data again."
         )
     return tokenizer
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies a saved tokenizer, so that a checkpoint can carry it."""
-    shutil.copytree(source, target, dirs_exist_ok=True)
 
 
 def train_sentencepiece(documents: Iterable[str], size: int, where: str) -> SentencePieceTokenizer:

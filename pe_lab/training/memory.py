@@ -114,7 +114,8 @@ def _activations(model: Model, phase: PhasePlan, mesh: Mesh) -> tuple[int, int]:
     kv_heads = config.kv_heads // tensor if config.kv_heads % tensor == 0 else config.kv_heads
     qkv, mlp = (heads + 2 * kv_heads) * config.head_dim, config.d_ff // tensor
     everything = width * (4 * config.d_model + 2 * qkv + heads * config.head_dim + 3 * mlp)
-    if config.attention == "reference" or (config.attention == "auto" and length <= config.attention_chunk):
+    whole = length <= config.attention_chunk if config.attention == "auto" else config.attention != "chunked"
+    if whole:
         everything, block = everything + heads * length * width, heads * length * 4
     else:
         block = heads * min(config.attention_chunk, length) ** 2 // length * 4
