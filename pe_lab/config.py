@@ -68,9 +68,16 @@ class ModelConfig:
     heads: int = 12
     kv_heads: int = 12
     head_dim: int = 0  # 0: d_model / heads
-    qk_norm: bool = False  # RMSNorm over head_dim on queries and keys, before rotation
+    qk_norm: str = "none"  # RMSNorm before rotation: none | head | flat | query_head | query_flat
     attention_bias: bool = False  # bias on the query, key and value projections (Qwen2)
+    output_bias: bool = False  # bias on the output projection of the attention
+    mlp_bias: bool = False  # bias on every projection of the feed-forward
+    norm: str = "rms"  # of the residual stream: rms | rms_plus_one (scaled by 1 + w, Gemma) | layer
+    activation: str = "silu"  # silu | gelu_tanh | gelu (the exact one)
+    gated_mlp: bool = True  # down(activation(gate x) * up x), or else down(activation(up x))
+    parallel_block: bool = False  # x + attention(norm x) + mlp(norm x), or else one after the other
     tie_embeddings: bool = True
+    scale_embeddings: bool = False  # the input embedding times sqrt(d_model) (Gemma)
     norm_epsilon: float = 1e-6
     init_std: float = 0.02
     dtype: str = "bfloat16"  # compute; parameters are float32
@@ -136,7 +143,9 @@ class PhaseConfig:
 
     name: str = "pretrain"
     steps: int = 1000
-    positional: Any = "rope"  # an encoding, a text ("rope:base=10000"), or one per layer (see pe_lab.positional.layers)
+    positional: Any = "rope"  # an encoding, a text ("rope:base=10000"), one per layer, or an edit: positional.layers
+    qk_norm: str = ""  # as model.qk_norm, from this phase on; "" leaves it as it was
+    random_positions: int = 0  # positions are drawn below this, anew each step (Ruoss et al. 2023); 0: they count
     init_from: str = ""  # a checkpoint, or "random"; "" is the previous phase's last, random for the first phase
     sequence_length: int = 1024
     batch_size: int = 256  # windows a step, over all devices and micro-batches
@@ -273,6 +282,9 @@ def from_dict(kind: type, value: Any, where: str = "config") -> Any:
     if not isinstance(value, Mapping):
         raise UserError(f"{where} is {value!r}; it must be a set of keys: {', '.join(typing.get_type_hints(kind))}.")
     hints = typing.get_type_hints(kind)
+    if kind is ModelConfig and isinstance(value.get("qk_norm"), bool):
+        # Recipes and checkpoints written when there was one kind of QK-norm say yes or no.
+        value = {**value, "qk_norm": "head" if value["qk_norm"] else "none"}
     for key in value:
         if key not in hints:
             raise UserError(f"{where} has no key '{key}'. {did_you_mean(str(key), list(hints))}")
@@ -362,3 +374,21 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
                 raise UserError(f"{item}: give a value, as in {item}=VALUE.")
         overrides[key] = text
     return rest, overrides
+
+
+def recipe_arguments(arg: str, **allowed: str | Sequence[str]) -> dict[str, str]:
+    """What a recipe's argument `key=value,key=value` says, completed with defaults.
+
+    `allowed` has for each key its choices, of which the first is the default ("": the recipe has to choose); or one
+    text, the default of a key that takes any. `UserError` for what is not allowed, with what is.
+    """
+    listed = {key: [c for c in choices if c] for key, choices in allowed.items() if not isinstance(choices, str)}
+    found = {key: choices if isinstance(choices, str) else choices[0] for key, choices in allowed.items()}
+    usage = ", ".join(f"{key}={'|'.join(listed.get(key, ['TEXT']))}" for key in allowed)
+    for item in filter(None, arg.split(",")):
+        key, _, value = item.partition("=")
+        if key not in allowed or not value or value not in listed.get(key, [value]):
+            near = did_you_mean(value, listed[key]) if key in listed else did_you_mean(key, list(allowed))
+            raise UserError(f"'{item}' is no argument of this recipe. {near} It takes {usage}.")
+        found[key] = value
+    return found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,34 @@ from jaxtyping import Array, Float, Int
 
 from pe_lab.checkpoints import Checkpoint, open_checkpoint
 from pe_lab.checkpoints.store import tokenizer_directory
-from pe_lab.checkpoints.surgery import change, drop, write_child
+from pe_lab.checkpoints.surgery import change, write_child
 from pe_lab.config import ModelConfig, UserError
 from pe_lab.data.tokenizers import Tokenizer, load_saved_tokenizer
 from pe_lab.model import Model
 from pe_lab.parallel import hide_absent_tpu
-from pe_lab.positional import Layer, Schedule, build_schedule, describe, layers
+from pe_lab.positional import Beta, Layer, Schedule, build_schedule, describe, drop, layers
 
 Tokens = str | Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
 
 
-@functools.cache
-def _compiled(config: ModelConfig) -> tuple[Any, Any]:
-    # One compilation serves every model of one shape under every schedule of one structure.
-    model = Model(config)
-    return jax.jit(model.apply), jax.jit(model.token_loss)
+class _Compiled:
+    """The forward passes of one model shape: one compilation serves every schedule of one structure."""
+
+    def __init__(self, config: ModelConfig):
+        self.traces = 0
+        model = Model(config)
+
+        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+            def traced(*args: Any) -> Any:
+                self.traces += 1
+                return function(*args)
+
+            return jax.jit(traced)
+
+        self.apply, self.token_loss = counted(model.apply), counted(model.token_loss)
+
+
+_compiled = functools.cache(_Compiled)
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,7 @@ class LanguageModel:
     layers: tuple[Layer, ...]
     schedule: Schedule
     tokenizer: Tokenizer | None = None
+    general: Mapping[str, Any] = field(default_factory=dict)  # what `Schedule.generalize` is told, see `for_any_scheme`
 
     @property
     def config(self) -> ModelConfig:
@@ -74,7 +88,9 @@ class LanguageModel:
 
     def logits(self, tokens: Tokens) -> Float[Array, "B T V"]:
         """Next-token logits, float32, of a text, of ids [T] (a batch of one), or of [B, T]."""
-        return _compiled(self.config)[0](self.checkpoint.params, self._rows(tokens), None, None, self.schedule)
+        rows = self._rows(tokens)
+        schedule = self._schedule_for(rows.shape[1])
+        return _compiled(self.config).apply(self.checkpoint.params, rows, None, None, schedule)
 
     def loss_by_position(self, tokens: Tokens) -> Float[np.ndarray, "B targets"]:
         """Nats paid for each token but the first, given those before it."""
@@ -82,23 +98,47 @@ class LanguageModel:
         if rows.shape[1] < 2:
             raise UserError("loss_by_position needs at least two tokens: the first one is given.")
         batch = {"tokens": jnp.asarray(rows[:, :-1]), "targets": jnp.asarray(rows[:, 1:])}
-        return np.asarray(_compiled(self.config)[1](self.checkpoint.params, batch, self.schedule))
+        schedule = self._schedule_for(rows.shape[1] - 1)
+        return np.asarray(_compiled(self.config).token_loss(self.checkpoint.params, batch, schedule))
 
-    def with_positional(self, description: Any, logit_scale: float | None = None) -> LanguageModel:
-        """The same weights under another encoding: an encoding, a text, a `Layer`, or one per layer of a pattern.
+    @property
+    def compilations(self) -> int:
+        """How often forward passes of this shape of model have been compiled in this process."""
+        return _compiled(self.config).traces
 
-        `logit_scale` is DroPE's beta, on every layer.
+    def _schedule_for(self, length: int) -> Schedule:
+        """The schedule for texts of so many tokens: another one only where a layer follows the length."""
+        if not any(layer.follows_length for layer in self.layers):
+            return self.schedule
+        return self._build(self.layers, length)
+
+    def _build(self, described: Sequence[Layer], length: int | None = None) -> Schedule:
+        config = self.config
+        schedule = build_schedule(described, config.heads, config.kv_heads, config.head_dim, length)
+        return schedule.generalize(**self.general)
+
+    def for_any_scheme(self) -> LanguageModel:
+        """The same model, compiled so that ALiBi and heads that differ need no compilation of their own either.
+
+        Every layer then takes slopes and rotates keys once per query head, which costs memory where heads share keys.
+        Windows, heads of noise and the notebook's encodings are still programs of their own.
         """
-        described = layers(description, self.config.layers)
+        general = {"heads": "split", "slopes": True}
+        return dataclasses.replace(self, general=general, schedule=self.schedule.generalize(**general))
+
+    def with_positional(self, description: Any, logit_scale: float | Beta | None = None) -> LanguageModel:
+        """The same weights under another encoding: whatever `positional.layers` reads, edits of these layers included.
+
+        `logit_scale` is DroPE's beta, on every layer: a number, or `Beta(...)`, which follows the length.
+        """
+        described = layers(description, self.config.layers, self.layers)
         if logit_scale is not None:
             described = tuple(dataclasses.replace(layer, logit_scale=logit_scale) for layer in described)
-        config = self.config
-        schedule = build_schedule(described, config.heads, config.kv_heads, config.head_dim).generalize()
-        return dataclasses.replace(self, layers=described, schedule=schedule)
+        return dataclasses.replace(self, layers=described, schedule=self._build(described))
 
     def drop_positional(self, chosen: Sequence[int] | None = None) -> LanguageModel:
         """No positional encoding on all layers, or on the chosen ones (DroPE's drop, before any recalibration)."""
-        return self.with_positional(drop(self.layers, chosen))
+        return self.with_positional(drop(chosen))
 
     def describe(self) -> str:
         """The schedule as a table."""

@@ -4,28 +4,62 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from pe_lab.checkpoints import open_checkpoint
-from pe_lab.checkpoints.surgery import change, drop, write_child
-from pe_lab.config import UserError, command, local_path
+from pe_lab.checkpoints.qk_norm import change_qk_norm
+from pe_lab.checkpoints.store import Checkpoint, tokenizer_directory
+from pe_lab.checkpoints.surgery import NOTHING, change, write_child
+from pe_lab.config import DataConfig, UserError, command, from_dict, local_path
+from pe_lab.data.pipeline import validation_batches
+from pe_lab.data.tokenizers import load_saved_tokenizer
 from pe_lab.parallel import start_processes
-from pe_lab.positional import build_schedule, describe, layers
+from pe_lab.positional import Layer, build_schedule, denoise, describe, drop, layers, read_scores
+
+# --dope: how chosen heads are denoised. Both readings of the paper where its equations and its text disagree.
+DOPE: dict[str, tuple[str, dict[str, Any]]] = {
+    "all-nope": ("all", {"reading": "nope"}),
+    "all-uniform": ("all", {"reading": "uniform"}),
+    "parts-fast": ("parts", {"keep": "fast"}),
+    "parts-slow": ("parts", {"keep": "slow"}),
+    "gaussian": ("gaussian", {}),
+}
+FIT_ROWS = 8  # windows of text that a QK-norm's constants are fitted on
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of this verb."""
     parser = argparse.ArgumentParser(
         prog="python -m pe_lab.surgery",
-        description="Writes a child of a checkpoint with the same weights and another positional encoding. "
+        description="Writes a child of a checkpoint with another positional encoding, another QK-norm, or both. "
         "The source is never touched; a phase can start from the child by init_from.",
     )
     parser.add_argument("--from", dest="source", required=True, help="a run, a phase or a checkpoint")
     parser.add_argument("--to", required=True, help="a new directory for the child")
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_mutually_exclusive_group()
     what.add_argument("--drop", action="store_true", help="remove the positional encoding (DroPE)")
-    what.add_argument("--positional", help="another encoding, such as yarn:factor=2,original_length=1024")
+    what.add_argument(
+        "--positional", help="another one, such as yarn:factor=2,original_length=1024; A+B+C is a pattern"
+    )
+    what.add_argument("--mask-heads", metavar="SCORES.json", help="denoise heads by their scores (DoPE)")
     parser.add_argument("--layers", help="which layers, such as 0,2,8-11; all by default (with --drop)")
+    parser.add_argument("--count", type=int, default=1, help="how many heads of all (with --mask-heads)")
+    parser.add_argument("--order", default="ascending", help="lowest scores: ascending; highest: descending")
+    parser.add_argument("--dope", default="all-nope", choices=DOPE, help="what becomes of them (all-nope by default)")
+    norm = parser.add_mutually_exclusive_group()
+    norm.add_argument(
+        "--add-qk-norm",
+        nargs="?",
+        const="head",
+        metavar="KIND",
+        help="head (default), flat, query_head or query_flat; its constants are fitted on held-out text",
+    )
+    norm.add_argument("--remove-qk-norm", action="store_true", help="fold it into the projections, as well as can be")
+    parser.add_argument("--text", help="a text file to fit a QK-norm on, instead of what the run holds out")
     return parser
 
 
@@ -41,24 +75,73 @@ def parse_layers(text: str) -> list[int]:
     return chosen
 
 
+def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, ...]:
+    """The parent's layers under the edit that the command line asks for."""
+    if args.layers and not args.drop:
+        raise UserError("--layers goes with --drop; --positional takes one encoding per layer as a pattern.")
+    if args.drop:
+        return drop(parse_layers(args.layers) if args.layers else None).apply(parent.layers)
+    if args.positional:
+        return layers(args.positional.split("+"), len(parent.layers), parent.layers)
+    if args.mask_heads:
+        scores = read_scores(args.mask_heads, len(parent.layers), parent.model.heads)
+        method, options = DOPE[args.dope]
+        if method == "parts":
+            options = {**options, "training_length": int(parent.metadata["training_length"])}
+        return denoise(parent.layers, scores, method, args.count, args.order, **options)
+    return parent.layers
+
+
+def fitting_text(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarray]:
+    """A batch of windows as long as in training: from a file, or from what the checkpoint's data holds out."""
+    length = int(parent.metadata["training_length"])
+    if text:
+        directory = tokenizer_directory(parent.path)
+        if directory is None:
+            raise UserError(f"'{parent.path}' came without a tokenizer; --text cannot be read.")
+        try:
+            ids = load_saved_tokenizer(directory).encode(Path(text).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--text: '{text}' cannot be read as text ({error}).") from None
+        rows = min(FIT_ROWS, (len(ids) - 1) // length)
+        if rows < 1:
+            raise UserError(f"--text: '{text}' has {len(ids)} tokens; one window needs {length + 1}.")
+        windows = np.asarray(ids[: rows * length + 1], np.int32)
+        tokens, targets = windows[:-1].reshape(rows, length), windows[1:].reshape(rows, length)
+        return {"tokens": tokens, "targets": targets, "weights": np.ones(tokens.shape, np.float32)}
+    data = from_dict(DataConfig, parent.metadata["config"]["data"], f"{parent.path}: config.data")
+    try:
+        found = validation_batches(data, sequence_length=length, batch_size=FIT_ROWS, count=1)
+    except UserError as error:
+        raise UserError(f"A QK-norm is fitted on text, and the data of '{parent.path}' is not here: {error} Or give "
+                        "--text=FILE.") from None  # fmt: skip
+    batch = next((batches[0] for batches in found.values() if batches), None)
+    if batch is None:
+        raise UserError(f"The data of '{parent.path}' holds no text out to fit a QK-norm on; give --text=FILE.")
+    return batch
+
+
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(sys.argv[1:] if argv is None else list(argv))
-    if args.layers and not args.drop:
-        raise UserError("--layers goes with --drop; --positional takes one encoding per layer as a pattern.")
+    kind = "none" if args.remove_qk_norm else args.add_qk_norm
+    if not (args.drop or args.positional or args.mask_heads or kind):
+        raise UserError(
+            "Nothing to do: give --drop, --positional, --mask-heads, --add-qk-norm or --remove-qk-norm (see --help)."
+        )
     to = local_path("--to", args.to)
     start_processes()
     parent = open_checkpoint(args.source)
-    if args.drop:
-        after = drop(parent.layers, parse_layers(args.layers) if args.layers else None)
-    else:
-        after = layers(args.positional.split("+"), len(parent.layers))
-    what = change(parent.layers, after)
-    if after == parent.layers:
+    after, model = edited_layers(parent, args), parent.model
+    what, edited = change(parent.layers, after), None
+    if what == NOTHING and not kind:
         raise UserError(f"'{parent.path}' already has these encodings; there is nothing to change.")
-    where = write_child(parent, after, to, what)
-    model = parent.model
-    print(describe(build_schedule(after, model.heads, model.kv_heads, model.head_dim), after))
+    schedule = build_schedule(after, model.heads, model.kv_heads, model.head_dim)
+    if kind:
+        model, params, told = change_qk_norm(model, parent.params, kind, schedule, fitting_text(parent, args.text))
+        what, edited = str(told) if what == NOTHING else f"{what}; {told}", (model, params)
+    where = write_child(parent, after, to, what, edited)
+    print(describe(schedule, after))
     print(f"{where}: child of {parent.path}: {what}")
     return 0
 

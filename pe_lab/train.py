@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with written_beside(workdir / "tokenizer", KIND_FILE) as building:
                 save_tokenizer(run.tokenizer, building)
     out.print(
-        f"[bold]{config.name}[/]: {run.model.num_parameters:,} parameters, {len(run.phases)} phases, "
+        f"[bold]{config.name}[/]: {run.models[0].num_parameters:,} parameters, {len(run.phases)} phases, "
         f"mesh {dict(run.mesh.shape)}, in {workdir}"
     )
     peak, previous = peak_flops(), None

@@ -210,8 +210,9 @@ def model_text(run: Run) -> str:
     ):
         if value := number(model, key):
             parts.append(f"{value:,.0f} {words}")
-    if model.get("qk_norm"):
-        parts.append("QK-norm")
+    # Runs of before there were kinds of it say true or false.
+    if (qk_norm := model.get("qk_norm", False)) not in (False, "none"):
+        parts.append("QK-norm" if qk_norm in (True, "head") else f"QK-norm ({qk_norm})")
     if model.get("dtype"):
         parts.append(str(model["dtype"]))
     return ", ".join(parts)

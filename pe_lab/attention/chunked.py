@@ -19,6 +19,7 @@ class _Side(NamedTuple):
     slope: Float[Array, "G M"] | None
     positions: Int[Array, "B T"] | None
     segments: Int[Array, "B T"] | None
+    self_bias: Float[Array, "B T"] | None
 
 
 def chunked_attention(
@@ -31,6 +32,7 @@ def chunked_attention(
     positions: Int[Array, "#B T"] | None,
     segments: Int[Array, "B T"] | None,
     window: int | None,
+    self_bias: Float[Array, "#B T"] | None = None,
     chunk: int = 512,
 ) -> Float[Array, "B T H K"]:
     """The reference's result, one [chunk, chunk] block of logits at a time; blocks nobody sees are skipped.
@@ -49,7 +51,8 @@ def chunked_attention(
         k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, pad), (0, 0))) for x in (k, v))
         positions = None if positions is None else jnp.pad(positions, ((0, 0), (0, pad)), mode="edge")
         segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, pad)))
-    side = _Side(None if slope is None else slope.reshape(G, H // G), positions, segments)
+        self_bias = None if self_bias is None else jnp.pad(self_bias, ((0, 0), (0, pad)))
+    side = _Side(None if slope is None else slope.reshape(G, H // G), positions, segments, self_bias)
     out = _blocked(q, k, v, side, window, chunk)[:, :, :, :T]
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K).astype(query.dtype)
 
@@ -68,6 +71,9 @@ def _block_logits(
         distance = (at_q[:, :, None] - at_k[:, None, :]).astype(jnp.float32)
         logits -= side.slope[:, :, None, None] * distance[:, None, None]
     distance = (i - j) * chunk + jnp.arange(chunk)[:, None] - jnp.arange(chunk)[None, :]
+    if side.self_bias is not None:
+        own = _block(side.self_bias, i, chunk, 1)
+        logits += jnp.where(distance == 0, own[:, :, None], 0)[:, None, None]
     mask = (distance >= 0)[None] if window is None else ((distance >= 0) & (distance < window))[None]
     if side.segments is not None:
         in_q, in_k = _block(side.segments, i, chunk, 1), _block(side.segments, j, chunk, 1)

@@ -19,6 +19,7 @@ def dense_attention(
     positions: Int[Array, "#B T"] | None,
     segments: Int[Array, "B T"] | None,
     window: int | None,
+    self_bias: Float[Array, "#B T"] | None = None,
     chunk: int = 0,
 ) -> Float[Array, "B T H K"]:
     """The reference's softmax over all logits at once; of [T, T] arrays the gradient keeps only the weights.
@@ -38,6 +39,8 @@ def dense_attention(
     if slope is not None and positions is not None:
         distance = (positions[:, :, None] - positions[:, None, :]).astype(jnp.float32)
         bias = bias - slope.reshape(G, H // G, 1, 1) * distance[:, None, None]
+    if self_bias is not None:
+        bias = bias + (jnp.eye(T) * self_bias[:, None])[:, None, None]
     out = _attend(q, k, v, bias)
     return out.reshape(B, G, H // G, T, K).transpose(0, 3, 1, 2, 4).reshape(B, T, H, K).astype(query.dtype)
 

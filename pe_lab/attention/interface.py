@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from pe_lab.attention.chunked import chunked_attention
 from pe_lab.attention.dense import dense_attention
+from pe_lab.attention.noise import replace_heads_by_noise
 from pe_lab.attention.reference import reference_attention
 from pe_lab.config import UserError, did_you_mean
 from pe_lab.positional import rotate
@@ -22,15 +26,58 @@ class Row(NamedTuple):
         are rotated once per query head; with G, queries of a group share their key head's row.
       slope: [H] ALiBi's penalty per token.
       logit_scale: scalar factor on the logits.
+      noise: [H] seeds of heads whose queries and keys are noise, 0 = none; needs cos and sin of H rows.
+      self_bias: [B or 1, T] added to the logit of a token with itself.
     """
 
     cos: Float[Array, "B T rows R"] | None = None
     sin: Float[Array, "B T rows R"] | None = None
     slope: Float[Array, " H"] | None = None
     logit_scale: Float[Array, ""] | None = None
+    noise: UInt32[Array, " H"] | None = None
+    self_bias: Float[Array, "#B T"] | None = None
 
 
-IMPLEMENTATIONS = {"reference": reference_attention, "dense": dense_attention, "chunked": chunked_attention}
+@dataclass(frozen=True)
+class Implementation:
+    """A way to compute attention, and what it can honour beside causality and grouped queries."""
+
+    run: Callable[..., jax.Array]
+    honours: frozenset[str] = frozenset({"slopes", "segments", "windows", "self bias"})
+
+
+IMPLEMENTATIONS = {
+    "reference": Implementation(reference_attention),
+    "dense": Implementation(dense_attention),
+    "chunked": Implementation(chunked_attention),
+}
+
+
+def choose(implementation: str, length: int, chunk: int, needs: set[str]) -> Implementation:
+    """The implementation by its name, or for `auto` the fastest that honours all that is needed.
+
+    Raises:
+      UserError: no such name, or one that cannot honour the request: nothing is ever left out silently.
+    """
+    if implementation == "auto":
+        order = ("dense", "chunked", "reference") if chunk >= length else ("chunked", "reference", "dense")
+        known = [name for name in order if needs <= IMPLEMENTATIONS[name].honours]
+        if not known:
+            raise UserError(f"attention: no implementation honours {' and '.join(sorted(needs))} together.")
+        return IMPLEMENTATIONS[known[0]]
+    if implementation not in IMPLEMENTATIONS:
+        raise UserError(
+            f"attention: no implementation is called '{implementation}'. "
+            + did_you_mean(implementation, ["auto", *IMPLEMENTATIONS])
+        )
+    missing = sorted(needs - IMPLEMENTATIONS[implementation].honours)
+    if missing:
+        able = [name for name, one in IMPLEMENTATIONS.items() if needs <= one.honours]
+        raise UserError(
+            f"model.attention '{implementation}' has no {' and no '.join(missing)}, which this layer needs. Choose one "
+            f"of {', '.join(['auto', *able])}."
+        )
+    return IMPLEMENTATIONS[implementation]
 
 
 def attention(
@@ -64,6 +111,8 @@ def attention(
     G = key.shape[2]
     if H % G:
         raise UserError(f"attention: {H} query heads do not divide into {G} key-value heads.")
+    if positions is None and (row.slope is not None or row.noise is not None):
+        positions = jnp.arange(T, dtype=jnp.int32)[None]
     if row.cos is not None and row.sin is not None:
         rows = row.cos.shape[2]
         if rows not in (1, G, H):
@@ -76,17 +125,19 @@ def attention(
         if rows == G and rows != 1:
             cos, sin = jnp.repeat(cos, H // G, axis=2), jnp.repeat(sin, H // G, axis=2)
         query = rotate(query, cos, sin)
-    if row.slope is not None and positions is None:
-        positions = jnp.arange(T, dtype=jnp.int32)[None]
+    if row.noise is not None:
+        if G != H:
+            raise UserError("attention: heads can only become noise where keys are rotated per query head.")
+        query, key = replace_heads_by_noise(query, key, row.noise, positions)
     scale = jnp.float32(K**-0.5) * (1.0 if row.logit_scale is None else row.logit_scale)
-    if implementation == "auto":
-        implementation = "dense" if chunk >= T else "chunked"
-    if implementation not in IMPLEMENTATIONS:
-        raise UserError(
-            f"attention: no implementation is called '{implementation}'. "
-            + did_you_mean(implementation, ["auto", *IMPLEMENTATIONS])
-        )
-    return IMPLEMENTATIONS[implementation](
+    asked = {
+        "slopes": row.slope is not None,
+        "segments": segments is not None,
+        "windows": window is not None,
+        "self bias": row.self_bias is not None,
+    }
+    chosen = choose(implementation, T, chunk, {name for name, wanted in asked.items() if wanted})
+    return chosen.run(
         query,
         key,
         value,
@@ -95,5 +146,6 @@ def attention(
         positions=positions if row.slope is not None else None,
         segments=segments,
         window=window,
+        self_bias=row.self_bias,
         chunk=chunk,
     )

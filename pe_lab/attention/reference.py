@@ -37,9 +37,10 @@ def reference_attention(
     positions: Int[Array, "#B T"] | None,
     segments: Int[Array, "B T"] | None,
     window: int | None,
+    self_bias: Float[Array, "#B T"] | None = None,
     chunk: int = 0,
 ) -> Float[Array, "B T H K"]:
-    """softmax(scale * q k^T - slope * distance) v over visible keys, holding all [B, H, T, T] logits in float32."""
+    """softmax(scale * q k^T - slope * distance + self_bias) v over visible keys, all [B, H, T, T] logits in float32."""
     B, T, H, K = query.shape
     G = key.shape[2]
     # Heads first: what XLA on a CPU multiplies fast, forward and backward alike.
@@ -51,6 +52,8 @@ def reference_attention(
         distance = (positions[:, :, None] - positions[:, None, :]).astype(jnp.float32)
         logits -= slope.reshape(G, H // G, 1, 1) * distance[:, None, None]
     index = jnp.arange(T)
+    if self_bias is not None:
+        logits += (jnp.eye(T) * self_bias[:, None])[:, None, None]
     mask = visible(index, index, segments, segments, window)
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], logits, MASKED), axis=-1)
     out = jnp.einsum("bgmts,bgsk->bgmtk", weights.astype(value.dtype), v, preferred_element_type=jnp.float32)

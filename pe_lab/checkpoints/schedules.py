@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from pe_lab.positional import LayerStructure, Schedule
+from pe_lab.positional import LayerStructure, Schedule, Warp
 
-_ARRAYS = ("inv_freq", "gain", "turns", "alibi_slope", "logit_scale")
+_ARRAYS = ("inv_freq", "gain", "turns", "alibi_slope", "logit_scale", "noise")
+_SINCE = {"noise"}  # what the first checkpoints did not have; absent, it is zero
 
 
 def to_arrays(schedule: Schedule) -> dict[str, np.ndarray]:
@@ -20,21 +21,30 @@ def to_arrays(schedule: Schedule) -> dict[str, np.ndarray]:
 
 
 def structure_to_json(schedule: Schedule) -> dict[str, Any]:
-    """The static part of a schedule."""
+    """The static part of a schedule, and the names of its arrays."""
     return {
         "layers": [dataclasses.asdict(layer) for layer in schedule.structure],
         "same_rotation": schedule.same_rotation,
+        "arrays": list(_ARRAYS),
     }
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray], structure: Mapping[str, Any]) -> Schedule:
     """The schedule that `to_arrays` and `structure_to_json` took apart."""
     layers: Sequence[Mapping[str, Any]] = structure["layers"]
+    absent = {"noise": np.zeros(arrays["alibi_slope"].shape, np.uint32)}
     return Schedule(
-        **{name: arrays[name] for name in _ARRAYS},
-        structure=tuple(LayerStructure(**layer) for layer in layers),
+        **{name: arrays.get(name, absent.get(name)) for name in _ARRAYS},
+        structure=tuple(_layer_structure(layer) for layer in layers),
         same_rotation=structure["same_rotation"],
     )
+
+
+def _layer_structure(layer: Mapping[str, Any]) -> LayerStructure:
+    """One layer's, with its tuples again: JSON has lists, and a structure must hash."""
+    warp, self_bias = layer.get("warp"), layer.get("self_bias")
+    tuples = {"warp": Warp(*warp) if warp else None, "self_bias": tuple(self_bias) if self_bias else None}
+    return LayerStructure(**{**layer, **tuples})
 
 
 def array_shapes(metadata: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -47,8 +57,10 @@ def array_shapes(metadata: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]
         "turns": (N, H, R, 2),
         "alibi_slope": (N, H),
         "logit_scale": (N,),
+        "noise": (N, H),
     }
+    saved = metadata["structure"].get("arrays", [name for name in _ARRAYS if name not in _SINCE])
     return {
-        name: jax.ShapeDtypeStruct(shape, np.uint32 if name == "turns" else np.float32)
-        for name, shape in shapes.items()
+        name: jax.ShapeDtypeStruct(shapes[name], np.uint32 if name in ("turns", "noise") else np.float32)
+        for name in saved
     }

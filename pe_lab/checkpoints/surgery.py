@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,10 @@ from typing import Any
 
 from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, metadata_of, new_id, tokenizer_directory
 from pe_lab.config import ModelConfig, UserError
-from pe_lab.positional import Layer, NoPE, build_schedule, label
+from pe_lab.model import Params
+from pe_lab.positional import Layer, build_schedule, label
+
+NOTHING = "nothing changed"
 
 # Fields of a model that decide the shapes or the meaning of its weights; the rest (dtype, remat ...) may change.
 SHAPE_FIELDS = (
@@ -23,31 +25,35 @@ SHAPE_FIELDS = (
     "head_dim",
     "qk_norm",
     "attention_bias",
+    "output_bias",
+    "mlp_bias",
+    "norm",
+    "activation",
+    "gated_mlp",
+    "parallel_block",
     "tie_embeddings",
+    "scale_embeddings",
 )
 
 
-def check_same_shape(parent: ModelConfig, child: ModelConfig, where: str) -> None:
-    """`UserError` naming every field in which a model cannot take over another's weights."""
+def check_same_shape(parent: ModelConfig, child: ModelConfig, where: str, change_qk_norm: bool = False) -> None:
+    """`UserError` naming every field in which a model cannot take over another's weights.
+
+    With `change_qk_norm`, the QK-norm may differ: surgery will see to it.
+    """
     differ = [
         f"{f} {getattr(parent, f)} -> {getattr(child, f)}"
         for f in SHAPE_FIELDS
-        if getattr(parent, f) != getattr(child, f)
+        if getattr(parent, f) != getattr(child, f) and not (change_qk_norm and f == "qk_norm")
     ]
     if differ:
+        advice = ""
+        if any(text.startswith("qk_norm ") for text in differ):
+            advice = " To add or remove a QK-norm, set the phase's own qk_norm."
         raise UserError(
             f"{where} is a model of another shape: {', '.join(differ)}. Set these fields of config.model to the "
-            "checkpoint's, or start from another checkpoint."
+            f"checkpoint's, or start from another checkpoint.{advice}"
         )
-
-
-def drop(layers: Sequence[Layer], chosen: Sequence[int] | None = None) -> tuple[Layer, ...]:
-    """DroPE's drop: no positional encoding on all layers, or on the chosen ones. Windows stay."""
-    for n in chosen or ():
-        if not 0 <= n < len(layers):
-            raise UserError(f"--layers: there is no layer {n}; the model has layers 0 to {len(layers) - 1}.")
-    which = range(len(layers)) if chosen is None else chosen
-    return tuple(dataclasses.replace(layer, encoding=NoPE()) if n in which else layer for n, layer in enumerate(layers))
 
 
 def change(before: Sequence[Layer], after: Sequence[Layer]) -> str:
@@ -56,16 +62,13 @@ def change(before: Sequence[Layer], after: Sequence[Layer]) -> str:
     for n, (old, new) in enumerate(zip(before, after, strict=True)):
         if old == new:
             continue
-        text = " -> ".join(
-            label(layer) + (f", logit scale {layer.logit_scale:g}" if layer.logit_scale != 1 else "")
-            for layer in (old, new)
-        )
+        text = f"{label(old)} -> {label(new)}"
         if parts and parts[-1][0] == text and parts[-1][1][1] == n - 1:
             parts[-1][1][1] = n
         else:
             parts.append((text, [n, n]))
     spans = [f"{text} on layer{'s' if b > a else ''} {a}{f'-{b}' if b > a else ''}" for text, (a, b) in parts]
-    return "; ".join(spans) or "nothing changed"
+    return "; ".join(spans) or NOTHING
 
 
 def lineage_entry(what: str, checkpoint_id: str, path: str, step: int) -> dict[str, Any]:
@@ -73,8 +76,14 @@ def lineage_entry(what: str, checkpoint_id: str, path: str, step: int) -> dict[s
     return {"id": checkpoint_id, "what": what, "path": path, "step": step}
 
 
-def write_child(parent: Checkpoint, layers: tuple[Layer, ...], directory: str | Path, what: str) -> Path:
-    """Writes a child of `parent` with other encodings and the same weights; returns its path.
+def write_child(
+    parent: Checkpoint,
+    layers: tuple[Layer, ...],
+    directory: str | Path,
+    what: str,
+    edited: tuple[ModelConfig, Params] | None = None,
+) -> Path:
+    """Writes a child of `parent` with other encodings and the same weights, or with `edited` ones; returns its path.
 
     It lies at `directory/checkpoints/0`, a phase's first checkpoint. The directory must not hold one already.
     """
@@ -83,7 +92,7 @@ def write_child(parent: Checkpoint, layers: tuple[Layer, ...], directory: str | 
         raise UserError(
             f"'{directory}' is there and not empty. Surgery writes into a new directory; choose another --to."
         )
-    model = parent.model
+    model, params = edited or (parent.model, parent.params)
     schedule = build_schedule(layers, model.heads, model.kv_heads, model.head_dim)
     child_id = new_id()
     facts = {
@@ -102,7 +111,7 @@ def write_child(parent: Checkpoint, layers: tuple[Layer, ...], directory: str | 
     }
     store = Store(directory / DIRECTORY)
     try:
-        store.save(0, parent.params, None, schedule, metadata_of(model, layers, schedule, **facts))
+        store.save(0, params, None, schedule, metadata_of(model, layers, schedule, **facts))
         store.wait()
     finally:
         store.close()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pe_lab.config import UserError, did_you_mean
-from pe_lab.positional import NTK, PI, Layer, NoPE, PartialRope, Rope, Yarn, family
+from pe_lab.positional import NTK, PI, DynamicYarn, Layer, NoPE, PartialRope, Rope, Yarn, family
 
 # In the order of tables. The first is always possible.
 METHODS = ("as trained", "cropped", "PI", "NTK", "YaRN", "beta", "paper beta")
@@ -39,7 +39,7 @@ def model_name(layers: Sequence[Layer], lineage: Sequence[Mapping[str, Any]] = (
         dropped = any("-> nope" in str(ancestor.get("what", "")) for ancestor in lineage)
         return "DroPE" if dropped else "NoPE"
     scalings = dict.fromkeys(_scaling(layer) for layer in layers if _rotates(layer))
-    names = [f"{type(s).__name__.replace('Yarn', 'YaRN')} {s.factor:g}" for s in scalings if s is not None]
+    names = [_scaling_name(s) for s in scalings if s is not None]
     return "/".join(families) + (f" ({', '.join(names)})" if names else "")
 
 
@@ -88,7 +88,7 @@ def read_with(
     if factor <= 1 or method in ("as trained", "cropped"):
         return tuple(layers)
     if method in ("beta", "paper beta"):
-        return tuple(dataclasses.replace(layer, logit_scale=layer.logit_scale * beta) for layer in layers)
+        return tuple(dataclasses.replace(layer, logit_scale=layer.scale_at(length) * beta) for layer in layers)
     scaling = {"PI": PI(factor), "NTK": NTK(factor), "YaRN": Yarn(factor, training_length)}[method]
     return tuple(
         dataclasses.replace(layer, encoding=dataclasses.replace(layer.encoding, scaling=scaling))
@@ -96,6 +96,11 @@ def read_with(
         else layer
         for layer in layers
     )
+
+
+def _scaling_name(scaling: Any) -> str:
+    name = type(scaling).__name__.replace("Yarn", "YaRN").replace("LongRope", "LongRoPE")
+    return name if isinstance(scaling, DynamicYarn) else f"{name} {scaling.factor:g}"
 
 
 def _scaling(layer: Layer) -> Any:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention import IMPLEMENTATIONS, Row
 from pe_lab.config import ModelConfig, UserError, did_you_mean
 from pe_lab.model.loss import cross_entropy
-from pe_lab.model.modules import Block, Trunk
+from pe_lab.model.modules import ACTIVATIONS, NORMS, QK_NORMS, Block, Trunk
 from pe_lab.model.pattern import Run, runs
 from pe_lab.parallel import constrain
 from pe_lab.positional import LayerStructure, Schedule, rotation_tables
@@ -52,6 +52,10 @@ def complete(config: ModelConfig) -> ModelConfig:
         raise UserError(
             f"model.loss_chunks is {config.loss_chunks}; it must divide model.vocab_size {config.vocab_size}."
         )
+    for field, allowed in (("norm", NORMS), ("activation", ACTIVATIONS), ("qk_norm", QK_NORMS)):
+        value = getattr(config, field)
+        if value not in allowed:
+            raise UserError(f"model.{field} is '{value}'. " + did_you_mean(str(value), list(allowed)))
     if config.remat not in REMAT_POLICIES:
         raise UserError(f"model.remat is '{config.remat}'; it must be one of {', '.join(REMAT_POLICIES)}.")
     if config.attention not in ("auto", *IMPLEMENTATIONS):
@@ -128,22 +132,18 @@ class Model:
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         schedule = jax.tree.map(lambda a: jax.lax.stop_gradient(jnp.asarray(a)), schedule)
-        x = nnx.merge(self._trunk, params["trunk"]).embed(tokens, jnp.dtype(config.dtype))
-        x = constrain(x, "batch", "length", "activation_embed")
+        x = self.embed(params, tokens)
         shared = None
         if schedule.same_rotation:
             # Equal on all layers that rotate: made once, above them.
             n = next(i for i, s in enumerate(schedule.structure) if s.rotates)
             shared = self._tables(schedule.turns[n], schedule.gain[n], schedule.structure[n], positions)
-        data = (params["layers"], (schedule.turns, schedule.gain, schedule.alibi_slope, schedule.logit_scale))
+        data = (params["layers"], layer_arrays(schedule))
 
         def layer(x: jax.Array, data: Any, structure: LayerStructure) -> jax.Array:
-            block_params, (turns, gain, slope, logit_scale) = data
-            cos, sin = None, None
-            if structure.rotates:
-                cos, sin = shared if shared is not None else self._tables(turns, gain, structure, positions)
-            row = Row(cos, sin, slope if structure.slopes else None, logit_scale)
-            return nnx.merge(self._block, block_params)(x, row, positions, segments, structure.window)
+            block_params, arrays = data
+            row = self.row(arrays, structure, positions, shared)
+            return self.block(block_params)(x, row, positions, segments, structure.window)
 
         policy = REMAT_POLICIES[config.remat]
         for run in runs(schedule.structure):
@@ -159,13 +159,47 @@ class Model:
             x = _repeat(group, x, data, run, config.scan)
         return nnx.merge(self._trunk, params["trunk"]).final_norm(x)
 
+    def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """What the first layer reads, in the compute dtype."""
+        x = nnx.merge(self._trunk, params["trunk"]).embed(tokens, jnp.dtype(self.config.dtype))
+        return constrain(x, "batch", "length", "activation_embed")
+
+    def block(self, block_params: Params) -> Block:
+        """One layer, from its part of the stacked parameters."""
+        return nnx.merge(self._block, block_params)
+
+    def row(
+        self,
+        arrays: tuple[jax.Array, ...],
+        structure: LayerStructure,
+        positions: Int[Array, "#B T"],
+        tables: tuple[jax.Array, jax.Array] | None = None,
+    ) -> Row:
+        """A layer's row of the schedule, as attention takes it.
+
+        Args:
+          arrays: the layer's part of `layer_arrays`.
+          structure: what is compiled of it.
+          positions: of the tokens.
+          tables: cos and sin where they are made already.
+        """
+        turns, gain, slope, logit_scale, noise = arrays
+        cos, sin, self_bias = None, None, None
+        if structure.rotates:
+            cos, sin = self._tables(turns, gain, structure, positions) if tables is None else tables
+        if structure.self_bias:
+            strength, length = structure.self_bias
+            self_bias = jnp.where(positions < length, jnp.float32(strength), 0)
+        slope, noise = slope if structure.slopes else None, noise if structure.noisy else None
+        return Row(cos, sin, slope, logit_scale, noise, self_bias)
+
     def _tables(
         self, turns: jax.Array, gain: jax.Array, structure: LayerStructure, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """cos and sin [B or 1, T, rows, R] with one row per layer, key head or query head, as the layer needs."""
         step = {"shared": self.config.heads, "grouped": self.config.heads // self.config.kv_heads, "split": 1}
         chosen = slice(None, None, step[structure.heads])
-        return rotation_tables(turns[chosen], gain[chosen], positions)
+        return rotation_tables(turns[chosen], gain[chosen], positions, structure.warp)
 
     def apply(
         self,
@@ -188,6 +222,11 @@ class Model:
         """Cross-entropy of each target of a batch (tokens, targets, and positions and segments where given), nats."""
         x = self.hidden(params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule)
         return cross_entropy(x, self.unembedding(params), batch["targets"], self.config.loss_chunks)
+
+
+def layer_arrays(schedule: Schedule) -> tuple[jax.Array, ...]:
+    """What `Model.row` reads of a schedule, stacked over layers."""
+    return (schedule.turns, schedule.gain, schedule.alibi_slope, schedule.logit_scale, schedule.noise)
 
 
 def _repeat(group: Any, x: jax.Array, data: Any, run: Run, scan: bool) -> jax.Array:

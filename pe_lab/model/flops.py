@@ -31,7 +31,8 @@ def train_flops_per_token(
       structure: the layers' windows, for the causal count; None is full attention everywhere.
     """
     D, H, G, K, T = config.d_model, config.heads, config.kv_heads, config.head_dim, sequence_length
-    weights = config.layers * (2 * D * H * K + 2 * D * G * K + 3 * D * config.d_ff) + D * config.vocab_size
+    mlp = (3 if config.gated_mlp else 2) * D * config.d_ff
+    weights = config.layers * (2 * D * H * K + 2 * D * G * K + mlp) + D * config.vocab_size
     full = causal = 6.0 * weights
     for n in range(config.layers):
         window = structure[n].window if structure else None

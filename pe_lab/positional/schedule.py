@@ -13,9 +13,11 @@ import numpy as np
 from jaxtyping import Float, UInt32
 
 from pe_lab.config import UserError
-from pe_lab.positional.encodings import Alibi, alibi_slopes, frequencies
-from pe_lab.positional.layers import Layer, label
-from pe_lab.positional.rotation import turns_per_position
+from pe_lab.positional.encodings import Alibi, NotebookBias, NotebookYarn, alibi_slopes, frequencies
+from pe_lab.positional.heads import HeadArrays, edit_heads
+from pe_lab.positional.layers import Layer
+from pe_lab.positional.rotation import Warp, turns_per_position
+from pe_lab.positional.texts import label
 
 ArrayLike = jax.Array | np.ndarray
 
@@ -27,12 +29,18 @@ class LayerStructure:
     `heads` says how far rotations differ within the layer: `shared` by all heads; `grouped`, differing between
     groups of query heads but not within one; `split`, differing within a group, so that keys are rotated once per
     query head (a query head whose key head still rotates would not be NoPE).
+
+    `noisy` layers have heads whose queries and keys DoPE replaces by noise. `warp` and `self_bias` (strength, length)
+    are the notebook's, and there for comparison only: they are constants of the program.
     """
 
     rotates: bool = False
     slopes: bool = False
     window: int | None = None
     heads: Literal["shared", "grouped", "split"] = "shared"
+    noisy: bool = False
+    warp: Warp | None = None
+    self_bias: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class Schedule:
       turns: [N, H, R, 2] `inv_freq` in fixed point (see `turns_per_position`); what the rotation reads.
       alibi_slope: [N, H] logit penalty per token of distance.
       logit_scale: [N] factor on the attention logits (DroPE's beta).
+      noise: [N, H] seed of a head whose queries and keys are noise (DoPE-by-Gaussian); 0 = none.
       structure: one `LayerStructure` per layer.
       same_rotation: every layer that rotates does so alike, so one table serves them all.
     """
@@ -54,6 +63,7 @@ class Schedule:
     turns: UInt32[ArrayLike, "N H R 2"]
     alibi_slope: Float[ArrayLike, "N H"]
     logit_scale: Float[ArrayLike, " N"]
+    noise: UInt32[ArrayLike, "N H"]
     structure: tuple[LayerStructure, ...]
     same_rotation: bool = False
 
@@ -61,18 +71,27 @@ class Schedule:
     def num_layers(self) -> int:
         return len(self.structure)
 
-    def generalize(self, heads: Literal["shared", "grouped", "split"] = "shared", slopes: bool = False) -> Schedule:
+    def generalize(
+        self,
+        heads: Literal["shared", "grouped", "split"] = "shared",
+        slopes: bool = False,
+        noisy: bool = False,
+    ) -> Schedule:
         """The same encoding in a structure that more schedules share: every layer takes a rotation, absent or not.
 
-        Schedules generalized alike (and with the same windows) run through one compilation. `heads` and `slopes`
-        are the least that the result offers; what this schedule itself needs is kept.
+        Schedules generalized alike (and with the same windows) run through one compilation. `heads`, `slopes` and
+        `noisy` are the least that the result offers; what this schedule itself needs is kept. Noise is drawn per
+        query head, so `noisy` implies split heads.
         """
+        if noisy:
+            heads = "split"
         order = ("shared", "grouped", "split")
         structure = tuple(
             dataclasses.replace(
                 s,
                 rotates=True,
                 slopes=s.slopes or slopes,
+                noisy=s.noisy or noisy,
                 heads=max(s.heads, heads, key=order.index),
             )
             for s in self.structure
@@ -89,10 +108,12 @@ class Schedule:
         gain: Any = None,
         alibi_slope: Any = None,
         logit_scale: Any = None,
+        noise: Any = None,
     ) -> Schedule:
         """A schedule with new values at some layers and heads; host side.
 
-        Values broadcast to [layers, heads, R], `alibi_slope` to [layers, heads], `logit_scale` to [layers].
+        Values broadcast to [layers, heads, R], `alibi_slope` and `noise` to [layers, heads], `logit_scale` to
+        [layers].
         The structure is worked out anew: what `generalize` added is gone.
 
         Raises:
@@ -128,14 +149,15 @@ class Schedule:
             turns,
             put(self.alibi_slope, alibi_slope),
             put(self.logit_scale, logit_scale, per_head=False),
-            [s.window for s in self.structure],
+            put(self.noise, noise),
+            self.structure,
             num_kv_heads,
         )
 
 
 jax.tree_util.register_dataclass(
     Schedule,
-    data_fields=["inv_freq", "gain", "turns", "alibi_slope", "logit_scale"],
+    data_fields=["inv_freq", "gain", "turns", "alibi_slope", "logit_scale", "noise"],
     meta_fields=["structure", "same_rotation"],
 )
 
@@ -157,22 +179,49 @@ def build_schedule(
     """
     if not layers or num_heads < 1:
         raise UserError(f"A schedule needs layers and heads, and has {len(layers)} layers and {num_heads} heads.")
-    # A [N, H, R] array of a deep model is mostly repetition: work out each distinct encoding once.
-    known = {layer.encoding: frequencies(layer.encoding, head_dim, length) for layer in layers}
-    shape = (len(layers), num_heads, head_dim // 2)
-    inv_freq = np.stack([np.broadcast_to(known[layer.encoding][0], shape[1:]) for layer in layers])
-    gain = np.stack([np.broadcast_to(known[layer.encoding][1], shape[1:]) for layer in layers])
-    none = np.zeros(num_heads)
-    slopes = [alibi_slopes(num_heads) if isinstance(layer.encoding, Alibi) else none for layer in layers]
+    slopes = alibi_slopes(num_heads)
+    # A [N, H, R] array of a deep model is mostly repetition: work out each distinct layer once.
+    known: dict[Layer, HeadArrays] = {}
+    for n, layer in enumerate(layers):
+        if layer not in known:
+            known[layer] = _layer_arrays(layer, num_heads, head_dim, slopes, length, f"layer {n}")
+    rows = [known[layer] for layer in layers]
+    inv_freq = np.stack([row.inv_freq for row in rows])
     return _assemble(
         inv_freq,
-        gain,
+        np.stack([row.gain for row in rows]),
         turns_per_position(inv_freq),
-        np.stack(slopes),
-        np.array([layer.logit_scale for layer in layers]),
-        [layer.window for layer in layers],
+        np.stack([row.slope for row in rows]),
+        np.array([layer.scale_at(length) for layer in layers]),
+        np.stack([row.noise for row in rows]),
+        [_constants(layer) for layer in layers],
         num_kv_heads,
     )
+
+
+def _layer_arrays(
+    layer: Layer, num_heads: int, head_dim: int, slopes: np.ndarray, length: int | None, where: str
+) -> HeadArrays:
+    inv_freq, gain = frequencies(layer.encoding, head_dim, length)
+    arrays = HeadArrays(
+        np.tile(inv_freq, (num_heads, 1)),
+        np.tile(gain, (num_heads, 1)),
+        slopes.copy() if isinstance(layer.encoding, Alibi) else np.zeros(num_heads),
+        np.zeros(num_heads, np.uint32),
+    )
+    edit_heads(arrays, layer.heads, slopes, length, where)
+    return arrays
+
+
+def _constants(layer: Layer) -> LayerStructure:
+    """What a description says of the compiled program; the rest of the structure follows from the arrays."""
+    encoding = layer.encoding
+    warp = self_bias = None
+    if isinstance(encoding, NotebookYarn):
+        warp = Warp(encoding.alpha, encoding.beta, encoding.original_length, encoding.blend)
+    if isinstance(encoding, NotebookBias):
+        self_bias = (encoding.strength, encoding.original_length)
+    return LayerStructure(window=layer.window, warp=warp, self_bias=self_bias)
 
 
 def _select(count: int, chosen: Sequence[int] | slice, what: str) -> np.ndarray:
@@ -191,30 +240,47 @@ def _assemble(
     turns: np.ndarray,
     alibi_slope: np.ndarray,
     logit_scale: np.ndarray,
-    windows: Sequence[int | None],
+    noise: np.ndarray,
+    constants: Sequence[LayerStructure],
     num_kv_heads: int,
 ) -> Schedule:
+    """A schedule around arrays; of `constants` only what does not follow from them is read."""
     if num_kv_heads < 1 or turns.shape[1] % num_kv_heads:
         raise UserError(f"{turns.shape[1]} query heads do not divide into {num_kv_heads} key-value heads.")
-    rows = np.concatenate([turns.astype(np.float64), gain[..., None]], axis=-1)  # [N, H, R, 3], for comparison
-    rotates = (turns != 0).any((1, 2, 3)) | (gain != 1).any((1, 2))
+    every = np.broadcast_to(noise[..., None, None], (*gain.shape, 1))
+    rows = np.concatenate([turns.astype(np.float64), gain[..., None], every], axis=-1)  # [N, H, R, 4], to compare
+    noisy = (noise != 0).any(1)
+    rotates = (turns != 0).any((1, 2, 3)) | (gain != 1).any((1, 2)) | noisy
     structure = []
-    for n, window in enumerate(windows):
+    for n, constant in enumerate(constants):
         grouped = rows[n].reshape(num_kv_heads, -1, *rows.shape[2:])
-        if (rows[n] == rows[n, :1]).all():
+        if (rows[n] == rows[n, :1]).all() and not noisy[n]:
             heads = "shared"
         else:
-            heads = "grouped" if (grouped == grouped[:, :1]).all() else "split"
-        structure.append(LayerStructure(bool(rotates[n]), bool((alibi_slope[n] != 0).any()), window, heads))
+            # Noise is drawn per query head: a group's heads never share its key.
+            heads = "grouped" if (grouped == grouped[:, :1]).all() and not noisy[n] else "split"
+        structure.append(
+            LayerStructure(
+                bool(rotates[n]),
+                bool((alibi_slope[n] != 0).any()),
+                constant.window,
+                heads,
+                bool(noisy[n]),
+                constant.warp,
+                constant.self_bias,
+            )
+        )
     rotating = rows[rotates]
+    warps = {s.warp for s in structure if s.rotates}
     return Schedule(
         inv_freq.astype(np.float32),
         gain.astype(np.float32),
         turns,
         alibi_slope.astype(np.float32),
         logit_scale.astype(np.float32),
+        noise.astype(np.uint32),
         tuple(structure),
-        same_rotation=bool(len(rotating) and (rotating == rotating[:1]).all()),
+        same_rotation=bool(len(rotating) and (rotating == rotating[:1]).all() and len(warps) == 1),
     )
 
 
@@ -227,7 +293,7 @@ def describe(schedule: Schedule, layers: Sequence[Layer] | None = None) -> str:
         raise UserError(f"{len(layers)} layers cannot name the {schedule.num_layers} of this schedule.")
     turning = (np.asarray(schedule.turns) != 0).any(-1)  # PI by 1e30 has frequencies, and yet nothing turns
     freq, gain = np.asarray(schedule.inv_freq, np.float64), np.asarray(schedule.gain)
-    slope, scale = np.asarray(schedule.alibi_slope), np.asarray(schedule.logit_scale)
+    slope, scale, noise = (np.asarray(a) for a in (schedule.alibi_slope, schedule.logit_scale, schedule.noise))
 
     def line(n: int) -> tuple[str, ...]:
         rotating = turning[n]
@@ -242,9 +308,20 @@ def describe(schedule: Schedule, layers: Sequence[Layer] | None = None) -> str:
             str(schedule.structure[n].window or "all"),
             f"{scale[n]:.4g}",
             schedule.structure[n].heads if schedule.structure[n].rotates else "none",
+            _beside(schedule.structure[n], int((noise[n] != 0).sum())),
         )
 
-    header = ("encoding", "pairs turning", "wavelength (tokens)", "gain", "slope", "window", "logit scale", "heads")
+    header = (
+        "encoding",
+        "pairs turning",
+        "wavelength (tokens)",
+        "gain",
+        "slope",
+        "window",
+        "logit scale",
+        "heads",
+        "beside",
+    )
     rows: list[list[Any]] = []
     for n in range(schedule.num_layers):
         if rows and rows[-1][1] == line(n):
@@ -252,6 +329,8 @@ def describe(schedule: Schedule, layers: Sequence[Layer] | None = None) -> str:
         else:
             rows.append([[n, n], line(n)])
     cells = [("layers", *header)] + [(f"{a}-{b}" if b > a else f"{a}", *rest) for (a, b), rest in rows]
+    if all(not row[-1] for row in cells[1:]):
+        cells = [row[:-1] for row in cells]
     if not layers:
         cells = [(c[0], *c[2:]) for c in cells]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
@@ -261,3 +340,13 @@ def describe(schedule: Schedule, layers: Sequence[Layer] | None = None) -> str:
 def _span(values: np.ndarray) -> str:
     low, high = float(values.min()), float(values.max())
     return f"{low:.4g}" if low == high else f"{low:.4g} .. {high:.4g}"
+
+
+def _beside(structure: LayerStructure, noisy_heads: int) -> str:
+    """What a layer has that most have not."""
+    parts = [f"{noisy_heads} heads are noise"] if noisy_heads else []
+    if structure.warp:
+        parts.append(f"positions times {structure.warp.alpha:g} .. {structure.warp.beta:g}")
+    if structure.self_bias:
+        parts.append("{:+g} on itself below {}".format(*structure.self_bias))
+    return ", ".join(parts)

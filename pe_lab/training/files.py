@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pe_lab.config import Config, UserError, config_hash, identity, to_json
+from pe_lab.config import Config, UserError, config_hash, from_dict, identity, to_json
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -95,8 +96,13 @@ def claim_workdir(workdir: Path, config: Config) -> None:
         raise UserError(f"--workdir '{workdir}': its run.json is not one of ours. Choose another --workdir.") from None
     if known == config_hash(config):
         return
+    with contextlib.suppress(UserError, KeyError):
+        # Written by an earlier version: fields that it did not know have their defaults.
+        before = identity(from_dict(Config, run["config"]))
     now = identity(config)
     keys = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
+    if not keys:
+        return
     shown = [f"{k}: {before.get(k, 'absent')} there, {now.get(k, 'absent')} here" for k in keys[:4]]
     raise UserError(
         f"--workdir '{workdir}' belongs to another config ({'; '.join(shown)}{'; ...' if len(keys) > 4 else ''}). "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import signal
@@ -14,27 +15,29 @@ from typing import Any
 import jax
 import numpy as np
 
+from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.store import (
     DIRECTORY,
     Checkpoint,
     Store,
     first_line,
-    metadata_of,
     new_id,
     open_checkpoint,
     templates,
 )
-from pe_lab.checkpoints.surgery import change, check_same_shape, lineage_entry
-from pe_lab.config import UserError, config_hash, to_json
+from pe_lab.checkpoints.surgery import NOTHING, change, check_same_shape, lineage_entry
+from pe_lab.config import UserError
 from pe_lab.data.pipeline import validation_batches
 from pe_lab.model import train_flops_per_token
 from pe_lab.positional import describe, label
 from pe_lab.training.files import NoRows, Rows, TensorBoard, write_json
-from pe_lab.training.machine import Peak, versions
+from pe_lab.training.machine import Peak
 from pe_lab.training.optimizer import learning_rate, make_optimizer
 from pe_lab.training.progress import TrainingProgress, console
+from pe_lab.training.records import checkpoint_metadata, phase_facts
 from pe_lab.training.run import PhasePlan, Run
 from pe_lab.training.step import (
+    RandomPositions,
     TrainState,
     compile_loss,
     compile_train_step,
@@ -88,10 +91,11 @@ class _PhaseTraining:
         self.run_, self.phase, self.previous, self.peak, self.store = run, phase, previous, peak, store
         self.out = console()
         self.directory = run.workdir / phase.name
-        self.optimizer = make_optimizer(phase.config.optimizer, phase.config.steps, run.model.axes)
-        self.shardings = make_shardings(run.model, self.optimizer, run.mesh, run.rules)
+        self.model = run.models[phase.index]
+        self.optimizer = make_optimizer(phase.config.optimizer, phase.config.steps, self.model.axes)
+        self.shardings = make_shardings(self.model, self.optimizer, run.mesh, run.rules)
         self.schedule = jax.device_put(phase.schedule, self.shardings.replicated)
-        self.flops = train_flops_per_token(run.model.config, phase.config.sequence_length, phase.schedule.structure)
+        self.flops = train_flops_per_token(self.model.config, phase.config.sequence_length, phase.schedule.structure)
         self.rate = learning_rate(phase.config.optimizer, phase.config.steps)
         self.first = jax.process_index() == 0
         self.lineage: list[dict[str, Any]] = []  # of the phase's start
@@ -101,7 +105,7 @@ class _PhaseTraining:
 
     def start(self) -> tuple[TrainState, list[dict[str, Any]], dict[str, Any] | None]:
         """The state to begin with, its lineage, and the data position (None: from the beginning)."""
-        shapes = jax.eval_shape(lambda p: init_state(self.run_.model, self.optimizer, p), self.run_.model.shapes)
+        shapes = jax.eval_shape(lambda p: init_state(self.model, self.optimizer, p), self.model.shapes)
         template = templates(shapes, self.shardings.state)
         for step in reversed(self.store.steps()):
             try:
@@ -143,12 +147,12 @@ class _PhaseTraining:
 
     def _fresh(self, params: Any) -> TrainState:
         """A state at step 0 around given parameters."""
-        make = jax.jit(lambda p: init_state(self.run_.model, self.optimizer, p), out_shardings=self.shardings.state)
+        make = jax.jit(lambda p: init_state(self.model, self.optimizer, p), out_shardings=self.shardings.state)
         return make(params)
 
     def _random(self) -> tuple[TrainState, list[dict[str, Any]], None]:
         make = jax.jit(
-            lambda key: init_state(self.run_.model, self.optimizer, self.run_.model.init(key)),
+            lambda key: init_state(self.model, self.optimizer, self.model.init(key)),
             out_shardings=self.shardings.state,
         )
         what = f"initialized at random, seed {self.run_.config.seed}"
@@ -156,14 +160,35 @@ class _PhaseTraining:
 
     def _child(self, parent: Checkpoint) -> tuple[TrainState, list[dict[str, Any]], None]:
         """Surgery at the border of two phases: a child checkpoint with the new encodings, then a fresh optimizer."""
-        check_same_shape(parent.model, self.run_.model.config, f"The checkpoint '{parent.path}'")
-        what = change(parent.layers, self.phase.layers)
+        own_norm = bool(self.phase.config.qk_norm)
+        check_same_shape(parent.model, self.model.config, f"The checkpoint '{parent.path}'", own_norm)
+        params, what = parent.params, change(parent.layers, self.phase.layers)
+        if parent.model.qk_norm != self.model.config.qk_norm:
+            params, told = self._change_qk_norm(parent)
+            what = told if what == NOTHING else f"{what}; {told}"
         child = new_id()
         lineage = [*parent.metadata["lineage"], lineage_entry(what, child, str(self._path(0)), 0)]
         self.out.print(f"[bold]{self.phase.name}[/]: from {parent.path}: {what}")
-        self._save(0, parent.params, None, child, lineage, None)
+        self._save(0, params, None, child, lineage, None)
         self.store.wait()
-        return self._fresh(parent.params), lineage, None
+        return self._fresh(params), lineage, None
+
+    def _change_qk_norm(self, parent: Checkpoint) -> tuple[Any, str]:
+        """The parent's parameters under this phase's QK-norm, fitted on a batch of held-out text; what it did."""
+        batches = self._held_out(count=1)
+        batch = next((found[0] for found in batches.values() if found), None)
+        if batch is None:
+            raise UserError(f"Changing the QK-norm of '{parent.path}' needs held-out text; its data holds none out.")
+        model = dataclasses.replace(self.model.config, qk_norm=parent.model.qk_norm)
+        _, params, told = change_qk_norm(
+            model,
+            parent.params,
+            self.phase.qk_norm,
+            self.schedule,
+            place_batch(batch, self.shardings.batch),
+            lambda _: (self.shardings.state.params, self.shardings.replicated),
+        )
+        return params, str(told)
 
     # -- loop ----------------------------------------------------------------------------------------------------
 
@@ -182,7 +207,9 @@ class _PhaseTraining:
         self._write_facts("running", started, 0.0)
         self.out.print(describe(phase.schedule, phase.layers))
 
-        train_step = compile_train_step(run.model, self.optimizer, run.mesh, run.rules, phase.config.accumulate)
+        train_step = compile_train_step(
+            self.model, self.optimizer, run.mesh, run.rules, phase.config.accumulate, self._random_positions()
+        )
         validate = self._validation()
         steps, every = phase.config.steps, config.log.every_steps
         before = sum(p.config.steps for p in run.phases[: phase.index])
@@ -207,7 +234,7 @@ class _PhaseTraining:
                 raise UserError(
                     f"The loss is {last['loss']} and its gradient's norm {last['grad_norm']} at step {at} of "
                     f"'{phase.name}'. Checkpoints before it are in "
-                    f"'{self.directory / DIRECTORY}'. Lower the learning rate, or set model.qk_norm."
+                    f"'{self.directory / DIRECTORY}'. Lower the learning rate, or set model.qk_norm=head."
                 )
             if at % every == 0 or at == steps:
                 rate = float(self.rate(at - 1))
@@ -260,6 +287,11 @@ class _PhaseTraining:
                     writer.close()
         return self._path(steps)
 
+    def _random_positions(self) -> RandomPositions | None:
+        if not self.phase.config.random_positions:
+            return None
+        return RandomPositions(self.phase.config.random_positions, (self.run_.config.seed, self.phase.index))
+
     def _speed(self, step: int, steps: int, seconds: float, total: float) -> dict[str, Any]:
         rate = steps * self.phase.tokens_per_step / seconds
         known = self.peak.flops > 0
@@ -273,16 +305,8 @@ class _PhaseTraining:
 
     def _validation(self) -> Any:
         """A function from parameters to {"validation_loss": ..., "validation_loss/SOURCE": ...}."""
-        phase, config, run_share = self.phase.config, self.run_.config, self.run_.share
-        held_out = validation_batches(
-            config.data,
-            sequence_length=phase.sequence_length,
-            batch_size=phase.batch_size // phase.accumulate,
-            count=config.log.validation_batches,
-            process_index=run_share[0],
-            process_count=run_share[1],
-        )
-        loss = compile_loss(self.run_.model, self.run_.mesh, self.run_.rules, self.shardings)
+        held_out = self._held_out(self.run_.config.log.validation_batches)
+        loss = compile_loss(self.model, self.run_.mesh, self.run_.rules, self.shardings)
 
         def validate(params: Any) -> dict[str, float]:
             total, weight, row = 0.0, 0.0, {}
@@ -294,6 +318,18 @@ class _PhaseTraining:
             return {"validation_loss": float(total / weight), **row} if weight else {}
 
         return validate
+
+    def _held_out(self, count: int) -> dict[str, list[Any]]:
+        """Batches of held-out text by source, as many as there are up to `count`, shaped as in training."""
+        phase, run = self.phase.config, self.run_
+        return validation_batches(
+            run.config.data,
+            sequence_length=phase.sequence_length,
+            batch_size=phase.batch_size // phase.accumulate,
+            count=count,
+            process_index=run.share[0],
+            process_count=run.share[1],
+        )
 
     # -- save ----------------------------------------------------------------------------------------------------
 
@@ -307,67 +343,15 @@ class _PhaseTraining:
             what = f"trained {step} steps of '{phase.name}' with {encodings}"
             lineage = [*self.lineage, lineage_entry(what, checkpoint_id, str(self._path(step)), step)]
             self.saved_lineage = lineage
-        metadata = metadata_of(
-            run.model.config,
-            phase.layers,
-            phase.schedule,
-            id=checkpoint_id,
-            run=run.config.name,
-            phase=phase.name,
-            phase_index=phase.index,
-            step=step,
-            tokens=step * phase.tokens_per_step,
-            training_length=phase.config.sequence_length,
-            config=to_json(run.config),
-            config_hash=config_hash(run.config),
-            lineage=lineage,
-            mixture=list(run.mixture),
-            tokenizer=run.tokenizer.fingerprint,
-            vocab_size=run.model.config.vocab_size,
-            versions=versions(),
-            data_state=data_state,
-            random={"seed": run.config.seed, "key": jax.random.key_data(jax.random.key(run.config.seed)).tolist()},
-        )
+        metadata = checkpoint_metadata(run, phase, checkpoint_id, step, lineage, data_state)
         self.store.save(step, params, optimizer, phase.schedule, metadata)
 
     def _write_facts(self, status: str, started: int, seconds: float) -> None:
         """phase.json, for the report."""
-        if not self.first:
-            return
-        run, phase = self.run_, self.phase
-        encodings: list[dict[str, Any]] = []
-        for n, layer in enumerate(phase.layers):
-            entry = {"layers": f"{n}", "encoding": label(layer), "window": layer.window}
-            if encodings and encodings[-1]["encoding"] == entry["encoding"]:
-                encodings[-1]["layers"] = f"{encodings[-1]['layers'].split('-')[0]}-{n}"
-            else:
-                encodings.append(entry)
-        write_json(
-            self.directory / "phase.json",
-            {
-                "phase": phase.name,
-                "index": phase.index,
-                "status": status,
-                "steps": phase.config.steps,
-                "started_step": started,
-                "seconds": round(seconds, 1),
-                "batch_size": phase.config.batch_size,
-                "sequence_length": phase.config.sequence_length,
-                "tokens_per_step": phase.tokens_per_step,
-                "parameters": run.model.num_parameters,
-                "head_dim": run.model.config.head_dim,
-                "flops_per_token_full": self.flops.full,
-                "flops_per_token_causal": self.flops.causal,
-                "peak_flops": self.peak.flops,
-                "peak_source": self.peak.source,
-                "positional": encodings,
-                "describe": describe(phase.schedule, phase.layers),
-                "mixture": list(run.mixture),
-                "tokenizer": run.config.data.tokenizer,
-                "vocab_size": run.model.config.vocab_size,
-                "lineage": self.saved_lineage or self.lineage,
-            },
-        )
+        if self.first:
+            lineage = self.saved_lineage or self.lineage
+            facts = phase_facts(self.run_, self.phase, status, started, seconds, self.flops, self.peak, lineage)
+            write_json(self.directory / "phase.json", facts)
 
 
 @contextlib.contextmanager

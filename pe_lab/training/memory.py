@@ -112,8 +112,10 @@ def _activations(model: Model, phase: PhasePlan, mesh: Mesh) -> tuple[int, int]:
     # Per token and layer: queries, keys, values, as projected; and everything that a backward pass reads.
     heads = config.heads // tensor
     kv_heads = config.kv_heads // tensor if config.kv_heads % tensor == 0 else config.kv_heads
-    qkv, mlp = (heads + 2 * kv_heads) * config.head_dim, config.d_ff // tensor
-    everything = width * (4 * config.d_model + 2 * qkv + heads * config.head_dim + 3 * mlp)
+    qkv = (heads + 2 * kv_heads) * config.head_dim
+    mlp_in = (2 if config.gated_mlp else 1) * (config.d_ff // tensor)  # gate and up, or up alone, as projected
+    mlp = mlp_in + config.d_ff // tensor
+    everything = width * (4 * config.d_model + 2 * qkv + heads * config.head_dim + mlp)
     whole = length <= config.attention_chunk if config.attention == "auto" else config.attention != "chunked"
     if whole:
         everything, block = everything + heads * length * width, heads * length * 4
@@ -122,7 +124,7 @@ def _activations(model: Model, phase: PhasePlan, mesh: Mesh) -> tuple[int, int]:
     kept = {
         "none": everything,
         # Products with weights (queries, keys, values, gate, up, both outputs), and the layer's input.
-        "dots": width * (3 * config.d_model + qkv + 2 * mlp),
+        "dots": width * (3 * config.d_model + qkv + mlp_in),
         "full": width * config.d_model,
     }[config.remat]
 

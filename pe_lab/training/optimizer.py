@@ -47,7 +47,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def decays(path: tuple[Any, ...], axes: tuple[str, ...]) -> bool:
     """Whether weight decay acts on a parameter: on matrices, not on norms' scales or biases."""
     name = str(getattr(path[-1], "key", path[-1]))
-    return not name.endswith("bias") and len([axis for axis in axes if axis != "layers"]) > 1
+    # By name first: the bias of a projection to heads and the scale of a flat QK-norm have two axes.
+    return not name.endswith(("bias", "scale")) and len([axis for axis in axes if axis != "layers"]) > 1
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, axes: Any) -> optax.GradientTransformation:

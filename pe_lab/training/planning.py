@@ -16,7 +16,7 @@ from pe_lab.parallel import AxisRules, check_batch, make_mesh
 from pe_lab.parallel.topology import CHIPS, Topology, placeholder_mesh, topology_devices
 from pe_lab.positional import label
 from pe_lab.training.memory import Compiled, Estimate, compile_memory, estimate_memory
-from pe_lab.training.run import PhasePlan, plan_phases, vocabulary
+from pe_lab.training.run import PhasePlan, phase_models, plan_phases, vocabulary
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class PhaseNumbers:
     """One phase, by arithmetic and from shapes."""
 
     plan: PhasePlan
+    model: Model
     encoding: str
     flops: Flops  # per token
     memory: Estimate
@@ -70,14 +71,14 @@ def make_plan(config: Config, topology: Topology) -> Plan:
         where = f"config.phases[{phase.index}] ('{phase.name}')"
         check_batch(phase.config.batch_size, phase.config.accumulate, mesh, where)
     needed = config.model.vocab_size or _data_vocabulary(config)
-    model = Model(dataclasses.replace(config.model, vocab_size=vocabulary(config, needed)))
+    models = phase_models(config, phases, vocabulary(config, needed))
     numbers = []
-    for phase in phases:
+    for phase, model in zip(phases, models, strict=True):
         flops = train_flops_per_token(model.config, phase.config.sequence_length, phase.schedule.structure)
         memory = estimate_memory(model, phase, config.data.segments, mesh, AxisRules())
         names = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))
-        numbers.append(PhaseNumbers(phase, names, flops, memory))
-    return Plan(config, topology, model, {k: int(v) for k, v in mesh.shape.items()}, tuple(numbers))
+        numbers.append(PhaseNumbers(phase, model, names, flops, memory))
+    return Plan(config, topology, models[0], {k: int(v) for k, v in mesh.shape.items()}, tuple(numbers))
 
 
 def _data_vocabulary(config: Config) -> int:
@@ -99,7 +100,7 @@ def _data_vocabulary(config: Config) -> int:
 def compile_phase(plan: Plan, phase: PhaseNumbers) -> Compiled:
     """The compiler's memory for one phase. Raises `NoCompiler` or `OutOfMemory`."""
     mesh = make_mesh(plan.config.mesh, topology_devices(plan.topology))
-    return compile_memory(plan.model, phase.plan, plan.config.data.segments, mesh, AxisRules())
+    return compile_memory(phase.model, phase.plan, plan.config.data.segments, mesh, AxisRules())
 
 
 def choose_phases(plan: Plan, chosen: str | None) -> list[PhaseNumbers]:

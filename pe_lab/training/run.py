@@ -19,7 +19,7 @@ from pe_lab.data.pipeline import build_pipeline
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.model import Model, complete
 from pe_lab.parallel import AxisRules, check_batch, make_mesh
-from pe_lab.positional import Layer, Schedule, build_schedule, layers
+from pe_lab.positional import Layer, Schedule, build_schedule, from_json, layers
 from pe_lab.training.optimizer import learning_rate
 from pe_lab.training.step import parameter_shardings
 
@@ -32,6 +32,7 @@ class PhasePlan:
     config: PhaseConfig
     layers: tuple[Layer, ...]
     schedule: Schedule
+    qk_norm: str  # the phase's own, or what was before
 
     @property
     def name(self) -> str:
@@ -43,24 +44,46 @@ class PhasePlan:
 
 
 def plan_phases(config: Config) -> tuple[PhasePlan, ...]:
-    """Resolves and checks every phase before anything runs; a `UserError` names the phase."""
+    """Resolves and checks every phase before anything runs; a `UserError` names the phase.
+
+    Edits (`drop(...)`, `rescale(...)`) and an unset `qk_norm` refer to the phase or the checkpoint that a phase
+    starts from.
+    """
     names = [phase.name for phase in config.phases]
     if not names or len(set(names)) != len(names) or any("/" in n or n.startswith(".") or not n for n in names):
         raise UserError(f"config.phases: each phase needs a name of its own, a plain word; they are {names}.")
     model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or config.model.loss_chunks))
-    plans = []
+    plans: list[PhasePlan] = []
     for i, phase in enumerate(config.phases):
         try:
             for field in ("steps", "sequence_length", "batch_size", "accumulate"):
                 if getattr(phase, field) < 1:
                     raise UserError(f"{field} is {getattr(phase, field)}; it must be positive.")
-            described = layers(phase.positional, model.layers)
+            if phase.random_positions and phase.random_positions < phase.sequence_length:
+                raise UserError(
+                    f"random_positions is {phase.random_positions}; {phase.sequence_length} different positions are "
+                    "drawn below it, so it must be at least that (or 0: positions count)."
+                )
+            continues = plans[-1] if plans and not phase.init_from else None
+            described = layers(phase.positional, model.layers, _layers_before(phase, continues))
             schedule = build_schedule(described, model.heads, model.kv_heads, model.head_dim, phase.sequence_length)
             learning_rate(phase.optimizer, phase.steps)
+            qk_norm = phase.qk_norm or (continues.qk_norm if continues else model.qk_norm)
+            complete(dataclasses.replace(model, qk_norm=qk_norm))
         except UserError as error:
             raise UserError(f"config.phases[{i}] ('{phase.name}'): {error}") from None
-        plans.append(PhasePlan(i, phase, described, schedule))
+        plans.append(PhasePlan(i, phase, described, schedule, qk_norm))
     return tuple(plans)
+
+
+def _layers_before(phase: PhaseConfig, continues: PhasePlan | None) -> tuple[Layer, ...] | None:
+    """The layers that an edit of this phase would change; None where there are none to be found."""
+    if continues is not None:
+        return continues.layers
+    if phase.init_from in ("", "random") or not Path(phase.init_from).is_dir():
+        return None
+    directory, step = resolve(phase.init_from)
+    return tuple(from_json(layer) for layer in read_metadata(directory / str(step))["layers"])
 
 
 @dataclass(frozen=True)
@@ -69,7 +92,7 @@ class Run:
 
     config: Config
     workdir: Path
-    model: Model
+    models: tuple[Model, ...]  # one a phase: they differ in their QK-norm at most
     mesh: Mesh
     rules: AxisRules
     phases: tuple[PhasePlan, ...]
@@ -108,13 +131,25 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
     for pipeline in pipelines:
         pipeline.close()
     first = pipelines[0]
-    model = Model(dataclasses.replace(config.model, vocab_size=vocabulary(config, first.vocab_size)))
-    parameter_shardings(model, mesh, rules)
-    for directory, step in starts.values():
-        where = directory / str(step)
-        parent = from_dict(ModelConfig, read_metadata(where)["model"], f"{where}: model")
-        check_same_shape(parent, model.config, f"The checkpoint '{where}'")
-    return Run(config, workdir, model, mesh, rules, phases, first.mixture, first.tokenizer)
+    models = phase_models(config, phases, vocabulary(config, first.vocab_size))
+    for phase, model in zip(phases, models, strict=True):
+        parameter_shardings(model, mesh, rules)
+        if phase.name in starts:
+            directory, step = starts[phase.name]
+            where = directory / str(step)
+            parent = from_dict(ModelConfig, read_metadata(where)["model"], f"{where}: model")
+            check_same_shape(parent, model.config, f"The checkpoint '{where}'", bool(phase.config.qk_norm))
+    return Run(config, workdir, models, mesh, rules, phases, first.mixture, first.tokenizer)
+
+
+def phase_models(config: Config, phases: Sequence[PhasePlan], vocab_size: int) -> tuple[Model, ...]:
+    """The model of each phase; one object where they do not differ."""
+    known: dict[str, Model] = {}
+    for phase in phases:
+        if phase.qk_norm not in known:
+            shape = dataclasses.replace(config.model, vocab_size=vocab_size, qk_norm=phase.qk_norm)
+            known[phase.qk_norm] = Model(shape)
+    return tuple(known[phase.qk_norm] for phase in phases)
 
 
 def check_intervals(config: Config) -> None:

@@ -20,6 +20,32 @@ Batch = Mapping[str, Any]  # tokens, targets, weights [B, T]; segments and posit
 BATCH_AXES = ("batch", "length")
 
 
+class RandomPositions(NamedTuple):
+    """Positions drawn anew each step: as many as there are tokens, below `longest`, ascending (Ruoss et al. 2023).
+
+    `seed` is the run's and the phase's number: the draw is a function of it and of the step, so a resumed run draws
+    the same.
+    """
+
+    longest: int
+    seed: tuple[int, int]
+
+    def draw(self, step: jax.Array, length: int) -> jax.Array:
+        """[1, length] int32, without repetition; the same for the whole batch, as in the paper's code."""
+        key = jax.random.key(self.seed[0])
+        for number in (self.seed[1], step):
+            key = jax.random.fold_in(key, number)
+        return jnp.sort(jax.random.choice(key, self.longest, (length,), replace=False))[None].astype(jnp.int32)
+
+    def replace(self, batch: Batch, step: jax.Array) -> Batch:
+        """The batch with drawn positions. Documents packed into one window still begin at position 0 each."""
+        drawn = self.draw(step, batch["tokens"].shape[1])
+        if "positions" in batch:
+            start = jnp.arange(drawn.shape[1]) - batch["positions"]  # of each token's document
+            drawn = drawn - jnp.take_along_axis(jnp.broadcast_to(drawn, start.shape), start, axis=1)
+        return {**batch, "positions": jnp.broadcast_to(drawn, batch["tokens"].shape)}
+
+
 class TrainState(NamedTuple):
     """All that training changes."""
 
@@ -114,11 +140,14 @@ def compile_train_step(
     mesh: Mesh,
     rules: AxisRules,
     accumulate: int = 1,
+    random_positions: RandomPositions | None = None,
 ) -> Any:
     """The jitted step: (state, batch, schedule) -> (state, metrics). The old state's memory is given to the new one."""
     shardings = make_shardings(model, optimizer, mesh, rules)
 
     def step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, jax.Array]]:
+        if random_positions is not None:
+            batch = random_positions.replace(batch, state.step)
         with use_mesh(mesh, rules):
             return train_step(model, optimizer, accumulate, state, batch, schedule)
 

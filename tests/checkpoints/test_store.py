@@ -1,5 +1,6 @@
 """What is in a checkpoint, how it is found again, and what is said when it cannot be read."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +17,20 @@ from pe_lab.checkpoints.store import metadata_of, read_metadata, templates, toke
 from pe_lab.config import MeshConfig, ModelConfig, UserError, config_hash, to_json
 from pe_lab.model import Model
 from pe_lab.parallel import make_mesh
-from pe_lab.positional import Alibi, Layer, NoPE, PartialRope, Rope, Yarn, build_schedule, layers
+from pe_lab.positional import (
+    Alibi,
+    Gaussian,
+    HeadEdit,
+    Layer,
+    NoPE,
+    NotebookBias,
+    NotebookYarn,
+    PartialRope,
+    Rope,
+    Yarn,
+    build_schedule,
+    layers,
+)
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 
@@ -162,14 +176,32 @@ def test_a_schedule_comes_back_bit_by_bit(tmp_path, description):
 
 
 def test_schedules_survive_json():
-    schedule = build_schedule(layers(DESCRIPTIONS["mixed"], 4), 4, 2, 8)
+    described = list(layers(DESCRIPTIONS["mixed"], 4))
+    described[0] = dataclasses.replace(described[0], heads=(HeadEdit((1,), Gaussian(5)), HeadEdit((2,), NoPE())))
+    described[1], described[2] = Layer(NotebookYarn()), Layer(NotebookBias())
+    schedule = build_schedule(described, 4, 2, 8)
     structure = json.loads(json.dumps(structure_to_json(schedule)))
     again = from_arrays(to_arrays(schedule), structure)
     assert again.structure == schedule.structure and again.same_rotation == schedule.same_rotation
-    shapes = array_shapes({"model": {"layers": 4, "heads": 4, "head_dim": 8}})
+    assert hash(again.structure) == hash(schedule.structure)  # what jit wants of a static part
+    shapes = array_shapes({"model": {"layers": 4, "heads": 4, "head_dim": 8}, "structure": structure})
     assert {k: (v.shape, v.dtype) for k, v in shapes.items()} == {
         k: (v.shape, v.dtype) for k, v in to_arrays(schedule).items()
     }
+
+
+def test_a_schedule_saved_before_there_was_noise_still_opens():
+    schedule = build_schedule(layers("rope/window=8", 4), 4, 2, 8)
+    kept = ("rotates", "slopes", "window", "heads")
+    structure = {
+        "layers": [{key: getattr(layer, key) for key in kept} for layer in schedule.structure],
+        "same_rotation": True,
+    }
+    shapes = array_shapes({"model": {"layers": 4, "heads": 4, "head_dim": 8}, "structure": structure})
+    assert "noise" not in shapes
+    old = {name: array for name, array in to_arrays(schedule).items() if name in shapes}
+    again = from_arrays(old, structure)
+    assert again.structure == schedule.structure and (again.noise == 0).all() and again.noise.shape == (4, 4)
 
 
 def test_weights_arrive_on_the_mesh_that_was_asked_for(run):

@@ -1,5 +1,7 @@
 """FLOPs against a count of every multiplication of a small model, done one product at a time."""
 
+import dataclasses
+
 import pytest
 
 from pe_lab.config import ModelConfig
@@ -9,7 +11,7 @@ from pe_lab.positional import LayerStructure
 CONFIG = ModelConfig(vocab_size=11, layers=2, d_model=12, d_ff=20, heads=4, kv_heads=2, head_dim=6)
 
 
-def counted(T: int, windows: list[int | None], causal: bool) -> float:
+def counted(T: int, windows: list[int | None], causal: bool, gated: bool = True) -> float:
     """Multiply-adds of one sequence, product by product; x 2 operations, x 3 with the gradient, per token."""
 
     def product(rows: int, inner: int, columns: int) -> int:
@@ -18,7 +20,7 @@ def counted(T: int, windows: list[int | None], causal: bool) -> float:
     total = 0
     for window in windows:
         total += product(T, 12, 4 * 6) + 2 * product(T, 12, 2 * 6) + product(T, 4 * 6, 12)  # q, k and v, out
-        total += 2 * product(T, 12, 20) + product(T, 20, 12)  # gate and up, down
+        total += (2 if gated else 1) * product(T, 12, 20) + product(T, 20, 12)  # gate and up, down
         for t in range(T):
             seen = range(T)
             if causal:
@@ -35,6 +37,11 @@ def test_both_conventions_count_what_the_matrix_products_cost(T, windows):
     flops = train_flops_per_token(Model(CONFIG).config, T, structure)
     assert flops.full == pytest.approx(counted(T, windows, causal=False))
     assert flops.causal == pytest.approx(counted(T, windows, causal=True))
+
+
+def test_a_feed_forward_without_a_gate_has_two_products():
+    flops = train_flops_per_token(dataclasses.replace(CONFIG, gated_mlp=False), 7)
+    assert flops.full == pytest.approx(counted(7, [None, None], causal=False, gated=False))
 
 
 def test_without_a_structure_every_layer_sees_everything():

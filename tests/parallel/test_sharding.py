@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pe_lab.config import MeshConfig, ModelConfig, UserError
-from pe_lab.model import Model
+from pe_lab.config import MeshConfig, ModelConfig, UserError, from_dict
+from pe_lab.model import Model, preset
 from pe_lab.parallel import AxisRules, constrain, make_mesh, use_mesh
 from pe_lab.positional import build_schedule, layers
 
@@ -57,7 +57,7 @@ def test_the_partition_of_every_parameter_of_the_494m_model():
 
 
 def test_what_a_family_adds_has_a_partition_too():
-    config = dataclasses.replace(DROPE_494M, qk_norm=True, attention_bias=True, tie_embeddings=False)
+    config = dataclasses.replace(DROPE_494M, qk_norm="head", attention_bias=True, tie_embeddings=False)
     added = {
         "trunk.unembedding": P("tensor", "fsdp"),
         "layers.attention.query_bias": P(None, "tensor", None),
@@ -68,13 +68,50 @@ def test_what_a_family_adds_has_a_partition_too():
     }
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     assert specs(config, mesh) == specs(DROPE_494M, mesh) | added
+    # A flat QK-norm has a scale per head, which lies where the head does.
+    config = dataclasses.replace(DROPE_494M, qk_norm="flat")
+    flat_scales = {
+        "layers.attention.query_norm.scale": P(None, "tensor", None),
+        "layers.attention.key_norm.scale": P(None, "tensor", None),
+    }
+    assert specs(config, mesh) == specs(DROPE_494M, mesh) | flat_scales
+    query_only = {"layers.attention.query_norm.scale": P(None, "tensor", None)}
+    assert specs(dataclasses.replace(config, qk_norm="query_flat"), mesh) == specs(DROPE_494M, mesh) | query_only
+
+
+def test_the_partition_of_every_parameter_of_pythia():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    assert specs(from_dict(ModelConfig, preset("pythia_1b")), mesh) == {
+        "trunk.embedding": P("tensor", "fsdp"),
+        "trunk.unembedding": P("tensor", "fsdp"),
+        "trunk.final_norm.scale": P("fsdp"),
+        "trunk.final_norm.bias": P("fsdp"),
+        "layers.attention_norm.scale": P(None, "fsdp"),
+        "layers.attention_norm.bias": P(None, "fsdp"),
+        "layers.attention.query": P(None, "fsdp", "tensor", None),
+        "layers.attention.key": P(None, "fsdp", "tensor", None),
+        "layers.attention.value": P(None, "fsdp", "tensor", None),
+        "layers.attention.out": P(None, "tensor", None, "fsdp"),
+        "layers.attention.query_bias": P(None, "tensor", None),
+        "layers.attention.key_bias": P(None, "tensor", None),
+        "layers.attention.value_bias": P(None, "tensor", None),
+        "layers.attention.out_bias": P(None, "fsdp"),
+        "layers.mlp_norm.scale": P(None, "fsdp"),
+        "layers.mlp_norm.bias": P(None, "fsdp"),
+        "layers.mlp.up": P(None, "fsdp", "tensor"),
+        "layers.mlp.up_bias": P(None, "tensor"),
+        "layers.mlp.down": P(None, "tensor", "fsdp"),
+        "layers.mlp.down_bias": P(None, "fsdp"),
+    }
 
 
 def test_few_key_value_heads_are_kept_whole():
     """Two of them on four tensor devices; with 16 query heads, which do divide."""
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
-    found = specs(dataclasses.replace(DROPE_494M, heads=16, head_dim=64), mesh)
+    found = specs(dataclasses.replace(DROPE_494M, heads=16, head_dim=64, qk_norm="flat"), mesh)
     assert found["layers.attention.key"] == found["layers.attention.value"] == P(None, "fsdp", None, None)
+    assert found["layers.attention.key_norm.scale"] == P(None, None, None)
+    assert found["layers.attention.query_norm.scale"] == P(None, "tensor", None)
     assert found["layers.attention.query"] == P(None, "fsdp", "tensor", None)
 
 
@@ -156,6 +193,17 @@ def alone():
     return value_and_grad(CONFIG)(*arguments(Model(CONFIG)))
 
 
+def same_on(mesh, args, loss_and_gradients, config: ModelConfig) -> str:
+    """Checks a compiled step against the loss and gradients of one device, and returns its HLO."""
+    compiled = value_and_grad(config, mesh).lower(*args).compile()
+    loss, grads = compiled(*jax.device_put(args, compiled.input_shardings[0]))
+    np.testing.assert_allclose(loss, loss_and_gradients[0], rtol=1e-5)
+    for (name, ours), expected in zip(flat(grads).items(), flat(loss_and_gradients[1]).values(), strict=True):
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(np.asarray(ours) / scale, expected / scale, atol=1e-5, err_msg=name)
+    return compiled.as_text()
+
+
 def gathered_logits(hlo: str) -> list[str]:
     """Results of collectives that make an array over the vocabulary for the tokens of a device, or more."""
     shapes = re.findall(r"= \(?\w+\[([\d,]+)\]\S* all-(?:gather|to-all)(?:-start)?\(", hlo)
@@ -168,14 +216,22 @@ def gathered_logits(hlo: str) -> list[str]:
 def test_loss_and_gradients_do_not_depend_on_the_mesh(mesh, chunks, alone):
     mesh = make_mesh(mesh, jax.devices()[: abs(mesh.data * mesh.fsdp * mesh.tensor)])
     config = dataclasses.replace(CONFIG, loss_chunks=chunks)
+    assert gathered_logits(same_on(mesh, arguments(Model(config)), alone, config)) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(qk_norm="flat", norm="rms_plus_one", activation="gelu_tanh", scale_embeddings=True),
+        dict(norm="layer", gated_mlp=False, parallel_block=True, attention_bias=True, output_bias=True, mlp_bias=True),
+    ],
+    ids=["flat QK-norm", "parallel block"],
+)
+def test_what_a_family_adds_does_not_depend_on_the_mesh_either(changes):
+    """A flat QK-norm takes its mean over heads that lie on two devices."""
+    config, mesh = dataclasses.replace(CONFIG, **changes), make_mesh(MESHES["data 2, fsdp 2, tensor 2"])
     args = arguments(Model(config))
-    compiled = value_and_grad(config, mesh).lower(*args).compile()
-    loss, grads = compiled(*jax.device_put(args, compiled.input_shardings[0]))
-    np.testing.assert_allclose(loss, alone[0], rtol=1e-5)
-    for (name, ours), expected in zip(flat(grads).items(), flat(alone[1]).values(), strict=True):
-        scale = np.abs(expected).max()
-        np.testing.assert_allclose(np.asarray(ours) / scale, expected / scale, atol=1e-5, err_msg=name)
-    assert gathered_logits(compiled.as_text()) == []
+    same_on(mesh, args, value_and_grad(config)(*args), config)
 
 
 def test_gathered_logits_would_be_seen():

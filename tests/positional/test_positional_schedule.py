@@ -195,7 +195,7 @@ def test_a_pytree_that_survives_jit_and_flattening():
     assert same(back, schedule)
     assert back.structure == schedule.structure and back.same_rotation == schedule.same_rotation
     leaves, tree = jax.tree.flatten(schedule)
-    assert len(leaves) == 5
+    assert len(leaves) == 6
     assert same(jax.tree.unflatten(tree, leaves), schedule)
 
 
@@ -352,7 +352,7 @@ def test_describe_reads_right():
         "window": "all",
     }
     nothing = {"pairs turning": "0/32", "wavelength (tokens)": "none", "gain": "none", "heads": "none"}
-    nope = {"layers": "3", "encoding": "nope", **nothing, "window": "all", "logit scale": "1.25"}
+    nope = {"layers": "3", "encoding": "nope / logit scale 1.25", **nothing, "window": "all", "logit scale": "1.25"}
     alibi = {"layers": "4", "encoding": "alibi", **nothing, "window": "all", "slope": "0.003906 .. 0.5"}
     p_rope = {
         "layers": "5",

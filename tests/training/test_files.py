@@ -98,6 +98,24 @@ def test_a_directory_belongs_to_one_config(tmp_path):
     assert fingerprint(tmp_path) == before
 
 
+def test_a_run_of_an_earlier_version_goes_on(tmp_path):
+    """Its run.json knows nothing of fields that came later, and says yes or no to QK-norm."""
+    config, workdir = tiny(tmp_path / "recipe"), tmp_path / "run"
+    write_run(workdir, config, "command", **facts())
+    run = json.loads((workdir / "run.json").read_text())
+    later = ("norm", "activation", "gated_mlp", "parallel_block")
+    for field in later:
+        del run["config"]["model"][field], run["identity"][f"model.{field}"]
+    for phase, _ in enumerate(config.phases):
+        del run["config"]["phases"][phase]["random_positions"], run["identity"][f"phases.{phase}.random_positions"]
+    run["config"]["model"]["qk_norm"] = run["identity"]["model.qk_norm"] = True
+    run["config_hash"] = "0123456789ab"
+    (workdir / "run.json").write_text(json.dumps(run))
+    claim_workdir(workdir, config)
+    with pytest.raises(UserError, match="belongs to another config .model.norm: rms there, layer here"):
+        claim_workdir(workdir, tiny(tmp_path / "recipe", model__norm="layer"))
+
+
 def test_the_first_session_names_the_run(tmp_path):
     config = tiny(tmp_path / "recipe")
     write_run(tmp_path / "run", config, "first command", **facts())

@@ -49,7 +49,8 @@ def test_schedules_that_cannot_be(config, says):
         learning_rate(config, 10)
 
 
-def test_decay_is_for_matrices():
+@pytest.mark.parametrize("qk_norm", ["head", "flat"])  # a flat scale has two axes, and is no matrix
+def test_decay_is_for_matrices(qk_norm):
     model = Model(
         ModelConfig(
             vocab_size=128,
@@ -58,8 +59,11 @@ def test_decay_is_for_matrices():
             d_ff=32,
             heads=2,
             kv_heads=2,
-            qk_norm=True,
+            qk_norm=qk_norm,
             attention_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            norm="layer",
             tie_embeddings=False,
         )
     )
@@ -75,8 +79,10 @@ def test_decay_is_for_matrices():
     }  # fmt: skip
     assert {name for name, decayed in flat.items() if not decayed} == {
         "trunk.final_norm.scale", "layers.attention_norm.scale", "layers.mlp_norm.scale",
+        "trunk.final_norm.bias", "layers.attention_norm.bias", "layers.mlp_norm.bias",
         "layers.attention.query_norm.scale", "layers.attention.key_norm.scale",
         "layers.attention.query_bias", "layers.attention.key_bias", "layers.attention.value_bias",
+        "layers.attention.out_bias", "layers.mlp.gate_bias", "layers.mlp.up_bias", "layers.mlp.down_bias",
     }  # fmt: skip
 
 

@@ -1,0 +1,215 @@
+"""Surgery on QK-norm: added, removed or exchanged, with the constants that keep the attention logits closest."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from pe_lab.attention import Row
+from pe_lab.config import ModelConfig, UserError
+from pe_lab.model import Model, Params
+from pe_lab.model.decoder import layer_arrays
+from pe_lab.positional import LayerStructure, Schedule, rotate
+
+Batch = Mapping[str, Any]  # tokens, targets, weights [B, T]; segments and positions where documents are masked
+
+
+@dataclass(frozen=True)
+class QKNormChange:
+    """What changing the QK-norm did: losses in nats a token, before and after, on the same tokens."""
+
+    before: str
+    after: str
+    loss_before: float
+    loss_after: float
+    tokens: int
+    error: float  # of the logits: root of the squared difference over the squared logits, all layers
+
+    def __str__(self) -> str:
+        return (
+            f"QK-norm {self.before} -> {self.after}: loss {self.loss_before:.4f} -> {self.loss_after:.4f} on "
+            f"{self.tokens:,} tokens, logits off by {100 * self.error:.0f}%"
+        )
+
+
+def change_qk_norm(
+    config: ModelConfig,
+    params: Params,
+    kind: str,
+    schedule: Schedule,
+    batch: Batch,
+    shardings: Callable[[Model], tuple[Params, Any]] | None = None,
+) -> tuple[ModelConfig, Params, QKNormChange]:
+    """Parameters of the same model under another `qk_norm`.
+
+    A norm divides queries and keys by their size, which changes from token to token; a constant is all it can give
+    back. It is chosen by least squares over the visible logits of `batch`, each layer reading what it read before:
+    one constant a layer where heads share a scale (head, query_head), one a query head elsewhere. It goes half into
+    the scale of the queries and half into that of the keys. Where no norm is left, the old scale and the constant are
+    multiplied into the projections.
+
+    Args:
+      config: of the model as it is.
+      params: its parameters; left as they are.
+      kind: the new `qk_norm`.
+      schedule: the encodings that the child will be read with.
+      batch: text to fit the constants on and to measure the losses on.
+      shardings: for a mesh: from a model to (where its parameters go, where a replicated array goes).
+
+    Returns:
+      The new config, its parameters, and what it did.
+    """
+    if kind == config.qk_norm:
+        raise UserError(f"The model's qk_norm is '{kind}' already; there is nothing to change.")
+    before, after = Model(config), Model(dataclasses.replace(config, qk_norm=kind))
+    placed, replicated = shardings(after) if shardings else (None, None)
+    bare = jax.jit(functools.partial(_with_norms_of, before, after), out_shardings=placed)(params)
+    sums = np.stack(_logit_sums(before, params, after, bare, schedule, batch, replicated))  # [N, H, 3]
+    shared = kind in ("head", "query_head")
+    per_head = np.broadcast_to(sums.sum(1, keepdims=True), sums.shape) if shared else sums
+    some = per_head[..., 1] > 0  # not so where a head's logits are all zero, and any constant will do
+    constants = np.where(some, per_head[..., 1], 1.0) / np.where(some, per_head[..., 2], 1.0)  # <old, new> / <new, new>
+    scaled = jax.jit(functools.partial(_scaled, after), out_shardings=placed)(bare, jnp.asarray(constants))
+    squared = sums[..., 0] - 2 * constants * sums[..., 1] + constants**2 * sums[..., 2]
+    change = QKNormChange(
+        before=config.qk_norm,
+        after=kind,
+        loss_before=_mean_loss(before, params, schedule, batch, replicated),
+        loss_after=_mean_loss(after, scaled, schedule, batch, replicated),
+        tokens=int(np.prod(batch["tokens"].shape)),
+        error=float(np.sqrt(max(squared.sum(), 0) / sums[..., 0].sum())),
+    )
+    return after.config, scaled, change
+
+
+def _with_norms_of(before: Model, after: Model, params: Params) -> Params:
+    """`params` with the norms of `after`. A scale that was learned is kept: in the new norm, or in the projections."""
+    attention = dict(params["layers"]["attention"])
+    for side, axis in (("query", before.config.heads), ("key", before.config.kv_heads)):
+        norm = attention.pop(f"{side}_norm", None)
+        shape = after.shapes["layers"]["attention"].get(f"{side}_norm")
+        if norm is not None:
+            scale = norm["scale"] if norm["scale"].ndim == 3 else norm["scale"][:, None]  # [N, heads or 1, K]
+            scale = jnp.broadcast_to(scale, (scale.shape[0], axis, scale.shape[2]))
+        if shape is None:
+            if norm is not None:
+                attention = _multiplied(attention, side, scale)
+        elif norm is None:
+            attention[f"{side}_norm"] = {"scale": jnp.ones(shape["scale"].shape, jnp.float32)}
+        else:
+            flat = len(shape["scale"].shape) == 3
+            attention[f"{side}_norm"] = {"scale": scale if flat else scale.mean(1)}
+    return {**params, "layers": {**params["layers"], "attention": attention}}
+
+
+def _multiplied(attention: Params, side: str, scale: Float[Array, "N heads K"]) -> Params:
+    """Projection weights and bias of queries or keys, times a scale per head and channel."""
+    attention = {**attention, side: attention[side] * scale[:, None]}
+    if f"{side}_bias" in attention:
+        attention[f"{side}_bias"] = attention[f"{side}_bias"] * scale
+    return attention
+
+
+def _scaled(after: Model, params: Params, constants: Float[Array, "N H"]) -> Params:
+    """Parameters whose logits are multiplied by a constant per layer and query head."""
+    attention, config = dict(params["layers"]["attention"]), after.config
+    groups = constants.reshape(constants.shape[0], config.kv_heads, -1)
+    both = config.qk_norm in ("none", "head", "flat")
+    keys = jnp.sqrt(groups.mean(-1)) if both else jnp.ones(groups.shape[:2])
+    queries = (groups / keys[..., None]).reshape(constants.shape)
+    for side, factor in (("query", queries), ("key", keys))[: 1 + both]:
+        norm = attention.get(f"{side}_norm")
+        if norm is None:
+            attention = _multiplied(attention, side, factor[..., None].astype(jnp.float32))
+        else:
+            # Where heads share a scale, all constants of a layer are the same.
+            per = factor[..., None] if norm["scale"].ndim == 3 else factor[:, :1]
+            attention[f"{side}_norm"] = {"scale": (norm["scale"] * per).astype(jnp.float32)}
+    return {**params, "layers": {**params["layers"], "attention": attention}}
+
+
+def _logit_sums(
+    before: Model,
+    params: Params,
+    after: Model,
+    changed: Params,
+    schedule: Schedule,
+    batch: Batch,
+    replicated: Any,
+) -> list[np.ndarray]:
+    """Per layer, [H, 3]: sums over visible logits of old * old, old * new and new * new.
+
+    Layer by layer, from Python: nothing is kept of a layer but these sums and its output.
+    """
+    positions = batch.get("positions")
+    if positions is None:
+        positions = jnp.arange(batch["tokens"].shape[1], dtype=jnp.int32)[None]
+    segments = batch.get("segments")
+
+    @functools.partial(jax.jit, static_argnums=0, out_shardings=(None, replicated))
+    def layer(
+        structure: LayerStructure, x: jax.Array, old: Params, new: Params, arrays: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        row, block = before.row(arrays, structure, positions), before.block(old)
+        read = block.attention_norm(x)
+        pairs = [b.attention.queries_keys_values(read)[:2] for b in (block, after.block(new))]
+        sums = _compare_logits(pairs[0], pairs[1], row, segments, structure.window)
+        return block(x, row, positions, segments, structure.window), sums
+
+    schedule = jax.tree.map(jnp.asarray, schedule)
+    x, found = jax.jit(before.embed)(params, batch["tokens"]), []
+    for n, structure in enumerate(schedule.structure):
+        at = jax.tree.map(lambda a, n=n: a[n], (params["layers"], changed["layers"], layer_arrays(schedule)))
+        x, sums = layer(structure, x, *at)
+        found.append(np.asarray(sums, np.float64))
+    return found
+
+
+def _compare_logits(
+    old: tuple[jax.Array, jax.Array],
+    new: tuple[jax.Array, jax.Array],
+    row: Row,
+    segments: jax.Array | None,
+    window: int | None,
+) -> Float[Array, "H 3"]:
+    """See `_logit_sums`; one head at a time, so that [B, T, T] is the most there is."""
+    H, T = old[0].shape[2], old[0].shape[1]
+    index = jnp.arange(T)
+    distance = index[:, None] - index[None]
+    visible = ((distance >= 0) & (distance < (window or T)))[None]
+    if segments is not None:
+        visible = visible & (segments[:, :, None] == segments[:, None])
+
+    def spread(x: jax.Array) -> jax.Array:
+        """Rotated, one head for each query head, heads first, float32."""
+        x = jnp.repeat(x.astype(jnp.float32), H // x.shape[2], axis=2)
+        if row.cos is not None and row.sin is not None:
+            cos, sin = (jnp.repeat(table, H // table.shape[2], axis=2) for table in (row.cos, row.sin))
+            x = rotate(x, cos, sin)
+        return jnp.moveaxis(x, 2, 0)
+
+    def head(qk: tuple[jax.Array, ...]) -> jax.Array:
+        q_old, k_old, q_new, k_new = qk
+        a, b = (jnp.where(visible, jnp.einsum("btk,bsk->bts", q, k), 0.0) for q, k in ((q_old, k_old), (q_new, k_new)))
+        return jnp.stack([(a * a).sum(), (a * b).sum(), (b * b).sum()])
+
+    return jax.lax.map(head, tuple(spread(x) for x in (*old, *new)))
+
+
+def _mean_loss(model: Model, params: Params, schedule: Schedule, batch: Batch, replicated: Any) -> float:
+    """Nats a token of weight."""
+
+    @functools.partial(jax.jit, out_shardings=replicated)
+    def loss(params: Params, batch: Batch, schedule: Schedule) -> jax.Array:
+        weights = batch["weights"]
+        return (model.token_loss(params, batch, schedule) * weights).sum() / weights.sum()
+
+    return float(loss(params, dict(batch), schedule))

@@ -1,0 +1,154 @@
+"""Shapes of published models, as data: what a recipe may start its `config.model` from.
+
+A preset is no family. It sets fields of `ModelConfig`, which say all there is to say about the decoder; the positional
+encoding is the phase's, and the base of the published one is given beside. Parameter counts are checked against those
+of transformers (tests/model/test_presets.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pe_lab.config import ModelConfig, UserError, did_you_mean, from_dict
+
+_QWEN2_0_5B = dict(
+    vocab_size=151936,
+    layers=24,
+    d_model=896,
+    d_ff=4864,
+    heads=14,
+    kv_heads=2,
+    head_dim=64,
+    attention_bias=True,
+    tie_embeddings=True,
+    norm_epsilon=1e-6,
+)
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Llama-3.2-1B (meta-llama/Llama-3.2-1B, config.json), RoPE base 500,000. The vocabulary is the Pythia tokenizer's,
+    # padded: what "Partial RoPE" (section 4) trains it with.
+    "llama_1b": dict(
+        vocab_size=50304,
+        layers=16,
+        d_model=2048,
+        d_ff=8192,
+        heads=32,
+        kv_heads=8,
+        head_dim=64,
+        tie_embeddings=True,
+        norm_epsilon=1e-5,
+    ),
+    # Llama-3.1-8B (meta-llama/Llama-3.1-8B, config.json) with 36 layers for 32 and the Pythia tokenizer, as in
+    # "Partial RoPE" (appendix B). RoPE base 500,000.
+    "llama_8b_36": dict(
+        vocab_size=50304,
+        layers=36,
+        d_model=4096,
+        d_ff=14336,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        tie_embeddings=False,
+        norm_epsilon=1e-5,
+    ),
+    # Llama 2 7B (meta-llama/Llama-2-7b-hf, config.json), which DroPE recalibrates. RoPE base 10,000.
+    "llama2_7b": dict(
+        vocab_size=32000,
+        layers=32,
+        d_model=4096,
+        d_ff=11008,
+        heads=32,
+        kv_heads=32,
+        head_dim=128,
+        tie_embeddings=False,
+        norm_epsilon=1e-5,
+    ),
+    # SmolLM-360M (HuggingFaceTB/SmolLM-360M, config.json; DroPE table 4). RoPE base 10,000.
+    "smollm_360m": dict(
+        vocab_size=49152,
+        layers=32,
+        d_model=960,
+        d_ff=2560,
+        heads=15,
+        kv_heads=5,
+        head_dim=64,
+        tie_embeddings=True,
+        norm_epsilon=1e-5,
+    ),
+    # SmolLM-1.7B (HuggingFaceTB/SmolLM-1.7B, config.json), which DroPE recalibrates. RoPE base 10,000.
+    "smollm_1_7b": dict(
+        vocab_size=49152,
+        layers=24,
+        d_model=2048,
+        d_ff=8192,
+        heads=32,
+        kv_heads=32,
+        head_dim=64,
+        tie_embeddings=True,
+        norm_epsilon=1e-5,
+    ),
+    # SmolLM2-135M (HuggingFaceTB/SmolLM2-135M, config.json). RoPE base 100,000.
+    "smollm2_135m": dict(
+        vocab_size=49152,
+        layers=30,
+        d_model=576,
+        d_ff=1536,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        tie_embeddings=True,
+        norm_epsilon=1e-5,
+    ),
+    # Qwen2-0.5B (Qwen/Qwen2-0.5B, config.json). RoPE base 1,000,000.
+    "qwen2_0_5b": _QWEN2_0_5B,
+    # DroPE's transformer from scratch (table 4): Qwen2-0.5B without its bias. RoPE base 1,000,000.
+    "drope_494m": _QWEN2_0_5B | dict(attention_bias=False),
+    # Gemma 2B (google/gemma-2b, config.json), which "p-RoPE" trains from scratch (appendix C). RoPE base 10,000.
+    "gemma_2b": dict(
+        vocab_size=256000,
+        layers=18,
+        d_model=2048,
+        d_ff=16384,
+        heads=8,
+        kv_heads=1,
+        head_dim=256,
+        norm="rms_plus_one",
+        activation="gelu_tanh",
+        tie_embeddings=True,
+        scale_embeddings=True,
+        norm_epsilon=1e-6,
+    ),
+    # Pythia-1B (EleutherAI/pythia-1b, config.json), the parallel block of "Partial RoPE". PartialRope of 0.25 of the
+    # channels, base 10,000.
+    "pythia_1b": dict(
+        vocab_size=50304,
+        layers=16,
+        d_model=2048,
+        d_ff=8192,
+        heads=8,
+        kv_heads=8,
+        head_dim=256,
+        attention_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        norm="layer",
+        activation="gelu",
+        gated_mlp=False,
+        parallel_block=True,
+        tie_embeddings=False,
+        norm_epsilon=1e-5,
+    ),
+}
+
+
+def preset(name: str, **changes: Any) -> dict[str, Any]:
+    """The fields of a preset with some of them changed: `config.model = preset("gemma_2b", remat="full")`.
+
+    Raises:
+      UserError: there is no such preset, or no such field (with the nearest right one).
+    """
+    if name not in PRESETS:
+        raise UserError(f"There is no preset '{name}'. {did_you_mean(name, list(PRESETS))}")
+    fields = PRESETS[name] | changes
+    from_dict(ModelConfig, fields, f"preset '{name}'")
+    return fields

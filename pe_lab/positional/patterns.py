@@ -1,0 +1,96 @@
+"""Which layer gets which encoding: patterns, the papers' arrangements, and edits of the layers before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pe_lab.config import UserError
+from pe_lab.positional.encodings import Encoding, NoPE, Rope
+from pe_lab.positional.layers import Beta, Drop, Layer, Rescale
+from pe_lab.positional.texts import from_json, parse
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Layers that repeat from the bottom up. With `cut`, the last repetition may be a part of one."""
+
+    items: tuple[Any, ...]
+    cut: bool = False
+
+
+def pattern(items: Sequence[Any], cut: bool = False) -> Pattern:
+    """`pattern(['rope/window=512'] * 3 + ['nope'])`: what `layers` repeats; items as in `layers`."""
+    return Pattern(tuple(items), cut)
+
+
+def rnope_swa(window: int, base: float = 10000.0) -> Pattern:
+    """RNoPE-SWA (Yang et al. 2025, Cohere 2): three rotary layers with a sliding window to one full NoPE layer.
+
+    Layer i is the full one iff (i + 1) % 4 == 0. Choose a window below the training length, or it says nothing.
+    """
+    return Pattern((*[Layer(Rope(base), window)] * 3, Layer(NoPE())), cut=True)
+
+
+def smollm3(base: float = 5_000_000.0) -> Pattern:
+    """SmolLM3: every fourth layer has no encoding; no windows."""
+    return Pattern((*[Layer(Rope(base))] * 3, Layer(NoPE())), cut=True)
+
+
+def swan(window: int, original_length: int, coefficient: float = 0.0, base: float = 10000.0) -> Pattern:
+    """SWAN (Puvvada et al. 2025): a full NoPE layer, then three rotary layers with a sliding window.
+
+    The logits of the full layers grow with the logarithm of the text's length: 1 + coefficient ln(n / L). The paper
+    fits its curve to a trained model, so the coefficient is yours to fit (see `Beta`); 0 scales nothing.
+    """
+    scale = Beta(coefficient, original_length) if coefficient else 1.0
+    return Pattern((Layer(NoPE(), logit_scale=scale), *[Layer(Rope(base), window)] * 3), cut=True)
+
+
+def layers(description: Any, num_layers: int, before: Sequence[Layer] | None = None) -> tuple[Layer, ...]:
+    """One `Layer` for each of N layers, from whatever a config says.
+
+    Args:
+      description: an encoding, a `Layer`, a text (see `parse`), a sequence of these, which is repeated as a pattern
+        and whose length must divide N, `pattern(...)`, or an edit of the layers before: `drop(...)`, `rescale(...)`,
+        the text 'drop'.
+      num_layers: N.
+      before: the layers that an edit changes; None where there are none.
+
+    Raises:
+      UserError: what cannot be read, a pattern that does not tile, an edit with nothing before it.
+    """
+    if isinstance(description, str) and description.strip() == "drop":
+        description = Drop()
+    if isinstance(description, Drop | Rescale):
+        if before is None:
+            raise UserError(
+                f"{type(description).__name__.lower()}(...) edits the layers of the phase or checkpoint before, and "
+                "there is none. Give this phase its encodings outright, or an init_from whose checkpoint is there."
+            )
+        return description.apply(before)
+    if isinstance(description, Pattern):
+        items, cut = description.items, description.cut
+    else:
+        several = isinstance(description, Sequence) and not isinstance(description, str)
+        items, cut = tuple(description) if several else (description,), False
+    if not items or (num_layers % len(items) and not cut):
+        raise UserError(
+            f"A pattern of {len(items)} layers does not tile {num_layers} layers; its length must divide, or say "
+            "pattern([...], cut=True)."
+        )
+    period = [_layer(item) for item in items]
+    return tuple((period * -(-num_layers // len(period)))[:num_layers])
+
+
+def _layer(item: Any) -> Layer:
+    if isinstance(item, Layer):
+        return item
+    if isinstance(item, str):
+        return parse(item)
+    if isinstance(item, Encoding):
+        return Layer(item)
+    if isinstance(item, Mapping):
+        return from_json(item)
+    raise UserError(f"{item!r} does not describe a layer; give an encoding, a Layer, or a text like 'rope'.")
