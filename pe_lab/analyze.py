@@ -1,0 +1,194 @@
+"""`python -m pe_lab.analyze --study=frequencies`: a study's figures, and the numbers behind them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pe_lab.analysis import frequencies
+from pe_lab.config import UserError, command, did_you_mean, local_path
+
+FORMATS = ("png", "svg")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a study hands over: text to print, and files to write by name."""
+
+    text: str
+    files: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Study:
+    """One entry of `STUDIES`.
+
+    Attributes:
+      summary: one line for --help.
+      options: adds the study's own options to the command line.
+      run: from the parsed command line and the picture formats to findings. Writes nothing itself.
+    """
+
+    summary: str
+    options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Sequence[str]], Findings]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers on a command line
+
+
+def number(option: str, text: str) -> float:
+    """A number such as 2, 0.5 or 1e4."""
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{option}: '{text}' is not a number.") from None
+
+
+def whole(option: str, text: str) -> int:
+    """A whole number such as 2048, 1e4 or 2k, which is 2048."""
+    thousands = text.lower().endswith("k")
+    value = number(option, text[:-1] if thousands else text) * (1024 if thousands else 1)
+    if not value.is_integer():
+        raise UserError(f"{option}: '{text}' is not a whole number.")
+    return int(value)
+
+
+def items(option: str, text: str) -> tuple[str, ...]:
+    """The parts of `a,b,c`."""
+    parts = tuple(part.strip() for part in text.split(","))
+    if not all(parts):
+        raise UserError(f"{option}: '{text}' has an empty place; write values with commas between.")
+    return parts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The studies
+
+
+def _frequencies_options(parser: argparse.ArgumentParser) -> None:
+    # Texts, read by `_frequencies`: argparse would answer a bad number with its usage.
+    add = parser.add_argument
+    add("--head-dim", default="64", help="channels of a head (default: %(default)s)")
+    add("--base", default="1e4", help="RoPE's base (default: %(default)s)")
+    add("--length", default="2048", help="training length in tokens (default: %(default)s)")
+    add("--factors", default="2,3,4", help="scaling factors s (default: %(default)s); the first is also drawn alone")
+    known = ", ".join(frequencies.available_methods())
+    add("--methods", default="pi,ntk,yarn", help=f"of {known} (default: %(default)s)")
+    add("--cache-head-dim", default="256", help="channels of a head, for the cache (default: %(default)s)")
+    add("--fractions", default="0.01,0.1,0.25,0.5,0.75,1", help="shares that rotate there (default: %(default)s)")
+
+
+def _frequencies(args: argparse.Namespace, formats: Sequence[str]) -> Findings:
+    settings = frequencies.Settings(
+        head_dim=whole("--head-dim", args.head_dim),
+        base=number("--base", args.base),
+        length=whole("--length", args.length),
+        factors=tuple(number("--factors", text) for text in items("--factors", args.factors)),
+        methods=items("--methods", args.methods),
+        cache_head_dim=whole("--cache-head-dim", args.cache_head_dim),
+        fractions=tuple(number("--fractions", text) for text in items("--fractions", args.fractions)),
+    )
+    numbers = frequencies.study(settings)
+    pictures = {
+        f"{name}.{form}": frequencies.render(figure, form)
+        for name, figure in frequencies.draw(numbers).items()
+        for form in formats
+    }
+    written = json.dumps(numbers.to_json(), allow_nan=False)
+    return Findings(frequencies.tables(numbers), {**pictures, "frequencies.json": f"{written}\n".encode()})
+
+
+STUDIES = {
+    "frequencies": Study(
+        "what PI, NTK and YaRN do to each rotary frequency, and the bytes of a rotary cache by length",
+        _frequencies_options,
+        _frequencies,
+    ),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The verb
+
+
+def write_all(directory: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Writes all files, or none: they appear under their names once every one of them is on the disk."""
+    moves: list[tuple[Path, Path]] = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            target = directory / name
+            if target.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "a directory of that name is there", str(target))
+            moves.append((directory / f".{name}.{os.getpid()}", target))
+            moves[-1][0].write_bytes(content)
+        for partial, target in moves:
+            partial.replace(target)
+    except OSError as error:
+        where = error.filename or directory
+        raise UserError(f"--out: {where} could not be written ({error.strerror}). Give another directory.") from None
+    finally:
+        for partial, _ in moves:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+    return [target for _, target in moves]
+
+
+def parser(study: str | None) -> argparse.ArgumentParser:
+    """The command line of this verb, with the options of one study."""
+    listing = "\n".join(f"  {name:14}{known.summary}" for name, known in STUDIES.items())
+    p = argparse.ArgumentParser(
+        prog="python -m pe_lab.analyze",
+        description=f"Draws a study's figures and writes the numbers behind them.\n\nstudies:\n{listing}",
+        epilog="--study=NAME --help lists the options of that study." if study is None else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument("--study", required=True, metavar="NAME", help="one of the studies above")
+    p.add_argument("--out", metavar="DIR", help="where the files go (default: analysis/NAME)")
+    p.add_argument("--format", default="png", help="of png, svg, or both: png,svg (default: %(default)s)")
+    if study is not None:
+        STUDIES[study].options(p)
+    return p
+
+
+def chosen_study(argv: Sequence[str]) -> str | None:
+    """The study that a command line names, before its options are known; None where it names none."""
+    first = argparse.ArgumentParser(prog="python -m pe_lab.analyze", add_help=False, allow_abbrev=False)
+    first.add_argument("--study")
+    name = first.parse_known_args(argv)[0].study
+    if name is not None and name not in STUDIES:
+        raise UserError(f"--study: there is no study '{name}'. {did_you_mean(name, list(STUDIES))}")
+    return name
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the verb."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    study = chosen_study(argv)
+    args = parser(study).parse_args(argv)
+    formats = tuple(dict.fromkeys(items("--format", args.format)))
+    for form in formats:
+        if form not in FORMATS:
+            raise UserError(f"--format: '{form}' cannot be written. {did_you_mean(form, FORMATS)}")
+    out = local_path("--out", args.out if args.out else f"analysis/{args.study}")
+    findings = STUDIES[args.study].run(args, formats)
+    written = write_all(out, findings.files)
+    print(f"{findings.text}\n\nWrote:")
+    for path in written:
+        print(f"  {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

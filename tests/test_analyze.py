@@ -1,0 +1,317 @@
+"""Studies: their numbers are those of the papers, their pictures show these numbers, and bad input writes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pe_lab.analysis.frequencies import LOOKS, METHODS, Settings, available_methods, draw, render, study
+from pe_lab.analyze import STUDIES, items, main, whole
+from pe_lab.config import UserError
+
+DOCS = Path(__file__).parent.parent / "docs"
+NAMES = ["frequency_scaling", "frequency_scaling_by_factor", "rotation_cache"]
+
+
+def numbers_at(directory: Path) -> dict:
+    return json.loads((directory / "frequencies.json").read_text())
+
+
+def gammas(numbers: dict) -> dict[tuple[float, str], list[float]]:
+    return {(c["factor"], c["method"]): c["gamma"] for c in numbers["scaling"]["curves"]}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("study") / "new" / "frequencies"
+    assert main(["--study=frequencies", f"--out={out}"]) == 0
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers. Expected ones are not pe_lab's: transformers printed them (d = 64, base 1e4, L = 2048, s = 2).
+
+
+def test_scaling_factors_are_those_of_transformers(written):
+    numbers = numbers_at(written)
+    assert numbers["scaling"]["pairs"] == list(range(32))
+    gamma = gammas(numbers)
+    yarn, ntk, pi = (np.array(gamma[2, name]) for name in ("yarn", "ntk", "pi"))
+    assert np.all(yarn[:9] == 1) and np.all(yarn[21:] == 0.5)
+    assert yarn[[9, 10, 20]] == pytest.approx([0.9615, 0.9231, 0.5385], abs=5e-5)
+    assert ntk[[0, 1, 15, 30, 31]] == pytest.approx([1, 0.9779, 0.7151, 0.5113, 0.5], abs=5e-5)
+    assert np.all(pi == 0.5)
+    attention = {c["method"]: c["attention_factor"] for c in numbers["scaling"]["curves"] if c["factor"] == 2}
+    assert attention == pytest.approx({"pi": 1, "ntk": 1, "yarn": 1.069315}, abs=5e-7)
+
+
+def test_all_methods_compress_the_slowest_pair_by_the_factor(written):
+    gamma = gammas(numbers_at(written))
+    assert list(gamma) == [(s, name) for s in (2, 3, 4) for name in ("pi", "ntk", "yarn")]
+    for (s, name), curve in gamma.items():
+        assert curve[-1] == pytest.approx(1 / s)
+        assert np.all(np.diff(curve) < 1e-12)  # slower pairs are never compressed less
+        assert curve[0] == (pytest.approx(1 / s) if name == "pi" else 1)
+    # DroPE's eq. 10 with m - 1 for m, by hand.
+    assert gamma[4, "ntk"][10] == pytest.approx(0.25 ** (20 / 62))
+
+
+def test_other_heads_move_yarns_ramp():
+    # Bounds of the ramp by transformers: 20.944 and 45.027 for (128, 1e4, 4096), rounded outwards.
+    (curve,) = study(Settings(head_dim=128, length=4096, factors=(8.0,), methods=("yarn",))).scaling
+    assert np.flatnonzero(np.array(curve.gamma) == 1)[-1] == 20
+    assert np.flatnonzero(np.array(curve.gamma) > 1 / 8 + 1e-12)[-1] == 45
+    # The clamp of 3.7705 and 11.798 for (64, 1e6, 1024): 3 and 12.
+    (curve,) = study(Settings(base=1e6, length=1024, factors=(2.0,), methods=("yarn",))).scaling
+    assert np.flatnonzero(np.array(curve.gamma) == 1)[-1] == 3
+    assert np.flatnonzero(np.array(curve.gamma) > 0.5 + 1e-12)[-1] == 11
+
+
+def test_cache_bytes_by_hand(written):
+    cache = numbers_at(written)["cache"]
+    assert cache["lengths"][0] == 4096 and cache["lengths"][-1] == 10_000_000
+    at = {c["fraction"]: dict(zip(cache["lengths"], c["bytes"], strict=True)) for c in cache["curves"]}
+    # Table 1 of the paper: 1% to 100% of 256 channels.
+    assert [c["rotated_channels"] for c in cache["curves"]] == [2, 26, 64, 128, 192, 256]
+    assert at[1.0][4096] == 4_194_304 and at[1.0][1_048_576] == 1_073_741_824
+    assert at[1.0][10_000_000] == 10_240_000_000
+    assert at[0.1][10_000_000] == 1_040_000_000 and at[0.01][10_000_000] == 80_000_000
+    assert at[0.5][4096] == 2_097_152
+
+
+def test_the_methods_that_came_later():
+    assert list(METHODS) == list(LOOKS)
+    assert {"pi", "ntk", "yarn"} <= set(available_methods())
+    settings = Settings(factors=(2.0,), methods=tuple(available_methods()))
+    curves = {curve.method: curve for curve in study(settings).scaling}
+    for name, same in (("ntk_by_parts", "yarn"), ("dynamic_ntk", "ntk"), ("dynamic_yarn", "yarn")):
+        if name in curves:
+            assert curves[name].gamma == pytest.approx(curves[same].gamma)
+    if "ntk_by_parts" in curves:
+        assert curves["ntk_by_parts"].attention_factor == 1
+    if "llama3" in curves:
+        # By rotations in 2,048 tokens, kept above 4 and divided below 1: pair 15 turns 4.35 times, 16 3.26 times, 20
+        # 1.03 times, 21 0.77 times (2048 / 2 pi * 10000^(-i / 32)).
+        gamma = np.array(curves["llama3"].gamma)
+        assert np.all(gamma[:16] == 1) and np.all(gamma[21:] == 0.5) and np.all(gamma[16:21] < 1)
+    assert len(draw(study(settings))["frequency_scaling"].axes[0].lines) == len(curves)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def test_pictures_are_pngs_fit_for_a_page(written):
+    assert sorted(p.name for p in written.iterdir()) == sorted(["frequencies.json", *(f"{n}.png" for n in NAMES)])
+    for name in NAMES:
+        content = (written / f"{name}.png").read_bytes()
+        assert content.startswith(b"\x89PNG\r\n\x1a\n")
+        width, height = struct.unpack(">II", content[16:24])
+        assert width == 1400 and 600 < height < 1100
+        assert 20_000 < len(content) < 400_000
+
+
+def test_lines_hold_the_numbers(written):
+    numbers = numbers_at(written)
+    figures = draw(study(Settings()))
+    assert list(figures) == NAMES
+    gamma = gammas(numbers)
+    labels = {"PI": "pi", "NTK": "ntk", "YaRN": "yarn"}
+    (alone,) = figures["frequency_scaling"].axes
+    panels = figures["frequency_scaling_by_factor"].axes
+    assert [p.get_title() for p in panels] == ["s = 2", "s = 3", "s = 4"]
+    for panel, factor in zip([alone, *panels], (2, 2, 3, 4), strict=True):
+        assert [line.get_label() for line in panel.lines] == list(labels)
+        for line in panel.lines:
+            assert line.get_xdata().tolist() == numbers["scaling"]["pairs"]
+            assert list(line.get_ydata()) == gamma[factor, labels[line.get_label()]]
+        assert panel.get_ylim() == alone.get_ylim() and panel.get_xlim() == alone.get_xlim()
+        colours = [line.get_color() for line in panel.lines]
+        assert len(set(colours)) == len(colours)
+    assert "fastest" in alone.get_xlabel() and "frequency" in alone.get_ylabel() and "s = 2" in alone.get_title()
+    assert alone.get_legend() is not None and figures["frequency_scaling_by_factor"].legends
+    (axes,) = figures["rotation_cache"].axes
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    cache = numbers["cache"]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    expected = {f"{100 * c['fraction']:g}%: {c['rotated_channels']} channels": c["bytes"] for c in cache["curves"]}
+    assert drawn == expected
+    assert all(list(line.get_xdata()) == cache["lengths"] for line in axes.lines)
+    assert "tokens" in axes.get_xlabel() and axes.get_ylabel() and axes.get_legend() is not None
+
+
+def test_many_factors_wrap_into_rows_of_three():
+    panels = draw(study(Settings(factors=(2.0, 3.0, 4.0, 8.0))))["frequency_scaling_by_factor"].axes
+    assert [p.get_title() for p in panels] == ["s = 2", "s = 3", "s = 4", "s = 8"]
+    # The lowest of each column says what lies across, also above the two places that stay empty.
+    assert [bool(p.get_xlabel()) for p in panels] == [False, True, True, True]
+
+
+def test_a_picture_is_the_same_whatever_the_users_own_settings():
+    import matplotlib
+
+    numbers = study(Settings(factors=(2.0,)))
+    before = render(draw(numbers)["frequency_scaling"], "svg")
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "black", "savefig.dpi": 20}):
+        assert render(draw(numbers)["frequency_scaling"], "svg") == before
+        assert matplotlib.rcParams["font.size"] == 30
+
+
+def test_a_fraction_that_rotates_nothing_is_no_line(tmp_path):
+    # 1% of 64 channels is less than one: `PartialRope` then rotates none, and a logarithmic axis has no place for 0.
+    assert main(["--study=frequencies", f"--out={tmp_path}", "--cache-head-dim=64"]) == 0
+    nothing = numbers_at(tmp_path)["cache"]["curves"][0]
+    assert nothing["rotated_channels"] == 0 and not any(nothing["bytes"])
+
+
+def test_options_reach_the_study(tmp_path, capsys):
+    arguments = "--head-dim=128 --base=5e5 --length=8k --factors=8,16 --methods=ntk,pi --fractions=0.5 --format=svg,png"
+    assert main(["--study=frequencies", "--out", str(tmp_path), *arguments.split(), "--cache-head-dim=128"]) == 0
+    numbers = numbers_at(tmp_path)
+    assert numbers["settings"] == {
+        "head_dim": 128, "base": 5e5, "length": 8192, "factors": [8, 16], "methods": ["ntk", "pi"],
+        "cache_head_dim": 128, "fractions": [0.5],
+    }  # fmt: skip
+    assert list(gammas(numbers)) == [(8, "ntk"), (8, "pi"), (16, "ntk"), (16, "pi")]
+    assert numbers["scaling"]["curves"][0]["encoding"]["base"] == 5e5
+    assert {p.suffix for p in tmp_path.iterdir()} == {".svg", ".png", ".json"}
+    assert (tmp_path / "rotation_cache.svg").read_text().startswith("<?xml")
+    out = capsys.readouterr().out
+    assert all(str(path) in out for path in tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def test_the_table_shows_the_check_values(tmp_path, capsys):
+    main(["--study=frequencies", f"--out={tmp_path}"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines[:20]) <= 120
+    head = lines[1].replace("pair 0", "0").replace("cos, sin x", "x").split()
+    row = {line.split()[1]: dict(zip(head, line.split(), strict=True)) for line in lines if re.match(r" +2 ", line)}
+    assert row["YaRN"]["x"] == "1.069315"
+    assert [row["YaRN"][pair] for pair in ("8", "9", "10", "20", "21", "31")] == [
+        "1.0000", "0.9615", "0.9231", "0.5385", "0.5000", "0.5000"]  # fmt: skip
+    assert [row["NTK"][pair] for pair in ("1", "15", "30", "31")] == ["0.9779", "0.7151", "0.5113", "0.5000"]
+    full = next(line for line in lines if line.strip().startswith("100%"))
+    assert full.split() == ["100%", "256", "4.19", "MB", "33.6", "MB", "134", "MB", "1.07", "GB", "10.2", "GB"]
+
+
+def test_help_lists_every_study_in_a_line(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0
+    for name, known in STUDIES.items():
+        assert any(name in line and known.summary in line for line in out.splitlines())
+    assert "--head-dim" not in out
+    with pytest.raises(SystemExit):
+        main(["--study=frequencies", "--help"])
+    assert "--head-dim" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--study=frequncies"], "there is no study 'frequncies'. Did you mean 'frequencies'?"),
+        (["--study=frequncies", "--head-dim=64"], "Did you mean 'frequencies'?"),
+        (["--head-dim=63"], "head_dim is 63; it must be even"),
+        (["--head-dim=2"], "head_dim is 2; it must be even, from 4"),
+        (["--head-dim=0"], "head_dim is 0"),
+        (["--head-dim=1e9"], "head_dim is 1000000000"),
+        (["--head-dim=64.5"], "--head-dim: '64.5' is not a whole number"),
+        (["--head-dim=many"], "--head-dim: 'many' is not a number"),
+        (["--head-dim="], "--head-dim: '' is not a number"),
+        (["--cache-head-dim=-2"], "cache_head_dim is -2"),
+        (["--base=1"], "base is 1.0; it must be finite and above 1"),
+        (["--base=nan"], "base is nan"),
+        (["--length=0"], "length is 0"),
+        (["--length=inf"], "--length: 'inf' is not a whole number"),
+        (["--length=1e300"], "give the training length, 1 to 2147483648 tokens"),
+        (["--factors=0.5"], "factors holds 0.5; each must lie between 1 and"),
+        (["--factors=2,nan"], "factors holds nan"),
+        (["--factors=1e308"], "factors holds 1e+308"),
+        (["--factors=two"], "--factors: 'two' is not a number"),
+        (["--factors=2,,3"], "--factors: '2,,3' has an empty place"),
+        (["--factors=2,2.0"], "factors holds 2 values; give 1 to 12, all different"),
+        (["--factors=" + ",".join(map(str, range(1, 15)))], "factors holds 14 values"),
+        (["--fractions=0"], "fractions holds 0; each must lie above 0"),
+        (["--fractions=10"], "fractions holds 10"),
+        (["--fractions=0.001"], "None of the fractions rotates a channel of 256"),
+        (["--methods=yran"], "there is no 'yran'. Did you mean 'yarn'?"),
+        (["--format=pgn"], "--format: 'pgn' cannot be written. Did you mean 'png'?"),
+        (["--out=gs://bucket/x"], "is an address, and a path is needed"),
+        (["--out=file"], "file could not be written"),
+        (["--out=file/inside"], "could not be written"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    given = arguments if arguments[0].startswith("--study") else ["--study=frequencies", *arguments]
+    assert main(given) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and says in captured.err
+    assert captured.out == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--study"], ["--study=frequencies", "--factor=2"], ["--from=runs/a"]])
+def test_a_command_line_of_another_form_ends_with_status_2(capsys, arguments):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert "python -m pe_lab.analyze" in capsys.readouterr().err
+
+
+def test_nothing_is_replaced_unless_all_of_it_can_be_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "frequency_scaling.png").write_text("of before")
+    (tmp_path / "rotation_cache.png").mkdir()
+    assert main(["--study=frequencies", f"--out={tmp_path}"]) == 2
+    assert "a directory of that name is there" in capsys.readouterr().err
+    (tmp_path / "rotation_cache.png").rmdir()
+
+    real, calls = Path.write_bytes, []
+
+    def full_disk(path: Path, content: bytes) -> int:
+        calls.append(path)
+        if len(calls) == 3:
+            real(path, content[:100])
+            raise OSError(28, "No space left on device", str(path))
+        return real(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    assert main(["--study=frequencies", f"--out={tmp_path}"]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["frequency_scaling.png"]
+    assert (tmp_path / "frequency_scaling.png").read_text() == "of before"
+
+
+def test_numbers_on_a_command_line():
+    assert [whole("--x", text) for text in ("2048", "1e4", "2k", "0.5K")] == [2048, 10000, 2048, 512]
+    assert items("--x", "a, b") == ("a", "b")
+    for text in ("k", "2.5", "nan", ""):
+        with pytest.raises(UserError, match="--x"):
+            whole("--x", text)
+
+
+def test_the_figures_of_the_docs_are_those_of_the_commands_beside_them(tmp_path):
+    text = (DOCS / "frequencies.md").read_text()
+    commands = set(re.findall(r"^python -m pe_lab\.analyze (.*)$", text, flags=re.MULTILINE))
+    assert commands and all(f"pictures/{name}.png" in text for name in NAMES)
+    for line in commands:
+        arguments = shlex.split(line)
+        assert arguments.pop() == "--out=docs/pictures"
+        assert main([*arguments, f"--out={tmp_path}"]) == 0
+    made, committed = numbers_at(tmp_path), numbers_at(DOCS / "pictures")
+    assert made["settings"] == committed["settings"] and made["cache"] == committed["cache"]
+    for key, curve in gammas(committed).items():
+        assert gammas(made)[key] == pytest.approx(curve, rel=1e-12)
+    assert gammas(made).keys() == gammas(committed).keys()
