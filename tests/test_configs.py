@@ -1,9 +1,10 @@
-"""Every recipe in configs/, under every argument that its text mentions."""
+"""Every recipe in configs/, under every argument that its text mentions. What the papers say: test_configs_papers."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import math
 import re
 from pathlib import Path
@@ -11,26 +12,35 @@ from pathlib import Path
 import jax
 import pytest
 
-from pe_lab.config import Config, UserError, load_config, to_json
+from pe_lab.config import Config, UserError, load_config, recipe_arguments, split_overrides, to_json
 from pe_lab.parallel import AxisRules, check_batch
 from pe_lab.parallel.topology import CHIPS, parse_topology, placeholder_mesh
-from pe_lab.positional import Alibi, NoPE, Rope
 from pe_lab.training import compile_train_step, make_optimizer
 from pe_lab.training.memory import step_inputs
-from pe_lab.training.planning import make_plan
+from pe_lab.training.planning import Plan, make_plan
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+def _text(path: str) -> str:
+    """The docstring of a recipe, on one line."""
+    return " ".join((ast.get_docstring(ast.parse((CONFIGS / path).read_text())) or "").split())
 
 
 def _references() -> list[str]:
     """`configs/x.py` and each `configs/x.py:ARG` or `:ARG` that the file itself mentions."""
     found = []
     for path in sorted(CONFIGS.glob("*.py")):
-        text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        arguments = re.findall(rf"configs/{path.stem}\.py:([\w=./-]*[\w/])|`:([\w./-]+)`", text)
+        arguments = re.findall(rf"configs/{path.stem}\.py:([\w=./,-]*[\w/])|`:([\w./-]+)`", _text(path.name))
         arguments = [one or other for one, other in arguments]
         found += [path.name, *(f"{path.name}:{argument}" for argument in dict.fromkeys(arguments))]
     return found
+
+
+def _plan_commands() -> list[tuple[str, str]]:
+    """The command lines of `pe_lab.plan` that the recipes' texts give: (recipe, arguments)."""
+    found = [(path.name, re.findall(r"pe_lab\.plan ((?:--\S+ ?)+)", _text(path.name))) for path in CONFIGS.glob("*.py")]
+    return [(name, line) for name, lines in sorted(found) for line in lines]
 
 
 def _load(reference: str) -> Config:
@@ -44,9 +54,19 @@ def _devices(config: Config) -> int:
     return fixed * -(-8 // fixed) if -1 in sizes else fixed
 
 
+@functools.cache
+def _plan(reference: str) -> Plan:
+    config = _load(reference)
+    return make_plan(config, parse_topology(f"h100:{_devices(config)}"))
+
+
 def test_references_include_documented_arguments():
-    assert {"drope_laptop.py", "drope_laptop.py:quick", "drope_laptop.py:full"} <= set(_references())
-    assert "drope_16b.py:from=runs/rope_16b/pretrain/checkpoints/14000" in _references()
+    found = set(_references())
+    assert {"drope_laptop.py", "drope_laptop.py:quick", "drope_laptop.py:full"} <= found
+    assert "drope_16b.py:from=runs/table1_rope/pretrain/checkpoints/14000" in found
+    assert {"table1.py:method=rnope_swa", "table1.py:method=drope,size=laptop"} <= found
+    assert "drope_smollm.py:model=135m,from=runs/smollm2_135m,data=data/my-text" in found
+    assert {path.name for path in CONFIGS.glob("*.py")} - {"drope_laptop.py"} == {name for name, _ in _plan_commands()}
 
 
 @pytest.mark.parametrize("reference", _references())
@@ -54,24 +74,29 @@ def test_recipe_says_what_it_reproduces(reference):
     config = _load(reference)
     for field, text in to_json(config.notes).items():
         assert text.strip(), f"config.notes.{field} of {reference} is empty"
-    path = reference.partition(":")[0]
-    assert f"--config=configs/{path}" in config.notes.command
-    assert ast.get_docstring(ast.parse((CONFIGS / path).read_text()))
+    assert f"python -m pe_lab.train --config=configs/{reference}" == config.notes.command
+    assert _text(reference.partition(":")[0])
 
 
-@pytest.mark.parametrize("reference", _references())
+_traced: set[object] = set()  # programs that an earlier reference has had already
+
+
+LAPTOP = [f"table1.py:method={m},size=laptop" for m in ("nope", "alibi", "rnope_swa", "p_rope", "partial_rope")]
+
+
+@pytest.mark.parametrize("reference", [*_references(), *LAPTOP])
 def test_recipe_traces_on_its_mesh(reference):
-    config = _load(reference)
-    plan = make_plan(config, parse_topology(f"h100:{_devices(config)}"))
-    model, mesh = plan.model, placeholder_mesh(config.mesh, _devices(config))
-    structures = set()
-    for phase in (numbers.plan for numbers in plan.phases):
+    config, plan = _load(reference), _plan(reference)
+    mesh = placeholder_mesh(config.mesh, _devices(config))
+    for numbers in plan.phases:
+        model, phase = numbers.model, numbers.plan
         check_batch(phase.config.batch_size, phase.config.accumulate, mesh, phase.name)
+        shape = (phase.config.batch_size, phase.config.sequence_length, phase.config.accumulate)
+        program = (model.config, config.mesh, phase.schedule.structure, phase.schedule.same_rotation, shape)
+        if program in _traced:
+            continue
+        _traced.add(program)
         optimizer = make_optimizer(phase.config.optimizer, phase.config.steps, model.axes)
-        shape = (phase.schedule.structure, phase.config.batch_size, phase.config.sequence_length)
-        if shape in structures:
-            continue  # the same program
-        structures.add(shape)
         inputs = step_inputs(model, optimizer, phase, config.data.segments)
         step = compile_train_step(model, optimizer, mesh, AxisRules(), phase.config.accumulate)
         state, metrics = jax.eval_shape(step, *inputs)
@@ -81,86 +106,109 @@ def test_recipe_traces_on_its_mesh(reference):
         assert metrics["loss"].shape == () and metrics["loss"].dtype == "float32"
 
 
-@pytest.mark.parametrize("name", ["rope_16b", "nope_16b", "alibi_16b"])
-def test_recipe_without_arguments_refuses_one(name):
-    with pytest.raises(UserError, match="takes no argument"):
-        _load(f"{name}.py:from=somewhere")
+@pytest.mark.parametrize("reference", _references())
+def test_costs_are_what_the_plan_computes(reference):
+    """In the notes, and the same figure in the text."""
+    config = _load(reference)
+    if "CPU" in config.notes.cost:
+        assert "minutes" in config.notes.cost
+        return
+    hours = _plan(reference).chip_hours(CHIPS["v5e"].peak, 0.4)
+    figure = f"{hours:.0f}" if hours >= 10 else f"{hours:.1f}"
+    assert config.notes.cost == f"{figure} v5e chip-hours at 40% MFU"
+    text = _text(reference.partition(":")[0])
+    assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", text)
 
 
-@pytest.mark.parametrize("argument", ["fro=somewhere", "from=", "quick"])
-def test_drope_16b_refuses_an_unknown_argument(argument):
-    with pytest.raises(UserError, match="from=CHECKPOINT"):
-        _load(f"drope_16b.py:{argument}")
+@pytest.mark.parametrize("path", [p.name for p in sorted(CONFIGS.glob("*.py")) if p.name != "drope_laptop.py"])
+def test_texts_say_what_a_run_costs(path):
+    """FLOPs, hours of v5e:16x16 and H100-hours, where the text gives them: of the recipe without arguments."""
+    text, plan = _text(path), _plan(path)
+    flops = sum(phase.total_flops for phase in plan.phases)
+    for said in re.findall(r"([\d.]+e\d+) FLOPs", text):
+        assert said == f"{flops:.2e}".replace("+", "")
+    for said in re.findall(r"(\d+) H100-hours", text):
+        assert said == f"{plan.chip_hours(CHIPS['h100'].peak, 0.4):.0f}"
+    hours = plan.chip_hours(CHIPS["v5e"].peak, 0.4) / 256
+    for said, unit in re.findall(r"MFU \(([\d.]+) (minutes|hours) of v5e:16x16\)", text):
+        assert abs(float(said) / (60 if unit == "minutes" else 1) - hours) <= 0.03 * hours
 
 
-# The paper's budget: 16.8B tokens, of which 2.10B after the drop (Table 4), at 2^20 tokens a step.
-BUDGETS = {
-    "rope_16b.py": [("pretrain", Rope(base=1e6), 16_000, 3e-4, 520)],
-    "nope_16b.py": [("pretrain", NoPE(), 16_000, 3e-4, 520)],
-    "alibi_16b.py": [("pretrain", Alibi(), 16_000, 3e-4, 520)],
-    "drope_16b.py": [
-        ("pretrain", Rope(base=1e6), 14_000, 3e-4, 520),
-        ("recalibrate", NoPE(), 2_000, 1e-3, 70),
+@pytest.mark.parametrize(("path", "line"), _plan_commands())
+def test_what_the_texts_plan_fits_by_estimate(path, line):
+    rest, overrides = split_overrides(line.split())
+    options = dict(option.removeprefix("--").split("=", 1) for option in rest)
+    assert options["config"].startswith(f"configs/{path}")
+    plan = make_plan(
+        load_config(str(CONFIGS.parent / options["config"]), overrides), parse_topology(options["topology"])
+    )
+    for phase in plan.phases:
+        assert phase.memory.total < 0.75 * plan.topology.chip.memory  # a compiler takes more than an estimate says
+
+
+# What the texts say of nodes with 8 GPUs, and of one.
+ON_EIGHT = [
+    ("drope_16b.py", "h100:8", {"phases.0.accumulate": "16", "phases.1.accumulate": "16"}),
+    ("drope_16b.py", "h100:1", {"mesh.fsdp": "1", "phases.0.accumulate": "128", "phases.1.accumulate": "128"}),
+    ("table1.py", "h100:8", {"phases.0.accumulate": "16"}),
+    ("table11.py", "h100:8", {"phases.0.accumulate": "4"}),
+    ("drope_smollm.py", "h100:8", {"phases.0.accumulate": "4"}),
+    ("drope_smollm.py:model=1.7b", "h100:8", {"phases.0.accumulate": "8"}),
+    ("drope_llama2.py", "h200:8", {"mesh.fsdp": "8", "phases.0.accumulate": "32"}),
+    ("p_rope.py", "h100:8", {"mesh.fsdp": "8", "phases.0.accumulate": "32"}),
+    ("partial_rope.py:length=8192", "h200:8", {"phases.0.accumulate": "64"}),
+    ("partial_rope.py:model=llama_8b", "h200:8", {"mesh.fsdp": "8", "phases.0.accumulate": "64"}),
+]
+
+
+@pytest.mark.parametrize(("reference", "topology", "overrides"), ON_EIGHT)
+def test_recipes_cut_evenly_on_a_node_as_their_texts_say(reference, topology, overrides):
+    plan = make_plan(load_config(f"{CONFIGS}/{reference}", overrides), parse_topology(topology))
+    assert all(phase.memory.total < 0.5 * plan.topology.chip.memory for phase in plan.phases)
+    if topology.endswith(":8"):
+        text = _text(reference.partition(":")[0])
+        for key, value in overrides.items():
+            assert f"--config.{key}={value}" in text or (key.endswith("accumulate") and f"({value} for" in text)
+
+
+# -- arguments -------------------------------------------------------------------------------------------------
+
+CHOICES = {"method": ("rope", "nope"), "size": ("", "big", "small"), "from": "runs/x"}
+
+
+@pytest.mark.parametrize(
+    ("arg", "found"),
+    [
+        ("", {"method": "rope", "size": "", "from": "runs/x"}),
+        ("size=small", {"method": "rope", "size": "small", "from": "runs/x"}),
+        ("from=a=b/c,method=nope", {"method": "nope", "size": "", "from": "a=b/c"}),
     ],
-    "drope_16b.py:from=x": [("recalibrate", NoPE(), 2_000, 1e-3, 70)],
-}
+)
+def test_arguments_are_completed_with_defaults(arg, found):
+    assert recipe_arguments(arg, **CHOICES) == found
 
 
-@pytest.mark.parametrize("reference", BUDGETS)
-def test_16b_phases_are_the_papers(reference):
-    config = _load(reference)
-    found = [
-        (p.name, p.positional, p.steps, p.optimizer.learning_rate, p.optimizer.warmup_steps) for p in config.phases
-    ]
-    assert found == BUDGETS[reference]
-    for phase in config.phases:
-        assert (phase.batch_size, phase.sequence_length) == (1024, 1024)
-        adamw = phase.optimizer
-        assert (adamw.b1, adamw.b2, adamw.epsilon, adamw.weight_decay) == (0.9, 0.95, 1e-8, 0.1)
-        assert adamw.schedule == "cosine"
-    tokens = sum(p.steps * p.batch_size * p.sequence_length for p in config.phases)
-    if "from=" in reference:
-        assert f"{tokens / 1e9:.2f}" == "2.10"
-        assert config.phases[0].init_from == "x"
-    else:
-        assert f"{tokens / 1e9:.1f}B tokens" == "16.8B tokens"
-        text = " ".join((CONFIGS / reference).read_text().split())
-        assert "16.8B tokens" in text
-    assert (config.model.qk_norm, config.model.attention_bias, config.data.segments) == (False,) * 3
+@pytest.mark.parametrize(
+    ("arg", "says"),
+    [
+        ("method=nop", "Did you mean 'nope'?"),
+        ("metod=nope", "Did you mean 'method'?"),
+        ("method", "Allowed: nope, rope."),
+        ("size=", "Allowed: big, small."),
+        ("from=", "from=TEXT"),
+        ("zzz", "Allowed: from, method, size."),
+        ("size=big,quick", "'quick' is no argument"),
+    ],
+)
+def test_arguments_that_are_not_allowed_name_those_that_are(arg, says):
+    with pytest.raises(UserError) as refused:
+        recipe_arguments(arg, **CHOICES)
+    assert says in str(refused.value)
+    assert str(refused.value).endswith("It takes method=rope|nope, size=big|small, from=TEXT.")
 
 
-def test_16b_baselines_differ_from_drope_in_the_encoding_alone():
-    drope = _load("drope_16b.py")
-    for name in ("rope_16b", "nope_16b", "alibi_16b"):
-        baseline = _load(f"{name}.py")
-        for part in ("seed", "model", "data", "mesh", "checkpoint", "log", "evaluation"):
-            assert getattr(baseline, part) == getattr(drope, part), (name, part)
-        longer = dataclasses.replace(drope.phases[0], steps=16_000, positional=baseline.phases[0].positional)
-        assert baseline.phases == (longer,)
-
-
-def test_drope_16b_branch_is_the_second_phase_on_other_windows():
-    drope, branch = _load("drope_16b.py"), _load("drope_16b.py:from=x")
-    assert branch.phases == (dataclasses.replace(drope.phases[1], init_from="x"),)
-    assert branch.data.seed != drope.data.seed
-    assert branch.name != drope.name
-
-
-@pytest.mark.parametrize("reference", BUDGETS)
-def test_16b_costs_are_what_the_plan_computes(reference):
-    config = _load(reference)
-    plan = make_plan(config, parse_topology("v5e:16x16"))
-    hours = plan.chip_hours(CHIPS["v5e"].peak, 0.4)
-    assert config.notes.cost == f"{hours:.0f} v5e chip-hours at 40% MFU"
-    if "from=" not in reference:
-        text = " ".join((CONFIGS / reference).read_text().split())
-        assert f"{sum(p.total_flops for p in plan.phases):.2e}".replace("+", "") + " FLOPs" in text
-        assert f"{hours:.0f} v5e chip-hours at 40% MFU ({hours / 256 * 60:.0f} minutes of v5e:16x16)" in text
-        assert f"{plan.chip_hours(CHIPS['h100'].peak, 0.4):.0f} H100-hours" in text
-
-
-def test_16b_recipes_cut_evenly_on_8_gpus_and_on_one():
-    config = _load("drope_16b.py")
-    make_plan(config, parse_topology("h100:8"))
-    one = load_config(f"{CONFIGS}/drope_16b.py", {"mesh.fsdp": "1"})
-    make_plan(one, parse_topology("h100:1"))
+@pytest.mark.parametrize("path", [path.name for path in sorted(CONFIGS.glob("*.py"))])
+def test_every_recipe_refuses_an_unknown_argument(path):
+    for arg in ("fro=somewhere", "quik"):
+        with pytest.raises(UserError, match=f"{path}.*(It takes|it takes)"):
+            _load(f"{path}:{arg}")

@@ -14,7 +14,25 @@ from pe_lab.config import UserError
 from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.language_model import _compiled
 from pe_lab.model import Model
-from pe_lab.positional import PI, Alibi, Layer, NoPE, PartialRope, Rope, Yarn, build_schedule, layers
+from pe_lab.positional import (
+    NTK,
+    PI,
+    Alibi,
+    Beta,
+    DynamicNTK,
+    HeadEdit,
+    Layer,
+    Llama3,
+    NoPE,
+    PartialRope,
+    Rope,
+    Uniform,
+    Yarn,
+    build_schedule,
+    drop,
+    layers,
+    rescale,
+)
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 
@@ -64,27 +82,66 @@ def test_texts_go_through_the_tokenizer(lm):
         bare.logits("needle")
 
 
-def test_switching_encodings_traces_once(lm, monkeypatch):
-    # Every encoding one can think of is the same program on other arrays.
-    _compiled.cache_clear()
-    traces, hidden = [], Model.hidden
+TEN = {
+    "rope": Rope(),
+    "nope": NoPE(),
+    "p-rope": Rope(fraction=0.5),
+    "partial rope": PartialRope(fraction=0.5),
+    "pi": Rope(scaling=PI(4.0)),
+    "ntk": Rope(scaling=NTK(4.0)),
+    "dynamic ntk": Rope(scaling=DynamicNTK(8)),
+    "yarn": Rope(scaling=Yarn(2.0, 300)),
+    "llama3": Rope(scaling=Llama3(4.0, original_length=64)),
+    "a mix": [Layer(Rope()), Layer(NoPE())],
+    "beta": Layer(NoPE(), logit_scale=Beta(0.4, 8)),
+}
 
-    def counted(self, *args):
-        traces.append(1)
-        return hidden(self, *args)
 
-    monkeypatch.setattr(Model, "hidden", counted)
-    mixed = [Layer(Rope()), Layer(NoPE())]
-    encodings = [Rope(), NoPE(), Rope(scaling=Yarn(factor=2.0, original_length=16)), Rope(fraction=0.5), mixed,
-                 Rope(scaling=PI(factor=4.0))]  # fmt: skip
-    found = [np.asarray(lm.with_positional(e).logits(TOKENS)) for e in encodings]
-    found.append(np.asarray(lm.with_positional(Rope(), logit_scale=1.5).logits(TOKENS)))
-    assert len(traces) == 1
-    for i, a in enumerate(found):
-        for b in found[:i]:
-            assert np.abs(a - b).max() > 1e-6
-    np.testing.assert_allclose(found[0], lm.logits(TOKENS), atol=1e-6)
+def test_switching_among_ten_encodings_compiles_once(run):
+    """Every encoding one can think of is the same program on other arrays."""
     _compiled.cache_clear()
+    lm = pe_lab.load(run)
+    found = {name: np.asarray(lm.with_positional(e).logits(TOKENS)) for name, e in TEN.items()}
+    found["rope, beta"] = np.asarray(lm.with_positional(Rope(), logit_scale=1.5).logits(TOKENS))
+    assert lm.compilations == 1 and len(found) > 10
+    names = list(found)
+    for i, a in enumerate(names):
+        for b in names[:i]:
+            assert np.abs(found[a] - found[b]).max() > 1e-6, f"{a} reads as {b}"
+    np.testing.assert_allclose(found["rope"], lm.logits(TOKENS), atol=1e-6)
+    # The counter counts: a window is another program.
+    lm.with_positional("rope/window=4").logits(TOKENS)
+    assert lm.compilations == 2
+
+
+def test_for_any_scheme_slopes_and_heads_that_differ_compile_nothing_either(run):
+    _compiled.cache_clear()
+    lm = pe_lab.load(run).for_any_scheme()
+    split = Layer(Rope(), heads=(HeadEdit((0,), NoPE()), HeadEdit((1,), Uniform())))
+    for description in (*TEN.values(), Alibi(), split, "rope/heads=1:alibi"):
+        lm.with_positional(description).logits(TOKENS)
+    assert lm.compilations == 1
+    own = pe_lab.load(run).with_positional(split).logits(TOKENS)
+    np.testing.assert_allclose(lm.with_positional(split).logits(TOKENS), own, atol=1e-5)
+
+
+def test_what_follows_the_length_follows_it(lm):
+    """A dynamic scheme and a Beta are read at the length of the text, not at that of an earlier one."""
+    dynamic = lm.with_positional(Rope(scaling=DynamicNTK(8)), logit_scale=Beta(0.4, 8))
+    for length in (6, 8, 16, 24):
+        scaling = NTK(length / 8) if length > 8 else None
+        beta = 1 + 0.4 * np.log(max(1, length / 8))
+        fixed = lm.with_positional(Rope(scaling=scaling), logit_scale=float(beta))
+        np.testing.assert_allclose(dynamic.logits(TOKENS[:, :length]), fixed.logits(TOKENS[:, :length]), atol=1e-5)
+    here = dynamic.loss_by_position(TOKENS)
+    assert here.shape == (2, 23) and np.isfinite(here).all()
+
+
+def test_edits_of_the_layers_there_are(lm):
+    mixed = lm.with_positional(["rope/window=8", "alibi"])
+    assert mixed.with_positional(drop(layers=[0])).layers == (Layer(NoPE(), 8), Layer(Alibi()))
+    assert mixed.with_positional(rescale(PI(2.0))).layers == (Layer(Rope(scaling=PI(2.0)), 8), Layer(Alibi()))
+    assert mixed.with_positional("drop").layers == (Layer(NoPE(), 8), Layer(NoPE()))
 
 
 @pytest.mark.parametrize(

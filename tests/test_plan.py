@@ -86,6 +86,10 @@ def test_estimate_follows_what_shrinks_a_step():
     assert halves.activations * 2 == base.activations and halves.gradients == 2 * base.gradients
     whole = _plan(**{"model.loss_chunks": "1"}).phases[0].memory
     assert whole.working > 4 * 4 * 1024 * 151936 > base.working  # all logits of a chip, in float32
+    ungated = {"model.gated_mlp": "False"}
+    plain = [_plan(**{"model.remat": r} | ungated).phases[0].memory.activations for r in ("none", "dots")]
+    gate = 24 * 4 * 1024 * 4864 * 2  # one array [B, T, F] a layer, in bfloat16
+    assert [bare + gate for bare in plain] == by_remat[:2]
     reference = _plan(**{"model.attention": "reference"}).phases[0].memory
     assert reference.working > base.working
 

@@ -171,8 +171,8 @@ def frequencies(encoding: Encoding, head_dim: int, length: int | None = None) ->
     return inv_freq, gain
 
 
-def follows_length(encoding: Encoding) -> bool:
-    """Whether the frequencies depend on how long the text is (dynamic NTK, dynamic YaRN, LongRoPE)."""
+def follows_length(encoding: object) -> bool:
+    """Whether the frequencies of an encoding depend on how long the text is (dynamic NTK, dynamic YaRN, LongRoPE)."""
     scaling = getattr(encoding, "scaling", None)
     return scaling is not None and scaling.dynamic
 

@@ -1,4 +1,7 @@
-"""What each scheme does to the frequencies: check values, identities, published formulas that are wrong."""
+"""What each encoding does to the frequencies: which pairs turn, which stand still, and how large they are.
+
+Scalings are in test_positional_scalings.py.
+"""
 
 import math
 
@@ -9,85 +12,61 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pe_lab.config import UserError
-from pe_lab.positional import NTK, PI, Alibi, NoPE, PartialRope, Rope, Yarn, alibi_slopes, frequencies
-
-
-def ratio(scaling, head_dim=64, base=1e4):
-    """New frequency over old, per pair."""
-    return frequencies(Rope(base, scaling=scaling), head_dim)[0] / frequencies(Rope(base), head_dim)[0]
-
-
-def test_yarn_check_values():
-    yarn = Yarn(factor=2.0, original_length=2048)
-    change = ratio(yarn)
-    np.testing.assert_array_equal(change[:9], 1)
-    np.testing.assert_allclose(change[[9, 10, 20]], [0.9615, 0.9231, 0.5385], atol=5e-5)
-    np.testing.assert_allclose(change[21:], 0.5, rtol=1e-12)
-    np.testing.assert_allclose(frequencies(Rope(scaling=yarn), 64)[1], 1.069315, atol=5e-7)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "base", "length", "raw"),
-    [
-        (64, 1e4, 2048, (8.064, 20.105)),
-        (64, 1e6, 1024, (3.7705, 11.798)),
-        (128, 1e4, 4096, (20.944, 45.027)),
-    ],
+from pe_lab.positional import (
+    PI,
+    Alibi,
+    NoPE,
+    NotebookBias,
+    NotebookYarn,
+    PartialRope,
+    Rope,
+    Yarn,
+    alibi_slopes,
+    follows_length,
+    frequencies,
 )
-def test_yarn_ramp_is_rounded_outwards(head_dim, base, length, raw):
-    bounds = Yarn(factor=2.0, original_length=length).ramp_bounds(base, head_dim)
-    assert bounds == (math.floor(raw[0]), math.ceil(raw[1]))
 
-
-def test_yarn_ramp_bounds_stay_apart_and_inside():
-    assert Yarn(factor=2.0, original_length=6).ramp_bounds(1e4, 64) == (0, 0.001)
-    assert Yarn(factor=2.0, original_length=1000).ramp_bounds(10.0, 64)[1] == 63
-
-
-def test_drope_equation_11_taken_literally_is_position_interpolation_and_ours_is_not():
-    """It thresholds the frequency between 1 and 32, and no frequency is above 1."""
-    inv_freq = frequencies(Rope(), 64)[0]
-    kept = np.clip((inv_freq - 1) / (32 - 1), 0, 1)
-    literal = (1 - kept) * inv_freq / 2 + kept * inv_freq
-    interpolated = frequencies(Rope(scaling=PI(2.0)), 64)[0]
-    np.testing.assert_array_equal(literal, interpolated)
-    ours = frequencies(Rope(scaling=Yarn(2.0, 2048)), 64)[0]
-    assert (ours[:9] == 2 * interpolated[:9]).all()
-    assert (ours[:21] > 1.05 * interpolated[:21]).all()
-
-
-def test_ntk_check_values():
-    change = ratio(NTK(2.0))
-    np.testing.assert_allclose(change[[1, 15, 30, 31]], [0.9779, 0.7151, 0.5113, 0.5], atol=5e-5)
+HEAD_DIM = st.integers(1, 128).map(lambda pairs: 2 * pairs)
+BASE = st.floats(1.5, 1e9)
 
 
 @settings(max_examples=60, deadline=None)
-@given(factor=st.floats(1, 1e3), head_dim=st.sampled_from([4, 64, 96, 128]), base=st.floats(2, 1e8))
-def test_ntk_keeps_the_fastest_pair_and_divides_the_slowest_by_the_factor(factor, head_dim, base):
-    change = ratio(NTK(factor), head_dim, base)
-    assert change[0] == 1
-    assert change[-1] == pytest.approx(1 / factor, rel=1e-9)
-    assert (np.diff(change) <= 1e-12).all()
+@given(HEAD_DIM, BASE)
+def test_rope_is_its_formula(head_dim, base):
+    inv_freq, gain = frequencies(Rope(base), head_dim)
+    assert inv_freq.dtype == gain.dtype == np.float64
+    np.testing.assert_allclose(inv_freq, [base ** (-2 * i / head_dim) for i in range(head_dim // 2)], rtol=1e-14)
+    assert inv_freq[0] == 1 and (np.diff(inv_freq) < 0).all()
+    assert (gain == 1).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(HEAD_DIM, BASE, st.floats(0, 1))
+def test_p_rope_is_rope_with_its_slow_pairs_at_rest(head_dim, base, fraction):
+    full, kept = frequencies(Rope(base), head_dim)[0], frequencies(Rope(base, fraction), head_dim)[0]
+    count = math.floor(fraction * head_dim / 2)
+    np.testing.assert_array_equal(kept[:count], full[:count])
+    assert (kept[count:] == 0).all()
 
 
 @settings(max_examples=60, deadline=None)
-@given(factor=st.floats(1, 1e3), base=st.floats(1e2, 1e8), length=st.integers(64, 1 << 20))
-def test_yarn_lies_between_rope_and_interpolation(factor, base, length):
-    encoding = Rope(base, scaling=Yarn(factor, length))
-    inv_freq, gain = frequencies(encoding, 64)
-    rope = frequencies(Rope(base), 64)[0]
-    assert (inv_freq <= rope * (1 + 1e-12)).all()
-    assert (inv_freq >= rope / factor * (1 - 1e-12)).all()
-    assert (np.diff(inv_freq / rope) <= 1e-12).all()
-    np.testing.assert_allclose(gain, 0.1 * math.log(factor) + 1, rtol=1e-12)
+@given(HEAD_DIM, BASE)
+def test_the_ends_of_both_fractions_are_rope_and_nope_to_the_bit(head_dim, base):
+    rope, nope = frequencies(Rope(base), head_dim), frequencies(NoPE(), head_dim)
+    for kind in (Rope, PartialRope):
+        for fraction, end in ((1.0, rope), (0.0, nope)):
+            np.testing.assert_array_equal(frequencies(kind(base, fraction), head_dim), end)
 
 
-@pytest.mark.parametrize("scaling", [PI(1.0), NTK(1.0), Yarn(1.0, 2048)], ids=repr)
-@pytest.mark.parametrize("kind", [Rope, PartialRope])
-def test_a_factor_of_one_changes_nothing(scaling, kind):
-    plain, scaled = frequencies(kind(fraction=0.5), 64), frequencies(kind(fraction=0.5, scaling=scaling), 64)
-    np.testing.assert_allclose(scaled[0], plain[0], rtol=1e-15)
-    np.testing.assert_array_equal(scaled[1], np.ones(32))
+@settings(max_examples=80, deadline=None)
+@given(HEAD_DIM, BASE, st.floats(0, 1))
+def test_partial_rope_is_rope_of_a_narrower_head(head_dim, base, fraction):
+    width = PartialRope(base, fraction).rotated_channels(head_dim)
+    assert width % 2 == 0 and 0 <= width - int(fraction * head_dim) <= 1 and width <= head_dim
+    inv_freq = frequencies(PartialRope(base, fraction), head_dim)[0]
+    if width:
+        np.testing.assert_array_equal(inv_freq[: width // 2], frequencies(Rope(base), width)[0])
+    assert (inv_freq[width // 2 :] == 0).all()
 
 
 def test_p_rope_keeps_the_fastest_pairs_of_the_full_spectrum():
@@ -124,6 +103,7 @@ def test_partial_rope_widths_of_the_paper(head_dim, widths):
     [
         NoPE(),
         Alibi(),
+        NotebookBias(),
         Rope(fraction=0.0),
         PartialRope(fraction=0.0),
         Rope(fraction=0.0, scaling=Yarn(4.0, 1024)),
@@ -133,6 +113,18 @@ def test_partial_rope_widths_of_the_paper(head_dim, widths):
 def test_what_does_not_rotate_has_no_frequency_and_no_gain(encoding):
     inv_freq, gain = frequencies(encoding, 32)
     assert (inv_freq == 0).all() and (gain == 1).all()
+
+
+def test_the_notebooks_yarn_turns_as_rope_does_and_warps_positions_instead():
+    warped = frequencies(NotebookYarn(5e5, alpha=0.5, beta=3.0), 64)
+    np.testing.assert_array_equal(warped, frequencies(Rope(5e5), 64))
+
+
+@pytest.mark.parametrize("encoding", [NoPE(), Alibi(), NotebookYarn(), NotebookBias(), Rope(), PartialRope()], ids=repr)
+@pytest.mark.parametrize("length", [1, 128, 1 << 20])
+def test_what_has_no_scaling_does_not_read_the_length(encoding, length):
+    assert not follows_length(encoding)
+    np.testing.assert_array_equal(frequencies(encoding, 64, length), frequencies(encoding, 64))
 
 
 def test_yarns_gain_covers_the_rotary_width_and_nothing_beyond():
@@ -179,19 +171,24 @@ NAN = float("nan")
         (lambda: Rope(scaling=2.0), "Rope.scaling is 2.0"),
         (lambda: PartialRope(base=0.5), "PartialRope.base is 0.5"),
         (lambda: PartialRope(fraction=2), "PartialRope.fraction is 2"),
-        (lambda: PI(0.5), "PI.factor is 0.5"),
-        (lambda: PI(NAN), "PI.factor is nan"),
-        (lambda: NTK(0.99), "NTK.factor is 0.99"),
-        (lambda: Yarn(0.5, 1024), "Yarn.factor is 0.5"),
-        (lambda: Yarn(math.inf, 1024), "Yarn.factor is inf"),
-        (lambda: Yarn(2.0, 0), "Yarn.original_length is 0"),
-        (lambda: Yarn(2.0, 1024.5), "Yarn.original_length is 1024.5"),
-        (lambda: Yarn(2.0, 1024, beta_fast=1, beta_slow=1), "beta_fast > beta_slow"),
-        (lambda: frequencies(Rope(), 63), "head_dim is 63"),
+        (lambda: PartialRope(fraction=-1e-9), "PartialRope.fraction is -1e-09; it must lie in [0, 1]"),
+        (lambda: PartialRope(scaling="yarn"), "PartialRope.scaling is 'yarn'; give None or one of PI, NTK,"),
+        (lambda: NotebookYarn(base=1.0), "NotebookYarn.base is 1.0"),
+        (lambda: NotebookYarn(alpha=0.0), "NotebookYarn.alpha is 0.0; it must be above 0 and at most 16"),
+        (lambda: NotebookYarn(beta=17.0), "NotebookYarn.beta is 17.0"),
+        (lambda: NotebookYarn(beta=NAN), "NotebookYarn.beta is nan"),
+        (lambda: NotebookYarn(blend=0), "NotebookYarn.blend is 0; it must lie in [1, original_length], which is 128"),
+        (lambda: NotebookYarn(blend=129), "NotebookYarn.blend is 129"),
+        (lambda: NotebookBias(strength=math.inf), "NotebookBias.strength is inf"),
+        (lambda: NotebookBias(original_length=0), "NotebookBias.original_length is 0; it must be positive"),
+        (lambda: frequencies(Rope(), 63), "head_dim is 63; it must be even and positive"),
+        (lambda: frequencies(NoPE(), 63), "head_dim is 63"),
+        (lambda: frequencies(PartialRope(), 63), "head_dim is 63"),
+        (lambda: frequencies(Rope(), -2), "head_dim is -2"),
+        (lambda: frequencies(NoPE(), 64, 0), "length is 0; it must be a positive number of tokens, or None"),
         (lambda: frequencies(NoPE(), 0), "head_dim is 0"),
-        (lambda: frequencies("rope", 64), "'rope' is not a positional encoding"),
-        (lambda: frequencies(Rope(scaling=NTK(2.0)), 2), "NTK needs at least 4 rotated channels"),
-        (lambda: frequencies(PartialRope(fraction=0.01, scaling=NTK(2.0)), 256), "here there are 2"),
+        (lambda: frequencies("rope", 64), "'rope' is not a positional encoding; use one of Rope, PartialRope, NoPE"),
+        (lambda: frequencies(PI(2.0), 64), "PI(factor=2.0) is not a positional encoding"),
         (lambda: alibi_slopes(0), "num_heads is 0"),
     ],
 )
@@ -202,6 +199,17 @@ def test_bad_descriptions_name_the_field(make, says):
     assert says in str(error.value)
 
 
-def test_yarn_does_not_guess_the_training_length():
-    with pytest.raises(TypeError, match="original_length"):
-        Yarn(factor=2.0)
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: NotebookYarn(original_length=128.5), "NotebookYarn.original_length is 128.5"),
+        (lambda: NotebookYarn(blend=0.5), "NotebookYarn.blend is 0.5"),
+        (lambda: NotebookBias(original_length=2.5), "NotebookBias.original_length is 2.5"),
+    ],
+)
+@pytest.mark.usefixtures("as_users_run_it")
+def test_a_number_of_tokens_is_whole(make, says):
+    """A text has floats only, and texts.py leaves what is no whole number for the description to refuse."""
+    with pytest.raises(UserError) as error:
+        make()
+    assert says in str(error.value)

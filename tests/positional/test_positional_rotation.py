@@ -14,17 +14,29 @@ from pe_lab.config import UserError
 from pe_lab.positional import (
     NTK,
     PI,
+    DynamicNTK,
+    DynamicYarn,
+    Layer,
+    Llama3,
+    LongRope,
+    NoPE,
+    NotebookNTK,
+    NotebookYarn,
+    NTKByParts,
     PartialRope,
     Rope,
+    Warp,
     Yarn,
     angles,
     apply_p_rope,
     apply_rope,
+    build_schedule,
     frequencies,
     rotate,
     rotation_tables,
 )
-from pe_lab.positional.rotation import turns_per_position
+from pe_lab.positional.rotation import turns_per_position, warped_angles
+from pe_lab.positional.scalings import SCALINGS
 
 BOUND = 5e-7  # radians; a float32 near pi is itself only good to 1.2e-7
 LENGTHS = {"8k": 2**13, "128k": 2**17, "1M": 2**20, "4M": 2**22, "2G": 2**31}
@@ -134,6 +146,19 @@ def x():
 POSITIONS = jnp.asarray([[0, 1, 2, 500, 131072, 2**31 - 1], [9, 8, 7, 6, 5, 1 << 20]], jnp.int32)
 
 
+@jax.jit
+def jit_turn(x, turns, gain, positions):
+    cos, sin = rotation_tables(turns, gain, positions)
+    return rotate(x, cos[:, :, None], sin[:, :, None])
+
+
+def turned_at(x, encoding, at, length=None):
+    """x [B, T, H, K] rotated by a description at B * T positions."""
+    inv_freq, gain = frequencies(encoding, x.shape[-1], length)
+    positions = np.array(at, np.int32).reshape(x.shape[:2])
+    return jit_turn(x, turns_per_position(inv_freq), gain.astype(np.float32), positions)
+
+
 def rotated(x, encoding):
     inv_freq, gain = frequencies(encoding, x.shape[-1])
     cos, sin = jit_tables(turns_per_position(inv_freq), gain.astype(np.float32), POSITIONS)
@@ -147,6 +172,47 @@ def test_p_rope_of_one_is_rope_bit_for_bit(x):
 
 def test_p_rope_of_zero_is_the_identity_bit_for_bit(x):
     assert same_bits(apply_p_rope(x, POSITIONS, 32, rope_percentage=0.0), x)
+
+
+POSITION = st.one_of(st.integers(0, 300), st.integers(0, 2**31 - 1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(base=st.floats(2, 1e8), seed=st.integers(0, 99), at=st.lists(POSITION, min_size=12, max_size=12))
+def test_one_is_rope_and_zero_is_nope_bit_for_bit_at_any_base_and_position(base, seed, at):
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal((2, 6, 3, 32)), jnp.float32)
+    rope, one, zero, partial_one, partial_zero = (
+        turned_at(x, encoding, at)
+        for encoding in (Rope(base), Rope(base, 1.0), Rope(base, 0.0), PartialRope(base, 1.0), PartialRope(base, 0.0))
+    )
+    assert same_bits(one, rope) and same_bits(partial_one, rope)
+    assert same_bits(zero, x) and same_bits(partial_zero, x)
+    if max(at) > 0:
+        assert not same_bits(rope, x)
+
+
+def test_a_fraction_of_zero_is_nope_for_the_compiled_program_too():
+    """No rotation by nothing: none at all."""
+    none = build_schedule([Layer(NoPE())], 2, 1, 32)
+    for encoding in (Rope(fraction=0.0), PartialRope(fraction=0.0), Rope(fraction=0.0, scaling=Yarn(4.0, 64))):
+        schedule = build_schedule([Layer(encoding)], 2, 1, 32)
+        assert schedule.structure == none.structure and not schedule.structure[0].rotates
+        assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(schedule), jax.tree.leaves(none), strict=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    inv_freq=st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 6)), min_size=16, max_size=16),
+    at=st.lists(POSITION, min_size=12, max_size=12),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+)
+def test_frequency_zero_is_no_rotation_bit_for_bit_whatever_the_other_pairs_do(inv_freq, at, dtype):
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((2, 6, 3, 32)), dtype)
+    inv_freq = np.array(inv_freq)
+    turned = jit_turn(x, turns_per_position(inv_freq), np.ones(16, np.float32), np.array(at, np.int32).reshape(2, 6))
+    still = np.flatnonzero(np.tile(inv_freq == 0, 2))
+    assert turned.dtype == dtype
+    assert same_bits(turned[..., still].astype(jnp.float32), x[..., still].astype(jnp.float32))
 
 
 @pytest.mark.parametrize("encoding", [Rope(fraction=0.25), PartialRope(fraction=0.25)], ids=repr)
@@ -183,46 +249,87 @@ def test_yarns_gain_multiplies_cos_and_sin_and_so_every_norm(x):
     np.testing.assert_allclose(norm, before * (0.1 * math.log(8) + 1), rtol=1e-6)
 
 
-ENCODINGS = [
-    Rope(),
-    Rope(1e6, scaling=PI(4.0)),
-    Rope(scaling=NTK(8.0)),
-    Rope(scaling=Yarn(2.0, 2048)),
-    Rope(fraction=0.5),
-    PartialRope(),
+TABLES = tuple(np.linspace(1, 3, 32)), tuple(np.linspace(1, 30, 32))
+# Whatever rotates, and the length of the text where a scheme reads it: below and above training.
+ROTARY = [
+    (Rope(), None),
+    (Rope(fraction=0.5), None),
+    (PartialRope(), None),
+    (PartialRope(5e5, 0.5, NTK(4.0)), None),
+    (Rope(1e6, scaling=PI(4.0)), None),
+    (Rope(scaling=NTK(8.0)), None),
+    (Rope(scaling=DynamicNTK(1024)), 1000),
+    (Rope(scaling=DynamicNTK(1024, 2.0)), 1 << 20),
+    (Rope(scaling=NTKByParts(4.0, 2048)), None),
+    (Rope(scaling=Yarn(2.0, 2048)), None),
+    (Rope(1e6, scaling=Yarn(32.0, 4096, mscale=0.7, mscale_all_dim=1.0, truncate=False)), None),
+    (Rope(fraction=0.25, scaling=Yarn(8.0, 1024)), None),
+    (Rope(1e6, scaling=DynamicYarn(1024)), 1 << 20),
+    (Rope(5e5, scaling=Llama3()), None),
+    (Rope(scaling=LongRope(*TABLES, 1024, 8.0)), 1024),
+    (Rope(scaling=LongRope(*TABLES, 1024, 8.0)), 8192),
+    (Rope(scaling=NotebookNTK()), None),
 ]
+KEEPS_NORMS = [(e, n) for e, n in ROTARY if (frequencies(e, 64, n)[1] == 1).all()]
+
+
+def test_every_scaling_is_among_those_that_rotate():
+    assert {type(e.scaling) for e, _ in ROTARY} == {type(None), *SCALINGS.values()}
+    gained = {type(e.scaling) for e, n in ROTARY if (e, n) not in KEEPS_NORMS}
+    assert gained == {Yarn, DynamicYarn, LongRope}
+
+
+def pair_norms(x):
+    first, second = np.split(np.asarray(x, np.float64), 2, axis=-1)
+    return np.hypot(first, second)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rotary=st.sampled_from(ROTARY), at=st.lists(POSITION, min_size=8, max_size=8), seed=st.integers(0, 99))
+def test_norms_are_kept_where_there_is_no_gain_and_grow_by_the_gain_where_there_is(rotary, at, seed):
+    encoding, length = rotary
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal((1, 8, 2, 64)), jnp.float32)
+    turned, gain = turned_at(x, encoding, at, length), frequencies(encoding, 64, length)[1]
+    if rotary in KEEPS_NORMS:
+        np.testing.assert_allclose(pair_norms(turned), pair_norms(x), rtol=1e-6)
+        lengths = (np.linalg.norm(np.asarray(a, np.float64), axis=-1) for a in (turned, x))
+        np.testing.assert_allclose(*lengths, rtol=1e-6)
+    else:
+        assert abs(gain.max() - 1) > 0.01
+        np.testing.assert_allclose(pair_norms(turned), pair_norms(x) * gain, rtol=1e-6)
 
 
 @jax.jit
 def scores(turns, gain, query, key, at):
-    """The logits of one query and one key at two pairs of positions `at` [2, 2]."""
+    """The logits of one query and one key at pairs of positions `at` [B, 2]."""
     cos, sin = rotation_tables(turns, gain, at)
-    turned = rotate(jnp.stack([query, key])[None].repeat(2, 0)[:, :, None], cos[:, :, None], sin[:, :, None])
+    turned = rotate(jnp.stack([query, key])[None].repeat(len(at), 0)[:, :, None], cos[:, :, None], sin[:, :, None])
     return jnp.einsum("bhk,bhk->b", turned[:, 0], turned[:, 1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
-    encoding=st.sampled_from(ENCODINGS),
+    rotary=st.sampled_from(ROTARY),
     i=st.integers(0, 2**20),
     j=st.integers(0, 2**20),
     shift=st.one_of(st.integers(1, 1000), st.integers(2**20, 2**31 - 2**20 - 1)),
     seed=st.integers(0, 9),
 )
-def test_scores_depend_on_the_distance_alone(encoding, i, j, shift, seed):
+def test_scores_depend_on_the_distance_alone(rotary, i, j, shift, seed):
     query, key = np.random.default_rng(seed).standard_normal((2, 64)).astype(np.float32)
-    inv_freq, gain = frequencies(encoding, 64)
+    inv_freq, gain = frequencies(rotary[0], 64, rotary[1])
     at = np.array([[i, j], [i + shift, j + shift]], np.int32)
     here, there = scores(turns_per_position(inv_freq), gain.astype(np.float32), query, key, at)
-    assert abs(here - there) < 3e-6 * np.linalg.norm(query) * np.linalg.norm(key)
+    assert abs(here - there) < 3e-6 * gain.max() ** 2 * np.linalg.norm(query) * np.linalg.norm(key)
 
 
-def test_scores_do_depend_on_the_distance():
+@pytest.mark.parametrize(("encoding", "length"), ROTARY, ids=lambda e: type(getattr(e, "scaling", e)).__name__)
+def test_scores_do_depend_on_the_distance(encoding, length):
     query, key = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
-    inv_freq, gain = frequencies(Rope(), 64)
-    at = np.array([[100, 50], [101, 50]], np.int32)
-    here, there = scores(turns_per_position(inv_freq), gain.astype(np.float32), query, key, at)
-    assert abs(here - there) > 0.5
+    inv_freq, gain = frequencies(encoding, 64, length)
+    at = np.array([[100, 100], [116, 100], [164, 100], [356, 100]], np.int32)
+    apart = np.asarray(scores(turns_per_position(inv_freq), gain.astype(np.float32), query, key, at))
+    assert np.ptp(apart) > 0.5
 
 
 def test_bfloat16_stays_bfloat16_and_loses_one_rounding_only():
@@ -245,6 +352,189 @@ def test_bfloat16_stays_bfloat16_and_loses_one_rounding_only():
     counted = np.asarray(jnp.asarray(positions, jnp.bfloat16), np.float64)
     coarse = rotated((counted[:, None] * frequencies(Rope(), 64)[0])[:, None])
     assert (np.abs(coarse - true) > bound).mean() > 0.3
+
+
+def turned_64(x, angle, cast=lambda table: table):
+    """x [S, K] rotated by angles [S, R] in float64; `cast` is what is done to cos and sin."""
+    first, second = np.split(np.asarray(x, np.float64), 2, axis=-1)
+    cos, sin = cast(np.cos(angle)), cast(np.sin(angle))
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def in_bfloat16(values):
+    return np.asarray(jnp.asarray(values, jnp.bfloat16), np.float64)
+
+
+def score_errors(way, first_position, seed=0):
+    """Of 2048 scores of bfloat16 queries and keys within 128 tokens of each other, from `first_position` on.
+
+    Returns:
+      The errors as parts of |q| |k|, and their rms as a part of what one rounding to bfloat16 can do, 2^-8 of a
+      component, to all components alike.
+    """
+    generator, inv_freq = np.random.default_rng(seed), frequencies(Rope(), 64)[0]
+    ways = {
+        "ours": None,
+        "positions in bfloat16": lambda x, at: turned_64(x, in_bfloat16(at) * inv_freq),
+        "angles in bfloat16": lambda x, at: turned_64(x, in_bfloat16(at * inv_freq)),
+        "tables in bfloat16": lambda x, at: turned_64(x, at * inv_freq, in_bfloat16),
+    }
+    true, computed = [], []
+    for _ in ("query", "key"):
+        x = jnp.asarray(generator.standard_normal((2048, 64)), jnp.bfloat16)
+        at = generator.integers(first_position, first_position + 128, (2048, 1))
+        true.append(turned_64(x, at * inv_freq))  # of the bfloat16 inputs; float64 is good to 1e-11 here
+        if way == "ours":
+            turned = turned_at(x[:, None, None], Rope(), at)
+            assert turned.dtype == jnp.bfloat16
+            computed.append(np.asarray(turned[:, 0, 0], np.float64))
+        else:
+            computed.append(in_bfloat16(ways[way](x, at)))
+    error = (computed[0] * computed[1]).sum(-1) - (true[0] * true[1]).sum(-1)
+    norms = np.linalg.norm(true[0], axis=-1) * np.linalg.norm(true[1], axis=-1)
+    components = np.sqrt(((true[0] * true[1]) ** 2).sum(-1).mean())
+    return np.abs(error / norms), np.sqrt((error**2).mean()) / components * 2**8
+
+
+# Each component of a rotated query and key is rounded by at most 2^-8 of itself; Cauchy-Schwarz gives |q| |k|.
+SCORE_BOUND = 2.0**-7 + 2.0**-16 + 1e-6
+# The rms of one rounding, mantissas being log-uniform, is 2^-7 / sqrt(12) sqrt(3 / (8 ln 2)) = .4247 2^-8; two: .6006.
+SCORE_RMS = 1.1 * 0.6006
+
+
+def test_bfloat16_scores_are_as_good_at_131072_as_at_zero():
+    near, far = (score_errors("ours", first) for first in (0, 131072 - 64))
+    for worst, rms in (near, far):
+        assert worst.max() < SCORE_BOUND
+        assert rms < SCORE_RMS
+    assert far[1] < 1.5 * near[1]
+
+
+@pytest.mark.parametrize(
+    ("way", "beyond"), [("positions in bfloat16", 0.9), ("angles in bfloat16", 0.9), ("tables in bfloat16", None)]
+)
+def test_bfloat16_within_the_rotation_would_be_seen(way, beyond):
+    worst, rms = score_errors(way, 131072 - 64)
+    assert rms > SCORE_RMS
+    if beyond:
+        assert (worst > SCORE_BOUND).mean() > beyond
+        assert rms > 100 * SCORE_RMS
+
+
+def matrix(inv_freq, gain, position):
+    """The rotation at one position as a float64 matrix [K, K]: out = matrix @ x."""
+    cos, sin = (np.diag(f(position * inv_freq) * gain) for f in (np.cos, np.sin))
+    return np.block([[cos, -sin], [sin, cos]])
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [Rope(), Rope(scaling=Yarn(8.0, 1024)), PartialRope(fraction=0.5, scaling=Yarn(8.0, 1024)), Rope(fraction=0.25)],
+    ids=repr,
+)
+def test_the_gradient_is_the_transposed_rotation_with_its_gain(encoding):
+    generator = np.random.default_rng(5)
+    at = [0, 1, 77, 5000]
+    x, weights = (generator.standard_normal((1, 4, 2, 16)).astype(np.float32) for _ in range(2))
+    inv_freq, gain = frequencies(encoding, 16)
+    matrices = [matrix(inv_freq, gain, position) for position in at]
+    out = np.einsum("tij,bthj->bthi", matrices, x)
+    np.testing.assert_allclose(turned_at(x, encoding, at), out, rtol=0, atol=2e-5)
+    gradient = jax.grad(lambda x: (turned_at(x, encoding, at) * weights).sum())(x)
+    transposed = np.einsum("tji,bthj->bthi", matrices, weights)
+    np.testing.assert_allclose(gradient, transposed, rtol=0, atol=2e-5)
+    # The test can fail: rotating on, not back, or back without the gain (its inverse), is another gradient.
+    inverse = np.einsum("tij,bthj->bthi", np.linalg.inv(matrices), weights)
+    assert np.abs(np.einsum("tij,bthj->bthi", matrices, weights) - transposed).max() > 0.1
+    assert (np.abs(inverse - transposed).max() > 0.1) == bool((gain != 1).any())
+
+
+def test_the_gradient_of_a_bfloat16_rotation_is_bfloat16_and_that_of_the_tables_zero():
+    x = jnp.asarray(np.random.default_rng(5).standard_normal((1, 4, 2, 16)), jnp.bfloat16)
+    inv_freq, gain = frequencies(Rope(scaling=Yarn(8.0, 1024)), 16)
+    tables = jit_tables(turns_per_position(inv_freq), gain.astype(np.float32), jnp.arange(4)[None])
+    cos, sin = (table[:, :, None] for table in tables)
+    d_x, d_cos, d_sin = jax.grad(lambda *a: rotate(*a).astype(jnp.float32).sum(), (0, 1, 2))(x, cos, sin)
+    assert d_x.dtype == jnp.bfloat16 and (d_x != 0).all()
+    assert d_cos.shape == cos.shape and not d_cos.any() and not d_sin.any()
+
+
+jit_warped = jax.jit(warped_angles, static_argnums=2)
+
+
+def warp_of(encoding):
+    return Warp(encoding.alpha, encoding.beta, encoding.original_length, encoding.blend)
+
+
+def warped_and_true(encoding, at):
+    """Our angles and n * m(n) * w in float64 around the circle, as errors [T, R]; and the multipliers [T]."""
+    at, (inv_freq, _) = np.array(at), frequencies(encoding, 64)
+    ours = jit_warped(turns_per_position(inv_freq), at[None], warp_of(encoding))[0]
+    assert ours.dtype == jnp.float32
+    start = encoding.original_length - encoding.blend
+    blended = np.clip((at - start) / (2 * encoding.blend), 0, 1)
+    multiplier = encoding.alpha * (1 - blended) + encoding.beta * blended
+    difference = np.abs(np.asarray(ours, np.float64) - (at * multiplier)[:, None] * inv_freq) % (2 * math.pi)
+    return np.minimum(difference, 2 * math.pi - difference), multiplier
+
+
+def warped_positions(encoding):
+    """Below, within and above the blend, as far as good angles are promised."""
+    length, blend = encoding.original_length, encoding.blend
+    below = np.unique(np.linspace(0, length - blend, 30).astype(int))
+    within = np.unique(np.linspace(length - blend + 1, length + blend - 1, 30).astype(int))
+    above = np.unique(np.geomspace(length + blend, 2**27 - 1, 60).round().astype(int))
+    return below, within, above
+
+
+WARPS = [(0.85, 1.25), (1.0, 1.0), (1.0, 2.0), (2.0, 1.0), (0.5, 16.0), (0.3, 3.7), (1.1, 0.99)]
+
+
+@pytest.mark.parametrize(("length", "blend"), [(128, 16), (2048, 2048), (1 << 17, 1000)])
+@pytest.mark.parametrize(("alpha", "beta"), WARPS)
+def test_warped_angles_are_right_below_within_and_above_the_blend(alpha, beta, length, blend):
+    encoding = NotebookYarn(alpha=alpha, beta=beta, original_length=length, blend=blend)
+    below, within, above = warped_positions(encoding)
+    for at, multiplier in ((below, alpha), (above, beta)):
+        error, multipliers = warped_and_true(encoding, at)
+        assert (multipliers == multiplier).all()
+        assert error.max() < 1e-6, f"{error.max():.2e} rad at a multiplier of {multiplier}"
+    error, multipliers = warped_and_true(encoding, within)
+    # A float32 multiplier and its product: four roundings of 6e-8, of the position in radians.
+    assert (error.max(-1) < 1e-6 + 2.4e-7 * within * max(alpha, beta)).all()
+    # The test can fail: a float32 product, exact for 2 and 1.25, is elsewhere for most multipliers.
+    if np.float32(beta) != beta:
+        product = (np.float32(beta) * above.astype(np.float32)).astype(np.float64)
+        assert np.abs(product - above * beta).max() > 1e-2
+
+
+def warped_scores(encoding, at):
+    """The logits of one query and one key at pairs of positions `at` [B, 2]."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 1, 64)), jnp.float32).repeat(len(at), 0)
+    inv_freq, gain = frequencies(encoding, 64)
+    cos, sin = jax.jit(rotation_tables, static_argnums=3)(
+        turns_per_position(inv_freq), gain.astype(np.float32), np.array(at, np.int32), warp_of(encoding)
+    )
+    turned = rotate(x, cos[:, :, None], sin[:, :, None])
+    return np.asarray(jnp.einsum("bhk,bhk->b", turned[:, 0], turned[:, 1]))
+
+
+def test_the_notebooks_yarn_does_not_depend_on_the_distance_alone():
+    """What RoPE is for: it is lost where the query and the key do not lie on the same side of the blend."""
+    at = [[100, 60], [140, 100], [160, 120], [200, 160], [5000, 4960]]  # 40 tokens apart; the blend is 112 .. 144
+    scores = warped_scores(NotebookYarn(), at)
+    across = scores[1:3]
+    assert np.abs(across - scores[0]).min() > 0.5
+    assert abs(scores[3] - scores[0]) > 0.5  # before and after, the multipliers differ
+    assert scores[4] == pytest.approx(scores[3], abs=1e-4)  # beyond it, positions are merely scaled
+    flat = warped_scores(NotebookYarn(alpha=1.0, beta=1.0), at)
+    np.testing.assert_allclose(flat, flat[0], atol=1e-4)
+
+
+def test_a_warp_of_one_is_rope():
+    encoding, at = NotebookYarn(alpha=1.0, beta=1.0), np.array([[0, 1, 111, 112, 113, 128, 144, 145, 4096, 2**20]])
+    turns = turns_per_position(frequencies(encoding, 64)[0])
+    np.testing.assert_allclose(jit_warped(turns, at, warp_of(encoding)), jit_angles(turns, at), rtol=0, atol=1e-6)
 
 
 def test_apply_p_rope_refuses_another_head_dim(x):

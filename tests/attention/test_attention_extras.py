@@ -1,0 +1,154 @@
+"""What few layers ask of attention: heads of noise, a bias on oneself; and implementations that refuse."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pe_lab.attention import IMPLEMENTATIONS, Row, attention
+from pe_lab.attention.interface import choose
+from pe_lab.attention.noise import replace_heads_by_noise
+from pe_lab.config import UserError
+
+B, T, H, K = 2, 21, 4, 16
+
+
+def draw(*shape, seed=0, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def run(implementation, q, k, v, row, **arrays):
+    f = functools.partial(attention, implementation=implementation, chunk=8)
+    return np.asarray(jax.jit(f)(q, k, v, row, **arrays))
+
+
+# --- A bias on oneself -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_self_bias_is_added_to_a_tokens_logit_with_itself(implementation):
+    q, k, v = (draw(B, T, 2, K, seed=i) for i in range(3))
+    bias = np.where(np.arange(T) < 11, 2.5, 0.0).astype(np.float32)[None]
+    out = run(implementation, q, k, v, Row(self_bias=jnp.asarray(bias)))
+    wide = [np.asarray(x, np.float64) for x in (q, k, v)]
+    logits = np.einsum("bthk,bshk->bhts", *wide[:2]) / K**0.5 + np.diag(bias[0])
+    logits = np.where(np.tri(T), logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    expected = np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), wide[2])
+    np.testing.assert_allclose(out, expected, atol=3e-6)
+    assert np.abs(out - run(implementation, q, k, v, Row())).max() > 0.1
+
+
+@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "reference"])
+def test_gradients_under_a_self_bias_are_the_references(implementation):
+    q, k, v = (draw(B, T, 2, K, seed=i) for i in range(3))
+    bias = jnp.asarray(np.linspace(0, 3, T, dtype=np.float32)[None])
+
+    def gradients(name):
+        def loss(q, k, v):
+            return (attention(q, k, v, Row(self_bias=bias), implementation=name, chunk=8) ** 2).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
+
+    for a, b in zip(gradients(implementation), gradients("reference"), strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-5)
+
+
+# --- Heads of noise --------------------------------------------------------------------------------------------------
+
+SEEDS = jnp.asarray([0, 11, 0, 12], jnp.uint32)
+replaced = jax.jit(replace_heads_by_noise)
+
+
+def test_noise_takes_the_place_of_chosen_heads_and_of_no_other():
+    q, k = draw(B, T, H, K, seed=1), 3 * draw(B, T, H, K, seed=2)
+    new_q, new_k = replaced(q, k, SEEDS, jnp.arange(T)[None])
+    for new, old in ((new_q, q), (new_k, k)):
+        np.testing.assert_array_equal(new[:, :, [0, 2]], old[:, :, [0, 2]])
+        assert (np.asarray(new[:, :, [1, 3]]) != np.asarray(old[:, :, [1, 3]])).all()
+
+
+def test_noise_is_gaussian_and_as_large_as_what_is_kept():
+    """Its variance is that of the kept heads' components, of each token; queries, keys and heads are independent."""
+    size = np.linspace(0.5, 4, 300)[:, None, None]  # a token's own
+    q, k = (jnp.asarray(size * np.asarray(draw(1, 300, H, 64, seed=i))) for i in (1, 2))
+    q = q.at[:, :, [1, 3]].multiply(100.0)  # what is taken away does not count
+    new_q, new_k = (np.asarray(x) for x in replaced(q, k, SEEDS, jnp.arange(300)[None]))
+    for new, old in ((new_q, np.asarray(q)), (new_k, np.asarray(k))):
+        scaled = new[0, :, [1, 3]] / np.std(old[0][:, [0, 2]], axis=(-2, -1))[None, :, None]
+        assert abs(scaled.mean()) < 0.02 and abs(scaled.std() - 1) < 0.02
+        assert abs((scaled**4).mean() - 3) < 0.15  # a Gaussian's kurtosis
+        assert abs(np.corrcoef(scaled[0].ravel(), scaled[1].ravel())[0, 1]) < 0.03
+    assert abs(np.corrcoef(new_q[0, :, 1].ravel(), new_k[0, :, 1].ravel())[0, 1]) < 0.03
+
+
+def test_noise_is_a_function_of_seed_and_position():
+    q, k = draw(1, T, H, K, seed=1), draw(1, T, H, K, seed=2)
+    positions = jnp.arange(T)[None]
+    whole = replaced(q, k, SEEDS, positions)
+    np.testing.assert_array_equal(whole[0], replaced(q, k, SEEDS, positions)[0])
+    # A part of the text, at its own positions, has the same noise: a cached decode equals a full pass.
+    part = replaced(q[:, 5:9], k[:, 5:9], SEEDS, positions[:, 5:9])
+    for a, b in zip(whole, part, strict=True):
+        np.testing.assert_allclose(a[:, 5:9], b, rtol=1e-6)
+    other = replaced(q, k, SEEDS.at[1].set(13), positions)
+    assert (np.asarray(other[0])[:, :, 1] != np.asarray(whole[0])[:, :, 1]).all()
+    np.testing.assert_array_equal(other[0][:, :, 3], whole[0][:, :, 3])
+
+
+def test_where_no_head_is_kept_noise_is_as_large_as_all_were():
+    q, k = 5 * draw(1, 400, H, K, seed=1), draw(1, 400, H, K, seed=2)
+    new_q, new_k = replaced(q, k, jnp.asarray([1, 2, 3, 4], jnp.uint32), jnp.arange(400)[None])
+    assert float(np.std(new_q)) == pytest.approx(float(np.std(q)), rel=0.02)
+    assert float(np.std(new_k)) == pytest.approx(float(np.std(k)), rel=0.02)
+
+
+def test_noise_needs_keys_of_each_query_head():
+    q, k, v = draw(1, T, 4, K), draw(1, T, 2, K), draw(1, T, 2, K)
+    with pytest.raises(UserError, match="keys are rotated per query head"):
+        attention(q, k, v, Row(noise=SEEDS))
+
+
+# --- What an implementation cannot do --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """An implementation that knows causality and nothing else, as a library's kernel may."""
+    bare = dataclasses.replace(IMPLEMENTATIONS["dense"], honours=frozenset({"segments"}))
+    monkeypatch.setitem(IMPLEMENTATIONS, "plain", bare)
+    return bare
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize(
+    ("row", "arrays", "what"),
+    [
+        (Row(slope=jnp.ones(4)), {}, "slopes"),
+        (Row(self_bias=jnp.ones((1, T))), {}, "self bias"),
+        (Row(), {"window": 5}, "windows"),
+        (Row(slope=jnp.ones(4)), {"window": 5}, "slopes and no windows"),
+    ],
+)
+def test_what_an_implementation_cannot_honour_it_refuses(row, arrays, what):
+    q, k, v = (draw(1, T, 4, K, seed=i) for i in range(3))
+    with pytest.raises(UserError, match=f"'plain' has no {what}.*auto, reference, dense, chunked"):
+        attention(q, k, v, row, implementation="plain", **arrays)
+    # What it can do, it does; and nobody is given a silently wrong answer.
+    segments = jnp.zeros((1, T), jnp.int32)
+    out = attention(q, k, v, Row(), implementation="plain", segments=segments)
+    np.testing.assert_array_equal(out, attention(q, k, v, Row(), implementation="dense", segments=segments))
+
+
+def test_auto_passes_by_what_cannot_honour_the_request(monkeypatch):
+    bare = dataclasses.replace(IMPLEMENTATIONS["dense"], honours=frozenset())
+    monkeypatch.setitem(IMPLEMENTATIONS, "dense", bare)
+    assert choose("auto", 8, 8, set()) is bare
+    assert choose("auto", 8, 8, {"slopes"}) is IMPLEMENTATIONS["chunked"]
+    monkeypatch.setitem(IMPLEMENTATIONS, "chunked", bare)
+    monkeypatch.setitem(IMPLEMENTATIONS, "reference", bare)
+    with pytest.raises(UserError, match="no implementation honours slopes and windows together"):
+        choose("auto", 8, 8, {"slopes", "windows"})

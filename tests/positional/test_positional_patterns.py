@@ -1,0 +1,259 @@
+"""Which layer gets which encoding: patterns, the papers' arrangements, edits of the layers before."""
+
+import jaxtyping
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pe_lab.config import UserError
+from pe_lab.positional import (
+    NTK,
+    PI,
+    Alibi,
+    Bands,
+    Beta,
+    Drop,
+    DynamicYarn,
+    HeadEdit,
+    Layer,
+    NoPE,
+    NotebookYarn,
+    PartialRope,
+    Rescale,
+    Rope,
+    Yarn,
+    build_schedule,
+    drop,
+    layers,
+    pattern,
+    rescale,
+    rnope_swa,
+    smollm3,
+    swan,
+)
+
+NOPE, LOCAL = Layer(NoPE()), Layer(Rope(), 512)
+
+
+# Patterns.
+
+
+def test_a_list_of_layers_is_repeated_from_the_bottom_up():
+    described = layers(["rope/window=512", LOCAL, {"encoding": {"kind": "rope"}, "window": 512}, NoPE()], 8)
+    assert described == (LOCAL, LOCAL, LOCAL, NOPE) * 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(period=st.integers(1, 7), count=st.integers(1, 40))
+def test_a_pattern_is_periodic_and_only_cut_when_it_says_so(period, count):
+    items = [Layer(Rope(), n + 1) for n in range(period)]
+    cut = layers(pattern(items, cut=True), count)
+    assert cut == tuple(items[n % period] for n in range(count))
+    if count % period == 0:
+        assert layers(items, count) == layers(tuple(items), count) == layers(pattern(items), count) == cut
+        return
+    for described in (items, tuple(items), pattern(items)):
+        with pytest.raises(UserError) as error:
+            layers(described, count)
+        message = str(error.value)
+        assert f"A pattern of {period} layers does not tile {count} layers" in message
+        assert "its length must divide" in message and "pattern([...], cut=True)" in message
+
+
+def test_patterns_of_texts_read_as_lists_do():
+    assert layers(pattern(["rope/window=512"] * 3 + ["nope"], cut=True), 6) == (LOCAL, LOCAL, LOCAL, NOPE, LOCAL, LOCAL)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 6, 24, 30])
+def test_rnope_swa_has_a_full_nope_layer_where_cohere2_has_one(count):
+    described = layers(rnope_swa(512, base=5e4), count)
+    assert len(described) == count
+    for i, layer in enumerate(described):
+        full = (i + 1) % 4 == 0
+        assert layer == (NOPE if full else Layer(Rope(5e4), 512)), i
+    schedule = build_schedule(described, 2, 1, 8)
+    assert [s.rotates for s in schedule.structure] == [(i + 1) % 4 != 0 for i in range(count)]
+    assert [s.window for s in schedule.structure] == [None if (i + 1) % 4 == 0 else 512 for i in range(count)]
+    assert schedule.same_rotation
+
+
+@pytest.mark.parametrize("count", [4, 6, 36])
+def test_smollm3_leaves_every_fourth_layer_without_an_encoding_and_has_no_windows(count):
+    described = layers(smollm3(), count)
+    assert [layer.encoding for layer in described] == [
+        NoPE() if (i + 1) % 4 == 0 else Rope(5_000_000.0) for i in range(count)
+    ]
+    assert {layer.window for layer in described} == {None}
+
+
+@pytest.mark.parametrize("count", [4, 6, 24])
+def test_swan_begins_with_a_full_nope_layer_whose_logits_grow_with_the_text(count):
+    described = layers(swan(512, 1024, 0.3, base=5e4), count)
+    for i, layer in enumerate(described):
+        assert layer == (Layer(NoPE(), None, Beta(0.3, 1024)) if i % 4 == 0 else Layer(Rope(5e4), 512)), i
+    scale = build_schedule(described, 2, 1, 8, length=4096).logit_scale
+    assert scale[0] == pytest.approx(1 + 0.3 * 1.3862944) and (scale[1:4] == 1).all()
+    assert (build_schedule(described, 2, 1, 8, length=1024).logit_scale == 1).all()
+
+
+def test_swan_without_a_coefficient_scales_nothing_at_any_length():
+    described = layers(swan(512, 1024), 4)
+    assert described[0] == NOPE and not any(layer.follows_length for layer in described)
+
+
+@pytest.mark.parametrize(
+    ("description", "count", "says"),
+    [
+        (["rope", "nope", "rope"], 8, "A pattern of 3 layers does not tile 8"),
+        (["rope"] * 4, 2, "A pattern of 4 layers does not tile 2"),
+        ([], 4, "A pattern of 0 layers"),
+        (pattern([], cut=True), 4, "A pattern of 0 layers"),
+        (["rope", 3], 4, "3 does not describe a layer; give an encoding, a Layer, or a text like 'rope'"),
+        (None, 4, "None does not describe a layer"),
+        (PI(2.0), 4, "PI(factor=2.0) does not describe a layer"),
+        (["rope", drop()], 4, "Drop(layers=None) does not describe a layer"),
+        (["rope", pattern(["nope"])], 4, "Pattern(items=('nope',), cut=False) does not describe a layer"),
+        (pattern(["rope", "nop"], cut=True), 3, "no encoding is called 'nop'"),
+        (["drop"], 4, "no encoding is called 'drop'"),
+    ],
+)
+def test_a_bad_pattern_is_refused(description, count, says):
+    with pytest.raises(UserError) as error:
+        layers(description, count)
+    assert says in str(error.value)
+
+
+def test_a_window_of_no_tokens_is_refused():
+    for make in (lambda: rnope_swa(0), lambda: swan(0, 1024)):
+        with pytest.raises(UserError, match="Layer.window is 0"):
+            make()
+
+
+# Edits of the layers before. Every layer differs from its neighbours in something an edit must not touch.
+
+ENCODINGS = [
+    Rope(1e6),
+    PartialRope(5e5, 0.5),
+    NoPE(),
+    Rope(fraction=0.5, scaling=PI(3.0)),
+    Alibi(),
+    NotebookYarn(),
+]
+HEADS = (HeadEdit((0,), NoPE()), HeadEdit((1,), Bands(0.1)))
+MIXED = tuple(
+    Layer(
+        ENCODINGS[n % 6],
+        None if n % 3 else 64 + n,
+        Beta(0.1, 64 + n) if n % 5 == 0 else 1.0 + n / 64,
+        () if isinstance(ENCODINGS[n % 6], NotebookYarn) else HEADS,
+    )
+    for n in range(24)
+)
+
+
+@pytest.mark.parametrize(
+    ("edit", "chosen"),
+    [
+        (drop(), range(24)),
+        ("drop", range(24)),
+        (" drop ", range(24)),
+        (drop(layers=range(12, 24)), range(12, 24)),
+        (drop(layers=[0]), [0]),
+        (drop([5, 3, 3]), [3, 5]),
+        (Drop((23,)), [23]),
+    ],
+    ids=str,
+)
+def test_drop_takes_encodings_and_edits_of_heads_and_leaves_windows_and_logit_scales(edit, chosen):
+    after = layers(edit, 24, before=MIXED)
+    assert len(after) == 24
+    for n, (old, new) in enumerate(zip(MIXED, after, strict=True)):
+        assert new == (Layer(NoPE(), old.window, old.logit_scale) if n in chosen else old), n
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sets(st.integers(0, 23)), st.sets(st.integers(0, 23)))
+def test_drops_add_up_and_a_drop_is_the_last_word(first, second):
+    one_by_one = drop(sorted(second)).apply(drop(sorted(first)).apply(MIXED))
+    assert one_by_one == drop(sorted(first | second)).apply(MIXED)
+    rotary = {n for n in first if n % 6 in (0, 1, 3)}
+    if rotary:
+        rescaled = rescale(NTK(2.0), sorted(first)).apply(MIXED)
+        assert drop(sorted(first)).apply(rescaled) == drop(sorted(first)).apply(MIXED)
+
+
+def test_a_dropped_model_has_no_rotation_compiled():
+    schedule = build_schedule(layers("drop", 24, before=MIXED), 2, 1, 8)
+    assert not any(s.rotates or s.slopes for s in schedule.structure)
+    assert [s.window for s in schedule.structure] == [layer.window for layer in MIXED]
+
+
+SCALING = Yarn(2.0, 1024)
+RESCALED = {0: Rope(1e6, scaling=SCALING), 1: PartialRope(5e5, 0.5, SCALING), 3: Rope(fraction=0.5, scaling=SCALING)}
+
+
+@pytest.mark.parametrize(
+    ("edit", "chosen"),
+    [
+        (rescale(SCALING), range(24)),
+        (rescale(SCALING, layers=range(12, 24)), range(12, 24)),
+        (rescale(SCALING, [3, 4]), [3, 4]),
+        (Rescale(SCALING, (0,)), [0]),
+    ],
+    ids=["all", "upper half", "one of two", "one"],
+)
+def test_rescale_reaches_the_rotary_layers_and_changes_nothing_but_their_scaling(edit, chosen):
+    """What was scaled before is scaled anew, not twice."""
+    after = layers(edit, 24, before=MIXED)
+    for n, (old, new) in enumerate(zip(MIXED, after, strict=True)):
+        encoding = RESCALED.get(n % 6, old.encoding) if n in chosen else old.encoding
+        assert new == Layer(encoding, old.window, old.logit_scale, old.heads), n
+
+
+@pytest.mark.parametrize("edit", [drop(), drop([0]), "drop", rescale(SCALING), rescale(DynamicYarn(64), [0])], ids=str)
+def test_an_edit_with_nothing_before_it_says_what_to_do(edit):
+    with pytest.raises(UserError) as error:
+        layers(edit, 4)
+    message = str(error.value)
+    assert message.startswith("rescale(...)" if isinstance(edit, Rescale) else "drop(...)")
+    assert "edits the layers of the phase or checkpoint before, and there is none" in message
+    assert "Give this phase its encodings outright, or an init_from whose checkpoint is there" in message
+
+
+@pytest.fixture
+def as_users_run_it():
+    """Without the test suite's checks of annotations, which would speak before our own messages."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: drop(range(12, 25)).apply(MIXED), "drop: there is no layer 24; the model has layers 0 to 23"),
+        (lambda: drop([-1]).apply(MIXED), "drop: there is no layer -1; the model has layers 0 to 23"),
+        (lambda: layers(drop([4]), 4, before=MIXED[:4]), "drop: there is no layer 4; the model has layers 0 to 3"),
+        (lambda: rescale(SCALING, [24]).apply(MIXED), "rescale: there is no layer 24; the model has layers 0 to 23"),
+        (lambda: rescale(SCALING, [2, 4]).apply(MIXED), "rescale: none of these layers is rotary"),
+        (lambda: rescale(SCALING, []).apply(MIXED), "rescale: none of these layers is rotary"),
+        (lambda: rescale(SCALING).apply([NOPE]), "none of these layers is rotary; there is nothing to rescale"),
+        (lambda: rescale(SCALING).apply([Layer(NotebookYarn())]), "none of these layers is rotary"),
+        (lambda: rescale(2.0), "rescale needs a scaling (PI, NTK, DynamicNTK, NTKByParts, Yarn,"),
+        (lambda: rescale("yarn:factor=2"), "not 'yarn:factor=2'"),
+        (lambda: rescale(Rope()), "not Rope(base=10000.0"),
+        (lambda: rescale(None), "not None"),
+    ],
+)
+@pytest.mark.usefixtures("as_users_run_it")
+def test_bad_edits_name_the_layer_or_what_is_allowed(make, says):
+    with pytest.raises(UserError) as error:
+        make()
+    assert says in str(error.value)
+
+
+def test_an_edit_of_another_number_of_layers_is_refused():
+    """`layers` returns one layer for each of N, or says why not."""
+    with pytest.raises(UserError, match="6"):
+        layers(drop(), 6, before=MIXED[:4])
