@@ -48,7 +48,9 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--mask-heads", metavar="SCORES.json", help="denoise heads by their scores (DoPE)")
     parser.add_argument("--layers", help="which layers, such as 0,2,8-11; all by default (with --drop)")
     parser.add_argument("--count", type=int, default=1, help="how many heads of all (with --mask-heads)")
-    parser.add_argument("--order", default="ascending", help="lowest scores: ascending; highest: descending")
+    parser.add_argument(
+        "--order", default="ascending", choices=("ascending", "descending"), help="the lowest scores, or the highest"
+    )
     parser.add_argument("--dope", default="all-nope", choices=DOPE, help="what becomes of them (all-nope by default)")
     norm = parser.add_mutually_exclusive_group()
     norm.add_argument(

@@ -1,6 +1,8 @@
 """`python -m pe_lab.surgery`: an edited child, an untouched source, and training that starts from the child."""
 
 import json
+import math
+import re
 import shutil
 
 import jax
@@ -8,9 +10,10 @@ import numpy as np
 import pytest
 from tiny_runs import arrays, compilations_kept, fingerprint, rows, tiny, train, trained  # noqa: F401
 
+import pe_lab
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.config import UserError
-from pe_lab.positional import Alibi, Layer, NoPE, Rope, Yarn
+from pe_lab.positional import Alibi, Bands, Gaussian, Layer, NoPE, Rope, Uniform, Yarn
 from pe_lab.surgery import main, parse_layers
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
@@ -129,3 +132,90 @@ def test_layers_on_the_command_line():
 def test_metadata_is_plain_json(run):
     metadata = open_checkpoint(run).metadata
     assert json.loads(json.dumps(metadata)) == metadata
+
+
+# --- QK-norm ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_qk_norm_is_removed_and_added_with_the_change_in_loss(run, tmp_path, capsys):
+    """The tiny recipe has one per head; its needles are the text that constants are fitted on."""
+    before = fingerprint(run)
+    assert main([f"--from={run}", f"--to={tmp_path / 'bare'}", "--remove-qk-norm"]) == 0
+    out = capsys.readouterr().out
+    said = re.search(r"QK-norm head -> none: loss ([\d.]+) -> ([\d.]+) on 128 tokens, logits off by \d+%", out)
+    assert said and fingerprint(run) == before
+    bare = open_checkpoint(tmp_path / "bare")
+    assert bare.model.qk_norm == "none" and "query_norm" not in bare.params["layers"]["attention"]
+    assert said.group(0) in bare.metadata["lineage"][-1]["what"]
+    assert main([f"--from={tmp_path / 'bare'}", f"--to={tmp_path / 'flat'}", "--drop", "--add-qk-norm=flat"]) == 0
+    flat = open_checkpoint(tmp_path / "flat")
+    assert flat.model.qk_norm == "flat" and flat.layers == (Layer(NoPE()),) * 2
+    assert flat.params["layers"]["attention"]["query_norm"]["scale"].shape == (2, 2, 8)
+    what = flat.metadata["lineage"][-1]["what"]
+    assert what.startswith("rope(base=10000) -> nope on layers 0-1; QK-norm none -> flat: loss ")
+    # The losses are those of the weights under what they are read with: the child's encodings.
+    loss = re.findall(r"loss ([\d.]+) -> ([\d.]+)", what)[0]
+    assert float(loss[0]) != pytest.approx(float(said.group(2)), abs=1e-4)
+
+
+def test_a_text_to_fit_on(run, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("def needle(haystack): return haystack[3]\n" * 10)
+    arguments = [f"--from={run}", f"--to={tmp_path / 'bare'}", "--remove-qk-norm", f"--text={text}"]
+    assert main(arguments) == 0
+    assert "on 128 tokens" in capsys.readouterr().out  # 8 windows of 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--add-qk-norm"], "qk_norm is 'head' already"),
+        (["--add-qk-norm=heads"], "model.qk_norm is 'heads'"),
+        (["--remove-qk-norm", "--text=nowhere.txt"], "'nowhere.txt' cannot be read"),
+        (["--remove-qk-norm", "--text=short.txt"], "has 5 tokens; one window needs 17"),
+        ([], "Nothing to do: give --drop"),
+        (["--mask-heads=nowhere.json"], "'nowhere.json' cannot be read"),
+        (["--mask-heads=scores.json", "--count=5"], "count is 5; there are 4 heads"),
+        (["--mask-heads=wrong.json"], "this model needs 2 lists of 2 numbers"),
+    ],
+)
+def test_bad_edits_of_heads_and_norms_write_nothing(run, tmp_path, monkeypatch, capsys, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("abcde")
+    (tmp_path / "scores.json").write_text("[[1, 2], [3, 0]]")
+    (tmp_path / "wrong.json").write_text("[[1, 2, 3], [3, 0, 1]]")
+    before = fingerprint(tmp_path)
+    assert main([f"--from={run}", "--to=b", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+    assert fingerprint(tmp_path) == before
+
+
+# --- Heads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dope", "order", "head", "kind"),
+    [
+        ("all-nope", "ascending", (1, 1), NoPE()),
+        ("all-uniform", "descending", (1, 0), Uniform()),
+        ("parts-fast", "ascending", (1, 1), Bands(2 * math.pi / 16, "fast")),
+        ("parts-slow", "ascending", (1, 1), Bands(2 * math.pi / 16, "slow")),
+        ("gaussian", "ascending", (1, 1), None),
+    ],
+)
+def test_heads_are_masked_by_their_scores(run, tmp_path, capsys, dope, order, head, kind):
+    scores = tmp_path / "scores.json"
+    scores.write_text(json.dumps({"scores": [[1.0, 2.0], [3.0, 0.5]], "of": "truncated entropy"}))
+    assert main([f"--from={run}", f"--to={tmp_path / 'b'}", f"--mask-heads={scores}", f"--dope={dope}",
+                 f"--order={order}"]) == 0  # fmt: skip
+    child = open_checkpoint(tmp_path / "b")
+    (edit,) = child.layers[head[0]].heads
+    assert edit.heads == head[1:] and child.layers[1 - head[0]].heads == ()
+    assert edit.to == kind if kind else isinstance(edit.to, Gaussian)
+    assert f"heads {head[1]}: " in capsys.readouterr().out
+    # Opened again, it reads as the edit says, and otherwise than its parent.
+    lm, parent = pe_lab.load(tmp_path / "b"), pe_lab.load(run)
+    tokens = np.random.default_rng(0).integers(0, 300, (1, 40)).astype(np.int32)
+    assert np.abs(lm.logits(tokens) - parent.logits(tokens)).max() > 1e-4
+    np.testing.assert_array_equal(lm.logits(tokens), parent.with_positional(child.layers).logits(tokens))

@@ -116,9 +116,9 @@ def rotate(
     """
     # Two products and a half turn of the channels fuse into one loop; split and concatenated halves do not (XLA on a
     # CPU: three times the time), and their derived gradient adds padded arrays.
-    wide = x.astype(jnp.float32)
-    turned = jnp.roll(wide, x.shape[-1] // 2, axis=-1)
-    return (wide * jnp.concatenate([cos, cos], -1) + turned * jnp.concatenate([-sin, sin], -1)).astype(x.dtype)
+    turned = jnp.roll(x, x.shape[-1] // 2, axis=-1).astype(jnp.float32)
+    along, across = jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
+    return (x.astype(jnp.float32) * along + turned * across).astype(x.dtype)
 
 
 def _rotate_forward(x, cos, sin):  # noqa: ANN001, ANN202

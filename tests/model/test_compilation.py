@@ -117,3 +117,58 @@ def test_alibi_joins_where_slopes_are_asked_for():
         for encoding in (Rope(), NoPE(), Alibi())
     }
     assert len(same) == 1
+
+
+def large_arrays(hlo: str, dtype: str, sizes: tuple[int, ...]) -> collections.Counter:
+    """Arrays of these numbers of elements that the program holds: what happens inside a fusion is never in memory."""
+    found, inside = collections.Counter(), False
+    for line in hlo.splitlines():
+        if header := re.match(r"(?:ENTRY )?%?(\S+) .*\{$", line):
+            inside = any(word in header.group(1) for word in ("fused", "wrapped", "region"))
+        made = re.match(r"\s+(?:ROOT )?%?\S+ = (\w+)\[([\d,]+)\]\S* ([\w-]+)\(", line)
+        if made and not inside and made.group(1) == dtype:
+            shape, operation = made.group(2), made.group(3)
+            if int(np.prod([int(n) for n in shape.split(",")])) in sizes and operation not in ("bitcast", "parameter"):
+                found[operation] += 1
+    return found
+
+
+def lowered_at(config: ModelConfig, description, shape: tuple[int, int], devices):
+    model = Model(config)
+    optimizer = make_optimizer(OptimizerConfig(warmup_steps=10), 100, model.axes)
+    state = jax.eval_shape(lambda p: init_state(model, optimizer, p), model.shapes)
+    whole = jax.ShapeDtypeStruct(shape, jnp.int32)
+    batch = {"tokens": whole, "targets": whole, "weights": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    step = compile_train_step(model, optimizer, make_mesh(MeshConfig(), devices), AxisRules())
+    return step.lower(state, batch, schedule_of(config, description))
+
+
+def test_a_rotation_holds_one_array_of_queries_and_one_of_keys():
+    """On a CPU, in float32: forward and backward together, nothing beyond what the rotation itself returns."""
+    config = dataclasses.replace(TINY, layers=2, head_dim=16, scan=False, qk_norm="head")
+    shape = (8, 32)
+    sizes = tuple(shape[0] * shape[1] * heads * config.head_dim for heads in (config.heads, config.kv_heads))
+    rope, nope = (
+        large_arrays(lowered_at(config, name, shape, jax.devices()[:1]).compile().as_text(), "f32", sizes)
+        for name in ("rope", "nope")
+    )
+    assert nope.total() > 10  # queries, keys and values are seen
+    assert rope.total() - nope.total() <= 2 * config.layers, (rope, nope)
+
+
+@pytest.mark.slow
+def test_on_a_tpu_the_rotation_of_bfloat16_holds_no_float32_copy():
+    """By the real compiler, a layer of configs/drope_16b.py: not one more float32 array than without rotation."""
+    pytest.importorskip("libtpu")
+    from pe_lab.parallel.topology import parse_topology, topology_devices
+
+    config = ModelConfig(1024, 1, d_model=896, d_ff=4864, heads=14, kv_heads=2, head_dim=64, scan=False)
+    shape = (4, 1024)
+    sizes = tuple(shape[0] * shape[1] * heads * config.head_dim for heads in (config.heads, config.kv_heads))
+    devices = topology_devices(parse_topology("v5e:1x1"))[:1]
+    rope, nope = (
+        large_arrays(lowered_at(config, name, shape, devices).compile().as_text(), "f32", sizes)
+        for name in ("rope", "nope")
+    )
+    assert nope.total() > 0  # float32 accumulators of attention are seen
+    assert rope.total() <= nope.total(), (rope, nope)

@@ -499,7 +499,19 @@ def test_texts_that_must_not_be_read_as_something(text, says):
         (edit_with(heads=[0], to={"kind": "gaussian", "seed": 0}), ["Gaussian.seed is 0; give a whole number in [1,"]),
         (edit_with(heads=[0], to={"kind": "gaussian", "seed": 1.5}), ["Gaussian.seed is 1.5"]),
         (edit_with(heads=[0], to={"kind": "gaussian", "seed": 2**32}), ["Gaussian.seed is 4294967296"]),
-        # Of the wrong type altogether: read as nothing else, and no bare traceback.
+    ],
+)
+@pytest.mark.usefixtures("as_users_run_it")
+def test_bad_json_names_what_is_wrong(value, says):
+    with pytest.raises(UserError) as error:
+        layers(value, 1)
+    for part in says:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
         (edit_with(heads="03", to={"kind": "nope"}), ["'03'"]),
         (edit_with(heads=3, to={"kind": "nope"}), ["heads"]),
         (edit_with(heads=[1.5], to={"kind": "nope"}), ["1.5"]),
@@ -511,11 +523,12 @@ def test_texts_that_must_not_be_read_as_something(text, says):
         (layer_with(window=2.5), ["window"]),
         (layer_with(window=True), ["window"]),
     ],
+    ids=str,
 )
 @pytest.mark.usefixtures("as_users_run_it")
-def test_bad_json_names_what_is_wrong(value, says):
+def test_json_of_the_wrong_type_is_neither_read_as_something_nor_a_bare_traceback(value, says):
     with pytest.raises(UserError) as error:
-        layers(value, 1)
+        from_json(value)
     for part in says:
         assert part in str(error.value)
 

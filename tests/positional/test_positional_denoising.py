@@ -1,0 +1,603 @@
+"""Heads that differ from their layer, DoPE's denoised ones among them: from scores to what a head's logits become."""
+
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pe_lab.config import UserError
+from pe_lab.positional import (
+    NTK,
+    PI,
+    Alibi,
+    Bands,
+    Beta,
+    DynamicNTK,
+    DynamicYarn,
+    Gaussian,
+    HeadEdit,
+    Layer,
+    LayerStructure,
+    LongRope,
+    NoPE,
+    NotebookBias,
+    NotebookYarn,
+    PartialRope,
+    Rope,
+    Uniform,
+    Warp,
+    Yarn,
+    alibi_slopes,
+    build_schedule,
+    denoise,
+    describe,
+    dope_by_all,
+    dope_by_gaussian,
+    dope_by_parts,
+    frequencies,
+    from_json,
+    layers,
+    read_scores,
+    rotate,
+    rotation_tables,
+    select_heads,
+    to_json,
+)
+from pe_lab.positional.rotation import turns_per_position
+
+N, H, G, K = 4, 6, 3, 16  # groups of query heads: (0, 1), (2, 3), (4, 5)
+R = K // 2
+
+
+def schedule_of(described, length=None):
+    return build_schedule(described, H, G, K, length)
+
+
+def edited(heads, to, encoding=Rope()):  # noqa: B008
+    """One layer, some of whose heads have something else."""
+    return schedule_of([Layer(encoding, heads=(HeadEdit(tuple(heads), to),))])
+
+
+def same(a, b):
+    """Equal structure and equal bits."""
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+@pytest.fixture
+def as_users_run_it():
+    """Without the test suite's checks of annotations, which would speak before our own messages."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+# What a head's logits become.
+
+
+@jax.jit
+def head_scores(turns, gain, query, key, at):
+    """[B, H]: logits of queries and keys [H, K], keys rotated per query head, at pairs of positions `at` [B, 2]."""
+    cos, sin = rotation_tables(turns, gain, at)
+    turned = rotate(jnp.stack([query, key])[None].repeat(len(at), 0), cos, sin)
+    return jnp.einsum("bhk,bhk->bh", turned[:, 0], turned[:, 1])
+
+
+QUERY, KEY = np.random.default_rng(0).standard_normal((2, H, K)).astype(np.float32)
+AT = np.array([[9, 2], [500, 0], [3, 3], [4096, 4000]], np.int32)
+
+
+def scores_of(schedule):
+    return np.asarray(head_scores(schedule.turns[0], schedule.gain[0], QUERY, KEY, AT))
+
+
+def expected_scores(pairs_kept, head, inv_freq, gain=1.0):
+    """The logits [B] of one head by hand: each pair's product turned by the distance, the kept pairs added up."""
+    query, key = (x[head, :R] + 1j * x[head, R:] for x in (QUERY.astype(float), KEY.astype(float)))
+    distance = (AT[:, 0] - AT[:, 1])[:, None]
+    products = (query * key.conj() * np.exp(1j * distance * inv_freq)).real
+    return gain**2 * (products * pairs_kept).sum(-1)
+
+
+FREQUENCIES = frequencies(Rope(), K)[0]  # 10 ** (-i / 2)
+EVERY, FAST = np.ones(R), np.array([1, 1, 1, 0, 0, 0, 0, 0])  # of a training length of 128: 2 pi / 128 = .049
+
+
+@pytest.mark.parametrize(
+    ("to", "kept", "inv_freq"),
+    [
+        (NoPE(), EVERY, np.zeros(R)),
+        (Rope(1e6), EVERY, frequencies(Rope(1e6), K)[0]),
+        (Uniform(), np.zeros(R), FREQUENCIES),
+        (Bands(2 * math.pi / 128, "fast"), FAST, FREQUENCIES),
+        (Bands(2 * math.pi / 128, "slow"), 1 - FAST, FREQUENCIES),
+    ],
+    ids=repr,
+)
+def test_an_edited_head_computes_what_it_says_and_the_other_heads_what_they_did(to, kept, inv_freq):
+    """Head 3 shares its key head with head 2: each sees the key as its own rotation has it."""
+    scores = scores_of(edited([3], to))
+    before = scores_of(schedule_of([Layer(Rope())]))
+    others = [0, 1, 2, 4, 5]
+    np.testing.assert_array_equal(scores[:, others], before[:, others])
+    np.testing.assert_allclose(before[:, 3], expected_scores(EVERY, 3, FREQUENCIES), atol=2e-5)
+    np.testing.assert_allclose(scores[:, 3], expected_scores(kept, 3, inv_freq), atol=2e-5)
+    assert np.abs(scores[:, 3] - before[:, 3]).max() > 0.3
+
+
+def test_both_parts_of_a_head_add_up_to_the_head():
+    """Bands leave what they keep alone, YaRN's gain included; so logits are a sum over both."""
+    encoding = Rope(scaling=Yarn(8.0, 128))
+    slow, fast = (scores_of(edited(range(H), Bands(0.02, keep), encoding)) for keep in ("slow", "fast"))
+    np.testing.assert_allclose(slow + fast, scores_of(schedule_of([Layer(encoding)])), atol=2e-5)
+    assert np.abs(slow).max() > 1 and np.abs(fast).max() > 1
+
+
+# Structure.
+
+
+@pytest.mark.parametrize(
+    ("heads", "kind"),
+    [
+        ([0], "split"),
+        ([1, 2], "split"),
+        ([0, 1, 2], "split"),
+        ([0, 1], "grouped"),
+        ([2, 3, 4, 5], "grouped"),
+        ([5, 4, 4], "grouped"),
+        (range(H), "shared"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("to", [NoPE(), Rope(1e6), PartialRope(), Bands(0.05), Uniform()], ids=repr)
+def test_heads_are_split_grouped_or_shared_as_edits_cut_through_groups(heads, kind, to):
+    (structure,) = edited(heads, to).structure
+    all_nope = kind == "shared" and to == NoPE()
+    assert structure == LayerStructure(rotates=not all_nope, heads=kind)
+
+
+@pytest.mark.parametrize("heads", [[0], [0, 1], range(H)], ids=str)
+def test_noise_is_drawn_per_query_head_and_so_splits_every_group(heads):
+    schedule = edited(heads, Gaussian(7))
+    assert schedule.structure == (LayerStructure(rotates=True, heads="split", noisy=True),)
+    assert schedule.noise[0].tolist() == [7 if h in heads else 0 for h in range(H)]
+    np.testing.assert_array_equal(schedule.gain, 1)
+    # So does a noisy head of a layer without any rotation, or with ALiBi.
+    for encoding in (NoPE(), Alibi()):
+        (structure,) = edited(heads, Gaussian(7), encoding).structure
+        assert structure == LayerStructure(rotates=True, heads="split", noisy=True, slopes=encoding == Alibi())
+
+
+def test_without_grouped_queries_no_head_splits_a_group():
+    schedule = build_schedule([Layer(Rope(), heads=(HeadEdit((0,), NoPE()),))], H, H, K)
+    assert schedule.structure == (LayerStructure(rotates=True, heads="grouped"),)
+
+
+@pytest.mark.parametrize(
+    "to", [NoPE(), Alibi(), Rope(5e5), PartialRope(), Rope(fraction=0.5, scaling=Yarn(8.0, 64))], ids=repr
+)
+@pytest.mark.parametrize("encoding", [Rope(), Alibi(), NoPE()], ids=repr)
+def test_all_heads_edited_are_the_layer_that_they_say(encoding, to):
+    assert same(edited(range(H), to, encoding), schedule_of([Layer(to)]))
+
+
+def test_the_last_edit_of_a_head_is_what_it_has_and_denoising_adds_to_it():
+    edits = [HeadEdit((0, 1, 2), Rope(1e6)), HeadEdit((1,), NoPE()), HeadEdit((2,), Bands(0.05))]
+    schedule = schedule_of([Layer(Rope(), heads=tuple(edits))])
+    other = frequencies(Rope(1e6), K)[0].astype(np.float32)
+    np.testing.assert_array_equal(schedule.inv_freq[0, [0, 2]], [other, other])
+    assert (schedule.inv_freq[0, 1] == 0).all()
+    np.testing.assert_array_equal(schedule.gain[0, 2], other > 0.05)  # of the frequencies it has by then
+    np.testing.assert_array_equal(schedule.gain[0, [0, 1, 3, 4, 5]], 1)
+    # And an encoding says all there is: what was noise is none.
+    noisy = [HeadEdit((0, 1), Gaussian(3)), HeadEdit((1,), Rope())]
+    assert schedule_of([Layer(Rope(), heads=tuple(noisy))]).noise[0].tolist() == [3, 0, 0, 0, 0, 0]
+
+
+def test_alibi_on_one_head_takes_that_heads_slope():
+    slopes = alibi_slopes(H).astype(np.float32)
+    schedule = edited([4], Alibi())
+    assert schedule.alibi_slope[0].tolist() == [0, 0, 0, 0, slopes[4], 0]
+    assert (schedule.inv_freq[0, 4] == 0).all() and (schedule.inv_freq[0, 5] != 0).any()
+    assert schedule.structure == (LayerStructure(rotates=True, slopes=True, heads="split"),)
+    mixed = edited([1, 2], Rope(), Alibi())
+    np.testing.assert_array_equal(mixed.alibi_slope[0], np.where(np.isin(range(H), [1, 2]), 0, slopes))
+
+
+def test_generalized_to_noise_means_split_heads():
+    schedule = schedule_of(layers(["rope", "nope"], N))
+    noisy = schedule.generalize(noisy=True)
+    assert {(s.rotates, s.noisy, s.heads) for s in noisy.structure} == {(True, True, "split")}
+    assert {(s.noisy, s.heads) for s in schedule.generalize().structure} == {(False, "shared")}
+    # So that a denoised model and the one before run through one compilation.
+    denoised = schedule_of(dope_by_gaussian(layers(["rope", "nope"], N), [(0, 1), (3, 2)]))
+    assert jax.tree.structure(denoised.generalize(noisy=True)) == jax.tree.structure(noisy)
+    kept = denoised.generalize()
+    plain, noise = (False, "shared"), (True, "split")
+    assert [(s.noisy, s.heads) for s in kept.structure] == [noise, plain, plain, noise]
+
+
+def test_the_length_reaches_scalings_edits_and_betas():
+    dynamic = [DynamicNTK(64), DynamicYarn(64), LongRope((1.0,) * R, (2.0,) * R, 64, 8.0)]
+    described = [
+        *[Layer(Rope(scaling=scaling)) for scaling in dynamic],
+        Layer(Rope(), heads=(HeadEdit((0,), Rope(scaling=dynamic[0])),), logit_scale=Beta(0.5, 64)),
+    ]
+    for length in (None, 64, 65, 512):
+        schedule = schedule_of(described, length)
+        for n, scaling in enumerate(dynamic):
+            inv_freq, gain = frequencies(Rope(scaling=scaling), K, length)
+            np.testing.assert_array_equal(schedule.turns[n], np.tile(turns_per_position(inv_freq), (H, 1, 1)))
+            np.testing.assert_array_equal(schedule.gain[n], np.tile(gain.astype(np.float32), (H, 1)))
+        np.testing.assert_array_equal(schedule.turns[3, 0], schedule.turns[0, 0])
+        np.testing.assert_array_equal(schedule.turns[3, 1], turns_per_position(FREQUENCIES))
+        assert schedule.logit_scale[3] == pytest.approx(1 + 0.5 * math.log(max(1, (length or 0) / 64)))
+    near, far = (schedule_of(described, length) for length in (64, 512))
+    assert all((near.turns[n] != far.turns[n]).any() for n in range(4))
+
+
+def test_the_notebooks_two_are_constants_of_the_program():
+    warped, biased = schedule_of([Layer(NotebookYarn(blend=8)), Layer(NotebookBias(1.5, 64))]).structure
+    assert warped == LayerStructure(rotates=True, warp=Warp(0.85, 1.25, 128, 8))
+    assert biased == LayerStructure(self_bias=(1.5, 64))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "to"),
+    [(NotebookYarn(), Rope()), (NotebookYarn(), PartialRope()), (NotebookBias(), NoPE()), (NotebookBias(), Rope())],
+    ids=repr,
+)
+def test_an_encoding_on_some_heads_of_a_notebooks_layer_is_refused(encoding, to):
+    """Warp and bias are the whole layer's: Rope() would be a warped one, and NoPE() have a bias."""
+    with pytest.raises(UserError):
+        edited([0], to, encoding)
+
+
+# The table of a schedule.
+
+
+def table(text):
+    """The cells of `describe`'s table, by column name."""
+    header, *rows = [re.split(r"\s{2,}", line) for line in text.splitlines()]
+    return [dict(zip(header, row, strict=False)) for row in rows]
+
+
+def test_describe_has_a_column_for_what_is_beside_only_where_something_is():
+    pattern = layers(["rope", "nope"], N)
+    assert "beside" not in describe(schedule_of(pattern)) + describe(schedule_of(pattern), pattern)
+    assert "beside" not in describe(schedule_of(dope_by_all(pattern, [(0, 1)])))
+    noisy = dope_by_gaussian(pattern, [(1, 0), (1, 5)])
+    rows = table(describe(schedule_of(noisy)))
+    assert [(row["layers"], row.get("beside")) for row in rows] == [
+        ("0", None),
+        ("1", "2 heads are noise"),
+        ("2", None),
+        ("3", None),
+    ]
+    assert rows[1]["heads"] == "split"
+
+
+def test_describe_tells_warps_and_biases():
+    described = [Layer(NotebookYarn()), Layer(NotebookBias()), Layer(NotebookBias(-0.5, 64))]
+    rows = table(describe(schedule_of(described), described))
+    assert [row["beside"] for row in rows] == [
+        "positions times 0.85 .. 1.25",
+        "+2 on itself below 128",
+        "-0.5 on itself below 64",
+    ]
+    assert [row["encoding"] for row in rows] == [
+        "notebook_yarn(base=10000)",
+        "notebook_bias",
+        "notebook_bias(strength=-0.5, original_length=64)",
+    ]
+
+
+def test_describe_names_heads_that_differ_and_shows_how():
+    described = [
+        Layer(Rope(), 64, heads=(HeadEdit((0, 1, 5), NoPE()),)),
+        Layer(Rope(scaling=Yarn(8.0, 64)), heads=(HeadEdit((3,), Uniform()), HeadEdit((2,), Alibi()))),
+        Layer(Alibi(), heads=(HeadEdit((0, 1), Bands(0.05, "slow")),)),
+    ]
+    rows = table(describe(schedule_of(described), described))
+    assert [row["encoding"] for row in rows] == [
+        "rope(base=10000) / window 64 / heads 0-1,5: nope",
+        "rope(base=10000) + yarn(factor=8, original_length=64) / heads 3: uniform / heads 2: alibi",
+        "alibi / heads 0-1: bands(threshold=0.05, keep=slow)",
+    ]
+    shown = ("pairs turning", "gain", "slope", "heads")
+    assert [tuple(row[name] for name in shown) for row in rows] == [
+        ("0-8/8", "1", "none", "split"),
+        ("0-8/8", "0 .. 1.208", "0 .. 0.01562", "split"),
+        ("0/8", "none", "0.003906 .. 0.5", "none"),
+    ]
+
+
+# Choosing heads by their scores.
+
+SCORES = np.array([[3.0, 1.0, 2.0], [1.0, 5.0, 4.0]])
+
+
+@pytest.mark.parametrize(
+    ("count", "order", "heads"),
+    [
+        (0, "ascending", ()),
+        (0, "descending", ()),
+        (1, "ascending", ((0, 1),)),  # of two equal scores the lower layer
+        (2, "ascending", ((0, 1), (1, 0))),
+        (3, "ascending", ((0, 1), (0, 2), (1, 0))),
+        (1, "descending", ((1, 1),)),
+        (2, "descending", ((1, 1), (1, 2))),
+        (4, "descending", ((0, 0), (0, 2), (1, 1), (1, 2))),
+        (5, "descending", ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2))),
+        (6, "ascending", tuple((n, h) for n in range(2) for h in range(3))),
+        (6, "descending", tuple((n, h) for n in range(2) for h in range(3))),
+    ],
+)
+def test_heads_with_the_lowest_or_highest_scores(count, order, heads):
+    assert select_heads(SCORES, count, order) == heads
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 5), st.booleans())
+def test_selection_is_by_score_then_layer_then_head_over_all_layers_together(data, num_layers, num_heads, ascending):
+    values = st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1e9])  # many ties
+    scores = [[data.draw(values) for _ in range(num_heads)] for _ in range(num_layers)]
+    count = data.draw(st.integers(0, num_layers * num_heads))
+    sign = 1 if ascending else -1
+    ranked = sorted((sign * score, n, h) for n, row in enumerate(scores) for h, score in enumerate(row))
+    chosen = select_heads(np.array(scores), count, "ascending" if ascending else "descending")
+    assert chosen == tuple(sorted((n, h) for _, n, h in ranked[:count]))
+    assert all(type(i) is int for head in chosen for i in head)
+
+
+def test_scores_are_read_from_a_list_or_an_object(tmp_path):
+    path = tmp_path / "scores.json"
+    for value in (SCORES.tolist(), {"scores": SCORES.tolist(), "what": "matrix entropy of keys"}):
+        path.write_text(json.dumps(value))
+        for name in (path, str(path)):
+            scores = read_scores(name, 2, 3)
+            assert scores.dtype == np.float64
+            np.testing.assert_array_equal(scores, SCORES)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, ["cannot be read", "No such file"]),
+        ("", ["are not JSON"]),
+        ("[[1, 2", ["are not JSON"]),
+        ("\xff\xfe", ["are not JSON"]),
+        ("[[1, 2], [3, 4]]", ["have shape [2, 2]", "2 lists of 3 numbers", 'alone or under "scores"']),
+        ("[[1, 2, 3]]", ["have shape [1, 3]", "2 lists of 3 numbers"]),
+        ("[1, 2, 3, 4, 5, 6]", ["have shape [6]", "2 lists of 3 numbers"]),
+        ("[[1, 2, 3], [4, 5]]", ["2 lists of 3 numbers"]),
+        ('[["a", 2, 3], [4, 5, 6]]', ["2 lists of 3 numbers"]),
+        ('{"scores": [[1, 2]]}', ["have shape [1, 2]", "2 lists of 3 numbers"]),
+        ('{"entropy": [[1, 2, 3], [4, 5, 6]]}', ["2 lists of 3 numbers", 'under "scores"']),
+        ("7", ["have shape []", "2 lists of 3 numbers"]),
+        ("null", ["2 lists of 3 numbers"]),
+    ],
+)
+def test_bad_files_of_scores_are_named_with_what_is_needed(tmp_path, text, says):
+    path = tmp_path / "scores.json"
+    if text is not None:
+        path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError) as error:
+        read_scores(path, 2, 3)
+    for part in [f"'{path}'", *says]:
+        assert part in str(error.value)
+
+
+def test_a_folder_is_no_file_of_scores(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        read_scores(tmp_path, 2, 3)
+
+
+@pytest.mark.parametrize("hole", ["NaN", "Infinity", "null"])
+def test_scores_with_a_hole_do_not_rank_heads(tmp_path, hole):
+    """Sorted, a head without a score would be the last or the first."""
+    path = tmp_path / "scores.json"
+    path.write_text(f"[[1, {hole}, 3], [4, 5, 6]]")
+    with pytest.raises(UserError, match="finite number|numbers"):
+        select_heads(read_scores(path, 2, 3), 2)
+
+
+# DoPE.
+
+ROPES = layers("rope", N)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    training=st.integers(1, 1 << 17),
+    base=st.floats(10, 1e7),
+    scaling=st.sampled_from([None, PI(4.0), NTK(8.0), Yarn(8.0, 128)]),
+    fraction=st.sampled_from([0.5, 1.0]),
+)
+def test_dope_by_parts_removes_the_bands_beyond_two_pi_over_the_training_length(training, base, scaling, fraction):
+    encoding = Rope(base, fraction, scaling)
+    try:
+        inv_freq, gain = frequencies(encoding, K)
+    except UserError:  # a base at which YaRN has nothing to interpolate
+        return
+    # What turns once or more within the training window is fast; by wavelength, so that the test has its own formula.
+    fast = np.array([w > 0 and 2 * math.pi / w < training for w in inv_freq])
+    heads = [(1, 0), (1, 5), (3, 2)]
+    kept = {}
+    for keep in ("fast", "slow"):
+        schedule = schedule_of(dope_by_parts([Layer(encoding)] * N, heads, training, keep))
+        kept[keep] = schedule.gain[1, 0]
+        for n in range(N):
+            for h in range(H):
+                mask = (fast if keep == "fast" else ~fast) if (n, h) in heads else np.ones(R)
+                np.testing.assert_array_equal(schedule.gain[n, h], (gain * mask).astype(np.float32))
+                np.testing.assert_array_equal(schedule.inv_freq[n, h], inv_freq.astype(np.float32))
+    np.testing.assert_array_equal(kept["fast"] + kept["slow"], gain.astype(np.float32))
+    assert ((kept["fast"] == 0) != (kept["slow"] == 0)).all()
+
+
+def test_dope_by_parts_by_hand():
+    """Frequencies 1, .32, .1, .03, ... 3e-4 against 2 pi / 128 = .049, and against .0015 at 4096 tokens."""
+    assert dope_by_parts(ROPES, [(0, 0)], 128) == dope_by_parts(ROPES, [(0, 0)], 128, "fast")
+    for length, fast in ((128, 3), (4096, 6), (1, 0), (1 << 20, 8)):
+        gains = [schedule_of(dope_by_parts(ROPES, [(0, 0)], length, k)).gain[0, 0] for k in ("fast", "slow")]
+        assert gains[0].tolist() == [1] * fast + [0] * (R - fast)
+        assert gains[1].tolist() == [0] * fast + [1] * (R - fast)
+
+
+def test_the_threshold_itself_is_slow():
+    """Equation 32 keeps what is at most the threshold."""
+    assert edited([0], Bands(1.0, "slow")).gain[0, 0].all()
+    assert not edited([0], Bands(1.0, "fast")).gain[0, 0].any()
+
+
+@pytest.mark.parametrize("encoding", [Rope(), Rope(scaling=Yarn(8.0, 128)), Alibi(), NoPE()], ids=repr)
+def test_dope_by_all_in_both_its_readings(encoding):
+    before = [Layer(encoding)] * N
+    uniform, nope = (schedule_of(dope_by_all(before, [(2, 1)], reading)) for reading in ("uniform", "nope"))
+    assert (uniform.gain[2, 1] == 0).all() and uniform.structure[2].rotates
+    assert (scores_of_layer(uniform, 2)[:, 1] == 0).all()
+    # Without its encoding a head has no attention factor either, and no slope.
+    assert (nope.inv_freq[2, 1] == 0).all() and (nope.turns[2, 1] == 0).all() and (nope.gain[2, 1] == 1).all()
+    assert nope.alibi_slope[2, 1] == 0
+    np.testing.assert_allclose(scores_of_layer(nope, 2)[:, 1], QUERY[1] @ KEY[1], rtol=1e-5)
+    untouched = schedule_of(before)
+    for schedule in (uniform, nope):
+        others = np.arange(H) != 1
+        np.testing.assert_array_equal(schedule.gain[2, others], untouched.gain[2, others])
+        np.testing.assert_array_equal(schedule.turns[2, others], untouched.turns[2, others])
+        assert same_layers(schedule, untouched, [0, 1, 3])
+    assert dope_by_all(before, [(2, 1)]) == dope_by_all(before, [(2, 1)], "nope")
+
+
+def scores_of_layer(schedule, n):
+    return np.asarray(head_scores(schedule.turns[n], schedule.gain[n], QUERY, KEY, AT))
+
+
+def same_layers(a, b, chosen):
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(x[chosen], y[chosen]) for x, y in leaves)
+
+
+def test_dope_by_gaussian_gives_every_head_its_own_seed_for_good():
+    heads = [(n, h) for n in range(N) for h in range(H)]
+    noise = schedule_of(dope_by_gaussian(ROPES, heads)).noise
+    assert noise.shape == (N, H) and noise.dtype == np.uint32
+    assert (noise != 0).all() and len(set(noise.ravel().tolist())) == N * H
+    np.testing.assert_array_equal(schedule_of(dope_by_gaussian(ROPES, heads)).noise, noise)
+    other = schedule_of(dope_by_gaussian(ROPES, heads, seed=1)).noise
+    assert not (other == noise).any()
+    # A head's noise does not depend on which others are chosen.
+    few = schedule_of(dope_by_gaussian(ROPES, [(3, 2), (0, 5)])).noise
+    expected = np.zeros_like(noise)
+    expected[3, 2], expected[0, 5] = noise[3, 2], noise[0, 5]
+    np.testing.assert_array_equal(few, expected)
+
+
+def test_denoise_selects_and_edits():
+    scores = np.random.default_rng(0).standard_normal((N, H))
+    heads = select_heads(scores, 5, "descending")
+    asked = {
+        "parts": ({"training_length": 128, "keep": "slow"}, dope_by_parts(ROPES, heads, 128, "slow")),
+        "all": ({"reading": "uniform"}, dope_by_all(ROPES, heads, "uniform")),
+        "gaussian": ({"seed": 3}, dope_by_gaussian(ROPES, heads, 3)),
+    }
+    for method, (options, expected) in asked.items():
+        after = denoise(ROPES, scores, method, 5, "descending", **options)
+        assert after == expected
+        assert {(n, h) for n, layer in enumerate(after) for edit in layer.heads for h in edit.heads} == set(heads)
+    assert denoise(ROPES, scores, "all", 2) == dope_by_all(ROPES, select_heads(scores, 2, "ascending"), "nope")
+    for method, options in (("all", {}), ("gaussian", {}), ("parts", {"training_length": 128})):
+        assert denoise(ROPES, scores, method, 0, **options) == ROPES
+
+
+def test_denoising_keeps_windows_scales_and_earlier_edits_and_can_be_repeated():
+    before = layers(["rope/window=64/heads=0:nope", "nope/beta=0.1@64"], N)
+    once = dope_by_parts(before, [(0, 1), (0, 3), (1, 2)], 128)
+    assert once[0] == Layer(Rope(), 64, heads=(HeadEdit((0,), NoPE()), HeadEdit((1, 3), Bands(2 * math.pi / 128))))
+    assert once[1].logit_scale == Beta(0.1, 64) and once[1].encoding == NoPE()
+    assert once[2:] == before[2:]
+    twice = dope_by_gaussian(once, [(0, 1)])
+    schedule = schedule_of(twice)
+    assert schedule.noise[0, 1] != 0 and (schedule.noise[0, [0, 2, 3, 4, 5]] == 0).all()
+    assert schedule.gain[0, 3].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert schedule.structure[0].window == 64
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    method=st.sampled_from(["parts", "all", "gaussian"]),
+    count=st.integers(0, N * H),
+    seed=st.integers(0, 1000),
+    order=st.sampled_from(["ascending", "descending"]),
+)
+def test_denoised_layers_survive_json_and_touch_only_the_chosen_heads(method, count, seed, order):
+    scores = np.random.default_rng(seed).standard_normal((N, H))
+    options = {"training_length": 128} if method == "parts" else {}
+    after = denoise(ROPES, scores, method, count, order, **options)
+    back = tuple(from_json(json.loads(json.dumps(to_json(layer)))) for layer in after)
+    assert back == after
+    changed, plain = schedule_of(back), schedule_of(ROPES)
+    differ = np.zeros((N, H), bool)
+    for name in ("inv_freq", "gain", "noise"):
+        a, b = (getattr(s, name).reshape(N, H, -1) for s in (changed, plain))
+        differ |= (a != b).any(-1)
+    assert {(int(n), int(h)) for n, h in np.argwhere(differ)} == set(select_heads(scores, count, order))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: select_heads(np.zeros(6), 1), "have shape (6,); give one finite number per layer and head, [N, H]"),
+        (lambda: select_heads(np.array([[1.0, np.nan]]), 1), "give one finite number per layer and head"),
+        (lambda: select_heads(np.array([[1.0, np.inf]]), 1), "give one finite number per layer and head"),
+        (lambda: select_heads([[1.0, 2.0], [3.0]], 1), "[N, H]"),
+        (lambda: select_heads([["a", "b"]], 1), "[N, H]"),
+        (lambda: select_heads(SCORES, -1), "count is -1; there are 6 heads to choose from"),
+        (lambda: select_heads(SCORES, 7), "count is 7; there are 6 heads to choose from"),
+        (lambda: select_heads(SCORES, 1, "ASC"), "order is 'ASC'; it must be ascending (lowest scores) or descending"),
+        (lambda: dope_by_parts(ROPES, [(0, 0)], 128, "low"), "Bands.keep is 'low'; it must be slow or fast"),
+        (lambda: dope_by_parts(ROPES, [(0, 0)], 0), "training_length is 0; give the tokens of a training window"),
+        (lambda: dope_by_parts(ROPES, [(0, 0)], -128), "training_length is -128"),
+        (lambda: dope_by_all(ROPES, [(0, 0)], "zero"), "reading is 'zero'; it must be uniform (eq. 35 as printed) or"),
+        (lambda: dope_by_gaussian(ROPES, [(0, 0)], -1), "seed is -1"),
+        (lambda: denoise(ROPES, np.zeros((N, H)), "band", 1), "no method 'band'; it must be parts, all or gaussian"),
+        (lambda: denoise(ROPES, np.zeros((N, H)), "all", 25), "count is 25; there are 24 heads to choose from"),
+        (lambda: denoise(ROPES, np.zeros((N, H)), "all", 1, "up"), "order is 'up'"),
+        (lambda: denoise(ROPES, np.zeros((N, H)), "all", 1, reading="both"), "reading is 'both'"),
+        (lambda: dope_by_all(ROPES, [(4, 0)]), "There is no layer 4 to denoise a head of; the layers are 0 to 3"),
+        (lambda: dope_by_all(ROPES, [(-1, 0)]), "There is no layer -1 to denoise"),
+        (lambda: denoise(ROPES, np.zeros((5, H)), "all", 30), "There is no layer 4 to denoise"),
+        (
+            lambda: schedule_of(dope_by_all(ROPES, [(1, 2), (1, 6)])),
+            "layer 1: there is no query head 6; the heads are 0 to 5",
+        ),
+        (
+            lambda: schedule_of(dope_by_parts(ROPES, [(3, 7)], 128)),
+            "layer 3: there is no query head 7; the heads are 0",
+        ),
+        (lambda: schedule_of(dope_by_gaussian(ROPES, [(0, -1)])), "layer 0: there is no query head -1; the heads are"),
+        (lambda: schedule_of(layers("rope/heads=4-6:nope", 2)), "layer 0: there is no query head 6; the heads"),
+        (lambda: Bands(0.0), "Bands.threshold is 0.0; give radians per position, such as 2 pi / training length"),
+        (lambda: Bands(math.inf), "Bands.threshold is inf"),
+        (lambda: Gaussian(0), "Gaussian.seed is 0; give a whole number in [1, 2^32)"),
+        (
+            lambda: build_schedule([Layer(NoPE(), heads=(HeadEdit((0,), Rope(scaling=NTK(2.0))),))], 2, 1, 2),
+            "NTK needs at least 4 rotated channels",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("as_users_run_it")
+def test_bad_arguments_name_what_is_allowed(make, says):
+    with pytest.raises(UserError) as error:
+        make()
+    assert says in str(error.value)
