@@ -1,9 +1,10 @@
-"""`python -m pe_lab.analyze --study=frequencies`: a study's figures, and the numbers behind them."""
+"""`python -m pe_lab.analyze --study=NAME`: a study's tables and figures, and the numbers behind them."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -13,7 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pe_lab.analysis import frequencies
-from pe_lab.config import UserError, command, did_you_mean, local_path
+from pe_lab.config import (
+    ModelConfig,
+    UserError,
+    command,
+    did_you_mean,
+    from_dict,
+    load_config,
+    local_path,
+    split_overrides,
+)
+from pe_lab.model import complete, preset
+from pe_lab.positional import build_schedule, describe, layers
+from pe_lab.training.run import plan_phases
 
 FORMATS = ("png", "svg")
 
@@ -81,7 +94,7 @@ def _frequencies_options(parser: argparse.ArgumentParser) -> None:
     add("--base", default="1e4", help="RoPE's base (default: %(default)s)")
     add("--length", default="2048", help="training length in tokens (default: %(default)s)")
     add("--factors", default="2,3,4", help="scaling factors s (default: %(default)s); the first is also drawn alone")
-    known = ", ".join(frequencies.available_methods())
+    known = ", ".join(frequencies.METHODS)
     add("--methods", default="pi,ntk,yarn", help=f"of {known} (default: %(default)s)")
     add("--cache-head-dim", default="256", help="channels of a head, for the cache (default: %(default)s)")
     add("--fractions", default="0.01,0.1,0.25,0.5,0.75,1", help="shares that rotate there (default: %(default)s)")
@@ -107,7 +120,45 @@ def _frequencies(args: argparse.Namespace, formats: Sequence[str]) -> Findings:
     return Findings(frequencies.tables(numbers), {**pictures, "frequencies.json": f"{written}\n".encode()})
 
 
+def _schedule_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--config", help="a recipe, such as configs/table1.py:method=rnope_swa; --config.a.b=value as in training")
+    add("--positional", help="instead of a recipe: texts of layers, A+B+C for a pattern")
+    add("--model", default="drope_494m", help="instead of a recipe: a preset's shape (default: %(default)s)")
+    add("--length", help="tokens of the text, for schemes that follow it (default: a window of training)")
+
+
+def _schedule(args: argparse.Namespace, formats: Sequence[str]) -> Findings:
+    length = whole("--length", args.length) if args.length else None
+    if bool(args.config) == bool(args.positional):
+        raise UserError(
+            "--study=schedule shows a recipe (--config=...) or layers (--positional=...): give one of them."
+        )
+    if args.config:
+        config = load_config(args.config, args.overrides)
+        shape = complete(dataclasses.replace(config.model, vocab_size=config.model.loss_chunks))
+        shown = {f"{phase.name}, QK-norm {phase.qk_norm}": phase.layers for phase in plan_phases(config)}
+        windows = {name: phase.sequence_length for name, phase in zip(shown, config.phases, strict=True)}
+    else:
+        shape = complete(from_dict(ModelConfig, preset(args.model), "--model"))
+        shown = {args.model: layers(args.positional.split("+"), shape.layers)}
+        windows = {args.model: None}
+    parts = []
+    for name, described in shown.items():
+        read = length or windows[name]
+        schedule = build_schedule(described, shape.heads, shape.kv_heads, shape.head_dim, read)
+        heads = f"{shape.heads} query heads on {shape.kv_heads} key heads of {shape.head_dim} channels"
+        tokens = f", texts of {read:,} tokens" if read else ""
+        parts.append(f"{name}: {heads}{tokens}\n{describe(schedule, described)}")
+    return Findings("\n\n".join(parts), {})
+
+
 STUDIES = {
+    "schedule": Study(
+        "the positional encoding of every layer of a recipe, as a table that can be checked",
+        _schedule_options,
+        _schedule,
+    ),
     "frequencies": Study(
         "what PI, NTK and YaRN do to each rotary frequency, and the bytes of a rotary cache by length",
         _frequencies_options,
@@ -174,19 +225,22 @@ def chosen_study(argv: Sequence[str]) -> str | None:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the verb."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    argv, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     study = chosen_study(argv)
     args = parser(study).parse_args(argv)
+    if overrides and not getattr(args, "config", None):
+        raise UserError(f"--config.{next(iter(overrides))}: there is no --config here whose key it could set.")
+    args.overrides = overrides
     formats = tuple(dict.fromkeys(items("--format", args.format)))
     for form in formats:
         if form not in FORMATS:
             raise UserError(f"--format: '{form}' cannot be written. {did_you_mean(form, FORMATS)}")
     out = local_path("--out", args.out if args.out else f"analysis/{args.study}")
     findings = STUDIES[args.study].run(args, formats)
-    written = write_all(out, findings.files)
-    print(f"{findings.text}\n\nWrote:")
-    for path in written:
-        print(f"  {path}")
+    written = write_all(out, findings.files) if findings.files else []
+    print(findings.text)
+    if written:
+        print("\nWrote:", *written, sep="\n  ")
     return 0
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pe_lab.analysis.frequencies import LOOKS, METHODS, Settings, available_methods, draw, render, study
+from pe_lab.analysis.frequencies import LOOKS, METHODS, Settings, draw, render, study
 from pe_lab.analyze import STUDIES, items, main, whole
 from pe_lab.config import UserError
+
+ROOT = Path(__file__).parents[1]
 
 DOCS = Path(__file__).parent.parent / "docs"
 NAMES = ["frequency_scaling", "frequency_scaling_by_factor", "rotation_cache"]
@@ -87,8 +89,7 @@ def test_cache_bytes_by_hand(written):
 
 def test_the_methods_that_came_later():
     assert list(METHODS) == list(LOOKS)
-    assert {"pi", "ntk", "yarn"} <= set(available_methods())
-    settings = Settings(factors=(2.0,), methods=tuple(available_methods()))
+    settings = Settings(factors=(2.0,), methods=tuple(METHODS))
     curves = {curve.method: curve for curve in study(settings).scaling}
     for name, same in (("ntk_by_parts", "yarn"), ("dynamic_ntk", "ntk"), ("dynamic_yarn", "yarn")):
         if name in curves:
@@ -315,3 +316,47 @@ def test_the_figures_of_the_docs_are_those_of_the_commands_beside_them(tmp_path)
     for key, curve in gammas(committed).items():
         assert gammas(made)[key] == pytest.approx(curve, rel=1e-12)
     assert gammas(made).keys() == gammas(committed).keys()
+
+
+# --- The other study: a schedule as a table --------------------------------------------------------------------------
+
+
+def test_a_recipes_schedule_phase_by_phase(capsys):
+    recipe = f"{ROOT}/configs/table1.py:method=rnope_swa"
+    assert main(["--study=schedule", f"--config={recipe}", "--config.model.layers=8"]) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head == "pretrain, QK-norm none: 14 query heads on 2 key heads of 64 channels, texts of 1,024 tokens"
+    assert [re.split(r"  +", row)[0] for row in rows] == ["0-2,4-6", "3,7"]
+    assert "window 256" in rows[0] and rows[1].split()[1] == "nope"
+    assert main(["--study=schedule", f"--config={ROOT}/configs/drope_16b.py"]) == 0
+    out = capsys.readouterr().out
+    assert "recalibrate, QK-norm none" in out and out.count("0-23") == 2
+
+
+def test_a_schedule_of_texts_follows_the_length(capsys):
+    texts = "--positional=dynamic_ntk:original_length=1024/heads=1:nope+nope/beta=0.412@1024"
+    scales = {}
+    for length in ("1k", "4k"):
+        assert main(["--study=schedule", texts, f"--length={length}"]) == 0
+        rows = capsys.readouterr().out.splitlines()[2:]
+        assert len(rows) == 2 and "heads 1: nope" in rows[0] and "split" in rows[0]
+        scales[length] = re.split(r"  +", rows[1])[7]
+    assert scales == {"1k": "1", "4k": "1.571"}  # 1 + 0.412 ln 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "give one"),
+        (["--positional=rope", "--config=configs/table1.py"], "give one"),
+        (["--positional=rpoe"], "Did you mean 'rope'?"),
+        (["--positional=rope", "--model=lama_1b"], "Did you mean 'llama_1b'?"),
+        (["--positional=rope", "--length=many"], "--length: 'many' is not a number"),
+        (["--positional=rope", "--config.model.layers=2"], "there is no --config here"),
+        (["--config=nowhere.py"], "there is no file 'nowhere.py'"),
+    ],
+)
+def test_a_schedule_that_cannot_be_shown_says_why(capsys, arguments, says):
+    assert main(["--study=schedule", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err

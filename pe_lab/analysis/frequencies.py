@@ -17,19 +17,31 @@ from typing import Any
 
 import numpy as np
 
-from pe_lab import positional
 from pe_lab.config import UserError, did_you_mean
-from pe_lab.positional import Layer, PartialRope, Rope, frequencies, to_json
+from pe_lab.positional import (
+    NTK,
+    PI,
+    DynamicNTK,
+    DynamicYarn,
+    Layer,
+    Llama3,
+    NTKByParts,
+    PartialRope,
+    Rope,
+    Yarn,
+    frequencies,
+    to_json,
+)
 
-# A method by its name in recipes: its class in `pe_lab.positional`, and what people call it.
+# A method by its name in recipes: its class, and what people call it.
 METHODS = {
-    "pi": ("PI", "PI"),
-    "ntk": ("NTK", "NTK"),
-    "yarn": ("Yarn", "YaRN"),
-    "ntk_by_parts": ("NTKByParts", "NTK-by-parts"),
-    "dynamic_ntk": ("DynamicNTK", "dynamic NTK"),
-    "dynamic_yarn": ("DynamicYarn", "dynamic YaRN"),
-    "llama3": ("Llama3", "Llama 3"),
+    "pi": (PI, "PI"),
+    "ntk": (NTK, "NTK"),
+    "yarn": (Yarn, "YaRN"),
+    "ntk_by_parts": (NTKByParts, "NTK-by-parts"),
+    "dynamic_ntk": (DynamicNTK, "dynamic NTK"),
+    "dynamic_yarn": (DynamicYarn, "dynamic YaRN"),
+    "llama3": (Llama3, "Llama 3"),
 }
 # Okabe and Ito's colours, which the colour-blind tell apart, and a dash pattern for those who see none.
 LOOKS = {
@@ -45,10 +57,8 @@ LOOKS = {
 CACHE_LENGTHS = (*(2**k for k in range(12, 24)), 10_000_000)
 BYTES_PER_VALUE = 4  # float32, as in the paper
 MAX_FACTORS, MAX_FRACTIONS, MAX_HEAD_DIM = 12, 8, 4096  # what a figure can still show
-MAX_LENGTH, MAX_FACTOR = (
-    2**31,
-    1e30,
-)  # the last position that rotates; the factor that stands for "no rotation" elsewhere
+MAX_LENGTH = 2**31  # the last position that rotates
+MAX_FACTOR = 1e30  # what stands for "no rotation" elsewhere
 
 Figures = dict[str, Any]  # file name without its ending -> matplotlib Figure
 
@@ -93,13 +103,8 @@ class Settings:
             if not 0 < fraction <= 1:
                 raise UserError(f"fractions holds {fraction:g}; each must lie above 0 and be at most 1.")
         for method in self.methods:
-            if method not in available_methods():
-                raise UserError(f"methods: there is no '{method}'. {did_you_mean(method, available_methods())}")
-
-
-def available_methods() -> list[str]:
-    """The keys of `METHODS` whose class this version of `pe_lab.positional` has."""
-    return [name for name, (kind, _) in METHODS.items() if hasattr(positional, kind)]
+            if method not in METHODS:
+                raise UserError(f"methods: there is no '{method}'. {did_you_mean(method, list(METHODS))}")
 
 
 @dataclass(frozen=True)
@@ -177,12 +182,11 @@ def study(settings: Settings) -> Numbers:
 
 def scaling_curve(settings: Settings, method: str, factor: float) -> ScalingCurve:
     """One method at one factor: gamma_m = w'_m / w_m, DroPE's eq. 8 (its m counts from 1, a pair here from 0)."""
-    kind = getattr(positional, METHODS[method][0])
+    kind = METHODS[method][0]
     fields = {field.name for field in dataclasses.fields(kind)}
     # A dynamic scheme takes its stretch from the text: it reads factor * length tokens, and has no s of its own.
-    dynamic = getattr(kind, "dynamic", False)
     values = {"factor": factor, "original_length": settings.length}
-    given = {name: v for name, v in values.items() if name in fields and not (dynamic and name == "factor")}
+    given = {name: v for name, v in values.items() if name in fields and not (kind.dynamic and name == "factor")}
     encoding = Rope(base=settings.base, scaling=kind(**given))
     plain, _ = frequencies(Rope(base=settings.base), settings.head_dim)
     scaled, gain = frequencies(encoding, settings.head_dim, length=round(factor * settings.length))
@@ -224,7 +228,7 @@ def tables(numbers: Numbers) -> str:
 def telling_pairs(settings: Settings) -> list[int]:
     """The pairs where the methods part: the ends, the middle, and YaRN's ramp."""
     pairs = settings.head_dim // 2
-    bounds = positional.Yarn(factor=1.0, original_length=settings.length).ramp_bounds(settings.base, settings.head_dim)
+    bounds = Yarn(factor=1.0, original_length=settings.length).ramp_bounds(settings.base, settings.head_dim)
     low, high = (int(min(max(bound, 0), pairs)) for bound in bounds)
     chosen = {0, 1, low, low + 1, low + 2, pairs // 2 - 1, high - 1, high, pairs - 2, pairs - 1}
     return sorted(pair for pair in chosen if 0 <= pair < pairs)

@@ -17,7 +17,7 @@ from pe_lab.positional.encodings import Alibi, NotebookBias, NotebookYarn, alibi
 from pe_lab.positional.heads import HeadArrays, edit_heads
 from pe_lab.positional.layers import Layer
 from pe_lab.positional.rotation import Warp, turns_per_position
-from pe_lab.positional.texts import label
+from pe_lab.positional.texts import label, ranges
 
 ArrayLike = jax.Array | np.ndarray
 
@@ -285,7 +285,7 @@ def _assemble(
 
 
 def describe(schedule: Schedule, layers: Sequence[Layer] | None = None) -> str:
-    """A table a person can check: one line per run of equal layers, read from the arrays themselves.
+    """A table a person can check: one line for all layers that are equal, read from the arrays themselves.
 
     `layers`, where given, only adds the names people know the encodings by.
     """
@@ -322,13 +322,10 @@ def describe(schedule: Schedule, layers: Sequence[Layer] | None = None) -> str:
         "heads",
         "beside",
     )
-    rows: list[list[Any]] = []
+    equal: dict[tuple[str, ...], list[int]] = {}
     for n in range(schedule.num_layers):
-        if rows and rows[-1][1] == line(n):
-            rows[-1][0][1] = n
-        else:
-            rows.append([[n, n], line(n)])
-    cells = [("layers", *header)] + [(f"{a}-{b}" if b > a else f"{a}", *rest) for (a, b), rest in rows]
+        equal.setdefault(line(n), []).append(n)
+    cells = [("layers", *header)] + [(ranges(where), *rest) for rest, where in equal.items()]
     if all(not row[-1] for row in cells[1:]):
         cells = [row[:-1] for row in cells]
     if not layers:

@@ -208,7 +208,7 @@ def label(layer: Layer) -> str:
     elif layer.logit_scale != 1:
         text += f" / logit scale {layer.logit_scale:g}"
     for edit in layer.heads:
-        text += f" / heads {_ranges(edit.heads)}: {_name(edit.to)}"
+        text += f" / heads {ranges(edit.heads)}: {_name(edit.to)}"
     return text
 
 
@@ -236,9 +236,10 @@ def _short(value: Any) -> str:
     return f"{value:g}" if float(f"{value:g}") == value else f"{value!r}"
 
 
-def _ranges(heads: Sequence[int]) -> str:
+def ranges(numbers_: Sequence[int]) -> str:
+    """`0-3,6` of a list of numbers, for people."""
     spans: list[list[int]] = []
-    for h in sorted(set(heads)):
+    for h in sorted(set(numbers_)):
         if spans and spans[-1][1] == h - 1:
             spans[-1][1] = h
         else:
