@@ -360,3 +360,17 @@ def test_a_schedule_that_cannot_be_shown_says_why(capsys, arguments, says):
     assert main(["--study=schedule", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/encodings.md"])
+def test_the_tables_of_the_docs_are_what_their_commands_print(page, monkeypatch, capsys):
+    """Every `--study=schedule` command of a page, and the block of text that stands with it."""
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / page).read_text()
+    found = re.findall(
+        r"```\n(?:\$ )?(python -m pe_lab\.analyze --study=schedule .*)\n(?:```\n\n```\n)?([^`]+)```", text
+    )
+    assert found
+    for line, table in found:
+        assert main(shlex.split(line)[3:]) == 0
+        assert capsys.readouterr().out == table
