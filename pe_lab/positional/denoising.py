@@ -32,7 +32,10 @@ def select_heads(
     Raises:
       UserError: scores that are not [N, H] numbers, a count outside [0, N * H], an unknown order.
     """
-    scores = np.asarray(scores, np.float64)
+    try:
+        scores = np.asarray(scores, np.float64)
+    except (TypeError, ValueError):
+        raise UserError("Scores of heads are no array; give a finite number per layer and head, [N, H].") from None
     if scores.ndim != 2 or not np.isfinite(scores).all():
         raise UserError(
             f"Scores of heads have shape {scores.shape}; give one finite number per layer and head, [N, H]."
@@ -62,10 +65,10 @@ def read_scores(path: str | Path, num_layers: int, num_heads: int) -> Float[np.n
         scores = np.array(value, np.float64)
     except (TypeError, ValueError):
         scores = np.zeros(0)
-    if scores.shape != (num_layers, num_heads):
+    if scores.shape != (num_layers, num_heads) or not np.isfinite(scores).all():
         raise UserError(
             f"The scores '{path}' have shape {list(scores.shape)}; this model needs {num_layers} lists of {num_heads} "
-            'numbers, alone or under "scores".'
+            'numbers, all finite, alone or under "scores".'
         )
     return scores
 
@@ -118,7 +121,12 @@ def dope_by_all(
 def dope_by_gaussian(layers: Sequence[Layer], heads: Sequence[Head], seed: int = 0) -> tuple[Layer, ...]:
     """DoPE-by-Gaussian (eq. 36, 37): queries and keys of chosen heads become noise; every head's is its own."""
 
+    if seed < 0:
+        raise UserError(f"seed is {seed}; give 0 or a positive whole number.")
+
     def noise(head: Head) -> Gaussian:
+        if head[1] < 0:
+            raise UserError(f"layer {head[0]}: there is no query head {head[1]}; the heads are counted from 0.")
         drawn = np.random.default_rng((seed, *head)).integers(1, 2**32)
         return Gaussian(int(drawn))
 
@@ -145,4 +153,6 @@ def denoise(
     }
     if method not in methods:
         raise UserError(f"DoPE knows no method '{method}'; it must be parts, all or gaussian.")
+    if len(scores) != len(layers):
+        raise UserError(f"There are scores for {len(scores)} layers, and {len(layers)} layers to denoise.")
     return methods[method](layers, select_heads(scores, count, order), **options)

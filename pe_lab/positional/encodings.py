@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pe_lab.config import UserError
-from pe_lab.positional.scalings import SCALINGS, Scaling, require
+from pe_lab.positional.scalings import SCALINGS, Scaling, require, require_length
 
 
 def _require_rope(kind: str, base: float, fraction: float, scaling: Scaling | None) -> None:
@@ -93,10 +93,11 @@ class NotebookYarn:
         for field in ("alpha", "beta"):
             value = getattr(self, field)
             require(0 < value <= 16, f"NotebookYarn.{field} is {value}; it must be above 0 and at most 16.")
+        require_length("NotebookYarn", self.original_length)
         require(
-            0 < self.blend <= self.original_length,
+            0 < self.blend <= self.original_length and self.blend == int(self.blend),
             f"NotebookYarn.blend is {self.blend}; it must lie in [1, original_length], which is "
-            f"{self.original_length}.",
+            f"{self.original_length}, and be whole.",
         )
 
 
@@ -111,9 +112,7 @@ class NotebookBias:
 
     def __post_init__(self) -> None:
         require(math.isfinite(self.strength), f"NotebookBias.strength is {self.strength}; it must be finite.")
-        require(
-            self.original_length > 0, f"NotebookBias.original_length is {self.original_length}; it must be positive."
-        )
+        require_length("NotebookBias", self.original_length)
 
 
 Encoding = Rope | PartialRope | NoPE | Alibi | NotebookYarn | NotebookBias

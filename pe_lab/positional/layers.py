@@ -9,9 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from pe_lab.config import UserError
-from pe_lab.positional.encodings import Encoding, NoPE, PartialRope, Rope, follows_length
+from pe_lab.positional.encodings import (
+    Encoding,
+    NoPE,
+    NotebookBias,
+    NotebookYarn,
+    PartialRope,
+    Rope,
+    follows_length,
+)
 from pe_lab.positional.heads import HeadEdit
-from pe_lab.positional.scalings import SCALINGS, Scaling, require, stretch
+from pe_lab.positional.scalings import SCALINGS, Scaling, require, require_length, stretch
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class Beta:
 
     def __post_init__(self) -> None:
         require(math.isfinite(self.coefficient), f"Beta.coefficient is {self.coefficient}; it must be finite.")
-        require(self.original_length > 0, f"Beta.original_length is {self.original_length}; give the training length.")
+        require_length("Beta", self.original_length)
 
     def at(self, length: int | None) -> float:
         """The scale for texts of `length` tokens; `UserError` where a negative coefficient takes it to zero."""
@@ -58,6 +66,11 @@ class Layer:
         if not isinstance(self.logit_scale, Beta) and not 0 < self.logit_scale < math.inf:
             raise UserError(f"Layer.logit_scale is {self.logit_scale}; it must be above 0 and finite, or Beta(...).")
         object.__setattr__(self, "heads", tuple(self.heads))
+        if self.heads and isinstance(self.encoding, NotebookYarn | NotebookBias):
+            raise UserError(
+                f"Layer.heads: {type(self.encoding).__name__} is a whole layer's, and no head of it can have another "
+                "encoding. Leave heads out, or choose another encoding."
+            )
 
     def scale_at(self, length: int | None) -> float:
         """The logit scale for texts of `length` tokens."""
@@ -94,7 +107,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Rescale:
-    """Another scaling on the rotary layers there are (on the chosen ones); base, fraction and windows stay."""
+    """Another scaling on the rotary layers there are, or the chosen ones, rotary heads included; all else stays."""
 
     scaling: Scaling
     layers: tuple[int, ...] | None = None
@@ -107,14 +120,21 @@ class Rescale:
     def apply(self, before: Sequence[Layer]) -> tuple[Layer, ...]:
         """The layers with the scaling; `UserError` where none of the chosen ones rotates."""
         chosen = _chosen("rescale", self.layers, len(before))
-        rotary = {n for n in chosen if isinstance(before[n].encoding, Rope | PartialRope)}
-        require(bool(rotary), "rescale: none of these layers is rotary; there is nothing to rescale.")
-        return tuple(
-            dataclasses.replace(layer, encoding=dataclasses.replace(layer.encoding, scaling=self.scaling))
-            if n in rotary
-            else layer
-            for n, layer in enumerate(before)
+        after = tuple(self._scaled_layer(layer) if n in chosen else layer for n, layer in enumerate(before))
+        rotary = any(isinstance(before[n].encoding, Rope | PartialRope) for n in chosen)
+        require(
+            rotary or after != tuple(before), "rescale: none of these layers is rotary; there is nothing to rescale."
         )
+        return after
+
+    def _scaled_layer(self, layer: Layer) -> Layer:
+        heads = tuple(dataclasses.replace(edit, to=self._scaled(edit.to)) for edit in layer.heads)
+        return dataclasses.replace(layer, encoding=self._scaled(layer.encoding), heads=heads)
+
+    def _scaled(self, encoding: Any) -> Any:
+        if isinstance(encoding, Rope | PartialRope):
+            return dataclasses.replace(encoding, scaling=self.scaling)
+        return encoding
 
 
 LayersEdit = Drop | Rescale

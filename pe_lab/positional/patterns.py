@@ -69,6 +69,8 @@ def layers(description: Any, num_layers: int, before: Sequence[Layer] | None = N
                 f"{type(description).__name__.lower()}(...) edits the layers of the phase or checkpoint before, and "
                 "there is none. Give this phase its encodings outright, or an init_from whose checkpoint is there."
             )
+        if len(before) != num_layers:
+            raise UserError(f"An edit of {len(before)} layers cannot make {num_layers}: the model has another depth.")
         return description.apply(before)
     if isinstance(description, Pattern):
         items, cut = description.items, description.cut

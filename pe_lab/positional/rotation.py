@@ -86,11 +86,14 @@ def warped_angles(
     between = positions * (warp.alpha * (1 - blended) + warp.beta * blended)
     whole, rest = between.astype(jnp.uint32), between - jnp.floor(between)
     for multiplier, here in ((warp.alpha, blended == 0), (warp.beta, blended == 1)):
-        # In fixed point, as the angles themselves: a float32 product would lose the fraction of a large position.
-        fraction = np.uint32(int(multiplier % 1 * 2**32))
-        exact = position * np.uint32(int(multiplier)) + _multiply_high(position, jnp.full_like(position, fraction))
-        whole = jnp.where(here, exact, whole)
-        rest = jnp.where(here, (position * fraction).astype(jnp.float32) * jnp.float32(2.0**-32), rest)
+        # In fixed point, as the angles themselves: a float32 product would lose the fraction of a large position. The
+        # multiplier's own fraction has two words; what carries from the lower one's product counts.
+        high, low = (np.uint32(word) for word in divmod(int(multiplier % 1 * 2**64), 2**32))
+        upper = position * high
+        fraction = upper + _multiply_high(position, jnp.full_like(position, low))
+        carried = _multiply_high(position, jnp.full_like(position, high)) + (fraction < upper).astype(jnp.uint32)
+        whole = jnp.where(here, position * np.uint32(int(multiplier)) + carried, whole)
+        rest = jnp.where(here, fraction.astype(jnp.float32) * jnp.float32(2.0**-32), rest)
     step = turns[..., 0].astype(jnp.float32) * jnp.float32(2 * math.pi / 2**32)
     return angles(turns, whole.astype(jnp.int32)) + rest.reshape(rest.shape + (1,) * (turns.ndim - 1)) * step
 

@@ -28,7 +28,8 @@ def _require_factor(kind: str, factor: float) -> None:
     require(1 <= factor < math.inf, f"{kind}.factor is {factor}; it must be finite and at least 1.")
 
 
-def _require_length(kind: str, length: float) -> None:
+def require_length(kind: str, length: float) -> None:
+    """A `UserError` unless `length` is a positive whole number of tokens."""
     require(
         0 < length < math.inf and length == int(length),
         f"{kind}.original_length is {length}; give the training length, a number of tokens.",
@@ -104,7 +105,7 @@ class DynamicNTK:
     dynamic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require_length("DynamicNTK", self.original_length)
+        require_length("DynamicNTK", self.original_length)
         _require_factor("DynamicNTK", self.factor)
 
     def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
@@ -140,7 +141,8 @@ def _interpolated_by_parts(inv_freq: np.ndarray, factor: float, bounds: tuple[fl
     """Slow pairs divided by `factor`, fast ones kept, a ramp linear in the pair index between them."""
     low, high = bounds
     slow = np.clip((np.arange(len(inv_freq)) - low) / (high - low), 0, 1)
-    return inv_freq * (1 - slow) + inv_freq / factor * slow
+    # In this order factor 1 changes no bit: a dynamic scheme is RoPE up to its length.
+    return inv_freq * (1 - slow + slow / factor)
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class NTKByParts:
 
     def __post_init__(self) -> None:
         _require_factor("NTKByParts", self.factor)
-        _require_length("NTKByParts", self.original_length)
+        require_length("NTKByParts", self.original_length)
         _require_ramp("NTKByParts", self.beta_fast, self.beta_slow)
 
     def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
@@ -196,7 +198,7 @@ class Yarn:
 
     def __post_init__(self) -> None:
         _require_factor("Yarn", self.factor)
-        _require_length("Yarn", self.original_length)
+        require_length("Yarn", self.original_length)
         _require_ramp("Yarn", self.beta_fast, self.beta_slow)
         _require_mscales("Yarn", self.mscale, self.mscale_all_dim)
         _require_magnitude("Yarn", "attention_factor", self.attention_factor)
@@ -238,7 +240,7 @@ class DynamicYarn:
     dynamic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require_length("DynamicYarn", self.original_length)
+        require_length("DynamicYarn", self.original_length)
         _require_ramp("DynamicYarn", self.beta_fast, self.beta_slow)
         _require_mscales("DynamicYarn", self.mscale, self.mscale_all_dim)
 
@@ -265,7 +267,7 @@ class Llama3:
 
     def __post_init__(self) -> None:
         _require_factor("Llama3", self.factor)
-        _require_length("Llama3", self.original_length)
+        require_length("Llama3", self.original_length)
         require(
             math.inf > self.high_freq_factor > self.low_freq_factor > 0,
             f"Llama3 needs high_freq_factor > low_freq_factor > 0, and has {self.high_freq_factor} and "
@@ -296,7 +298,7 @@ class LongRope:
 
     def __post_init__(self) -> None:
         _require_factor("LongRope", self.factor)
-        _require_length("LongRope", self.original_length)
+        require_length("LongRope", self.original_length)
         require(self.original_length > 1, "LongRope.original_length is 1; its logarithm divides, so give more.")
         _require_magnitude("LongRope", "attention_factor", self.attention_factor)
         for field in ("short_factor", "long_factor"):

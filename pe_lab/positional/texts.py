@@ -36,10 +36,13 @@ def parse(text: str) -> Layer:
     edits = []
     for item in tail:
         key, _, value = item.partition("=")
+        field = {"beta": "logit_scale"}.get(key, key)
+        if field in options:
+            raise UserError(f"'{text}': '{item}' comes after another {field}; say one of them.")
         if key == "window" and value.isdecimal():
             options["window"] = int(value)
         elif key == "logit_scale":
-            options["logit_scale"] = _number(value, text, item)
+            options["logit_scale"] = _of_type("float", _number(value, text, item), f"'{text}': logit_scale")
         elif key == "beta" and "@" in value:
             coefficient, _, length = value.partition("@")
             numbers_ = {"coefficient": _number(coefficient, text, item), "original_length": _number(length, text, item)}
@@ -60,7 +63,11 @@ def _encoding(part: str, text: str) -> Any:
     values: dict[str, Any] = {}
     for item in filter(None, arguments.split(",")):
         key, _, value = item.partition("=")
+        if key in values:
+            raise UserError(f"'{text}': {key} is said twice; say it once.")
         values[key] = value if key == "scaling" else _number(value, text, item)
+    if values.get("scaling") == "none":
+        del values["scaling"]
     if name in SCALINGS:
         if "scaling" in values:
             raise UserError(f"'{text}': {name} is a scaling itself; say rope:scaling={name},... or {name}:... alone.")
@@ -107,7 +114,9 @@ def _build(kind: type, values: Mapping[str, Any], where: str, also: Sequence[str
     ready = {}
     for key, value in values.items():
         if key not in fields:
-            raise UserError(f"'{where}': {kind.__name__} has no '{key}'. {did_you_mean(key, [*fields, *also])}")
+            allowed = [*fields, *also]
+            advice = did_you_mean(key, allowed) if allowed else "It takes nothing."
+            raise UserError(f"'{where}': {kind.__name__} has no '{key}'. {advice}")
         ready[key] = _of_type(str(fields[key].type), value, f"'{where}': {kind.__name__}.{key}")
     required = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
     if required:
@@ -159,11 +168,28 @@ def from_json(value: Mapping[str, Any]) -> Layer:
         scale = _build(Beta, scale, where)
     elif isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise UserError(f"'{where}': logit_scale is {scale!r}; it must be a number or a Beta's fields.")
-    edits = []
-    for edit in value.get("heads") or ():
-        _check_keys(edit, ["heads", "to"], where, "A head edit")
-        edits.append(HeadEdit(tuple(edit.get("heads", ())), _untagged(edit.get("to"), HEAD_KINDS, where)))
-    return Layer(_untagged(value.get("encoding"), ENCODINGS, where), value.get("window"), scale, tuple(edits))
+    window = value.get("window")
+    if window is not None and not _is_whole(window):
+        raise UserError(f"'{where}': window is {window!r}; it must be a whole number of tokens, or null.")
+    heads = value.get("heads") or []
+    if not isinstance(heads, Sequence) or isinstance(heads, str):
+        raise UserError(f"'{where}': heads is {heads!r}; it must be a list of edits.")
+    edits = tuple(_edit_from_json(edit, where) for edit in heads)
+    return Layer(_untagged(value.get("encoding"), ENCODINGS, where), window, scale, edits)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _edit_from_json(edit: Any, where: str) -> HeadEdit:
+    if not isinstance(edit, Mapping):
+        raise UserError(f"'{where}': heads holds {edit!r}; an edit is written {{'heads': [0], 'to': {{'kind': ...}}}}.")
+    _check_keys(edit, ["heads", "to"], where, "A head edit")
+    chosen = edit.get("heads", ())
+    if not isinstance(chosen, Sequence) or isinstance(chosen, str) or not all(map(_is_whole, chosen)):
+        raise UserError(f"'{where}': heads of an edit are {chosen!r}; they must be a list of whole numbers.")
+    return HeadEdit(tuple(chosen), _untagged(edit.get("to"), HEAD_KINDS, where))
 
 
 def _check_keys(value: Mapping[str, Any], allowed: Sequence[str], where: str, what: str) -> None:

@@ -278,9 +278,8 @@ def test_describe_has_a_column_for_what_is_beside_only_where_something_is():
     noisy = dope_by_gaussian(pattern, [(1, 0), (1, 5)])
     rows = table(describe(schedule_of(noisy)))
     assert [(row["layers"], row.get("beside")) for row in rows] == [
-        ("0", None),
+        ("0,2", None),
         ("1", "2 heads are noise"),
-        ("2", None),
         ("3", None),
     ]
     assert rows[1]["heads"] == "split"
@@ -576,7 +575,8 @@ def test_denoised_layers_survive_json_and_touch_only_the_chosen_heads(method, co
         (lambda: denoise(ROPES, np.zeros((N, H)), "all", 1, reading="both"), "reading is 'both'"),
         (lambda: dope_by_all(ROPES, [(4, 0)]), "There is no layer 4 to denoise a head of; the layers are 0 to 3"),
         (lambda: dope_by_all(ROPES, [(-1, 0)]), "There is no layer -1 to denoise"),
-        (lambda: denoise(ROPES, np.zeros((5, H)), "all", 30), "There is no layer 4 to denoise"),
+        (lambda: denoise(ROPES, np.zeros((5, H)), "all", 30), "There are scores for 5 layers, and 4 layers to denoise"),
+        (lambda: denoise(ROPES, np.zeros((3, H)), "all", 1), "There are scores for 3 layers, and 4 layers to denoise"),
         (
             lambda: schedule_of(dope_by_all(ROPES, [(1, 2), (1, 6)])),
             "layer 1: there is no query head 6; the heads are 0 to 5",

@@ -180,7 +180,7 @@ NAN = float("nan")
         (lambda: NotebookYarn(blend=0), "NotebookYarn.blend is 0; it must lie in [1, original_length], which is 128"),
         (lambda: NotebookYarn(blend=129), "NotebookYarn.blend is 129"),
         (lambda: NotebookBias(strength=math.inf), "NotebookBias.strength is inf"),
-        (lambda: NotebookBias(original_length=0), "NotebookBias.original_length is 0; it must be positive"),
+        (lambda: NotebookBias(original_length=0), "NotebookBias.original_length is 0; give the training length"),
         (lambda: frequencies(Rope(), 63), "head_dim is 63; it must be even and positive"),
         (lambda: frequencies(NoPE(), 63), "head_dim is 63"),
         (lambda: frequencies(PartialRope(), 63), "head_dim is 63"),

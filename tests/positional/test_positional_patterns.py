@@ -257,3 +257,9 @@ def test_an_edit_of_another_number_of_layers_is_refused():
     """`layers` returns one layer for each of N, or says why not."""
     with pytest.raises(UserError, match="6"):
         layers(drop(), 6, before=MIXED[:4])
+
+
+def test_a_rescale_stretches_rotary_heads_too():
+    layer = Layer(NoPE(), heads=(HeadEdit((0,), Rope(1e6)), HeadEdit((1,), Alibi())))
+    (after,) = rescale(PI(2.0)).apply([layer])
+    assert after == Layer(NoPE(), heads=(HeadEdit((0,), Rope(1e6, scaling=PI(2.0))), HeadEdit((1,), Alibi())))
