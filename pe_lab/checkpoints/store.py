@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import uuid
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
@@ -19,7 +21,7 @@ from pe_lab.checkpoints import schedules
 from pe_lab.config import ModelConfig, UserError, from_dict, to_json
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
-from pe_lab.positional import Layer, Schedule, from_json
+from pe_lab.positional import CANONICAL, Layer, Layout, Schedule, channel_order, from_json
 from pe_lab.positional import to_json as layer_to_json
 
 DIRECTORY = "checkpoints"  # of a phase; one directory a step inside
@@ -35,11 +37,18 @@ def new_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def metadata_of(model: ModelConfig, layers: tuple[Layer, ...], schedule: Schedule, **facts: Any) -> dict[str, Any]:
-    """The JSON part of a checkpoint: the model, its encodings, and whatever facts the writer adds."""
+def metadata_of(
+    model: ModelConfig, layers: tuple[Layer, ...], schedule: Schedule, layout: Layout = CANONICAL, **facts: Any
+) -> dict[str, Any]:
+    """The JSON part of a checkpoint: the model, its encodings, and whatever facts the writer adds.
+
+    `layout` says which channels of a head its weights pair; training writes the canonical one, and whoever opens a
+    checkpoint of another gets its weights in that.
+    """
     return {
         "format": FORMAT,
         "model": to_json(model),
+        "layout": dataclasses.asdict(layout),
         "layers": [layer_to_json(layer) for layer in layers],
         "structure": schedules.structure_to_json(schedule),
         **facts,
@@ -229,6 +238,22 @@ def read_metadata(path: Path) -> dict[str, Any]:
     return metadata
 
 
+def in_canonical_layout(params: Params, layout: Layout, head_dim: int) -> Params:
+    """Parameters whose heads pair channels by `layout`, with the channels where pe_lab looks for them.
+
+    Queries and keys are permuted alike, with their biases and the scales of their norms, so no score changes.
+    """
+    if layout == CANONICAL:
+        return params
+    order = channel_order(layout, head_dim)
+    moved = ("query", "key", "query_bias", "key_bias", "query_norm", "key_norm")
+    attention = {
+        name: jax.tree.map(lambda x: jnp.take(x, order, axis=-1), leaf) if name in moved else leaf
+        for name, leaf in params["layers"]["attention"].items()
+    }
+    return {**params, "layers": {**params["layers"], "attention": attention}}
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
@@ -267,4 +292,5 @@ def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRu
     finally:
         store.close()
     layers = tuple(from_json(layer) for layer in metadata["layers"])
+    params = in_canonical_layout(params, Layout(**metadata.get("layout", {})), model.config.head_dim)
     return Checkpoint(where, step, params, model.config, layers, schedule, metadata)

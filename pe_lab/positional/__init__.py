@@ -15,6 +15,7 @@ from pe_lab.positional.encodings import (
 )
 from pe_lab.positional.heads import Bands, Gaussian, HeadEdit, Uniform
 from pe_lab.positional.layers import Beta, Drop, Layer, LayersEdit, Rescale, drop, rescale
+from pe_lab.positional.layouts import CANONICAL, Layout, channel_order, from_canonical, to_canonical
 from pe_lab.positional.patterns import Pattern, layers, pattern, rnope_swa, smollm3, swan
 from pe_lab.positional.rotation import Warp, angles, apply_p_rope, apply_rope, rotate, rotation_tables
 from pe_lab.positional.scalings import (
@@ -33,6 +34,7 @@ from pe_lab.positional.schedule import LayerStructure, Schedule, build_schedule,
 from pe_lab.positional.texts import family, from_json, label, parse, to_json
 
 __all__ = [
+    "CANONICAL",
     "NTK",
     "PI",
     "Alibi",
@@ -47,6 +49,7 @@ __all__ = [
     "Layer",
     "LayerStructure",
     "LayersEdit",
+    "Layout",
     "Llama3",
     "LongRope",
     "NTKByParts",
@@ -68,6 +71,7 @@ __all__ = [
     "apply_p_rope",
     "apply_rope",
     "build_schedule",
+    "channel_order",
     "denoise",
     "describe",
     "dope_by_all",
@@ -77,6 +81,7 @@ __all__ = [
     "family",
     "follows_length",
     "frequencies",
+    "from_canonical",
     "from_json",
     "label",
     "layers",
@@ -90,5 +95,6 @@ __all__ = [
     "select_heads",
     "smollm3",
     "swan",
+    "to_canonical",
     "to_json",
 ]

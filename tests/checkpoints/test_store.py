@@ -22,6 +22,7 @@ from pe_lab.positional import (
     Gaussian,
     HeadEdit,
     Layer,
+    Layout,
     NoPE,
     NotebookBias,
     NotebookYarn,
@@ -29,6 +30,7 @@ from pe_lab.positional import (
     Rope,
     Yarn,
     build_schedule,
+    from_canonical,
     layers,
 )
 
@@ -256,3 +258,27 @@ def test_only_the_last_few_are_kept_and_later_ones_can_be_set_aside(tmp_path):
     template = templates({"a": jax.ShapeDtypeStruct((3,), jnp.float32)}, {"a": jnp.ones(3).sharding})
     assert (np.asarray(store.restore(15, template)[0]["a"]) == 0).all()
     store.close()
+
+
+@pytest.mark.parametrize("layout", [Layout("interleaved"), Layout("half", rotated=4), Layout("interleaved", rotated=4)])
+def test_a_checkpoint_of_another_layout_opens_in_ours(run, tmp_path, layout):
+    """Weights as their makers pair them; who opens them finds them as pe_lab pairs, with the same logits."""
+    ours = open_checkpoint(run / "pretrain")
+    theirs = jax.tree.map(np.asarray, ours.params)
+    attention = theirs["layers"]["attention"]
+    for name in ("query", "key"):
+        attention[name] = from_canonical(attention[name], layout)
+        scale = attention[f"{name}_norm"]["scale"] + np.arange(8, dtype=np.float32)  # so that its order matters
+        ours.params["layers"]["attention"][f"{name}_norm"]["scale"] = jnp.asarray(scale)
+        attention[f"{name}_norm"]["scale"] = from_canonical(scale, layout)
+    facts = {k: ours.metadata[k] for k in ("lineage", "training_length")}
+    store = Store(tmp_path / "other" / "checkpoints")
+    store.save(0, theirs, None, ours.schedule, metadata_of(ours.model, ours.layers, ours.schedule, layout, **facts))
+    store.wait()
+    store.close()
+    opened = open_checkpoint(tmp_path / "other")
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), opened.params, ours.params))
+    assert not np.array_equal(theirs["layers"]["attention"]["query"], ours.params["layers"]["attention"]["query"])
+    tokens = jnp.arange(12, dtype=jnp.int32)[None]
+    logits = [Model(c.model).apply(c.params, tokens, None, None, c.schedule) for c in (opened, ours)]
+    np.testing.assert_array_equal(*logits)
