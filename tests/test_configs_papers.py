@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 
 import pytest
 
+from pe_lab.checkpoints import open_checkpoint
 from pe_lab.config import Config, UserError, load_config
 from pe_lab.model import Model
 from pe_lab.positional import Alibi, Layer, NoPE, PartialRope, Rope, build_schedule, layers
+from pe_lab.train import main as train
 from pe_lab.training.planning import plan_phases
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -399,3 +402,24 @@ def test_every_run_of_a_family_has_a_name_of_its_own(path):
     names = [_load(f"{path}:{','.join(arguments)}").name for arguments in itertools.product(*pairs)]
     assert len(set(names)) == len(names)
     assert all("/" not in name and "," not in name and "=" not in name for name in names)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_of_table_1_trains_on_a_laptop(method, cache, tmp_path):
+    """Twenty steps a phase, as a user would: the loss falls, and the checkpoint holds the encodings of the recipe."""
+    reference = f"{CONFIGS}/table1.py:method={method},size=laptop"
+    phases = load_config(reference).phases
+    steps = [f"--config.phases.{i}.steps=20" for i in range(len(phases))]
+    common = [f"--config.data.cache_dir={cache}", f"--workdir={tmp_path / 'run'}"]
+    assert train([f"--config={reference}", *steps, *common]) == 0
+    for phase in phases:
+        rows = [json.loads(line) for line in (tmp_path / f"run/{phase.name}/metrics.jsonl").read_text().splitlines()]
+        losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
+        assert losses[-1] < losses[0] - 0.1, losses
+        assert open_checkpoint(tmp_path / "run" / phase.name).layers == layers(phase.positional, 4)

@@ -206,6 +206,8 @@ class _PhaseTraining:
         board = TensorBoard(self.directory / "tensorboard", step) if self.first else NoRows()
         self._write_facts("running", started, 0.0)
         self.out.print(describe(phase.schedule, phase.layers))
+        if phase.config.random_positions:
+            self.out.print(f"positions drawn below {phase.config.random_positions:,}, anew each step")
 
         train_step = compile_train_step(
             self.model, self.optimizer, run.mesh, run.rules, phase.config.accumulate, self._random_positions()
