@@ -35,8 +35,8 @@ the four micro-batches. A node of 8 H200: --config.mesh.fsdp=8 --config.phases.0
   python -m pe_lab.plan --config=configs/partial_rope.py:percent=10 --topology=v5e:16x16
   python -m pe_lab.plan --config=configs/partial_rope.py:model=llama_8b,percent=10 --topology=v5e:16x16
 
-Expected (Table 4), perplexity on LAMBADA: at LAMBADA below; the paper gives losses in figures alone. On 2048
-tokens of FineWeb llama_1b has 26.03 at 0%, 25.75 at 4%, 19.89 at 10% and 20.26 at 100%. Spikes are part of the
+Expected (Table 4): perplexities on LAMBADA, which are in the code below; losses are in the paper's figures alone.
+On 2048 tokens of FineWeb llama_1b has 26.03 at 0%, 25.75 at 4%, 19.89 at 10% and 20.26 at 100%. Spikes are part of the
 result: without QK-norm, NoPE diverges in llama_1b at 8192 (237.85; with it 33.49) and in pythia_1b (2029213; 94.31).
 
 Appendix B: AdamW at 4e-4, 5% of the steps warm-up, cosine to a tenth, 4096 windows of 2048 tokens a step and
