@@ -1,6 +1,7 @@
 """Phases that edit what was before: encodings dropped on some layers, a QK-norm added, and what may not be."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from tiny_runs import compilations_kept, rows, tiny, train, trained  # noqa: F401
 
 from pe_lab.checkpoints import open_checkpoint
-from pe_lab.config import Config, PhaseConfig, UserError
+from pe_lab.config import Config, MeshConfig, PhaseConfig, UserError
 from pe_lab.positional import Layer, NoPE, Rope, Yarn, drop, pattern, rescale, rnope_swa
 from pe_lab.training import open_run
 from pe_lab.training.run import plan_phases
@@ -97,3 +98,26 @@ def test_a_checkpoint_of_another_qk_norm_needs_the_phases_own(trained, tmp_path)
     removed = with_phases(config, dataclasses.replace(phase, qk_norm="none"))
     last = train(removed, tmp_path / "run")
     assert open_checkpoint(last).model.qk_norm == "none"
+
+
+def test_a_qk_norm_is_fitted_alike_on_a_mesh(tmp_path):
+    """Over fsdp and tensor, where heads and text are cut, the constants and the losses are those of one device."""
+    config = tiny(tmp_path / "recipe", model__qk_norm="none")
+    first, second = (dataclasses.replace(phase, steps=3) for phase in config.phases)
+    told = {}
+    for name, mesh, devices in (("one", {}, 1), ("four", {"fsdp": 2, "tensor": 2}, 4)):
+        changed = with_phases(
+            dataclasses.replace(config, mesh=MeshConfig(**mesh)),
+            first,
+            dataclasses.replace(second, positional=drop(), qk_norm="flat"),
+        )
+        train(changed, tmp_path / name, jax.devices()[:devices])
+        child = open_checkpoint(tmp_path / name / "recalibrate/checkpoints/0")
+        scale = child.params["layers"]["attention"]["query_norm"]["scale"]
+        told[name] = np.asarray(scale), child.metadata["lineage"][-1]["what"]
+    assert told["one"][0].shape == (2, 2, 8) and told["one"][0].std() > 0.01  # one constant a head, not one in all
+    np.testing.assert_allclose(told["four"][0], told["one"][0], rtol=1e-4)
+    losses = {
+        name: [float(x) for x in re.findall(r"loss ([\d.]+) -> ([\d.]+)", what)[0]] for name, (_, what) in told.items()
+    }
+    assert losses["four"] == pytest.approx(losses["one"], abs=2e-4)
