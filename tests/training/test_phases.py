@@ -115,7 +115,8 @@ def test_a_qk_norm_is_fitted_alike_on_a_mesh(tmp_path):
         child = open_checkpoint(tmp_path / name / "recalibrate/checkpoints/0")
         scale = child.params["layers"]["attention"]["query_norm"]["scale"]
         told[name] = np.asarray(scale), child.metadata["lineage"][-1]["what"]
-    assert told["one"][0].shape == (2, 2, 8) and told["one"][0].std() > 0.01  # one constant a head, not one in all
+    scale = told["one"][0]
+    assert scale.shape == (2, 2, 8) and len(np.unique(scale.round(4))) == 4  # one constant a head, not one in all
     np.testing.assert_allclose(told["four"][0], told["one"][0], rtol=1e-4)
     losses = {
         name: [float(x) for x in re.findall(r"loss ([\d.]+) -> ([\d.]+)", what)[0]] for name, (_, what) in told.items()
