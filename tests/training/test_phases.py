@@ -100,6 +100,7 @@ def test_a_checkpoint_of_another_qk_norm_needs_the_phases_own(trained, tmp_path)
     assert open_checkpoint(last).model.qk_norm == "none"
 
 
+@pytest.mark.slow
 def test_a_qk_norm_is_fitted_alike_on_a_mesh(tmp_path):
     """Over fsdp and tensor, where heads and text are cut, the constants and the losses are those of one device."""
     config = tiny(tmp_path / "recipe", model__qk_norm="none")
