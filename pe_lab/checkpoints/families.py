@@ -1,0 +1,345 @@
+"""Names and shapes of other people's checkpoints: one table per family, read in both directions.
+
+A table maps their tensor to ours; `layers.` are the leaves that are stacked over layers, `{n}` is the number of one.
+What happens to the numbers follows from what a leaf is (`LEAVES`): Hugging Face stores a linear layer as [out, in] with
+all heads in one axis, pe_lab as [in, out] with the heads apart. GPT-NeoX fuses queries, keys and values into one
+tensor, which is one line of its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+from pe_lab.config import ModelConfig, UserError
+from pe_lab.model import Model
+from pe_lab.positional import CANONICAL, Layout, from_canonical, to_canonical
+
+LAYERS = "layers."  # leaves below it have a leading axis over the layers, which their tensors have not
+
+Piece = Shaped[np.ndarray, "..."]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """How a leaf of ours (without the axis over layers) lies in a tensor of theirs.
+
+    Attributes:
+      flat: the shape of their tensor, from ours.
+      ours, theirs: the one array from the other, given our shape; both only move numbers.
+    """
+
+    flat: Callable[[tuple[int, ...]], tuple[int, ...]]
+    ours: Callable[[Piece, tuple[int, ...]], Piece]
+    theirs: Callable[[Piece], Piece]
+
+
+_SAME = Leaf(lambda s: s, lambda x, s: x, lambda x: x)
+_MATRIX = Leaf(lambda s: (s[1], s[0]), lambda x, s: x.T, lambda x: x.T)  # [in, out] and [out, in]
+_TO_HEADS = Leaf(  # [D, H, K] and [H K, D]
+    lambda s: (s[1] * s[2], s[0]),
+    lambda x, s: x.reshape(s[1], s[2], s[0]).transpose(2, 0, 1),
+    lambda x: x.transpose(1, 2, 0).reshape(-1, x.shape[0]),
+)
+_FROM_HEADS = Leaf(  # [H, K, D] and [D, H K]
+    lambda s: (s[2], s[0] * s[1]),
+    lambda x, s: x.reshape(s[2], s[0], s[1]).transpose(1, 2, 0),
+    lambda x: x.transpose(2, 0, 1).reshape(x.shape[2], -1),
+)
+_PER_HEAD = Leaf(lambda s: (s[0] * s[1],), lambda x, s: x.reshape(s), lambda x: x.reshape(-1))  # [H, K] and [H K]
+
+LEAVES: dict[str, Leaf] = {
+    "attention.query": _TO_HEADS,
+    "attention.key": _TO_HEADS,
+    "attention.value": _TO_HEADS,
+    "attention.out": _FROM_HEADS,
+    "attention.query_bias": _PER_HEAD,
+    "attention.key_bias": _PER_HEAD,
+    "attention.value_bias": _PER_HEAD,
+    "mlp.gate": _MATRIX,
+    "mlp.up": _MATRIX,
+    "mlp.down": _MATRIX,
+}
+# Leaves whose last axis is the channels that a rotation pairs; a layout moves them, all alike.
+ROTATED = {f"attention.{side}{what}" for side in ("query", "key") for what in ("", "_bias", "_norm.scale")}
+
+
+def _leaf(path: str, shape: tuple[int, ...]) -> Leaf:
+    name = path.removeprefix(LAYERS)
+    if name.endswith("_norm.scale") and len(shape) == 2:  # a QK-norm over all heads at once
+        return _PER_HEAD
+    return LEAVES.get(name, _SAME)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A family's tensors and the leaves they hold: one each, or several whose heads lie side by side."""
+
+    names: Mapping[str, str | tuple[str, ...]]
+    ignored: tuple[str, ...] = ()  # endings of tensors that hold no weights: masks and tables of old files
+
+    def tensors(self, model: ModelConfig) -> list[Tensor]:
+        """The tensors that a model of this shape has; `UserError` for leaves the family has no name for."""
+        shapes = leaf_shapes(model)
+        found: list[Tensor] = []
+        for name, paths in self.names.items():
+            paths = (paths,) if isinstance(paths, str) else paths
+            if not all(path in shapes for path in paths):
+                continue
+            count = model.layers if paths[0].startswith(LAYERS) else 1
+            for n in range(count):
+                layer = n if paths[0].startswith(LAYERS) else None
+                found.append(Tensor(name.format(n=n), paths, layer, tuple(shapes[path] for path in paths)))
+        missing = sorted(set(shapes) - {path for tensor in found for path in tensor.paths})
+        if missing:
+            raise UserError(f"has no tensors for {', '.join(missing)}")
+        return found
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint: its name, the leaves of ours in it, and their shapes without the axis over layers."""
+
+    name: str
+    paths: tuple[str, ...]
+    layer: int | None
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As it lies in the file."""
+        first = _leaf(self.paths[0], self.shapes[0]).flat(self.shapes[0])
+        return (first[0] * len(self.paths), *first[1:])
+
+    def split(self, array: Piece, path: str, layout: Layout = CANONICAL) -> Piece:
+        """Our leaf `path` out of their tensor, with its channels where pe_lab pairs them."""
+        at = self.paths.index(path)
+        shape = self.shapes[at]
+        if len(self.paths) > 1:
+            # Rows are [head, part, channel]: GPT-NeoX's query_key_value, all heads equal in number.
+            heads, channels = shape[-2:]
+            array = array.reshape(heads, len(self.paths), channels, *array.shape[1:])[:, at]
+            array = array.reshape(heads * channels, *array.shape[2:])
+        array = _leaf(path, shape).ours(array, shape)
+        return to_canonical(array, layout) if _moves(path, layout) else array
+
+    def join(self, leaves: Sequence[Piece], layout: Layout = CANONICAL) -> Piece:
+        """Their tensor out of our leaves, in the order of `paths`; the inverse of `split`."""
+        flat = []
+        for path, shape, leaf in zip(self.paths, self.shapes, leaves, strict=True):
+            leaf = from_canonical(leaf, layout) if _moves(path, layout) else leaf
+            flat.append(_leaf(path, shape).theirs(leaf))
+        if len(flat) == 1:
+            return np.ascontiguousarray(flat[0])
+        heads, channels = self.shapes[0][-2:]
+        parts = [x.reshape(heads, channels, *x.shape[1:]) for x in flat]
+        return np.ascontiguousarray(np.stack(parts, axis=1).reshape(self.shape))
+
+
+def _moves(path: str, layout: Layout) -> bool:
+    return layout != CANONICAL and path.removeprefix(LAYERS) in ROTATED
+
+
+def leaf_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every leaf of a model's parameters by its dotted path, with its shape without the axis over layers."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def walk(tree: Any, path: str) -> None:
+        for name, value in tree.items():
+            at = f"{path}.{name}" if path else name
+            if isinstance(value, Mapping):
+                walk(value, at)
+            else:
+                found[at] = tuple(value.shape[1:]) if at.startswith(LAYERS) else tuple(value.shape)
+
+    walk(Model(model).shapes, "")
+    return found
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of checkpoints: what `config.json` calls it, its tensors, and what all its models have in common.
+
+    Attributes:
+      model_type, architecture: as transformers names them.
+      table: its tensors.
+      fixed: fields of `ModelConfig` that no model of the family can have otherwise.
+      free: fields of `ModelConfig` that `config.json` says, beside the sizes that every family has.
+      theta, fraction, tied: what transformers takes where `config.json` says nothing.
+    """
+
+    model_type: str
+    architecture: str
+    table: Table
+    fixed: Mapping[str, Any]
+    free: tuple[str, ...] = ()
+    theta: float = 10000.0
+    fraction: float = 1.0
+    tied: bool = False
+    windows: bool = False  # layers may have a sliding window
+    bare_layers: bool = False  # layers may be without encoding, one by one
+    stock: bool = True  # transformers reads it without code of somebody's own
+
+
+_TRUNK = {
+    "model.embed_tokens.weight": "trunk.embedding",
+    "model.norm.weight": "trunk.final_norm.scale",
+    "lm_head.weight": "trunk.unembedding",
+}
+_BLOCK = {
+    "model.layers.{n}.input_layernorm.weight": "layers.attention_norm.scale",
+    "model.layers.{n}.self_attn.q_proj.weight": "layers.attention.query",
+    "model.layers.{n}.self_attn.k_proj.weight": "layers.attention.key",
+    "model.layers.{n}.self_attn.v_proj.weight": "layers.attention.value",
+    "model.layers.{n}.self_attn.o_proj.weight": "layers.attention.out",
+    "model.layers.{n}.post_attention_layernorm.weight": "layers.mlp_norm.scale",
+    "model.layers.{n}.mlp.gate_proj.weight": "layers.mlp.gate",
+    "model.layers.{n}.mlp.up_proj.weight": "layers.mlp.up",
+    "model.layers.{n}.mlp.down_proj.weight": "layers.mlp.down",
+}
+_QKV_BIAS = {
+    "model.layers.{n}.self_attn.q_proj.bias": "layers.attention.query_bias",
+    "model.layers.{n}.self_attn.k_proj.bias": "layers.attention.key_bias",
+    "model.layers.{n}.self_attn.v_proj.bias": "layers.attention.value_bias",
+}
+_OUT_BIAS = {"model.layers.{n}.self_attn.o_proj.bias": "layers.attention.out_bias"}
+_MLP_BIAS = {
+    "model.layers.{n}.mlp.gate_proj.bias": "layers.mlp.gate_bias",
+    "model.layers.{n}.mlp.up_proj.bias": "layers.mlp.up_bias",
+    "model.layers.{n}.mlp.down_proj.bias": "layers.mlp.down_bias",
+}
+_QK_NORM = {
+    "model.layers.{n}.self_attn.q_norm.weight": "layers.attention.query_norm.scale",
+    "model.layers.{n}.self_attn.k_norm.weight": "layers.attention.key_norm.scale",
+}
+_LLAMA = _TRUNK | _BLOCK
+_OLD_TABLES = ("rotary_emb.inv_freq",)
+
+_NEOX = {
+    "gpt_neox.embed_in.weight": "trunk.embedding",
+    "gpt_neox.final_layer_norm.weight": "trunk.final_norm.scale",
+    "gpt_neox.final_layer_norm.bias": "trunk.final_norm.bias",
+    "embed_out.weight": "trunk.unembedding",
+    "gpt_neox.layers.{n}.input_layernorm.weight": "layers.attention_norm.scale",
+    "gpt_neox.layers.{n}.input_layernorm.bias": "layers.attention_norm.bias",
+    "gpt_neox.layers.{n}.post_attention_layernorm.weight": "layers.mlp_norm.scale",
+    "gpt_neox.layers.{n}.post_attention_layernorm.bias": "layers.mlp_norm.bias",
+    "gpt_neox.layers.{n}.attention.query_key_value.weight": (
+        "layers.attention.query",
+        "layers.attention.key",
+        "layers.attention.value",
+    ),
+    "gpt_neox.layers.{n}.attention.query_key_value.bias": (
+        "layers.attention.query_bias",
+        "layers.attention.key_bias",
+        "layers.attention.value_bias",
+    ),
+    "gpt_neox.layers.{n}.attention.dense.weight": "layers.attention.out",
+    "gpt_neox.layers.{n}.attention.dense.bias": "layers.attention.out_bias",
+    "gpt_neox.layers.{n}.mlp.dense_h_to_4h.weight": "layers.mlp.up",
+    "gpt_neox.layers.{n}.mlp.dense_h_to_4h.bias": "layers.mlp.up_bias",
+    "gpt_neox.layers.{n}.mlp.dense_4h_to_h.weight": "layers.mlp.down",
+    "gpt_neox.layers.{n}.mlp.dense_4h_to_h.bias": "layers.mlp.down_bias",
+}
+
+# GGUF's llama family. Queries and keys lie in the interleaved layout: llama.cpp's converter permutes them.
+GGUF_LLAMA = Table(
+    {
+        "token_embd.weight": "trunk.embedding",
+        "output_norm.weight": "trunk.final_norm.scale",
+        "output.weight": "trunk.unembedding",
+        "blk.{n}.attn_norm.weight": "layers.attention_norm.scale",
+        "blk.{n}.attn_q.weight": "layers.attention.query",
+        "blk.{n}.attn_k.weight": "layers.attention.key",
+        "blk.{n}.attn_v.weight": "layers.attention.value",
+        "blk.{n}.attn_output.weight": "layers.attention.out",
+        "blk.{n}.attn_q.bias": "layers.attention.query_bias",
+        "blk.{n}.attn_k.bias": "layers.attention.key_bias",
+        "blk.{n}.attn_v.bias": "layers.attention.value_bias",
+        "blk.{n}.attn_output.bias": "layers.attention.out_bias",
+        "blk.{n}.ffn_norm.weight": "layers.mlp_norm.scale",
+        "blk.{n}.ffn_gate.weight": "layers.mlp.gate",
+        "blk.{n}.ffn_up.weight": "layers.mlp.up",
+        "blk.{n}.ffn_down.weight": "layers.mlp.down",
+        "blk.{n}.ffn_gate.bias": "layers.mlp.gate_bias",
+        "blk.{n}.ffn_up.bias": "layers.mlp.up_bias",
+        "blk.{n}.ffn_down.bias": "layers.mlp.down_bias",
+    }
+)
+
+_SEQUENTIAL = {"parallel_block": False, "gated_mlp": True, "scale_embeddings": False}
+_LLAMA_SHAPE = _SEQUENTIAL | {"norm": "rms", "activation": "silu", "qk_norm": "none"}
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family(
+            "llama",
+            "LlamaForCausalLM",
+            Table(_LLAMA | _QKV_BIAS | _OUT_BIAS | _MLP_BIAS, _OLD_TABLES),
+            _LLAMA_SHAPE,
+            free=("attention_bias", "output_bias", "mlp_bias"),
+        ),
+        Family(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            Table(_LLAMA | _QKV_BIAS, _OLD_TABLES),
+            _LLAMA_SHAPE | {"attention_bias": True, "output_bias": False, "mlp_bias": False},
+            windows=True,
+        ),
+        Family(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            Table(_LLAMA | _QKV_BIAS | _OUT_BIAS | _QK_NORM),
+            _LLAMA_SHAPE | {"qk_norm": "head", "mlp_bias": False},
+            free=("attention_bias", "output_bias"),
+            windows=True,
+        ),
+        Family(
+            "smollm3",
+            "SmolLM3ForCausalLM",
+            Table(_LLAMA | _QKV_BIAS | _OUT_BIAS | _MLP_BIAS),
+            _LLAMA_SHAPE,
+            free=("attention_bias", "output_bias", "mlp_bias"),
+            theta=2_000_000.0,
+            tied=True,
+            windows=True,
+            bare_layers=True,
+        ),
+        Family(
+            "gemma",
+            "GemmaForCausalLM",
+            Table(_LLAMA | _QKV_BIAS | _OUT_BIAS),
+            _SEQUENTIAL
+            | {
+                "norm": "rms_plus_one",
+                "activation": "gelu_tanh",
+                "scale_embeddings": True,
+                "qk_norm": "none",
+                "mlp_bias": False,
+            },
+            free=("attention_bias", "output_bias"),
+            tied=True,
+        ),
+        Family(
+            "gpt_neox",
+            "GPTNeoXForCausalLM",
+            Table(_NEOX, ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")),
+            {"norm": "layer", "gated_mlp": False, "scale_embeddings": False, "qk_norm": "none", "mlp_bias": True},
+            free=("attention_bias", "output_bias", "parallel_block", "activation"),
+            fraction=0.25,
+        ),
+        Family(
+            "llama_drope",
+            "LlamaDroPEForCausalLM",
+            Table(_LLAMA | _QKV_BIAS | _OUT_BIAS | _MLP_BIAS | _QK_NORM, _OLD_TABLES),
+            {key: value for key, value in _LLAMA_SHAPE.items() if key != "qk_norm"},
+            free=("attention_bias", "output_bias", "mlp_bias", "qk_norm"),
+            stock=False,
+        ),
+    )
+}

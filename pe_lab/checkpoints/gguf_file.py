@@ -1,0 +1,198 @@
+"""A GGUF file of the llama family as a source, its quantized blocks multiplied out by the `gguf` package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Shaped
+
+from pe_lab.checkpoints.families import GGUF_LLAMA, Tensor
+from pe_lab.checkpoints.source import check_finite
+from pe_lab.config import ModelConfig, UserError
+from pe_lab.model import complete
+from pe_lab.positional import PI, Layer, Layout, LongRope, NoPE, Rope, Scaling, Yarn, frequencies
+from pe_lab.positional.rotation import turns_per_position
+
+ARCHITECTURES = ("llama",)
+# Frequencies divided pair by pair, which llama.cpp's converter writes for Llama 3.1's scaling and for LongRoPE.
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+class GgufSource:
+    """See `Source`.
+
+    Raises:
+      UserError: a file that is missing, truncated or not GGUF, an architecture other than llama's, tensors that are
+        missing, misshapen or left over; `gguf` not being installed.
+    """
+
+    metadata: Mapping[str, Any] = {}
+
+    def __init__(self, path: Path, said: str | None = None):
+        self.path, self.said = path, said or f"gguf:{path}"
+        self.tokenizer = f"gguf:{path}"
+        self._reader = _open(path)
+        fields = {name: field.contents() for name, field in self._reader.fields.items() if _is_scalar(name)}
+        self.fields: Mapping[str, Any] = fields
+        architecture = fields.get("general.architecture")
+        if architecture not in ARCHITECTURES:
+            raise UserError(
+                f"{path}: the architecture is '{architecture}'; pe_lab reads {', '.join(ARCHITECTURES)} from GGUF. "
+                "Others come in through their Hugging Face directories."
+            )
+        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._stored = tensors
+        self.model = _model(fields, tensors, str(path))
+        # llama.cpp's converter interleaves the pairs of queries and keys.
+        self._layout = Layout("interleaved")
+        encoding, self.training_length = self._rope(fields)
+        self.layers = (Layer(encoding),) * self.model.layers
+        self._by_leaf = {(leaf, t.layer): t for t in self._match(tensors) for leaf in t.paths}
+        # What was quantized has no type of its own any more.
+        kinds = {tensor.tensor_type.name for tensor in tensors.values()} - {"F32"}
+        plain = {"BF16": ml_dtypes.bfloat16, "F16": np.float16}
+        self.dtype = np.dtype(plain[kinds.pop()] if len(kinds) == 1 and kinds <= set(plain) else np.float32)
+
+    def _match(self, stored: Mapping[str, Any]) -> list[Tensor]:
+        try:
+            tensors = GGUF_LLAMA.tensors(self.model)
+        except UserError as error:
+            raise UserError(f"{self.path}: GGUF's llama {error}.") from None
+        wanted = {tensor.name: tensor for tensor in tensors}
+        missing = sorted(set(wanted) - set(stored))
+        leftover = sorted(set(stored) - set(wanted) - set(ROPE_FACTORS))
+        if missing or leftover:
+            what = [f"lacks {', '.join(missing[:8])}"] if missing else []
+            what += [f"has {', '.join(leftover[:8])}, which pe_lab does not know"] if leftover else []
+            raise UserError(f"{self.path} {' and '.join(what)}.")
+        for name, tensor in wanted.items():
+            shape = tuple(int(n) for n in reversed(stored[name].shape))  # GGUF counts axes from the innermost
+            if shape != tensor.shape:
+                raise UserError(
+                    f"{self.path}: tensor '{name}' has shape {shape}; its metadata asks for {tensor.shape}."
+                )
+        return tensors
+
+    def _rope(self, fields: Mapping[str, Any]) -> tuple[Rope | NoPE, int]:
+        """The encoding, and the length before any stretching."""
+        model = self.model
+        length = int(fields.get("llama.context_length", 2048))
+        base = float(fields.get("llama.rope.freq_base", 10000.0))
+        rotated = int(fields.get("llama.rope.dimension_count", model.head_dim))
+        if rotated != model.head_dim:
+            raise UserError(f"{self.path}: {rotated} of {model.head_dim} channels rotate, which no llama does.")
+        kind = fields.get("llama.rope.scaling.type", "none")
+        factor = float(fields.get("llama.rope.scaling.factor", 1.0))
+        original = int(fields.get("llama.rope.scaling.original_context_length", length))
+        scaling: Scaling | None = None
+        short, long = (self._factors(name) for name in ("rope_factors_short.weight", "rope_factors_long.weight"))
+        shared = self._factors("rope_freqs.weight")
+        if short and long:
+            gain = fields.get("llama.rope.scaling.attn_factor")
+            scaling = LongRope(short, long, original, max(1.0, length / original), gain)
+            length = original
+        elif shared:
+            scaling = LongRope(shared, shared, original, 1.0, 1.0)
+        elif kind == "linear" and factor != 1:
+            scaling = PI(factor)
+        elif kind == "yarn":
+            scaling, length = Yarn(factor, original), original
+        elif kind not in ("none", "linear", "longrope"):
+            raise UserError(
+                f"{self.path}: rope scaling '{kind}' is not known here. Known: none, linear, yarn, longrope."
+            )
+        encoding = Rope(base, 1.0, scaling)
+        bare = not turns_per_position(frequencies(encoding, model.head_dim)[0]).any()
+        return NoPE() if bare else encoding, length
+
+    def _factors(self, name: str) -> tuple[float, ...]:
+        if name not in self._stored:
+            return ()
+        return tuple(float(x) for x in check_finite(self._read(name), name, self.said))
+
+    def _read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        import gguf
+
+        stored = self._stored[name]
+        data = stored.data if rows == slice(None) else stored.data[rows]
+        kind = stored.tensor_type.name
+        if kind == "BF16":
+            shape = [int(n) for n in reversed(stored.shape)]
+            return np.ascontiguousarray(data).view(ml_dtypes.bfloat16).reshape(-1, *shape[1:])
+        if kind in ("F32", "F16", "F64"):
+            return np.array(data)
+        try:
+            return gguf.dequantize(data, stored.tensor_type)
+        except (NotImplementedError, ValueError) as error:
+            raise UserError(
+                f"{self.path}: tensor '{name}' is {kind}, which gguf cannot multiply out ({error})."
+            ) from None
+
+    def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
+        """See `Source`."""
+        tensor = self._by_leaf[leaf, layer]
+        array = check_finite(self._read(tensor.name, rows), tensor.name, self.said)
+        return array if rows != slice(None) else tensor.split(array, leaf, self._layout)
+
+
+def _is_scalar(name: str) -> bool:
+    """Of a tokenizer's vocabulary only the size is wanted here; the tokenizer reads the rest for itself."""
+    return not name.startswith("tokenizer.ggml.") or name == "tokenizer.ggml.model"
+
+
+def _open(path: Path) -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise UserError(f"{path}: reading GGUF needs the gguf package: pip install gguf.") from None
+    if not path.is_file():
+        raise UserError(f"There is no GGUF file '{path}'.")
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise UserError(f"{path} is not a GGUF file: it does not begin with GGUF.")
+    try:
+        reader = gguf.GGUFReader(path)
+    except Exception as error:  # of many kinds: the reader indexes into whatever is there
+        raise UserError(f"{path} is truncated or damaged ({error}). Download it again.") from None
+    size = path.stat().st_size
+    for tensor in reader.tensors:
+        if tensor.data_offset + tensor.n_bytes > size:
+            raise UserError(f"{path} is truncated: '{tensor.name}' ends beyond its {size:,} bytes. Download it again.")
+    return reader
+
+
+def _model(fields: Mapping[str, Any], tensors: Mapping[str, Any], where: str) -> ModelConfig:
+    def number(key: str, default: Any = None) -> Any:
+        value = fields.get(f"llama.{key}", default)
+        if not isinstance(value, int | float):
+            raise UserError(f"{where}: its metadata lacks 'llama.{key}', or holds no number there: {value!r}.")
+        return value
+
+    if fields.get("llama.expert_count"):
+        raise UserError(f"{where} is a mixture of {fields['llama.expert_count']} experts, which pe_lab does not have.")
+    if "token_embd.weight" not in tensors:
+        raise UserError(f"{where} has no tensor 'token_embd.weight'.")
+    heads, width = int(number("attention.head_count")), int(number("embedding_length"))
+    biased = {name.removeprefix("blk.0.") for name in tensors if name.startswith("blk.0.") and name.endswith(".bias")}
+    return complete(
+        ModelConfig(
+            vocab_size=int(tensors["token_embd.weight"].shape[1]),
+            layers=int(number("block_count")),
+            d_model=width,
+            d_ff=int(number("feed_forward_length")),
+            heads=heads,
+            kv_heads=int(number("attention.head_count_kv", heads)),
+            head_dim=int(number("attention.key_length", width // heads)),
+            attention_bias="attn_q.bias" in biased,
+            output_bias="attn_output.bias" in biased,
+            mlp_bias="ffn_up.bias" in biased,
+            tie_embeddings="output.weight" not in tensors,
+            # Stored in float32: 1e-5 reads 9.9999997e-06.
+            norm_epsilon=float(f"{number('attention.layer_norm_rms_epsilon', 1e-5):.6g}"),
+            dtype="float32",
+        )
+    )

@@ -1,0 +1,199 @@
+"""`config.json` of Hugging Face, read: a model's shape, the encodings of its layers, its length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pe_lab.checkpoints.families import FAMILIES, Family
+from pe_lab.checkpoints.rope_parameters import read_rope
+from pe_lab.config import ModelConfig, UserError, did_you_mean
+from pe_lab.model import complete
+from pe_lab.positional import CANONICAL, Layer, Layout, NoPE, PartialRope, frequencies, from_json
+
+OURS = "pe_lab"  # a key of our own in config.json, which transformers ignores: descriptions as pe_lab says them
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+# What a config may say and no family here can do, with the values at which it says nothing.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "use_bidirectional_attention": (None, False),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "is_encoder_decoder": (None, False),
+    "num_local_experts": (None, 0, 1),
+}
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a foreign checkpoint says of itself.
+
+    Attributes:
+      family: whose tensors it has.
+      model: its shape.
+      layers: its encodings.
+      layout: which channels its heads pair.
+      training_length: tokens, before any stretching.
+    """
+
+    family: Family
+    model: ModelConfig
+    layers: tuple[Layer, ...]
+    layout: Layout
+    training_length: int
+
+
+def read_config(config: Mapping[str, Any], tensor_names: Sequence[str], where: str) -> Described:
+    """A `config.json`, of transformers 4 or 5.
+
+    Args:
+      config: its content.
+      tensor_names: of the checkpoint: DroPE's layout says in its weights alone whether it has a QK-norm.
+      where: the file, for messages.
+
+    Raises:
+      UserError: an architecture that pe_lab has no table for, a key that is missing, or a value it cannot honour.
+    """
+    kind = str(config.get("model_type", ""))
+    if kind not in FAMILIES:
+        hint = did_you_mean(kind, list(FAMILIES))
+        raise UserError(f"{where}: model_type is '{kind}', which pe_lab has no table for. {hint}")
+    family = FAMILIES[kind]
+    for key, harmless in _REFUSED.items():
+        if config.get(key) not in harmless:
+            raise UserError(f"{where}: {key} is {config[key]!r}, which pe_lab does not have; it would be left out.")
+    model = _model(config, family, tensor_names, where)
+    if kind == "llama_drope":
+        longest = _whole(config, "max_position_embeddings", where, 2048)
+        layers, length = (Layer(NoPE()),) * model.layers, longest
+    else:
+        encoding, length = read_rope(config, model.head_dim, family.theta, where, family.fraction)
+        layers = _layers(config, family, model, encoding, where)
+    layout = CANONICAL
+    partial = next((la.encoding for la in layers if isinstance(la.encoding, PartialRope)), None)
+    if partial is not None:
+        if kind != "gpt_neox":
+            raise UserError(
+                f"{where}: partial_rotary_factor is {partial.fraction:g}; transformers' {family.architecture} rotates "
+                "whole heads, so it says something that no model of it does."
+            )
+        layout = Layout("half", partial.rotated_channels(model.head_dim))
+    ours = config.get(OURS)
+    if isinstance(ours, Mapping):
+        layers, length = _as_described(ours, layers, model, length)
+    return Described(family, model, layers, layout, length)
+
+
+def _model(config: Mapping[str, Any], family: Family, tensor_names: Sequence[str], where: str) -> ModelConfig:
+    def whole(key: str, default: int | None = None) -> int:
+        return _whole(config, key, where, default)
+
+    heads = whole("num_attention_heads")
+    fields: dict[str, Any] = dict(
+        vocab_size=whole("vocab_size"),
+        layers=whole("num_hidden_layers"),
+        d_model=whole("hidden_size"),
+        d_ff=whole("intermediate_size"),
+        heads=heads,
+        kv_heads=whole("num_key_value_heads", heads),
+        head_dim=whole("head_dim", 256 if family.model_type == "gemma" else 0),
+        tie_embeddings=bool(config.get("tie_word_embeddings", family.tied)),
+        norm_epsilon=float(config.get("layer_norm_eps", config.get("rms_norm_eps", 1e-6))),
+        dtype="float32",
+    )
+    if family.model_type == "gpt_neox":
+        fields["norm_epsilon"] = float(config.get("layer_norm_eps", 1e-5))
+        fields["parallel_block"] = bool(config.get("use_parallel_residual", True))
+        fields["kv_heads"] = heads
+    fields |= dict(family.fixed)
+    if "attention_bias" in family.free:
+        fields["attention_bias"] = bool(config.get("attention_bias", family.model_type == "gpt_neox"))
+        fields["output_bias"] = fields["attention_bias"]
+    if "mlp_bias" in family.free:
+        fields["mlp_bias"] = bool(config.get("mlp_bias", False))
+    if "qk_norm" in family.free:
+        fields["qk_norm"] = "flat" if any(name.endswith("self_attn.q_norm.weight") for name in tensor_names) else "none"
+    said = (
+        config.get("hidden_activation")
+        or config.get("hidden_act")
+        or THEIR_ACTIVATIONS[fields.get("activation", "gelu")]
+    )
+    if said not in _ACTIVATIONS:
+        raise UserError(f"{where}: hidden_act is '{said}'. {did_you_mean(str(said), list(_ACTIVATIONS))}")
+    activation = _ACTIVATIONS[said]
+    if family.model_type == "gemma":
+        activation = "gelu_tanh"  # its first files say gelu, and mean the approximation
+    if "activation" in family.fixed and activation != family.fixed["activation"]:
+        raise UserError(f"{where}: hidden_act is '{said}', and {family.architecture} has {family.fixed['activation']}.")
+    fields["activation"] = activation
+    return complete(ModelConfig(**fields))
+
+
+def _layers(
+    config: Mapping[str, Any], family: Family, model: ModelConfig, encoding: Any, where: str
+) -> tuple[Layer, ...]:
+    """The encodings and windows of all layers, as the families with layers of different kinds write them."""
+    count = model.layers
+    rotates = [True] * count
+    if family.bare_layers:
+        interval = _whole(config, "no_rope_layer_interval", where, 4)
+        said = config.get("no_rope_layers")
+        rotates = [(n + 1) % interval != 0 for n in range(count)] if said is None else [bool(x) for x in said]
+        if len(rotates) < count:
+            raise UserError(f"{where}: no_rope_layers has {len(rotates)} entries for {count} layers.")
+    windows: list[int | None] = [None] * count
+    if family.windows and config.get("use_sliding_window") and config.get("sliding_window") is not None:
+        window, kinds = _whole(config, "sliding_window", where), config.get("layer_types")
+        if kinds is None and family.bare_layers:
+            kinds = ["full_attention" if rotates[n] else "sliding_attention" for n in range(count)]
+        elif kinds is None:
+            first = _whole(config, "max_window_layers", where, 28)
+            kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(count)]
+        unknown = set(kinds) - {"sliding_attention", "full_attention"}
+        if unknown or len(kinds) != count:
+            raise UserError(f"{where}: layer_types has {len(kinds)} entries for {count} layers, and {sorted(unknown)}.")
+        windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    return tuple(Layer(encoding if rotates[n] else NoPE(), windows[n]) for n in range(count))
+
+
+def _as_described(
+    ours: Mapping[str, Any], layers: tuple[Layer, ...], model: ModelConfig, length: int
+) -> tuple[tuple[Layer, ...], int]:
+    """The names under which we exported these encodings, if they still are what the other keys say.
+
+    Whoever edits `rope_theta` by hand means it: then the edited keys count, and our own are passed over.
+    """
+    try:
+        named = tuple(from_json(layer) for layer in ours.get("layers", ()))
+    except UserError:
+        return layers, length
+    if len(named) != len(layers) or any(a.window != b.window for a, b in zip(named, layers, strict=True)):
+        return layers, length
+    for a, b in set(zip(named, layers, strict=True)):
+        for n in (None, 4 * length):
+            pairs = zip(
+                frequencies(a.encoding, model.head_dim, n), frequencies(b.encoding, model.head_dim, n), strict=True
+            )
+            if not all(np.allclose(x, y, rtol=1e-6, atol=1e-20) for x, y in pairs):
+                return layers, length
+    return named, int(ours.get("training_length", length))
+
+
+def _whole(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int):
+        said = "is missing" if value is None else f"is {value!r}"
+        raise UserError(f"{where}: {key} {said}; it must be a whole number.")
+    return value

@@ -1,0 +1,224 @@
+"""`config.json` of Hugging Face, written: which architecture can say a model, and how, or why none can."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from pe_lab.checkpoints.families import FAMILIES, Family
+from pe_lab.checkpoints.hf_config import OURS, THEIR_ACTIVATIONS
+from pe_lab.checkpoints.rope_parameters import write_rope
+from pe_lab.config import ModelConfig, UserError
+from pe_lab.positional import (
+    CANONICAL,
+    NTK,
+    DynamicNTK,
+    DynamicYarn,
+    Layer,
+    Layout,
+    NoPE,
+    PartialRope,
+    Rope,
+    Yarn,
+    to_json,
+)
+
+
+def write_config(
+    family: Family, model: ModelConfig, layers: Sequence[Layer], training_length: int, dtype: str
+) -> tuple[dict[str, Any], Layout]:
+    """The `config.json` under which transformers 4 and 5 compute what this model computes, and the heads' layout.
+
+    Logit scales must have been folded into the weights (`exported_layers`), so that all are 1 here.
+
+    Raises:
+      UserError: what the family cannot say, with the nearest that it can.
+    """
+    _check_shape(family, model)
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.d_model,
+        "intermediate_size": model.d_ff,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "hidden_act": THEIR_ACTIVATIONS[model.activation],
+        "initializer_range": model.init_std,
+        "tie_word_embeddings": model.tie_embeddings,
+        "use_cache": True,
+        "torch_dtype": dtype,  # transformers 4
+        "dtype": dtype,  # transformers 5
+    }
+    neox = family.model_type == "gpt_neox"
+    if neox:
+        config |= {
+            "layer_norm_eps": model.norm_epsilon,
+            "use_parallel_residual": model.parallel_block,
+            "attention_bias": model.attention_bias,
+        }
+    else:
+        config |= {
+            "rms_norm_eps": model.norm_epsilon,
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+        }
+        config |= {key: getattr(model, key) for key in ("attention_bias", "mlp_bias") if key in family.free}
+    config |= _positions(family, model, layers, training_length, neox)
+    config[OURS] = {"layers": [to_json(layer) for layer in layers], "training_length": training_length}
+    partial = next((layer.encoding for layer in layers if isinstance(layer.encoding, PartialRope)), None)
+    layout = Layout("half", partial.rotated_channels(model.head_dim)) if neox and partial else CANONICAL
+    return config, layout
+
+
+def _check_shape(family: Family, model: ModelConfig) -> None:
+    wrong = [
+        f"{key} is {getattr(model, key)!r}, not {value!r}"
+        for key, value in family.fixed.items()
+        if getattr(model, key) != value
+    ]
+    if family.model_type == "gpt_neox" and model.kv_heads != model.heads:
+        wrong.append(f"kv_heads is {model.kv_heads}, not heads {model.heads}")
+    if "output_bias" in family.free and model.attention_bias != model.output_bias:
+        wrong.append("its bias is on queries, keys, values and output together, or on none")
+    if family.model_type in ("gpt_neox", "qwen2") and model.head_dim * model.heads != model.d_model:
+        wrong.append(f"head_dim is {model.head_dim}, not d_model / heads")
+    if family.model_type == "gpt_neox" and model.activation == "silu":
+        wrong.append("activation is silu")
+    if family.model_type == "llama_drope" and model.qk_norm not in ("none", "flat"):
+        wrong.append(f"qk_norm is {model.qk_norm!r}, not flat")
+    if wrong:
+        raise UserError(f"{family.model_type} cannot hold this model: {'; '.join(wrong)}.")
+
+
+def _positions(
+    family: Family, model: ModelConfig, layers: Sequence[Layer], training_length: int, neox: bool
+) -> dict[str, Any]:
+    """The keys that say what positions do."""
+    for n, layer in enumerate(layers):
+        if layer.heads:
+            raise UserError(
+                f"layer {n} has heads that differ ({len(layer.heads)} edits), which transformers has no word for. "
+                "Nearest: the same layer with one encoding for all heads."
+            )
+        if layer.logit_scale != 1.0:
+            raise ValueError(f"layer {n} has a logit scale; fold it into the weights first")
+        if not isinstance(layer.encoding, Rope | PartialRope | NoPE):
+            raise UserError(
+                f"layer {n} has {type(layer.encoding).__name__}, which no architecture that pe_lab exports has. "
+                "Nearest: rope, or none at all (drop)."
+            )
+    keys: dict[str, Any] = {}
+    windows = {layer.window for layer in layers}
+    if windows != {None}:
+        if not family.windows:
+            raise UserError(f"{family.model_type} has no sliding windows. Nearest: --family=smollm3, or no windows.")
+        sizes = windows - {None}
+        if len(sizes) > 1:
+            raise UserError(f"transformers has one window a model, and these layers have {sorted(sizes)}.")
+        keys |= {
+            "use_sliding_window": True,
+            "sliding_window": sizes.pop(),
+            "max_window_layers": model.layers,
+            "layer_types": ["full_attention" if x.window is None else "sliding_attention" for x in layers],
+        }
+    elif family.windows:
+        keys |= {"use_sliding_window": False, "layer_types": ["full_attention"] * model.layers}
+    rotary = {layer.encoding for layer in layers if not isinstance(layer.encoding, NoPE)}
+    if len(rotary) > 1:
+        names = " and ".join(sorted(str(encoding) for encoding in rotary))
+        raise UserError(f"transformers has one rotation a model, and these layers have {names}.")
+    bare = [isinstance(layer.encoding, NoPE) for layer in layers]
+    if family.model_type == "llama_drope":
+        if rotary:
+            raise UserError("llama_drope is a model without encoding; drop it, or choose another --family.")
+        return {"max_position_embeddings": training_length, "rope_theta": family.theta, "rope_scaling": None}
+    if family.bare_layers:
+        keys["no_rope_layers"] = [int(not x) for x in bare]
+        keys["no_rope_layer_interval"] = 4
+        encoding = rotary.pop() if rotary else Rope(family.theta)
+    elif rotary and any(bare):
+        raise UserError(
+            f"{family.model_type} rotates on all layers or on none, and here {sum(bare)} of {len(bare)} are without. "
+            "Nearest: --family=smollm3, which says it layer by layer (and has no QK-norm)."
+        )
+    else:
+        encoding = rotary.pop() if rotary else NoPE()
+    return keys | write_rope(encoding, model.head_dim, training_length, neox)
+
+
+def choose_family(model: ModelConfig, layers: Sequence[Layer]) -> Family:
+    """The family to export to when none is asked for: the first of the stock ones that can say it all.
+
+    Raises:
+      UserError: none can; with what each of them lacks.
+    """
+    reasons = {}
+    for family in FAMILIES.values():
+        if family.stock:
+            try:
+                write_config(family, model, layers, 2048, "float32")
+                return family
+            except UserError as error:
+                reasons[family.model_type] = str(error)
+    # Families that cannot even hold the weights say less than one that lacks a word for the encoding.
+    near = {k: v for k, v in reasons.items() if "cannot hold this model" not in v} or reasons
+    listed = "\n".join(f"  {name}: {reason}" for name, reason in near.items())
+    advice = ""
+    if model.qk_norm not in ("none", "head"):
+        advice = "\nNearest: surgery --add-qk-norm=head, which Qwen3 has (--family=llama_drope needs DroPE's code)."
+    raise UserError(f"No architecture of transformers can say this model:\n{listed}{advice}")
+
+
+def exported_layers(
+    layers: Sequence[Layer], model: ModelConfig, length: int | None
+) -> tuple[tuple[Layer, ...], tuple[float, ...]]:
+    """The layers as an architecture without logit scales must say them, and the factors to fold into their queries.
+
+    Args:
+      layers: of the model.
+      model: its shape.
+      length: tokens to fix what follows the length at (Beta, dynamic YaRN); None leaves it, or refuses.
+
+    Raises:
+      UserError: a scale that follows the length, and no length to fix it at.
+    """
+    plain, scales = [], []
+    for n, layer in enumerate(layers):
+        scale = layer.logit_scale
+        if not isinstance(scale, float | int):
+            if length is None:
+                raise UserError(
+                    f"layer {n} scales its logits by 1 + {scale.coefficient:g} ln(n / {scale.original_length}), which "
+                    "follows the length n; no architecture of transformers does. Nearest: the scale of one length, "
+                    "folded into the weights, which --length=TOKENS does."
+                )
+            scale = scale.at(length)
+        encoding = layer.encoding
+        if length is not None:
+            encoding = _at_length(encoding, length)
+        plain.append(dataclasses.replace(layer, encoding=encoding, logit_scale=1.0))
+        scales.append(float(scale))
+    return tuple(plain), tuple(scales)
+
+
+def _at_length(encoding: Any, length: int) -> Any:
+    """A scheme that follows the length as the one it is at `length` tokens; others as they are."""
+    scaling = getattr(encoding, "scaling", None)
+    if isinstance(scaling, DynamicNTK):
+        growth = scaling.factor * max(1.0, length / scaling.original_length) - (scaling.factor - 1)
+        return dataclasses.replace(encoding, scaling=NTK(growth) if growth > 1 else None)
+    if isinstance(scaling, DynamicYarn):
+        factor = max(1.0, length / scaling.original_length)
+        yarn = Yarn(
+            factor,
+            scaling.original_length,
+            scaling.beta_fast,
+            scaling.beta_slow,
+            scaling.mscale,
+            scaling.mscale_all_dim,
+            truncate=scaling.truncate,
+        )
+        return dataclasses.replace(encoding, scaling=yarn if factor > 1 else None)
+    return encoding

@@ -1,0 +1,276 @@
+"""Rotary encodings as `config.json` says them, read and written for transformers 4 and 5.
+
+transformers 4 has `rope_theta`, `rope_scaling` and `partial_rotary_factor` side by side; transformers 5 has one dict,
+`rope_parameters`. Version 4 does not know that key and silently takes 10,000 for a base that is only there, so both
+are read and both are written. GPT-NeoX calls two of them `rotary_emb_base` and `rotary_pct`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from pe_lab.config import UserError
+from pe_lab.positional import (
+    NTK,
+    PI,
+    DynamicNTK,
+    DynamicYarn,
+    Llama3,
+    LongRope,
+    NoPE,
+    NTKByParts,
+    PartialRope,
+    Rope,
+    Scaling,
+    Yarn,
+    frequencies,
+)
+from pe_lab.positional.rotation import turns_per_position
+
+# A linear factor at which nothing turns any more: in float32, every angle is zero (docs/checkpoints.md).
+NO_ROTATION = 1e30
+
+Rotary = Rope | PartialRope | NoPE
+
+
+def read_rope(
+    config: Mapping[str, Any], head_dim: int, theta: float, where: str, fraction: float = 1.0
+) -> tuple[Rotary, int]:
+    """The encoding of the layers that rotate, and the length the model was trained at before any stretching.
+
+    Where keys contradict each other, transformers 5 decides: `rope_scaling` before `rope_parameters`, and a base
+    inside of them before one beside.
+
+    Args:
+      config: the content of `config.json`.
+      head_dim: K.
+      theta, fraction: what the family has where the file says nothing.
+      where: the file, for messages.
+
+    Raises:
+      UserError: a rope type that pe_lab has no word for, or one whose numbers are missing or make no sense.
+    """
+    longest = _number(config, "max_position_embeddings", where, 2048)
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise UserError(f"{where}: the rope parameters are {given!r}; they must be a set of keys.")
+    by_layer = [value for value in given.values() if isinstance(value, Mapping)]
+    if by_layer and any(value != by_layer[0] for value in by_layer):
+        raise UserError(
+            f"{where}: layers of different types have different rope parameters ({', '.join(given)}), which none of "
+            "pe_lab's families has."
+        )
+    rope = {**(by_layer[0] if by_layer else given)}
+    beside = config.get("rope_theta", config.get("rotary_emb_base", theta))
+    base = _number(rope, "rope_theta", where, beside if beside is not None else theta)
+    beside = config.get("partial_rotary_factor", config.get("rotary_pct", fraction))
+    part = _number(rope, "partial_rotary_factor", where, beside if beside is not None else fraction)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or longest
+
+    def number(key: str, default: float | None = None) -> float:
+        return _number(rope, key, where, default)
+
+    def optional(key: str) -> float | None:
+        return None if rope.get(key) is None else number(key)
+
+    scaling: Scaling | None = None
+    length = int(longest)
+    if kind == "linear":
+        scaling = PI(number("factor"))
+    elif kind == "dynamic":
+        scaling = DynamicNTK(int(longest), number("factor"))
+    elif kind == "proportional":
+        # The factor divides the frequencies that are kept, as PI does.
+        factor = number("factor", 1.0)
+        return Rope(base, part, PI(factor) if factor != 1 else None), length
+    elif kind in ("yarn", "llama3", "longrope", "su"):
+        length = int(original)
+        factor = optional("factor") or longest / length
+        if kind == "yarn":
+            scaling = Yarn(
+                factor,
+                length,
+                optional("beta_fast") or 32.0,
+                optional("beta_slow") or 1.0,
+                *_mscales(optional("mscale"), optional("mscale_all_dim")),
+                attention_factor=optional("attention_factor"),
+                truncate=bool(rope.get("truncate", True)),
+            )
+        elif kind == "llama3":
+            scaling = Llama3(factor, number("low_freq_factor"), number("high_freq_factor"), length)
+        else:
+            tables = [_table(rope, key, where) for key in ("short_factor", "long_factor")]
+            # With no attention factor said, transformers 4 takes the one of max_position_embeddings / original.
+            scaling = LongRope(*tables, length, max(1.0, factor), optional("attention_factor"))
+    elif kind != "default":
+        raise UserError(
+            f"{where}: rope_type '{kind}' is not known here. Known: default, linear, dynamic, yarn, llama3, longrope, "
+            "proportional."
+        )
+    encoding = Rope(base, 1.0, scaling) if part == 1 else PartialRope(base, part, scaling)
+    turns = turns_per_position(frequencies(encoding, head_dim)[0])
+    return (NoPE() if not turns.any() else encoding), length
+
+
+def write_rope(encoding: Rotary, head_dim: int, length: int, neox: bool = False) -> dict[str, Any]:
+    """The keys of `config.json` for an encoding that all rotating layers share, for both majors of transformers.
+
+    What has a name there is written under it. Every other encoding whose frequencies do not change with the length,
+    and whose gain is one number, is written as LongRoPE with equal short and long tables, which is a division of
+    each pair's frequency: p-RoPE and partial RoPE on an architecture that rotates whole heads, for example.
+
+    Args:
+      encoding: what to write.
+      head_dim: K.
+      length: tokens a window in training, for `max_position_embeddings`.
+      neox: write GPT-NeoX's names, and partial rotary heads under their own name.
+
+    Raises:
+      UserError: an encoding that transformers cannot be told of, with the nearest that it can.
+    """
+    if isinstance(encoding, NoPE):
+        return _keys(10000.0, {"rope_type": "linear", "factor": NO_ROTATION}, length, neox, 1.0)
+    part, named = 1.0, encoding
+    if isinstance(encoding, PartialRope) and neox:
+        part, named = encoding.fraction, Rope(encoding.base, 1.0, encoding.scaling)
+    if isinstance(named, PartialRope) or named.fraction != 1:
+        return _by_table(encoding, head_dim, length, neox)
+    base, scaling = named.base, named.scaling
+    rope: dict[str, Any] = {"rope_type": "default"}
+    reach = length
+    if isinstance(scaling, PI):
+        rope, reach = {"rope_type": "linear", "factor": scaling.factor}, int(length * min(scaling.factor, 1e6))
+    elif isinstance(scaling, NTK):
+        # NTK is another base, exactly.
+        width = encoding.rotated_channels(head_dim) if isinstance(encoding, PartialRope) else head_dim
+        base *= scaling.factor ** (width / (width - 2))
+        reach = int(length * scaling.factor)
+    elif isinstance(scaling, DynamicNTK):
+        rope, reach = {"rope_type": "dynamic", "factor": scaling.factor}, scaling.original_length
+    elif isinstance(scaling, Yarn | NTKByParts):
+        reached = scaling.factor * scaling.original_length
+        if reached != int(reached):
+            # transformers 4 computes the factor from two whole lengths.
+            return _by_table(encoding, head_dim, length, neox)
+        rope, reach = _yarn(scaling), int(reached)
+    elif isinstance(scaling, Llama3):
+        rope, reach = _llama3(scaling), int(scaling.factor * scaling.original_length)
+    elif isinstance(scaling, LongRope):
+        _, gain = frequencies(encoding, head_dim)
+        rope = {
+            "rope_type": "longrope",
+            "short_factor": list(scaling.short_factor),
+            "long_factor": list(scaling.long_factor),
+            "factor": scaling.factor,
+            "attention_factor": float(gain[0]),
+            "original_max_position_embeddings": scaling.original_length,
+        }
+        reach = int(scaling.factor * scaling.original_length)
+    elif isinstance(scaling, DynamicYarn):
+        raise UserError(
+            "transformers has no dynamic YaRN. Nearest: YaRN for one length, which --length=TOKENS writes (a factor of "
+            f"TOKENS / {scaling.original_length})."
+        )
+    elif scaling is not None:
+        return _by_table(encoding, head_dim, length, neox)
+    return _keys(base, rope, reach, neox, part)
+
+
+def _by_table(encoding: Rope | PartialRope, head_dim: int, length: int, neox: bool) -> dict[str, Any]:
+    """The frequencies of `encoding` as LongRoPE's table: w_i = 1 / (table_i base^(2i/K))."""
+    inv_freq, gain = frequencies(encoding, head_dim)
+    if getattr(encoding.scaling, "dynamic", False):
+        raise UserError(
+            f"transformers cannot follow the length with {encoding}. Nearest: its frequencies for one length, which "
+            "--length=TOKENS writes."
+        )
+    if (gain != gain[0]).any():
+        raise UserError(
+            f"transformers multiplies all channels of a head by one attention factor, and {encoding} only those that "
+            "rotate. Nearest: the same without an attention factor (ntk_by_parts for yarn)."
+        )
+    full = encoding.base ** (-2.0 * np.arange(head_dim // 2) / head_dim)
+    with np.errstate(divide="ignore"):
+        table = np.minimum(np.where(inv_freq > 0, full / np.maximum(inv_freq, 1e-300), NO_ROTATION), NO_ROTATION)
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": table.tolist(),
+        "long_factor": table.tolist(),
+        "factor": 1.0,
+        "attention_factor": float(gain[0]),
+        "original_max_position_embeddings": length,
+    }
+    return _keys(encoding.base, rope, length, neox, 1.0)
+
+
+def _keys(base: float, rope: dict[str, Any], reach: int, neox: bool, part: float) -> dict[str, Any]:
+    """Both schemas, saying the same."""
+    plain = rope["rope_type"] == "default"
+    new = {"rope_theta": base, **rope}
+    keys: dict[str, Any] = {"max_position_embeddings": reach, "rope_theta": base}
+    if neox:
+        keys |= {"rotary_emb_base": base, "rotary_pct": part}
+    if neox or part != 1:
+        new["partial_rotary_factor"] = part
+        keys["partial_rotary_factor"] = part
+    keys |= {"rope_parameters": new, "rope_scaling": None if plain else dict(rope)}
+    if rope["rope_type"] == "longrope":
+        # transformers 4 looks for this beside the others, and not inside.
+        keys["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    return keys
+
+
+def _yarn(scaling: Yarn | NTKByParts) -> dict[str, Any]:
+    rope: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_length,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "truncate": scaling.truncate,
+    }
+    if isinstance(scaling, NTKByParts):
+        rope["attention_factor"] = 1.0
+    elif scaling.attention_factor is not None:
+        rope["attention_factor"] = float(scaling.attention_factor)
+    elif scaling.mscale:
+        rope |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    return rope
+
+
+def _llama3(scaling: Llama3) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_length,
+    }
+
+
+def _mscales(mscale: float | None, mscale_all_dim: float | None) -> tuple[float, float]:
+    """transformers reads neither unless both are there."""
+    return (mscale, mscale_all_dim) if mscale and mscale_all_dim else (0.0, 0.0)
+
+
+def _number(values: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    value = values.get(key)
+    if value is None:
+        if default is None:
+            raise UserError(f"{where}: the rope parameters need '{key}', and have {', '.join(values) or 'nothing'}.")
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(f"{where}: {key} is {value!r}; it must be a number.")
+    return float(value)
+
+
+def _table(rope: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
+    table = rope.get(key)
+    if not isinstance(table, list) or not all(isinstance(x, int | float) for x in table):
+        raise UserError(f"{where}: longrope needs '{key}', a list with one number a pair, and has {table!r}.")
+    return tuple(float(x) for x in table)

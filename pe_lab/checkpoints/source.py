@@ -1,0 +1,139 @@
+"""A model's parameters wherever they lie, read one piece at a time: what every conversion starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jaxtyping import Shaped
+
+from pe_lab.checkpoints.families import LAYERS
+from pe_lab.config import ModelConfig, UserError
+from pe_lab.model import Model, Params
+from pe_lab.parallel import AxisRules
+from pe_lab.positional import Layer
+
+ROW_BYTES = 2**28  # of an embedding, how much is read at once
+
+
+class Source(Protocol):
+    """A checkpoint of somebody's, opened but not read.
+
+    Attributes:
+      path: the file or directory.
+      said: what a person calls it, such as `hf:SmolLM-360M`.
+      model: its shape.
+      layers: its encodings.
+      training_length: tokens, before any stretching.
+      dtype: of its weights, as NumPy names it.
+      tokenizer: what `data.tokenizers.load_tokenizer` reads its tokenizer from; "" where there is none.
+      metadata: of a checkpoint of ours; of others, empty.
+    """
+
+    path: Path
+    said: str
+    model: ModelConfig
+    layers: tuple[Layer, ...]
+    training_length: int
+    dtype: np.dtype
+    tokenizer: str
+    metadata: Mapping[str, Any]
+
+    def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
+        """One leaf, of one layer where leaves are stacked; `rows` of its first axis where they are not.
+
+        Raises:
+          UserError: it cannot be read, or holds what is no number.
+        """
+        ...
+
+
+def check_finite(array: np.ndarray, name: str, where: str) -> np.ndarray:
+    """The array; `UserError` where it holds NaN or infinity: nothing that a model can compute with."""
+    if not np.isfinite(array).all():
+        bad = int((~np.isfinite(array)).sum())
+        raise UserError(f"{where}: tensor '{name}' has {bad:,} of {array.size:,} values that are NaN or infinite.")
+    return array
+
+
+def leaf_paths(shapes: Params) -> dict[str, Any]:
+    """A tree of parameters, flat: dotted path to leaf."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(shapes)
+    return {".".join(str(key.key) for key in path): leaf for path, leaf in flat}
+
+
+def nested(flat: Mapping[str, Any]) -> Params:
+    """The tree that `leaf_paths` flattened."""
+    tree: Params = {}
+    for path, leaf in flat.items():
+        *above, last = path.split(".")
+        at = tree
+        for name in above:
+            at = at.setdefault(name, {})
+        at[last] = leaf
+    return tree
+
+
+def row_blocks(shape: tuple[int, ...], itemsize: int) -> list[slice]:
+    """The rows of an array in blocks of about `ROW_BYTES`."""
+    size = int(np.prod(shape[1:])) * itemsize
+    step = max(1, ROW_BYTES // max(1, size))
+    return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+
+
+def place(source: Source, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
+    """The parameters as float32 arrays where they are needed: on the first device, or each on its part of a mesh.
+
+    A process reads what its own devices hold, one tensor at a time.
+    """
+    model = Model(source.model)
+    axes = leaf_paths_of_axes(model.axes)
+    chosen = rules or AxisRules()
+    placed = {}
+    for path, leaf in leaf_paths(model.shapes).items():
+        sharding: Sharding = SingleDeviceSharding(jax.local_devices()[0])
+        if mesh is not None:
+            sharding = chosen.sharding(mesh, axes[path], leaf.shape)
+        placed[path] = _assemble(source, path, leaf.shape, sharding)
+    return nested(placed)
+
+
+def leaf_paths_of_axes(axes: Params, path: str = "") -> dict[str, tuple[str, ...]]:
+    """The logical axes of every leaf by its dotted path."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, value in axes.items():
+        at = f"{path}.{name}" if path else name
+        found |= leaf_paths_of_axes(value, at) if isinstance(value, Mapping) else {at: value}
+    return found
+
+
+def _assemble(source: Source, path: str, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
+    """One leaf on its devices. Replicas are read once: equal parts share one array of the host's."""
+    parts: dict[tuple[Any, ...], np.ndarray] = {}
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        spans = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        if spans not in parts:
+            parts[spans] = _read_part(source, path, spans)
+        return parts[spans]
+
+    return jnp.asarray(jax.make_array_from_callback(shape, sharding, part))
+
+
+def _read_part(source: Source, path: str, spans: tuple[tuple[int, int], ...]) -> np.ndarray:
+    out = np.empty([stop - start for start, stop in spans], np.float32)
+    inner = tuple(slice(*span) for span in spans[1:])
+    start, stop = spans[0]
+    if path.startswith(LAYERS):
+        for n in range(start, stop):
+            out[n - start] = source.read(path, n)[inner]
+        return out
+    for block in row_blocks(out.shape, 4):
+        rows = slice(start + block.start, start + block.stop)
+        out[block] = source.read(path, rows=rows)[(slice(None), *inner)]
+    return out
