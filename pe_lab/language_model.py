@@ -12,14 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from pe_lab.checkpoints import Checkpoint, open_checkpoint
-from pe_lab.checkpoints.store import tokenizer_directory
 from pe_lab.checkpoints.surgery import change, write_child
 from pe_lab.config import ModelConfig, UserError
-from pe_lab.data.tokenizers import Tokenizer, load_saved_tokenizer
-from pe_lab.model import Model
+from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
+from pe_lab.model import Model, complete
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import Beta, Layer, Schedule, build_schedule, describe, drop, layers
 
@@ -66,10 +66,11 @@ class LanguageModel:
         return int(self.checkpoint.metadata["training_length"])
 
     def encode(self, text: str) -> Int[np.ndarray, " T"]:
-        """Token ids of a text; `UserError` where the checkpoint came without its tokenizer."""
+        """Token ids of a text as the model expects to read it: special tokens in it are recognized, and what the
+        tokenizer puts at the beginning is put there. `UserError` where the checkpoint came without its tokenizer."""
         if self.tokenizer is None:
             raise UserError(f"'{self.checkpoint.path}' came without a tokenizer; pass token ids instead of text.")
-        return np.asarray(self.tokenizer.encode(text), np.int32)
+        return np.asarray(self.tokenizer.encode_prompt(text), np.int32)
 
     def _rows(self, tokens: Tokens) -> Int[np.ndarray, "B T"]:
         try:
@@ -147,18 +148,30 @@ class LanguageModel:
     def save(self, directory: str | Path) -> Path:
         """Writes a child checkpoint into a new directory; training can start from it (`init_from`)."""
         what = change(self.checkpoint.layers, self.layers)
-        return write_child(self.checkpoint, self.layers, directory, what)
+        save = None if self.tokenizer is None else functools.partial(save_tokenizer, self.tokenizer)
+        return write_child(self.checkpoint, self.layers, directory, what, save_tokenizer=save)
 
 
-def load(path: str | Path) -> LanguageModel:
-    """Opens a checkpoint of ours: a run (its last phase), a phase, or one step.
+def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> LanguageModel:
+    """Opens a checkpoint: a run of ours (its last phase), a phase or one step; a Hugging Face directory; a GGUF file.
+
+    Args:
+      path: the path; `hf:ORG/NAME` comes from the hub, where it can be reached.
+      dtype: to compute in, float32 or bfloat16. None is what the checkpoint's config says; on a CPU, which has no
+        arithmetic of 16 bits, and for other people's checkpoints there, float32.
+      mesh: where the weights go; None is the first device.
 
     Raises:
-      UserError: no checkpoint there, or a damaged one.
+      UserError: no checkpoint there, a damaged one, or one that pe_lab cannot read.
     """
     hide_absent_tpu()
-    checkpoint = open_checkpoint(path)
-    directory = tokenizer_directory(checkpoint.path)
-    tokenizer = load_saved_tokenizer(directory) if directory else None
+    checkpoint = open_checkpoint(path, mesh=mesh)
+    if dtype is None:
+        foreign = "bfloat16" if checkpoint.converted else checkpoint.model.dtype
+        dtype = "float32" if jax.default_backend() == "cpu" else foreign
+    checkpoint = dataclasses.replace(checkpoint, model=complete(dataclasses.replace(checkpoint.model, dtype=dtype)))
+    tokenizer = load_tokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, checkpoint.model.vocab_size, str(path))
     # Generalized, as `with_positional` gives it: switching encodings then compiles nothing.
     return LanguageModel(checkpoint, checkpoint.layers, checkpoint.schedule.generalize(), tokenizer)

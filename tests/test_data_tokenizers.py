@@ -1,14 +1,27 @@
 """Every tokenizer gives a text back, knows its end of document, and survives being saved."""
 
+import base64
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from real_material import smollm2_gguf
+from transformers_environments import environment
 
 from pe_lab.config import UserError
+from pe_lab.data.companions import AddedToken, render_chat
+from pe_lab.data.difficult_text import DIFFICULT
+from pe_lab.data.sentencepiece_tokenizer import split_at_tokens
 from pe_lab.data.tokenizers import (
     KIND_FILE,
+    check_vocabulary,
+    export_tokenizer,
     load_saved_tokenizer,
     load_tokenizer,
     save_tokenizer,
@@ -18,6 +31,9 @@ from pe_lab.data.tokenizers import (
 
 TEXT = "def f(x):\n\treturn  x  # naïve ☃\n\n    äöü 12345\n  "
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda"]
+DATA = Path(__file__).parent / "data"
+HF_GOLDEN = json.loads((DATA / "tokenizer_hf_golden.json").read_text())
+SP_GOLDEN = json.loads((DATA / "tokenizer_sentencepiece_golden.json").read_text())
 CORPUS = [
     f"def {a}_{b}({c}):\n    return {a} + {i}  # número {b} {c}\n"
     for i, (a, b, c) in enumerate((a, b, c) for a in WORDS for b in WORDS[:7] for c in WORDS[-5:])
@@ -79,6 +95,14 @@ def test_a_saved_tokenizer_can_be_copied_and_read_again(tokenizer, tmp_path):
         tokenizer.eos_id,
     )
     np.testing.assert_array_equal(again.encode(TEXT), tokenizer.encode(TEXT))
+
+
+def test_the_fingerprints_in_prepared_data_stay(tmp_path):
+    (tmp_path / "llama.model").write_bytes(base64.b64decode(SP_GOLDEN["llama"]["model"]))
+    # Made by the code that prepared the first data (a85be67).
+    assert load_tokenizer("bytes").fingerprint == "bytes-257"
+    assert load_tokenizer(f"sentencepiece:{tmp_path}/llama.model").fingerprint == "sentencepiece-ad35c81153027f38"
+    assert style(tmp_path, "llama3").fingerprint == "hf-1-c154545b4eb82e0f"
 
 
 def test_another_tokenizer_in_its_place_is_noticed(tmp_path):
@@ -166,3 +190,267 @@ def test_a_sentencepiece_model_without_an_end(tmp_path):
     (tmp_path / "endless.model").write_bytes(model.getvalue())
     with pytest.raises(UserError, match="endless.model has no end-of-sentence"):
         load_tokenizer(f"sentencepiece:{tmp_path}/endless.model")
+
+
+STYLES = [name for name in HF_GOLDEN if name != "texts"]
+
+
+def style(directory, name, **configuration):
+    """A tokenizer of the golden file, as a directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for file, text in HF_GOLDEN[name]["files"].items():
+        (directory / file).write_text(text, encoding="utf-8")
+    if configuration:
+        written = {**json.loads(HF_GOLDEN[name]["files"]["tokenizer_config.json"]), **configuration}
+        (directory / "tokenizer_config.json").write_text(json.dumps(written))
+    return load_tokenizer(f"hf:{directory}")
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_a_prompt_is_read_as_transformers_reads_it(name, tmp_path):
+    tokenizer = style(tmp_path / "in", name)
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    export_tokenizer(tokenizer, tmp_path / "out")
+    again, exported = load_saved_tokenizer(tmp_path / "saved"), load_tokenizer(f"hf:{tmp_path / 'out'}")
+    for text, ids in zip(HF_GOLDEN["texts"], HF_GOLDEN[name]["prompts"], strict=True):
+        for it in (tokenizer, again, exported):
+            assert it.encode_prompt(text).tolist() == ids, text
+        if name in ("llama3", "flags"):
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+        elif name == "llama2":  # for which the sign is a space
+            assert tokenizer.decode(tokenizer.encode(text)) == text.replace("\u2581", " ")
+        assert tokenizer.eos_id not in tokenizer.encode(text)  # though the model of unigrams would find it
+
+
+@pytest.mark.parametrize("name", [name for name in SP_GOLDEN if name != "texts"])
+def test_a_model_of_pieces_is_read_as_sentencepiece_and_the_slow_tokenizer_read_it(name, tmp_path):
+    golden, tokenizers = SP_GOLDEN[name], {}
+    for label, slow in golden["slow"].items():
+        directory = tmp_path / label
+        directory.mkdir()
+        (directory / "tokenizer.model").write_bytes(base64.b64decode(golden["model"]))
+        (directory / "tokenizer_config.json").write_text(json.dumps(slow["configuration"]))
+        tokenizers[label] = load_tokenizer(f"hf:{directory}")
+        save_tokenizer(tokenizers[label], tmp_path / "saved" / label)
+    for i, text in enumerate(SP_GOLDEN["texts"]):
+        for label, tokenizer in tokenizers.items():
+            again = load_saved_tokenizer(tmp_path / "saved" / label) if i == 5 else tokenizer
+            assert again.encode(text).tolist() == golden["documents"][i], text
+            assert again.encode_prompt(text).tolist() == golden["slow"][label]["prompts"][i], (label, text)
+
+
+def test_a_model_of_pieces_is_exported_only_where_the_copy_gives_its_ids(tmp_path, monkeypatch):
+    ours = train_sentencepiece(CORPUS, 400, "corpus")
+    export_tokenizer(ours, tmp_path / "ours")
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "tokenizer.model").write_bytes(base64.b64decode(SP_GOLDEN["llama"]["model"]))
+    (tmp_path / "llama" / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    llama = load_tokenizer(f"hf:{tmp_path / 'llama'}")
+    export_tokenizer(llama, tmp_path / "llama-out")
+    for tokenizer, directory in ((ours, "ours"), (llama, "llama-out")):
+        copy = load_tokenizer(f"hf:{tmp_path / directory}/tokenizer.json")
+        for text in (*DIFFICULT, *CORPUS[:20]):
+            np.testing.assert_array_equal(copy.encode_prompt(text), tokenizer.encode_prompt(text))
+    # The order of the merges is what makes them equal: another one is noticed, and nothing is written.
+    from pe_lab.data import tokenizer_json
+
+    right = tokenizer_json._merges
+    monkeypatch.setattr(tokenizer_json, "_merges", lambda *given: right(*given)[::-1])
+    with pytest.raises(UserError, match="cannot be written as a tokenizer.json: on .* sentencepiece"):
+        export_tokenizer(ours, tmp_path / "refused")
+    assert not list((tmp_path / "refused").iterdir())
+
+
+@given(st.text())
+@settings(max_examples=200, deadline=None)
+def test_no_byte_is_lost(text):
+    for tokenizer in BYTE_LEVEL:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.decode(tokenizer.encode_prompt(text, add_special_tokens=False), False) == text
+
+
+@pytest.fixture(scope="module", autouse=True)
+def byte_level(tmp_path_factory):
+    BYTE_LEVEL[:] = [load_tokenizer("bytes"), style(tmp_path_factory.mktemp("style"), "llama3")]
+
+
+BYTE_LEVEL: list = []
+
+
+def test_the_end_is_found_in_a_prompt_and_not_in_a_document(tokenizer):
+    end = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
+    assert end in ("<|endoftext|>", "</s>")
+    text = f"a{end}b"
+    assert tokenizer.eos_id not in tokenizer.encode(text)
+    ids = tokenizer.encode_prompt(text).tolist()
+    assert ids.count(tokenizer.eos_id) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text and tokenizer.decode(ids) == "ab"
+    assert tokenizer.stop_ids == (tokenizer.eos_id,)
+
+
+def test_what_a_prompt_begins_with(tmp_path):
+    assert [style(tmp_path / name, name).bos_id for name in STYLES] == [0, 1, None, 1]
+    assert train_sentencepiece(CORPUS, 400, "corpus").bos_id is None and load_tokenizer("bytes").bos_id is None
+    (tmp_path / "tokenizer.model").write_bytes(base64.b64decode(SP_GOLDEN["llama"]["model"]))
+    assert load_tokenizer(f"hf:{tmp_path}").bos_id == 1
+
+
+def test_where_generation_stops(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
+    tokenizer = style(tmp_path, "llama3")
+    assert (tokenizer.eos_id, tokenizer.stop_ids) == (1, (1, 2))
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    assert load_saved_tokenizer(tmp_path / "saved").stop_ids == (1, 2)
+    for bad in ('{"eos_token_id": "x"}', '{"eos_token_id": [-1]}', "[]", "{"):
+        (tmp_path / "generation_config.json").write_text(bad)
+        with pytest.raises(UserError, match="generation_config.json"):
+            load_tokenizer(f"hf:{tmp_path}")
+
+
+def test_a_named_token_without_an_embedding_is_text(tmp_path):
+    tokenizer = style(tmp_path, "llama3", pad_token="[PAD]", additional_special_tokens=["[X]"])
+    plain = style(tmp_path / "plain", "llama3")
+    assert tokenizer.vocab_size == plain.vocab_size
+    np.testing.assert_array_equal(tokenizer.encode_prompt("a[PAD][X]b"), plain.encode_prompt("a[PAD][X]b"))
+    named = style(tmp_path / "named", "llama3", added_tokens_decoder={str(plain.vocab_size): {"content": "[PAD]"}})
+    assert named.vocab_size == plain.vocab_size + 1
+    assert named.encode_prompt("[PAD]").tolist() == [0, plain.vocab_size]
+    assert named.decode([plain.vocab_size], skip_special_tokens=False) == "[PAD]"
+    assert named.fingerprint == plain.fingerprint  # documents are encoded alike
+    np.testing.assert_array_equal(named.encode("a[PAD]b"), plain.encode("a[PAD]b"))
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [{"eos_token": 3}, {"added_tokens_decoder": {"x": {"content": "a"}}}, {"added_tokens_decoder": {"9": {}}}],
+)
+def test_a_configuration_that_cannot_be_read(tmp_path, configuration):
+    with pytest.raises(UserError, match="tokenizer_config.json .*beside .*tokenizer.json"):
+        style(tmp_path, "llama3", **configuration)
+
+
+def test_bos_that_no_file_names(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(base64.b64decode(SP_GOLDEN["llama"]["model"]))
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true, "bos_token": "<gone>"}')
+    with pytest.raises(UserError, match="add_bos_token, but its bos_token .*<gone>"):
+        load_tokenizer(f"hf:{tmp_path}").encode_prompt("a")
+
+
+def test_a_directory_without_a_tokenizer(tmp_path):
+    with pytest.raises(UserError, match="holds no tokenizer.json and no tokenizer.model"):
+        load_tokenizer(f"hf:{tmp_path}")
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(UserError, match="holds vocab.json, which is not read"):
+        load_tokenizer(f"hf:{tmp_path}")
+
+
+def test_every_file_travels_along(tmp_path):
+    files = {"special_tokens_map.json": "{}", "added_tokens.json": "{}", "generation_config.json": "{}",
+             "chat_template.jinja": "x", "vocab.json": "{}", "merges.txt": "#\n", "tokenizer.model": "m"}  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "model.safetensors").write_text("weights do not")
+    tokenizer = style(tmp_path, "llama3")
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    save_tokenizer(load_saved_tokenizer(tmp_path / "saved"), tmp_path / "again")
+    export_tokenizer(tokenizer, tmp_path / "out")
+    expected = {*files, "tokenizer.json", "tokenizer_config.json"}
+    assert {p.name for p in (tmp_path / "again").iterdir()} == {*expected, KIND_FILE}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == expected
+    for name in [*files, "tokenizer.json"]:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_flags_of_tokens_in_pieces_of_text():
+    tokens = {
+        "<a>": AddedToken("<a>", 1),
+        "<ab>": AddedToken("<ab>", 2, lstrip=True, rstrip=True),
+        "w": AddedToken("w", 3, single_word=True),
+    }
+
+    def split(text):
+        return [part if isinstance(part, str) else part.id for part in split_at_tokens(text, tokens)]
+
+    assert split("x <ab> y<a> z") == ["x", 2, "y", 1, " z"]
+    assert split("w ww xw wx w") == [3, " ", "ww", " xw", " ", "wx ", 3]
+    assert split("") == [] and split("<a><a>") == [1, 1]
+
+
+MESSAGES = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Hi <é>"}]
+
+
+def test_a_chat_as_transformers_renders_it(tmp_path):
+    template = """{%- if tools %}no{% endif -%}
+    {% for m in messages %}
+        {% if m.role == 'bad' %}{{ raise_exception('no ' + m.role) }}{% endif %}
+        {% if loop.first %}{% continue %}{% endif %}
+{{ bos_token }}[{{ m.role }}]{% generation %}{{ m.content | tojson }}{% endgeneration %}
+    {% endfor %}
+{% if add_generation_prompt %}[assistant]{{ extra or '' }}{% endif %}{{ strftime_now('%%') }}"""
+    tokenizer = style(tmp_path, "llama3", chat_template=template)
+    # The line end after a block goes, the one after a value stays (trim_blocks).
+    assert tokenizer.chat(MESSAGES) == '<|begin_of_text|>[user]"Hi <é>"[assistant]%'
+    assert tokenizer.chat(MESSAGES, False) == '<|begin_of_text|>[user]"Hi <é>"%'
+    assert tokenizer.chat(MESSAGES, extra="!").endswith("[assistant]!%")
+    with pytest.raises(UserError, match="no bad"):
+        tokenizer.chat([{"role": "bad", "content": ""}])
+    for bad in ([{"content": "a"}], [{}]):
+        with pytest.raises(UserError, match="Message 0 of the chat"):
+            tokenizer.chat(bad)
+    (tmp_path / "chat_template.jinja").write_text("from the file")  # comes before the configuration's
+    assert load_tokenizer(f"hf:{tmp_path}").chat(MESSAGES) == "from the file"
+    several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    assert style(tmp_path / "several", "llama3", chat_template=several).chat(MESSAGES) == "d"
+    with pytest.raises(UserError, match="has no chat template"):
+        style(tmp_path / "none", "llama3").chat(MESSAGES)
+    with pytest.raises(UserError, match="bytes has no chat template"):
+        load_tokenizer("bytes").chat(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% if %}", "{{ a.b.c }}", "{{ messages.append(1) }}", "{{ ''.__class__.mro() }}"]
+)
+def test_a_template_that_fails_or_reaches_out_is_refused(template):
+    with pytest.raises(UserError, match="The chat template of x"):
+        render_chat(template, MESSAGES, {}, "x")
+
+
+def test_without_jinja2_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(UserError, match="pip install jinja2"):
+        render_chat("x", MESSAGES, {}, "x")
+
+
+def test_a_tokenizer_with_another_vocabulary(tokenizer):
+    check_vocabulary(tokenizer, tokenizer.vocab_size, "m")
+    check_vocabulary(tokenizer, tokenizer.vocab_size + 100, "m")  # padded
+    with pytest.raises(UserError, match=f"m has {tokenizer.vocab_size - 1} embeddings"):
+        check_vocabulary(tokenizer, tokenizer.vocab_size - 1, "m")
+
+
+READ = """
+import json, sys, transformers
+tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+print(json.dumps([transformers.__version__, [tokenizer(text)["input_ids"] for text in json.load(sys.stdin)]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["4.56", "5"])
+def test_transformers_reads_what_is_exported(version, tmp_path):
+    python = environment(version)
+    made = {
+        "bytes": load_tokenizer("bytes"),
+        "trained": train_sentencepiece(CORPUS, 400, "corpus"),
+        "smollm2": load_tokenizer(f"gguf:{smollm2_gguf()}"),
+        **{name: style(tmp_path / "in" / name, name) for name in STYLES},
+    }
+    for name, tokenizer in made.items():
+        export_tokenizer(tokenizer, tmp_path / name)
+        command = [str(python), "-c", READ, str(tmp_path / name)]
+        done = subprocess.run(command, input=json.dumps(DIFFICULT), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        read_by, ids = json.loads(done.stdout.strip().splitlines()[-1])
+        assert read_by.startswith(version)
+        for text, theirs in zip(DIFFICULT, ids, strict=True):
+            assert tokenizer.encode_prompt(text).tolist() == theirs, (name, text)

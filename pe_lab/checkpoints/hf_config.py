@@ -175,8 +175,9 @@ def _as_described(
     Whoever edits `rope_theta` by hand means it: then the edited keys count, and our own are passed over.
     """
     try:
-        named = tuple(from_json(layer) for layer in ours.get("layers", ()))
-    except UserError:
+        kinds = [from_json(layer) for layer in ours["kinds"]]
+        named = tuple(kinds[n] for n in ours["layers"])
+    except (UserError, KeyError, IndexError, TypeError):
         return layers, length
     if len(named) != len(layers) or any(a.window != b.window for a, b in zip(named, layers, strict=True)):
         return layers, length

@@ -66,7 +66,12 @@ def write_config(
         }
         config |= {key: getattr(model, key) for key in ("attention_bias", "mlp_bias") if key in family.free}
     config |= _positions(family, model, layers, training_length, neox)
-    config[OURS] = {"layers": [to_json(layer) for layer in layers], "training_length": training_length}
+    kinds = list(dict.fromkeys(layers))
+    config[OURS] = {
+        "kinds": [to_json(layer) for layer in kinds],
+        "layers": [kinds.index(layer) for layer in layers],  # which of the kinds each is
+        "training_length": training_length,
+    }
     partial = next((layer.encoding for layer in layers if isinstance(layer.encoding, PartialRope)), None)
     layout = Layout("half", partial.rotated_channels(model.head_dim)) if neox and partial else CANONICAL
     return config, layout

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ def write_checkpoint(
     source: Source,
     directory: Path,
     final: Path,
+    facts: Mapping[str, Any],
     done: Callable[[int], None] = lambda size: None,
 ) -> Path:
     """Writes any source as a checkpoint of ours, a phase's first, in the source's own number format; returns its path.
@@ -139,6 +141,7 @@ def write_checkpoint(
       source: what to read.
       directory: where to write; see `new_directory`.
       final: what the directory will be called, for the lineage.
+      facts: more of the metadata.
       done: told how many bytes were written, as they are.
 
     Raises:
@@ -165,9 +168,13 @@ def write_checkpoint(
         vocab_size=model.vocab_size,
         weights_dtype=str(source.dtype),
         lineage=[*parents, lineage_entry(f"converted from {source.said}", child, str(final / DIRECTORY / "0"), 0)],
+        **facts,
     )
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False, create=True)
     manager = ocp.CheckpointManager((directory / DIRECTORY).absolute(), options=options)
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # Orbax logs what it raises, over a hundred lines of it
     try:
         manager.save(
             0,
@@ -179,5 +186,6 @@ def write_checkpoint(
         )
         manager.wait_until_finished()
     finally:
+        log.setLevel(level)
         manager.close()
     return directory / DIRECTORY / "0"

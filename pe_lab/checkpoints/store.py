@@ -60,7 +60,8 @@ class Checkpoint:
     """A checkpoint as readers want it: the weights, what they are read with, and where they come from.
 
     `metadata` holds id, run, phase, step, training_length, config, config_hash, lineage, mixture, tokenizer,
-    vocab_size and versions.
+    vocab_size and versions; of a converted checkpoint, what there is of these. `tokenizer` is what
+    `data.tokenizers.load_tokenizer` reads its tokenizer from, "" where it came without one.
     """
 
     path: Path
@@ -70,6 +71,12 @@ class Checkpoint:
     layers: tuple[Layer, ...]
     schedule: Schedule
     metadata: dict[str, Any]
+    tokenizer: str = ""
+
+    @property
+    def converted(self) -> bool:
+        """Whether the weights are somebody else's, of whose training nothing is known here."""
+        return "config" not in self.metadata
 
 
 class Store:
@@ -293,4 +300,6 @@ def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRu
         store.close()
     layers = tuple(from_json(layer) for layer in metadata["layers"])
     params = in_canonical_layout(params, Layout(**metadata.get("layout", {})), model.config.head_dim)
-    return Checkpoint(where, step, params, model.config, layers, schedule, metadata)
+    saved = tokenizer_directory(where)
+    tokenizer = f"saved:{saved}" if saved else ""
+    return Checkpoint(where, step, params, model.config, layers, schedule, metadata, tokenizer)

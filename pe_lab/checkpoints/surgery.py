@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, metadata_of, new_id, tokenizer_directory
+from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, metadata_of, new_id
 from pe_lab.config import ModelConfig, UserError
 from pe_lab.model import Params
 from pe_lab.positional import Layer, build_schedule, label
@@ -33,6 +33,7 @@ SHAPE_FIELDS = (
     "parallel_block",
     "tie_embeddings",
     "scale_embeddings",
+    "norm_epsilon",
 )
 
 
@@ -82,10 +83,13 @@ def write_child(
     directory: str | Path,
     what: str,
     edited: tuple[ModelConfig, Params] | None = None,
+    save_tokenizer: Callable[[Path], None] | None = None,
 ) -> Path:
     """Writes a child of `parent` with other encodings and the same weights, or with `edited` ones; returns its path.
 
     It lies at `directory/checkpoints/0`, a phase's first checkpoint. The directory must not hold one already.
+    `save_tokenizer` writes the tokenizer of a parent that is not ours into the directory it is given; a tokenizer
+    that lies beside the parent is copied.
     """
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -115,7 +119,8 @@ def write_child(
         store.wait()
     finally:
         store.close()
-    tokenizer = tokenizer_directory(parent.path)
-    if tokenizer is not None:
-        shutil.copytree(tokenizer, directory / "tokenizer")
+    if save_tokenizer is not None:
+        save_tokenizer(directory / "tokenizer")
+    elif parent.tokenizer.startswith("saved:"):
+        shutil.copytree(parent.tokenizer.removeprefix("saved:"), directory / "tokenizer")
     return where

@@ -61,8 +61,8 @@ def prepare(
     Raises:
       UserError: the corpus is empty or cannot be read, or the fraction or the directory is unusable.
     """
-    if not 0 <= validation_fraction < 1:
-        raise UserError(f"validation_fraction={validation_fraction} must be at least 0 and below 1.")
+    if not 0 <= validation_fraction <= 1:
+        raise UserError(f"validation_fraction={validation_fraction} must lie in [0, 1].")
     with written_beside(directory, METADATA_FILE) as building:
         dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
         writers = {split: ShardWriter(building, split, dtype) for split in SPLITS}

@@ -1,49 +1,84 @@
-"""Tokenizers behind one small protocol: bytes, Hugging Face `tokenizer.json`, SentencePiece."""
+"""Tokenizers behind one small protocol: bytes, Hugging Face `tokenizer.json`, SentencePiece, and a GGUF file's own."""
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, SupportsIndex, runtime_checkable
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
 
 from pe_lab.config import UserError
+from pe_lab.data.companions import CONFIGURATION, SETTINGS, VOCABULARIES, AddedToken, Companions
+from pe_lab.data.gguf_tokenizer import load_gguf_tokenizer
+from pe_lab.data.hf_tokenizer import HuggingFaceTokenizer
+from pe_lab.data.sentencepiece_tokenizer import SentencePieceTokenizer, split_at_tokens
+from pe_lab.data.sentencepiece_training import train_sentencepiece, training_size
+from pe_lab.data.tokenizer_files import KIND_FILE, write_kind
+from pe_lab.data.tokenizer_json import bytes_tokenizer_json
 
-KIND_FILE = "kind.json"
-COMMON_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]", "<|eos|>")
+__all__ = [
+    "KIND_FILE",
+    "ByteTokenizer",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "Tokenizer",
+    "check_vocabulary",
+    "export_tokenizer",
+    "load_saved_tokenizer",
+    "load_tokenizer",
+    "save_tokenizer",
+    "train_sentencepiece",
+    "training_size",
+]
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to token ids and back. `eos_id` ends every document and never comes out of `encode`."""
+    """Text to token ids and back. `eos_id` ends every document and never comes out of `encode`.
+
+    There are two ways in. `encode` is for documents to train on: what looks like a special token is text, and
+    nothing is added. `encode_prompt` is for a prompt to a model: special tokens written in the text are those
+    tokens, and BOS is added where the original adds it (not with add_special_tokens=False: a chat template has
+    written it already).
+    """
 
     kind: str  # "bytes" | "hf" | "sentencepiece"
-    vocab_size: int
+    vocab_size: int  # the largest id, and one
     eos_id: int
-    fingerprint: str  # equal fingerprints encode equally
+    bos_id: int | None  # what a text begins with, where there is such a token
+    stop_ids: tuple[int, ...]  # where generation ends: eos_id, and what else generation_config.json lists
+    fingerprint: str  # equal fingerprints encode documents equally
 
     def encode(self, text: str) -> Int32[np.ndarray, " n"]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]: ...
 
-    def decode(self, ids: Iterable[SupportsIndex]) -> str: ...
+    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]: ...
+
+    def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str: ...
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str: ...
 
     def save(self, directory: Path) -> None: ...
 
+    def export(self, directory: Path) -> None: ...
+
 
 class ByteTokenizer:
-    """UTF-8 bytes, 0 to 255, and an end-of-document symbol, 256."""
+    """UTF-8 bytes, 0 to 255, and an end-of-document symbol, 256, written <|endoftext|> in a prompt."""
 
     kind = "bytes"
     vocab_size = 257
     eos_id = 256
+    bos_id = None
+    stop_ids = (256,)
     fingerprint = "bytes-257"
+    end = AddedToken("<|endoftext|>", 256)
 
     def encode(self, text: str) -> Int32[np.ndarray, " n"]:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
@@ -51,145 +86,38 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
+    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
+        parts = split_at_tokens(text, {self.end.content: self.end})
+        ids = [[self.eos_id] if isinstance(part, AddedToken) else self.encode(part) for part in parts]
+        return np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int32)
+
+    def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str:
+        end = b"" if skip_special_tokens else self.end.content.encode()
+        known = (int(i) for i in ids if 0 <= int(i) <= 256)
+        return b"".join(bytes([i]) if i < 256 else end for i in known).decode("utf-8", errors="replace")
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+        return Companions("bytes").chat(messages, add_generation_prompt, **variables)
 
     def save(self, directory: Path) -> None:
-        _write_kind(self, directory)
+        write_kind(self, directory)
 
-
-class SentencePieceTokenizer:
-    """A SentencePiece model, given as the bytes of its `.model` file.
-
-    Raises:
-      UserError: the bytes are not a SentencePiece model, or the model has no end-of-sentence piece.
-    """
-
-    kind = "sentencepiece"
-    filename = "tokenizer.model"
-
-    def __init__(self, model: bytes, where: str):
-        import sentencepiece
-
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-            self.vocab_size = self._processor.vocab_size()
-        except Exception as error:
-            raise UserError(
-                f"{where} is not a SentencePiece model. Give a .model file, or sentencepiece:train:SIZE."
-            ) from error
-        self._model = model
-        self.eos_id = self._processor.eos_id()
-        if self.eos_id < 0:
-            raise UserError(
-                f"The SentencePiece model {where} has no end-of-sentence piece (eos_id). Train it with eos_id set."
-            )
-        self.fingerprint = "sentencepiece-" + _digest(model)
-
-    def encode(self, text: str) -> Int32[np.ndarray, " n"]:
-        return np.asarray(self._processor.encode(text), np.int32)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        return [np.asarray(ids, np.int32) for ids in self._processor.encode(list(texts))]
-
-    def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        return self._processor.decode([int(i) for i in ids if i != self.eos_id and 0 <= i < self.vocab_size])
-
-    def save(self, directory: Path) -> None:
-        _write_kind(self, directory)
-        (directory / self.filename).write_bytes(self._model)
-
-
-class HuggingFaceTokenizer:
-    """A `tokenizer.json` as the `tokenizers` package reads it; the end-of-document symbol is found beside it.
-
-    The symbol is `eos_token` of the `tokenizer_config.json` beside it, else the only special token, else the
-    first special token with a common name. Special tokens written out in a text are encoded as text: no
-    document can contain an end of document.
-
-    Raises:
-      UserError: the file cannot be read, or no end-of-document symbol is found.
-    """
-
-    kind = "hf"
-    filename = "tokenizer.json"
-
-    def __init__(self, specification: str, configuration: str | None, where: str):
-        import tokenizers
-
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(specification)
-        except Exception as error:
-            raise UserError(f"{where} is not a Hugging Face tokenizer.json: {error}.") from error
-        self._specification, self._configuration = specification, configuration
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        # Ids may have holes: the embedding needs a row for the largest.
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.eos_id = self._find_eos(where)
-        self.fingerprint = f"hf-{self.eos_id}-" + _digest(specification.encode())
-
-    def _find_eos(self, where: str) -> int:
-        special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
-        name = None
-        if self._configuration:
-            try:
-                name = json.loads(self._configuration).get("eos_token")
-            except (json.JSONDecodeError, AttributeError) as error:
-                raise UserError(f"tokenizer_config.json beside {where} is not a JSON object: {error}.") from error
-            if isinstance(name, dict):
-                name = name.get("content")
-        if name is None and len(special) == 1:
-            name = special[0]
-        if name is None:
-            name = next((n for n in COMMON_EOS if n in special), None)
-        found = None if name is None else self._tokenizer.token_to_id(name)
-        if found is None:
-            listed = ", ".join(special) or "none"
-            looked = f"its eos_token {name!r} is not in the vocabulary" if name else f"its special tokens are: {listed}"
-            raise UserError(
-                f"No end-of-document symbol found for {where}: {looked}. "
-                'Put a tokenizer_config.json with "eos_token" beside it.'
-            )
-        return found
-
-    def encode(self, text: str) -> Int32[np.ndarray, " n"]:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(e.ids, np.int32) for e in encoded]
-
-    def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids if i < self.vocab_size], skip_special_tokens=True)
-
-    def save(self, directory: Path) -> None:
-        _write_kind(self, directory)
-        (directory / self.filename).write_text(self._specification, encoding="utf-8")
-        if self._configuration is not None:
-            (directory / "tokenizer_config.json").write_text(self._configuration, encoding="utf-8")
-
-
-def training_size(specification: str) -> int | None:
-    """SIZE of `sentencepiece:train:SIZE`, None for every other specification.
-
-    Raises:
-      UserError: SIZE is not a whole number of at least 300 (256 bytes, the specials, and something to learn).
-    """
-    if not specification.startswith("sentencepiece:train:"):
-        return None
-    size = specification.removeprefix("sentencepiece:train:")
-    if not re.fullmatch(r"[0-9]+", size) or int(size) < 300:
-        raise UserError(
-            f"data.tokenizer={specification!r}: SIZE must be a whole number of at least 300, as in "
-            "sentencepiece:train:4096."
-        )
-    return int(size)
+    def export(self, directory: Path) -> None:
+        """A tokenizer.json whose ids are the bytes."""
+        (directory / HuggingFaceTokenizer.filename).write_text(bytes_tokenizer_json(self.end), encoding="utf-8")
+        configuration = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.end.content,
+            "clean_up_tokenization_spaces": False,
+        }
+        (directory / CONFIGURATION).write_text(json.dumps(configuration, indent=2) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(specification: str) -> Tokenizer:
-    """The tokenizer named by `bytes`, `hf:PATH` or `sentencepiece:PATH`.
+    """The tokenizer named by `bytes`, `hf:PATH`, `sentencepiece:PATH`, `gguf:PATH`, or `saved:DIR` of a checkpoint.
+
+    `hf:` takes a tokenizer.json or a directory with one, or else with a tokenizer.model. The files that lie
+    beside (tokenizer_config.json, generation_config.json, chat_template.jinja, ...) are read and kept.
 
     Raises:
       UserError: the specification is unknown, or its file is missing or unreadable.
@@ -197,35 +125,61 @@ def load_tokenizer(specification: str) -> Tokenizer:
     if specification == "bytes":
         return ByteTokenizer()
     kind, _, where = specification.partition(":")
-    if kind not in ("hf", "sentencepiece") or not where:
+    if kind == "saved" and where:
+        return load_saved_tokenizer(Path(where).expanduser())
+    if kind not in ("hf", "sentencepiece", "gguf") or not where:
         raise UserError(
             f"data.tokenizer={specification!r} is not a tokenizer. "
-            "Use bytes, hf:PATH/tokenizer.json, sentencepiece:PATH.model or sentencepiece:train:SIZE."
+            "Use bytes, hf:PATH/tokenizer.json, hf:DIR, gguf:FILE, sentencepiece:PATH.model or "
+            "sentencepiece:train:SIZE."
         )
     path = Path(where).expanduser()
+    if kind == "gguf":
+        return load_gguf_tokenizer(path)
     if kind == "hf" and path.is_dir():
-        path = path / HuggingFaceTokenizer.filename
+        path = _in_directory(path)
+        kind = "hf" if path.suffix == ".json" else "sentencepiece"
     try:
         content = path.read_bytes()
+        companions = Companions.beside(path, (*SETTINGS, *VOCABULARIES) if kind == "hf" else SETTINGS)
     except OSError as error:
         raise UserError(
             f"Cannot read the tokenizer {path}: {error.strerror or error}. Check data.tokenizer={specification!r}."
         ) from error
     if kind == "sentencepiece":
-        return SentencePieceTokenizer(content, str(path))
-    configuration = path.with_name("tokenizer_config.json")
+        return SentencePieceTokenizer(content, companions)
     try:
-        text = content.decode("utf-8")
-        beside = configuration.read_text(encoding="utf-8") if configuration.is_file() else None
+        return HuggingFaceTokenizer(content.decode("utf-8"), companions)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a Hugging Face tokenizer.json: it is not UTF-8.") from error
-    return HuggingFaceTokenizer(text, beside, str(path))
+
+
+def _in_directory(directory: Path) -> Path:
+    for name in (HuggingFaceTokenizer.filename, SentencePieceTokenizer.filename):
+        if (directory / name).is_file():
+            return directory / name
+    older = [name for name in ("vocab.json", "vocab.txt", "tekken.json") if (directory / name).is_file()]
+    found = f"It holds {', '.join(older)}, which is not read: have transformers" if older else "Have transformers"
+    raise UserError(
+        f"{directory} holds no tokenizer.json and no tokenizer.model. {found} write a tokenizer.json with "
+        f"AutoTokenizer.from_pretrained(...).save_pretrained({str(directory)!r})."
+    )
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Writes the tokenizer into `directory`, from which `load_saved_tokenizer` reads it."""
+    """Writes the tokenizer and all that lay beside it, for `load_saved_tokenizer` to read."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(directory)
+
+
+def export_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Writes the files from which `transformers.AutoTokenizer`, of major 4 or 5, reads these very ids.
+
+    Raises:
+      UserError: a SentencePiece model that no tokenizer.json equals.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.export(directory)
 
 
 def load_saved_tokenizer(directory: Path) -> Tokenizer:
@@ -257,84 +211,14 @@ def load_saved_tokenizer(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def train_sentencepiece(documents: Iterable[str], size: int, where: str) -> SentencePieceTokenizer:
-    """Trains a byte-pair SentencePiece model of `size` pieces on a spread sample of `documents`.
-
-    Nothing is normalized: whitespace is kept, unseen characters and line ends fall back to bytes, so that
-    decoding gives the text back. The same documents give the same model. `where` names the text in messages.
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
+    """Refuses a tokenizer with more ids than the model `where` has embeddings; rows to spare are padding.
 
     Raises:
-      UserError: there is no text, or too little of it for `size` pieces.
+      UserError: it is a tokenizer with another vocabulary.
     """
-    import sentencepiece
-
-    sample = _sample_lines(documents, characters=max(2_000_000, 500 * size))
-    if not sample:
-        raise UserError(f"data source {where!r} is empty: there is no text to train a tokenizer on.")
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(sample),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=size,
-            hard_vocab_limit=True,
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
-            split_digits=True,
-            character_coverage=0.9995,
-            max_sentence_length=1_000_000,
-            shuffle_input_sentence=False,
-            num_threads=1,  # the result may depend on the number of threads
-            unk_id=0,
-            eos_id=1,
-            bos_id=-1,
-            pad_id=-1,
-            minloglevel=3,
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{where} has {vocab_size} embeddings, but its tokenizer has ids up to {tokenizer.vocab_size - 1}: it is "
+            "a tokenizer with another vocabulary. Give the one that the model was trained with."
         )
-    except (RuntimeError, OSError) as error:
-        most = re.search(r"value <= (\d+)", str(error))
-        if most:
-            raise UserError(
-                f"data source {where!r} has too little text for a SentencePiece tokenizer of {size} pieces: "
-                f"it gives at most {most[1]}. Ask for fewer, or use more text."
-            ) from error
-        reason = str(error).strip().splitlines()[-1]
-        raise UserError(f"Cannot train a SentencePiece tokenizer on {where!r}: {reason}") from error
-    return SentencePieceTokenizer(model.getvalue(), f"trained with {size} pieces")
-
-
-def _sample_lines(documents: Iterable[str], characters: int) -> list[str]:
-    """About `characters` characters of lines, spread evenly over the first 16 times as many characters."""
-    lines, total = [], 0
-    for line in _lines(documents):
-        lines.append(line)
-        total += len(line)
-        if total >= 16 * characters:
-            break
-    step = max(1, total // characters)
-    return lines[::step]
-
-
-def _lines(documents: Iterable[str]) -> Iterator[str]:
-    for document in documents:
-        for line in document.split("\n"):
-            if line:
-                yield line.replace("\0", " ")  # SentencePiece refuses NUL
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-def _write_kind(tokenizer: Tokenizer, directory: Path) -> None:
-    about = {
-        "kind": tokenizer.kind,
-        "fingerprint": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-    }
-    (directory / KIND_FILE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")

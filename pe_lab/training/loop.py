@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pe_lab.checkpoints import open_checkpoint
 from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.store import (
     DIRECTORY,
@@ -22,7 +23,6 @@ from pe_lab.checkpoints.store import (
     Store,
     first_line,
     new_id,
-    open_checkpoint,
     templates,
 )
 from pe_lab.checkpoints.surgery import NOTHING, change, check_same_shape, lineage_entry

@@ -11,15 +11,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from pe_lab.checkpoints.store import DIRECTORY, read_metadata, resolve, steps_in
+from pe_lab.checkpoints import is_foreign, open_source
+from pe_lab.checkpoints.store import DIRECTORY, steps_in
 from pe_lab.checkpoints.surgery import check_same_shape
-from pe_lab.config import Config, ModelConfig, PhaseConfig, UserError, from_dict
+from pe_lab.config import Config, PhaseConfig, UserError
 from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import build_pipeline
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.model import Model, complete
 from pe_lab.parallel import AxisRules, check_batch, make_mesh
-from pe_lab.positional import Layer, Schedule, build_schedule, from_json, layers
+from pe_lab.positional import Layer, Schedule, build_schedule, layers
 from pe_lab.training.optimizer import learning_rate
 from pe_lab.training.step import parameter_shardings
 
@@ -80,10 +81,9 @@ def _layers_before(phase: PhaseConfig, continues: PhasePlan | None) -> tuple[Lay
     """The layers that an edit of this phase would change; None where there are none to be found."""
     if continues is not None:
         return continues.layers
-    if phase.init_from in ("", "random") or not Path(phase.init_from).is_dir():
+    if phase.init_from in ("", "random") or not (is_foreign(phase.init_from) or Path(phase.init_from).is_dir()):
         return None
-    directory, step = resolve(phase.init_from)
-    return tuple(from_json(layer) for layer in read_metadata(directory / str(step))["layers"])
+    return open_source(phase.init_from).layers
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
         for source in config.data.sources:
             if source.source == "needles":
                 NeedleWindows(source.options, phase.config.sequence_length, 0, "train", 0)  # refuses short windows
-    starts = {phase.name: resolve(phase.config.init_from) for phase in phases if _starts_elsewhere(phase, workdir)}
+    starts = {phase.name: open_source(phase.config.init_from) for phase in phases if _starts_elsewhere(phase, workdir)}
     # Of every phase, not of the first alone: a later one's windows may be longer than the text.
     pipelines = [_pipeline(config, phase, mesh) for phase in phases]
     for pipeline in pipelines:
@@ -135,10 +135,8 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
     for phase, model in zip(phases, models, strict=True):
         parameter_shardings(model, mesh, rules)
         if phase.name in starts:
-            directory, step = starts[phase.name]
-            where = directory / str(step)
-            parent = from_dict(ModelConfig, read_metadata(where)["model"], f"{where}: model")
-            check_same_shape(parent, model.config, f"The checkpoint '{where}'", bool(phase.config.qk_norm))
+            parent = starts[phase.name]
+            check_same_shape(parent.model, model.config, f"The checkpoint '{parent.said}'", bool(phase.config.qk_norm))
     return Run(config, workdir, models, mesh, rules, phases, first.mixture, first.tokenizer)
 
 
@@ -169,6 +167,8 @@ def _starts_elsewhere(phase: PhasePlan, workdir: Path) -> bool:
     """Whether a phase has yet to start from a checkpoint that is there before this run."""
     if phase.config.init_from in ("", "random") or steps_in(workdir / phase.name / DIRECTORY):
         return False
+    if is_foreign(phase.config.init_from):
+        return True
     return not Path(phase.config.init_from).absolute().is_relative_to(workdir.absolute())
 
 

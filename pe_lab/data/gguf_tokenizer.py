@@ -1,0 +1,283 @@
+"""The tokenizer in a GGUF file's metadata, after llama.cpp's src/llama-vocab.cpp."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pe_lab.config import UserError
+from pe_lab.data.companions import CHAT_TEMPLATE, CONFIGURATION, GENERATION, AddedToken, Companions
+from pe_lab.data.hf_tokenizer import HuggingFaceTokenizer
+from pe_lab.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from pe_lab.data.tokenizer_json import assemble, bpe, byte_level, sequence
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
+
+# The names by which llama.cpp knows control tokens at which generation ends.
+# fmt: off
+ENDS = frozenset([
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "</s>",
+    "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>",
+])
+# fmt: on
+
+# How a text is cut before byte pairs are merged, by tokenizer.ggml.pre.
+_CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_WORDS = (
+    _CONTRACTIONS + r"|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Patterns, each cutting what those before left whole; `whole` words of the vocabulary are not merged anew."""
+
+    patterns: tuple[str, ...]
+    whole: bool = False
+    add_bos: bool = False  # where tokenizer.ggml.add_bos_token is silent
+
+
+_ONE_LLAMA3 = (_WORDS.format(digits=r"\p{N}{1,3}"),)
+_ONE_QWEN2 = (_WORDS.format(digits=r"\p{N}"),)
+_QWEN35 = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_FALCON = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"""|\s*[\r\n]+|\s+(?!\S)|\s+""",
+)
+CUTS: dict[str, Cut] = {
+    "default": Cut((r"[\p{P}\$\+<=>\^~\|]+", _FALCON, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "falcon": Cut((r"[\p{P}\$\+<=>\^~\|`]+", _FALCON, r"[0-9][0-9][0-9]")),
+    **dict.fromkeys(["gpt-2", "phi-2", "mpt", "olmo", "exaone4", "trillion", "granite-docling"], Cut((_GPT2,))),
+    **dict.fromkeys(
+        ["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"], Cut((r"\p{N}", _GPT2))
+    ),
+    **dict.fromkeys(["llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"], Cut(_ONE_LLAMA3, whole=True, add_bos=True)),
+    **dict.fromkeys(["dbrx", "smaug-bpe"], Cut(_ONE_LLAMA3)),
+    **dict.fromkeys(["qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"], Cut(_ONE_QWEN2)),
+    "qwen35": Cut((_QWEN35,)),
+    "deepseek-coder": Cut((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    **dict.fromkeys(["deepseek-v3", "hunyuan-dense"], Cut(_DEEPSEEK3)),
+}
+
+
+def load_gguf_tokenizer(path: Path) -> HuggingFaceTokenizer | SentencePieceTokenizer:
+    """The tokenizer of a GGUF file.
+
+    Raises:
+      UserError: the file cannot be read, its tokenizer is of an unknown kind, or its metadata are inconsistent.
+    """
+    return gguf_tokenizer(read_tokenizer_fields(path), str(path))
+
+
+def read_tokenizer_fields(path: Path) -> dict[str, Any]:
+    """The metadata of a GGUF file that begin with `tokenizer.`, and its `general.name`.
+
+    Raises:
+      UserError: gguf is not installed, or the file is missing, truncated, or no GGUF.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise UserError("Reading a GGUF file needs gguf. Install it: pip install gguf") from error
+    if not path.is_file():
+        raise UserError(f"There is no GGUF file {path}. Check the path.")
+    try:
+        reader = gguf.GGUFReader(path)
+        wanted = {n: f for n, f in reader.fields.items() if n.startswith("tokenizer.") or n == "general.name"}
+        return {name: field.contents() for name, field in wanted.items()}
+    except Exception as error:  # of many kinds: the reader checks little before it indexes
+        raise UserError(f"{path} is not a whole GGUF file: {error}. Download it again.") from error
+
+
+def gguf_tokenizer(fields: Mapping[str, Any], where: str) -> HuggingFaceTokenizer | SentencePieceTokenizer:
+    """The tokenizer that a GGUF file's metadata describe; `where` names the file in messages.
+
+    Raises:
+      UserError: a kind of tokenizer or of pre-tokenizer that is not known, or metadata that do not fit together.
+    """
+    metadata = _Metadata(fields, where)
+    model = metadata.get("model", str)
+    if model == "gpt2":
+        return _byte_level(metadata)
+    if model == "llama":
+        return _sentencepiece(metadata)
+    raise UserError(f"The tokenizer in {where} is of kind {model!r}. Known are gpt2 (byte pairs) and llama (SPM).")
+
+
+class _Metadata:
+    """The fields under `tokenizer.ggml.`, checked as they are asked for."""
+
+    def __init__(self, fields: Mapping[str, Any], where: str):
+        self.fields, self.where = fields, where
+        self.tokens: list[str] = self.get("tokens", list)
+        self.types: list[int] = list(self.get("token_type", list, [NORMAL] * len(self.tokens)))
+        if len(self.types) != len(self.tokens):
+            raise self.wrong(f"{len(self.tokens)} tokens, but {len(self.types)} token types")
+        if not all(isinstance(token, str) for token in self.tokens):
+            raise self.wrong("a token is not a text")
+        if strange := [t for t in self.types if t not in range(1, 7)]:
+            raise self.wrong(f"a token is of type {strange[0]}, and types are 1 to 6")
+        self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self.tokens)]  # as llama.cpp calls them
+        self.ids = {token: i for i, token in enumerate(self.tokens)}
+        if len(self.ids) != len(self.tokens):
+            twice = next(token for i, token in enumerate(self.tokens) if self.ids[token] != i)
+            raise self.wrong(f"the token {twice!r} is listed twice")
+        # A faulty conversion calls these something else, and llama.cpp mends that. It mends a normal </s> or <EOT>
+        # too: but that is text (Qwen2 has a piece </s>, and its own tokenizer never finds it whole).
+        for i, token in enumerate(self.tokens):
+            if token in ENDS and ("|" in token or self.types[i] != NORMAL):
+                self.types[i] = CONTROL
+
+    def wrong(self, what: str) -> UserError:
+        return UserError(f"The tokenizer in {self.where} is inconsistent: {what}. Download or convert the file again.")
+
+    def get(self, name: str, kind: type, default: Any = None) -> Any:
+        value = self.fields.get(f"tokenizer.ggml.{name}")
+        if value is None and default is not None:
+            return default
+        if value is None or not isinstance(value, kind):
+            found = "is missing" if value is None else f"is a {type(value).__name__}"
+            raise self.wrong(f"tokenizer.ggml.{name} {found}")
+        return value
+
+    def token(self, name: str, default: int | None = None) -> AddedToken | None:
+        """The token with the role `name`: bos, eos, unknown, padding, eot, eom."""
+        value = self.fields.get(f"tokenizer.ggml.{name}_token_id")
+        value = default if value is None else value
+        if value is None:
+            return None
+        if not isinstance(value, int) or not 0 <= value < len(self.tokens):
+            raise self.wrong(f"tokenizer.ggml.{name}_token_id is {value}, and there are {len(self.tokens)} tokens")
+        return AddedToken(self.tokens[value], int(value))
+
+    def added(self) -> list[AddedToken]:
+        """What is found in a text before it is cut: user-defined tokens always, the others in prompts alone."""
+        name = str(self.fields.get("general.name", "")).lower()
+        phi3 = "phi-3" in name or "phi3" in name  # its added tokens eat the spaces behind them; no field says so
+        return [
+            AddedToken(
+                token,
+                i,
+                special=kind != USER_DEFINED,
+                rstrip=phi3 and token not in ("<unk>", "<s>", "<|endoftext|>"),
+            )
+            for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind in (CONTROL, UNKNOWN, USER_DEFINED)
+        ]
+
+    def frame(self, bos: AddedToken | None, eos: AddedToken | None, add_bos: bool) -> dict[str, list[AddedToken]]:
+        frame = {}
+        for name, token, default in (("before", bos, add_bos), ("after", eos, False)):
+            role = "bos" if name == "before" else "eos"
+            wanted = bool(self.fields.get(f"tokenizer.ggml.add_{role}_token", default))
+            if wanted and token is None:
+                raise self.wrong(f"add_{role}_token is set, but there is no {role}_token_id")
+            frame[name] = [token] if wanted else []
+        return frame
+
+    def companions(self, roles: Mapping[str, AddedToken | None], **configuration: Any) -> Companions:
+        """What the files beside the original tokenizer would say, as far as the metadata know it."""
+        named = {f"{name}_token": token.content for name, token in roles.items() if token is not None}
+        configuration = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **configuration}
+        ends = [token.id for token in (roles["eos"], self.token("eot"), self.token("eom")) if token is not None]
+        ends += [i for i, token in enumerate(self.tokens) if token in ENDS and self.types[i] == CONTROL]
+        files = {
+            CONFIGURATION: json.dumps({**configuration, "clean_up_tokenization_spaces": False}, indent=2).encode(),
+            GENERATION: json.dumps({"eos_token_id": list(dict.fromkeys(ends))}).encode(),
+        }
+        template = self.fields.get("tokenizer.chat_template")
+        if isinstance(template, str):
+            files[CHAT_TEMPLATE] = template.encode()
+        return Companions(self.where, files)
+
+
+def _byte_level(metadata: _Metadata) -> HuggingFaceTokenizer:
+    pre = metadata.get("pre", str, "default")
+    if pre not in CUTS:
+        raise UserError(
+            f"The tokenizer in {metadata.where} cuts texts in a way called {pre!r} (tokenizer.ggml.pre), which is "
+            f"not known here. Known are {', '.join(sorted(CUTS))}. Give the original's tokenizer.json instead."
+        )
+    cut = CUTS[pre]
+    merges = [_pair(text, metadata) for text in metadata.get("merges", list)]
+    roles = {
+        "bos": metadata.token("bos"),
+        "eos": metadata.token("eos"),
+        "unk": metadata.token("unknown"),
+        "pad": metadata.token("padding"),
+    }
+    if roles["eos"] is None:
+        raise metadata.wrong("tokenizer.ggml.eos_token_id is missing")
+    cuts = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in cut.patterns
+    ]
+    specification = assemble(
+        bpe(metadata.ids, merges, ignore_merges=cut.whole),
+        metadata.added(),
+        pre_tokenizer=sequence("pretokenizers", [*cuts, byte_level(use_regex=False)]),
+        decoder=byte_level(use_regex=True),
+        **metadata.frame(roles["bos"], roles["eos"], cut.add_bos),
+    )
+    return HuggingFaceTokenizer(specification, metadata.companions(roles))
+
+
+def _pair(text: Any, metadata: _Metadata) -> tuple[str, str]:
+    left, space, right = str(text)[1:].partition(" ")  # a symbol has at least one character
+    left = str(text)[:1] + left
+    if not space or not right:
+        raise metadata.wrong(f"the merge {text!r} is not two symbols")
+    for symbol in (left, right, left + right):
+        if symbol not in metadata.ids:
+            raise metadata.wrong(f"the merge {text!r} names {symbol!r}, which is not a token")
+    return left, right
+
+
+def _sentencepiece(metadata: _Metadata) -> SentencePieceTokenizer:
+    from sentencepiece import sentencepiece_model_pb2
+
+    scores: Sequence[float] = metadata.get("scores", list)
+    if len(scores) != len(metadata.tokens):
+        raise metadata.wrong(f"{len(metadata.tokens)} tokens, but {len(scores)} scores")
+    roles = {
+        "bos": metadata.token("bos", 1),
+        "eos": metadata.token("eos", 2),
+        "unk": metadata.token("unknown", 0),
+        "pad": metadata.token("padding"),
+    }
+    unknown = roles["unk"].id
+    types = [NORMAL if t == UNKNOWN and i != unknown else t for i, t in enumerate(metadata.types)]
+    types[unknown] = UNKNOWN  # SentencePiece wants one, and one only
+    proto = sentencepiece_model_pb2.ModelProto()
+    for token, score, kind in zip(metadata.tokens, scores, types, strict=True):
+        proto.pieces.add(piece=token, score=score, type=kind)
+    trainer, normalization = proto.trainer_spec, proto.normalizer_spec
+    trainer.model_type = trainer.BPE
+    if types.count(BYTE) not in (0, 256):
+        raise metadata.wrong(f"{types.count(BYTE)} of its tokens are bytes, and there are 256 bytes")
+    trainer.byte_fallback = BYTE in types
+    trainer.vocab_size = len(types)
+    trainer.unk_id, trainer.unk_piece = unknown, roles["unk"].content
+    trainer.bos_id, trainer.bos_piece = roles["bos"].id, roles["bos"].content
+    trainer.eos_id, trainer.eos_piece = roles["eos"].id, roles["eos"].content
+    trainer.pad_id, trainer.pad_piece = -1, ""
+    normalization.name = "identity"
+    normalization.add_dummy_prefix = bool(metadata.fields.get("tokenizer.ggml.add_space_prefix", True))
+    normalization.remove_extra_whitespaces = False
+    frame = metadata.frame(roles["bos"], roles["eos"], add_bos=True)
+    companions = metadata.companions(
+        roles,
+        add_bos_token=bool(frame["before"]),
+        add_eos_token=bool(frame["after"]),
+        added_tokens_decoder={str(t.id): {k: v for k, v in t.to_json().items() if k != "id"} for t in metadata.added()},
+    )
+    return SentencePieceTokenizer(proto.SerializeToString(), companions)

@@ -1,0 +1,106 @@
+"""Reads a model as a user of transformers does, in a process of its own, and writes what it computes.
+
+    PYTHON tests/data/read_with_transformers.py --model=DIR --tokens=tokens.npy --out=logits.npy
+
+--model, --tokens and --out may be repeated, as often each: imports take longer than a tiny model.
+tests/transformers_environments.py starts it, with the python of an environment that has transformers 4.56 or 5; it
+imports nothing of this repository. No remote code is trusted, no network asked. A tensor of the model that the files
+lack, one of theirs that it does not take, and one of another shape are errors, where transformers only warns.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+# Whatever else from_pretrained reports, by its own name in each release.
+PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors")
+
+
+def load(directory: str, gguf_file: str | None, dtype: str) -> PreTrainedModel:
+    model, report = AutoModelForCausalLM.from_pretrained(
+        directory,
+        gguf_file=gguf_file,
+        dtype=getattr(torch, dtype),
+        trust_remote_code=False,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    problems = {key: sorted(map(str, report[key])) for key in PROBLEMS if report.get(key)}
+    if problems:
+        raise SystemExit(f"{directory} does not fit {type(model).__name__}: {json.dumps(problems, indent=1)}")
+    return model.eval()
+
+
+def logits_of(model: PreTrainedModel, tokens: torch.Tensor, last: int | None) -> np.ndarray:
+    # 0 keeps all. Only those asked for are computed: at 8192 positions all of them are gigabytes.
+    return model(tokens, use_cache=False, logits_to_keep=last or 0).logits.float().numpy()
+
+
+def continuation_of(model: PreTrainedModel, tokens: torch.Tensor, new_tokens: int) -> np.ndarray:
+    # Settings that come with the model (sampling, where to stop) are set aside, and so are guesses about padding.
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
+    generated = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new_tokens, do_sample=False
+    )
+    return generated[:, tokens.shape[1] :].numpy()
+
+
+def ids_of(directory: str, gguf_file: str | None, text: str) -> dict:
+    tokenizer = AutoTokenizer.from_pretrained(
+        directory, gguf_file=gguf_file, trust_remote_code=False, local_files_only=True
+    )
+    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return {
+        "plain": plain,
+        "with_special_tokens": tokenizer(text)["input_ids"],
+        "decoded": tokenizer.decode(plain, clean_up_tokenization_spaces=False),
+        "class": type(tokenizer).__name__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", action="append", required=True, help="a directory")
+    parser.add_argument("--gguf-file", help="the name of a GGUF file in it")
+    parser.add_argument("--dtype", default="float32", help="of the weights and the computation")
+    parser.add_argument("--tokens", action="append", default=[], help=".npy, [B, T] integers")
+    parser.add_argument("--out", action="append", default=[], help=".npy for the logits [B, T, V] float32")
+    parser.add_argument("--last", type=int, help="the logits of so many last positions instead of all")
+    parser.add_argument("--generate", type=int, help="continue the tokens greedily by so many")
+    parser.add_argument("--generated-out", help=".npy for the continuation [B, N]")
+    parser.add_argument("--text", help="a UTF-8 file to tokenize")
+    parser.add_argument("--ids-out", help=".json for its ids")
+    arguments = parser.parse_args()
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}", flush=True)
+
+    if arguments.text:
+        text = Path(arguments.text).read_bytes().decode()
+        ids = ids_of(arguments.model[0], arguments.gguf_file, text)
+        Path(arguments.ids_out).write_text(json.dumps(ids))
+        print(f"{ids['class']}: {len(ids['plain'])} ids")
+    if not arguments.tokens:
+        return
+    outs = arguments.out or [None] * len(arguments.tokens)
+    for directory, tokens_file, out in zip(arguments.model, arguments.tokens, outs, strict=True):
+        tokens = torch.tensor(np.load(tokens_file), dtype=torch.int64)
+        started = time.monotonic()
+        model = load(directory, arguments.gguf_file, arguments.dtype)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{directory}: {type(model).__name__}, {parameters:,} parameters, {time.monotonic() - started:.1f} s")
+        started = time.monotonic()
+        with torch.no_grad():
+            if out:
+                np.save(out, logits_of(model, tokens, arguments.last))
+            if arguments.generate:
+                np.save(arguments.generated_out, continuation_of(model, tokens, arguments.generate))
+        print(f"{tuple(tokens.shape)} tokens: {time.monotonic() - started:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

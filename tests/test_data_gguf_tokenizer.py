@@ -1,0 +1,157 @@
+"""The tokenizer in a GGUF file gives llama.cpp's ids, and metadata that do not fit together are refused."""
+
+import copy
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from real_material import smollm2_gguf
+
+from pe_lab.config import UserError
+from pe_lab.data.gguf_tokenizer import CUTS, gguf_tokenizer
+from pe_lab.data.tokenizers import export_tokenizer, load_saved_tokenizer, load_tokenizer, save_tokenizer
+
+GOLDEN = json.loads((Path(__file__).parent / "data" / "tokenizer_gguf_golden.json").read_text())
+TEXTS, BYTE_PAIRS, PIECES = GOLDEN["texts"], GOLDEN["byte_pairs"], GOLDEN["pieces"]
+
+
+def fields(kind="byte_pairs", **changes):
+    return {f"tokenizer.ggml.{k}": v for k, v in {**copy.deepcopy(GOLDEN[kind]), **changes}.items()}
+
+
+def digest(ids):
+    return hashlib.sha256(json.dumps(ids.tolist()).encode()).hexdigest()[:12]
+
+
+@pytest.mark.parametrize("pre", sorted(CUTS))
+def test_every_way_to_cut_is_llama_cpps(pre):
+    tokenizer = gguf_tokenizer(fields(pre=pre), "tiny.gguf")
+    golden = GOLDEN["pre"][pre]
+    for text, prompt, document in zip(TEXTS, golden["prompts"], golden["documents"], strict=True):
+        if text:  # llama.cpp was not asked
+            assert digest(tokenizer.encode_prompt(text)) == prompt, text
+            assert digest(tokenizer.encode(text)) == document, text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.decode(tokenizer.encode_prompt(text, add_special_tokens=False), False) == text
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_pieces_with_scores_are_llama_cpps(prefix):
+    changes = {"add_space_prefix": prefix, "add_bos_token": prefix, "add_eos_token": not prefix}
+    tokenizer = gguf_tokenizer(fields("pieces", **changes), "tiny.gguf")
+    golden = GOLDEN["spm"][str(prefix).lower()]
+    for text, prompt, document in zip(TEXTS, golden["prompts"], golden["documents"], strict=True):
+        if text:
+            assert tokenizer.encode_prompt(text).tolist() == prompt, text
+            assert tokenizer.encode(text).tolist() == document, text
+        assert tokenizer.decode(tokenizer.encode(text)) == text.replace("\u2581", " ")  # the sign for a space
+
+
+def test_saved_it_is_the_same_and_knows_where_to_stop(tmp_path):
+    for kind, stops in (("byte_pairs", ("<|im_end|>", "<|endoftext|>", "</s>")), ("pieces", ("</s>", "<|im_end|>"))):
+        changes = {"pre": "smollm", "add_bos_token": True, "eot_token_id": 2}
+        given = fields(kind, **changes) | {"tokenizer.chat_template": "{{ messages[0].content }}"}
+        tokenizer = gguf_tokenizer(given, "tiny.gguf")
+        save_tokenizer(tokenizer, tmp_path / kind)
+        again = load_saved_tokenizer(tmp_path / kind)
+        for it in (tokenizer, again):
+            assert it.stop_ids == tuple(GOLDEN[kind]["tokens"].index(name) for name in stops)
+            assert it.chat([{"role": "user", "content": "Hi"}]) == "Hi"
+        export_tokenizer(tokenizer, tmp_path / f"{kind}-out")
+        exported = load_tokenizer(f"hf:{tmp_path}/{kind}-out")
+        for text in TEXTS:
+            np.testing.assert_array_equal(again.encode_prompt(text), tokenizer.encode_prompt(text))
+            np.testing.assert_array_equal(exported.encode_prompt(text), tokenizer.encode_prompt(text))
+
+
+def test_a_control_token_that_was_converted_as_text_is_found_in_prompts_alone():
+    tokens = BYTE_PAIRS["tokens"]
+    types = [1 if token == "<|im_end|>" else kind for token, kind in zip(tokens, BYTE_PAIRS["token_type"], strict=True)]
+    tokenizer = gguf_tokenizer(fields(token_type=types), "tiny.gguf")
+    assert tokenizer.encode_prompt("<|im_end|>").tolist() == [2]
+    assert len(tokenizer.encode("<|im_end|>")) > 1
+
+
+def test_phi_3s_tokens_eat_spaces():
+    given = fields("pieces", add_bos_token=False)
+    plain = gguf_tokenizer(given, "tiny.gguf").encode_prompt("<|im_end|>  \n Hi").tolist()
+    eaten = gguf_tokenizer(given | {"general.name": "Phi-3 mini"}, "tiny.gguf").encode_prompt("<|im_end|>  \n Hi")
+    assert eaten.tolist() == gguf_tokenizer(given, "tiny.gguf").encode_prompt("<|im_end|>Hi").tolist() != plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "says"),
+    [
+        ("byte_pairs", {"model": None}, "tokenizer.ggml.model is missing"),
+        ("byte_pairs", {"model": "bert"}, "kind 'bert'. Known are gpt2"),
+        ("byte_pairs", {"pre": "runes"}, "'runes' .*not known here. Known are .*smollm"),
+        ("byte_pairs", {"tokens": None}, "tokenizer.ggml.tokens is missing"),
+        ("byte_pairs", {"tokens": "abc"}, "tokenizer.ggml.tokens is a str"),
+        ("byte_pairs", {"token_type": BYTE_PAIRS["token_type"][:-1]}, "but .* token types"),
+        ("byte_pairs", {"token_type": [9, *BYTE_PAIRS["token_type"][1:]]}, "of type 9"),
+        ("byte_pairs", {"tokens": [*BYTE_PAIRS["tokens"][:-1], "<s>"]}, "'<s>' is listed twice"),
+        ("byte_pairs", {"merges": None}, "tokenizer.ggml.merges is missing"),
+        ("byte_pairs", {"merges": ["a never"]}, "the merge 'a never' names 'never'"),
+        ("byte_pairs", {"merges": ["ab"]}, "the merge 'ab' is not two symbols"),
+        ("byte_pairs", {"eos_token_id": None}, "eos_token_id is missing"),
+        ("byte_pairs", {"eos_token_id": 10**6}, "eos_token_id is 1000000, and there are"),
+        ("byte_pairs", {"bos_token_id": None, "add_bos_token": True}, "there is no bos_token_id"),
+        ("pieces", {"scores": PIECES["scores"][:-1]}, "but .* scores"),
+        ("byte_pairs", {"tokens": [1, *BYTE_PAIRS["tokens"][1:]]}, "a token is not a text"),
+        ("byte_pairs", {"bos_token_id": "<s>"}, "bos_token_id is <s>"),
+        (
+            "pieces",
+            {"token_type": [1 if t == 6 else t for t in PIECES["token_type"][:9]] + PIECES["token_type"][9:]},
+            "are bytes",
+        ),
+        ("pieces", {"scores": None}, "tokenizer.ggml.scores is missing"),
+    ],
+)
+def test_metadata_that_do_not_fit_are_refused(kind, changes, says):
+    given = {k: v for k, v in fields(kind, **changes).items() if v is not None}
+    with pytest.raises(UserError, match=f"tiny.gguf.*(?:{says})"):
+        gguf_tokenizer(given, "tiny.gguf")
+
+
+def write_gguf(path, given):
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), "llama")
+    for name, value in given.items():
+        add = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}[type(value)]
+        add(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+
+def test_a_file_is_read_and_a_damaged_one_refused(tmp_path):
+    whole = tmp_path / "whole.gguf"
+    write_gguf(whole, fields(pre="smollm"))
+    ids = load_tokenizer(f"gguf:{whole}").encode_prompt(TEXTS[5])
+    np.testing.assert_array_equal(ids, gguf_tokenizer(fields(pre="smollm"), "tiny.gguf").encode_prompt(TEXTS[5]))
+    for keep in (0, 3, 20, 300, whole.stat().st_size - 5):
+        (tmp_path / "cut.gguf").write_bytes(whole.read_bytes()[:keep])
+        with pytest.raises(UserError, match="cut.gguf"):
+            load_tokenizer(f"gguf:{tmp_path}/cut.gguf")
+    with pytest.raises(UserError, match="There is no GGUF file .*none.gguf"):
+        load_tokenizer(f"gguf:{tmp_path}/none.gguf")
+
+
+@pytest.mark.slow
+def test_smollm2_is_llama_cpps(tmp_path):
+    tokenizer = load_tokenizer(f"gguf:{smollm2_gguf()}")
+    golden = GOLDEN["smollm2"]
+    for text, prompt, document in zip(TEXTS, golden["prompts"], golden["documents"], strict=True):
+        assert tokenizer.encode_prompt(text).tolist() == prompt, text
+        assert tokenizer.encode(text).tolist() == document, text
+        assert tokenizer.decode(document) == text
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.stop_ids) == (49152, 2, (2, 0))
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    assert load_saved_tokenizer(tmp_path / "saved").fingerprint == tokenizer.fingerprint
+    chat = tokenizer.chat([{"role": "user", "content": "Hi"}])
+    assert chat.startswith("<|im_start|>system\n")
+    assert chat.endswith("<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.encode_prompt(chat)[0] == 1
