@@ -10,7 +10,6 @@ memory as anything else. The peak is the kernel's (ru_maxrss) of the process tha
 import argparse
 import json
 import os
-
 import shutil
 import subprocess
 import sys
@@ -105,9 +104,10 @@ def measure(what: str, largest: int, arguments: list[str]) -> None:
     if status:
         sys.exit(f"convert {what} ended with {os.waitstatus_to_exitcode(status)}")
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    bound = largest + BOUND
     print(
-        f"{what:4} peak {peak / 1e9:.2f} GB in {time.monotonic() - started:.0f} s; largest shard {largest / 1e9:.2f} GB, "
-        f"bound {(largest + BOUND) / 1e9:.2f} GB: {'within' if peak <= largest + BOUND else 'BEYOND'}"
+        f"{what:4} peak {peak / 1e9:.2f} GB in {time.monotonic() - started:.0f} s; "
+        f"largest shard {largest / 1e9:.2f} GB, bound {bound / 1e9:.2f} GB: {'within' if peak <= bound else 'BEYOND'}"
     )
 
 

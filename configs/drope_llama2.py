@@ -7,7 +7,6 @@ Arguments: from=runs/llama2_7b (the checkpoint to begin with), data=data/fineweb
 
 Prepare (23M documents are about 25B tokens; model and tokenizer are huggingface.co/meta-llama/Llama-2-7b-hf):
   python -m pe_lab.convert --from=hf:Llama-2-7b-hf --to=runs/llama2_7b
-  (pe_lab.convert is still to come; until it is here, from= takes a checkpoint that pe_lab trained.)
   python -m pe_lab.prepare --source=parquet:'fineweb-edu/sample/100BT/*.parquet' \\
       --tokenizer=sentencepiece:Llama-2-7b-hf/tokenizer.model --limit-documents=23000000 \\
       --out=data/fineweb-edu-llama2

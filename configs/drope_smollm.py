@@ -10,7 +10,6 @@ qk_norm=head (or flat, query_head, query_flat, none; model=1.7b has none unless 
 Prepare (models and tokenizers are huggingface.co/HuggingFaceTB/SmolLM-360M, SmolLM-1.7B and SmolLM2-135M; 36M
 documents are about 36B tokens; tokens=60b takes 70M, and tokens=120b 140M out of sample/350BT):
   python -m pe_lab.convert --from=hf:SmolLM-360M --to=runs/smollm_360m
-  (pe_lab.convert is still to come; until it is here, from= takes a checkpoint that pe_lab trained.)
   python -m pe_lab.prepare --source=parquet:'fineweb-edu/sample/100BT/*.parquet' \\
       --tokenizer=hf:SmolLM-360M/tokenizer.json --limit-documents=36000000 --out=data/fineweb-edu-smollm
 and the same for runs/smollm_1_7b, which reads the same data, or for runs/smollm2_135m and

@@ -9,7 +9,6 @@ Arguments: qk_norm=head (or flat, query_head, query_flat, none; also yes = head 
 
 Prepare (36M documents are about 36B tokens; model and tokenizer are huggingface.co/HuggingFaceTB/SmolLM-360M):
   python -m pe_lab.convert --from=hf:SmolLM-360M --to=runs/smollm_360m
-  (pe_lab.convert is still to come; until it is here, from= takes a checkpoint that pe_lab trained.)
   python -m pe_lab.prepare --source=parquet:'fineweb-edu/sample/100BT/*.parquet' \\
       --tokenizer=hf:SmolLM-360M/tokenizer.json --limit-documents=36000000 --out=data/fineweb-edu-smollm
 

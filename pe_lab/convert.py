@@ -130,6 +130,11 @@ def take_out(
     print(f"{source.said}: as {export.family.architecture}, {export.dtype}, {export.size / 1e9:.2f} GB")
     for note in export.notes:
         print(note)
+    if export.family.model_type == "qwen2" and tokenizer is not None and tokenizer.kind != "hf":
+        print(
+            "transformers 5 takes every tokenizer beside a qwen2 model for Qwen's own, with other ids: load this one "
+            "with PreTrainedTokenizerFast."
+        )
     if not export.family.stock:
         print(f"transformers has no {export.family.architecture}: DroPE's own code reads this.")
     with new_directory(to, "--to") as beside:

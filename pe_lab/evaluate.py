@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pe_lab.config import Config, DataConfig, EvaluationConfig, UserError, command, from_dict
+from pe_lab.config import Config, DataConfig, EvaluationConfig, SourceConfig, UserError, command, from_dict
 
 
 def locate(given: Path) -> tuple[Path, list[Path]]:
@@ -21,8 +21,13 @@ def locate(given: Path) -> tuple[Path, list[Path]]:
     A run directory means the last checkpoint of each phase; a phase, a directory made by surgery, or a single
     checkpoint mean that one.
     """
-    from pe_lab.checkpoints import find_checkpoints, resolve
+    from pe_lab.checkpoints import find_checkpoints, is_foreign, resolve
 
+    if is_foreign(given):
+        raise UserError(
+            f"--from '{given}' is no checkpoint of pe_lab. Bring it in first: python -m pe_lab.convert --from={given} "
+            "--to=runs/NAME"
+        )
     if not given.is_dir():
         raise UserError(f"--from '{given}' is not a directory. Give a run, a phase of it, or a checkpoint.")
     given = given.resolve()
@@ -50,10 +55,20 @@ def saved_config(metadata: dict[str, Any], where: Path) -> tuple[DataConfig, Eva
     """What a checkpoint's own config says of its data and of evaluation."""
     config = metadata.get("config")
     if not config:
-        raise UserError(f"{where} does not say what it was trained on; its data cannot be opened.")
+        raise UserError(
+            f"{where} does not say what it was trained on (it was converted). Measure it on text of yours: --text=GLOB."
+        )
     whole = {name: config[name] for name in ("data", "evaluation") if name in config}
     read = from_dict(Config, whole, f"config of {where}")
     return read.data, read.evaluation
+
+
+def own_text(pattern: str, tokenizer: str, where: Path) -> tuple[DataConfig, EvaluationConfig]:
+    """Text files to measure on, all of them, instead of what a checkpoint's data holds out."""
+    if not tokenizer:
+        raise UserError(f"--text: {where} came without a tokenizer, so text cannot be read.")
+    sources = (SourceConfig(source=f"text:{pattern}"),)
+    return DataConfig(sources=sources, tokenizer=tokenizer, validation_fraction=1.0), EvaluationConfig()
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -66,9 +81,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         required=True,
         help="a run directory, a phase of it, or a checkpoint",
     )
+    add("--text", metavar="GLOB", help="text files to measure on (default: what the run's data holds out)")
     add("--suite", help="of perplexity, needles, beta (default: all that are possible)")
     add("--lengths", help="such as 1x,2x,4x (of the training length) or 2k,4096 (default: the config's)")
-    add("--methods", help="of as-trained, cropped, pi, ntk, yarn, beta (default: all that make sense)")
+    add(
+        "--methods",
+        help="of as-trained, cropped, pi, ntk, yarn, beta, paper-beta (default: all that make sense), dropped",
+    )
     add("--tokens", type=int, help="held-out tokens per perplexity")
     add("--fit-tokens", type=int, help="other held-out tokens, for the logit scale")
     add("--windows", type=int, help="windows per needle accuracy")
@@ -97,7 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     root, paths = locate(arguments.source)
     name = run_name(root)
     subjects = [ev.Subject(open_checkpoint(path), name, os.path.relpath(path, root)) for path in paths]
-    data, settings = saved_config(subjects[-1].checkpoint.metadata, paths[-1])
+    if arguments.text is None:
+        data, settings = saved_config(subjects[-1].checkpoint.metadata, paths[-1])
+    else:
+        data, settings = own_text(arguments.text, subjects[-1].checkpoint.tokenizer, paths[-1])
     given = {
         "tokens": arguments.tokens,
         "fit_tokens": arguments.fit_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +13,13 @@ import numpy as np
 
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.checkpoints.qk_norm import change_qk_norm
-from pe_lab.checkpoints.store import Checkpoint, tokenizer_directory
+from pe_lab.checkpoints.store import Checkpoint
 from pe_lab.checkpoints.surgery import NOTHING, change, write_child
 from pe_lab.config import DataConfig, UserError, command, from_dict, local_path
 from pe_lab.data.pipeline import validation_batches
-from pe_lab.data.tokenizers import load_saved_tokenizer
+from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
 from pe_lab.parallel import start_processes
-from pe_lab.positional import Layer, build_schedule, denoise, describe, drop, layers, read_scores
+from pe_lab.positional import Layer, build_schedule, denoise, describe, drop, read_scores, read_with
 
 # --dope: how chosen heads are denoised. Both readings of the paper where its equations and its text disagree.
 DOPE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -28,7 +29,7 @@ DOPE: dict[str, tuple[str, dict[str, Any]]] = {
     "parts-slow": ("parts", {"keep": "slow"}),
     "gaussian": ("gaussian", {}),
 }
-FIT_ROWS = 8  # windows of text that a QK-norm's constants are fitted on
+FIT_ROWS, FIT_LENGTH = 8, 1024  # windows of text that a QK-norm's constants are fitted on, and their tokens at most
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,12 +39,14 @@ def parser() -> argparse.ArgumentParser:
         description="Writes a child of a checkpoint with another positional encoding, another QK-norm, or both. "
         "The source is never touched; a phase can start from the child by init_from.",
     )
-    parser.add_argument("--from", dest="source", required=True, help="a run, a phase or a checkpoint")
+    parser.add_argument(
+        "--from", dest="source", required=True, help="a run, a phase, a checkpoint, hf:DIR or gguf:FILE"
+    )
     parser.add_argument("--to", required=True, help="a new directory for the child")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--drop", action="store_true", help="remove the positional encoding (DroPE)")
     what.add_argument(
-        "--positional", help="another one, such as yarn:factor=2,original_length=1024; A+B+C is a pattern"
+        "--positional", help="another one: rope:base=10000; yarn:factor=4 stretches what is there; A+B is a pattern"
     )
     what.add_argument("--mask-heads", metavar="SCORES.json", help="denoise heads by their scores (DoPE)")
     parser.add_argument("--layers", help="which layers, such as 0,2,8-11; all by default (with --drop)")
@@ -84,7 +87,8 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
     if args.drop:
         return drop(parse_layers(args.layers) if args.layers else None).apply(parent.layers)
     if args.positional:
-        return layers(args.positional.split("+"), len(parent.layers), parent.layers)
+        items = args.positional.split("+")
+        return read_with(items if len(items) > 1 else items[0], parent.layers, int(parent.metadata["training_length"]))
     if args.mask_heads:
         scores = read_scores(args.mask_heads, len(parent.layers), parent.model.heads)
         method, options = DOPE[args.dope]
@@ -95,14 +99,13 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
 
 
 def fitting_text(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarray]:
-    """A batch of windows as long as in training: from a file, or from what the checkpoint's data holds out."""
-    length = int(parent.metadata["training_length"])
+    """A batch of windows, of at most `FIT_LENGTH` tokens: from a file, or from what the checkpoint's data holds out."""
+    length = min(int(parent.metadata["training_length"]), FIT_LENGTH)
     if text:
-        directory = tokenizer_directory(parent.path)
-        if directory is None:
+        if not parent.tokenizer:
             raise UserError(f"'{parent.path}' came without a tokenizer; --text cannot be read.")
         try:
-            ids = load_saved_tokenizer(directory).encode(Path(text).read_text())
+            ids = load_tokenizer(parent.tokenizer).encode(Path(text).read_text())
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--text: '{text}' cannot be read as text ({error}).") from None
         rows = min(FIT_ROWS, (len(ids) - 1) // length)
@@ -111,6 +114,8 @@ def fitting_text(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarra
         windows = np.asarray(ids[: rows * length + 1], np.int32)
         tokens, targets = windows[:-1].reshape(rows, length), windows[1:].reshape(rows, length)
         return {"tokens": tokens, "targets": targets, "weights": np.ones(tokens.shape, np.float32)}
+    if parent.converted:
+        raise UserError(f"A QK-norm is fitted on text, and '{parent.path}' says nothing of its own; give --text=FILE.")
     data = from_dict(DataConfig, parent.metadata["config"]["data"], f"{parent.path}: config.data")
     try:
         found = validation_batches(data, sequence_length=length, batch_size=FIT_ROWS, count=1)
@@ -142,7 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if kind:
         model, params, told = change_qk_norm(model, parent.params, kind, schedule, fitting_text(parent, args.text))
         what, edited = str(told) if what == NOTHING else f"{what}; {told}", (model, params)
-    where = write_child(parent, after, to, what, edited)
+    tokenizer = load_tokenizer(parent.tokenizer) if parent.tokenizer else None
+    save = None if tokenizer is None else functools.partial(save_tokenizer, tokenizer)
+    where = write_child(parent, after, to, what, edited, save)
     print(describe(schedule, after))
     print(f"{where}: child of {parent.path}: {what}")
     return 0

@@ -120,7 +120,8 @@ class Evaluation:
                 )
         if self.plan.suites is None:
             self.skipped += [f"{s} left out: {reasons[s]}." for s in SUITES[:2] if s in reasons]
-        chosen = tuple(m for m in here if m in (self.plan.methods or here))
+        default = [m for m in here if m not in methods.ASKED_FOR]
+        chosen = tuple(m for m in here if m in (self.plan.methods or default))
         if "beta" not in chosen:
             if self.plan.suites and "beta" in self.plan.suites:
                 raise UserError("--suite=beta fits the logit scale: leave --methods out, or name beta in it.")

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pe_lab.config import UserError, did_you_mean
-from pe_lab.positional import NTK, PI, DynamicYarn, Layer, NoPE, PartialRope, Rope, Yarn, family
+from pe_lab.positional import NTK, PI, DynamicYarn, Layer, NoPE, PartialRope, Rope, Yarn, drop, family
 
 # In the order of tables. The first is always possible.
-METHODS = ("as trained", "cropped", "PI", "NTK", "YaRN", "beta", "paper beta")
+METHODS = ("as trained", "cropped", "PI", "NTK", "YaRN", "beta", "paper beta", "dropped")
+ASKED_FOR = ("dropped",)  # measured when named, and not by default
 STRETCHES = ("PI", "NTK", "YaRN")
 # DroPE's logit scale for its models trained from scratch: beta(s) = 1 + 0.412 ln s (494M parameters, fitted there).
 PAPER_COEFFICIENT = 0.412
@@ -48,13 +49,15 @@ def methods_of(layers: Sequence[Layer], training_length: int) -> tuple[str, ...]
 
     Cropping and stretching are for models that rotate. A layer that was stretched already is not stretched
     again, and neither is one whose window never shows it a distance it was not trained on. The logit scale is
-    for models without any encoding.
+    for models without any encoding. `dropped`, the weights of a rotary model read without its rotation, shows what a
+    drop costs before anything is recalibrated.
     """
     chosen = ["as trained"]
     if any(_rotates(layer) for layer in layers):
         chosen.append("cropped")
         if any(_stretches(layer, training_length) for layer in layers):
             chosen += STRETCHES
+        chosen.append("dropped")
     elif all(isinstance(layer.encoding, NoPE) for layer in layers):
         chosen += ["beta", "paper beta"]
     return tuple(chosen)
@@ -69,6 +72,7 @@ def label(model: str, method: str) -> str:
         "cropped": f"{model}, cropped context",
         "beta": f"{model}, β",
         "paper beta": f"{model}, paper's β",
+        "dropped": f"{model}, dropped and not recalibrated",
     }[method]
 
 
@@ -82,8 +86,10 @@ def read_with(
 ) -> tuple[Layer, ...]:
     """The layers under a method, for texts of `length` tokens.
 
-    Up to the training length every method leaves the model as it is. `cropped` crops the text instead.
+    Up to the training length every method but `dropped` leaves the model as it is. `cropped` crops the text instead.
     """
+    if method == "dropped":
+        return drop().apply(layers)
     factor = length / training_length
     if factor <= 1 or method in ("as trained", "cropped"):
         return tuple(layers)

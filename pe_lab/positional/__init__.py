@@ -16,7 +16,7 @@ from pe_lab.positional.encodings import (
 from pe_lab.positional.heads import Bands, Gaussian, HeadEdit, Uniform
 from pe_lab.positional.layers import Beta, Drop, Layer, LayersEdit, Rescale, drop, rescale
 from pe_lab.positional.layouts import CANONICAL, Layout, channel_order, from_canonical, to_canonical
-from pe_lab.positional.patterns import Pattern, layers, pattern, rnope_swa, smollm3, swan
+from pe_lab.positional.patterns import Pattern, layers, pattern, read_with, rnope_swa, smollm3, swan
 from pe_lab.positional.rotation import Warp, angles, apply_p_rope, apply_rope, rotate, rotation_tables
 from pe_lab.positional.scalings import (
     NTK,
@@ -88,6 +88,7 @@ __all__ = [
     "parse",
     "pattern",
     "read_scores",
+    "read_with",
     "rescale",
     "rnope_swa",
     "rotate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from pe_lab.config import UserError
 from pe_lab.positional.encodings import Encoding, NoPE, Rope
 from pe_lab.positional.layers import Beta, Drop, Layer, Rescale
+from pe_lab.positional.scalings import SCALINGS
 from pe_lab.positional.texts import from_json, parse
 
 
@@ -84,6 +86,28 @@ def layers(description: Any, num_layers: int, before: Sequence[Layer] | None = N
         )
     period = [_layer(item) for item in items]
     return tuple((period * -(-num_layers // len(period)))[:num_layers])
+
+
+def read_with(description: Any, before: Sequence[Layer], original_length: int) -> tuple[Layer, ...]:
+    """What weights that are there are read with, as a person says it: as `layers`, but for a scaling by its name alone.
+
+    `yarn:factor=4` stretches the rotation there is, whatever its base, and takes `original_length` for the length it
+    stretches from; as an encoding of its own it would have the default base, which are not the weights'.
+
+    Args:
+      description: as in `layers`.
+      before: the layers there are.
+      original_length: tokens a window in training.
+    """
+    if isinstance(description, str) and "+" not in description and "/" not in description:
+        name, _, arguments = description.strip().partition(":")
+        keys = [item.partition("=")[0] for item in arguments.split(",") if item]
+        if name in SCALINGS and "base" not in keys and "fraction" not in keys:
+            fields = {field.name for field in dataclasses.fields(SCALINGS[name])}
+            if "original_length" in fields and "original_length" not in keys:
+                arguments = ",".join(filter(None, [arguments, f"original_length={original_length}"]))
+            return Rescale(parse(f"{name}:{arguments}").encoding.scaling).apply(before)
+    return layers(description, len(before), before)
 
 
 def _layer(item: Any) -> Layer:

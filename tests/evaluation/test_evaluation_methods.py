@@ -37,14 +37,14 @@ def test_beta_scales_the_logits_of_every_layer():
 
 
 def test_which_methods_make_sense():
-    assert methods_of(ROPE, 100) == ("as trained", "cropped", "PI", "NTK", "YaRN")
+    assert methods_of(ROPE, 100) == ("as trained", "cropped", "PI", "NTK", "YaRN", "dropped")
     assert methods_of(NOPE, 100) == ("as trained", "beta", "paper beta")
     assert methods_of(layers(Alibi(), 2), 100) == ("as trained",)
     assert methods_of(layers(Rope(fraction=0.0), 2), 100) == ("as trained",)
     # Nothing rotates over distances that training did not show.
     swa = (Layer(Rope(), window=64), Layer(NoPE()))
-    assert methods_of(swa, 100) == ("as trained", "cropped")
-    assert methods_of((Layer(Rope(scaling=PI(2.0))),), 100) == ("as trained", "cropped")
+    assert methods_of(swa, 100) == ("as trained", "cropped", "dropped")
+    assert methods_of((Layer(Rope(scaling=PI(2.0))),), 100) == ("as trained", "cropped", "dropped")
 
 
 def test_a_layer_with_a_short_window_is_not_stretched():
