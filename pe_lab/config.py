@@ -103,7 +103,7 @@ class DataConfig:
     """What the model reads, and how it is cut into windows of `sequence_length` + 1 tokens."""
 
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)
-    tokenizer: str = "bytes"  # bytes | hf:PATH | sentencepiece:PATH | sentencepiece:train:SIZE
+    tokenizer: str = "bytes"  # bytes | hf:PATH | gguf:PATH | saved:DIR | sentencepiece:PATH or :train:SIZE
     prepared: str = ""  # a directory written by pe_lab.prepare; replaces `sources` and `tokenizer`
     cache_dir: str = "data"  # where shards written on first use live
     segments: bool = False  # mask attention between the documents packed into one window
@@ -146,7 +146,7 @@ class PhaseConfig:
     positional: Any = "rope"  # an encoding, a text ("rope:base=10000"), one per layer, or an edit: positional.layers
     qk_norm: str = ""  # as model.qk_norm, from this phase on; "" leaves it as it was
     random_positions: int = 0  # positions are drawn below this, anew each step (Ruoss et al. 2023); 0: they count
-    init_from: str = ""  # a checkpoint, or "random"; "" is the previous phase's last, random for the first phase
+    init_from: str = ""  # a checkpoint, hf:DIR, gguf:FILE, "random"; "" is the previous phase's last, else random
     sequence_length: int = 1024
     batch_size: int = 256  # windows a step, over all devices and micro-batches
     accumulate: int = 1  # micro-batches a step

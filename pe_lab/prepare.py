@@ -29,7 +29,9 @@ sources:
 
 tokenizers:
   bytes                     UTF-8 bytes
-  hf:PATH/tokenizer.json    a Hugging Face tokenizer
+  hf:PATH/tokenizer.json    a Hugging Face tokenizer; or hf:DIR
+  gguf:FILE                 the one inside a GGUF file
+  saved:DIR                 the one of a checkpoint: saved:runs/NAME/tokenizer
   sentencepiece:PATH.model  a SentencePiece model
   sentencepiece:train:SIZE  a SentencePiece model of SIZE pieces, trained on this corpus
 

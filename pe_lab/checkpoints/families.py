@@ -335,7 +335,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             "llama_drope",
-            "LlamaDroPEForCausalLM",
+            "DroPELlamaForCausalLM",
             Table(_LLAMA | _QKV_BIAS | _OUT_BIAS | _MLP_BIAS | _QK_NORM, _OLD_TABLES),
             {key: value for key, value in _LLAMA_SHAPE.items() if key != "qk_norm"},
             free=("attention_bias", "output_bias", "mlp_bias", "qk_norm"),

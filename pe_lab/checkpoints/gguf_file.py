@@ -22,6 +22,21 @@ ARCHITECTURES = ("llama",)
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
+# What metadata may say that changes the computation, and that no llama here has.
+_REFUSED = (
+    "attention.scale",
+    "attention.sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "embedding_scale",
+    "residual_scale",
+    "rope.scaling.yarn_log_multiplier",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor",
+)
+
+
 class GgufSource:
     """See `Source`.
 
@@ -85,14 +100,21 @@ class GgufSource:
         rotated = int(fields.get("llama.rope.dimension_count", model.head_dim))
         if rotated != model.head_dim:
             raise UserError(f"{self.path}: {rotated} of {model.head_dim} channels rotate, which no llama does.")
-        kind = fields.get("llama.rope.scaling.type", "none")
-        factor = float(fields.get("llama.rope.scaling.factor", 1.0))
+        # llama.cpp divides by a factor that has no type beside it, and knows an older name of it.
+        kind = fields.get("llama.rope.scaling.type", "linear")
+        factor = float(fields.get("llama.rope.scaling.factor") or fields.get("llama.rope.scale_linear") or 1.0)
         original = int(fields.get("llama.rope.scaling.original_context_length", length))
         scaling: Scaling | None = None
         short, long = (self._factors(name) for name in ("rope_factors_short.weight", "rope_factors_long.weight"))
         shared = self._factors("rope_freqs.weight")
+        gain = float(fields.get("llama.rope.scaling.attn_factor", 1.0))
+        divided = kind != "none" and factor != 1
+        if (shared and divided) or bool(short) != bool(long) or (gain != 1 and not short):
+            raise UserError(
+                f"{self.path}: its rope scaling is {kind} by {factor:g}, its attention factor {gain:g}, its tables "
+                f"{', '.join(self._tables()) or 'none'}: a combination that is not known here."
+            )
         if short and long:
-            gain = fields.get("llama.rope.scaling.attn_factor")
             scaling = LongRope(short, long, original, max(1.0, length / original), gain)
             length = original
         elif shared:
@@ -100,6 +122,12 @@ class GgufSource:
         elif kind == "linear" and factor != 1:
             scaling = PI(factor)
         elif kind == "yarn":
+            betas = [fields.get(f"llama.rope.scaling.yarn_beta_{x}", y) for x, y in (("fast", 32), ("slow", 1))]
+            if betas != [32, 1]:
+                raise UserError(
+                    f"{self.path}: its yarn_beta_fast and yarn_beta_slow are {betas[0]:g} and {betas[1]:g}, which "
+                    "llama.cpp does not read for a llama: who wrote them meant something else than what it computes."
+                )
             scaling, length = Yarn(factor, original), original
         elif kind not in ("none", "linear", "longrope"):
             raise UserError(
@@ -108,6 +136,9 @@ class GgufSource:
         encoding = Rope(base, 1.0, scaling)
         bare = not turns_per_position(frequencies(encoding, model.head_dim)[0]).any()
         return NoPE() if bare else encoding, length
+
+    def _tables(self) -> list[str]:
+        return [name for name in ROPE_FACTORS if name in self._stored]
 
     def _factors(self, name: str) -> tuple[float, ...]:
         if name not in self._stored:
@@ -118,7 +149,8 @@ class GgufSource:
         import gguf
 
         stored = self._stored[name]
-        data = stored.data if rows == slice(None) else stored.data[rows]
+        # One axis is one row, which BF16 stores as bytes.
+        data = stored.data if rows == slice(None) or len(stored.shape) == 1 else stored.data[rows]
         kind = stored.tensor_type.name
         if kind == "BF16":
             shape = [int(n) for n in reversed(stored.shape)]
@@ -174,6 +206,9 @@ def _model(fields: Mapping[str, Any], tensors: Mapping[str, Any], where: str) ->
 
     if fields.get("llama.expert_count"):
         raise UserError(f"{where} is a mixture of {fields['llama.expert_count']} experts, which pe_lab does not have.")
+    for key in _REFUSED:
+        if fields.get(f"llama.{key}"):
+            raise UserError(f"{where}: llama.{key} is {fields[f'llama.{key}']}, which pe_lab does not have in a llama.")
     if "token_embd.weight" not in tensors:
         raise UserError(f"{where} has no tensor 'token_embd.weight'.")
     heads, width = int(number("attention.head_count")), int(number("embedding_length"))

@@ -12,7 +12,7 @@ from pe_lab.checkpoints.families import FAMILIES, Family
 from pe_lab.checkpoints.rope_parameters import read_rope
 from pe_lab.config import ModelConfig, UserError, did_you_mean
 from pe_lab.model import complete
-from pe_lab.positional import CANONICAL, Layer, Layout, NoPE, PartialRope, frequencies, from_json
+from pe_lab.positional import CANONICAL, Layer, Layout, NoPE, PartialRope, Rope, frequencies, from_json
 
 OURS = "pe_lab"  # a key of our own in config.json, which transformers ignores: descriptions as pe_lab says them
 
@@ -75,10 +75,16 @@ def read_config(config: Mapping[str, Any], tensor_names: Sequence[str], where: s
             raise UserError(f"{where}: {key} is {config[key]!r}, which pe_lab does not have; it would be left out.")
     model = _model(config, family, tensor_names, where)
     if kind == "llama_drope":
-        longest = _whole(config, "max_position_embeddings", where, 2048)
-        layers, length = (Layer(NoPE()),) * model.layers, longest
+        length = _whole(config, "max_position_embeddings", where, 2048)
+        scale = config.get("softmax_scale")
+        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0):
+            raise UserError(f"{where}: softmax_scale is {scale!r}; it must be a number above 0.")
+        layers = (
+            Layer(NoPE(), logit_scale=1.0 if scale is None else float(scale) * model.head_dim**0.5),
+        ) * model.layers
     else:
-        encoding, length = read_rope(config, model.head_dim, family.theta, where, family.fraction)
+        neox = kind == "gpt_neox"
+        encoding, length = read_rope(config, model.head_dim, family.theta, where, family.fraction, neox)
         layers = _layers(config, family, model, encoding, where)
     layout = CANONICAL
     partial = next((la.encoding for la in layers if isinstance(la.encoding, PartialRope)), None)
@@ -99,6 +105,12 @@ def _model(config: Mapping[str, Any], family: Family, tensor_names: Sequence[str
     def whole(key: str, default: int | None = None) -> int:
         return _whole(config, key, where, default)
 
+    def epsilon(key: str, default: float) -> float:
+        value = config.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise UserError(f"{where}: {key} is {value!r}; it must be a small positive number.")
+        return float(value)
+
     heads = whole("num_attention_heads")
     fields: dict[str, Any] = dict(
         vocab_size=whole("vocab_size"),
@@ -107,13 +119,13 @@ def _model(config: Mapping[str, Any], family: Family, tensor_names: Sequence[str
         d_ff=whole("intermediate_size"),
         heads=heads,
         kv_heads=whole("num_key_value_heads", heads),
-        head_dim=whole("head_dim", 256 if family.model_type == "gemma" else 0),
+        head_dim=whole("head_dim", {"gemma": 256, "qwen3": 128}.get(family.model_type, 0)),
         tie_embeddings=bool(config.get("tie_word_embeddings", family.tied)),
-        norm_epsilon=float(config.get("layer_norm_eps", config.get("rms_norm_eps", 1e-6))),
+        norm_epsilon=epsilon("rms_norm_eps", 1e-6),
         dtype="float32",
     )
     if family.model_type == "gpt_neox":
-        fields["norm_epsilon"] = float(config.get("layer_norm_eps", 1e-5))
+        fields["norm_epsilon"] = epsilon("layer_norm_eps", 1e-5)
         fields["parallel_block"] = bool(config.get("use_parallel_residual", True))
         fields["kv_heads"] = heads
     fields |= dict(family.fixed)
@@ -123,21 +135,33 @@ def _model(config: Mapping[str, Any], family: Family, tensor_names: Sequence[str
     if "mlp_bias" in family.free:
         fields["mlp_bias"] = bool(config.get("mlp_bias", False))
     if "qk_norm" in family.free:
-        fields["qk_norm"] = "flat" if any(name.endswith("self_attn.q_norm.weight") for name in tensor_names) else "none"
-    said = (
-        config.get("hidden_activation")
-        or config.get("hidden_act")
-        or THEIR_ACTIVATIONS[fields.get("activation", "gelu")]
-    )
-    if said not in _ACTIVATIONS:
+        fields["qk_norm"] = _drope_norm(config, tensor_names, where)
+    said = config.get("hidden_act") or THEIR_ACTIVATIONS[fields.get("activation", "gelu")]
+    if not isinstance(said, str) or said not in _ACTIVATIONS:
         raise UserError(f"{where}: hidden_act is '{said}'. {did_you_mean(str(said), list(_ACTIVATIONS))}")
     activation = _ACTIVATIONS[said]
-    if family.model_type == "gemma":
+    if family.model_type == "gemma" and activation == "gelu":
         activation = "gelu_tanh"  # its first files say gelu, and mean the approximation
     if "activation" in family.fixed and activation != family.fixed["activation"]:
         raise UserError(f"{where}: hidden_act is '{said}', and {family.architecture} has {family.fixed['activation']}.")
     fields["activation"] = activation
-    return complete(ModelConfig(**fields))
+    try:
+        return complete(ModelConfig(**fields))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _drope_norm(config: Mapping[str, Any], tensor_names: Sequence[str], where: str) -> str:
+    """The QK-norm of a checkpoint of DroPE's, by `attention_type`, or where that is absent by its tensors."""
+    has = any(name.endswith("self_attn.q_norm.weight") for name in tensor_names)
+    kind = config.get("attention_type", "qk_norm_nope" if has else "nope")
+    kinds = {"nope": "none", "qk_norm_nope": "flat"}
+    if kind not in kinds:
+        raise UserError(
+            f"{where}: attention_type is '{kind}'; pe_lab reads {' and '.join(kinds)}. The others store "
+            "norms that they do not use."
+        )
+    return kinds[kind]
 
 
 def _layers(
@@ -149,20 +173,25 @@ def _layers(
     if family.bare_layers:
         interval = _whole(config, "no_rope_layer_interval", where, 4)
         said = config.get("no_rope_layers")
+        if interval < 1 or not isinstance(said, list | None):
+            raise UserError(f"{where}: no_rope_layers is {said!r}, no_rope_layer_interval {interval}: not a pattern.")
         rotates = [(n + 1) % interval != 0 for n in range(count)] if said is None else [bool(x) for x in said]
         if len(rotates) < count:
             raise UserError(f"{where}: no_rope_layers has {len(rotates)} entries for {count} layers.")
     windows: list[int | None] = [None] * count
-    if family.windows and config.get("use_sliding_window") and config.get("sliding_window") is not None:
-        window, kinds = _whole(config, "sliding_window", where), config.get("layer_types")
+    size = config.get("sliding_window", None if family.bare_layers else 4096)
+    kinds = config.get("layer_types")
+    # SmolLM3 masks the layers that layer_types names whether or not use_sliding_window says so.
+    if family.windows and size is not None and (config.get("use_sliding_window") or (family.bare_layers and kinds)):
+        window = _whole({"sliding_window": size}, "sliding_window", where)
         if kinds is None and family.bare_layers:
             kinds = ["full_attention" if rotates[n] else "sliding_attention" for n in range(count)]
         elif kinds is None:
             first = _whole(config, "max_window_layers", where, 28)
             kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(count)]
-        unknown = set(kinds) - {"sliding_attention", "full_attention"}
+        unknown = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]
         if unknown or len(kinds) != count:
-            raise UserError(f"{where}: layer_types has {len(kinds)} entries for {count} layers, and {sorted(unknown)}.")
+            raise UserError(f"{where}: layer_types has {len(kinds)} entries for {count} layers, and {unknown}.")
         windows = [window if kind == "sliding_attention" else None for kind in kinds]
     return tuple(Layer(encoding if rotates[n] else NoPE(), windows[n]) for n in range(count))
 
@@ -177,18 +206,22 @@ def _as_described(
     try:
         kinds = [from_json(layer) for layer in ours["kinds"]]
         named = tuple(kinds[n] for n in ours["layers"])
+        said = _whole(ours, "training_length", OURS, length)
+        if len(named) != len(layers) or said < 1:
+            return layers, length
+        for a, b in set(zip(named, layers, strict=True)):
+            # Only what an export writes: no more than a rotation and a window.
+            if a != Layer(a.encoding, b.window, b.logit_scale) or not isinstance(a.encoding, Rope | PartialRope | NoPE):
+                return layers, length
+            for n in (None, 4 * length):
+                pairs = zip(
+                    frequencies(a.encoding, model.head_dim, n), frequencies(b.encoding, model.head_dim, n), strict=True
+                )
+                if not all(np.allclose(x, y, rtol=1e-6, atol=1e-20) for x, y in pairs):
+                    return layers, length
     except (UserError, KeyError, IndexError, TypeError):
         return layers, length
-    if len(named) != len(layers) or any(a.window != b.window for a, b in zip(named, layers, strict=True)):
-        return layers, length
-    for a, b in set(zip(named, layers, strict=True)):
-        for n in (None, 4 * length):
-            pairs = zip(
-                frequencies(a.encoding, model.head_dim, n), frequencies(b.encoding, model.head_dim, n), strict=True
-            )
-            if not all(np.allclose(x, y, rtol=1e-6, atol=1e-20) for x, y in pairs):
-                return layers, length
-    return named, int(ours.get("training_length", length))
+    return named, said
 
 
 def _whole(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:

@@ -17,6 +17,7 @@ from pe_lab.positional import (
     DynamicYarn,
     Layer,
     Layout,
+    LongRope,
     NoPE,
     PartialRope,
     Rope,
@@ -48,6 +49,11 @@ def write_config(
         "initializer_range": model.init_std,
         "tie_word_embeddings": model.tie_embeddings,
         "use_cache": True,
+        # Some defaults are ids of one model's vocabulary: SmolLM3's padding lies outside of a smaller one, and torch
+        # refuses it.
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
         "torch_dtype": dtype,  # transformers 4
         "dtype": dtype,  # transformers 5
     }
@@ -73,7 +79,9 @@ def write_config(
         "training_length": training_length,
     }
     partial = next((layer.encoding for layer in layers if isinstance(layer.encoding, PartialRope)), None)
-    layout = Layout("half", partial.rotated_channels(model.head_dim)) if neox and partial else CANONICAL
+    # Unless the rotation had to be written as a table over the whole head.
+    partial = partial if neox and config["rotary_pct"] != 1 else None
+    layout = Layout("half", partial.rotated_channels(model.head_dim)) if partial else CANONICAL
     return config, layout
 
 
@@ -89,6 +97,8 @@ def _check_shape(family: Family, model: ModelConfig) -> None:
         wrong.append("its bias is on queries, keys, values and output together, or on none")
     if family.model_type in ("gpt_neox", "qwen2") and model.head_dim * model.heads != model.d_model:
         wrong.append(f"head_dim is {model.head_dim}, not d_model / heads")
+    if family.model_type == "llama" and model.d_model % model.heads:
+        wrong.append(f"d_model is {model.d_model}, no multiple of its {model.heads} heads, which transformers 5 wants")
     if family.model_type == "gpt_neox" and model.activation == "silu":
         wrong.append("activation is silu")
     if family.model_type == "llama_drope" and model.qk_norm not in ("none", "flat"):
@@ -138,7 +148,17 @@ def _positions(
     if family.model_type == "llama_drope":
         if rotary:
             raise UserError("llama_drope is a model without encoding; drop it, or choose another --family.")
-        return {"max_position_embeddings": training_length, "rope_theta": family.theta, "rope_scaling": None}
+        kind = "nope" if model.qk_norm == "none" else "qk_norm_nope"
+        return {
+            "attention_type": kind,
+            "auto_map": {
+                "AutoConfig": "drope.DroPELlamaConfig",
+                "AutoModelForCausalLM": "drope.DroPELlamaForCausalLM",
+            },
+            "max_position_embeddings": training_length,
+            "rope_theta": family.theta,
+            "rope_scaling": None,
+        }
     if family.bare_layers:
         keys["no_rope_layers"] = [int(not x) for x in bare]
         keys["no_rope_layer_interval"] = 4
@@ -214,6 +234,11 @@ def _at_length(encoding: Any, length: int) -> Any:
     if isinstance(scaling, DynamicNTK):
         growth = scaling.factor * max(1.0, length / scaling.original_length) - (scaling.factor - 1)
         return dataclasses.replace(encoding, scaling=NTK(growth) if growth > 1 else None)
+    if isinstance(scaling, LongRope):
+        table = scaling.long_factor if length > scaling.original_length else scaling.short_factor
+        return dataclasses.replace(
+            encoding, scaling=dataclasses.replace(scaling, short_factor=table, long_factor=table)
+        )
     if isinstance(scaling, DynamicYarn):
         factor = max(1.0, length / scaling.original_length)
         yarn = Yarn(

@@ -134,10 +134,12 @@ def has_tokenizer(directory: Path) -> bool:
 
 def _tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """Every tensor of a directory by name: (file, shape, dtype); `UserError` where a file is absent or not whole."""
+    if (directory / SINGLE).is_file():  # transformers, too, looks for it first
+        return _open_all(directory, [SINGLE])
     if (directory / INDEX).is_file():
         index = read_json(directory / INDEX, "Download it again.")
         files = index.get("weight_map")
-        if not isinstance(files, dict) or not files:
+        if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
             raise UserError(f"{directory / INDEX} has no weight_map. Download it again.")
         absent = sorted({file for file in files.values() if not (directory / file).is_file()})
         if absent:
@@ -147,8 +149,6 @@ def _tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
         if misplaced:
             raise UserError(f"{directory / INDEX} lists {_several(misplaced)}, not in the files it names.")
         return found
-    if (directory / SINGLE).is_file():
-        return _open_all(directory, [SINGLE])
     others = sorted(p.name for p in directory.glob("*.bin"))
     if others:
         raise UserError(

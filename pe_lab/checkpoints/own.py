@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,16 @@ class _Piecewise:
     """A leaf that Orbax asks for piece by piece instead of holding it: as wide as an array, as deep as one layer."""
 
     def __init__(
-        self, source: Source, leaf: str, shape: tuple[int, ...], turn: asyncio.Lock, done: Callable[[int], None]
+        self,
+        source: Source,
+        leaf: str,
+        shape: tuple[int, ...],
+        turn: asyncio.Lock,
+        done: Callable[[int], None],
+        failures: list[Exception],
     ):
         self.source, self.leaf, self.shape, self.dtype = source, leaf, shape, source.dtype
-        self.turn, self.done = turn, done
+        self.turn, self.done, self.failures = turn, done, failures
         self.ndim, self.size = len(shape), int(np.prod(shape))
         self.nbytes = self.size * self.dtype.itemsize
 
@@ -116,11 +123,19 @@ class _PiecewiseHandler(ocp.type_handlers.NumpyHandler):
         # A chunk a piece: one that a piece only touched would be read and written again for the next.
         tspec["metadata"]["chunks"] = [rows, *value.shape[1:]]
         async with value.turn:
-            array = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
-            for where, read in pieces:
-                piece = np.ascontiguousarray(read(), value.dtype)
-                await array[where].write(piece)
-                value.done(piece.nbytes)
+            if value.failures:
+                return
+            try:
+                array = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
+                for where, read in pieces:
+                    piece = np.ascontiguousarray(read(), value.dtype)
+                    await array[where].write(piece)
+                    value.done(piece.nbytes)
+                    del piece  # before the next one is read
+            except Exception as error:
+                # Raised here, it would leave the other leaves waiting for their turn in a loop that Orbax closes, and
+                # they say so on stderr, one by one. `write_checkpoint` raises it.
+                value.failures.append(error)
 
 
 ocp.type_handlers.register_type_handler(_Piecewise, _PiecewiseHandler(), override=True)
@@ -150,7 +165,8 @@ def write_checkpoint(
     model = source.model
     shapes = leaf_paths(Model(model).shapes)
     turn = asyncio.Lock()
-    params = {leaf: _Piecewise(source, leaf, tuple(s.shape), turn, done) for leaf, s in shapes.items()}
+    failures: list[Exception] = []
+    params = {leaf: _Piecewise(source, leaf, tuple(s.shape), turn, done, failures) for leaf, s in shapes.items()}
     schedule = build_schedule(source.layers, model.heads, model.kv_heads, model.head_dim)
     child = new_id()
     parents = list(source.metadata.get("lineage", ()))
@@ -185,7 +201,13 @@ def write_checkpoint(
             ),
         )
         manager.wait_until_finished()
+    except Exception:
+        if not failures:
+            raise
     finally:
         log.setLevel(level)
         manager.close()
+    if failures:
+        shutil.rmtree(directory / DIRECTORY, ignore_errors=True)  # Orbax takes what there is for whole
+        raise failures[0]
     return directory / DIRECTORY / "0"

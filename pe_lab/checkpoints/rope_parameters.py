@@ -38,7 +38,7 @@ Rotary = Rope | PartialRope | NoPE
 
 
 def read_rope(
-    config: Mapping[str, Any], head_dim: int, theta: float, where: str, fraction: float = 1.0
+    config: Mapping[str, Any], head_dim: int, theta: float, where: str, fraction: float = 1.0, neox: bool = False
 ) -> tuple[Rotary, int]:
     """The encoding of the layers that rotate, and the length the model was trained at before any stretching.
 
@@ -50,27 +50,39 @@ def read_rope(
       head_dim: K.
       theta, fraction: what the family has where the file says nothing.
       where: the file, for messages.
+      neox: read GPT-NeoX's names of what lies beside; it does not look at the others', nor they at its.
 
     Raises:
       UserError: a rope type that pe_lab has no word for, or one whose numbers are missing or make no sense.
     """
-    longest = _number(config, "max_position_embeddings", where, 2048)
+    try:
+        return _read_rope(config, head_dim, theta, where, fraction, neox)
+    except UserError as error:
+        # What an encoding says of its own numbers does not know where they came from.
+        text = str(error)
+        raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
+
+
+def _read_rope(
+    config: Mapping[str, Any], head_dim: int, theta: float, where: str, fraction: float, neox: bool
+) -> tuple[Rotary, int]:
+    longest = _length(config, "max_position_embeddings", where, 2048)
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise UserError(f"{where}: the rope parameters are {given!r}; they must be a set of keys.")
     by_layer = [value for value in given.values() if isinstance(value, Mapping)]
-    if by_layer and any(value != by_layer[0] for value in by_layer):
+    if by_layer and any(value != by_layer[0] for value in given.values()):
         raise UserError(
             f"{where}: layers of different types have different rope parameters ({', '.join(given)}), which none of "
             "pe_lab's families has."
         )
     rope = {**(by_layer[0] if by_layer else given)}
-    beside = config.get("rope_theta", config.get("rotary_emb_base", theta))
+    beside = config.get("rotary_emb_base" if neox else "rope_theta")
     base = _number(rope, "rope_theta", where, beside if beside is not None else theta)
-    beside = config.get("partial_rotary_factor", config.get("rotary_pct", fraction))
+    beside = config.get("rotary_pct" if neox else "partial_rotary_factor")
     part = _number(rope, "partial_rotary_factor", where, beside if beside is not None else fraction)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or longest
+    holder = config if config.get("original_max_position_embeddings") is not None else rope
 
     def number(key: str, default: float | None = None) -> float:
         return _number(rope, key, where, default)
@@ -79,17 +91,17 @@ def read_rope(
         return None if rope.get(key) is None else number(key)
 
     scaling: Scaling | None = None
-    length = int(longest)
+    length = longest
     if kind == "linear":
         scaling = PI(number("factor"))
     elif kind == "dynamic":
-        scaling = DynamicNTK(int(longest), number("factor"))
+        scaling = DynamicNTK(longest, number("factor"))
     elif kind == "proportional":
         # The factor divides the frequencies that are kept, as PI does.
         factor = number("factor", 1.0)
         return Rope(base, part, PI(factor) if factor != 1 else None), length
     elif kind in ("yarn", "llama3", "longrope", "su"):
-        length = int(original)
+        length = _length(holder, "original_max_position_embeddings", where, longest)
         factor = optional("factor") or longest / length
         if kind == "yarn":
             scaling = Yarn(
@@ -113,6 +125,11 @@ def read_rope(
             "proportional."
         )
     encoding = Rope(base, 1.0, scaling) if part == 1 else PartialRope(base, part, scaling)
+    if part != 1 and int(head_dim * part) % 2:
+        raise UserError(
+            f"{where}: {part:g} of {head_dim} channels are {int(head_dim * part)}, an odd number; transformers turns "
+            "one more of them, at frequencies that pe_lab's partial rotary heads do not have."
+        )
     turns = turns_per_position(frequencies(encoding, head_dim)[0])
     return (NoPE() if not turns.any() else encoding), length
 
@@ -137,7 +154,7 @@ def write_rope(encoding: Rotary, head_dim: int, length: int, neox: bool = False)
         return _keys(10000.0, {"rope_type": "linear", "factor": NO_ROTATION}, length, neox, 1.0)
     part, named = 1.0, encoding
     if isinstance(encoding, PartialRope) and neox:
-        part, named = encoding.fraction, Rope(encoding.base, 1.0, encoding.scaling)
+        part, named = _even_part(encoding, head_dim), Rope(encoding.base, 1.0, encoding.scaling)
     if isinstance(named, PartialRope) or named.fraction != 1:
         return _by_table(encoding, head_dim, length, neox)
     base, scaling = named.base, named.scaling
@@ -181,10 +198,20 @@ def write_rope(encoding: Rotary, head_dim: int, length: int, neox: bool = False)
     return _keys(base, rope, reach, neox, part)
 
 
+def _even_part(encoding: PartialRope, head_dim: int) -> float:
+    """The fraction from which transformers, which rounds down, gets our even number of channels."""
+    channels = encoding.rotated_channels(head_dim)
+    if int(head_dim * encoding.fraction) == channels:
+        return encoding.fraction
+    part = channels / head_dim
+    return part if int(head_dim * part) == channels else math.nextafter(part, math.inf)
+
+
 def _by_table(encoding: Rope | PartialRope, head_dim: int, length: int, neox: bool) -> dict[str, Any]:
     """The frequencies of `encoding` as LongRoPE's table: w_i = 1 / (table_i base^(2i/K))."""
     inv_freq, gain = frequencies(encoding, head_dim)
-    if getattr(encoding.scaling, "dynamic", False):
+    far, _ = frequencies(encoding, head_dim, 2**30)
+    if (far != inv_freq).any():
         raise UserError(
             f"transformers cannot follow the length with {encoding}. Nearest: its frequencies for one length, which "
             "--length=TOKENS writes."
@@ -258,7 +285,7 @@ def _mscales(mscale: float | None, mscale_all_dim: float | None) -> tuple[float,
     return (mscale, mscale_all_dim) if mscale and mscale_all_dim else (0.0, 0.0)
 
 
-def _number(values: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+def _number(values: Mapping[str, Any], key: str, where: str, default: Any = None) -> float:
     value = values.get(key)
     if value is None:
         if default is None:
@@ -269,8 +296,16 @@ def _number(values: Mapping[str, Any], key: str, where: str, default: float | No
     return float(value)
 
 
+def _length(values: Mapping[str, Any], key: str, where: str, default: int) -> int:
+    """A number of tokens."""
+    value = _number(values, key, where, default)
+    if value < 1 or value != int(value):
+        raise UserError(f"{where}: {key} is {value:g}; it must be a positive number of tokens.")
+    return int(value)
+
+
 def _table(rope: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
     table = rope.get(key)
-    if not isinstance(table, list) or not all(isinstance(x, int | float) for x in table):
+    if not isinstance(table, list) or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in table):
         raise UserError(f"{where}: longrope needs '{key}', a list with one number a pair, and has {table!r}.")
     return tuple(float(x) for x in table)

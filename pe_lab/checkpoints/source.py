@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from pe_lab.positional import Layer
 ROW_BYTES = 2**28  # of an embedding, how much is read at once
 
 
+@runtime_checkable
 class Source(Protocol):
     """A checkpoint of somebody's, opened but not read.
 
@@ -114,26 +115,23 @@ def leaf_paths_of_axes(axes: Params, path: str = "") -> dict[str, tuple[str, ...
 
 def _assemble(source: Source, path: str, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
     """One leaf on its devices. Replicas are read once: equal parts share one array of the host's."""
-    parts: dict[tuple[Any, ...], np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        spans = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-        if spans not in parts:
-            parts[spans] = _read_part(source, path, spans)
-        return parts[spans]
+    def spans(index: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
+        return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
 
-    return jnp.asarray(jax.make_array_from_callback(shape, sharding, part))
-
-
-def _read_part(source: Source, path: str, spans: tuple[tuple[int, int], ...]) -> np.ndarray:
-    out = np.empty([stop - start for start, stop in spans], np.float32)
-    inner = tuple(slice(*span) for span in spans[1:])
-    start, stop = spans[0]
-    if path.startswith(LAYERS):
-        for n in range(start, stop):
-            out[n - start] = source.read(path, n)[inner]
-        return out
-    for block in row_blocks(out.shape, 4):
-        rows = slice(start + block.start, start + block.stop)
-        out[block] = source.read(path, rows=rows)[(slice(None), *inner)]
-    return out
+    held = {spans(index) for index in sharding.addressable_devices_indices_map(shape).values()}
+    parts = {part: np.empty([stop - start for start, stop in part], np.float32) for part in held}
+    # Each piece is read once, whatever the number of parts that it belongs to.
+    layered = path.startswith(LAYERS)
+    for block in [slice(n, n + 1) for n in range(shape[0])] if layered else row_blocks(shape, 4):
+        piece = None
+        for part, out in parts.items():
+            start, stop = max(block.start, part[0][0]), min(block.stop, part[0][1])
+            if start >= stop:
+                continue
+            if piece is None:
+                piece = source.read(path, block.start)[None] if layered else source.read(path, rows=block)
+            inner = tuple(slice(*span) for span in part[1:])
+            here = slice(start - part[0][0], stop - part[0][0])
+            out[here] = piece[(slice(start - block.start, stop - block.start), *inner)]
+    return jnp.asarray(jax.make_array_from_callback(shape, sharding, lambda index: parts[spans(index)]))

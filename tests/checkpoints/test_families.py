@@ -1,0 +1,220 @@
+"""Every committed model of transformers: its logits, its bytes through a round trip, and that mistakes are felt."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from checkpoints.foreign import DATA, NAMES, as_array, copy_of, golden, logits, read_tensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pe_lab.checkpoints import families, huggingface, open_checkpoint
+from pe_lab.checkpoints.families import FAMILIES, GGUF_LLAMA, Leaf, leaf_shapes
+from pe_lab.checkpoints.hf_write import plan_export, write_huggingface
+from pe_lab.checkpoints.huggingface import HuggingFaceSource
+from pe_lab.config import ModelConfig, UserError
+from pe_lab.model import complete
+from pe_lab.positional import CANONICAL, Layout, frequencies
+
+TOLERANCE = 2e-4
+
+
+def difference(directory, name) -> float:
+    tokens, expected = golden(name)
+    return float(np.abs(logits(open_checkpoint(f"hf:{directory}"), tokens) - expected).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name):
+    assert difference(DATA / name, name) <= TOLERANCE
+
+
+WITH_4 = [name for name in NAMES if (DATA / name / "config.v4.json").is_file()]
+
+
+@pytest.mark.parametrize("name", WITH_4)
+def test_the_config_of_transformers_4_says_the_same(name, tmp_path):
+    now = HuggingFaceSource(DATA / name)
+    old = json.loads((DATA / name / "config.v4.json").read_text())
+    assert "rope_parameters" not in old
+    (copy_of(name, tmp_path / name) / "config.json").write_text(json.dumps(old))
+    then = HuggingFaceSource(tmp_path / name)
+    for field in ("model", "layers", "training_length", "_layout", "family"):
+        assert getattr(then, field) == getattr(now, field), field
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_and_out_and_in_changes_no_byte(name, tmp_path):
+    source = HuggingFaceSource(DATA / name)
+    export = plan_export(source, source.family.model_type)
+    write_huggingface(source, export, tmp_path)
+    theirs, ours = read_tensors(DATA / name), read_tensors(tmp_path)
+    assert ours.keys() == theirs.keys()
+    assert [key for key in theirs if ours[key] != theirs[key]] == []
+    again = HuggingFaceSource(tmp_path)
+    assert (again.model, again.training_length) == (source.model, source.training_length)
+    assert again.layers == source.layers and again.dtype == source.dtype
+    # And either schema alone is enough: transformers 4 reads the keys without rope_parameters.
+    config = json.loads((tmp_path / "config.json").read_text())
+    for absent in (("rope_parameters", "pe_lab"), ("rope_scaling", "rope_theta", "pe_lab")):
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in absent}))
+        one = HuggingFaceSource(tmp_path)
+        assert one._layout == source._layout
+        for a, b in zip(one.layers, source.layers, strict=True):
+            assert a.window == b.window
+            for length in (None, 16, 17, 4096):
+                for x, y in zip(
+                    *(frequencies(la.encoding, source.model.head_dim, length) for la in (a, b)), strict=True
+                ):
+                    np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-25)
+
+
+def test_shards_are_filled_in_order_and_indexed(tmp_path, monkeypatch):
+    from pe_lab.checkpoints import hf_write
+
+    monkeypatch.setattr(hf_write, "SHARD_BYTES", 9000)
+    source = HuggingFaceSource(DATA / "llama")
+    write_huggingface(source, plan_export(source), tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert (
+        files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)] and len(files) > 3
+    )
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in read_tensors(tmp_path).values())
+    assert read_tensors(tmp_path) == read_tensors(DATA / "llama")
+    assert difference(tmp_path, "llama") <= TOLERANCE
+
+
+# Mistakes that load and run: (model, leaf, what it is mistaken for).
+def _heads_inside_out(leaf: Leaf) -> Leaf:
+    """Channels before heads, where a row is [head, channel]."""
+    return dataclasses.replace(leaf, ours=lambda x, s: x.reshape(s[2], s[1], s[0]).transpose(2, 1, 0))
+
+
+def _rows_turned(leaf: Leaf) -> Leaf:
+    return dataclasses.replace(leaf, ours=lambda x, s: np.roll(leaf.ours(x, s), 1, axis=-1))
+
+
+@pytest.mark.parametrize(
+    "leaf, mistake",
+    [
+        ("attention.query", _heads_inside_out),
+        ("attention.key", _heads_inside_out),
+        ("attention.value", _heads_inside_out),
+        ("attention.query", _rows_turned),
+        ("attention.out", _rows_turned),
+        ("mlp.up", _rows_turned),
+    ],
+)
+def test_a_wrong_permutation_is_felt(leaf, mistake, monkeypatch):
+    monkeypatch.setitem(families.LEAVES, leaf, mistake(families.LEAVES[leaf]))
+    assert difference(DATA / "llama", "llama") > 0.1
+
+
+@pytest.mark.parametrize("name, layout", [("llama", Layout("interleaved")), ("gpt_neox", CANONICAL)])
+def test_a_wrong_layout_is_felt(name, layout, monkeypatch):
+    read = huggingface.read_config
+    monkeypatch.setattr(huggingface, "read_config", lambda *a: dataclasses.replace(read(*a), layout=layout))
+    assert difference(DATA / name, name) > 0.01
+
+
+def swapped(table, one, other):
+    return dataclasses.replace(table, names={**table.names, one: table.names[other], other: table.names[one]})
+
+
+@pytest.mark.parametrize(
+    "name, tensors",
+    [
+        ("llama", ("model.layers.{n}.mlp.gate_proj.weight", "model.layers.{n}.mlp.up_proj.weight")),
+        ("llama", ("model.layers.{n}.self_attn.k_proj.weight", "model.layers.{n}.self_attn.v_proj.weight")),
+        ("qwen3", ("model.layers.{n}.self_attn.k_norm.weight", "model.layers.{n}.self_attn.q_norm.weight")),
+        ("llama", ("model.embed_tokens.weight", "lm_head.weight")),
+    ],
+)
+def test_swapped_names_are_felt(name, tensors, monkeypatch):
+    family = FAMILIES[name]
+    monkeypatch.setitem(FAMILIES, name, dataclasses.replace(family, table=swapped(family.table, *tensors)))
+    assert difference(DATA / name, name) > 0.01
+
+
+def test_the_order_of_a_fused_tensor_is_felt(monkeypatch):
+    family = FAMILIES["gpt_neox"]
+    names = {
+        name: tuple(reversed(paths)) if isinstance(paths, tuple) else paths
+        for name, paths in family.table.names.items()
+    }
+    table = dataclasses.replace(family.table, names=names)
+    monkeypatch.setitem(FAMILIES, "gpt_neox", dataclasses.replace(family, table=table))
+    assert difference(DATA / "gpt_neox", "gpt_neox") > 0.1
+
+
+def shape_of(family: str, heads: int, groups: int, head_dim: int) -> ModelConfig:
+    """A model of a family with every leaf that its table can have."""
+    fixed, free = ({}, ()) if family == "gguf" else (FAMILIES[family].fixed, FAMILIES[family].free)
+    biased = {key: True for key in ("attention_bias", "output_bias", "mlp_bias") if key in free or family == "gguf"}
+    if family == "llama_drope":
+        biased["qk_norm"] = "flat"
+    neox = family == "gpt_neox"
+    return complete(
+        ModelConfig(
+            vocab_size=10,
+            layers=2,
+            d_model=6,
+            d_ff=7,
+            heads=heads * groups,
+            kv_heads=heads * groups if neox else groups,
+            head_dim=head_dim,
+            tie_embeddings=False,
+            **{**fixed, **biased},
+        )
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    family=st.sampled_from([*FAMILIES, "gguf"]),
+    heads=st.integers(1, 3),
+    groups=st.integers(1, 2),
+    half=st.integers(1, 4),
+    pairs=st.sampled_from(["half", "interleaved"]),
+    rotated=st.integers(0, 4),
+)
+def test_split_and_join_undo_each_other(family, heads, groups, half, pairs, rotated):
+    model = shape_of(family, heads, groups, 2 * half)
+    table = GGUF_LLAMA if family == "gguf" else FAMILIES[family].table
+    tensors = table.tensors(model)
+    rotated = 2 * min(rotated, half) if pairs == "half" or rotated else None
+    layout = Layout(pairs, rotated)
+    if model.qk_norm == "flat":
+        layout = CANONICAL  # a norm over all heads has no channels of one
+    seen = set()
+    for tensor in tensors:
+        array = np.arange(np.prod(tensor.shape), dtype=np.float32).reshape(tensor.shape)
+        pieces = [tensor.split(array, path, layout) for path in tensor.paths]
+        assert [piece.shape for piece in pieces] == list(tensor.shapes)
+        assert sorted(np.concatenate([p.ravel() for p in pieces])) == sorted(array.ravel())  # nothing lost, or twice
+        assert tensor.join(pieces, layout).tobytes() == array.tobytes()
+        seen |= {(path, tensor.layer) for path in tensor.paths}
+    leaves = leaf_shapes(model)
+    assert seen == {(p, n) for p in leaves for n in ((0, 1) if p.startswith("layers.") else (None,))}
+
+
+def test_a_family_without_names_for_a_leaf_says_which():
+    model = dataclasses.replace(shape_of("qwen3", 2, 1, 4))
+    with pytest.raises(UserError, match=r"no tensors for layers.attention.key_norm.scale, layers.attention.query_norm"):
+        FAMILIES["llama"].table.tensors(model)
+
+
+def test_the_committed_weights_are_where_the_table_says():
+    """One leaf looked up by hand, for the stacking and the transposition."""
+    source = HuggingFaceSource(DATA / "llama")
+    tensors = read_tensors(DATA / "llama")
+    theirs = as_array(tensors["model.layers.1.self_attn.k_proj.weight"])
+    ours = source.read("layers.attention.key", 1)
+    for group in range(2):
+        for channel in range(8):
+            assert (ours[:, group, channel] == theirs[group * 8 + channel]).all()
+    rows = source.read("trunk.embedding", rows=slice(3, 9))
+    assert (rows == as_array(tensors["model.embed_tokens.weight"])[3:9]).all()

@@ -1,0 +1,255 @@
+"""config.json read as transformers reads it: what is left out, what changes the computation, what edits mean."""
+
+import json
+
+import pytest
+from checkpoints.foreign import DATA, copy_of, edit_config, golden, logits
+
+from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.families import FAMILIES
+from pe_lab.checkpoints.hf_config import read_config
+from pe_lab.checkpoints.hf_export import write_config
+from pe_lab.checkpoints.huggingface import HuggingFaceSource
+from pe_lab.config import ModelConfig, UserError
+from pe_lab.model import complete
+from pe_lab.positional import PI, Alibi, HeadEdit, Layer, Layout, NoPE, NTKByParts, PartialRope, Rope, Yarn, to_json
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+
+def read(family, names=(), **keys):
+    return read_config(SIZES | {"model_type": family} | keys, names, "config.json")
+
+
+def test_what_a_file_leaves_out_is_what_transformers_takes():
+    llama, qwen3, smollm3 = (read(family) for family in ("llama", "qwen3", "smollm3"))
+    gemma, neox = read("gemma"), read("gpt_neox")
+    assert llama.model.head_dim == 8 and llama.model.kv_heads == 4 and llama.model.norm_epsilon == 1e-6
+    assert not llama.model.attention_bias and not llama.model.mlp_bias and not llama.model.tie_embeddings
+    assert llama.layers == (Layer(Rope(10000.0)),) * 4
+    assert qwen3.model.head_dim == 128 and gemma.model.head_dim == 256
+    assert smollm3.model.tie_embeddings and gemma.model.tie_embeddings and not neox.model.tie_embeddings
+    assert smollm3.layers == (Layer(Rope(2e6)),) * 3 + (Layer(NoPE()),)
+    assert neox.layers == (Layer(PartialRope(10000.0, 0.25)),) * 4 and neox.layout == Layout("half", 2)
+    assert neox.model.parallel_block and neox.model.attention_bias and neox.model.norm_epsilon == 1e-5
+    assert neox.model.activation == "gelu" and gemma.model.activation == "gelu_tanh"
+    assert read("qwen2").model.attention_bias and not read("qwen2").model.output_bias
+    assert read("llama", num_key_value_heads=None, head_dim=None, rope_theta=None).model == llama.model
+
+
+def test_keys_of_other_families_count_for_nothing():
+    assert read("llama", rms_norm_eps=1e-5, layer_norm_eps=1e-3).model.norm_epsilon == 1e-5
+    assert read("gpt_neox", rms_norm_eps=1e-3).model.norm_epsilon == 1e-5
+    assert read("llama", sliding_window=8, use_sliding_window=True).layers == read("llama").layers
+    assert read("llama", rotary_pct=0.5, rotary_emb_base=7).layers == read("llama").layers
+    assert read("qwen2", attention_bias=False).model.attention_bias
+    assert read("gpt_neox", num_key_value_heads=2).model.kv_heads == 4
+    assert read("llama", no_rope_layers=[0] * 4).layers == read("llama").layers
+    assert read("llama", hidden_activation="gelu").model.activation == "silu"
+
+
+def test_neox_without_biases_has_none_in_its_attention():
+    model = read("gpt_neox", attention_bias=False, use_parallel_residual=False, hidden_act="gelu_new").model
+    assert not model.attention_bias and not model.output_bias and model.mlp_bias and not model.parallel_block
+    assert model.activation == "gelu_tanh"
+    names = [tensor.name for tensor in FAMILIES["gpt_neox"].table.tensors(model)]
+    assert not [name for name in names if name.endswith(("query_key_value.bias", "attention.dense.bias"))]
+    assert any(name.endswith("dense_4h_to_h.bias") for name in names)
+
+
+def test_gelu_in_gemma_means_its_approximation_and_nothing_else_does():
+    assert read("gemma", hidden_act="gelu").model.activation == "gelu_tanh"
+    assert read("gemma", hidden_act="gelu_pytorch_tanh").model.activation == "gelu_tanh"
+    with pytest.raises(UserError, match="hidden_act is 'silu', and GemmaForCausalLM has gelu_tanh"):
+        read("gemma", hidden_act="silu")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_of_qwen(family):
+    def windows(**keys):
+        return [layer.window for layer in read(family, **keys).layers]
+
+    assert windows(sliding_window=8, max_window_layers=1) == [None] * 4  # not used
+    assert windows(use_sliding_window=True, sliding_window=8, max_window_layers=1) == [None, 8, 8, 8]
+    assert windows(use_sliding_window=True, sliding_window=8) == [None] * 4  # from layer 28 on
+    assert windows(use_sliding_window=True, max_window_layers=0) == [4096] * 4
+    assert windows(use_sliding_window=True, sliding_window=None, max_window_layers=0) == [None] * 4
+    kinds = ["full_attention", "sliding_attention"] * 2
+    assert windows(use_sliding_window=True, sliding_window=8, layer_types=kinds) == [None, 8, None, 8]
+
+
+def test_windows_and_bare_layers_of_smollm3():
+    def layers(**keys):
+        return [(layer.encoding != NoPE(), layer.window) for layer in read("smollm3", **keys).layers]
+
+    assert layers(no_rope_layers=[1, 0, 0, 1, 1]) == [(True, None), (False, None), (False, None), (True, None)]
+    assert [rope for rope, _ in layers(no_rope_layer_interval=2)] == [True, False] * 2
+    # Without layer_types, the layers without a rotation are those with a window.
+    windowed = {"use_sliding_window": True, "sliding_window": 8}
+    assert layers(**windowed) == [(True, None)] * 3 + [(False, 8)]
+    assert layers(use_sliding_window=True) == layers()
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert [window for _, window in layers(**windowed, layer_types=kinds)] == [8, None, 8, None]
+    # SmolLM3's mask follows layer_types whatever use_sliding_window says.
+    assert [window for _, window in layers(sliding_window=8, layer_types=kinds)] == [8, None, 8, None]
+
+
+def test_drope_has_a_flat_norm_where_it_says_so_and_where_its_tensors_do():
+    with_norm = ["model.layers.0.self_attn.q_norm.weight"]
+    assert read("llama_drope", with_norm).model.qk_norm == "flat"
+    assert read("llama_drope").model.qk_norm == "none"
+    assert read("llama_drope", with_norm, attention_type="qk_norm_nope").model.qk_norm == "flat"
+    assert read("llama_drope", rope_theta=5e5).layers == (Layer(NoPE()),) * 4
+    for kind in ("q_norm_nope", "k_norm_nope", "rope"):
+        with pytest.raises(UserError, match=f"attention_type is '{kind}'"):
+            read("llama_drope", with_norm, attention_type=kind)
+    # softmax_scale replaces 1 / sqrt(head_dim).
+    assert read("llama_drope", softmax_scale=0.5).layers[0].logit_scale == pytest.approx(0.5 * 8**0.5)
+    bare = {"kinds": [to_json(Layer(NoPE()))], "layers": [0] * 4, "training_length": 16}
+    edited = read("llama_drope", softmax_scale=0.5, pe_lab=bare)
+    assert edited.layers[0].logit_scale == pytest.approx(0.5 * 8**0.5)
+    for scale in ("0.5", 0, True):
+        with pytest.raises(UserError, match=f"config.json: softmax_scale is {scale!r}"):
+            read("llama_drope", softmax_scale=scale)
+
+
+REFUSED = {
+    "unknown family": (
+        {"model_type": "lama"},
+        "model_type is 'lama', which pe_lab has no table for. Did you mean 'llama'",
+    ),
+    "no family": ({"model_type": None}, "pe_lab has no table for. Allowed: .*gemma.*smollm3"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq"),
+    "soft caps": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+    "experts": ({"num_local_experts": 8}, "num_local_experts is 8"),
+    "no size": ({"hidden_size": None}, "hidden_size is missing; it must be a whole number"),
+    "a size as text": ({"vocab_size": "64"}, "vocab_size is '64'; it must be a whole number"),
+    "a size as truth": ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+    "no layers": ({"num_hidden_layers": 0}, "layers is 0"),
+    "odd heads": ({"head_dim": 7}, "head_dim is 7; it must be even"),
+    "heads that do not divide": ({"num_attention_heads": 5}, "does not divide into 5 heads"),
+    "groups that do not divide": ({"num_key_value_heads": 3}, "kv_heads must divide heads"),
+    "an epsilon as text": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
+    "no epsilon": ({"rms_norm_eps": None}, "rms_norm_eps is None"),
+    "another activation": ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+    "an activation of another family": ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and LlamaForCausalLM has silu"),
+    "an activation that is no text": ({"hidden_act": ["silu"]}, "hidden_act is"),
+    "partial heads": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; .* rotates whole heads"),
+    "a pattern of length 0": ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval 0"),
+    "a short pattern": ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers has 1 entries for 4 layers"),
+    "a pattern that is none": ({"model_type": "smollm3", "no_rope_layers": 1}, "no_rope_layers is 1"),
+    "unknown kinds of layers": (
+        {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["linear_attention"] * 4},
+        "linear_attention",
+    ),
+    "too few kinds of layers": (
+        {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention"]},
+        "layer_types has 1 entries for 4 layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_left_out_or_guessed_is_refused(case):
+    edits, message = REFUSED[case]
+    with pytest.raises(UserError, match=message) as caught:
+        read_config({"model_type": "llama"} | SIZES | edits, (), "config.json")
+    assert str(caught.value).startswith("config.json: ")
+
+
+# Our own key, in an exported config.json.
+LLAMA = complete(ModelConfig(vocab_size=64, layers=2, d_model=32, d_ff=48, heads=4, kv_heads=2, tie_embeddings=False))
+
+
+def exported(encoding, family="llama", model=LLAMA, length=256):
+    config, layout = write_config(FAMILIES[family], model, (Layer(encoding),) * model.layers, length, "float32")
+    return json.loads(json.dumps(config)), layout
+
+
+def test_our_own_names_come_back_while_the_other_keys_agree():
+    config, _ = exported(Rope(500.0, 0.5))  # written as LongRoPE's table
+    found = read_config(config, (), "c")
+    assert found.layers == (Layer(Rope(500.0, 0.5)),) * 2 and found.training_length == 256
+    config, _ = exported(Rope(500.0, 1.0, PI(4.0)))
+    assert config["max_position_embeddings"] == 1024
+    assert read_config(config, (), "c").training_length == 256  # which the keys of transformers do not say
+
+
+@pytest.mark.parametrize("schema", ["rope_parameters", "old keys"])
+def test_an_edit_by_hand_wins_over_our_own_names(schema):
+    config, _ = exported(Rope(500.0))
+    config["rope_theta"] = 700.0
+    if schema == "rope_parameters":
+        config["rope_parameters"]["rope_theta"] = 700.0
+    else:
+        del config["rope_parameters"]
+    assert read_config(config, (), "c").layers == (Layer(Rope(700.0)),) * 2
+    config, _ = exported(Rope(500.0, 1.0, Yarn(4.0, 256)))
+    for key in ("rope_parameters", "rope_scaling"):
+        config[key]["factor"] = 8.0
+    assert read_config(config, (), "c").layers[0].encoding.scaling.factor == 8.0
+    smollm3, _ = exported(Rope(500.0), "smollm3")
+    assert read_config(smollm3 | {"no_rope_layers": [1, 0]}, (), "c").layers == (Layer(Rope(500.0)), Layer(NoPE()))
+    windowed = smollm3 | {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}
+    assert read_config(windowed, (), "c").layers == (Layer(Rope(500.0), 8),) * 2
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        Layer(Rope(500.0), logit_scale=2.0),
+        Layer(Rope(500.0), heads=(HeadEdit((0,), NoPE()),)),
+        Layer(Rope(501.0)),
+        Layer(Rope(500.0), window=8),
+        "no layer",
+        {"encoding": {"kind": "rope", "bas": 1}},
+    ],
+)
+def test_our_own_key_says_nothing_that_the_others_do_not(named):
+    config, _ = exported(Rope(500.0))
+    config["pe_lab"]["kinds"] = [to_json(named) if isinstance(named, Layer) else named]
+    assert read_config(config, (), "c").layers == (Layer(Rope(500.0)),) * 2
+    bare, _ = exported(NoPE())
+    bare["pe_lab"]["kinds"] = [to_json(Layer(Alibi()))]
+    assert read_config(bare, (), "c").layers == (Layer(NoPE()),) * 2
+
+
+@pytest.mark.parametrize(
+    "key", [{}, [], None, {"kinds": []}, {"kinds": 3, "layers": [0]}, {"kinds": [], "layers": [5, 5]}]
+)
+def test_a_damaged_key_of_our_own_is_passed_over(key):
+    config, _ = exported(Rope(500.0))
+    assert read_config(config | {"pe_lab": key}, (), "c").layers == (Layer(Rope(500.0)),) * 2
+    config["pe_lab"]["training_length"] = "long"
+    assert read_config(config, (), "c").training_length == 256
+
+
+def test_partial_heads_written_as_a_table_are_whole_heads():
+    """A stretch that no yarn of transformers says: the table covers the head, and so must the weights' layout."""
+    model = read("gpt_neox").model
+    for scaling, layout in ((None, Layout("half", 2)), (NTKByParts(1.1, 1001), Layout())):
+        config, written = exported(PartialRope(10000.0, 0.25, scaling), "gpt_neox", model)
+        assert written == read_config(config, (), "c").layout == layout
+
+
+def test_edits_of_a_real_directory_change_what_is_computed(tmp_path):
+    tokens, expected = golden("llama")
+    for n, edit in enumerate(
+        (
+            {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+            {"rms_norm_eps": 0.5},
+            {"rope_scaling": {"type": "linear", "factor": 3.0}},
+        )
+    ):
+        directory = copy_of("llama", tmp_path / str(n), **edit)
+        assert abs(logits(open_checkpoint(directory), tokens) - expected).max() > 0.01, edit
+    edit_config(directory, rope_scaling=None, use_cache=False, transformers_version="4.0", torch_dtype="float64")
+    assert abs(logits(open_checkpoint(directory), tokens) - expected).max() <= 2e-4
+    assert HuggingFaceSource(directory).model == HuggingFaceSource(DATA / "llama").model
