@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pe_lab.checkpoints import Checkpoint, is_foreign, open_checkpoint, open_source
 from pe_lab.checkpoints.directories import new_directory
 from pe_lab.checkpoints.families import FAMILIES
 from pe_lab.checkpoints.hf_write import DTYPES, Export, plan_export, token_ids, write_huggingface
 from pe_lab.checkpoints.logit_gate import Verdict, compare, gate_python, held
 from pe_lab.checkpoints.own import write_checkpoint
-from pe_lab.checkpoints.source import Source
+from pe_lab.checkpoints.source import Source, leaf_paths, nested
 from pe_lab.config import UserError, command, local_path
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, export_tokenizer, load_tokenizer, save_tokenizer
 from pe_lab.model import Model
@@ -143,20 +145,25 @@ def take_out(
         if tokenizer is not None:
             export_tokenizer(tokenizer, beside)
         if export.family.stock:
-            _gate(args, python, Model(source.model), lambda p: compare(_as_exported(args, export, beside), beside, p))
+            _gate(args, python, Model(source.model), lambda p: compare(_as_exported(args, export), beside, p))
     note = "" if tokenizer else " The checkpoint came without a tokenizer."
     print(f"{to}: written from {source.said}.{note}")
 
 
-def _as_exported(args: argparse.Namespace, export: Export, written: Path) -> Checkpoint:
-    """What the export should compute: the source itself where its numbers were kept, else what was written."""
-    if args.dtype is not None:
-        return open_checkpoint(f"hf:{written}")
+def _as_exported(args: argparse.Namespace, export: Export) -> Checkpoint:
+    """What the export should compute: the source, its logit scale beside its weights, or rounded with them."""
     checkpoint = open_checkpoint(args.source)
-    layers = [
-        dataclasses.replace(layer, logit_scale=scale) for layer, scale in zip(export.layers, export.scales, strict=True)
-    ]
-    return dataclasses.replace(checkpoint, layers=tuple(layers))
+    if export.dtype == "float32":
+        pairs = zip(export.layers, export.scales, strict=True)
+        return dataclasses.replace(
+            checkpoint, layers=tuple(dataclasses.replace(layer, logit_scale=scale) for layer, scale in pairs)
+        )
+    leaves = leaf_paths(checkpoint.params)
+    for path, leaf in leaves.items():
+        if path.removeprefix("layers.") in export.folded:
+            leaf = leaf * np.array(export.scales, np.float32).reshape(-1, *[1] * (leaf.ndim - 1))
+        leaves[path] = leaf.astype(export.dtype).astype(np.float32)
+    return dataclasses.replace(checkpoint, params=nested(leaves), layers=export.layers)
 
 
 def _gate(args: argparse.Namespace, python: str | None, model: Model, judge: Callable[[str], Verdict]) -> None:

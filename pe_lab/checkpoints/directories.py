@@ -19,6 +19,7 @@ def new_directory(path: Path, option: str) -> Iterator[Path]:
     Raises:
       UserError: there is something at `path`.
     """
+    path = path.absolute()  # "." has no name of its own
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{option} '{path}' is there and not empty. Choose another directory, or remove it.")
     beside = path.with_name(f".{path.name}.partial")

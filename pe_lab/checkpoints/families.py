@@ -169,7 +169,7 @@ class Family:
       table: its tensors.
       fixed: fields of `ModelConfig` that no model of the family can have otherwise.
       free: fields of `ModelConfig` that `config.json` says, beside the sizes that every family has.
-      theta, fraction, tied: what transformers takes where `config.json` says nothing.
+      theta, fraction, length, tied: what transformers takes where `config.json` says nothing.
     """
 
     model_type: str
@@ -179,6 +179,7 @@ class Family:
     free: tuple[str, ...] = ()
     theta: float = 10000.0
     fraction: float = 1.0
+    length: int = 2048
     tied: bool = False
     windows: bool = False  # layers may have a sliding window
     bare_layers: bool = False  # layers may be without encoding, one by one
@@ -290,6 +291,7 @@ FAMILIES: dict[str, Family] = {
             Table(_LLAMA | _QKV_BIAS, _OLD_TABLES),
             _LLAMA_SHAPE | {"attention_bias": True, "output_bias": False, "mlp_bias": False},
             windows=True,
+            length=32768,
         ),
         Family(
             "qwen3",
@@ -298,6 +300,7 @@ FAMILIES: dict[str, Family] = {
             _LLAMA_SHAPE | {"qk_norm": "head", "mlp_bias": False},
             free=("attention_bias", "output_bias"),
             windows=True,
+            length=32768,
         ),
         Family(
             "smollm3",
@@ -309,6 +312,7 @@ FAMILIES: dict[str, Family] = {
             tied=True,
             windows=True,
             bare_layers=True,
+            length=32768,
         ),
         Family(
             "gemma",
@@ -324,6 +328,7 @@ FAMILIES: dict[str, Family] = {
             },
             free=("attention_bias", "output_bias"),
             tied=True,
+            length=8192,
         ),
         Family(
             "gpt_neox",

@@ -70,12 +70,14 @@ def read_config(config: Mapping[str, Any], tensor_names: Sequence[str], where: s
         hint = did_you_mean(kind, list(FAMILIES))
         raise UserError(f"{where}: model_type is '{kind}', which pe_lab has no table for. {hint}")
     family = FAMILIES[kind]
+    if config.get("max_position_embeddings") is None:
+        config = {**config, "max_position_embeddings": family.length}
     for key, harmless in _REFUSED.items():
         if config.get(key) not in harmless:
             raise UserError(f"{where}: {key} is {config[key]!r}, which pe_lab does not have; it would be left out.")
     model = _model(config, family, tensor_names, where)
     if kind == "llama_drope":
-        length = _whole(config, "max_position_embeddings", where, 2048)
+        length = _whole(config, "max_position_embeddings", where)
         scale = config.get("softmax_scale")
         if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0):
             raise UserError(f"{where}: softmax_scale is {scale!r}; it must be a number above 0.")

@@ -71,7 +71,7 @@ def plan_export(
     """
     dtype = str(source.dtype) if dtype is None else dtype
     if dtype not in DTYPES:
-        raise UserError(f"--dtype '{dtype}' is not one of {', '.join(DTYPES)}.")
+        raise UserError(f"The weights would be written as {dtype}; give --dtype, one of {', '.join(DTYPES)}.")
     layers, scales = exported_layers(source.layers, source.model, length)
     if family is None:
         chosen = choose_family(source.model, layers)
