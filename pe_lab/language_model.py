@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 from pe_lab.checkpoints import Checkpoint, open_checkpoint
 from pe_lab.checkpoints.surgery import change, write_child
 from pe_lab.config import ModelConfig, UserError
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
-from pe_lab.model import Model, complete
+from pe_lab.model import Decoder, Model, Request, Sampling, Schedules, Statistics, Weights, complete
 from pe_lab.parallel import hide_absent_tpu
-from pe_lab.positional import Beta, Layer, Schedule, build_schedule, describe, drop, layers
+from pe_lab.positional import Beta, Layer, Schedule, build_schedule, describe, drop, read_with
 
 Tokens = str | Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
+Prompt = Any  # a text, token ids [n], or several of either, of any lengths
 
 
 class _Compiled:
@@ -44,6 +46,21 @@ class _Compiled:
 
 
 _compiled = functools.cache(_Compiled)
+_decoder = functools.cache(Decoder)
+_weights: dict[int, Weights] = {}  # by checkpoint, as decoding wants them: made once, gone with the checkpoint
+
+
+def _weights_of(checkpoint: Checkpoint, decoder: Decoder) -> Weights:
+    if id(checkpoint) not in _weights:
+        _weights[id(checkpoint)] = decoder.prepare(checkpoint.params)
+        weakref.finalize(checkpoint, _weights.pop, id(checkpoint), None)
+    return _weights[id(checkpoint)]
+
+
+def _mesh_of(params: Any) -> Mesh | None:
+    """The mesh that parameters are spread over; None where one device has them all."""
+    sharding = getattr(params["trunk"]["embedding"], "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
 
 
 @dataclass(frozen=True)
@@ -102,6 +119,126 @@ class LanguageModel:
         schedule = self._schedule_for(rows.shape[1] - 1)
         return np.asarray(_compiled(self.config).token_loss(self.checkpoint.params, batch, schedule))
 
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+        eos_ids: Collection[int] | None = None,
+        cache_length: int | None = None,
+        refresh: int = 1,
+        text: bool | None = None,
+        statistics: Statistics | None = None,
+    ) -> Any:
+        """Continues a prompt, or several at once. Cached decoding: each token is what `logits` of the text would give.
+
+        Args:
+          prompt: a text, several texts, token ids, or several rows of ids, of any lengths.
+          max_new_tokens: per prompt; a text ends earlier at its end-of-text token or at a stop string.
+          temperature, top_k, top_p, seed: as in `model.Sampling`. By default the likeliest token is taken.
+          stop: strings that end a text. They are not part of what is returned.
+          eos_ids: tokens that end a text; by default the tokenizer's.
+          cache_length: most tokens of prompt and continuation; by default as many as are needed.
+          refresh: for encodings that follow the length, see `model.Request`; 1 is exact, 0 is fast.
+          text: whether texts are returned, or ids. None: what was given.
+          statistics: counts and seconds are added to it.
+
+        Returns:
+          The continuation: a text for a text, an array of ids for ids, a list of them for several.
+
+        Raises:
+          UserError: an empty prompt, ids outside the vocabulary, a setting out of its range, a prompt longer than
+            `cache_length`, text without a tokenizer.
+        """
+        prompts, several, as_text = self._prompts(prompt)
+        as_text = as_text if text is None else text
+        if as_text and self.tokenizer is None:
+            raise UserError(f"'{self.checkpoint.path}' came without a tokenizer; ids cannot be read as text.")
+        request = self._request(
+            max_new_tokens, temperature, top_k, top_p, stop, seed, eos_ids, cache_length, refresh
+        )  # fmt: skip
+        decode = self.tokenizer.decode if self.tokenizer is not None and (as_text or request.stop) else None
+        decoder = _decoder(self.config, _mesh_of(self.checkpoint.params))
+        weights = _weights_of(self.checkpoint, decoder)
+        ended = decoder.generate(weights, prompts, self._schedules(), request, decode, statistics)
+        results = [ending.text if as_text else ending.result() for ending in ended]
+        return results if several else results[0]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+        eos_ids: Collection[int] | None = None,
+        cache_length: int | None = None,
+        refresh: int = 1,
+        statistics: Statistics | None = None,
+    ) -> Iterator[str]:
+        """The text of `generate` in pieces, each as soon as it is final: whole characters, and nothing that could
+        still become a stop string. One prompt; arguments and errors as in `generate`."""
+        prompts, several, _ = self._prompts(prompt)
+        if several:
+            raise UserError("stream continues one prompt; use generate for several.")
+        if self.tokenizer is None:
+            raise UserError(f"'{self.checkpoint.path}' came without a tokenizer; use generate with token ids.")
+        request = self._request(
+            max_new_tokens, temperature, top_k, top_p, stop, seed, eos_ids, cache_length, refresh
+        )  # fmt: skip
+        decoder = _decoder(self.config, _mesh_of(self.checkpoint.params))
+        decoder.check(prompts, request, self.tokenizer.decode)
+        weights = _weights_of(self.checkpoint, decoder)
+        return decoder.stream(weights, prompts[0], self._schedules(), request, self.tokenizer.decode, statistics)
+
+    def _prompts(self, prompt: Prompt) -> tuple[list[Int[np.ndarray, " n"]], bool, bool]:
+        """Prompts as ids; whether there are several; whether they were texts."""
+        if isinstance(prompt, str):
+            return [self.encode(prompt)], False, True
+        if not isinstance(prompt, np.ndarray | jax.Array) and not (isinstance(prompt, Sequence) and len(prompt)):
+            raise UserError(f"The prompt is {prompt!r}; give a text, token ids, or several of either.")
+        if isinstance(prompt[0], str):
+            if not all(isinstance(one, str) for one in prompt):
+                raise UserError("The prompts are texts and others; give all as texts, or all as token ids.")
+            return [self.encode(one) for one in prompt], True, True
+        several = np.ndim(prompt[0]) == 1
+        rows = [np.asarray(one) for one in (prompt if several else [prompt])]
+        for row in rows:
+            if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+                raise UserError(f"Token ids are rows of whole numbers, not {row.dtype} of shape {row.shape}.")
+        # What no int32 can hold is outside any vocabulary, and stays so.
+        return [np.clip(row, -1, 2**31 - 1).astype(np.int32) for row in rows], several, False
+
+    def _request(
+        self,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        stop: str | Sequence[str],
+        seed: int,
+        eos_ids: Collection[int] | None,
+        cache_length: int | None,
+        refresh: int,
+    ) -> Request:
+        if eos_ids is None:
+            known = self.tokenizer
+            eos_ids = () if known is None else {known.eos_id, *getattr(known, "stop_ids", ())}
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        return Request(max_new_tokens, sampling, eos_ids, stop, cache_length, refresh)
+
+    def _schedules(self) -> Schedules:
+        return Schedules(self._schedule_for, tuple(layer.follows_length for layer in self.layers))
+
     @property
     def compilations(self) -> int:
         """How often forward passes of this shape of model have been compiled in this process."""
@@ -128,11 +265,11 @@ class LanguageModel:
         return dataclasses.replace(self, general=general, schedule=self.schedule.generalize(**general))
 
     def with_positional(self, description: Any, logit_scale: float | Beta | None = None) -> LanguageModel:
-        """The same weights under another encoding: whatever `positional.layers` reads, edits of these layers included.
+        """The same weights under another encoding: whatever `positional.read_with` reads, edits included.
 
         `logit_scale` is DroPE's beta, on every layer: a number, or `Beta(...)`, which follows the length.
         """
-        described = layers(description, self.config.layers, self.layers)
+        described = read_with(description, self.layers, self.training_length)
         if logit_scale is not None:
             described = tuple(dataclasses.replace(layer, logit_scale=logit_scale) for layer in described)
         return dataclasses.replace(self, layers=described, schedule=self._build(described))

@@ -2,15 +2,25 @@
 
 from pe_lab.model.decoder import REMAT_POLICIES, Model, Params, complete
 from pe_lab.model.flops import Flops, train_flops_per_token
+from pe_lab.model.generation import Decoder
 from pe_lab.model.loss import cross_entropy
 from pe_lab.model.presets import PRESETS, preset
+from pe_lab.model.programs import Weights
+from pe_lab.model.request import Request, Schedules, Statistics
+from pe_lab.model.sampling import Sampling
 
 __all__ = [
     "PRESETS",
     "REMAT_POLICIES",
+    "Decoder",
     "Flops",
     "Model",
     "Params",
+    "Request",
+    "Sampling",
+    "Schedules",
+    "Statistics",
+    "Weights",
     "complete",
     "cross_entropy",
     "preset",

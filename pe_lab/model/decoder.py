@@ -137,7 +137,7 @@ class Model:
         if schedule.same_rotation:
             # Equal on all layers that rotate: made once, above them.
             n = next(i for i, s in enumerate(schedule.structure) if s.rotates)
-            shared = self._tables(schedule.turns[n], schedule.gain[n], schedule.structure[n], positions)
+            shared = self.tables(schedule.turns[n], schedule.gain[n], schedule.structure[n], positions)
         data = (params["layers"], layer_arrays(schedule))
 
         def layer(x: jax.Array, data: Any, structure: LayerStructure) -> jax.Array:
@@ -157,6 +157,10 @@ class Model:
             if policy is not None:
                 group = jax.checkpoint(group, policy=policy, prevent_cse=not config.scan)
             x = _repeat(group, x, data, run, config.scan)
+        return self.final_norm(params, x)
+
+    def final_norm(self, params: Params, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """What the unembedding reads, of what the last layer wrote."""
         return nnx.merge(self._trunk, params["trunk"]).final_norm(x)
 
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -186,14 +190,14 @@ class Model:
         turns, gain, slope, logit_scale, noise = arrays
         cos, sin, self_bias = None, None, None
         if structure.rotates:
-            cos, sin = self._tables(turns, gain, structure, positions) if tables is None else tables
+            cos, sin = self.tables(turns, gain, structure, positions) if tables is None else tables
         if structure.self_bias:
             strength, length = structure.self_bias
             self_bias = jnp.where(positions < length, jnp.float32(strength), 0)
         slope, noise = slope if structure.slopes else None, noise if structure.noisy else None
         return Row(cos, sin, slope, logit_scale, noise, self_bias)
 
-    def _tables(
+    def tables(
         self, turns: jax.Array, gain: jax.Array, structure: LayerStructure, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """cos and sin [B or 1, T, rows, R] with one row per layer, key head or query head, as the layer needs."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -148,6 +150,10 @@ class Attention(nnx.Module):
             implementation=self.config.attention,
             chunk=self.config.attention_chunk,
         )
+        return self.project_out(out)
+
+    def project_out(self, out: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
+        """What attention gives back, as the residual stream takes it."""
         out = constrain(out, "batch", "length", "heads", "head_dim")
         return _project(out, self.out, self.out_bias, inputs=2)
 
@@ -194,7 +200,16 @@ class Block(nnx.Module):
         segments: Int[Array, "B T"] | None,
         window: int | None,
     ) -> Float[Array, "B T D"]:
-        attended = self.attention(self.attention_norm(x), row, positions, segments, window)
+        return self._add_branches(x, self.attention(self.attention_norm(x), row, positions, segments, window))
+
+    def attend_by(
+        self, x: Float[Array, "B T D"], attend: Callable[..., tuple[jax.Array, Any]]
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """The layer with another attention: `attend(q, k, v)` gives its output, and something to hand on (a cache)."""
+        out, beside = attend(*self.attention.queries_keys_values(self.attention_norm(x)))
+        return self._add_branches(x, self.attention.project_out(out)), beside
+
+    def _add_branches(self, x: Float[Array, "B T D"], attended: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         if self.parallel:
             # Neither waits for the other: under tensor parallelism, XLA joins their two all-reduces into one.
             x = x + (attended + self.mlp(self.mlp_norm(x)))

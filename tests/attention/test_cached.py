@@ -1,0 +1,147 @@
+"""Attention to a cache: the result of `attention` over the whole text, whatever lies in empty slots."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pe_lab.attention import Past, Row, attention, cached_attention, encode_keys
+from pe_lab.config import UserError
+
+B, H, G, K, SLOTS = 2, 4, 2, 8, 20
+LENGTHS = np.asarray([13, 5])  # cached tokens of each row
+C = 4
+
+
+def rotations(rows: int, positions):
+    """cos and sin of made-up angles, a gain included; of each row another."""
+    frequency = 0.7 ** np.arange(rows * K // 2).reshape(rows, K // 2)
+    angle = np.asarray(positions)[..., None, None] * frequency
+    return jnp.asarray(1.1 * np.cos(angle), jnp.float32), jnp.asarray(1.1 * np.sin(angle), jnp.float32)
+
+
+def row_at(kind: str, positions) -> Row:
+    """A row of a schedule that needs `kind`, at these positions [B, T]."""
+    row = Row()
+    for rows, name in ((1, "shared"), (G, "grouped"), (H, "split"), (H, "noise")):
+        if kind == name:
+            row = row._replace(**dict(zip(("cos", "sin"), rotations(rows, positions), strict=True)))
+    if kind == "slopes":
+        row = row._replace(slope=jnp.asarray([0.5, 0.25, 0.1, 0.02]))
+    if kind == "scale":
+        row = row._replace(logit_scale=jnp.float32(1.7))
+    if kind == "noise":
+        row = row._replace(noise=jnp.asarray([0, 9, 0, 3], jnp.uint32))
+    if kind == "self bias":
+        row = row._replace(self_bias=jnp.where(jnp.asarray(positions) < 7, 2.0, 0.0))
+    return row
+
+
+@functools.partial(jax.jit, static_argnames=("window", "block", "rotated"))
+def cached(q, k, v, past_key, past_value, at, used, row, slots_row, positions, window, block, rotated):
+    past = Past(past_key[None], past_value[None], 0, at, used, None if rotated else slots_row)
+    seen = encode_keys(k, row, H, positions)
+    return cached_attention(q, seen, v, past, row, positions=positions, window=window, block=block)
+
+
+@functools.partial(jax.jit, static_argnames="window")
+def whole(q, k, v, row, positions, window):
+    return attention(q, k, v, row, positions=positions, window=window)
+
+
+encoded = jax.jit(encode_keys, static_argnums=2)
+
+
+def both(kind, window=None, block=6, rotated=True, garbage=0.0, order=None, capacity=SLOTS):
+    """Outputs for C tokens after LENGTHS cached ones: by the cache, and by full attention over each row's text."""
+    rng = np.random.default_rng(1)
+    T = LENGTHS.max() + C
+    q, k, v = (rng.standard_normal((B, T, heads, K)).astype(np.float32) for heads in (H, G, G))
+    every = np.broadcast_to(np.arange(T), (B, T))
+    # The slots in an order of their own: what is seen follows from positions, not from where things lie.
+    order = np.arange(capacity) if order is None else order
+    at = np.where(order < LENGTHS[:, None], order, -1).astype(np.int32)
+    heads = H if rotated and kind in ("split", "noise") else G
+    keys = np.asarray(encoded(k, row_at(kind, every), H, every)) if rotated else k
+    past_key = np.full((B, capacity, heads, K), garbage, np.float32)
+    past_value = np.full((B, capacity, G, K), garbage, np.float32)
+    for b in range(B):
+        held = at[b] >= 0
+        past_key[b, held], past_value[b, held] = keys[b, at[b, held]], v[b, at[b, held]]
+    used = np.int32(max(np.flatnonzero((at >= 0).any(0)), default=-1) + 1)
+    new = (LENGTHS[:, None] + np.arange(C)).astype(np.int32)
+    take = lambda x: np.take_along_axis(x, new[:, :, None, None], 1)  # noqa: E731
+    out = cached(
+        take(q),
+        take(k),
+        take(v),
+        past_key.transpose(0, 2, 1, 3),
+        past_value.transpose(0, 2, 1, 3),
+        at,
+        used,
+        row_at(kind, new),
+        row_at(kind, np.maximum(at, 0)),
+        new,
+        window,
+        block,
+        rotated,
+    )
+    full = whole(q, k, v, row_at(kind, every), every, window)
+    return np.asarray(out), take(np.asarray(full))
+
+
+KINDS = ["none", "shared", "grouped", "split", "slopes", "scale", "noise", "self bias"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "window"), [(kind, 6) for kind in KINDS] + [("shared", None), ("shared", 1), ("slopes", None)]
+)
+def test_it_is_attention_over_the_whole_text(kind, window):
+    ours, full = both(kind, window)
+    np.testing.assert_allclose(ours, full, atol=2e-5)
+    assert np.abs(full).max() > 0.3
+
+
+@pytest.mark.parametrize("kind", ["shared", "grouped", "split", "noise"])
+def test_keys_that_are_rotated_when_they_are_read(kind):
+    ours, full = both(kind, window=9, rotated=False)
+    np.testing.assert_allclose(ours, full, atol=2e-5)
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -1e30])
+def test_what_lies_in_empty_slots_changes_nothing(garbage, rotated):
+    clean, _ = both("shared", rotated=rotated)
+    np.testing.assert_array_equal(both("shared", garbage=garbage, rotated=rotated)[0], clean)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.permutations(range(SLOTS)), st.sampled_from([1, 7, 64]))
+def test_neither_the_order_of_slots_nor_the_block_matters(order, block):
+    ours, full = both("shared", window=11, block=block, order=np.asarray(order), garbage=np.nan)
+    np.testing.assert_allclose(ours, full, atol=2e-5)
+
+
+def test_blocks_beyond_what_is_used_are_not_computed():
+    """A key that is marked as held beyond `used` is not read: the loop ends before it."""
+    shape = (1, 1, 1, 32, K)
+    past = Past(jnp.ones(shape), jnp.ones(shape), 0, jnp.arange(32)[None], jnp.int32(8), None)
+    one = jnp.zeros((1, 1, 1, K))
+    out = cached_attention(one, one, one, past, Row(), positions=jnp.asarray([[32]]), block=8)
+    np.testing.assert_allclose(out, np.full((1, 1, 1, K), 8 / 9), rtol=1e-6)  # 8 ones of 9 equal weights
+
+
+def test_heads_that_do_not_fit():
+    past = Past(jnp.zeros((1, 1, 2, 4, K)), jnp.zeros((1, 1, 2, 4, K)), 0, -jnp.ones((1, 4), int), jnp.int32(0))
+    new = jnp.zeros((1, 1, 2, K))
+    with pytest.raises(UserError, match="3 query heads do not divide into 2"):
+        cached_attention(jnp.zeros((1, 1, 3, K)), new, new, past, Row(), positions=jnp.zeros((1, 1), int))
+    cos = jnp.ones((1, 1, 3, K // 2))
+    with pytest.raises(UserError, match="3 rows of rotations fit neither 2 key heads nor 4"):
+        encode_keys(new, Row(cos, cos), 4, jnp.zeros((1, 1), int))
+    with pytest.raises(UserError, match="rotated per query head"):
+        encode_keys(new, Row(noise=jnp.ones(4, jnp.uint32)), 4, jnp.zeros((1, 1), int))
