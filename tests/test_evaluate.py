@@ -12,6 +12,7 @@ import tiny  # noqa: E402
 
 from pe_lab.checkpoints import open_checkpoint  # noqa: E402
 from pe_lab.checkpoints.surgery import write_child  # noqa: E402
+from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
 from pe_lab.evaluate import describe_cell, locate, main  # noqa: E402
 from pe_lab.positional import NoPE, layers  # noqa: E402
 
@@ -64,6 +65,29 @@ def test_a_child_of_surgery_keeps_its_own_rows(run, tmp_path, capsys):
     assert main([f"--from={tmp_path / 'dropped'}", "--suite=needles", "--methods=as-trained",
                  f"--out={tmp_path / 'elsewhere'}", *QUICK]) == 0  # fmt: skip
     assert os.listdir(tmp_path / "elsewhere") == ["needles.jsonl"]
+
+
+def test_text_files_of_ones_own_are_measured_whole(run, tmp_path, capsys):
+    texts = [(f"{n}. The ship sailed on, and nobody asked where to. " * 20)[: 900 + n] for n in range(3)]
+    for n, text in enumerate(texts):
+        (tmp_path / f"{n}.txt").write_text(text)
+    arguments = [f"--from={run / 'pretrain'}", f"--text={tmp_path}/*.txt", f"--out={tmp_path / 'out'}"]
+    assert main(arguments) == 2 and "came without a tokenizer" in capsys.readouterr().err
+    save_tokenizer(load_tokenizer("bytes"), run / "tokenizer")
+    chosen = ["--suite=perplexity", "--lengths=1x,2x", "--methods=as-trained,dropped", "--tokens=100000"]
+    assert main([*arguments, *chosen]) == 0
+    found = rows(tmp_path / "out", "perplexity")
+    # Of all the text (a byte is a token), the larger part is scored, and the rest kept to fit a logit scale on.
+    (scored,) = {r["tokens"] for r in found}
+    assert sum(map(len, texts)) / 2 < scored < sum(map(len, texts))
+    by = {(r["method"], r["length"]): r["perplexity"] for r in found}
+    assert len(by) == 4 and by["dropped", 16] != by["as trained", 16]
+    assert "dropped and not recalibrated" in capsys.readouterr().out
+
+
+def test_what_is_not_ours_is_brought_in_first(capsys):
+    assert main(["--from=hf:tests/data/hf/llama"]) == 2
+    assert "python -m pe_lab.convert --from=hf:tests/data/hf/llama" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

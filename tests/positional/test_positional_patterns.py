@@ -26,6 +26,7 @@ from pe_lab.positional import (
     drop,
     layers,
     pattern,
+    read_with,
     rescale,
     rnope_swa,
     smollm3,
@@ -263,3 +264,25 @@ def test_a_rescale_stretches_rotary_heads_too():
     layer = Layer(NoPE(), heads=(HeadEdit((0,), Rope(1e6)), HeadEdit((1,), Alibi())))
     (after,) = rescale(PI(2.0)).apply([layer])
     assert after == Layer(NoPE(), heads=(HeadEdit((0,), Rope(1e6, scaling=PI(2.0))), HeadEdit((1,), Alibi())))
+
+
+def test_a_scaling_by_its_name_stretches_the_rotation_there_is():
+    before = (Layer(Rope(500.0), window=64), Layer(NoPE()), Layer(PartialRope(7e4, 0.5)))
+    after = read_with("yarn:factor=4", before, 2048)
+    assert after == rescale(Yarn(4, 2048)).apply(before)
+    assert after[0].encoding.base == 500.0 and after[0].window == 64 and after[1] == before[1]
+    assert read_with("yarn:factor=4,original_length=1024", before, 2048) == rescale(Yarn(4, 1024)).apply(before)
+    assert read_with("pi:factor=2", before, 2048) == rescale(PI(2)).apply(before)
+
+
+@pytest.mark.parametrize(
+    "description", ["yarn:factor=4,original_length=64,base=300", "rope:base=300", "nope", ["rope", "nope"], Rope(300.0)]
+)
+def test_all_else_is_read_as_layers_reads_it(description):
+    before = (Layer(Rope(500.0)), Layer(Rope(500.0)))
+    assert read_with(description, before, 2048) == layers(description, 2, before)
+
+
+def test_a_scaling_has_nothing_to_stretch_where_nothing_rotates():
+    with pytest.raises(UserError, match="none of these layers is rotary"):
+        read_with("yarn:factor=4", (Layer(NoPE()),) * 2, 2048)
