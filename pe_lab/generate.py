@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--prompts", metavar="FILE", help="a file of prompts, one per line, continued together; writes JSON lines"
     )
+    parser.add_argument("--batch", type=int, default=16, metavar="N", help="so many of --prompts at once (default: 16)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="per prompt (default: 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all")
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the chat template")
     positional = parser.add_mutually_exclusive_group()
     positional.add_argument(
-        "--positional", help="read the weights under another encoding, such as yarn:factor=2,original_length=2048"
+        "--positional", help="read the weights under another encoding, such as yarn:factor=2 (of what is there)"
     )
     positional.add_argument("--drop", action="store_true", help="read the weights without positional encoding")
     parser.add_argument("--cache-length", type=int, help="most tokens of a prompt and its continuation")
@@ -110,6 +111,8 @@ def show(prompt: str, pieces: Iterator[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the verb."""
     args = parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    if args.batch < 1:
+        raise UserError(f"--batch is {args.batch}; continue at least one prompt at a time.")
     if args.prompts:
         prompts = read_prompts(args.prompts)
     else:
@@ -124,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.drop:
         lm = lm.drop_positional()
     if args.positional:
-        lm = lm.with_positional(args.positional.split("+"))
+        items = args.positional.split("+")
+        lm = lm.with_positional(items if len(items) > 1 else items[0])
     statistics = Statistics()
     settings: dict[str, Any] = {
         "max_new_tokens": args.max_new_tokens,
@@ -140,9 +144,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = [as_chat(lm, prompt) for prompt in prompts] if args.chat else prompts
     try:
         if args.prompts:
-            for prompt, text in zip(prompts, lm.generate(given, text=True, **settings), strict=True):
-                print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
-            sys.stdout.flush()
+            for start in range(0, len(given), args.batch):
+                some = slice(start, start + args.batch)
+                # Rows of a batch draw for themselves by their number in it; so do batches.
+                settings["seed"] = args.seed + start
+                for prompt, text in zip(prompts[some], lm.generate(given[some], text=True, **settings), strict=True):
+                    print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+                sys.stdout.flush()
+                if sys.stderr.isatty():
+                    print(f"\r{min(start + args.batch, len(given))} of {len(given)} prompts", end="", file=sys.stderr)
         else:
             show(prompts[0], lm.stream(given[0], **settings))
     except BrokenPipeError:

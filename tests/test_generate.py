@@ -15,7 +15,7 @@ from pe_lab.config import MeshConfig, UserError
 from pe_lab.generate import main
 from pe_lab.model import Model, Statistics
 from pe_lab.parallel import AxisRules, make_mesh
-from pe_lab.positional import Beta, DynamicNTK, Rope
+from pe_lab.positional import PI, Beta, DynamicNTK, Rope, rescale
 from pe_lab.training.step import parameter_shardings
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
@@ -183,6 +183,8 @@ def test_many_prompts_are_json_lines(lm, run, tmp_path, capsys):
     prompts = ["needle", "a", "longer than the others"]
     texts = lm.generate(prompts, max_new_tokens=5)
     assert rows == [{"prompt": p, "text": t} for p, t in zip(prompts, texts, strict=True)]
+    assert main([f"--from={run}", f"--prompts={tmp_path / 'prompts.txt'}", "--max-new-tokens=5", "--batch=2"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
 
 
 def test_other_encodings_of_the_same_weights(lm, run, capsys):
@@ -190,6 +192,8 @@ def test_other_encodings_of_the_same_weights(lm, run, capsys):
     for option, other in (
         ("--drop", lm.drop_positional()),
         ("--positional=rope:base=50+nope", lm.with_positional(["rope:base=50", "nope"])),
+        # A scaling by its name stretches the rotation there is.
+        ("--positional=pi:factor=3", lm.with_positional(rescale(PI(3)))),
     ):
         assert main([*options, option]) == 0
         expected = other.generate("a needle in a haystack", max_new_tokens=6, temperature=1.0)
@@ -202,6 +206,7 @@ def test_other_encodings_of_the_same_weights(lm, run, capsys):
         (["--prompt="], "The prompt is empty"),
         (["--prompt-file=no/such"], "'no/such' cannot be read as text"),
         (["--prompts=no/such"], "'no/such' cannot be read as text"),
+        (["--prompt=a", "--batch=0"], "--batch is 0"),
         (["--prompt=a", "--chat"], "chat template"),
         (["--prompt=a", "--top-p=0"], "top_p is 0.0"),
         (["--prompt=a", "--cache-length=4"], "do not fit a cache of 4"),
