@@ -207,7 +207,7 @@ def test_damaged_metadata(tmp_path, change, says):
 
 @pytest.mark.parametrize(
     ("documents", "fraction", "says"),
-    [([], 0.1, "corpus.jsonl.* is empty"), (["", ""], 0.1, "empty"), (["a"], 1.0, "validation_fraction=1.0")],
+    [([], 0.1, "corpus.jsonl.* is empty"), (["", ""], 0.1, "empty"), (["a"], 1.5, "validation_fraction=1.5")],
 )
 def test_nothing_is_left_of_a_failed_preparation(tmp_path, documents, fraction, says):
     with pytest.raises(UserError, match=says):

@@ -256,7 +256,7 @@ class _Batch:
         self._lengths = programs.place(lengths)
         with self._compiling():
             self._cache = programs.allocate(self._layout, len(texts))
-        last = jnp.zeros((len(texts), config.d_model), config.dtype)
+        last = programs.place(jnp.zeros((len(texts), config.d_model), config.dtype))
         for start, size in chunks(int(lengths.max())):
             tokens = np.zeros((len(texts), size), np.int32)
             for row, text in zip(tokens, texts, strict=True):

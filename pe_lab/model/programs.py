@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from pe_lab.config import ModelConfig
@@ -58,7 +58,9 @@ class Programs:
         self.scan = (config.scan and not self._on_cpu) if scan is None else scan
         self._mesh, self._rules = mesh, rules or AxisRules()
         self.rows_at_once = mesh.shape["data"] * mesh.shape["fsdp"] if mesh is not None else 1
-        self.allocate = jax.jit(functools.partial(allocate, self.model.config), static_argnums=(0, 1))
+        self._device = SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else None
+        make = functools.partial(allocate, self.model.config)
+        self.allocate = jax.jit(make, static_argnums=(0, 1), out_shardings=self._device)
         self.read_chunk = jax.jit(self._read_chunk, static_argnames=("layout",), donate_argnames=("cache",))
         self.first = jax.jit(self._choose, static_argnames=("kind",))
         self.next = jax.jit(self._step, static_argnames=("layout", "kind"), donate_argnames=("cache",))
@@ -155,5 +157,10 @@ class Programs:
                 yield
 
     def place(self, tree: Any) -> Any:
-        """Small arrays where every step finds them."""
-        return jax.device_put(tree, None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec()))
+        """Small arrays where every step finds them.
+
+        On a device by name, as the outputs of a program are: an argument that JAX may still move is another program.
+        """
+        if self._mesh is None:
+            return jax.device_put(tree, self._device)
+        return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))

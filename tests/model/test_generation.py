@@ -331,6 +331,21 @@ def test_one_compilation_per_bucket(seen):
     assert made.traces["decode", 1, 1, 512] == 1
 
 
+def test_a_traced_program_is_compiled_once(caplog):
+    """JAX compiles again, without a trace, where an argument is on its device by name in one call only."""
+    made = Decoder(dataclasses.replace(SHALLOW, d_ff=40))  # a shape of its own: nothing of it is compiled yet
+    weights = made.prepare(parameters(made.programs.model.config))
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        prompt = prompts_of(SHALLOW, 33)  # two chunks of 32
+        made.generate(weights, prompt, schedules_of(SHALLOW, SCHEMES["rope"]), Request(max_new_tokens=5))
+    compiled = [r.getMessage().split()[1] for r in caplog.records if r.getMessage().startswith("Compiling jit(_")]
+    assert sorted(name for name in compiled if name in ("jit(_step)", "jit(_read_chunk)", "jit(_choose)")) == [
+        "jit(_choose)",
+        "jit(_read_chunk)",
+        "jit(_step)",
+    ]
+
+
 def test_bfloat16_weights_are_cast_once_and_norms_are_not(seen):
     config = dataclasses.replace(TINY, dtype="bfloat16", qk_norm="head", norm="layer")
     weights = Decoder(config).prepare(parameters(config)).params
