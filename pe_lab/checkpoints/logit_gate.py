@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
@@ -104,7 +105,7 @@ def compare(checkpoint: Checkpoint, theirs: Path, python: str, gguf_file: str | 
             reason = (run.stderr.strip().splitlines() or ["no reason given"])[-1]
             raise UserError(f"transformers cannot read '{theirs}': {reason}")
         expected = np.load(files["out"])
-    found = np.asarray(model.apply(checkpoint.params, jnp.asarray(tokens), None, None, schedule))
+    found = np.asarray(jax.jit(model.apply)(checkpoint.params, jnp.asarray(tokens), None, None, schedule))
     # Some converters pad the vocabulary on their side only.
     width = min(found.shape[-1], expected.shape[-1])
     found, expected = found[..., :width], expected[..., :width]
