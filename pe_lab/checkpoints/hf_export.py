@@ -196,14 +196,11 @@ def choose_family(model: ModelConfig, layers: Sequence[Layer]) -> Family:
     raise UserError(f"No architecture of transformers can say this model:\n{listed}{advice}")
 
 
-def exported_layers(
-    layers: Sequence[Layer], model: ModelConfig, length: int | None
-) -> tuple[tuple[Layer, ...], tuple[float, ...]]:
+def exported_layers(layers: Sequence[Layer], length: int | None) -> tuple[tuple[Layer, ...], tuple[float, ...]]:
     """The layers as an architecture without logit scales must say them, and the factors to fold into their queries.
 
     Args:
       layers: of the model.
-      model: its shape.
       length: tokens to fix what follows the length at (Beta, dynamic YaRN); None leaves it, or refuses.
 
     Raises:

@@ -72,7 +72,7 @@ def plan_export(
     dtype = str(source.dtype) if dtype is None else dtype
     if dtype not in DTYPES:
         raise UserError(f"The weights would be written as {dtype}; give --dtype, one of {', '.join(DTYPES)}.")
-    layers, scales = exported_layers(source.layers, source.model, length)
+    layers, scales = exported_layers(source.layers, length)
     if family is None:
         chosen = choose_family(source.model, layers)
     elif family in FAMILIES:
