@@ -15,11 +15,11 @@ import numpy as np
 
 from pe_lab.checkpoints import Checkpoint, is_foreign, open_checkpoint, open_source
 from pe_lab.checkpoints.directories import new_directory
-from pe_lab.checkpoints.families import FAMILIES
+from pe_lab.checkpoints.families import FAMILIES, leaf_paths
 from pe_lab.checkpoints.hf_write import DTYPES, Export, plan_export, token_ids, write_huggingface
 from pe_lab.checkpoints.logit_gate import Verdict, compare, gate_python, held
 from pe_lab.checkpoints.own import write_checkpoint
-from pe_lab.checkpoints.source import Source, leaf_paths, nested
+from pe_lab.checkpoints.source import Source, nested
 from pe_lab.config import UserError, command, local_path
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, export_tokenizer, load_tokenizer, save_tokenizer
 from pe_lab.model import Model
@@ -116,7 +116,11 @@ def bring_in(
             save_tokenizer(tokenizer, beside / "tokenizer")
         gguf_file = source.path.name if source.path.is_file() else None
         theirs = source.path.parent if gguf_file else source.path
-        _gate(args, python, model, lambda p: compare(open_checkpoint(where), theirs, p, gguf_file))
+        family = getattr(source, "family", None)
+        if family is not None and not family.stock and args.gate != "require":
+            print(f"Logits not compared: transformers has no {family.architecture} without code of its own.")
+        else:
+            _gate(args, python, model, lambda p: compare(open_checkpoint(where), theirs, p, gguf_file))
     note = "" if tokenizer else " It came without a tokenizer."
     print(f"{to}: converted from {source.said}.{note}")
 

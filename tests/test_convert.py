@@ -226,3 +226,12 @@ def test_a_source_is_never_touched(tmp_path, capsys):
     assert main([f"--from=hf:{theirs}", f"--to={tmp_path / 'ours'}", "--gate=off"]) == 0
     assert main([f"--from={theirs}", f"--to=hf:{theirs}", "--gate=off"]) == 2
     assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
+
+
+def test_the_gate_does_not_ask_transformers_for_what_it_does_not_have(fake, tmp_path, capsys):
+    """DroPE's layout needs DroPE's own code, which nobody runs here; its checkpoints come in all the same."""
+    refuses = fake(then="raise ValueError('trust_remote_code')")
+    assert main([f"--from=hf:{DATA / 'llama_drope'}", f"--to={tmp_path / 'ours'}", refuses]) == 0
+    assert "Logits not compared: transformers has no DroPELlamaForCausalLM" in capsys.readouterr().out
+    assert main([f"--from=hf:{DATA / 'llama_drope'}", f"--to={tmp_path / 'must'}", refuses, "--gate=require"]) == 2
+    assert listing(tmp_path) == ["fake", "ours"]

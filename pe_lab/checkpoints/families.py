@@ -146,17 +146,15 @@ def _moves(path: str, layout: Layout) -> bool:
 
 def leaf_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every leaf of a model's parameters by its dotted path, with its shape without the axis over layers."""
-    found: dict[str, tuple[int, ...]] = {}
+    whole = leaf_paths(Model(model).shapes)
+    return {path: tuple(leaf.shape[1:] if path.startswith(LAYERS) else leaf.shape) for path, leaf in whole.items()}
 
-    def walk(tree: Any, path: str) -> None:
-        for name, value in tree.items():
-            at = f"{path}.{name}" if path else name
-            if isinstance(value, Mapping):
-                walk(value, at)
-            else:
-                found[at] = tuple(value.shape[1:]) if at.startswith(LAYERS) else tuple(value.shape)
 
-    walk(Model(model).shapes, "")
+def leaf_paths(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A tree of parameters, or of anything that lies as they do, flat: dotted path to leaf."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= leaf_paths(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
     return found
 
 

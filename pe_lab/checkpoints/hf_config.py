@@ -59,7 +59,7 @@ def read_config(config: Mapping[str, Any], tensor_names: Sequence[str], where: s
 
     Args:
       config: its content.
-      tensor_names: of the checkpoint: DroPE's layout says in its weights alone whether it has a QK-norm.
+      tensor_names: of the checkpoint: of DroPE's layout they say whether it has a QK-norm, where no key does.
       where: the file, for messages.
 
     Raises:

@@ -14,8 +14,8 @@ import orbax.checkpoint as ocp
 from jaxtyping import Shaped
 
 from pe_lab.checkpoints import schedules
-from pe_lab.checkpoints.families import LAYERS
-from pe_lab.checkpoints.source import Source, check_finite, leaf_paths, nested, row_blocks
+from pe_lab.checkpoints.families import LAYERS, leaf_paths
+from pe_lab.checkpoints.source import Source, check_finite, nested, row_blocks
 from pe_lab.checkpoints.store import (
     DIRECTORY,
     first_line,

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import Shaped
 
-from pe_lab.checkpoints.families import LAYERS
+from pe_lab.checkpoints.families import LAYERS, leaf_paths
 from pe_lab.config import ModelConfig, UserError
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
@@ -62,12 +62,6 @@ def check_finite(array: np.ndarray, name: str, where: str) -> np.ndarray:
     return array
 
 
-def leaf_paths(shapes: Params) -> dict[str, Any]:
-    """A tree of parameters, flat: dotted path to leaf."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(shapes)
-    return {".".join(str(key.key) for key in path): leaf for path, leaf in flat}
-
-
 def nested(flat: Mapping[str, Any]) -> Params:
     """The tree that `leaf_paths` flattened."""
     tree: Params = {}
@@ -93,7 +87,7 @@ def place(source: Source, mesh: Mesh | None = None, rules: AxisRules | None = No
     A process reads what its own devices hold, one tensor at a time.
     """
     model = Model(source.model)
-    axes = leaf_paths_of_axes(model.axes)
+    axes = leaf_paths(model.axes)
     chosen = rules or AxisRules()
     placed = {}
     for path, leaf in leaf_paths(model.shapes).items():
@@ -102,15 +96,6 @@ def place(source: Source, mesh: Mesh | None = None, rules: AxisRules | None = No
             sharding = chosen.sharding(mesh, axes[path], leaf.shape)
         placed[path] = _assemble(source, path, leaf.shape, sharding)
     return nested(placed)
-
-
-def leaf_paths_of_axes(axes: Params, path: str = "") -> dict[str, tuple[str, ...]]:
-    """The logical axes of every leaf by its dotted path."""
-    found: dict[str, tuple[str, ...]] = {}
-    for name, value in axes.items():
-        at = f"{path}.{name}" if path else name
-        found |= leaf_paths_of_axes(value, at) if isinstance(value, Mapping) else {at: value}
-    return found
 
 
 def _assemble(source: Source, path: str, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:

@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 from tiny_runs import arrays
 
 from pe_lab.checkpoints import source, store
-from pe_lab.checkpoints.families import leaf_shapes
+from pe_lab.checkpoints.families import leaf_paths, leaf_shapes
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
 from pe_lab.checkpoints.own import OwnSource, write_checkpoint
-from pe_lab.checkpoints.source import leaf_paths, place
+from pe_lab.checkpoints.source import place
 from pe_lab.checkpoints.store import Store, metadata_of
 from pe_lab.config import ModelConfig, UserError
 from pe_lab.model import Model
