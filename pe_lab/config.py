@@ -83,7 +83,7 @@ class ModelConfig:
     dtype: str = "bfloat16"  # compute; parameters are float32
     remat: str = "none"  # none | dots | full
     scan: bool = True  # False unrolls the layers: faster on a CPU, slower to compile
-    attention: str = "auto"  # auto | reference | dense | chunked
+    attention: str = "auto"  # or a name that `python -m pe_lab.attention` lists
     attention_chunk: int = 512  # query and key block of the chunked attention, in tokens
     loss_chunks: int = 1  # the cross-entropy walks over the vocabulary in this many chunks
 
@@ -119,6 +119,7 @@ class MeshConfig:
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    context: int = 1  # cuts texts along their length
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pe_lab.attention.interface import Row
 from pe_lab.attention.noise import replace_heads_by_noise
-from pe_lab.attention.reference import MASKED
+from pe_lab.attention.span import MASKED
 from pe_lab.config import UserError
 from pe_lab.positional import rotate
 

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention.reference import MASKED, visible
+from pe_lab.attention.reference import visible
+from pe_lab.attention.span import MASKED
 
 
 def dense_attention(
@@ -20,6 +21,7 @@ def dense_attention(
     segments: Int[Array, "B T"] | None,
     window: int | None,
     self_bias: Float[Array, "#B T"] | None = None,
+    soft_cap: float | None = None,
     chunk: int = 0,
 ) -> Float[Array, "B T H K"]:
     """The reference's softmax over all logits at once; of [T, T] arrays the gradient keeps only the weights.
@@ -28,6 +30,8 @@ def dense_attention(
     turns over the [T, K] arrays they are multiplied with. And rows are divided by their sums after the product
     with the values, not before: K divisions instead of T.
     """
+    if soft_cap is not None:
+        raise NotImplementedError("soft cap")
     B, T, H, K = query.shape
     G = key.shape[2]
     q = (query.astype(jnp.float32) * scale).astype(query.dtype)
@@ -36,7 +40,8 @@ def dense_attention(
     k, v = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
     index = jnp.arange(T)
     bias = jnp.where(visible(index, index, segments, segments, window), 0.0, MASKED)[:, None, None]
-    if slope is not None and positions is not None:
+    if slope is not None:
+        positions = index[None] if positions is None else positions
         distance = (positions[:, :, None] - positions[:, None, :]).astype(jnp.float32)
         bias = bias - slope.reshape(G, H // G, 1, 1) * distance[:, None, None]
     if self_bias is not None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-MASKED = -1e30  # finite, so that a block without any visible key stays a number
+from pe_lab.attention.span import MASKED
 
 
 def visible(
@@ -38,9 +38,13 @@ def reference_attention(
     segments: Int[Array, "B T"] | None,
     window: int | None,
     self_bias: Float[Array, "#B T"] | None = None,
+    soft_cap: float | None = None,
     chunk: int = 0,
 ) -> Float[Array, "B T H K"]:
-    """softmax(scale * q k^T - slope * distance + self_bias) v over visible keys, all [B, H, T, T] logits in float32."""
+    """softmax(scale * q k^T - slope * distance + self_bias) v over visible keys, all [B, H, T, T] logits in float32.
+
+    A soft cap is put on scale * q k^T, before anything is added.
+    """
     B, T, H, K = query.shape
     G = key.shape[2]
     # Heads first: what XLA on a CPU multiplies fast, forward and backward alike.
@@ -48,10 +52,13 @@ def reference_attention(
     k, v = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
     q = (q.astype(jnp.float32) * scale).astype(query.dtype)
     logits = jnp.einsum("bgmtk,bgsk->bgmts", q, k, preferred_element_type=jnp.float32)
-    if slope is not None and positions is not None:
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    index = jnp.arange(T)
+    if slope is not None:
+        positions = index[None] if positions is None else positions
         distance = (positions[:, :, None] - positions[:, None, :]).astype(jnp.float32)
         logits -= slope.reshape(G, H // G, 1, 1) * distance[:, None, None]
-    index = jnp.arange(T)
     if self_bias is not None:
         logits += (jnp.eye(T) * self_bias[:, None])[:, None, None]
     mask = visible(index, index, segments, segments, window)

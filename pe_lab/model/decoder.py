@@ -9,15 +9,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention import IMPLEMENTATIONS, Row
+from pe_lab.attention import IMPLEMENTATIONS, Rotation, Row
 from pe_lab.config import ModelConfig, UserError, did_you_mean
 from pe_lab.model.loss import cross_entropy
 from pe_lab.model.modules import ACTIVATIONS, NORMS, QK_NORMS, Block, Trunk
 from pe_lab.model.pattern import Run, runs
-from pe_lab.parallel import constrain
+from pe_lab.parallel import balanced_order, constrain, context_size, padded_length
 from pe_lab.positional import LayerStructure, Schedule, rotation_tables
 
 Params = dict[str, Any]
@@ -72,10 +73,14 @@ class Model:
 
     Parameters are nested dicts of float32 arrays: `trunk` (embedding, final norm) and `layers`, where every array
     has a leading axis over the N layers, whatever the positional encodings on them.
+
+    Args:
+      config: the shape.
+      backward: gradients will be taken; False admits attention kernels that have none.
     """
 
-    def __init__(self, config: ModelConfig):
-        self.config = complete(config)
+    def __init__(self, config: ModelConfig, backward: bool = True):
+        self.config, self.backward = complete(config), backward
         self._trunk, trunk_state = nnx.split(nnx.eval_shape(lambda: Trunk(self.config, nnx.Rngs(0))))
         self._block, block_state = nnx.split(nnx.eval_shape(lambda: Block(self.config, nnx.Rngs(0))))
         self.axes: Params = {
@@ -121,6 +126,21 @@ class Model:
           segments: document of each token, attended within; None is one document.
           schedule: the positional encoding, of as many layers as the model.
         """
+        x, places = self.hidden_in_order(params, tokens, positions, segments, schedule)
+        return x if places is None else x[:, places]
+
+    def hidden_in_order(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "#B T"] | None,
+        segments: Int[Array, "B T"] | None,
+        schedule: Schedule,
+    ) -> tuple[Float[Array, "B places D"], Int[np.ndarray, " T"] | None]:
+        """`hidden` as a mesh with a context axis has it: its second result says at which place each token stands.
+
+        None: at its own. To put a whole text back into order, devices must exchange it; losses are smaller.
+        """
         config = self.config
         if schedule.num_layers != config.layers:
             raise UserError(f"The schedule has {schedule.num_layers} layers and the model {config.layers}.")
@@ -129,21 +149,21 @@ class Model:
                 f"The schedule is for {schedule.inv_freq.shape[1]} heads of {2 * schedule.inv_freq.shape[2]} "
                 f"channels, and the model has {config.heads} of {config.head_dim}."
             )
-        if positions is None:
-            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        tokens, positions, segments, places = _over_context(tokens, positions, segments)
+        at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
         schedule = jax.tree.map(lambda a: jax.lax.stop_gradient(jnp.asarray(a)), schedule)
         x = self.embed(params, tokens)
         shared = None
         if schedule.same_rotation:
             # Equal on all layers that rotate: made once, above them.
             n = next(i for i, s in enumerate(schedule.structure) if s.rotates)
-            shared = self.tables(schedule.turns[n], schedule.gain[n], schedule.structure[n], positions)
+            shared = self.tables(schedule.turns[n], schedule.gain[n], schedule.structure[n], at)
         data = (params["layers"], layer_arrays(schedule))
 
         def layer(x: jax.Array, data: Any, structure: LayerStructure) -> jax.Array:
             block_params, arrays = data
-            row = self.row(arrays, structure, positions, shared)
-            return self.block(block_params)(x, row, positions, segments, structure.window)
+            row = self.row(arrays, structure, at, shared)
+            return self.block(block_params)(x, row, positions, segments, structure.window, self.backward)
 
         policy = REMAT_POLICIES[config.remat]
         for run in runs(schedule.structure):
@@ -157,7 +177,7 @@ class Model:
             if policy is not None:
                 group = jax.checkpoint(group, policy=policy, prevent_cse=not config.scan)
             x = _repeat(group, x, data, run, config.scan)
-        return self.final_norm(params, x)
+        return self.final_norm(params, x), places
 
     def final_norm(self, params: Params, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """What the unembedding reads, of what the last layer wrote."""
@@ -188,22 +208,29 @@ class Model:
           tables: cos and sin where they are made already.
         """
         turns, gain, slope, logit_scale, noise = arrays
-        cos, sin, self_bias = None, None, None
+        cos, sin, self_bias, rotation = None, None, None, None
         if structure.rotates:
             cos, sin = self.tables(turns, gain, structure, positions) if tables is None else tables
+            if structure.warp is None:
+                chosen = self._rows(structure)
+                rotation = Rotation(turns[chosen], gain[chosen])
         if structure.self_bias:
             strength, length = structure.self_bias
             self_bias = jnp.where(positions < length, jnp.float32(strength), 0)
         slope, noise = slope if structure.slopes else None, noise if structure.noisy else None
-        return Row(cos, sin, slope, logit_scale, noise, self_bias)
+        return Row(cos, sin, slope, logit_scale, noise, self_bias, rotation)
 
     def tables(
         self, turns: jax.Array, gain: jax.Array, structure: LayerStructure, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """cos and sin [B or 1, T, rows, R] with one row per layer, key head or query head, as the layer needs."""
-        step = {"shared": self.config.heads, "grouped": self.config.heads // self.config.kv_heads, "split": 1}
-        chosen = slice(None, None, step[structure.heads])
+        chosen = self._rows(structure)
         return rotation_tables(turns[chosen], gain[chosen], positions, structure.warp)
+
+    def _rows(self, structure: LayerStructure) -> slice:
+        """Of H rows of a rotation, those that differ: one, one per key head, or all."""
+        step = {"shared": self.config.heads, "grouped": self.config.heads // self.config.kv_heads, "split": 1}
+        return slice(None, None, step[structure.heads])
 
     def apply(
         self,
@@ -224,8 +251,38 @@ class Model:
 
     def token_loss(self, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> Float[Array, "B T"]:
         """Cross-entropy of each target of a batch (tokens, targets, and positions and segments where given), nats."""
-        x = self.hidden(params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule)
-        return cross_entropy(x, self.unembedding(params), batch["targets"], self.config.loss_chunks)
+        x, places = self.hidden_in_order(
+            params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule
+        )
+        if places is None:
+            return cross_entropy(x, self.unembedding(params), batch["targets"], self.config.loss_chunks)
+        order = np.zeros(x.shape[1], np.int32)  # where nothing real stands: any target
+        order[places] = np.arange(len(places))
+        targets = constrain(batch["targets"][:, order], "batch", "length")
+        return cross_entropy(x, self.unembedding(params), targets, self.config.loss_chunks)[:, places]
+
+
+def _over_context(
+    tokens: Int[Array, "B T"], positions: Int[Array, "#B T"] | None, segments: Int[Array, "B T"] | None
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, np.ndarray | None]:
+    """Tokens, positions and segments as the devices of a context axis share them, and where each token then stands.
+
+    A text that does not divide is padded at its end, where causality hides what is there.
+    """
+    parts, length = context_size(), tokens.shape[1]
+    if parts == 1:
+        return tokens, positions, segments, None
+    whole = padded_length(length, parts)
+    order = balanced_order(whole, parts)
+
+    def arranged(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, whole - length)), mode="edge")[:, order]
+        return constrain(x, "batch" if x.shape[0] == tokens.shape[0] else None, "length")
+
+    if positions is None:
+        positions = jnp.arange(length, dtype=jnp.int32)[None]
+    segments = None if segments is None else arranged(segments)
+    return arranged(tokens), arranged(positions), segments, np.argsort(order)[:length]
 
 
 def layer_arrays(schedule: Schedule) -> tuple[jax.Array, ...]:

@@ -137,6 +137,7 @@ class Attention(nnx.Module):
         positions: Int[Array, "#B T"] | None,
         segments: Int[Array, "B T"] | None,
         window: int | None,
+        backward: bool = True,
     ) -> Float[Array, "B T D"]:
         q, k, v = self.queries_keys_values(x)
         out = attention(
@@ -149,6 +150,7 @@ class Attention(nnx.Module):
             window=window,
             implementation=self.config.attention,
             chunk=self.config.attention_chunk,
+            backward=backward,
         )
         return self.project_out(out)
 
@@ -199,8 +201,10 @@ class Block(nnx.Module):
         positions: Int[Array, "#B T"] | None,
         segments: Int[Array, "B T"] | None,
         window: int | None,
+        backward: bool = True,
     ) -> Float[Array, "B T D"]:
-        return self._add_branches(x, self.attention(self.attention_norm(x), row, positions, segments, window))
+        attended = self.attention(self.attention_norm(x), row, positions, segments, window, backward)
+        return self._add_branches(x, attended)
 
     def attend_by(
         self, x: Float[Array, "B T D"], attend: Callable[..., tuple[jax.Array, Any]]

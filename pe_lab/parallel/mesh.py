@@ -11,12 +11,12 @@ from jax.sharding import AxisType, Mesh
 
 from pe_lab.config import MeshConfig, UserError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "context")
 
 
-def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
+def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int, int]:
     """Resolves the one -1 of a mesh config; `UserError` where the axes do not make up the devices."""
-    sizes = [config.data, config.fsdp, config.tensor]
+    sizes = [config.data, config.fsdp, config.tensor, config.context]
     free = [i for i, size in enumerate(sizes) if size == -1]
     fixed = int(np.prod([size for size in sizes if size != -1]))
     if len(free) > 1 or any(size < 1 and size != -1 for size in sizes):
@@ -27,9 +27,9 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
         needed = f"a multiple of {fixed}" if free else str(fixed)
         raise UserError(
             f"mesh {dict(zip(AXES, sizes, strict=True))} needs {needed} devices, and there are {num_devices}. "
-            f"Set config.mesh so that data * fsdp * tensor = {num_devices}."
+            f"Set config.mesh so that data * fsdp * tensor * context = {num_devices}."
         )
-    return sizes[0], sizes[1], sizes[2]
+    return sizes[0], sizes[1], sizes[2], sizes[3]
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:

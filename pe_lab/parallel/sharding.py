@@ -21,11 +21,11 @@ class AxisRules:
     """Logical axis -> mesh axis or axes; None replicates.
 
     Parameters: `embed` (D) is what fsdp cuts, `heads`, `kv_heads`, `mlp` and `vocab` are what tensor cuts.
-    Activations: `batch` is cut by data and fsdp; `activation_embed` stays whole.
+    Activations: `batch` is cut by data and fsdp, `length` by context; `activation_embed` stays whole.
     """
 
     batch: MeshAxes = ("data", "fsdp")
-    length: MeshAxes = None
+    length: MeshAxes = "context"
     activation_embed: MeshAxes = None
     embed: MeshAxes = "fsdp"
     heads: MeshAxes = "tensor"
@@ -106,6 +106,23 @@ def use_mesh(mesh: Mesh, rules: AxisRules) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def current_mesh() -> tuple[Mesh, AxisRules] | None:
+    """The mesh that is being traced for, under `use_mesh`."""
+    return _current.get()
+
+
+def context_size() -> int:
+    """How many devices hold slices of a text, on the mesh that is being traced for."""
+    current = _current.get()
+    return 1 if current is None else int(current[0].shape.get("context", 1))
+
+
+def platform() -> str:
+    """What is being traced for: cpu, gpu or tpu."""
+    current = _current.get()
+    return jax.default_backend() if current is None else str(current[0].devices.flat[0].platform)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

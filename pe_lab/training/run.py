@@ -187,11 +187,11 @@ def _pipeline(config: Config, phase: PhasePlan, mesh: Mesh) -> Any:
 def batch_share(mesh: Mesh) -> tuple[int, int]:
     """(index, count): which of how many equal parts of a batch this process feeds to its devices.
 
-    Processes that differ only along `tensor` hold the same rows of a batch, so they read the same part.
+    Processes that differ only along `tensor` or `context` hold the same rows of a batch, so they read the same part.
     """
     if jax.process_count() == 1:
         return 0, 1
-    rows = mesh.devices.reshape(-1, mesh.shape["tensor"])
+    rows = mesh.devices.reshape(-1, mesh.shape["tensor"] * mesh.shape["context"])
     held = {device.process_index: set() for device in rows.flat}
     for row, devices in enumerate(rows):
         for device in devices:
@@ -199,8 +199,8 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
     parts = sorted({tuple(sorted(rows)) for rows in held.values()})
     if sum(map(len, parts)) != len(rows) or len({len(part) for part in parts}) != 1:
         raise UserError(
-            f"mesh {dict(mesh.shape)}: the {len(held)} processes hold parts of a batch that overlap. Choose a tensor "
-            "axis that divides the devices of one process, or is a multiple of them."
+            f"mesh {dict(mesh.shape)}: the {len(held)} processes hold parts of a batch that overlap. Choose tensor "
+            "and context so that their product divides the devices of one process, or is a multiple of them."
         )
     return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
 

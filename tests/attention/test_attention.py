@@ -11,7 +11,8 @@ from pe_lab.attention import IMPLEMENTATIONS, Row, attention
 from pe_lab.config import UserError
 from pe_lab.positional import alibi_slopes
 
-OTHERS = [name for name in IMPLEMENTATIONS if name != "reference"]
+HERE = [name for name, one in IMPLEMENTATIONS.items() if "cpu" in one.abilities.platforms]
+OTHERS = [name for name in HERE if name != "reference"]
 
 
 def qkv(B: int, T: int, H: int, G: int, K: int, seed: int = 0, dtype=jnp.float32):
@@ -67,7 +68,7 @@ PACKED = np.array([[1] * 7 + [2] * 5 + [3] * 9, [1] * 2 + [2] * 18 + [0]])
 RESTARTED = np.array([[*range(7), *range(5), *range(9)], [*range(2), *range(18), 0]])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 @pytest.mark.parametrize(
     "case",
     {
@@ -110,7 +111,7 @@ def test_is_what_a_float64_loop_says(implementation, case):
     np.testing.assert_allclose(out, naive(q, k, v, **case), atol=3e-6)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 def test_a_head_beside_a_rotating_one_is_nope(implementation):
     """Without its rotation, query head 1 has no position in its scores, though its key head still turns."""
     q, k, v = qkv(1, 12, 2, 1, 8)
@@ -121,7 +122,7 @@ def test_a_head_beside_a_rotating_one_is_nope(implementation):
     assert np.abs(split[:, :, 0] - nope[:, :, 0]).max() > 0.1
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 def test_grouped_queries_equal_repeated_key_value_heads(implementation):
     q, k, v = qkv(2, 19, 6, 2, 8)
     row = rotation_row(FREQUENCIES[None], np.arange(19)[None])
@@ -129,7 +130,7 @@ def test_grouped_queries_equal_repeated_key_value_heads(implementation):
     np.testing.assert_allclose(run(implementation, q, k, v, row), repeated, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 @pytest.mark.parametrize("window", [None, 1, 7, 8, 100])
 def test_gradient_flows_from_the_past_and_the_window_only(implementation, window):
     T = 21
@@ -155,7 +156,7 @@ def test_gradient_flows_from_the_past_and_the_window_only(implementation, window
     assert (of_k[several] > 0).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 def test_padding_cannot_reach_an_output_whatever_it_holds(implementation):
     """Segment 0 holds huge queries, keys and values; no real token's output changes by a bit."""
     q, k, v = qkv(2, 21, 4, 2, 8)
@@ -206,7 +207,7 @@ def test_every_implementation_is_the_reference_in_value_and_gradient(T, chunk):
 
             return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
 
-        return {name: [one(name, setting) for setting in settings] for name in IMPLEMENTATIONS}
+        return {name: [one(name, setting) for setting in settings] for name in HERE}
 
     results = evaluate(q, k, v)
     for name in OTHERS:
@@ -222,7 +223,7 @@ def test_bfloat16_stays_near_float32():
     q, k, v = qkv(2, 129, 4, 2, 16, dtype=jnp.bfloat16)
     wide = (x.astype(jnp.float32) for x in (q, k, v))
     exact = np.asarray(run("reference", *wide, Row()))
-    for implementation in IMPLEMENTATIONS:
+    for implementation in HERE:
         out = run(implementation, q, k, v, Row(), chunk=32)
         assert out.dtype == jnp.bfloat16
         assert np.abs(np.asarray(out, np.float32) - exact).max() < 0.02

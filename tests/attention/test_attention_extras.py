@@ -1,6 +1,5 @@
-"""What few layers ask of attention: heads of noise, a bias on oneself; and implementations that refuse."""
+"""What few layers ask of attention: heads of noise, a bias on oneself."""
 
-import dataclasses
 import functools
 
 import jax
@@ -9,11 +8,11 @@ import numpy as np
 import pytest
 
 from pe_lab.attention import IMPLEMENTATIONS, Row, attention
-from pe_lab.attention.interface import choose
 from pe_lab.attention.noise import replace_heads_by_noise
 from pe_lab.config import UserError
 
 B, T, H, K = 2, 21, 4, 16
+HERE = [name for name, one in IMPLEMENTATIONS.items() if "cpu" in one.abilities.platforms]
 
 
 def draw(*shape, seed=0, dtype=jnp.float32):
@@ -28,7 +27,7 @@ def run(implementation, q, k, v, row, **arrays):
 # --- A bias on oneself -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 def test_a_self_bias_is_added_to_a_tokens_logit_with_itself(implementation):
     q, k, v = (draw(B, T, 2, K, seed=i) for i in range(3))
     bias = np.where(np.arange(T) < 11, 2.5, 0.0).astype(np.float32)[None]
@@ -42,7 +41,7 @@ def test_a_self_bias_is_added_to_a_tokens_logit_with_itself(implementation):
     assert np.abs(out - run(implementation, q, k, v, Row())).max() > 0.1
 
 
-@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "reference"])
+@pytest.mark.parametrize("implementation", [name for name in HERE if name != "reference"])
 def test_gradients_under_a_self_bias_are_the_references(implementation):
     q, k, v = (draw(B, T, 2, K, seed=i) for i in range(3))
     bias = jnp.asarray(np.linspace(0, 3, T, dtype=np.float32)[None])
@@ -110,45 +109,3 @@ def test_noise_needs_keys_of_each_query_head():
     q, k, v = draw(1, T, 4, K), draw(1, T, 2, K), draw(1, T, 2, K)
     with pytest.raises(UserError, match="keys are rotated per query head"):
         attention(q, k, v, Row(noise=SEEDS))
-
-
-# --- What an implementation cannot do --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def plain(monkeypatch):
-    """An implementation that knows causality and nothing else, as a library's kernel may."""
-    bare = dataclasses.replace(IMPLEMENTATIONS["dense"], honours=frozenset({"segments"}))
-    monkeypatch.setitem(IMPLEMENTATIONS, "plain", bare)
-    return bare
-
-
-@pytest.mark.usefixtures("plain")
-@pytest.mark.parametrize(
-    ("row", "arrays", "what"),
-    [
-        (Row(slope=jnp.ones(4)), {}, "slopes"),
-        (Row(self_bias=jnp.ones((1, T))), {}, "self bias"),
-        (Row(), {"window": 5}, "windows"),
-        (Row(slope=jnp.ones(4)), {"window": 5}, "slopes and no windows"),
-    ],
-)
-def test_what_an_implementation_cannot_honour_it_refuses(row, arrays, what):
-    q, k, v = (draw(1, T, 4, K, seed=i) for i in range(3))
-    with pytest.raises(UserError, match=f"'plain' has no {what}.*auto, reference, dense, chunked"):
-        attention(q, k, v, row, implementation="plain", **arrays)
-    # What it can do, it does; and nobody is given a silently wrong answer.
-    segments = jnp.zeros((1, T), jnp.int32)
-    out = attention(q, k, v, Row(), implementation="plain", segments=segments)
-    np.testing.assert_array_equal(out, attention(q, k, v, Row(), implementation="dense", segments=segments))
-
-
-def test_auto_passes_by_what_cannot_honour_the_request(monkeypatch):
-    bare = dataclasses.replace(IMPLEMENTATIONS["dense"], honours=frozenset())
-    monkeypatch.setitem(IMPLEMENTATIONS, "dense", bare)
-    assert choose("auto", 8, 8, set()) is bare
-    assert choose("auto", 8, 8, {"slopes"}) is IMPLEMENTATIONS["chunked"]
-    monkeypatch.setitem(IMPLEMENTATIONS, "chunked", bare)
-    monkeypatch.setitem(IMPLEMENTATIONS, "reference", bare)
-    with pytest.raises(UserError, match="no implementation honours slopes and windows together"):
-        choose("auto", 8, 8, {"slopes", "windows"})

@@ -10,12 +10,14 @@ from pe_lab.parallel import check_batch, make_mesh, mesh_shape
 @pytest.mark.parametrize(
     "sizes, devices, shape",
     [
-        ((-1, 1, 1), 8, (8, 1, 1)),
-        ((1, -1, 1), 4, (1, 4, 1)),
-        ((2, 2, -1), 8, (2, 2, 2)),
-        ((2, 2, 2), 8, (2, 2, 2)),
-        ((-1, 16, 1), 256, (16, 16, 1)),
-        ((-1, 1, 1), 1, (1, 1, 1)),
+        ((-1, 1, 1), 8, (8, 1, 1, 1)),
+        ((1, -1, 1), 4, (1, 4, 1, 1)),
+        ((2, 2, -1), 8, (2, 2, 2, 1)),
+        ((2, 2, 2), 8, (2, 2, 2, 1)),
+        ((-1, 16, 1), 256, (16, 16, 1, 1)),
+        ((1, 1, 1, -1), 8, (1, 1, 1, 8)),
+        ((-1, 2, 1, 2), 8, (2, 2, 1, 2)),
+        ((-1, 1, 1), 1, (1, 1, 1, 1)),
     ],
 )
 def test_the_free_axis_takes_what_is_left(sizes, devices, shape):
@@ -41,7 +43,7 @@ def test_a_mesh_that_does_not_fit_says_why(sizes, message):
 
 def test_the_mesh_is_made_of_the_devices_given():
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=1), jax.devices()[:4])
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 1}
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 1, "context": 1}
     assert set(mesh.devices.flat) == set(jax.devices()[:4])
     assert make_mesh(MeshConfig()).size == len(jax.devices()) == 8
 

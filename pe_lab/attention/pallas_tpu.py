@@ -1,0 +1,429 @@
+"""Our attention kernel for TPUs (Pallas, compiled by Mosaic): flash attention that takes the schedule's row inside.
+
+One kernel serves whole texts, chunks of a prompt against a cache, single tokens (decoding) and the spans of a ring:
+they differ in where the first query stands, how many keys are there, and how many queries there are.
+
+Logits lie with keys down (sublanes) and queries across (lanes): maxima and sums then run down, which the vector unit
+does in place, and running ones are rows of a single sublane; accumulated outputs [K, rows] fill all lanes where K is
+64 or 32. Query heads that share a key head are so many more queries across, so keys are read once for all of them.
+
+Heads of fewer than 128 channels are read with channels down and tokens across: that is how XLA lays such arrays out by
+itself, since 64 channels across would leave half of every tile empty, and a cache need not be copied for the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Num
+
+from pe_lab.attention.span import FLOOR, MASKED, Partial, Rotation, Side, merge
+from pe_lab.positional import angles
+
+LANES = 128
+ROWS = 1024  # queries across, over the heads that share a key: what a block of logits is wide
+FEW = 128  # queries of a head below which a call is decoding: longer key blocks, and as few rows as there are
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a span is cut.
+
+    Attributes:
+      heads: query heads across a block of logits, all of one key head.
+      queries: of each head in a block.
+      keys: in a block.
+      few: all queries are in one block, and are laid out side by side outside; otherwise blocks are read as they lie.
+    """
+
+    heads: int
+    queries: int
+    keys: int
+    few: bool
+
+    @property
+    def rows(self) -> int:
+        """Queries across, filled up to whole tiles of 16-bit numbers."""
+        return -(-self.heads * self.queries // 16) * 16
+
+
+def tiles(H: int, G: int, T: int, S: int, split_heads: bool = False) -> Tiles:
+    """The cut of T queries of H heads against S keys of G heads; `split_heads`: each turns keys its own way."""
+    shared = H // G
+    few = T < FEW
+    if few:
+        # Mosaic multiplies no matrix by a single row.
+        queries = 1 if T == 1 and not split_heads else -(-T // 8) * 8
+        heads = max(n for n in range(1, shared + 1) if shared % n == 0 and (n * queries <= ROWS or n == 1))
+        keys = 512 if split_heads else 2048
+    else:
+        heads = max(n for n in range(1, min(shared, ROWS // LANES) + 1) if shared % n == 0)
+        queries = LANES
+        while 2 * queries * heads <= ROWS and queries < min(T, 512):
+            queries *= 2
+        keys = 512
+    return Tiles(heads, queries, min(keys, -(-S // LANES) * LANES), few)
+
+
+@dataclass(frozen=True)
+class _Static:
+    tiles: Tiles
+    key_blocks: int
+    per_split: int  # key blocks that one split visits, at most
+    window: int | None
+    soft_cap: float | None
+    keys: int  # S
+    split_heads: bool  # each query head turns keys its own way
+    channels_first: bool  # keys and values come as [K, keys]
+    present: frozenset[str]
+
+
+def tpu_span(
+    query: Float[Array, "B H T K"],
+    key: Float[Array, "B G S K"],
+    value: Float[Array, "B G S K"],
+    side: Side,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    splits: int = 1,
+    wide: bool = False,
+    interpret: bool = False,
+) -> Partial:
+    """Attention of queries, turned and scaled already, to a span of keys (Dao 2023, with what `Side` adds).
+
+    Args:
+      query, key, value: G divides H; any T and S; K even.
+      side: see `Side`. Rows may start at different places.
+      window, soft_cap: as in `attention`.
+      splits: ranges of keys that are attended to side by side and merged (flash-decoding): for few queries and many
+        keys on chips of several cores. Only without a window.
+      wide: give `out` in float32.
+      interpret: run on whatever is here, slowly.
+    """
+    B, H, T, K = query.shape
+    G, S = key.shape[1:3]
+    split_heads = side.rotation is not None and side.rotation.turns.shape[0] not in (1, G)
+    cut = tiles(H, G, T, S, split_heads)
+    channels_first = K % LANES != 0
+    if cut.keys > S:
+        key, value = (jnp.pad(x, ((0, 0), (0, 0), (0, cut.keys - S), (0, 0))) for x in (key, value))
+    key_blocks = -(-S // cut.keys)
+    splits = 1 if window is not None else min(splits, key_blocks)
+    per_split = -(-key_blocks // splits)
+    if window is not None:
+        # The blocks that the window of one block of queries touches, wherever it begins.
+        per_split = min(key_blocks, (window + cut.queries - 2) // cut.keys + 2)
+    arrays, specs, present = _inputs(query, key, value, side, cut, key_blocks, channels_first)
+    groups, rows, query_blocks = H // cut.heads, cut.rows, -(-T // cut.queries)
+    static = _Static(
+        cut,
+        key_blocks,
+        per_split,
+        window,
+        soft_cap,
+        S,
+        split_heads,
+        channels_first,
+        frozenset(present),
+    )
+    start = jnp.zeros(B, jnp.int32) if side.start is None else jnp.broadcast_to(side.start, (B,)).astype(jnp.int32)
+    used = jnp.full(B, S, jnp.int32) if side.used is None else jnp.minimum(side.used, S).astype(jnp.int32)
+    narrow = query.dtype if splits == 1 and not wide else jnp.float32
+    # Grid: rows of the batch, groups of heads, splits, blocks of queries, blocks of keys.
+    across, along = (1, rows) if cut.few else (cut.heads, cut.queries)
+    length = rows if cut.few else T
+    at_queries = lambda b, g, p, i, j, *_: (b, g, p, 0, i, 0)  # noqa: E731
+    seen = functools.partial(_key_block, static)
+    out, log_sum = pl.pallas_call(
+        functools.partial(_kernel, static, tuple(arrays)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B, groups, splits, query_blocks, per_split),
+            in_specs=[specs[name](seen) for name in arrays],
+            out_specs=[
+                pl.BlockSpec((None, None, None, across, along, K), at_queries),
+                pl.BlockSpec((None, None, None, across, along), lambda b, g, p, i, j, *_: (b, g, p, 0, i)),
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((1, rows), jnp.float32),
+                pltpu.VMEM((1, rows), jnp.float32),
+                pltpu.VMEM((K, rows), jnp.float32),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((B, groups, splits, across, length, K), narrow),
+            jax.ShapeDtypeStruct((B, groups, splits, across, length), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=64 * 2**20,
+        ),
+        cost_estimate=_cost(B, H, T, S, K, window, key),
+        name=f"pe_lab_attention_{'decode' if T < FEW else 'flash'}",
+        interpret=interpret,
+    )(start, used, *arrays.values())
+    parts = [
+        Partial(_heads_first(out[:, :, p], cut, H, T), _heads_first(log_sum[:, :, p, ..., None], cut, H, T)[..., 0])
+        for p in range(splits)
+    ]
+    if splits == 1:
+        return parts[0]
+    merged = merge(parts)
+    return merged if wide else merged._replace(out=merged.out.astype(query.dtype))
+
+
+def _inputs(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    side: Side,
+    cut: Tiles,
+    key_blocks: int,
+    channels_first: bool,
+) -> tuple[dict[str, jax.Array], dict[str, Any], set[str]]:
+    """The kernel's arrays, laid out; how each is cut; and which of them are there."""
+    B, H, T, K = query.shape
+    G, Tq, Tk = key.shape[1], cut.queries, cut.keys
+    groups, rows = H // cut.heads, cut.rows
+    per_key_head = groups // G
+    across, along = (1, rows) if cut.few else (cut.heads, Tq)
+    laid = _side_by_side(query, cut)[:, :, 0, None] if cut.few else query.reshape(B, groups, cut.heads, T, K)
+    arrays = {"query": laid, "key": key, "value": value}
+    specs: dict[str, Any] = {
+        "query": lambda _: pl.BlockSpec((None, None, across, along, K), lambda b, g, p, i, j, *_: (b, g, 0, i, 0)),
+    }
+
+    def of_keys(seen: Any) -> pl.BlockSpec:
+        def index(b: Any, g: Any, p: Any, i: Any, j: Any, *s: Any) -> tuple[Any, ...]:
+            block = seen(b, p, i, j, *s)
+            return b, g // per_key_head, *((0, block) if channels_first else (block, 0))
+
+        return pl.BlockSpec((None, None, *((K, Tk) if channels_first else (Tk, K))), index)
+
+    for name in ("key", "value"):
+        specs[name] = of_keys
+        if channels_first:
+            arrays[name] = arrays[name].swapaxes(2, 3)
+    if side.rotation is not None:
+        coarse, fine = rotation_parts(side.rotation, key_blocks, Tk)
+        # [key heads or 1, groups of a key head or 1, heads of a group or 1, ...]
+        turning = coarse.shape[0]
+        split = turning not in (1, G)
+        shape = (G, per_key_head, cut.heads) if split else (turning, 1, 1)
+        each = shape[2]
+
+        def of(g: jax.Array) -> tuple[Any, Any]:
+            return (g // per_key_head if shape[0] > 1 else 0), (g % per_key_head if shape[1] > 1 else 0)
+
+        arrays["coarse"] = coarse.reshape(*shape, *coarse.shape[1:])
+        if channels_first:
+            fine = fine.swapaxes(-2, -1)
+        arrays["fine"] = fine.reshape(*shape, *fine.shape[1:])
+        specs["coarse"] = lambda seen: pl.BlockSpec(
+            (None, None, each, None, 2, K), lambda b, g, p, i, j, *s: (*of(g), 0, seen(b, p, i, j, *s), 0, 0)
+        )
+        specs["fine"] = lambda _: pl.BlockSpec(
+            (None, None, each, *fine.shape[1:]), lambda b, g, p, i, j, *_: (*of(g), 0, 0, 0, 0)
+        )
+    if side.slope is not None:
+        slope = jnp.repeat(side.slope.astype(jnp.float32).reshape(groups, cut.heads), Tq, axis=1)
+        arrays["slope"] = jnp.pad(slope, ((0, 0), (0, rows - slope.shape[1])))[:, None]
+        specs["slope"] = lambda _: pl.BlockSpec((None, 1, rows), lambda b, g, p, i, j, *_: (g, 0, 0))
+    pairs = {"segments": (side.query_segments, side.key_segments)}
+    if side.slope is not None:
+        pairs["positions"] = (side.query_positions, side.key_positions)
+    for what, (queries, keys) in pairs.items():
+        if queries is None or keys is None:
+            continue
+        spread = jnp.broadcast_to(queries.astype(jnp.int32)[:, None, :, None], (B, cut.heads, T, 1))
+        arrays[f"query {what}"] = _side_by_side(spread, cut)[:, 0, :, None, :, 0]
+        specs[f"query {what}"] = lambda _: pl.BlockSpec((None, None, 1, rows), lambda b, g, p, i, j, *_: (b, i, 0, 0))
+        # Laid out in whole blocks: what lies beyond the last key is masked by its index.
+        keys = jnp.pad(keys.astype(jnp.int32), ((0, 0), (0, key_blocks * Tk - keys.shape[1])))
+        arrays[f"key {what}"] = keys[:, None]
+        specs[f"key {what}"] = lambda seen: pl.BlockSpec(
+            (None, 1, Tk), lambda b, g, p, i, j, *s: (b, 0, seen(b, p, i, j, *s))
+        )
+    return arrays, specs, set(arrays)
+
+
+def _side_by_side(x: Num[Array, "B H T C"], cut: Tiles) -> Num[Array, "B groups blocks rows C"]:
+    """Heads and queries in one axis: row n of a block is query n % queries of head n // queries."""
+    B, H, T, C = x.shape
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, -T % cut.queries), (0, 0)))
+    x = x.reshape(B, H // cut.heads, cut.heads, -1, cut.queries, C).transpose(0, 1, 3, 2, 4, 5)
+    x = x.reshape(*x.shape[:3], cut.heads * cut.queries, C)
+    return jnp.pad(x, ((0, 0),) * 3 + ((0, cut.rows - x.shape[3]), (0, 0)))
+
+
+def _heads_first(x: Float[Array, "B groups across length C"], cut: Tiles, H: int, T: int) -> Float[Array, "B H T C"]:
+    """An output of the kernel as [B, H, T, C]."""
+    if cut.few:
+        x = x[:, :, 0, : cut.heads * cut.queries]
+        return x.reshape(x.shape[0], H, cut.queries, x.shape[-1])[:, :, :T]
+    return x.reshape(x.shape[0], H, T, x.shape[-1])
+
+
+def rotation_parts(
+    rotation: Rotation, blocks: int, size: int
+) -> tuple[Float[Array, "rows blocks 2 K"], Float[Array, "rows 2 size K"]]:
+    """Cosine and sine at the start of each block of positions, amplitude included, and at each place within one.
+
+    The angle of a position is the sum of two, so a block's rotations follow from these by the addition theorems, to
+    the accuracy of float32 at any position. Each is as wide as a head: pair r stands at r and at r + R.
+    """
+
+    def table(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        angle = angles(rotation.turns, positions[None])[0].swapaxes(0, 1)  # [rows, positions, R]
+        return jnp.cos(angle), jnp.sin(angle)
+
+    gain = rotation.gain[:, None]
+    coarse = [x * gain for x in table(jnp.arange(blocks, dtype=jnp.int32) * size)]
+    fine = table(jnp.arange(size, dtype=jnp.int32))
+    wide = lambda x: jnp.concatenate([x, x], axis=-1)  # noqa: E731
+    return jnp.stack([wide(x) for x in coarse], 2), jnp.stack([wide(x) for x in fine], 1)
+
+
+def _cost(B: int, H: int, T: int, S: int, K: int, window: int | None, key: jax.Array) -> pl.CostEstimate:
+    """For XLA's scheduler: what the mask leaves, where queries are the last T of S tokens."""
+    each = S - (T - 1) / 2 if window is None else min(window, S)
+    pairs = int(B * H * T * each)
+    moved = 2 * key.size * key.dtype.itemsize + 2 * B * H * T * K * key.dtype.itemsize
+    return pl.CostEstimate(flops=4 * pairs * K, bytes_accessed=moved, transcendentals=pairs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the kernel
+
+
+def _bounds(static: _Static, b: Any, p: Any, i: Any, start_ref: Any, used_ref: Any) -> tuple[Any, Any]:
+    """The first key block that a block of queries visits, and the last one (of its split) that it sees any of."""
+    cut = static.tiles
+    first_query = start_ref[b] + i * cut.queries
+    last = jnp.minimum(first_query + cut.queries, used_ref[b]) - 1
+    last = jnp.where(last < 0, -1, jnp.minimum(jax.lax.div(jnp.maximum(last, 0), cut.keys), static.key_blocks - 1))
+    if static.window is None:
+        first = p * static.per_split
+        return first, jnp.minimum(last, first + static.per_split - 1)
+    return jax.lax.div(jnp.maximum(first_query - static.window + 1, 0), cut.keys), last
+
+
+def _key_block(static: _Static, b: Any, p: Any, i: Any, j: Any, start_ref: Any, used_ref: Any) -> Any:
+    """The key block of a step. Steps beyond the last visible block name it again: nothing is fetched for them."""
+    first, last = _bounds(static, b, p, i, start_ref, used_ref)
+    return jnp.clip(first + j, 0, jnp.clip(last, 0, static.key_blocks - 1))
+
+
+def _turned(key: jax.Array, coarse: jax.Array, fine: jax.Array, channels_first: bool) -> jax.Array:
+    """A block of keys turned to its positions: [keys, K], or channels first; coarse [2, K], fine [2, *key.shape]."""
+    axis = 0 if channels_first else 1
+    cos_at, sin_at = (_down(x) if channels_first else x for x in (coarse[0:1], coarse[1:2]))
+    cos = cos_at * fine[0] - sin_at * fine[1]
+    sin = sin_at * fine[0] + cos_at * fine[1]
+    wide = key.astype(jnp.float32)
+    first, second = jnp.split(wide, 2, axis)
+    return (wide * cos + jnp.concatenate([-second, first], axis) * sin).astype(key.dtype)
+
+
+def _down(row: jax.Array) -> jax.Array:
+    """[1, n] as [n, 1]."""
+    return jnp.transpose(jnp.broadcast_to(row, (8, row.shape[1])))[:, :1]
+
+
+def _kernel(static: _Static, names: tuple[str, ...], start_ref: Any, used_ref: Any, *refs: Any) -> None:
+    cut, window = static.tiles, static.window
+    ref = dict(zip(names, refs, strict=False))
+    out_ref, log_sum_ref, highest_ref, total_ref, sum_ref = refs[len(names) :]
+    b, p, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
+    first, last = _bounds(static, b, p, i, start_ref, used_ref)
+    block = first + j
+    used = used_ref[b]
+    first_query = start_ref[b] + i * cut.queries
+    first_key = block * cut.keys
+    precision = jax.lax.Precision.HIGHEST if ref["query"].dtype == jnp.float32 else None
+    product = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+    K = ref["query"].shape[-1]
+
+    @pl.when(j == 0)
+    def _() -> None:
+        highest_ref[...] = jnp.full_like(highest_ref, FLOOR)
+        total_ref[...] = jnp.zeros_like(total_ref)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    def logits() -> jax.Array:
+        k, q = ref["key"][...], ref["query"][...].reshape(cut.rows, K)
+        channels = 0 if static.channels_first else 1
+        against = (((channels,), (1,)), ((), ()))
+        if "coarse" not in static.present:
+            return product(k, q, against)
+        coarse, fine = ref["coarse"], ref["fine"]
+        turned = lambda m: _turned(k, coarse[m], fine[m], static.channels_first)  # noqa: E731
+        if not static.split_heads:
+            return product(turned(0), q, against)
+        of = [slice(m * cut.queries, (m + 1) * cut.queries) for m in range(cut.heads)]
+        parts = [product(turned(m), q[of[m]], against) for m in range(cut.heads)]
+        if cut.rows > cut.heads * cut.queries:
+            parts.append(jnp.zeros((cut.keys, cut.rows - cut.heads * cut.queries), jnp.float32))
+        return jnp.concatenate(parts, axis=1)
+
+    def add_block(masked: bool) -> None:
+        s = logits()
+        if static.soft_cap is not None:
+            s = static.soft_cap * jnp.tanh(s / static.soft_cap)
+        if masked or "slope" in static.present:
+            key_index = first_key + jax.lax.broadcasted_iota(jnp.int32, s.shape, 0)
+            query_index = first_query + jax.lax.broadcasted_iota(jnp.int32, s.shape, 1) % cut.queries
+            distance = query_index - key_index
+        if "slope" in static.present:
+            far = distance
+            if "query positions" in static.present:
+                far = ref["query positions"][...] - _down(ref["key positions"][...])
+            s -= ref["slope"][...] * far.astype(jnp.float32)
+        v = ref["value"][...]
+        if masked:
+            seen = (distance >= 0) & (key_index < used)
+            if window is not None:
+                seen &= distance < window
+            if "query segments" in static.present:
+                seen &= ref["query segments"][...] == _down(ref["key segments"][...])
+            s = jnp.where(seen, s, MASKED)
+            # Weights of what is not there are zero, but zero times NaN is NaN.
+            shape = (1, cut.keys) if static.channels_first else (cut.keys, 1)
+            there = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, int(static.channels_first)) < used
+            v = jnp.where(there, v, jnp.zeros_like(v))
+        before = highest_ref[...]
+        highest = jnp.maximum(before, s.max(0, keepdims=True))
+        weights, shrink = jnp.exp(s - highest), jnp.exp(before - highest)
+        highest_ref[...] = highest
+        total_ref[...] = total_ref[...] * shrink + weights.sum(0, keepdims=True)
+        sum_ref[...] = sum_ref[...] * shrink + product(
+            v, weights.astype(v.dtype), (((int(static.channels_first),), (0,)), ((), ()))
+        )
+
+    here = block <= last
+    whole = (first_key + cut.keys - 1 <= first_query) & (first_key + cut.keys <= used)
+    if window is not None:
+        whole &= first_query + cut.queries - 1 - first_key < window
+    if "query segments" in static.present:
+        pl.when(here)(lambda: add_block(True))
+    else:
+        pl.when(here & whole)(lambda: add_block(False))
+        pl.when(here & ~whole)(lambda: add_block(True))
+
+    @pl.when(j == pl.num_programs(4) - 1)
+    def _() -> None:
+        total = total_ref[...]
+        some = total > 0
+        out = jnp.transpose(sum_ref[...] / jnp.where(some, total, 1)).astype(out_ref.dtype)
+        out_ref[...] = out.reshape(out_ref.shape)
+        log_sum = jnp.where(some, highest_ref[...] + jnp.log(jnp.where(some, total, 1)), MASKED)
+        along = log_sum_ref.shape[1]
+        for m in range(log_sum_ref.shape[0]):
+            log_sum_ref[m : m + 1, :] = log_sum[:, m * along : (m + 1) * along]

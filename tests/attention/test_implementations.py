@@ -1,0 +1,160 @@
+"""Which implementation serves a layer, which refuse it, and what they say."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pe_lab.attention import IMPLEMENTATIONS, Row, attention
+from pe_lab.attention.abilities import FEATURES, Abilities, Request, refusals
+from pe_lab.attention.implementations import choose, order
+from pe_lab.config import UserError
+
+T, K = 21, 16
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """An implementation that knows causality and nothing else, as a library's kernel may."""
+    bare = dataclasses.replace(IMPLEMENTATIONS["dense"], abilities=Abilities(frozenset({"segments"})))
+    monkeypatch.setitem(IMPLEMENTATIONS, "plain", bare)
+    return bare
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize(
+    ("row", "arrays", "what"),
+    [
+        (Row(slope=jnp.ones(4)), {}, "slopes"),
+        (Row(self_bias=jnp.ones((1, T))), {}, "self bias"),
+        (Row(), {"window": 5}, "windows"),
+        (Row(), {"soft_cap": 5.0}, "soft cap"),
+        (Row(slope=jnp.ones(4)), {"window": 5}, "slopes and no windows"),
+    ],
+)
+def test_what_an_implementation_cannot_honour_it_refuses(row, arrays, what):
+    q, k, v = (draw(1, T, 4, K, seed=i) for i in range(3))
+    others = "auto, reference, chunked" if "soft_cap" in arrays else "auto, reference, dense, chunked"
+    with pytest.raises(UserError, match=f"'plain' has no {what}, which this layer needs. Choose one of {others}"):
+        attention(q, k, v, row, implementation="plain", **arrays)
+    # What it can do, it does; and nobody is given a silently wrong answer.
+    segments = jnp.zeros((1, T), jnp.int32)
+    out = attention(q, k, v, Row(), implementation="plain", segments=segments)
+    np.testing.assert_array_equal(out, attention(q, k, v, Row(), implementation="dense", segments=segments))
+
+
+def test_auto_passes_by_what_cannot_honour_the_request(monkeypatch):
+    bare = dataclasses.replace(IMPLEMENTATIONS["dense"], abilities=Abilities(frozenset()))
+    asked = Request(length=8, dtype="float32")
+    monkeypatch.setitem(IMPLEMENTATIONS, "dense", bare)
+    assert choose("auto", asked, 8) == "dense"
+    assert choose("auto", asked._replace(needs=frozenset({"slopes"})), 8) == "chunked"
+    for name in ("chunked", "reference"):
+        monkeypatch.setitem(IMPLEMENTATIONS, name, bare)
+    both = asked._replace(needs=frozenset({"slopes", "windows"}))
+    with pytest.raises(UserError, match="no implementation serves this layer on cpu: 'dense' has no slopes and no win"):
+        choose("auto", both, 8)
+
+
+TPU = Request(platform="tpu", length=8192)
+GPU = Request(platform="gpu", length=8192)
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen"),
+    [
+        (TPU, "splash"),
+        (TPU._replace(backward=True), "splash"),
+        (TPU._replace(needs=frozenset({"segments", "windows", "soft cap"})), "splash"),
+        (TPU._replace(needs=frozenset({"slopes"})), "pallas_tpu"),
+        (TPU._replace(needs=frozenset({"slopes"}), backward=True), "chunked"),
+        (TPU._replace(needs=frozenset({"self bias"})), "chunked"),
+        (TPU._replace(length=2**20), "pallas_tpu"),
+        (TPU._replace(split_heads=True), "pallas_tpu"),
+        (TPU._replace(spans=True), "pallas_tpu"),
+        (TPU._replace(spans=True, backward=True), "chunked"),
+        (TPU._replace(length=128), "dense"),
+        (TPU._replace(length=128, needs=frozenset({"soft cap"})), "splash"),
+        (GPU, "cudnn"),
+        (GPU._replace(backward=True, needs=frozenset({"windows"})), "cudnn"),
+        (GPU._replace(dtype="float32"), "pallas_gpu"),
+        (GPU._replace(head_dim=256), "pallas_gpu"),
+        (GPU._replace(needs=frozenset({"segments"})), "pallas_gpu"),
+        (GPU._replace(needs=frozenset({"segments"}), backward=True), "chunked"),
+        (GPU._replace(split_heads=True), "pallas_gpu"),
+        (GPU._replace(head_dim=20), "chunked"),
+        (Request(length=8192), "chunked"),
+        (Request(length=512), "dense"),
+    ],
+)
+def test_auto_takes_the_fastest_that_can(asked, chosen):
+    assert choose("auto", asked) == chosen
+
+
+def test_every_platform_has_an_order_of_everything_that_runs_there():
+    for platform in ("cpu", "gpu", "tpu"):
+        here = {name for name, one in IMPLEMENTATIONS.items() if platform in one.abilities.platforms}
+        for split in (False, True):
+            assert set(order(Request(platform=platform, split_heads=split), 512)) == here
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "message"),
+    [
+        (
+            "splash",
+            Request(),
+            "'splash' runs on tpu, and this is for cpu. Choose one of auto, reference, dense, chunked",
+        ),
+        ("cudnn", GPU._replace(head_dim=20), "'cudnn' takes heads of .*, and these have 20. Choose one of auto, ref"),
+        ("pallas_gpu", GPU._replace(head_dim=20), "takes heads of 32 to 256, in steps of 16 channels, and these have"),
+        ("cudnn", GPU._replace(dtype="float32"), "'cudnn' computes in .*, and this is float32"),
+        ("pallas_tpu", TPU._replace(backward=True), "'pallas_tpu' has no gradient, which training needs"),
+        ("splash", TPU._replace(spans=True), "'splash' gives no partial results, which a context axis merges"),
+        ("splash", TPU._replace(length=2**20), "'splash' reads at most [0-9,]+ tokens, and these are 1,048,576"),
+        (
+            "chunked",
+            Request(spans=True, needs=frozenset({"self bias"})),
+            "no self bias for a text that lies on several",
+        ),
+    ],
+)
+def test_a_name_is_refused_with_what_refuses_and_who_would_take_it(name, asked, message):
+    with pytest.raises(UserError, match=message):
+        choose(name, asked)
+
+
+@pytest.mark.parametrize("name", [n for n, one in IMPLEMENTATIONS.items() if "cpu" in one.abilities.platforms])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_table_tells_the_truth_of_what_runs_here(name, feature):
+    """What is claimed changes the result, and is the reference's; what is not claimed is refused by the function too."""
+    q, k, v = (draw(1, T, 4, K, seed=i) for i in range(3))
+    settings = {
+        "slopes": dict(row=Row(slope=jnp.linspace(0.1, 1, 4))),
+        "segments": dict(row=Row(), segments=jnp.asarray([[1] * 9 + [2] * 12])),
+        "windows": dict(row=Row(), window=4),
+        "soft cap": dict(row=Row(), soft_cap=0.5),
+        "self bias": dict(row=Row(self_bias=jnp.full((1, T), 2.0))),
+    }[feature]
+    one = IMPLEMENTATIONS[name]
+    if feature in one.abilities.honours:
+        out = attention(q, k, v, implementation=name, chunk=8, **settings)
+        np.testing.assert_allclose(out, attention(q, k, v, implementation="reference", **settings), atol=2e-6)
+        assert np.abs(out - attention(q, k, v, Row(), implementation=name, chunk=8)).max() > 0.05
+    else:
+        absent = dict(slope=None, positions=None, segments=None, window=None, self_bias=None, soft_cap=None)
+        given = {k: v for k, v in settings.items() if k != "row"}
+        with pytest.raises(NotImplementedError):
+            one.run(q, k, v, jnp.float32(1), **{**absent, **given})
+
+
+def test_abilities_name_features_that_exist():
+    for name, one in IMPLEMENTATIONS.items():
+        assert one.abilities.honours <= set(FEATURES), name
+        assert one.abilities.platforms and set(one.abilities.platforms) <= {"cpu", "gpu", "tpu"}, name
+        assert refusals(one.abilities, Request(needs=frozenset(FEATURES), platform="none")), name

@@ -1,0 +1,156 @@
+"""A text on several devices: attention round the ring is attention of the whole text, in value and gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pe_lab.attention import IMPLEMENTATIONS, Row, attention
+from pe_lab.attention.pallas_tpu import tpu_span
+from pe_lab.attention.ring import RingSide, ring_attention
+from pe_lab.config import MeshConfig, UserError
+from pe_lab.parallel import AxisRules, balanced_order, make_mesh, use_mesh
+from pe_lab.positional import alibi_slopes
+
+T = 96
+
+
+def qkv(B=2, H=4, G=2, K=8, seed=0):
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.standard_normal((B, T, n, K)), jnp.float32) for n in (H, G, G))
+
+
+def rope(positions):
+    angle = positions[:, :, None, None] * np.array([1.0, 0.3, 0.1, 0.01])
+    return Row(jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
+
+
+SEGMENTS = np.sort(np.random.default_rng(1).integers(1, 5, (2, T)), axis=1)
+CASES = {
+    "plain": {},
+    "window of 5": dict(window=5),
+    "window of a chunk": dict(window=24),
+    "window longer than a chunk": dict(window=37),
+    "documents": dict(segments=SEGMENTS),
+    "alibi, window, documents": dict(slopes=True, window=30, segments=SEGMENTS),
+    "alibi and a soft cap": dict(slopes=True, soft_cap=2.0),
+    "rope": dict(rope=True),
+}
+
+
+def on_ring(mesh, q, k, v, case, implementation="chunked"):
+    """Value and gradients on a mesh, in the text's own order."""
+    order = balanced_order(T, mesh.shape["context"])
+    back = np.argsort(order)
+    positions = np.arange(T)[order][None]
+    row = rope(positions) if case.get("rope") else Row()
+    if case.get("slopes"):
+        row = row._replace(slope=jnp.asarray(alibi_slopes(q.shape[2]), jnp.float32))
+    segments = jnp.asarray(case["segments"][:, order]) if "segments" in case else None
+
+    @jax.jit
+    def compute(q, k, v):
+        def loss(q, k, v):
+            with use_mesh(mesh, AxisRules()):
+                out = attention(
+                    q, k, v, row, positions=jnp.asarray(positions), segments=segments, window=case.get("window"),
+                    soft_cap=case.get("soft_cap"), implementation=implementation, chunk=8,
+                )  # fmt: skip
+            return (out * direction[:, order]).sum(), out
+
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+
+    direction = np.random.default_rng(3).standard_normal(q.shape).astype(np.float32)
+    (_, out), gradients = compute(q[:, order], k[:, order], v[:, order])
+    return [np.asarray(x)[:, back] for x in (out, *gradients)]
+
+
+def on_one_device(q, k, v, case):
+    row = rope(np.arange(T)[None]) if case.get("rope") else Row()
+    if case.get("slopes"):
+        row = row._replace(slope=jnp.asarray(alibi_slopes(q.shape[2]), jnp.float32))
+    segments = jnp.asarray(case["segments"]) if "segments" in case else None
+    direction = np.random.default_rng(3).standard_normal(q.shape).astype(np.float32)
+
+    def loss(q, k, v):
+        out = attention(
+            q, k, v, row, segments=segments, window=case.get("window"), soft_cap=case.get("soft_cap"),
+            implementation="reference",
+        )  # fmt: skip
+        return (out * direction).sum(), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    return [np.asarray(x) for x in (out, *gradients)]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_the_ring_is_one_device_in_value_and_gradient(case, parts):
+    mesh = make_mesh(MeshConfig(data=1, context=parts), jax.devices()[:parts])
+    q, k, v = qkv()
+    for found, wanted in zip(on_ring(mesh, q, k, v, case), on_one_device(q, k, v, case), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "shape", [dict(data=2, context=2, tensor=2), dict(data=1, context=2, tensor=4), dict(data=1, fsdp=2, context=4)]
+)
+def test_the_ring_beside_other_axes(shape):
+    """Rows over data and fsdp, heads over tensor: with 4 devices for 2 key heads, each query head brings its key."""
+    mesh = make_mesh(MeshConfig(**shape))
+    q, k, v = qkv()
+    case = dict(slopes=True, window=30, segments=SEGMENTS)
+    for found, wanted in zip(on_ring(mesh, q, k, v, case), on_one_device(q, k, v, case), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_a_kernel_goes_round_as_well():
+    """The TPU kernel as the span of the ring, interpreted."""
+    mesh = make_mesh(MeshConfig(data=1, context=4), jax.devices()[:4])
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in qkv(K=32))
+    order = balanced_order(T, 4)
+    spec = jax.sharding.PartitionSpec(None, None, "context", None)
+    positions = jnp.broadcast_to(jnp.asarray(order, jnp.int32), (2, T))
+    slope = jnp.asarray(alibi_slopes(4), jnp.float32)
+    span = functools.partial(tpu_span, interpret=True)
+
+    def part(q, k, v, positions):
+        side = RingSide(slope, positions, None)
+        return ring_attention(q, k, v, side, axis="context", size=4, span=span, window=50)
+
+    found = jax.jit(
+        jax.shard_map(
+            part,
+            mesh=mesh,
+            in_specs=(spec, spec, spec, jax.sharding.PartitionSpec(None, "context")),
+            out_specs=spec,
+            check_vma=False,
+        )
+    )(q[:, :, order], k[:, :, order], v[:, :, order], positions)
+    whole = IMPLEMENTATIONS["reference"].run(
+        *(x.transpose(0, 2, 1, 3) for x in (q, k, v)), jnp.float32(1), slope=slope, positions=None, segments=None,
+        window=50,
+    )  # fmt: skip
+    np.testing.assert_allclose(np.asarray(found)[:, :, np.argsort(order)], whole.transpose(0, 2, 1, 3), atol=2e-6)
+
+
+def test_every_device_has_as_much_to_do():
+    """Visible pairs of tokens on each device, over all steps of the ring."""
+    for parts in (2, 4, 8):
+        held = balanced_order(T, parts).reshape(parts, -1)
+        pairs = [(tokens[:, None] >= np.arange(T)).sum() for tokens in held]
+        assert len(set(pairs)) == 1, pairs
+        contiguous = [(tokens[:, None] >= np.arange(T)).sum() for tokens in np.arange(T).reshape(parts, -1)]
+        assert max(contiguous) / min(contiguous) > parts  # what the order is for
+
+
+def test_a_length_that_does_not_divide_is_refused():
+    with pytest.raises(UserError, match="90 tokens does not divide into 8 chunks.*multiple of 8"):
+        balanced_order(90, 4)
+
+
+def test_a_context_axis_that_does_not_divide_the_devices_is_refused():
+    with pytest.raises(UserError, match="'context': 3.*8.*data \\* fsdp \\* tensor \\* context = 8"):
+        make_mesh(MeshConfig(context=3))
