@@ -1,0 +1,282 @@
+"""Other people's attention kernels: they are handed what makes them say what the reference says."""
+
+import functools
+import re
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pe_lab.attention import libraries
+from pe_lab.attention.chunked import chunked_attention
+from pe_lab.attention.libraries import (
+    CUDNN,
+    SPLASH,
+    TOKAMAX,
+    cudnn_attention,
+    splash_attention,
+    splash_blocks,
+    tokamax_attention,
+)
+from pe_lab.attention.reference import reference_attention
+from pe_lab.config import UserError
+from pe_lab.parallel.topology import libtpu_version, parse_topology, topology_devices
+
+NOTHING = dict(slope=None, positions=None, segments=None, window=None)
+
+
+def qkv(T: int, B: int = 2, H: int = 4, G: int = 2, K: int = 16, dtype=jnp.float32):
+    rng = np.random.default_rng(T)
+    return tuple(jnp.asarray(rng.standard_normal((B, T, n, K)), dtype) for n in (H, G, G))
+
+
+def documents(T: int, B: int = 2) -> jax.Array:
+    """Several documents a row, of lengths that are no multiple of anything; the last is padding, 0."""
+    cuts = np.sort(np.random.default_rng(T).integers(1, max(T, 2), (B, 3)), axis=1)
+    ids = 1 + (np.arange(T)[None, :, None] >= cuts[:, None]).sum(-1)
+    return jnp.asarray(np.where(ids == 4, 0, ids), jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("attend", "window", "soft_cap"))
+def evaluate(attend, q, k, v, segments=None, window=None, soft_cap=None):
+    """Outputs, and the gradients of a random sum of them."""
+    direction = jax.random.normal(jax.random.key(1), q.shape)
+    settings = NOTHING | dict(segments=segments, window=window)
+    if soft_cap is not None:
+        settings["soft_cap"] = soft_cap
+
+    def loss(q, k, v):
+        out = attend(q, k, v, jnp.float32(1.3 * q.shape[-1] ** -0.5), **settings)
+        return (out.astype(jnp.float32) * direction).sum(), out
+
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+
+
+def compare(attend, arrays, **settings):
+    (_, out), gradients = evaluate(attend, *arrays, **settings)
+    standard = reference_attention if settings.get("soft_cap") is None else chunked_attention
+    (_, expected), expected_gradients = evaluate(standard, *arrays, **settings)
+    assert out.dtype == arrays[0].dtype
+    for a, b in zip((out, *gradients), (expected, *expected_gradients), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5)
+
+
+# --- Splash ----------------------------------------------------------------------------------------------------------
+
+interpreted = functools.partial(splash_attention, interpret=True)
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    monkeypatch.setattr(libraries, "BLOCK", 128)
+
+
+@pytest.mark.parametrize(
+    "T, G, settings",
+    [
+        (1, 2, dict(window=1)),
+        (127, 1, {}),
+        (129, 4, dict(soft_cap=2.0, window=129)),
+        (200, 2, dict(window=1)),
+        (257, 2, dict(window=128, segments=True)),
+        (600, 2, dict(segments=True)),  # five blocks: the backward pass in two kernels
+        (600, 2, dict(window=129, segments=True, soft_cap=2.0)),
+    ],
+    ids=str,
+)
+def test_splash_is_the_reference_in_value_and_gradient(short_blocks, T, G, settings):
+    settings = settings | (dict(segments=documents(T)) if "segments" in settings else {})
+    compare(interpreted, qkv(T, G=G), **settings)
+
+
+def test_splash_with_blocks_in_pairs(monkeypatch):
+    monkeypatch.setattr(libraries, "BLOCK", 128)
+    T = 1930
+    assert splash_blocks(T) == (8, 256, 128)
+    compare(interpreted, qkv(T, B=1, H=2, G=1, K=8), window=300)
+
+
+def test_splash_in_bfloat16_stays_near_float32(short_blocks):
+    arrays = qkv(257, dtype=jnp.bfloat16)
+    (_, out), gradients = evaluate(interpreted, *arrays, window=130)
+    (_, exact), exact_gradients = evaluate(reference_attention, *(x.astype(jnp.float32) for x in arrays), window=130)
+    assert all(x.dtype == jnp.bfloat16 for x in (out, *gradients))
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.03)
+    for a, b in zip(gradients, exact_gradients, strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b, atol=0.03, rtol=0.05)
+
+
+@pytest.mark.parametrize("window", [None, 1, 127, 128, 129, 383])
+def test_splash_finds_the_blocks_that_its_own_masks_have(window):
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        LocalMask,
+        MultiHeadMask,
+        splash_attention_mask_info,
+    )
+
+    T, block = 1024, (256, 128)
+    ours = libraries._band()(T, window)
+    theirs = LocalMask((T, T), (None if window is None else window - 1, 0), 0)
+    for process in (splash_attention_mask_info.process_mask, splash_attention_mask_info.process_mask_dkv):
+        tables, others = (process(MultiHeadMask([mask]), block)[0] for mask in (ours, theirs))
+        jax.tree.map(np.testing.assert_array_equal, tables, others)
+    everything = slice(0, T), slice(0, T)
+    np.testing.assert_array_equal(ours[everything], theirs[everything])
+    if window == 1:  # the diagonal alone; the others are told from their corners
+        assert ours[slice(256, 512), slice(512, 640)].size == ours[slice(256, 512), slice(0, 128)].size == 1
+    if window is None:
+        assert ours[slice(256, 512), slice(0, 128)].size == 1 and ours[slice(256, 512), slice(0, 128)].all()
+
+
+@pytest.mark.parametrize("T", [1, 128, 129, 512, 513, 1100, 4096, 7681, 8192, 8200, 131072, 2**19])
+def test_splash_blocks_cover_a_text_with_little_padding(T):
+    count, size, compute = splash_blocks(T)
+    assert compute % 128 == 0 and compute <= 512 and size % compute == 0
+    assert T <= count * size < T + 128 * count * (size // compute)
+
+
+def test_splash_takes_no_text_whose_table_of_blocks_is_too_long():
+    def lower(T, window):
+        q, k, v = (jax.ShapeDtypeStruct((1, T, 1, 64), jnp.bfloat16) for _ in range(3))
+        return jax.eval_shape(functools.partial(splash_attention, **NOTHING | dict(window=window)), q, k, v, 1.0)
+
+    assert SPLASH.longest == 2**19
+    with pytest.raises(NotImplementedError, match="1048576 tokens make"):
+        lower(2**20, None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not libtpu_version(), reason="needs the TPU compiler: pip install 'pe-lab[aot]'")
+@pytest.mark.parametrize("slice_", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("K", [64, 128])
+def test_splash_compiles_for_tpus(slice_, K):
+    device = topology_devices(parse_topology(slice_))[0]
+    mesh = jax.sharding.Mesh(np.array([device]), "x")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    B, T, H, G = 2, 1024, 4, 2
+    shapes = [((B, T, n, K), jnp.bfloat16) for n in (H, G, G)] + [((B, T), jnp.int32)]
+    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
+
+    def loss(q, k, v, segments, **settings):
+        out = splash_attention(q, k, v, jnp.float32(0.1), **NOTHING | dict(segments=segments) | settings)
+        return out.astype(jnp.float32).sum()
+
+    for settings in ({}, dict(window=300, soft_cap=20.0)):
+        f = functools.partial(loss, **settings)
+        # Mosaic asks the mesh of the context, not the arguments, which chip it compiles for.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            forward = jax.jit(f).lower(*arrays).compile().as_text()
+            backward = jax.jit(jax.grad(f, (0, 1, 2))).lower(*arrays).compile().as_text()
+        assert "splash_mha_fwd_segmented" in forward
+        assert "splash_mha_fwd_segmented_residuals" in backward and "splash_mha_dkv_segmented" in backward
+
+
+# --- cuDNN -----------------------------------------------------------------------------------------------------------
+
+by_xla = functools.partial(cudnn_attention, implementation="xla")
+
+
+@pytest.mark.parametrize("T, window", [(1, None), (33, None), (33, 1), (33, 7), (33, 33), (33, 100)])
+def test_cudnn_is_asked_for_the_reference(T, window):
+    """`jax.nn` understands the same arguments for XLA, which runs here."""
+    compare(by_xla, qkv(T), window=window)
+
+
+def _lowered_for_cuda(monkeypatch, window):
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91800)
+    arrays = [jax.ShapeDtypeStruct((2, 131, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
+
+    def loss(q, k, v):
+        return cudnn_attention(q, k, v, jnp.float32(0.1), **NOTHING | dict(window=window)).astype(jnp.float32).sum()
+
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays).lower(lowering_platforms=("cuda",))
+    return lowered.as_text().replace("\\22", '"')
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+def test_cudnn_itself_is_told_of_causality_and_the_window(monkeypatch, window):
+    """It counts the token itself in a window: (pos - length, pos]."""
+    program = _lowered_for_cuda(monkeypatch, window)
+    calls = re.findall(r"@__cudnn\$(\w+)\(", program)
+    assert sorted(calls) == ["fmhaSoftmax", "fmhaSoftmaxBackward"]  # neither has a bias
+    assert re.findall(r'"mask_type": "(\w+)"', program) == ["CAUSAL"] * 2
+    lengths = {int(x) for x in re.findall(r'"sliding_window_length": (\d+)', program)}
+    assert lengths == {window or 0}
+
+
+# --- tokamax ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """In place of tokamax, whose signature extends that of `jax.nn`; lists what it is called with."""
+    asked = []
+
+    def attend(q, k, v, *, logits_soft_cap, implementation, **settings):
+        asked.append(dict(shape=q.shape, soft_cap=logits_soft_cap, implementation=implementation))
+        return jax.nn.dot_product_attention(q, k, v, implementation="xla", **settings)
+
+    monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(dot_product_attention=attend))
+    jax.clear_caches()
+    return asked
+
+
+@pytest.mark.parametrize("T, window", [(33, None), (129, 7), (129, 1000)])
+def test_tokamax_is_asked_for_the_reference(stand_in, T, window):
+    compare(tokamax_attention, qkv(T), window=window)
+    assert stand_in[0]["shape"][1] % 128 == 0
+
+
+def test_tokamax_is_never_left_to_take_a_quadratic_way(stand_in):
+    q, k, v = qkv(33)
+
+    def asked(**settings):
+        tokamax_attention(q, k, v, jnp.float32(1), **NOTHING | settings)
+        return stand_in[-1]["implementation"]
+
+    assert asked() == asked(window=33) == ("mosaic_gpu", "triton")
+    assert asked(window=8) == asked(soft_cap=5.0) == ("mosaic_gpu",)
+    assert stand_in[-1]["soft_cap"] == 5.0
+
+
+@pytest.mark.parametrize("implementation", ["xla", "xla_chunked"])
+@pytest.mark.parametrize("settings", [{}, dict(window=7), dict(window=1, soft_cap=2.0)], ids=str)
+def test_tokamax_itself_is_the_reference(implementation, settings):
+    pytest.importorskip("tokamax")
+    compare(functools.partial(tokamax_attention, implementation=(implementation,)), qkv(129), **settings)
+
+
+def test_without_tokamax_one_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    with pytest.raises(UserError, match="pip install tokamax"):
+        tokamax_attention(*qkv(4), jnp.float32(1), **NOTHING)
+
+
+# --- All -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "attend, abilities", [(interpreted, SPLASH), (by_xla, CUDNN), (tokamax_attention, TOKAMAX)], ids="sct"
+)
+def test_what_is_not_honoured_is_refused_and_nothing_else(attend, abilities, stand_in):
+    q, k, v = qkv(5)
+    requests = {
+        "slopes": dict(slope=jnp.ones(4), positions=jnp.arange(5)[None]),
+        "segments": dict(segments=jnp.ones((2, 5), jnp.int32)),
+        "windows": dict(window=2),
+        "self bias": dict(self_bias=jnp.ones((1, 5))),
+        "soft cap": dict(soft_cap=5.0),
+    }
+    assert abilities.honours <= requests.keys()
+    for name, request in requests.items():
+        call = functools.partial(attend, q, k, v, jnp.float32(1), **NOTHING | request)
+        if name in abilities.honours:
+            assert jax.eval_shape(call).shape == q.shape
+        else:
+            with pytest.raises(NotImplementedError, match=f"has no {name}"):
+                call()
