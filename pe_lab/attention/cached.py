@@ -80,7 +80,7 @@ def cached_attention(
     if H % G:
         raise UserError(f"attention: {H} query heads do not divide into {G} key-value heads.")
     scale = jnp.float32(K**-0.5) * (1.0 if row.logit_scale is None else row.logit_scale)
-    q = (_encode_queries(query, row, G, positions).astype(jnp.float32) * scale).astype(query.dtype)
+    q = (encode_queries(query, row, G, positions).astype(jnp.float32) * scale).astype(query.dtype)
     q = q.transpose(0, 2, 1, 3).reshape(B, G, H // G, C, K)
     slope = None if row.slope is None else row.slope.reshape(G, H // G, 1, 1)
 
@@ -135,9 +135,10 @@ def encode_keys(
     return key
 
 
-def _encode_queries(
+def encode_queries(
     query: Float[Array, "B C H K"], row: Row, groups: int, positions: Int[Array, "#B C"]
 ) -> Float[Array, "B C H K"]:
+    """Queries as keys meet them: rotated, or noise; `groups` counts the key heads."""
     H = query.shape[2]
     if row.cos is not None and row.sin is not None:
         cos, sin = row.cos, row.sin

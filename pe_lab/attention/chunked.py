@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention.span import FLOOR, MASKED, Partial, Side
+from pe_lab.positional import rotate, rotation_tables
 
 
 def chunked_attention(
@@ -30,23 +31,50 @@ def chunked_attention(
     """The reference's result, one [chunk, chunk] block of logits at a time; blocks nobody sees are skipped."""
     q = (query.astype(jnp.float32) * scale).astype(query.dtype)
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, key, value))
-    beside = _Beside(None, slope, positions, positions, segments, segments, self_bias)
+    beside = _Beside(None, None, slope, positions, positions, segments, segments, self_bias)
     out = _attend(q, k, v, beside, _Static(window, soft_cap, chunk))[0]
     return out.transpose(0, 2, 1, 3).astype(query.dtype)
 
 
 def chunked_span(
     query: Float[Array, "B H T K"],
-    key: Float[Array, "B G S K"],
-    value: Float[Array, "B G S K"],
+    key: Float[Array, "*layers B G S K"],
+    value: Float[Array, "*layers B G S K"],
     side: Side,
     *,
+    layer: Int[Array, ""] | int | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    wide: bool = False,
     chunk: int = 512,
 ) -> Partial:
-    """Attention of queries, turned and scaled already, to a span of keys; for all rows alike where they start."""
-    return Partial(*_attend(query, key, value, _of(side), _Static(window, soft_cap, chunk)))
+    """Attention of queries, turned and scaled already, to a span of keys; rows may start at different places.
+
+    Keys of a row that are not there cost their time all the same, and rows that start apart are computed one by one.
+    """
+    static = _Static(window, soft_cap, chunk, wide)
+    if layer is not None:
+        key, value = (jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in (key, value))
+    if side.rotation is not None:
+        positions = jnp.arange(key.shape[2], dtype=jnp.int32)[None]
+        cos, sin = rotation_tables(side.rotation.turns, side.rotation.gain, positions)
+        heads = cos.shape[2]
+        if heads not in (1, key.shape[1]):
+            key, value = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (key, value))
+        key = rotate(key.swapaxes(1, 2), cos, sin).swapaxes(1, 2)
+        side = side._replace(rotation=None)
+    if side.used is not None:
+        value = jnp.where((jnp.arange(key.shape[2]) < side.used[:, None])[:, None, :, None], value, 0)
+    if query.shape[0] == 1 or (side.start is None and side.used is None):
+        return Partial(*_attend(query, key, value, _of(side), static))
+
+    def row(q: jax.Array, k: jax.Array, v: jax.Array, beside: Side) -> Partial:
+        beside = jax.tree.map(lambda x: x[None], beside)._replace(slope=side.slope)
+        out, log_sum = _attend(q[None], k[None], v[None], _of(beside), static)
+        return Partial(out[0], log_sum[0])
+
+    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])), side._replace(slope=None))
+    return jax.vmap(row)(query, key, value, rows)
 
 
 def chunked_span_gradient(
@@ -75,6 +103,7 @@ class _Beside(NamedTuple):
     """What blocks need beside q, k and v. None = absent."""
 
     start: Int[Array, ""] | None
+    used: Int[Array, ""] | None
     slope: Float[Array, " H"] | None
     query_positions: Int[Array, "#B T"] | None
     key_positions: Int[Array, "#B S"] | None
@@ -87,13 +116,15 @@ class _Static(NamedTuple):
     window: int | None
     soft_cap: float | None
     chunk: int
+    wide: bool = False  # the output in float32
 
 
 def _of(side: Side) -> _Beside:
-    if side.rotation is not None or side.used is not None:
-        raise NotImplementedError("chunked spans take keys that are turned already, all of them there.")
-    start = None if side.start is None else side.start[0]
-    return _Beside(start, side.slope, side.query_positions, side.key_positions, side.query_segments, side.key_segments)
+    """A side of which one row says where all start."""
+    start, used = (None if x is None else x[0] for x in (side.start, side.used))
+    return _Beside(
+        start, used, side.slope, side.query_positions, side.key_positions, side.query_segments, side.key_segments
+    )
 
 
 class _Blocks(NamedTuple):
@@ -159,6 +190,8 @@ def _block_logits(
     if beside.start is not None and blocks.keys < blocks.k.shape[2]:
         # Within a text, padded keys are later than all queries. Elsewhere they are not.
         mask = mask & (j * s + jnp.arange(s) < blocks.keys)
+    if beside.used is not None:
+        mask = mask & (j * s + jnp.arange(s) < beside.used)
     if beside.query_segments is not None and beside.key_segments is not None:
         in_q, in_k = _part(beside.query_segments, i, t, 1), _part(beside.key_segments, j, s, 1)
         mask = mask & (in_q[:, :, None] == in_k[:, None, :])
@@ -169,7 +202,10 @@ def _key_blocks(i: jax.Array, blocks: _Blocks, static: _Static) -> tuple[jax.Arr
     """The range of key blocks that query block i sees any of."""
     start = 0 if blocks.beside.start is None else blocks.beside.start
     t, s, count = blocks.of_queries, blocks.of_keys, blocks.k.shape[2] // blocks.of_keys
-    end = jnp.clip((start + (i + 1) * t - 1) // s + 1, 0, count)
+    last = start + (i + 1) * t - 1
+    if blocks.beside.used is not None:
+        last = jnp.minimum(last, blocks.beside.used - 1)
+    end = jnp.clip(last // s + 1, 0, count)
     if static.window is None:
         return jnp.zeros_like(end), end
     return jnp.clip((start + i * t - static.window + 1) // s, 0, end), end
@@ -213,7 +249,8 @@ def _attend(
         highest, total, out = jax.lax.fori_loop(*_key_blocks(i, blocks, static), key_block, start)
         some = total > 0
         log_sum = jnp.where(some, highest + jnp.log(jnp.where(some, total, 1)), MASKED)
-        return (out / jnp.where(some, total, 1)[..., None]).astype(q.dtype), log_sum
+        out = out / jnp.where(some, total, 1)[..., None]
+        return out if static.wide else out.astype(q.dtype), log_sum
 
     out, log_sum = jax.lax.map(query_block, jnp.arange(blocks.q.shape[3] // t))  # [T/t, B, G, M, t, ...]
     out = jnp.moveaxis(out, 0, 3).reshape(B, H, -1, K)[:, :, :T]

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 from pe_lab.attention.span import FLOOR, MASKED, Partial, Rotation, Side, merge
 from pe_lab.positional import angles
@@ -86,14 +86,16 @@ class _Static:
 
 def tpu_span(
     query: Float[Array, "B H T K"],
-    key: Float[Array, "B G S K"],
-    value: Float[Array, "B G S K"],
+    key: Float[Array, "*layers B G S K"],
+    value: Float[Array, "*layers B G S K"],
     side: Side,
     *,
+    layer: Int[Array, ""] | int | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
     splits: int = 1,
     wide: bool = False,
+    cut: Tiles | None = None,
     interpret: bool = False,
 ) -> Partial:
     """Attention of queries, turned and scaled already, to a span of keys (Dao 2023, with what `Side` adds).
@@ -101,19 +103,23 @@ def tpu_span(
     Args:
       query, key, value: G divides H; any T and S; K even.
       side: see `Side`. Rows may start at different places.
+      layer: keys and values are those of many layers, [L, B, G, S, K], of which this one is read where it lies.
       window, soft_cap: as in `attention`.
       splits: ranges of keys that are attended to side by side and merged (flash-decoding): for few queries and many
         keys on chips of several cores. Only without a window.
       wide: give `out` in float32.
+      cut: of the span into blocks; by default what `tiles` says.
       interpret: run on whatever is here, slowly.
     """
     B, H, T, K = query.shape
-    G, S = key.shape[1:3]
+    if layer is None:
+        layer, key, value = 0, key[None], value[None]
+    G, S = key.shape[2:4]
     split_heads = side.rotation is not None and side.rotation.turns.shape[0] not in (1, G)
-    cut = tiles(H, G, T, S, split_heads)
+    cut = cut or tiles(H, G, T, S, split_heads)
     channels_first = K % LANES != 0
     if cut.keys > S:
-        key, value = (jnp.pad(x, ((0, 0), (0, 0), (0, cut.keys - S), (0, 0))) for x in (key, value))
+        key, value = (jnp.pad(x, ((0, 0),) * 3 + ((0, cut.keys - S), (0, 0))) for x in (key, value))
     key_blocks = -(-S // cut.keys)
     splits = 1 if window is not None else min(splits, key_blocks)
     per_split = -(-key_blocks // splits)
@@ -144,7 +150,7 @@ def tpu_span(
     out, log_sum = pl.pallas_call(
         functools.partial(_kernel, static, tuple(arrays)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=(B, groups, splits, query_blocks, per_split),
             in_specs=[specs[name](seen) for name in arrays],
             out_specs=[
@@ -168,7 +174,7 @@ def tpu_span(
         cost_estimate=_cost(B, H, T, S, K, window, key),
         name=f"pe_lab_attention_{'decode' if T < FEW else 'flash'}",
         interpret=interpret,
-    )(start, used, *arrays.values())
+    )(start, used, jnp.asarray(layer, jnp.int32).reshape(1), *arrays.values())
     parts = [
         Partial(_heads_first(out[:, :, p], cut, H, T), _heads_first(log_sum[:, :, p, ..., None], cut, H, T)[..., 0])
         for p in range(splits)
@@ -190,7 +196,7 @@ def _inputs(
 ) -> tuple[dict[str, jax.Array], dict[str, Any], set[str]]:
     """The kernel's arrays, laid out; how each is cut; and which of them are there."""
     B, H, T, K = query.shape
-    G, Tq, Tk = key.shape[1], cut.queries, cut.keys
+    G, Tq, Tk = key.shape[2], cut.queries, cut.keys
     groups, rows = H // cut.heads, cut.rows
     per_key_head = groups // G
     across, along = (1, rows) if cut.few else (cut.heads, Tq)
@@ -203,14 +209,14 @@ def _inputs(
     def of_keys(seen: Any) -> pl.BlockSpec:
         def index(b: Any, g: Any, p: Any, i: Any, j: Any, *s: Any) -> tuple[Any, ...]:
             block = seen(b, p, i, j, *s)
-            return b, g // per_key_head, *((0, block) if channels_first else (block, 0))
+            return s[2][0], b, g // per_key_head, *((0, block) if channels_first else (block, 0))
 
-        return pl.BlockSpec((None, None, *((K, Tk) if channels_first else (Tk, K))), index)
+        return pl.BlockSpec((None, None, None, *((K, Tk) if channels_first else (Tk, K))), index)
 
     for name in ("key", "value"):
         specs[name] = of_keys
         if channels_first:
-            arrays[name] = arrays[name].swapaxes(2, 3)
+            arrays[name] = arrays[name].swapaxes(-2, -1)
     if side.rotation is not None:
         coarse, fine = rotation_parts(side.rotation, key_blocks, Tk)
         # [key heads or 1, groups of a key head or 1, heads of a group or 1, ...]
@@ -295,7 +301,7 @@ def _cost(B: int, H: int, T: int, S: int, K: int, window: int | None, key: jax.A
     """For XLA's scheduler: what the mask leaves, where queries are the last T of S tokens."""
     each = S - (T - 1) / 2 if window is None else min(window, S)
     pairs = int(B * H * T * each)
-    moved = 2 * key.size * key.dtype.itemsize + 2 * B * H * T * K * key.dtype.itemsize
+    moved = 2 * key.size // key.shape[0] * key.dtype.itemsize + 2 * B * H * T * K * key.dtype.itemsize
     return pl.CostEstimate(flops=4 * pairs * K, bytes_accessed=moved, transcendentals=pairs)
 
 
@@ -303,7 +309,7 @@ def _cost(B: int, H: int, T: int, S: int, K: int, window: int | None, key: jax.A
 # In the kernel
 
 
-def _bounds(static: _Static, b: Any, p: Any, i: Any, start_ref: Any, used_ref: Any) -> tuple[Any, Any]:
+def _bounds(static: _Static, b: Any, p: Any, i: Any, start_ref: Any, used_ref: Any, *_: Any) -> tuple[Any, Any]:
     """The first key block that a block of queries visits, and the last one (of its split) that it sees any of."""
     cut = static.tiles
     first_query = start_ref[b] + i * cut.queries
@@ -315,7 +321,7 @@ def _bounds(static: _Static, b: Any, p: Any, i: Any, start_ref: Any, used_ref: A
     return jax.lax.div(jnp.maximum(first_query - static.window + 1, 0), cut.keys), last
 
 
-def _key_block(static: _Static, b: Any, p: Any, i: Any, j: Any, start_ref: Any, used_ref: Any) -> Any:
+def _key_block(static: _Static, b: Any, p: Any, i: Any, j: Any, start_ref: Any, used_ref: Any, *_: Any) -> Any:
     """The key block of a step. Steps beyond the last visible block name it again: nothing is fetched for them."""
     first, last = _bounds(static, b, p, i, start_ref, used_ref)
     return jnp.clip(first + j, 0, jnp.clip(last, 0, static.key_blocks - 1))
@@ -337,7 +343,7 @@ def _down(row: jax.Array) -> jax.Array:
     return jnp.transpose(jnp.broadcast_to(row, (8, row.shape[1])))[:, :1]
 
 
-def _kernel(static: _Static, names: tuple[str, ...], start_ref: Any, used_ref: Any, *refs: Any) -> None:
+def _kernel(static: _Static, names: tuple[str, ...], start_ref: Any, used_ref: Any, _: Any, *refs: Any) -> None:
     cut, window = static.tiles, static.window
     ref = dict(zip(names, refs, strict=False))
     out_ref, log_sum_ref, highest_ref, total_ref, sum_ref = refs[len(names) :]

@@ -118,7 +118,7 @@ def _onward(x: Any, static: _Static) -> Any:
 def _forward(query: jax.Array, key: jax.Array, value: jax.Array, side: RingSide, static: _Static) -> Partial:
     rows, length = query.shape[0], query.shape[2]
     queries = _halves(query, 2)
-    settings = dict(window=static.window, soft_cap=static.soft_cap)
+    settings = dict(window=static.window, soft_cap=static.soft_cap, wide=True)
 
     def visit(partials: list[Partial], visitor: _Visitor, step: jax.Array) -> list[Partial]:
         partials = list(partials)

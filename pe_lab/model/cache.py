@@ -10,14 +10,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention import Past, Row, cached_attention, encode_keys
+from pe_lab.attention import Past, Row, cached_attention, encode_keys, encode_queries
+from pe_lab.attention.cached_span import Span, Stored, attend_to_cache, write_and_attend
 from pe_lab.config import ModelConfig
 from pe_lab.model.decoder import Model, layer_arrays
 from pe_lab.model.pattern import Run, runs
-from pe_lab.parallel import constrain
+from pe_lab.parallel import constrain, slots_are_cut
 from pe_lab.positional import LayerStructure, Schedule
 
-SLOT_AXES = ("layers", "batch", "kv_heads", None, "head_dim")
+
+def slot_axes(ring: bool) -> tuple[str | None, ...]:
+    """Logical axes of a cache. A ring is small: every device of a context axis holds it whole."""
+    return ("layers", "batch", "kv_heads", None if ring else "slots", "head_dim")
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class CachedLayer:
         per query head on the way would be read with rotations of H heads, which are as large as the keys of H heads.)
       rotated: keys are cached as this schedule turns them. False where the schedule follows the length of the text:
         they are then cached as projected, G heads, and turned by the schedule of the moment whenever they are read.
+        False also where a kernel turns them for each query head as it reads them: H / G times less is kept and read.
     """
 
     structure: LayerStructure
@@ -63,7 +68,12 @@ Cache = tuple[tuple[Slots, ...], ...]  # by run, by layer of its pattern
 
 
 def plan(
-    config: ModelConfig, structure: Sequence[LayerStructure], follows: Sequence[bool], capacity: int, scan: bool
+    config: ModelConfig,
+    structure: Sequence[LayerStructure],
+    follows: Sequence[bool],
+    capacity: int,
+    scan: bool,
+    turning: bool = False,
 ) -> Layout:
     """The layout of a cache for texts of at most `capacity` tokens.
 
@@ -73,26 +83,42 @@ def plan(
       follows: which layers' schedule may change as the text grows (`Layer.follows_length`).
       capacity: tokens per row.
       scan: repeat alike layers by a scan; else each is a run of its own.
+      turning: there is a kernel that turns keys as it reads them.
     """
     kept = []
     for one, follow in zip(structure, follows, strict=True):
         slots = capacity if one.window is None else min(capacity, one.window)
-        heads = config.heads if one.rotates and one.heads == "split" and not follow else config.kv_heads
-        kept.append(CachedLayer(one, slots, heads, not follow))
+        split = one.rotates and one.heads == "split"
+        rotated = not follow and not (split and turning and _plain(one) and slots == capacity)
+        kept.append(CachedLayer(one, slots, config.heads if split and rotated else config.kv_heads, rotated))
     found = runs(kept) if scan else [Run(n, 1, 1) for n in range(len(kept))]
     return Layout(capacity, tuple(kept), tuple(found))
+
+
+def _plain(structure: LayerStructure) -> bool:
+    """Whether a kernel knows all that is beside: noise, warps and a bias on oneself it does not."""
+    return not structure.noisy and structure.warp is None and structure.self_bias is None
+
+
+def _served(span: Span | None, kept: CachedLayer, capacity: int, chunk: int) -> bool:
+    """Whether a span's kernel reads this layer's cache. Of a ring, whose slots are out of order, only all at once."""
+    if span is None or not _plain(kept.structure):
+        return False
+    if kept.is_ring(capacity):
+        return chunk == 1 and kept.rotated and not kept.structure.slopes
+    return True
 
 
 def allocate(config: ModelConfig, layout: Layout, batch: int) -> Cache:
     """An empty cache for so many rows, cut over the mesh as the heads and rows of activations are."""
 
-    def empty(run: Run, heads: int, slots: int) -> jax.Array:
-        zeros = jnp.zeros((run.repeats, batch, heads, slots, config.head_dim), jnp.dtype(config.dtype))
-        return constrain(zeros, *SLOT_AXES)
+    def empty(run: Run, heads: int, kept: CachedLayer) -> jax.Array:
+        zeros = jnp.zeros((run.repeats, batch, heads, kept.slots, config.head_dim), jnp.dtype(config.dtype))
+        return constrain(zeros, *slot_axes(kept.is_ring(layout.capacity)))
 
     return tuple(
         tuple(
-            Slots(empty(run, kept.heads, kept.slots), empty(run, config.kv_heads, kept.slots))
+            Slots(empty(run, kept.heads, kept), empty(run, config.kv_heads, kept))
             for kept in layout.layers[run.start : run.start + run.period]
         )
         for run in layout.runs
@@ -156,7 +182,8 @@ def write(
         fresh = jnp.where((after >= 0)[:, None, :, None], taken, before)
         return jax.lax.dynamic_update_slice_in_dim(cached, fresh[None], at, 0)
 
-    return Slots(constrain(put(slots.key, key), *SLOT_AXES), constrain(put(slots.value, value), *SLOT_AXES))
+    axes = slot_axes(ring)
+    return Slots(constrain(put(slots.key, key), *axes), constrain(put(slots.value, value), *axes))
 
 
 def read_on(
@@ -170,6 +197,7 @@ def read_on(
     real: Int[Array, " B"],
     schedule: Schedule,
     block: int,
+    span: Span | None = None,
 ) -> tuple[Float[Array, "B C D"], Cache]:
     """What the last layer writes for C new tokens of each row, and the cache with them.
 
@@ -181,16 +209,30 @@ def read_on(
       counts, real: tokens of each row in the cache, and among the new ones.
       schedule: the positional encoding, of the structure that the layout was planned for.
       block: slots that attention reads at once.
+      span: a kernel that reads caches, where there is one.
     """
+    B, C = tokens.shape
+    cut = slots_are_cut()
+    start = jnp.broadcast_to(positions[:, 0], (B,))
     tables = _Tables(model, schedule, layout, positions, counts)
     data = arrange(layer_arrays(schedule), layout.runs)
 
     def layer(x: jax.Array, slots: Slots, kept: CachedLayer, block_params: Any, arrays: Any, at: Any) -> Any:
         structure = kept.structure
         row = model.row(arrays, structure, positions, tables.of_chunk)
-        where = tables.held(kept)
+        ring, by_span = kept.is_ring(layout.capacity), _served(span, kept, layout.capacity, C)
+        scale = jnp.float32(model.config.head_dim**-0.5) * row.logit_scale
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Slots]:
+            if by_span and cut and not ring:
+                if kept.rotated:
+                    q, k = encode_queries(q, row, k.shape[2], positions), encode_keys(k, row, q.shape[2], positions)
+                stored = Stored(slots.key, slots.value, at, None if kept.rotated else row.rotation)
+                out, key, value = write_and_attend(
+                    span, q, k, v, stored, scale, row.slope, start, window=structure.window
+                )
+                return out, Slots(key, value)
+            where = tables.held(kept)
             turned = None if kept.rotated else tables.of_slots(kept, arrays)
             seen = encode_keys(k, row, model.config.heads, positions)
 
@@ -200,9 +242,16 @@ def read_on(
 
             # Written before it is read, a cache is updated in place; XLA would copy one that is read first. A chunk
             # that goes into a ring overwrites tokens which its own queries still see: that one is read first.
-            early = not kept.is_ring(layout.capacity) or tokens.shape[1] == 1
+            early = not ring or C == 1
             after = written() if early else None
             now = after or slots
+            if by_span:
+                full = jnp.minimum(start + C, kept.slots) if ring else start + C
+                stored = Stored(now.key, now.value, at, row.rotation if not kept.rotated else None)
+                first = full - 1 if ring else start  # a ring's tokens are all seen, wherever they lie
+                window = None if ring else structure.window
+                queries = encode_queries(q, row, k.shape[2], positions)
+                return attend_to_cache(span, queries, stored, scale, row.slope, first, full, window=window), now
             past = Past(now.key, now.value, at, where, jnp.minimum(counts.max(), kept.slots), turned)
             out = cached_attention(q, seen, v, past, row, positions=positions, window=structure.window, block=block)
             return out, after or written()

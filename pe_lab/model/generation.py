@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from pe_lab.attention.cached_span import Span
 from pe_lab.config import ModelConfig, UserError
-from pe_lab.model.cache import plan
 from pe_lab.model.decoder import Params
 from pe_lab.model.programs import Programs, Weights
 from pe_lab.model.request import Request, Schedules, Statistics
@@ -44,13 +44,18 @@ def chunks(length: int) -> list[tuple[int, int]]:
 class Decoder:
     """Continues texts with a cache.
 
-    Args: as `Programs` takes them: the model's shape, the mesh that its parameters live on, if any, and its rules.
+    Args: as `Programs` takes them: the model's shape, the mesh that its parameters live on, if any, and so on.
     """
 
     def __init__(
-        self, config: ModelConfig, mesh: Mesh | None = None, rules: AxisRules | None = None, scan: bool | None = None
+        self,
+        config: ModelConfig,
+        mesh: Mesh | None = None,
+        rules: AxisRules | None = None,
+        scan: bool | None = None,
+        span: Span | None = None,
     ):
-        self.programs = Programs(config, mesh, rules, scan)
+        self.programs = Programs(config, mesh, rules, scan, span)
 
     @property
     def traces(self) -> collections.Counter[tuple[Any, ...]]:
@@ -251,7 +256,7 @@ class _Batch:
         programs, config = self._programs, self._programs.model.config
         lengths = np.asarray([len(text) for text in texts], np.int32)
         self._schedule, self._placed, self._stale = schedule, self._place(schedule), 0
-        self._layout = plan(config, schedule.structure, self._schedules.follows, self._capacity, programs.scan)
+        self._layout = programs.layout(schedule.structure, self._schedules.follows, self._capacity)
         self._params = programs.arranged(self._weights, self._layout)
         self._lengths = programs.place(lengths)
         with self._compiling():

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,15 +16,30 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
+from pe_lab.attention import IMPLEMENTATIONS
+from pe_lab.attention.abilities import Request
+from pe_lab.attention.cached_span import Span
+from pe_lab.attention.implementations import choose as choose_attention
 from pe_lab.config import ModelConfig
-from pe_lab.model.cache import Cache, Layout, allocate, arrange, read_on
+from pe_lab.model.cache import Cache, Layout, allocate, arrange, plan, read_on
 from pe_lab.model.decoder import Model, Params
 from pe_lab.model.pattern import Run
 from pe_lab.model.sampling import Draw, choose
-from pe_lab.parallel import AxisRules, use_mesh
-from pe_lab.positional import Schedule
+from pe_lab.parallel import AxisRules, platform, slots_are_cut, use_mesh
+from pe_lab.positional import LayerStructure, Schedule
 
 BLOCK = 512  # slots of the cache that attention reads at once
+
+
+def cache_reader(config: ModelConfig) -> Span | None:
+    """The kernel that reads caches on the devices that are being traced for; None: XLA does, in blocks.
+
+    What a config names for training says nothing here, unless it can read caches.
+    """
+    asked = Request(platform=platform(), head_dim=config.head_dim, dtype=config.dtype, spans=True)
+    named = config.attention != "auto" and IMPLEMENTATIONS[config.attention].span is not None
+    found = IMPLEMENTATIONS[choose_attention(config.attention if named else "auto", asked)]
+    return found.span if found.kernel or slots_are_cut() else None
 
 
 @dataclass
@@ -44,19 +59,28 @@ class Programs:
       rules: how arrays are cut over it.
       scan: repeat alike layers by a scan. Default: as the config says, but never on a single CPU, where a scan copies
         each layer's weights at every token, which doubles its time.
+      span: the kernel that reads caches. Default: the fastest that there is for the devices; none on a CPU.
 
     Attributes:
       traces: (what, rows, tokens, capacity) -> how often it was traced, which is how often it was compiled.
     """
 
     def __init__(
-        self, config: ModelConfig, mesh: Mesh | None = None, rules: AxisRules | None = None, scan: bool | None = None
+        self,
+        config: ModelConfig,
+        mesh: Mesh | None = None,
+        rules: AxisRules | None = None,
+        scan: bool | None = None,
+        span: Span | None = None,
     ):
         self.model = Model(dataclasses.replace(config, remat="none"))
         self.traces: collections.Counter[tuple[Any, ...]] = collections.Counter()
         self._on_cpu = mesh is None and jax.default_backend() == "cpu"
         self.scan = (config.scan and not self._on_cpu) if scan is None else scan
-        self._mesh, self._rules = mesh, rules or AxisRules()
+        # A chunk of a text is as short as one token: devices of a context axis share the cache, and read it together.
+        self._mesh, self._rules = mesh, dataclasses.replace(rules or AxisRules(), length=None)
+        with self.on_mesh():
+            self.span = span or cache_reader(self.model.config)
         self.rows_at_once = mesh.shape["data"] * mesh.shape["fsdp"] if mesh is not None else 1
         self._device = SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else None
         make = functools.partial(allocate, self.model.config)
@@ -81,7 +105,9 @@ class Programs:
         self.traces["prefill", B, C, layout.capacity] += 1
         positions = (start + jnp.arange(C, dtype=jnp.int32))[None]
         counts, real = jnp.minimum(start, lengths), jnp.clip(lengths - start, 0, C)
-        x, cache = read_on(self.model, params, cache, layout, tokens, positions, counts, real, schedule, BLOCK)
+        x, cache = read_on(
+            self.model, params, cache, layout, tokens, positions, counts, real, schedule, BLOCK, self.span
+        )
         at = lengths - 1 - start
         here = jnp.take_along_axis(x, jnp.clip(at, 0, C - 1)[:, None, None], axis=1)[:, 0]
         return jnp.where(((at >= 0) & (at < C))[:, None], here, last), cache
@@ -120,7 +146,17 @@ class Programs:
         self.traces["decode", tokens.shape[0], 1, layout.capacity] += 1
         one = jnp.ones_like(lengths)
         x, cache = read_on(
-            self.model, params, cache, layout, tokens[:, None], lengths[:, None], lengths, one, schedule, BLOCK
+            self.model,
+            params,
+            cache,
+            layout,
+            tokens[:, None],
+            lengths[:, None],
+            lengths,
+            one,
+            schedule,
+            BLOCK,
+            self.span,
         )
         logits = self._logits(params, x[:, 0])
         return choose(logits, kind, draw, rows, lengths + 1), lengths + 1, cache
@@ -147,6 +183,10 @@ class Programs:
             else:
                 weights.runs[layout.runs] = arrange(stacked, layout.runs)
         return {"trunk": weights.params["trunk"], "layers": weights.runs[layout.runs]}
+
+    def layout(self, structure: Sequence[LayerStructure], follows: Sequence[bool], capacity: int) -> Layout:
+        """The layout of a cache for texts of at most `capacity` tokens; see `cache.plan`."""
+        return plan(self.model.config, structure, follows, capacity, self.scan, turning=self.span is not None)
 
     @contextlib.contextmanager
     def on_mesh(self) -> Iterator[None]:

@@ -21,11 +21,13 @@ class AxisRules:
     """Logical axis -> mesh axis or axes; None replicates.
 
     Parameters: `embed` (D) is what fsdp cuts, `heads`, `kv_heads`, `mlp` and `vocab` are what tensor cuts.
-    Activations: `batch` is cut by data and fsdp, `length` by context; `activation_embed` stays whole.
+    Activations: `batch` is cut by data and fsdp, `length` and the `slots` of a cache by context; `activation_embed`
+    stays whole.
     """
 
     batch: MeshAxes = ("data", "fsdp")
     length: MeshAxes = "context"
+    slots: MeshAxes = "context"
     activation_embed: MeshAxes = None
     embed: MeshAxes = "fsdp"
     heads: MeshAxes = "tensor"
@@ -116,7 +118,13 @@ def current_mesh() -> tuple[Mesh, AxisRules] | None:
 def context_size() -> int:
     """How many devices hold slices of a text, on the mesh that is being traced for."""
     current = _current.get()
-    return 1 if current is None else int(current[0].shape.get("context", 1))
+    return 1 if current is None else _size(current[0], current[1].length)
+
+
+def slots_are_cut() -> bool:
+    """Whether the slots of a cache lie on several devices, on the mesh that is being traced for."""
+    current = _current.get()
+    return current is not None and _size(current[0], current[1].slots) > 1
 
 
 def platform() -> str:

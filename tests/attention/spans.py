@@ -75,8 +75,11 @@ def request(case: Case, garbage: bool = True) -> Request:
         frequencies[0, K // 3 :] = 0  # a pair that does not turn
         gain = rng.uniform(0.5, 1.5, (rows, K // 2))
 
+    # Queries come turned and scaled, in the dtype: what that rounds off is not the kernel's.
+    q = q if frequencies is None else _turn(q, at, _per_head(frequencies, H), _per_head(gain, H))
+    query = jnp.asarray(q * case.scale * K**-0.5, dtype)
     out, log_sum = expected(
-        q, k, v, case, start, used, slope,
+        np.asarray(query, np.float64), k, v, case, start, used, slope,
         (query_segments, key_segments) if case.segments else None,
         (query_positions, key_positions) if case.positions else None,
         frequencies, gain,
@@ -90,16 +93,20 @@ def request(case: Case, garbage: bool = True) -> Request:
         query_segments=jnp.asarray(query_segments, jnp.int32) if case.segments else None,
         key_segments=jnp.asarray(key_segments, jnp.int32) if case.segments else None,
     )
-    turned = q
     if frequencies is not None:
         side = side._replace(rotation=Rotation(jnp.asarray(turns_per_position(frequencies)), jnp.float32(gain)))
-        turned = _turn(q, at, _per_head(frequencies, H), _per_head(gain, H))
     if garbage:
         gone = (np.arange(S) >= used[:, None])[:, None, :, None]
         k, v = np.where(gone, np.nan, k), np.where(gone, np.nan, v)
-    scaled = turned * case.scale * K**-0.5
-    arrays = (jnp.asarray(x, dtype) for x in (scaled, k, v))
-    return Request(*arrays, side, dict(window=case.window, soft_cap=case.soft_cap), out, log_sum)
+    return Request(
+        query,
+        jnp.asarray(k, dtype),
+        jnp.asarray(v, dtype),
+        side,
+        dict(window=case.window, soft_cap=case.soft_cap),
+        out,
+        log_sum,
+    )
 
 
 def _per_head(rows: np.ndarray, H: int) -> np.ndarray:
@@ -115,16 +122,15 @@ def _turn(x: np.ndarray, at: np.ndarray, frequencies: np.ndarray, gain: np.ndarr
 
 
 def expected(q, k, v, case, start, used, slope, segments, positions, frequencies, gain):  # noqa: ANN001, ANN201
-    """Output and log-sum-exp, float64, from whole matrices of logits."""
+    """Output and log-sum-exp, float64, from whole matrices of logits; queries are turned and scaled."""
     B, H, T, K = q.shape
     G, S = k.shape[1:3]
     k, v = np.repeat(k, H // G, axis=1), np.repeat(v, H // G, axis=1)
     query_index = start[:, None] + np.arange(T)
     key_index = np.broadcast_to(np.arange(S), (B, S))
     if frequencies is not None:
-        q = _turn(q, query_index, _per_head(frequencies, H), _per_head(gain, H))
         k = _turn(k, key_index, _per_head(frequencies, H), _per_head(gain, H))
-    logits = np.einsum("bhtk,bhsk->bhts", q, k) * case.scale * K**-0.5
+    logits = np.einsum("bhtk,bhsk->bhts", q, k)
     if case.soft_cap is not None:
         logits = case.soft_cap * np.tanh(logits / case.soft_cap)
     distance = query_index[:, :, None] - key_index[:, None, :]
@@ -139,7 +145,7 @@ def expected(q, k, v, case, start, used, slope, segments, positions, frequencies
     seen = np.broadcast_to(seen[:, None], logits.shape)
     some = seen.any(-1)
     highest = np.where(seen, logits, -np.inf).max(-1, initial=-np.inf)
-    weights = np.where(seen, np.exp(logits - np.where(some, highest, 0)[..., None]), 0)
+    weights = np.exp(np.where(seen, logits - np.where(some, highest, 0)[..., None], -np.inf))
     total = weights.sum(-1)
     out = np.einsum("bhts,bhsk->bhtk", weights, v) / np.where(some, total, 1)[..., None]
     return out, np.where(some, highest + np.log(np.where(some, total, 1)), -1e30)

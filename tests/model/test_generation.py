@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pe_lab.model.generation
+import pe_lab.model.programs
 import pe_lab.model.programs
 import pe_lab.parallel.sharding
 from pe_lab.config import MeshConfig, ModelConfig, UserError
@@ -419,8 +419,8 @@ def differences(seen):
         found = {"exact": relative(1), "every 4": relative(4), "never": relative(0)}
         with pytest.MonkeyPatch.context() as patch:
             # Keys stay as the schedule of their day turned them: what transformers caches.
-            turned = lambda config, structure, follows, *rest: plan(config, structure, [False] * 3, *rest)  # noqa: E731
-            patch.setattr(pe_lab.model.generation, "plan", turned)
+            turned = lambda config, structure, _, *rest, **how: plan(config, structure, [False] * 3, *rest, **how)  # noqa: E731
+            patch.setattr(pe_lab.model.programs, "plan", turned)
             found["turned keys"] = relative(0)
     finally:
         FORCED.clear()

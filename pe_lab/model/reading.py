@@ -1,0 +1,152 @@
+"""Reading texts of any length in bounded memory: chunk after chunk, against a cache."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Float32, Int
+
+from pe_lab.config import ModelConfig
+from pe_lab.model.cache import Cache, Layout, read_on
+from pe_lab.model.decoder import Params
+from pe_lab.model.loss import cross_entropy
+from pe_lab.model.programs import BLOCK, Programs
+from pe_lab.parallel import AxisRules
+from pe_lab.positional import Schedule
+
+CHUNK = 512  # tokens that are read at once
+
+
+class ChunkReader:
+    """What a full forward pass gives, of texts that are too long for one.
+
+    A pass over a whole text holds some dozen numbers a channel and token at once; this one holds them for a chunk, and
+    beside it the keys and values of all layers. One schedule is used throughout, the one for the whole text's length,
+    so that nothing depends on how it is cut.
+
+    Args:
+      config, mesh, rules: as `Programs` takes them.
+      chunk: tokens that are read at once.
+
+    Attributes:
+      traces: (what, rows, chunk, capacity) -> how often it was compiled.
+    """
+
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh | None = None, rules: AxisRules | None = None, chunk: int = CHUNK
+    ):
+        # Compiled once and called for every chunk: a scan, whose layers are compiled once, costs little here.
+        self.programs = Programs(config, mesh, rules, scan=config.scan)
+        self.chunk = chunk
+        self.traces: collections.Counter[tuple[Any, ...]] = collections.Counter()
+        self._losses = jax.jit(self._read_losses, static_argnames=("layout",), donate_argnames=("cache",))
+        self._hidden = jax.jit(self._read_hidden, static_argnames=("layout",), donate_argnames=("cache", "found"))
+
+    def losses(
+        self,
+        params: Params,
+        tokens: Int[np.ndarray, "B T"],
+        targets: Int[np.ndarray, "B T"],
+        schedule: Schedule,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> Float32[np.ndarray, "B T"]:
+        """Cross-entropy of every target, nats; `progress` hears how many tokens of each row have been read."""
+        results = []
+
+        def step(params: Any, cache: Cache, part: np.ndarray, start: int, layout: Layout, placed: Any) -> Cache:
+            wanted = np.zeros_like(part)
+            wanted[:, : targets.shape[1] - start] = targets[:, start : start + self.chunk]
+            loss, cache = self._losses(params, cache, part, wanted, np.int32(start), placed, layout=layout)
+            # One chunk behind, so that the device always has the next.
+            results.append(loss)
+            if len(results) > 1:
+                results[-2] = np.asarray(results[-2])
+            progress(min(start + self.chunk, tokens.shape[1]))
+            return cache
+
+        self._walk(params, tokens, schedule, step)
+        return np.concatenate([np.asarray(loss) for loss in results], axis=1)[:, : tokens.shape[1]]
+
+    def hidden(
+        self, params: Params, tokens: Int[np.ndarray, "B T"], at: Int[np.ndarray, "B Q"], schedule: Schedule
+    ) -> Float[Array, "B Q D"]:
+        """The output of the final norm at chosen positions of each row."""
+        config = self.programs.model.config
+        found = self.programs.place(jnp.zeros((*at.shape, config.d_model), config.dtype))
+
+        def step(params: Any, cache: Cache, part: np.ndarray, start: int, layout: Layout, placed: Any) -> Cache:
+            nonlocal found
+            found, cache = self._hidden(
+                params, cache, found, part, np.asarray(at, np.int32), np.int32(start), placed, layout=layout
+            )
+            return cache
+
+        self._walk(params, tokens, schedule, step)
+        return found
+
+    def _walk(self, params: Params, tokens: np.ndarray, schedule: Schedule, step: Callable[..., Cache]) -> None:
+        programs = self.programs
+        rows, length = tokens.shape
+        # A power of two as everywhere, but not twice too large: of long texts the cache is most of what is held.
+        unit = max(self.chunk, 1 << max(0, (length - 1).bit_length() - 2))
+        layout = programs.layout(schedule.structure, (False,) * schedule.num_layers, -(-length // unit) * unit)
+        placed = programs.place(schedule)
+        with programs.on_mesh():
+            weights = programs.arranged(programs.prepare(params), layout)
+            cache = programs.allocate(layout, rows)
+            for start in range(0, length, self.chunk):
+                part = np.zeros((rows, self.chunk), np.int32)
+                real = tokens[:, start : start + self.chunk]
+                part[:, : real.shape[1]] = real
+                cache = step(weights, cache, part, start, layout, placed)
+
+    def _read(
+        self, params: Any, cache: Cache, tokens: jax.Array, start: jax.Array, schedule: Schedule, layout: Layout
+    ) -> tuple[Float[Array, "B C D"], Cache]:
+        B, C = tokens.shape
+        positions = (start + jnp.arange(C, dtype=jnp.int32))[None]
+        counts, real = jnp.broadcast_to(start, (B,)), jnp.full(B, C, jnp.int32)
+        programs = self.programs
+        x, cache = read_on(
+            programs.model, params, cache, layout, tokens, positions, counts, real, schedule, BLOCK, programs.span
+        )
+        return programs.model.final_norm(params, x), cache
+
+    def _read_losses(
+        self,
+        params: Any,
+        cache: Cache,
+        tokens: Int[Array, "B C"],
+        targets: Int[Array, "B C"],
+        start: Int[Array, ""],
+        schedule: Schedule,
+        layout: Layout,
+    ) -> tuple[Float[Array, "B C"], Cache]:
+        self.traces["losses", *tokens.shape, layout.capacity] += 1
+        x, cache = self._read(params, cache, tokens, start, schedule, layout)
+        model = self.programs.model
+        return cross_entropy(x, model.unembedding(params), targets, model.config.loss_chunks), cache
+
+    def _read_hidden(
+        self,
+        params: Any,
+        cache: Cache,
+        found: Float[Array, "B Q D"],
+        tokens: Int[Array, "B C"],
+        at: Int[Array, "B Q"],
+        start: Int[Array, ""],
+        schedule: Schedule,
+        layout: Layout,
+    ) -> tuple[Float[Array, "B Q D"], Cache]:
+        self.traces["hidden", *tokens.shape, layout.capacity] += 1
+        x, cache = self._read(params, cache, tokens, start, schedule, layout)
+        place = at - start
+        here = jnp.take_along_axis(x, jnp.clip(place, 0, tokens.shape[1] - 1)[..., None], axis=1)
+        inside = (place >= 0) & (place < tokens.shape[1])
+        return jnp.where(inside[..., None], here, found), cache

@@ -1,0 +1,141 @@
+"""Our TPU kernel, interpreted, against float64: every length, every feature alone and in pairs, garbage around."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from pe_lab.attention.pallas_tpu import Tiles, tiles, tpu_span
+from pe_lab.attention.span import MASKED, Partial, merge
+
+from spans import Case, error, request
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+def check(case: Case, **options) -> None:
+    asked = request(case)
+    run = jax.jit(lambda *arrays: tpu_span(*arrays, **asked.settings, **options, interpret=True))
+    found = run(asked.query, asked.key, asked.value, asked.side)
+    assert found.out.dtype == asked.query.dtype and found.log_sum.dtype == jnp.float32
+    assert error(found.out, asked.out) < TOLERANCE[case.dtype], str(case)
+    hidden = asked.log_sum <= MASKED
+    log_sum = np.asarray(found.log_sum, np.float64)
+    assert (log_sum[hidden] == np.float32(MASKED)).all() and (np.asarray(found.out)[hidden] == 0).all()
+    np.testing.assert_allclose(log_sum[~hidden], asked.log_sum[~hidden], atol=TOLERANCE[case.dtype], rtol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 2, 127, 128, 129, 1000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_length(T, dtype):
+    check(Case(T=T, H=4, G=2, dtype=dtype))
+
+
+@pytest.mark.parametrize("K", [32, 48, 80, 96, 128, 256])
+def test_any_head(K):
+    check(Case(T=140, K=K, H=4, G=2, rotation="split"))
+
+
+# Small blocks, so that few tokens touch many of them: queries of 128, of both heads; keys of 128.
+SMALL = Tiles(heads=2, queries=128, keys=128, few=False)
+FEATURES = {
+    "window": dict(window=70),
+    "soft cap": dict(soft_cap=1.5),
+    "slopes": dict(slopes=True),
+    "other positions": dict(slopes=True, positions=True),
+    "segments": dict(segments=True),
+    "shared rotation": dict(rotation="shared"),
+    "rotation by key head": dict(rotation="grouped"),
+    "rotation by head": dict(rotation="split"),
+    "rows that start apart": dict(start=(150, -60), S=400),
+    "keys that are not there": dict(used=(260, 131)),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_feature_alone(feature, dtype):
+    check(Case(B=2, T=300, H=4, G=2, dtype=dtype, **FEATURES[feature]), cut=SMALL)
+
+
+PAIRS = [(a, b) for a, b in itertools.combinations(FEATURES, 2) if not ("rotation" in a and "rotation" in b)]
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=" and ".join)
+def test_features_in_pairs(a, b):
+    check(Case(B=2, T=260, H=4, G=2, seed=1, **(FEATURES[a] | FEATURES[b])), cut=SMALL)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_decoding_against_a_long_cache(T, splits):
+    """Rows of unequal lengths, keys beyond each are NaN; cut into splits, some of which hold nothing of a row."""
+    case = Case(B=3, T=T, S=1500, H=6, G=2, K=64, start=(1400, 5, 700), used=(1400 + T, 5 + T, 700 + T))
+    small = dataclasses.replace(tiles(6, 2, T, 1500), keys=256)
+    check(case, splits=splits, cut=small)
+    for rotation in ("shared", "split"):
+        check(dataclasses.replace(case, rotation=rotation, slopes=True), splits=splits)
+
+
+# No shrinking: an example takes a second, and says what it is.
+@settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@given(st.data())
+def test_random_shapes_and_features(data):
+    draw = data.draw
+    G, shared = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 5]))
+    T = draw(st.sampled_from([1, 2, 5, 31, 127, 129, 200, 513]))
+    S = draw(st.sampled_from([0, 1, 130, 600]))
+    B = draw(st.sampled_from([1, 2]))
+    keys = S or T
+    check(
+        Case(
+            B=B, T=T, S=S, H=G * shared, G=G,
+            K=draw(st.sampled_from([32, 64, 128])),
+            dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+            start=tuple(draw(st.integers(-T, keys)) for _ in range(B)) if draw(st.booleans()) else (),
+            used=tuple(draw(st.integers(0, keys)) for _ in range(B)) if draw(st.booleans()) else (),
+            window=draw(st.sampled_from([None, 1, 2, 100, 1000])),
+            soft_cap=draw(st.sampled_from([None, 2.0])),
+            slopes=draw(st.booleans()),
+            segments=draw(st.booleans()),
+            rotation=draw(st.sampled_from(["", "shared", "grouped", "split"])),
+            seed=draw(st.integers(0, 99)),
+        ),
+        splits=draw(st.sampled_from([1, 2])),
+    )  # fmt: skip
+
+
+def test_a_million_tokens_from_the_first_key_angles_still_hold():
+    """A query a million tokens on, against the last keys: the kernel adds two angles, and loses nothing by it."""
+    case = Case(T=1, S=2**20, start=(2**20 - 1,), rotation="shared", H=1, window=64)
+    check(case)
+
+
+def test_parts_merge_to_the_whole_and_nothing_stays_nothing():
+    asked = request(Case(T=100, H=2, G=2, K=32), garbage=False)
+    halves = []
+    for start, keys in ((0, slice(0, 64)), (-64, slice(64, 100))):
+        side = asked.side._replace(start=jnp.full(1, start, jnp.int32))
+        halves.append(
+            tpu_span(asked.query, asked.key[:, :, keys], asked.value[:, :, keys], side, wide=True, interpret=True)
+        )
+    whole = merge(halves)
+    assert error(whole.out, asked.out) < 1e-5 and error(whole.log_sum, asked.log_sum) < 1e-5
+    nothing = Partial(jnp.zeros((1, 1, 2, 4)), jnp.full((1, 1, 2), MASKED))
+    assert (merge([nothing, nothing]).log_sum == np.float32(MASKED)).all()
+    assert (merge([nothing, nothing]).out == 0).all()
+
+
+def test_blocks_hold_whole_groups_of_heads_and_few_rows():
+    assert tiles(14, 2, 8192, 8192) == Tiles(7, 128, 512, False)
+    assert tiles(32, 8, 2**20, 2**20) == Tiles(4, 256, 512, False)
+    assert tiles(8, 8, 8192, 8192) == Tiles(1, 512, 512, False)
+    assert tiles(32, 1, 8192, 8192).heads * tiles(32, 1, 8192, 8192).queries <= 1024  # one key head for 32
+    assert tiles(14, 2, 1, 2**17) == Tiles(7, 1, 2048, True)
+    assert tiles(14, 2, 1, 2**17, split_heads=True).queries == 8
+    assert tiles(4, 4, 100, 100) == Tiles(1, 104, 128, True)
