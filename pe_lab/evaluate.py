@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 import time
@@ -93,6 +94,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--windows", type=int, help="windows per needle accuracy")
     add("--seed", type=int, help="which held-out needles")
     add("--out", type=Path, help="where the rows go (default: RUN/evaluation)")
+    add("--attention", metavar="NAME", help="how to attend: a name that python -m pe_lab.attention lists")
+    add("--by-position", action="store_true", help="also print perplexity by position within the text")
     add("--again", action="store_true", help="measure again what is measured already")
     arguments = parser.parse_args(argv)
     for name in ("tokens", "fit_tokens", "windows"):
@@ -131,9 +134,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.lengths is not None:
         lengths = arguments.lengths
     plan = ev.Plan(ev.parse_lengths(lengths, subjects[0].training_length), suites, chosen, settings, arguments.again)
-    evaluation = ev.Evaluation(subjects, data, plan, arguments.out or root / "evaluation")
+    out = arguments.out or root / "evaluation"
+    evaluation = ev.Evaluation(subjects, data, plan, out, attention=arguments.attention)
     rows = measure_with_progress(evaluation)
     print_tables(rows)
+    if arguments.by_position:
+        print_by_position(rows)
     return 0
 
 
@@ -153,17 +159,31 @@ def measure_with_progress(evaluation: Any) -> list[dict[str, Any]]:
         *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task("compiling", total=evaluation.work)
+        done, described = 0, ""
 
-        def measured(unit: Any, known: bool) -> None:
-            nonlocal reused, next_line
-            reused += known
-            described = f"{unit.suite} {unit.length:,} {unit.subject.model} {unit.method}"
-            bar.update(task, advance=evaluation.cost(unit), description=described)
+        def tell(advanced: int) -> None:
+            nonlocal next_line
+            bar.update(task, completed=done + advanced, description=described or None)
             if not console.is_terminal and time.monotonic() >= next_line:
                 next_line = time.monotonic() + 10
                 console.print(f"{bar.tasks[0].percentage:.0f}%  {described}")
 
-        rows = evaluation.run(measured)
+        def measured(unit: Any, known: bool) -> None:
+            nonlocal reused, done, described, within
+            reused += known
+            described = f"{unit.suite} {unit.length:,} {unit.subject.model} {unit.method}"
+            done, within = done + evaluation.cost(unit), 0
+            tell(0)
+
+        within = 0  # tokens read of what is being measured
+
+        def heard(tokens: int) -> None:
+            nonlocal within
+            within += tokens
+            # Some methods read a text more than once.
+            tell(min(within, evaluation.work - done))
+
+        rows = evaluation.run(measured, heard)
     if reused:
         console.print(f"{reused} of them were measured before (--again measures them again).")
     console.print(f"Rows: {next(iter(evaluation.files.values())).path.parent}")
@@ -190,6 +210,40 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
                 f"held-out loss {row['nll_before']:.4f} -> {row['nll_after']:.4f}",
                 soft_wrap=True,
             )
+
+
+def print_by_position(rows: Sequence[dict[str, Any]]) -> None:
+    """Perplexity of the tokens between two positions, by octaves: where in a long text a method fails."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=160)
+    measured = [row for row in rows if row["suite"] == "perplexity"]
+    for length in sorted({row["length"] for row in measured}):
+        table = Table(title=f"Perplexity by position in texts of {length:,} tokens", title_justify="left")
+        table.add_column("")
+        edges = [0, *(2**n for n in range(9, 40) if 2**n < length), length]
+        for first, last in zip(edges, edges[1:], strict=False):
+            table.add_column(f"{first:,} .. {last:,}", justify="right", no_wrap=True)
+        for row in measured:
+            if row["length"] == length:
+                table.add_row(row["label"], *octave_perplexities(row, edges))
+        console.print(table)
+
+
+def octave_perplexities(row: dict[str, Any], edges: Sequence[int]) -> list[str]:
+    """Perplexity between each two of `edges`, from a row's finer bins of positions."""
+    fine, losses = row["position_edges"], row["nll_by_position"]
+    bins = [(a, b, nll) for a, b, nll in zip(fine, fine[1:], losses, strict=False) if nll is not None]
+    found = []
+    for first, last in zip(edges, edges[1:], strict=False):
+        inside = [(b - a, nll) for a, b, nll in bins if first <= a and b <= last]
+        total = sum(width for width, _ in inside)
+        mean = sum(width * nll for width, nll in inside) / total if total else None
+        found.append("–" if mean is None or mean > 700 else f"{math.exp(mean):.4g}")
+    return found
 
 
 def score_table(suite: str, source: str, rows: Sequence[dict[str, Any]]) -> Any:

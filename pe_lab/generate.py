@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
         "--positional", help="read the weights under another encoding, such as yarn:factor=2 (of what is there)"
     )
     positional.add_argument("--drop", action="store_true", help="read the weights without positional encoding")
+    parser.add_argument("--attention", metavar="NAME", help="how to attend: a name python -m pe_lab.attention lists")
     parser.add_argument("--cache-length", type=int, help="most tokens of a prompt and its continuation")
     parser.add_argument(
         "--refresh",
@@ -129,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.positional:
         items = args.positional.split("+")
         lm = lm.with_positional(items if len(items) > 1 else items[0])
+    if args.attention:
+        lm = lm.with_attention(args.attention)
     statistics = Statistics()
     settings: dict[str, Any] = {
         "max_new_tokens": args.max_new_tokens,

@@ -16,12 +16,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
+from pe_lab.attention.abilities import Request as AttentionRequest
+from pe_lab.attention.implementations import choose
 from pe_lab.checkpoints import Checkpoint, open_checkpoint
 from pe_lab.checkpoints.surgery import change, write_child
 from pe_lab.config import ModelConfig, UserError
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
 from pe_lab.model import Decoder, Model, Request, Sampling, Schedules, Statistics, Weights, complete
-from pe_lab.parallel import hide_absent_tpu
+from pe_lab.parallel import hide_absent_tpu, platform
 from pe_lab.positional import Beta, Layer, Schedule, build_schedule, describe, drop, read_with
 
 Tokens = str | Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
@@ -33,7 +35,7 @@ class _Compiled:
 
     def __init__(self, config: ModelConfig):
         self.traces = 0
-        model = Model(config)
+        model = Model(config, backward=False)
 
         def counted(function: Callable[..., Any]) -> Callable[..., Any]:
             def traced(*args: Any) -> Any:
@@ -263,6 +265,18 @@ class LanguageModel:
         """
         general = {"heads": "split", "slopes": True}
         return dataclasses.replace(self, general=general, schedule=self.schedule.generalize(**general))
+
+    def with_attention(self, name: str) -> LanguageModel:
+        """The same weights, attending by an implementation that `python -m pe_lab.attention` lists.
+
+        Raises:
+          UserError: no such implementation, or one that does not run here or cannot read a cache.
+        """
+        config = self.config
+        asked = AttentionRequest(head_dim=config.head_dim, dtype=config.dtype, platform=platform(), spans=True)
+        choose(name, asked)
+        checkpoint = dataclasses.replace(self.checkpoint, model=dataclasses.replace(config, attention=name))
+        return dataclasses.replace(self, checkpoint=checkpoint)
 
     def with_positional(self, description: Any, logit_scale: float | Beta | None = None) -> LanguageModel:
         """The same weights under another encoding: whatever `positional.read_with` reads, edits included.

@@ -119,10 +119,10 @@ def estimate_text(plan: Plan) -> str:
     return f"memory, estimated from shapes: no compiler was asked\n{_table(rows)}\n"
 
 
-def compiled_text(plan: Plan, phase: PhaseNumbers, compiled: Compiled, by: str) -> str:
-    """The compiler's memory per chip, of one phase."""
+def compiled_text(plan: Plan, what: str, compiled: Compiled, by: str) -> str:
+    """The compiler's memory per chip, of `what` was compiled."""
     rows = [
-        ("per chip", phase.plan.name),
+        ("per chip", ""),
         ("arguments (state, batch)", _size(compiled.arguments)),
         ("outputs", _size(compiled.outputs)),
         ("of which in the place of arguments", _size(compiled.aliased)),
@@ -130,10 +130,7 @@ def compiled_text(plan: Plan, phase: PhaseNumbers, compiled: Compiled, by: str) 
         ("program", _size(compiled.code)),
         ("needed", _size(compiled.needed)),
     ]
-    return (
-        f"memory, compiled: the step that trains '{phase.plan.name}', for {plan.topology.text} by {by}, "
-        f"in {compiled.seconds:.0f} s\n{_table(rows)}\n"
-    )
+    return f"memory, compiled: {what}, for {plan.topology.text} by {by}, in {compiled.seconds:.0f} s\n{_table(rows)}\n"
 
 
 def advice(plan: Plan) -> str:
@@ -176,6 +173,81 @@ def _telling_time(what: str, every: float = 15.0) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------------------
+# Reading long texts
+
+
+def reading_text(plan: Plan, phase: PhaseNumbers, length: int) -> str:
+    """Weights, cache and activations of texts up to a million tokens, and whether they fit a chip."""
+    from pe_lab.evaluation.memory import cache_bytes_per_token, long_text, longest, weight_bytes
+
+    model, structure = phase.model, phase.plan.schedule.structure
+    config, chip, count = model.config, plan.topology.chip, plan.topology.count
+    weights = weight_bytes(model, "float32")
+    room = chip.memory - weights
+    windows = sorted({one.window for one in structure if one.window is not None})
+    kept = sum(one.window is None for one in structure)
+    layers = f"{kept} layers" if kept else "no layer"
+    if windows:
+        layers += f" keep all tokens, {config.layers - kept} the last {' or '.join(map(str, windows))}"
+
+    def cell(size: int) -> str:
+        verdict = "" if not chip.memory else "  fits" if size <= room else "  DOES NOT FIT"
+        return _size(size) + verdict
+
+    lengths = sorted({length, *(2**n for n in range(13, 21)), phase.plan.config.sequence_length})
+    rows = [("tokens", "cache of the text", f"at once, over {count}", "in chunks, on one", f"decoding, over {count}")]
+    for tokens in lengths:
+        text = long_text(model, structure, tokens, count)
+        rows.append((f"{tokens:,}", _size(text.cache), *map(cell, (text.at_once, text.in_chunks, text.decoding))))
+    if chip.memory:
+        ways = (longest(model, structure, count, room, way) for way in ("at_once", "in_chunks", "decoding"))
+        rows.append(("longest", "", *(f"{_count(tokens)} tokens" for tokens in ways)))
+    return (
+        f"reading one text of many tokens on {plan.topology.text}, encoding {phase.encoding}, estimated\n"
+        f"  weights, float32, on each chip: {_size(weights)}"
+        f"{f', which leaves {_size(room)}' if chip.memory else ''}\n"
+        f"  keys and values of a token on a layer: 2 x {config.kv_heads} heads x {config.head_dim} channels, "
+        f"{config.dtype}: {cache_bytes_per_token(config):,} bytes; {layers}\n{_table(rows)}\n"
+        "  at once: activations of a pass over the whole text, cut over the chips of a context axis.\n"
+        "  in chunks: the cache, and the activations of a chunk. decoding: the cache, cut over the chips.\n"
+    )
+
+
+def compile_reading(plan: Plan, phase: PhaseNumbers, length: int) -> tuple[dict[str, Any], bool | None]:
+    """Compiles the pass over a text of `length` tokens cut over all chips, and prints: (its JSON, whether it fits)."""
+    from pe_lab.config import MeshConfig
+    from pe_lab.evaluation.memory import compile_long_text
+    from pe_lab.parallel import AxisRules, make_mesh, use_mesh
+    from pe_lab.parallel.topology import topology_devices
+    from pe_lab.positional import build_schedule
+
+    chip, count = plan.topology.chip, plan.topology.count
+    try:
+        mesh = make_mesh(MeshConfig(data=1, context=count), topology_devices(plan.topology))
+    except NoCompiler as reason:
+        print(f"not compiled: {reason}. The memory above is an estimate.")
+        return {}, None
+    config = phase.model.config
+    schedule = build_schedule(phase.plan.layers, config.heads, config.kv_heads, config.head_dim, length)
+    with use_mesh(mesh, AxisRules()):
+        reader = type(phase.model)(config, backward=False)
+        chosen = dict.fromkeys(reader.attention_by_layer(schedule.structure, length))
+    what = f"a pass over {length:,} tokens"
+    try:
+        with _telling_time(f"compiling {what} for {count} x {chip.name}, attention by {', '.join(chosen)}"):
+            compiled = compile_long_text(phase.model, schedule, length, mesh)
+    except OutOfMemory as error:
+        print(f"DOES NOT FIT: {what} needs {_size(error.used or 0)} a chip. More chips, or read it in chunks.")
+        return {"fits": False, "needed": error.used, "message": str(error)}, False
+    print(compiled_text(plan, what, compiled, _compiler(plan.topology)))
+    fits = compiled.needed <= chip.memory if chip.memory else None
+    verdict = "" if fits is None else "FITS: " if fits else "DOES NOT FIT: "
+    of = f" of {_size(chip.memory)}" if chip.memory else ""
+    print(f"{verdict}{what}, cut over {count}, needs {_size(compiled.needed)}{of} a chip.")
+    return {**dataclasses.asdict(compiled), "needed": compiled.needed, "fits": fits, "attention": list(chosen)}, fits
+
+
+# ------------------------------------------------------------------------------------------------------------
 # The verb
 
 
@@ -199,7 +271,7 @@ def compile_and_tell(plan: Plan, phases: Sequence[PhaseNumbers]) -> tuple[dict[s
             continue
         fits = compiled.needed <= capacity if capacity else None
         results[name] = {**dataclasses.asdict(compiled), "needed": compiled.needed, "fits": fits}
-        print(compiled_text(plan, phase, compiled, _compiler(plan.topology)))
+        print(compiled_text(plan, f"the step that trains '{name}'", compiled, _compiler(plan.topology)))
         if fits is None:
             print(f"'{name}' needs {_size(compiled.needed)} a device. How much there is, is not known.")
         elif fits:
@@ -225,10 +297,35 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--config", required=True, help="recipe, argument after a colon: configs/x.py:quick")
     p.add_argument("--topology", default="local", help="chips to plan for; local by default")
     p.add_argument("--phase", metavar="NAME", help="phase to compile, or all; the largest by default")
+    p.add_argument(
+        "--evaluate-length",
+        metavar="TOKENS",
+        help="plan reading a text of so many tokens (such as 128k) instead: its cache, and one pass over all chips",
+    )
     p.add_argument("--no-compile", action="store_true", help="estimates only: seconds instead of minutes")
     p.add_argument("--mfu", type=float, default=0.4, help="supposed share of the peak (default: %(default)s)")
     p.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     return p
+
+
+def plan_reading(args: argparse.Namespace, plan: Plan, phases: Sequence[PhaseNumbers]) -> int:
+    """What `--evaluate-length` does; the exit status."""
+    from pe_lab.evaluation.memory import parse_length
+
+    length = parse_length("--evaluate-length", args.evaluate_length)
+    found: dict[str, Any] = {}
+    fits: list[bool | None] = []
+    for phase in phases:
+        print(reading_text(plan, phase, length), flush=True)
+        if args.no_compile:
+            print("not compiled: --no-compile. The memory above is an estimate.")
+            continue
+        found[phase.plan.name], fit = compile_reading(plan, phase, length)
+        fits.append(fit)
+    if args.json:
+        numbers = {"topology": plan.topology.text, "length": length, "compiled": found}
+        args.json.write_text(json.dumps(numbers, indent=1) + "\n")
+    return 1 if False in fits else 0
 
 
 @command
@@ -247,6 +344,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(args.config, overrides)
     plan = make_plan(config, parse_topology(args.topology))
     phases = choose_phases(plan, args.phase)
+    if args.evaluate_length:
+        return plan_reading(args, plan, phases)
     print(arithmetic_text(plan, args.mfu))
     print(estimate_text(plan), flush=True)
     numbers = plan_json(plan, args.mfu)

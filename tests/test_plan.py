@@ -177,7 +177,7 @@ def test_gpus_are_estimated_only(capsys):
         (["--topology=v5e:16"], "v5e takes 2 numbers, as in v5e:4x4"),
         (["--topology=v5p"], "v5p takes 3 numbers, as in v5p:2x2x1"),
         (["--topology=h100:0"], "h100 takes 1 number, as in h100:8"),
-        (["--topology=v5e:2x2"], "config.mesh so that data * fsdp * tensor = 4"),
+        (["--topology=v5e:2x2"], "config.mesh so that data * fsdp * tensor * context = 4"),
         (["--topology=v5e:16x16", "--config.phases.1.batch_size=1000"], "'recalibrate'): batch_size 1000"),
         (["--topology=v5e:16x16", "--config.mesh.fsdp=256"], "Choose a mesh whose 'fsdp' divides 896"),
         (["--topology=v5e:16x16", "--phase=recalibrat"], "the phases are pretrain, recalibrate; or say all"),

@@ -94,7 +94,7 @@ BAD = {
     "remat": (["--config.model.remat=some"], "must be one of none, dots, full"),
     "batch and mesh": (["--config.phases.1.batch_size=12"], "config.phases[1] ('recalibrate'): batch_size 12"),
     "micro-batches": (["--config.phases.0.accumulate=2"], "Make batch_size a multiple of 16"),
-    "mesh": (["--config.mesh.data=3"], "data * fsdp * tensor = 8"),
+    "mesh": (["--config.mesh.data=3"], "data * fsdp * tensor * context = 8"),
     "two free axes": (["--config.mesh.fsdp=-1"], "at most one is -1"),
     "uneven cut": (["--config.mesh.tensor=2", "--config.model.d_ff=33"], "does not divide over 2 devices"),
     "warm-up": (["--config.phases.1.optimizer.warmup_steps=6"], "('recalibrate'): optimizer.warmup_steps is 6"),

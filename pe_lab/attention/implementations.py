@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -132,11 +131,11 @@ def reasons_against(name: str, request: Request) -> list[str]:
     one = IMPLEMENTATIONS[name]
     reasons = refusals(one.abilities, request)
     if request.spans and one.span is None:
-        reasons.append("gives no partial results, which a context axis merges")
+        reasons.append("gives no partial results, which caches and texts on several devices are merged from")
     if request.spans and "self bias" in request.needs:
         reasons.append("has no self bias for a text that lies on several devices")
-    if name == "tokamax" and importlib.util.find_spec("tokamax") is None:
-        reasons.append("is not installed (pip install tokamax)")
+    if name == "tokamax" and (reason := libraries.why_no_tokamax()):
+        reasons.append(reason)
     return reasons
 
 

@@ -7,6 +7,8 @@ dispatcher asks the tables below first.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -175,6 +177,16 @@ def tokamax_attention(
         implementation=implementation,
     )
     return out[:, :T]
+
+
+def why_no_tokamax() -> str:
+    """Why tokamax cannot be used on this machine; "" if it can."""
+    if importlib.util.find_spec("tokamax") is None:
+        return "is not installed (pip install tokamax)"
+    version = importlib.metadata.version("tokamax")
+    if version == "0.0.12" and jax.__version_info__ >= (0, 12):
+        return "0.0.12 does not work with JAX 0.12"
+    return ""
 
 
 def _check(

@@ -5,50 +5,68 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model, Params
+from pe_lab.model.reading import ChunkReader
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule
 
 LOGITS = 2**26  # next-token or attention logits held at once, at most: 256 MB in float32
 BATCH_TOKENS = {"cpu": 2**11}  # what a CPU keeps in its caches: eight times as many took twice as long a token
 BATCH_TOKENS_ELSEWHERE = 2**17  # per device
+WHOLE = 2**13  # tokens up to which a text is read in one pass; longer ones chunk by chunk
+CHUNK = {"cpu": 2**9}
+CHUNK_ELSEWHERE = 2**12
+CUT_FROM = 2**11  # tokens beyond which a text is cut over devices that would otherwise have nothing to do
 # Batches differ in what they hold, never in shape: padding rows repeat the last one, and are cut off again.
 Batch = Mapping[str, np.ndarray]
 
 
 class Forward:
-    """Losses and predictions of one model shape over batches of any number of rows.
+    """Losses and predictions of one model shape over batches of any number of rows and any length.
 
-    Schedules, like parameters, are arguments of the compiled function: all methods and checkpoints share it.
+    Schedules, like parameters, are arguments of the compiled function: all methods and checkpoints share it. Rows are
+    spread over the devices; of long texts, fewer than there are devices, each is cut over several. On one device,
+    texts longer than `whole` tokens are read in chunks.
 
     Args:
       config: the model's shape.
       slopes: whether any schedule that will come has ALiBi's slopes.
       devices: rows are spread over these (all local ones).
+      whole: tokens up to which a text is read in one pass.
 
     Attributes:
       traces: (what, length) -> how many times it was traced, which is how many times it was compiled.
+      heard: is called with the number of tokens read, as reading goes on.
     """
 
-    def __init__(self, config: ModelConfig, slopes: bool = False, devices: Sequence[Any] | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        slopes: bool = False,
+        devices: Sequence[Any] | None = None,
+        whole: int = WHOLE,
+    ):
         self.config = dataclasses.replace(config, remat="none")
         self.traces: collections.Counter[tuple[str, int]] = collections.Counter()
+        self.heard: Callable[[int], None] = lambda _: None
         devices = list(jax.local_devices() if devices is None else devices)
-        self._slopes = slopes
-        self._mesh: Mesh | None = make_mesh(MeshConfig(data=-1), devices) if len(devices) > 1 else None
+        self._slopes, self._whole = slopes, whole
+        self._meshes = Meshes(devices)
         self._devices = len(devices)
-        self._rows: dict[tuple[str, int], int] = {}
-        self._compiled: dict[tuple[str, int], Callable[..., jax.Array]] = {}
+        self._rows: dict[tuple[str, int, Mesh | None], int] = {}
+        self._compiled: dict[tuple[str, int, Mesh | None], Callable[..., jax.Array]] = {}
+        self._readers: dict[tuple[int, Mesh | None], ChunkReader] = {}
 
     def schedule(self, layers: Sequence[Layer], length: int) -> Schedule:
         """The layers as arrays, in the structure that all methods share."""
@@ -58,15 +76,19 @@ class Forward:
 
     def place(self, params: Params) -> Params:
         """Parameters where the forward passes want them: on every device."""
-        if self._mesh is None:
-            return params
-        return jax.device_put(params, NamedSharding(self._mesh, PartitionSpec()))
+        mesh = self._meshes.over_rows
+        return params if mesh is None else jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
 
     def losses(self, params: Params, batch: Batch, layers: Sequence[Layer]) -> Float32[np.ndarray, "n T"]:
         """Cross-entropy of every target, nats. `batch`: tokens, targets, perhaps segments and positions."""
         length = batch["tokens"].shape[1]
         used = {name: batch[name] for name in ("tokens", "targets", "segments", "positions") if name in batch}
-        return self._run("losses", params, used, self.schedule(layers, length))
+        schedule = self.schedule(layers, length)
+        if self._in_chunks(used):
+            return self._chunked(used, lambda reader, part, heard: reader.losses(
+                params, part["tokens"], part["targets"], schedule, heard
+            ))  # fmt: skip
+        return self._run("losses", params, used, schedule)
 
     def predictions(
         self,
@@ -77,61 +99,128 @@ class Forward:
     ) -> Int32[np.ndarray, "n Q"]:
         """The likeliest next token after each of the positions `at`, of the whole vocabulary."""
         batch = {"tokens": np.asarray(tokens, np.int32), "at": np.asarray(at, np.int32)}
-        return self._run("predictions", params, batch, self.schedule(layers, tokens.shape[1]))
+        schedule = self.schedule(layers, tokens.shape[1])
+        if self._in_chunks(batch):
+
+            def likeliest(reader: ChunkReader, part: Batch, heard: Callable[[int], None]) -> np.ndarray:
+                x = reader.hidden(params, part["tokens"], part["at"], schedule, heard)
+                return np.asarray(_likeliest(reader.programs.model, params, x))
+
+            return self._chunked(batch, likeliest)
+        return self._run("predictions", params, batch, schedule)
+
+    def _in_chunks(self, batch: Batch) -> bool:
+        """Whether texts are read chunk by chunk: long ones, one document each, each on one device."""
+        total, length = batch["tokens"].shape
+        alone = "segments" not in batch and "positions" not in batch
+        return length > self._whole and alone and not self._meshes.cuts(total, length)
+
+    def _chunked(
+        self, batch: Batch, read: Callable[[ChunkReader, Batch, Callable[[int], None]], np.ndarray]
+    ) -> np.ndarray:
+        total, length = batch["tokens"].shape
+        chunk = CHUNK.get(jax.default_backend(), CHUNK_ELSEWHERE)
+        mesh = self._meshes.over_rows
+        key = (chunk, mesh)
+        if key not in self._readers:
+            config = dataclasses.replace(self.config, loss_chunks=self._loss_chunks(chunk))
+            self._readers[key] = ChunkReader(config, mesh, chunk=chunk)
+        rows = self._devices * max(1, min(BATCH_TOKENS_ELSEWHERE // length, -(-total // self._devices)))
+        results = []
+        for start in range(0, total, rows):
+            part = {name: array[start : start + rows] for name, array in batch.items()}
+            results.append(read(self._readers[key], _pad(part, rows), self._hearing(len(part["tokens"]))))
+        return np.concatenate(results)[:total]
+
+    def _hearing(self, rows: int) -> Callable[[int], None]:
+        """What a reader tells of its position in each of so many rows, as tokens read since it last told."""
+        before = 0
+
+        def told(position: int) -> None:
+            nonlocal before
+            self.heard(rows * (position - before))
+            before = position
+
+        return told
 
     def _run(self, what: str, params: Params, batch: Batch, schedule: Schedule) -> np.ndarray:
         total, length = batch["tokens"].shape
-        rows = self._rows.setdefault((what, length), self._rows_per_batch(total, length))
-        compiled = self._function(what, length, rows)
+        mesh = self._meshes.of(total, length)
+        spread = 1 if mesh is None else mesh.shape["data"]
+        rows = self._rows.setdefault((what, length, mesh), self._rows_per_batch(total, length, spread))
+        compiled = self._function(what, length, mesh, rows // spread)
         results = []
-        with self._on_mesh():
+        with _on(mesh):
             for start in range(0, total, rows):
                 part = {name: array[start : start + rows] for name, array in batch.items()}
-                results.append(compiled(params, self._spread(_pad(part, rows)), schedule))
+                results.append(compiled(params, _spread(_pad(part, rows), mesh), schedule))
+                if start:
+                    # One batch behind, so that the devices always have the next.
+                    results[-2] = np.asarray(results[-2])
+                self.heard(len(part["tokens"]) * length)
         return np.concatenate([np.asarray(result) for result in results])[:total]
 
-    def _rows_per_batch(self, total: int, length: int) -> int:
+    def _rows_per_batch(self, total: int, length: int, spread: int) -> int:
         """Rows that keep a batch within its memory: a power of two, and no more than there are rows."""
         tokens = BATCH_TOKENS.get(jax.default_backend(), BATCH_TOKENS_ELSEWHERE)
         seen = length if length <= self.config.attention_chunk else self.config.attention_chunk
         attention = LOGITS // (self.config.heads * seen * seen)
-        each = max(1, min(tokens // length, attention, -(-total // self._devices)))
+        each = max(1, min(tokens // length, attention, -(-total // spread)))
         power = 1 << (each.bit_length() - 1)
-        if power < each and power * self._devices < total <= 2 * power * self._devices:
+        if power < each and power * spread < total <= 2 * power * spread:
             power *= 2  # one batch, a little padded, instead of two
-        return power * self._devices
+        return power * spread
 
-    def _function(self, what: str, length: int, rows: int) -> Callable[..., jax.Array]:
-        key = (what, length)
+    def _loss_chunks(self, tokens: int) -> int:
+        """In how many parts of the vocabulary the losses of so many tokens are computed."""
+        vocabulary = self.config.vocab_size
+        fitting = (n for n in range(1, vocabulary + 1) if vocabulary % n == 0)
+        chunks = next(n for n in fitting if tokens * vocabulary // n <= LOGITS or n == vocabulary)
+        return max(chunks, self.config.loss_chunks)
+
+    def _function(self, what: str, length: int, mesh: Mesh | None, rows: int) -> Callable[..., jax.Array]:
+        key = (what, length, mesh)
         if key not in self._compiled:
-            config = self.config
-            vocabulary = config.vocab_size
-            fitting = (n for n in range(1, vocabulary + 1) if vocabulary % n == 0)
-            held = rows // self._devices * length * vocabulary
-            chunks = next(n for n in fitting if held // n <= LOGITS or n == vocabulary)
-            model = Model(dataclasses.replace(config, loss_chunks=max(chunks, config.loss_chunks)))
+            config = dataclasses.replace(self.config, loss_chunks=self._loss_chunks(rows * length))
+            model = Model(config, backward=False)
             compute = {"losses": _losses, "predictions": _predictions}[what]
 
             @jax.jit
             def counted(params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> jax.Array:
-                self.traces[key] += 1
+                self.traces[what, length] += 1
                 return compute(model, params, batch, schedule)
 
             self._compiled[key] = counted
         return self._compiled[key]
 
-    def _spread(self, batch: Batch) -> Any:
-        if self._mesh is None:
-            return batch
-        return jax.device_put(batch, NamedSharding(self._mesh, PartitionSpec(("data", "fsdp"))))
 
-    @contextlib.contextmanager
-    def _on_mesh(self) -> Iterator[None]:
-        if self._mesh is None:
-            yield
-        else:
-            with use_mesh(self._mesh, AxisRules()):
-                yield
+class Meshes:
+    """Devices laid out for a batch: rows over all of them, or fewer rows, each cut over several."""
+
+    def __init__(self, devices: Sequence[Any]):
+        self.over_rows: Mesh | None = make_mesh(MeshConfig(data=-1), devices) if len(devices) > 1 else None
+        self._count = len(devices)
+
+    def cuts(self, rows: int, length: int) -> bool:
+        """Whether texts are cut: there are fewer of them than devices, and they are long."""
+        return length > CUT_FROM and rows < self._count
+
+    def of(self, rows: int, length: int) -> Mesh | None:
+        """The mesh for a batch; None for a single device."""
+        if self.over_rows is None or not self.cuts(rows, length):
+            return self.over_rows
+        over = max(n for n in range(1, self._count + 1) if self._count % n == 0 and n <= rows)
+        # The same devices in the same order: what lies on all of them need not move.
+        grid = self.over_rows.devices.reshape(over, 1, 1, self._count // over)
+        return Mesh(grid, self.over_rows.axis_names, axis_types=self.over_rows.axis_types)
+
+
+def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if mesh is None else use_mesh(mesh, AxisRules())
+
+
+def _spread(batch: Batch, mesh: Mesh | None) -> Any:
+    return batch if mesh is None else jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
 
 
 def _losses(model: Model, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> jax.Array:
@@ -140,8 +229,13 @@ def _losses(model: Model, params: Params, batch: Mapping[str, jax.Array], schedu
 
 def _predictions(model: Model, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> jax.Array:
     """Only the asked positions meet the vocabulary: [B, T, V] never exists."""
-    x = model.hidden(params, batch["tokens"], None, None, schedule)
-    x = jnp.take_along_axis(x, batch["at"][..., None], axis=1)
+    x, places = model.hidden_in_order(params, batch["tokens"], None, None, schedule)
+    at = batch["at"] if places is None else jnp.asarray(places)[batch["at"]]
+    return _likeliest(model, params, jnp.take_along_axis(x, at[..., None], axis=1))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _likeliest(model: Model, params: Params, x: Float[Array, "B Q D"]) -> Int32[Array, "B Q"]:
     logits = jnp.einsum("bqd,vd->bqv", x, model.unembedding(params).astype(x.dtype), preferred_element_type=jnp.float32)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pe_lab.evaluation import methods, needles, perplexity
 from pe_lab.evaluation.forward import Forward
 from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, distinct
 from pe_lab.evaluation.rows import Row, RowFile, finite
+from pe_lab.model.decoder import complete
 from pe_lab.positional import Alibi, Layer
 from pe_lab.training.machine import versions
 
@@ -26,6 +28,9 @@ class Evaluation:
 
     Raises:
       UserError: a suite or a method that is impossible here, lengths that the data cannot fill.
+
+    Args:
+      attention: an implementation to read with, instead of what the checkpoints' configs say.
     """
 
     def __init__(
@@ -35,6 +40,7 @@ class Evaluation:
         plan: Plan,
         directory: Path,
         devices: Sequence[Any] | None = None,
+        attention: str | None = None,
     ):
         self.subjects = distinct(subjects)
         self.plan, self._data = plan, data
@@ -51,7 +57,10 @@ class Evaluation:
         self.units = list(self._units())
         alibi = any(isinstance(layer.encoding, Alibi) for s in self.subjects for layer in s.checkpoint.layers)
         shapes = dict.fromkeys(s.checkpoint.model for s in self.subjects)
-        self.forwards = {shape: Forward(shape, alibi, devices) for shape in shapes}
+        named = {} if attention is None else {"attention": attention}
+        self.forwards = {
+            shape: Forward(complete(dataclasses.replace(shape, **named)), alibi, devices) for shape in shapes
+        }
         self._check_lengths()
 
     @property
@@ -68,8 +77,17 @@ class Evaluation:
             "beta": 10 * settings.fit_tokens,
         }[unit.suite]
 
-    def run(self, measured: Callable[[Unit, bool], None] = lambda unit, reused: None) -> list[Row]:
-        """Measures what is not measured yet; all rows of the plan, in its order. `measured` hears of each."""
+    def run(
+        self,
+        measured: Callable[[Unit, bool], None] = lambda unit, reused: None,
+        heard: Callable[[int], None] = lambda tokens: None,
+    ) -> list[Row]:
+        """Measures what is not measured yet; all rows of the plan, in its order.
+
+        `measured` hears of each row, `heard` of tokens as they are read.
+        """
+        for forward in self.forwards.values():
+            forward.heard = heard
         rows = []
         for unit in self.units:
             row, reused = self._row(unit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,11 +14,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention import IMPLEMENTATIONS, Rotation, Row
+from pe_lab.attention.abilities import Request
+from pe_lab.attention.implementations import choose
 from pe_lab.config import ModelConfig, UserError, did_you_mean
 from pe_lab.model.loss import cross_entropy
 from pe_lab.model.modules import ACTIVATIONS, NORMS, QK_NORMS, Block, Trunk
 from pe_lab.model.pattern import Run, runs
-from pe_lab.parallel import balanced_order, constrain, context_size, padded_length
+from pe_lab.parallel import balanced_order, constrain, context_size, padded_length, platform
 from pe_lab.positional import LayerStructure, Schedule, rotation_tables
 
 Params = dict[str, Any]
@@ -231,6 +233,36 @@ class Model:
         """Of H rows of a rotation, those that differ: one, one per key head, or all."""
         step = {"shared": self.config.heads, "grouped": self.config.heads // self.config.kv_heads, "split": 1}
         return slice(None, None, step[structure.heads])
+
+    def attention_by_layer(
+        self, structure: Sequence[LayerStructure], length: int, segments: bool = False
+    ) -> tuple[str, ...]:
+        """The implementation of attention that each layer takes for texts of `length`, on the mesh of the moment.
+
+        Raises:
+          UserError: where none can, or the one that the config names cannot.
+        """
+        config, asked = self.config, []
+        for one in structure:
+            needs = {
+                "slopes": one.slopes,
+                "segments": segments,
+                "windows": one.window is not None,
+                "self bias": one.self_bias is not None,
+            }
+            asked.append(
+                Request(
+                    needs=frozenset(name for name, wanted in needs.items() if wanted),
+                    platform=platform(),
+                    head_dim=config.head_dim,
+                    dtype=config.dtype,
+                    length=length,
+                    backward=self.backward,
+                    split_heads=one.rotates and one.heads == "split" and config.heads != config.kv_heads,
+                    spans=context_size() > 1,
+                )
+            )
+        return tuple(choose(config.attention, request, config.attention_chunk) for request in asked)
 
     def apply(
         self,

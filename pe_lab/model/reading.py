@@ -16,7 +16,7 @@ from pe_lab.config import ModelConfig
 from pe_lab.model.cache import Cache, Layout, read_on
 from pe_lab.model.decoder import Params
 from pe_lab.model.loss import cross_entropy
-from pe_lab.model.programs import BLOCK, Programs
+from pe_lab.model.programs import BLOCK, Programs, Weights
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Schedule
 
@@ -44,6 +44,7 @@ class ChunkReader:
         # Compiled once and called for every chunk: a scan, whose layers are compiled once, costs little here.
         self.programs = Programs(config, mesh, rules, scan=config.scan)
         self.chunk = chunk
+        self._prepared: tuple[Params, Weights] | None = None  # of the parameters that were last read with
         self.traces: collections.Counter[tuple[Any, ...]] = collections.Counter()
         self._losses = jax.jit(self._read_losses, static_argnames=("layout",), donate_argnames=("cache",))
         self._hidden = jax.jit(self._read_hidden, static_argnames=("layout",), donate_argnames=("cache", "found"))
@@ -74,7 +75,12 @@ class ChunkReader:
         return np.concatenate([np.asarray(loss) for loss in results], axis=1)[:, : tokens.shape[1]]
 
     def hidden(
-        self, params: Params, tokens: Int[np.ndarray, "B T"], at: Int[np.ndarray, "B Q"], schedule: Schedule
+        self,
+        params: Params,
+        tokens: Int[np.ndarray, "B T"],
+        at: Int[np.ndarray, "B Q"],
+        schedule: Schedule,
+        progress: Callable[[int], None] = lambda _: None,
     ) -> Float[Array, "B Q D"]:
         """The output of the final norm at chosen positions of each row."""
         config = self.programs.model.config
@@ -85,6 +91,7 @@ class ChunkReader:
             found, cache = self._hidden(
                 params, cache, found, part, np.asarray(at, np.int32), np.int32(start), placed, layout=layout
             )
+            progress(min(start + self.chunk, tokens.shape[1]))
             return cache
 
         self._walk(params, tokens, schedule, step)
@@ -97,8 +104,10 @@ class ChunkReader:
         unit = max(self.chunk, 1 << max(0, (length - 1).bit_length() - 2))
         layout = programs.layout(schedule.structure, (False,) * schedule.num_layers, -(-length // unit) * unit)
         placed = programs.place(schedule)
+        if self._prepared is None or self._prepared[0] is not params:
+            self._prepared = (params, programs.prepare(params))
         with programs.on_mesh():
-            weights = programs.arranged(programs.prepare(params), layout)
+            weights = programs.arranged(self._prepared[1], layout)
             cache = programs.allocate(layout, rows)
             for start in range(0, length, self.chunk):
                 part = np.zeros((rows, self.chunk), np.int32)

@@ -35,7 +35,7 @@ from pe_lab.training.machine import Peak
 from pe_lab.training.optimizer import learning_rate, make_optimizer
 from pe_lab.training.progress import TrainingProgress, console
 from pe_lab.training.records import checkpoint_metadata, phase_facts
-from pe_lab.training.run import PhasePlan, Run
+from pe_lab.training.run import PhasePlan, Run, attention_of
 from pe_lab.training.step import (
     RandomPositions,
     TrainState,
@@ -206,6 +206,7 @@ class _PhaseTraining:
         board = TensorBoard(self.directory / "tensorboard", step) if self.first else NoRows()
         self._write_facts("running", started, 0.0)
         self.out.print(describe(phase.schedule, phase.layers))
+        self.out.print(f"attention: {attention_of(self.model, phase, config, run.mesh, run.rules)}")
         if phase.config.random_positions:
             self.out.print(f"positions drawn below {phase.config.random_positions:,}, anew each step")
 

@@ -107,7 +107,7 @@ def _activations(model: Model, phase: PhasePlan, mesh: Mesh) -> tuple[int, int]:
     config, tensor = model.config, mesh.shape["tensor"]
     length, width = phase.config.sequence_length, np.dtype(config.dtype).itemsize
     rows = phase.config.batch_size // phase.config.accumulate // (mesh.shape["data"] * mesh.shape["fsdp"])
-    tokens = rows * length
+    tokens = rows * length // mesh.shape["context"]
 
     # Per token and layer: queries, keys, values, as projected; and everything that a backward pass reads.
     heads = config.heads // tensor
@@ -146,7 +146,15 @@ def compile_memory(model: Model, phase: PhasePlan, segments: bool, mesh: Mesh, r
     optimizer = make_optimizer(phase.config.optimizer, phase.config.steps, model.axes)
     inputs = step_inputs(model, optimizer, phase, segments)
     start = time.perf_counter()
-    lowered = compile_train_step(model, optimizer, mesh, rules, phase.config.accumulate).lower(*inputs)
+    return analyze(compile_train_step(model, optimizer, mesh, rules, phase.config.accumulate).lower(*inputs), start)
+
+
+def analyze(lowered: Any, start: float) -> Compiled:
+    """What the compiler says of a program's memory; `start`: when its lowering began.
+
+    Raises:
+      OutOfMemory: the compiler found no layout that fits the chip.
+    """
     try:
         analysis = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:

@@ -19,8 +19,9 @@ from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import build_pipeline
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.model import Model, complete
-from pe_lab.parallel import AxisRules, check_batch, make_mesh
+from pe_lab.parallel import AxisRules, balanced_order, check_batch, make_mesh, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule, layers
+from pe_lab.positional.texts import ranges
 from pe_lab.training.optimizer import learning_rate
 from pe_lab.training.step import parameter_shardings
 
@@ -134,6 +135,8 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
     models = phase_models(config, phases, vocabulary(config, first.vocab_size))
     for phase, model in zip(phases, models, strict=True):
         parameter_shardings(model, mesh, rules)
+        check_context(phase, mesh)
+        attention_of(model, phase, config, mesh, rules)
         if phase.name in starts:
             parent = starts[phase.name]
             check_same_shape(parent.model, model.config, f"The checkpoint '{parent.said}'", bool(phase.config.qk_norm))
@@ -170,6 +173,27 @@ def _starts_elsewhere(phase: PhasePlan, workdir: Path) -> bool:
     if is_foreign(phase.config.init_from):
         return True
     return not Path(phase.config.init_from).absolute().is_relative_to(workdir.absolute())
+
+
+def attention_of(model: Model, phase: PhasePlan, config: Config, mesh: Mesh, rules: AxisRules) -> str:
+    """What attention of a phase is computed by, `chunked on layers 0-23`.
+
+    Raises:
+      UserError: the config names an implementation that cannot serve a layer.
+    """
+    with use_mesh(mesh, rules):
+        structure, length = phase.schedule.structure, phase.config.sequence_length
+        chosen = model.attention_by_layer(structure, length, config.data.segments)
+    layers = {name: [n for n, one in enumerate(chosen) if one == name] for name in dict.fromkeys(chosen)}
+    return ", ".join(f"{name} on layers {ranges(where)}" for name, where in layers.items())
+
+
+def check_context(phase: PhasePlan, mesh: Mesh) -> None:
+    """`UserError` unless windows cut evenly, and in balance, over the mesh's context axis."""
+    try:
+        balanced_order(phase.config.sequence_length, mesh.shape["context"])
+    except UserError as error:
+        raise UserError(f"config.phases[{phase.index}] ('{phase.name}').sequence_length: {error}") from None
 
 
 def _pipeline(config: Config, phase: PhasePlan, mesh: Mesh) -> Any:

@@ -17,7 +17,7 @@ from pe_lab.parallel import AxisRules, use_mesh
 from pe_lab.positional import Schedule
 
 Batch = Mapping[str, Any]  # tokens, targets, weights [B, T]; segments and positions [B, T] where documents are masked
-BATCH_AXES = ("batch", "length")
+BATCH_AXES = ("batch", None)  # a context axis cuts activations; token ids are small, and wanted in another order
 
 
 class RandomPositions(NamedTuple):

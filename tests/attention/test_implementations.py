@@ -115,7 +115,7 @@ def test_every_platform_has_an_order_of_everything_that_runs_there():
         ("pallas_gpu", GPU._replace(head_dim=20), "takes heads of 32 to 256, in steps of 16 channels, and these have"),
         ("cudnn", GPU._replace(dtype="float32"), "'cudnn' computes in .*, and this is float32"),
         ("pallas_tpu", TPU._replace(backward=True), "'pallas_tpu' has no gradient, which training needs"),
-        ("splash", TPU._replace(spans=True), "'splash' gives no partial results, which a context axis merges"),
+        ("splash", TPU._replace(spans=True), "'splash' gives no partial results, which caches and texts on"),
         ("splash", TPU._replace(length=2**20), "'splash' reads at most [0-9,]+ tokens, and these are 1,048,576"),
         (
             "chunked",

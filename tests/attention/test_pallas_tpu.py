@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from spans import Case, error, request
 
 from pe_lab.attention.pallas_tpu import Tiles, tiles, tpu_span
 from pe_lab.attention.span import MASKED, Partial, merge
-
-from spans import Case, error, request
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 

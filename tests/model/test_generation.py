@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import pe_lab.model.programs
-import pe_lab.model.programs
 import pe_lab.parallel.sharding
 from pe_lab.config import MeshConfig, ModelConfig, UserError
 from pe_lab.model import Decoder, Model, Request, Sampling, Schedules, Statistics
