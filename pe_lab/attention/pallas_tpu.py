@@ -14,7 +14,6 @@ itself, since 64 channels across would leave half of every tile empty, and a cac
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,34 +22,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from pe_lab.attention.span import FLOOR, MASKED, Partial, Rotation, Side, merge
+from pe_lab.attention.pallas_tpu_kernel import Static, Tiles, kernel, key_block
+from pe_lab.attention.span import Partial, Rotation, Side, merge
 from pe_lab.positional import angles
 
 LANES = 128
 ROWS = 1024  # queries across, over the heads that share a key: what a block of logits is wide
+VMEM = 64 * 2**20  # that the kernel may take; a v5e, v5p or v6e core has as much or more
 FEW = 128  # queries of a head below which a call is decoding: longer key blocks, and as few rows as there are
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How a span is cut.
-
-    Attributes:
-      heads: query heads across a block of logits, all of one key head.
-      queries: of each head in a block.
-      keys: in a block.
-      few: all queries are in one block, and are laid out side by side outside; otherwise blocks are read as they lie.
-    """
-
-    heads: int
-    queries: int
-    keys: int
-    few: bool
-
-    @property
-    def rows(self) -> int:
-        """Queries across, filled up to whole tiles of 16-bit numbers."""
-        return -(-self.heads * self.queries // 16) * 16
 
 
 def tiles(H: int, G: int, T: int, S: int, split_heads: bool = False) -> Tiles:
@@ -69,19 +48,6 @@ def tiles(H: int, G: int, T: int, S: int, split_heads: bool = False) -> Tiles:
             queries *= 2
         keys = 512
     return Tiles(heads, queries, min(keys, -(-S // LANES) * LANES), few)
-
-
-@dataclass(frozen=True)
-class _Static:
-    tiles: Tiles
-    key_blocks: int
-    per_split: int  # key blocks that one split visits, at most
-    window: int | None
-    soft_cap: float | None
-    keys: int  # S
-    split_heads: bool  # each query head turns keys its own way
-    channels_first: bool  # keys and values come as [K, keys]
-    present: frozenset[str]
 
 
 def tpu_span(
@@ -128,7 +94,7 @@ def tpu_span(
         per_split = min(key_blocks, (window + cut.queries - 2) // cut.keys + 2)
     arrays, specs, present = _inputs(query, key, value, side, cut, key_blocks, channels_first)
     groups, rows, query_blocks = H // cut.heads, cut.rows, -(-T // cut.queries)
-    static = _Static(
+    static = Static(
         cut,
         key_blocks,
         per_split,
@@ -146,9 +112,9 @@ def tpu_span(
     across, along = (1, rows) if cut.few else (cut.heads, cut.queries)
     length = rows if cut.few else T
     at_queries = lambda b, g, p, i, j, *_: (b, g, p, 0, i, 0)  # noqa: E731
-    seen = functools.partial(_key_block, static)
+    seen = functools.partial(key_block, static)
     out, log_sum = pl.pallas_call(
-        functools.partial(_kernel, static, tuple(arrays)),
+        functools.partial(kernel, static, tuple(arrays)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(B, groups, splits, query_blocks, per_split),
@@ -169,7 +135,7 @@ def tpu_span(
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=64 * 2**20,
+            vmem_limit_bytes=VMEM,
         ),
         cost_estimate=_cost(B, H, T, S, K, window, key),
         name=f"pe_lab_attention_{'decode' if T < FEW else 'flash'}",
@@ -303,133 +269,3 @@ def _cost(B: int, H: int, T: int, S: int, K: int, window: int | None, key: jax.A
     pairs = int(B * H * T * each)
     moved = 2 * key.size // key.shape[0] * key.dtype.itemsize + 2 * B * H * T * K * key.dtype.itemsize
     return pl.CostEstimate(flops=4 * pairs * K, bytes_accessed=moved, transcendentals=pairs)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# In the kernel
-
-
-def _bounds(static: _Static, b: Any, p: Any, i: Any, start_ref: Any, used_ref: Any, *_: Any) -> tuple[Any, Any]:
-    """The first key block that a block of queries visits, and the last one (of its split) that it sees any of."""
-    cut = static.tiles
-    first_query = start_ref[b] + i * cut.queries
-    last = jnp.minimum(first_query + cut.queries, used_ref[b]) - 1
-    last = jnp.where(last < 0, -1, jnp.minimum(jax.lax.div(jnp.maximum(last, 0), cut.keys), static.key_blocks - 1))
-    if static.window is None:
-        first = p * static.per_split
-        return first, jnp.minimum(last, first + static.per_split - 1)
-    return jax.lax.div(jnp.maximum(first_query - static.window + 1, 0), cut.keys), last
-
-
-def _key_block(static: _Static, b: Any, p: Any, i: Any, j: Any, start_ref: Any, used_ref: Any, *_: Any) -> Any:
-    """The key block of a step. Steps beyond the last visible block name it again: nothing is fetched for them."""
-    first, last = _bounds(static, b, p, i, start_ref, used_ref)
-    return jnp.clip(first + j, 0, jnp.clip(last, 0, static.key_blocks - 1))
-
-
-def _turned(key: jax.Array, coarse: jax.Array, fine: jax.Array, channels_first: bool) -> jax.Array:
-    """A block of keys turned to its positions: [keys, K], or channels first; coarse [2, K], fine [2, *key.shape]."""
-    axis = 0 if channels_first else 1
-    cos_at, sin_at = (_down(x) if channels_first else x for x in (coarse[0:1], coarse[1:2]))
-    cos = cos_at * fine[0] - sin_at * fine[1]
-    sin = sin_at * fine[0] + cos_at * fine[1]
-    wide = key.astype(jnp.float32)
-    first, second = jnp.split(wide, 2, axis)
-    return (wide * cos + jnp.concatenate([-second, first], axis) * sin).astype(key.dtype)
-
-
-def _down(row: jax.Array) -> jax.Array:
-    """[1, n] as [n, 1]."""
-    return jnp.transpose(jnp.broadcast_to(row, (8, row.shape[1])))[:, :1]
-
-
-def _kernel(static: _Static, names: tuple[str, ...], start_ref: Any, used_ref: Any, _: Any, *refs: Any) -> None:
-    cut, window = static.tiles, static.window
-    ref = dict(zip(names, refs, strict=False))
-    out_ref, log_sum_ref, highest_ref, total_ref, sum_ref = refs[len(names) :]
-    b, p, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
-    first, last = _bounds(static, b, p, i, start_ref, used_ref)
-    block = first + j
-    used = used_ref[b]
-    first_query = start_ref[b] + i * cut.queries
-    first_key = block * cut.keys
-    precision = jax.lax.Precision.HIGHEST if ref["query"].dtype == jnp.float32 else None
-    product = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    K = ref["query"].shape[-1]
-
-    @pl.when(j == 0)
-    def _() -> None:
-        highest_ref[...] = jnp.full_like(highest_ref, FLOOR)
-        total_ref[...] = jnp.zeros_like(total_ref)
-        sum_ref[...] = jnp.zeros_like(sum_ref)
-
-    def logits() -> jax.Array:
-        k, q = ref["key"][...], ref["query"][...].reshape(cut.rows, K)
-        channels = 0 if static.channels_first else 1
-        against = (((channels,), (1,)), ((), ()))
-        if "coarse" not in static.present:
-            return product(k, q, against)
-        coarse, fine = ref["coarse"], ref["fine"]
-        turned = lambda m: _turned(k, coarse[m], fine[m], static.channels_first)  # noqa: E731
-        if not static.split_heads:
-            return product(turned(0), q, against)
-        of = [slice(m * cut.queries, (m + 1) * cut.queries) for m in range(cut.heads)]
-        parts = [product(turned(m), q[of[m]], against) for m in range(cut.heads)]
-        if cut.rows > cut.heads * cut.queries:
-            parts.append(jnp.zeros((cut.keys, cut.rows - cut.heads * cut.queries), jnp.float32))
-        return jnp.concatenate(parts, axis=1)
-
-    def add_block(masked: bool) -> None:
-        s = logits()
-        if static.soft_cap is not None:
-            s = static.soft_cap * jnp.tanh(s / static.soft_cap)
-        if masked or "slope" in static.present:
-            key_index = first_key + jax.lax.broadcasted_iota(jnp.int32, s.shape, 0)
-            query_index = first_query + jax.lax.broadcasted_iota(jnp.int32, s.shape, 1) % cut.queries
-            distance = query_index - key_index
-        if "slope" in static.present:
-            far = distance
-            if "query positions" in static.present:
-                far = ref["query positions"][...] - _down(ref["key positions"][...])
-            s -= ref["slope"][...] * far.astype(jnp.float32)
-        v = ref["value"][...]
-        if masked:
-            seen = (distance >= 0) & (key_index < used)
-            if window is not None:
-                seen &= distance < window
-            if "query segments" in static.present:
-                seen &= ref["query segments"][...] == _down(ref["key segments"][...])
-            s = jnp.where(seen, s, MASKED)
-            # Weights of what is not there are zero, but zero times NaN is NaN.
-            shape = (1, cut.keys) if static.channels_first else (cut.keys, 1)
-            there = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, int(static.channels_first)) < used
-            v = jnp.where(there, v, jnp.zeros_like(v))
-        before = highest_ref[...]
-        highest = jnp.maximum(before, s.max(0, keepdims=True))
-        weights, shrink = jnp.exp(s - highest), jnp.exp(before - highest)
-        highest_ref[...] = highest
-        total_ref[...] = total_ref[...] * shrink + weights.sum(0, keepdims=True)
-        sum_ref[...] = sum_ref[...] * shrink + product(
-            v, weights.astype(v.dtype), (((int(static.channels_first),), (0,)), ((), ()))
-        )
-
-    here = block <= last
-    whole = (first_key + cut.keys - 1 <= first_query) & (first_key + cut.keys <= used)
-    if window is not None:
-        whole &= first_query + cut.queries - 1 - first_key < window
-    if "query segments" in static.present:
-        pl.when(here)(lambda: add_block(True))
-    else:
-        pl.when(here & whole)(lambda: add_block(False))
-        pl.when(here & ~whole)(lambda: add_block(True))
-
-    @pl.when(j == pl.num_programs(4) - 1)
-    def _() -> None:
-        total = total_ref[...]
-        some = total > 0
-        out = jnp.transpose(sum_ref[...] / jnp.where(some, total, 1)).astype(out_ref.dtype)
-        out_ref[...] = out.reshape(out_ref.shape)
-        log_sum = jnp.where(some, highest_ref[...] + jnp.log(jnp.where(some, total, 1)), MASKED)
-        along = log_sum_ref.shape[1]
-        for m in range(log_sum_ref.shape[0]):
-            log_sum_ref[m : m + 1, :] = log_sum[:, m * along : (m + 1) * along]

@@ -1,0 +1,323 @@
+"""Our GPU kernel, interpreted against whole matrices of logits in float64, and lowered for CUDA without a GPU."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import export
+from spans import Case, error, request
+
+from pe_lab.attention import pallas_gpu
+from pe_lab.attention.pallas_gpu import _rotation_parts, gpu_span, tiles
+from pe_lab.attention.span import FLOOR, MASKED, Rotation, Side, merge
+from pe_lab.positional.rotation import turns_per_position
+
+CLOSE = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+# These compile much and compute little, and so they compile in a third of the time.
+QUICK = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}  # gone by JAX 0.12
+
+
+def interpreted(query, key, value, side, **settings):
+    """Under one jit: op by op, what stands around the kernel compiles many times over."""
+    run = jax.jit(functools.partial(gpu_span, interpret=True, **settings), compiler_options=QUICK)
+    return run(query, key, value, side)
+
+
+def check(case, **more):
+    asked = request(case)
+    found = interpreted(asked.query, asked.key, asked.value, asked.side, **asked.settings, **more)
+    assert found.out.dtype == (jnp.float32 if more.get("wide") else asked.query.dtype)
+    assert error(found.out, asked.out) < CLOSE[case.dtype]
+    unseen = asked.log_sum == -1e30
+    np.testing.assert_array_equal(np.asarray(found.log_sum) == np.float32(MASKED), unseen)
+    assert not np.asarray(found.out)[unseen].any()
+    assert error(np.where(unseen, 0, found.log_sum), np.where(unseen, 0, asked.log_sum)) < CLOSE[case.dtype]
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 2, 127, 129, 1000])
+def test_any_length(length):
+    check(Case(T=length))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 160, 256])
+def test_any_head_dim(head_dim):
+    check(Case(T=70, K=head_dim, dtype="bfloat16" if head_dim % 64 else "float32", rotation="shared"))
+
+
+# Two rows of a batch, of which one begins before all of its keys and one ends before the span does; several blocks of
+# queries and of keys in each.
+BASE = Case(B=2, T=70, S=150, H=4, G=2, start=(-3, 75))
+FEATURES = {
+    "used": {"used": (61, 140)},
+    "window": {"window": 37},
+    "soft cap": {"soft_cap": 1.5},
+    "slopes": {"slopes": True},
+    "positions": {"slopes": True, "positions": True},
+    "segments": {"segments": True},
+    "shared": {"rotation": "shared"},
+    "split": {"rotation": "split"},
+    "few": {"T": 3, "start": (-1, 130)},
+}
+# Any two features meet: the rows, columns and wrapped diagonals of the nine, set out as a square. Where one of them
+# stands in for another (keys are turned one way or the other), the other two meet apart.
+LINES = [
+    ("used", "window", "soft cap"), ("slopes", "positions", "segments"), ("shared", "split", "few"),
+    ("used", "slopes", "shared"), ("window", "positions", "split"), ("soft cap", "segments", "few"),
+    ("used", "positions", "few"), ("window", "segments", "shared"), ("soft cap", "slopes", "split"),
+    ("used", "segments", "split"), ("window", "slopes", "few"), ("soft cap", "positions", "shared"),
+    ("slopes", "segments"), ("shared", "few"),
+]  # fmt: skip
+assert len({frozenset(pair) for line in LINES for pair in itertools.combinations(line, 2)}) == 9 * 8 / 2
+
+
+@pytest.mark.parametrize("names", [(), *((name,) for name in FEATURES), *LINES], ids=" ".join)
+def test_features_alone_and_together(names):
+    changes = {name: value for feature in names for name, value in FEATURES[feature].items()}
+    check(dataclasses.replace(BASE, **changes))
+
+
+@pytest.mark.parametrize("heads", [(6, 3), (4, 1)])
+@pytest.mark.parametrize("T", [5, 40])
+def test_heads_of_a_group_and_all_at_once_in_16_bits(heads, T):
+    H, G = heads
+    everything = dict(used=(300, 170), window=100, soft_cap=3.0, slopes=True, positions=True, segments=True)
+    check(Case(2, T, 310, H, G, 80, "bfloat16", start=(250, 150), rotation="grouped", **everything), wide=T == 40)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_random_cases(data):
+    draw = data.draw
+    T, S, G = draw(st.integers(1, 90)), draw(st.integers(1, 200)), draw(st.sampled_from([1, 2]))
+    case = Case(
+        B=2, T=T, S=S, G=G, H=G * draw(st.integers(1, 3)), K=draw(st.sampled_from([32, 48])),
+        dtype=draw(st.sampled_from(sorted(CLOSE))),
+        start=tuple(draw(st.tuples(*[st.integers(-T - 2, S + 2)] * 2))),
+        used=draw(st.sampled_from([(), (S // 2, S), (0, max(1, S - 3))])),
+        window=draw(st.none() | st.integers(1, S + T)),
+        soft_cap=draw(st.sampled_from([None, 2.0])),
+        slopes=draw(st.booleans()),
+        segments=draw(st.booleans()),
+        rotation=draw(st.sampled_from(["", "shared", "grouped", "split"])),
+        seed=draw(st.integers(0, 9)),
+    )  # fmt: skip
+    check(case, splits=draw(st.integers(1, 3)))
+
+
+@pytest.mark.parametrize("more", [{}, {"window": 70}], ids=str)
+def test_sections_meet_at_every_place_in_a_block(more):
+    # A row of the batch for each place that queries can begin at, and for each that keys can end at.
+    starts, ends = range(126, 126 + 66), range(130, 130 + 66)
+    check(Case(B=66, T=2, S=200, start=tuple(starts), **more))
+    check(Case(B=66, T=2, S=200, start=(190,) * 66, used=tuple(ends), **more))
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Who reads beyond an array, or keys that are not there, reads another's numbers; here, NaN in all of the block."""
+
+    def load(ref, *, mask, other):
+        found = plgpu_load(ref, mask=mask, other=other)
+        is_number = jnp.issubdtype(found.dtype, jnp.floating)
+        return jnp.where(jnp.isnan(found).any(), jnp.nan, found) if is_number else found
+
+    def store(ref, value, *, mask):
+        plgpu_store(ref, jnp.full_like(value, 0 if mask is None else mask.sum()) if counting else value, mask=mask)
+
+    counting = []
+    plgpu_load, plgpu_store = pallas_gpu.plgpu.load, pallas_gpu.plgpu.store
+    monkeypatch.setattr(pallas_gpu.plgpu, "load", load)
+    monkeypatch.setattr(pallas_gpu.plgpu, "store", store)
+    return counting
+
+
+@pytest.mark.parametrize("changes", [{"K": 64}, {"K": 80, "rotation": "shared"}, {"K": 80, "T": 2}], ids=str)
+def test_what_is_not_there_is_not_read(changes, on_a_gpu):
+    case = Case(B=2, T=40, S=100, H=4, G=2, start=(30, 60), used=(41, 99), slopes=True, segments=True)
+    check(dataclasses.replace(case, **changes))
+
+
+def test_what_is_not_there_is_not_written(on_a_gpu):
+    on_a_gpu.append("mask")
+    asked = request(Case(T=40, K=80))
+    found = interpreted(asked.query, asked.key, asked.value, asked.side)
+    assert tiles(2, 1, 40, 40, 80, 4).rows == 32
+    there = np.repeat([32, 8], [32, 8])
+    np.testing.assert_array_equal(found.log_sum[0, 0], there)
+    np.testing.assert_array_equal(found.out[0, 0], np.repeat(there[:, None] * 80, 80, axis=1))
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_products_of_float32_stay_off_tensor_cores(dtype):
+    asked = request(Case(dtype=dtype, rotation="shared"))
+    text = str(jax.make_jaxpr(gpu_span)(asked.query, asked.key, asked.value, asked.side))
+    exact = text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+    assert text.count("dot_general[") == 6  # two halves and the values, in whole blocks and in the others
+    assert exact == (6 if dtype == "float32" else 0)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 5])
+def test_splits_of_the_keys_agree(splits):
+    case = Case(B=2, T=2, S=700, H=4, G=2, start=(690, 90), used=(692, 92), window=650, rotation="shared")
+    check(case, splits=splits)
+
+
+@pytest.fixture
+def merged(monkeypatch):
+    """What is merged, as it is."""
+    kept = []
+    monkeypatch.setattr(pallas_gpu, "merge", lambda parts: kept.extend(parts) or merge(parts))
+    return kept
+
+
+def test_splits_share_the_blocks_that_are_seen(merged):
+    # Half of the keys is all there is, and half of that lies outside the window: yet each of four has its block.
+    asked = request(Case(T=1, S=1024, start=(511,), used=(512,), window=256))
+    assert tiles(2, 1, 1, 1024, 32, 4).keys == 64
+
+    def parts(*arguments):
+        gpu_span(*arguments, splits=4, interpret=True, **asked.settings)
+        return jnp.stack([part.log_sum for part in merged])
+
+    log_sums = jax.jit(parts, compiler_options=QUICK)(asked.query, asked.key, asked.value, asked.side)
+    assert log_sums.shape == (4, 1, 2, 1)
+    assert (log_sums > FLOOR).all()
+
+
+def test_spans_merge_as_in_a_ring():
+    asked = request(Case(B=2, T=60, S=130, H=2, start=(70, 20), slopes=True, soft_cap=4.0), garbage=False)
+    parts = []
+    for first, last in ((0, 50), (50, 130)):
+        side = asked.side._replace(start=asked.side.start - first)
+        key, value = asked.key[:, :, first:last], asked.value[:, :, first:last]
+        parts.append(interpreted(asked.query, key, value, side, soft_cap=4.0))
+    both = merge(parts)
+    assert error(both.out, asked.out) < 1e-5
+    assert error(both.log_sum, asked.log_sum) < 1e-5
+
+
+def test_rotations_are_right_at_every_position():
+    frequencies = 10000.0 ** -np.linspace(0, 1, 16)[None]
+    rotation = Rotation(jnp.asarray(turns_per_position(frequencies)), jnp.full((1, 16), 2.0))
+    parts = jax.jit(_rotation_parts, static_argnums=(1, 2))(rotation, 2**14 + 1, 64)
+    parts = {name: np.asarray(x, np.float64)[0] for name, x in parts.items()}
+    places = 2**20 + np.arange(64)
+    wanted = 2 * np.exp(1j * places[:, None] * frequencies)
+    last = parts["block cos"][-1] + 1j * parts["block sin"][-1]
+    np.testing.assert_allclose(last * (parts["place cos"] + 1j * parts["place sin"]), wanted, atol=4e-6)
+
+
+def test_tiles_fit():
+    for K, itemsize, T, M in itertools.product(
+        (32, 64, 80, 96, 128, 160, 256), (2, 4), (1, 3, 16, 100, 4096), (1, 4, 7)
+    ):
+        cut = tiles(2 * M, 2, T, 2**20, K, itemsize)
+        assert M % cut.heads == 0
+        assert cut.heads == 1 or cut.heads * T <= cut.rows
+        assert {bin(side).count("1") for side in (cut.rows, cut.keys)} == {1}
+        assert min(cut.rows, cut.keys) >= 16
+        wide = 1 << (K - 1).bit_length()
+        held = itemsize * wide * (cut.rows + 2 * cut.stages * cut.keys) + 2048
+        assert held <= 163 * 1024  # an A100's
+        if cut.rows == 16:
+            assert 2 * held <= 227 * 1024  # two programs on an H100
+    assert tiles(8, 2, 1, 4096, 64, 2).heads == 4
+    assert tiles(8, 2, 1, 4096, 64, 2, alone=True).heads == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For CUDA
+
+LONG = 2**20
+KINDS = {
+    "prefill 64": dict(K=64),
+    "prefill 128": dict(K=128),
+    "prefill 256": dict(K=256),
+    "prefill 128 float32": dict(K=128, dtype=jnp.float32),
+    "prefill 80 turned": dict(K=80, rotation=1),
+    "prefill 128 turned": dict(K=128, T=LONG, S=LONG, rotation=1),
+    "prefill 256 turned float32": dict(K=256, dtype=jnp.float32, rotation=2),
+    "prefill 128 split, rows of more than 4 GiB": dict(B=3, K=128, T=LONG, S=LONG, rotation=8),
+    "slopes, positions, soft cap": dict(slopes=True, positions=True, soft_cap=30.0),
+    "segments, window": dict(segments=True, window=4096, T=LONG, S=LONG),
+    "chunk": dict(T=512, S=LONG, bounds=True, rotation=1),
+    "decode": dict(T=1, S=LONG, bounds=True),
+    "decode turned": dict(T=1, S=LONG, bounds=True, rotation=1),
+    "decode split float32": dict(T=1, S=LONG, bounds=True, rotation=8, dtype=jnp.float32),
+    "decode, everything": dict(
+        B=2, T=3, S=5000, K=96, bounds=True, rotation=2, slopes=True, positions=True, segments=True, soft_cap=30.0,
+        window=1000, splits=3,
+    ),
+}  # fmt: skip
+
+
+def shapes(B=1, T=4000, S=4000, H=8, G=2, K=128, dtype=jnp.bfloat16, rotation=0, bounds=False, slopes=False,
+           positions=False, segments=False, **settings):  # fmt: skip
+    """A call's arguments as shapes, and its settings."""
+    of = jax.ShapeDtypeStruct
+    whole = functools.partial(of, dtype=jnp.int32)
+    bound = whole((B,)) if bounds else None
+    turns = Rotation(of((rotation, K // 2, 2), jnp.uint32), of((rotation, K // 2), jnp.float32))
+    side = Side(
+        bound,
+        bound,
+        of((H,), jnp.float32) if slopes else None,
+        *([whole((B, T)), whole((B, S))] if positions else [None] * 2),
+        *([whole((B, T)), whole((B, S))] if segments else [None] * 2),
+        turns if rotation else None,
+    )
+    return (of((B, H, T, K), dtype), of((B, G, S, K), dtype), of((B, G, S, K), dtype), side), settings
+
+
+def an_h100():
+    """JAX from 0.12 on asks which GPU a kernel is for; before, it takes an H100 where there is none."""
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+    try:
+        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+    except TypeError:
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lowers_for_cuda(kind):
+    arguments, settings = shapes(**KINDS[kind])
+    allowed = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+    with an_h100(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # that Triton is deprecated among them
+        exported = export.export(
+            jax.jit(functools.partial(gpu_span, **settings)), platforms=["cuda"], disabled_checks=allowed
+        )(*arguments)
+    text = exported.mlir_module()
+    assert text.count("@__gpu$xla.gpu.triton") == 1
+    query = arguments[0]
+    assert [x.shape for x in exported.out_avals] == [query.shape, query.shape[:3]]
+    assert exported.out_avals[0].dtype == query.dtype
+
+
+@pytest.mark.parametrize(
+    ("kind", "splits"),
+    [
+        (dict(T=1, S=LONG), 128),
+        (dict(T=1, S=LONG, G=8), 33),
+        (dict(T=1, S=LONG, B=8, G=8), 4),
+        (dict(T=1, S=300), 1),
+        (dict(T=1, S=LONG, G=8, window=1024), 4),
+        (dict(T=LONG, S=LONG), 1),
+        (dict(T=1, S=100, splits=9), 2),
+    ],
+)
+def test_few_queries_share_out_long_keys(kind, splits, merged):
+    arguments, settings = shapes(**kind)
+    jax.eval_shape(functools.partial(gpu_span, **settings), *arguments)
+    assert len(merged) == (splits if splits > 1 else 0)
