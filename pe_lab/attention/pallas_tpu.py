@@ -111,7 +111,7 @@ def tpu_span(
     # Grid: rows of the batch, groups of heads, splits, blocks of queries, blocks of keys.
     across, along = (1, rows) if cut.few else (cut.heads, cut.queries)
     length = rows if cut.few else T
-    at_queries = lambda b, g, p, i, j, *_: (b, g, p, 0, i, 0)  # noqa: E731
+    at, block = _of_tokens(channels_first, along, K)
     seen = functools.partial(key_block, static)
     out, log_sum = pl.pallas_call(
         functools.partial(kernel, static, tuple(arrays)),
@@ -120,7 +120,7 @@ def tpu_span(
             grid=(B, groups, splits, query_blocks, per_split),
             in_specs=[specs[name](seen) for name in arrays],
             out_specs=[
-                pl.BlockSpec((None, None, None, across, along, K), at_queries),
+                pl.BlockSpec((None, None, None, across, *block), lambda b, g, p, i, j, *_: (b, g, p, 0, *at(i))),
                 pl.BlockSpec((None, None, None, across, along), lambda b, g, p, i, j, *_: (b, g, p, 0, i)),
             ],
             scratch_shapes=[
@@ -130,7 +130,9 @@ def tpu_span(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((B, groups, splits, across, length, K), narrow),
+            jax.ShapeDtypeStruct(
+                (B, groups, splits, across, *((K, length) if channels_first else (length, K))), narrow
+            ),
             jax.ShapeDtypeStruct((B, groups, splits, across, length), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
@@ -141,6 +143,8 @@ def tpu_span(
         name=f"pe_lab_attention_{'decode' if T < FEW else 'flash'}",
         interpret=interpret,
     )(start, used, jnp.asarray(layer, jnp.int32).reshape(1), *arrays.values())
+    if channels_first:
+        out = out.swapaxes(-2, -1)
     parts = [
         Partial(_heads_first(out[:, :, p], cut, H, T), _heads_first(log_sum[:, :, p, ..., None], cut, H, T)[..., 0])
         for p in range(splits)
@@ -168,21 +172,21 @@ def _inputs(
     across, along = (1, rows) if cut.few else (cut.heads, Tq)
     laid = _side_by_side(query, cut)[:, :, 0, None] if cut.few else query.reshape(B, groups, cut.heads, T, K)
     arrays = {"query": laid, "key": key, "value": value}
+    if channels_first:
+        arrays = {name: array.swapaxes(-2, -1) for name, array in arrays.items()}
+    at, block = _of_tokens(channels_first, along, K)
     specs: dict[str, Any] = {
-        "query": lambda _: pl.BlockSpec((None, None, across, along, K), lambda b, g, p, i, j, *_: (b, g, 0, i, 0)),
+        "query": lambda _: pl.BlockSpec((None, None, across, *block), lambda b, g, p, i, j, *_: (b, g, 0, *at(i))),
     }
 
     def of_keys(seen: Any) -> pl.BlockSpec:
-        def index(b: Any, g: Any, p: Any, i: Any, j: Any, *s: Any) -> tuple[Any, ...]:
-            block = seen(b, p, i, j, *s)
-            return s[2][0], b, g // per_key_head, *((0, block) if channels_first else (block, 0))
+        at, block = _of_tokens(channels_first, Tk, K)
+        return pl.BlockSpec(
+            (None, None, None, *block),
+            lambda b, g, p, i, j, *s: (s[2][0], b, g // per_key_head, *at(seen(b, p, i, j, *s))),
+        )
 
-        return pl.BlockSpec((None, None, None, *((K, Tk) if channels_first else (Tk, K))), index)
-
-    for name in ("key", "value"):
-        specs[name] = of_keys
-        if channels_first:
-            arrays[name] = arrays[name].swapaxes(-2, -1)
+    specs |= {"key": of_keys, "value": of_keys}
     if side.rotation is not None:
         coarse, fine = rotation_parts(side.rotation, key_blocks, Tk)
         # [key heads or 1, groups of a key head or 1, heads of a group or 1, ...]
@@ -224,6 +228,13 @@ def _inputs(
             (None, 1, Tk), lambda b, g, p, i, j, *s: (b, 0, seen(b, p, i, j, *s))
         )
     return arrays, specs, set(arrays)
+
+
+def _of_tokens(channels_first: bool, tokens: int, K: int) -> tuple[Any, tuple[int, int]]:
+    """Block number -> its index in the last two axes, and its shape there."""
+    if channels_first:
+        return lambda n: (0, n), (K, tokens)
+    return lambda n: (n, 0), (tokens, K)
 
 
 def _side_by_side(x: Num[Array, "B H T C"], cut: Tiles) -> Num[Array, "B groups blocks rows C"]:

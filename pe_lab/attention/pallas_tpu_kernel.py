@@ -44,8 +44,13 @@ class Static:
     soft_cap: float | None
     keys: int  # S
     split_heads: bool  # each query head turns keys its own way
-    channels_first: bool  # keys and values come as [K, keys]
+    channels_first: bool  # queries, keys and values come as [K, tokens]
     present: frozenset[str]
+
+    @property
+    def channels(self) -> int:
+        """The axis of channels."""
+        return 0 if self.channels_first else 1
 
 
 def bounds(static: Static, b: Any, p: Any, i: Any, start_ref: Any, used_ref: Any, *_: Any) -> tuple[Any, Any]:
@@ -66,10 +71,9 @@ def key_block(static: Static, b: Any, p: Any, i: Any, j: Any, start_ref: Any, us
     return jnp.clip(first + j, 0, jnp.clip(last, 0, static.key_blocks - 1))
 
 
-def _turned(key: jax.Array, coarse: jax.Array, fine: jax.Array, channels_first: bool) -> jax.Array:
-    """A block of keys turned to its positions: [keys, K], or channels first; coarse [2, K], fine [2, *key.shape]."""
-    axis = 0 if channels_first else 1
-    cos_at, sin_at = (_down(x) if channels_first else x for x in (coarse[0:1], coarse[1:2]))
+def _turned(key: jax.Array, coarse: jax.Array, fine: jax.Array, axis: int) -> jax.Array:
+    """A block of keys turned to its positions; channels along `axis`; coarse [2, K], fine [2, *key.shape]."""
+    cos_at, sin_at = (x if axis else _down(x) for x in (coarse[0:1], coarse[1:2]))
     cos = cos_at * fine[0] - sin_at * fine[1]
     sin = sin_at * fine[0] + cos_at * fine[1]
     wide = key.astype(jnp.float32)
@@ -94,7 +98,6 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
     first_key = block * cut.keys
     precision = jax.lax.Precision.HIGHEST if ref["query"].dtype == jnp.float32 else None
     product = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    K = ref["query"].shape[-1]
 
     @pl.when(j == 0)
     def _() -> None:
@@ -103,17 +106,16 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
     def logits() -> jax.Array:
-        k, q = ref["key"][...], ref["query"][...].reshape(cut.rows, K)
-        channels = 0 if static.channels_first else 1
-        against = (((channels,), (1,)), ((), ()))
+        k, q_ref, axis = ref["key"][...], ref["query"], 1 - static.channels
+        q = jnp.concatenate([q_ref[m] for m in range(q_ref.shape[0])], axis)
+        against = (((static.channels,), (static.channels,)), ((), ()))
         if "coarse" not in static.present:
             return product(k, q, against)
-        coarse, fine = ref["coarse"], ref["fine"]
-        turned = lambda m: _turned(k, coarse[m], fine[m], static.channels_first)  # noqa: E731
+        turned = lambda m: _turned(k, ref["coarse"][m], ref["fine"][m], static.channels)  # noqa: E731
         if not static.split_heads:
             return product(turned(0), q, against)
-        of = [slice(m * cut.queries, (m + 1) * cut.queries) for m in range(cut.heads)]
-        parts = [product(turned(m), q[of[m]], against) for m in range(cut.heads)]
+        of = [jax.lax.slice_in_dim(q, m * cut.queries, (m + 1) * cut.queries, axis=axis) for m in range(cut.heads)]
+        parts = [product(turned(m), of[m], against) for m in range(cut.heads)]
         if cut.rows > cut.heads * cut.queries:
             parts.append(jnp.zeros((cut.keys, cut.rows - cut.heads * cut.queries), jnp.float32))
         return jnp.concatenate(parts, axis=1)
@@ -141,7 +143,7 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
             s = jnp.where(seen, s, MASKED)
             # Weights of what is not there are zero, but zero times NaN is NaN.
             shape = (1, cut.keys) if static.channels_first else (cut.keys, 1)
-            there = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, int(static.channels_first)) < used
+            there = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1 - static.channels) < used
             v = jnp.where(there, v, jnp.zeros_like(v))
         before = highest_ref[...]
         highest = jnp.maximum(before, s.max(0, keepdims=True))
@@ -149,7 +151,7 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
         highest_ref[...] = highest
         total_ref[...] = total_ref[...] * shrink + weights.sum(0, keepdims=True)
         sum_ref[...] = sum_ref[...] * shrink + product(
-            v, weights.astype(v.dtype), (((int(static.channels_first),), (0,)), ((), ()))
+            v, weights.astype(v.dtype), (((1 - static.channels,), (0,)), ((), ()))
         )
 
     here = block <= last
@@ -166,9 +168,10 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
     def _() -> None:
         total = total_ref[...]
         some = total > 0
-        out = jnp.transpose(sum_ref[...] / jnp.where(some, total, 1)).astype(out_ref.dtype)
-        out_ref[...] = out.reshape(out_ref.shape)
+        out = (sum_ref[...] / jnp.where(some, total, 1)).astype(out_ref.dtype)
         log_sum = jnp.where(some, highest_ref[...] + jnp.log(jnp.where(some, total, 1)), MASKED)
         along = log_sum_ref.shape[1]
         for m in range(log_sum_ref.shape[0]):
-            log_sum_ref[m : m + 1, :] = log_sum[:, m * along : (m + 1) * along]
+            of_head = slice(m * along, (m + 1) * along)
+            out_ref[m] = out[:, of_head] if static.channels_first else jnp.transpose(out[:, of_head])
+            log_sum_ref[m : m + 1, :] = log_sum[:, of_head]

@@ -1,0 +1,183 @@
+"""The peer's side of `attention.py`: torch's scaled_dot_product_attention, and transformers' train step under
+torch.compile, told by lines of JSON on stdin what to do.
+
+Run by `attention.py` with a Python that has torch; imports nothing of pe_lab.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+from attention_cases import Case, arrays
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+class Attention:
+    """Answers of one device. `how`: flash or cudnn (with grouped heads), grouped (torch chooses), or repeated: the
+    same with a key head for every query head, which are made before anything is timed."""
+
+    def __init__(self, job: dict):
+        torch.set_num_threads(job["threads"])
+        self.device = job["device"]
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(f"torch {torch.__version__} sees no GPU")
+        self._made: tuple = (None, None)
+        self._calls: dict = {}
+
+    def tensors(self, case: Case, how: str) -> list:
+        """Queries, keys and values as they lie in a model [B, T, H, K], seen as [B, H, T, K]; on a CPU as torch likes
+        them best, heads first."""
+        key = (case, how == "repeated")
+        if self._made[0] != key:
+            self._made = (None, None)  # first away with the old ones
+            made = [torch.from_numpy(x).to(self.device, getattr(torch, case.dtype)) for x in arrays(case)]
+            made = [x.transpose(1, 2) for x in made]
+            if how == "repeated":
+                made[1:] = [x.repeat_interleave(case.H // case.G, 1) for x in made[1:]]
+            if self.device == "cpu":
+                made = [x.contiguous() for x in made]
+            self._made = (key, made)
+        return self._made[1]
+
+    def attend(self, query: Any, key: Any, value: Any, how: str, causal: bool = True) -> Any:
+        return scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=how != "repeated")
+
+    def rows(self, asked: dict) -> dict:
+        """Outputs [B, rows, H, K] of some queries, or their gradients where the output's is `arrays`' query."""
+        case, how = Case(*asked["case"]), asked["how"]
+        query, key, value = self.tensors(case, how)
+        with self.backend(how):
+            if asked["what"] == "out":
+                out = self.attend(query, key, value, how, case.T == case.S)
+            else:
+                leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+                self.attend(*leaves, how).backward(query)
+                out = leaves[0].grad
+        return {"rows": out.detach().transpose(1, 2)[:, asked["rows"]].float().tolist()}
+
+    def backend(self, how: str) -> contextlib.AbstractContextManager:
+        return sdpa_kernel(BACKENDS[how]) if how in BACKENDS else contextlib.nullcontext()
+
+    def time(self, asked: dict) -> dict:
+        """Seconds of a call, the mean of as many as fill a turn."""
+        case, how = Case(*asked["case"]), asked["how"]
+        key = (case, how, asked["what"])
+        with self.backend(how):
+            if key not in self._calls:
+                if any(old[0] != case for old in self._calls):
+                    self._calls.clear()  # and what they hold
+                call = self.call(case, how, asked["what"], asked["layers"])
+                self.run(call, 2)
+                once = min(self.run(call, 1), self.run(call, 1))
+                self._calls[key] = call, max(1, min(1000, math.ceil(asked["turn"] / once)))
+            return {"seconds": self.run(*self._calls[key])}
+
+    def run(self, call: Any, calls: int) -> float:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / calls
+
+    def call(self, case: Case, how: str, what: str, layers: int) -> Any:
+        query, key, value = self.tensors(case, how)
+        if what == "forward":
+            return torch.inference_mode()(lambda: self.attend(query, key, value, how))
+        if what == "backward":
+            leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+
+            def both() -> None:
+                for leaf in leaves:
+                    leaf.grad = None
+                self.attend(*leaves, how).backward(query)
+
+            return both
+        # Caches of several layers, so that none is found in the processor's own cache; each layer's output is the
+        # next one's query.
+        caches = [(key.contiguous(), value.contiguous())]
+        caches += [(key.clone(), value.clone()) for _ in range(layers - 1)]
+
+        def through() -> None:
+            out = query
+            for k, v in caches:
+                out = self.attend(out, k, v, how, causal=False)
+
+        through = torch.no_grad()(through)
+        if self.device == "cpu":
+            return through
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            through()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            through()
+        return graph.replay
+
+
+def make_trainer(job: dict) -> Any:
+    """`train_step_peer.py`'s Llama on the device: float32 parameters, products in bfloat16, as ours."""
+    import train_step_peer
+
+    class Trainer(train_step_peer.Trainer):
+        def __init__(self, job: dict):
+            super().__init__(job)
+            self.device = job["device"]
+            self.model.to(self.device)
+            self.batch = {name: x.to(self.device) for name, x in self.batch.items()}
+            self.optimizer = train_step_peer.make_optimizer(self.model, job["optimizer"], job["optimizer_kind"])
+
+        def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(self.device, torch.bfloat16):
+                return super()._loss(tokens, targets)
+
+    return Trainer(job)
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")  # whatever libraries print goes to stderr, not among the replies
+    os.dup2(2, 1)
+
+    def answer(compute: Any) -> None:
+        try:
+            message = compute()
+        except Exception as failure:  # e.g. a backend that does not take these heads: the next may
+            print(repr(failure), file=sys.stderr)
+            message = {"error": (str(failure).strip().splitlines() or [repr(failure)])[0]}
+        print(json.dumps(message), file=replies, flush=True)
+
+    job, side = json.loads(sys.stdin.readline()), None
+    versions = {"torch": torch.__version__}
+
+    def begin() -> dict:
+        nonlocal side
+        if "weights" not in job:
+            side = Attention(job)
+            return {"versions": versions}
+        side = make_trainer(job)
+        import transformers
+
+        count = sum(p.numel() for p in side.model.parameters())
+        return {"versions": versions | {"transformers": transformers.__version__}, "parameters": count}
+
+    answer(begin)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "steps" in asked:
+            answer(lambda asked=asked: side.run(asked["steps"]))
+        else:
+            answer(lambda asked=asked: getattr(side, asked["do"])(asked))
+
+
+if __name__ == "__main__":
+    main()
