@@ -143,6 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def describe(unit: Any) -> str:
+    """What is being measured, for a line of progress."""
+    return f"{unit.suite} {unit.length:,} {unit.subject.model} {unit.method}"
+
+
 def measure_with_progress(evaluation: Any) -> list[dict[str, Any]]:
     """Runs an evaluation under a progress bar; says what was left out and what was there already."""
     from rich.console import Console
@@ -159,11 +164,12 @@ def measure_with_progress(evaluation: Any) -> list[dict[str, Any]]:
         *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task("compiling", total=evaluation.work)
-        done, described = 0, ""
+        done, described = 0, describe(evaluation.units[0]) if evaluation.units else ""
+        upcoming = iter(evaluation.units[1:])
 
         def tell(advanced: int) -> None:
             nonlocal next_line
-            bar.update(task, completed=done + advanced, description=described or None)
+            bar.update(task, completed=done + advanced, description=described)
             if not console.is_terminal and time.monotonic() >= next_line:
                 next_line = time.monotonic() + 10
                 console.print(f"{bar.tasks[0].percentage:.0f}%  {described}")
@@ -171,7 +177,8 @@ def measure_with_progress(evaluation: Any) -> list[dict[str, Any]]:
         def measured(unit: Any, known: bool) -> None:
             nonlocal reused, done, described, within
             reused += known
-            described = f"{unit.suite} {unit.length:,} {unit.subject.model} {unit.method}"
+            following = next(upcoming, unit)
+            described = describe(following)
             done, within = done + evaluation.cost(unit), 0
             tell(0)
 

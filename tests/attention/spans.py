@@ -1,14 +1,30 @@
 """What attention of a span to a span should say, in float64 and all at once; and requests to try kernels on."""
 
 import dataclasses
+import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pe_lab.attention.span import Rotation, Side
 from pe_lab.positional import alibi_slopes
 from pe_lab.positional.rotation import turns_per_position
+
+# These compile much and compute little, and so they compile in a third of the time.
+QUICK = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}  # gone by JAX 0.12
+
+# Any two features meet: the rows, columns and wrapped diagonals of the nine, set out as a square. Where one of them
+# stands in for another (keys are turned one way or the other), the other two meet apart.
+LINES = [
+    ("used", "window", "soft cap"), ("slopes", "positions", "segments"), ("shared", "split", "few"),
+    ("used", "slopes", "shared"), ("window", "positions", "split"), ("soft cap", "segments", "few"),
+    ("used", "positions", "few"), ("window", "segments", "shared"), ("soft cap", "slopes", "split"),
+    ("used", "segments", "split"), ("window", "slopes", "few"), ("soft cap", "positions", "shared"),
+    ("slopes", "segments"), ("shared", "few"),
+]  # fmt: skip
+assert len({frozenset(pair) for line in LINES for pair in itertools.combinations(line, 2)}) == 9 * 8 / 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,7 +132,7 @@ def test_a_name_is_refused_with_what_refuses_and_who_would_take_it(name, asked, 
 @pytest.mark.parametrize("name", [n for n, one in IMPLEMENTATIONS.items() if "cpu" in one.abilities.platforms])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_table_tells_the_truth_of_what_runs_here(name, feature):
-    """What is claimed changes the result, and is the reference's; what is not claimed is refused by the function too."""
+    """What is claimed changes the result, and is the reference's; what is not, the function itself refuses too."""
     q, k, v = (draw(1, T, 4, K, seed=i) for i in range(3))
     settings = {
         "slopes": dict(row=Row(slope=jnp.linspace(0.1, 1, 4))),

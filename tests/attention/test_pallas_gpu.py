@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export
-from spans import Case, error, request
+from spans import LINES, QUICK, Case, error, request
 
 from pe_lab.attention import pallas_gpu
 from pe_lab.attention.pallas_gpu import _rotation_parts, gpu_span, tiles
@@ -21,10 +21,6 @@ from pe_lab.attention.span import FLOOR, MASKED, Rotation, Side, merge
 from pe_lab.positional.rotation import turns_per_position
 
 CLOSE = {"float32": 1e-5, "bfloat16": 1e-2}
-
-
-# These compile much and compute little, and so they compile in a third of the time.
-QUICK = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}  # gone by JAX 0.12
 
 
 def interpreted(query, key, value, side, **settings):
@@ -69,16 +65,6 @@ FEATURES = {
     "split": {"rotation": "split"},
     "few": {"T": 3, "start": (-1, 130)},
 }
-# Any two features meet: the rows, columns and wrapped diagonals of the nine, set out as a square. Where one of them
-# stands in for another (keys are turned one way or the other), the other two meet apart.
-LINES = [
-    ("used", "window", "soft cap"), ("slopes", "positions", "segments"), ("shared", "split", "few"),
-    ("used", "slopes", "shared"), ("window", "positions", "split"), ("soft cap", "segments", "few"),
-    ("used", "positions", "few"), ("window", "segments", "shared"), ("soft cap", "slopes", "split"),
-    ("used", "segments", "split"), ("window", "slopes", "few"), ("soft cap", "positions", "shared"),
-    ("slopes", "segments"), ("shared", "few"),
-]  # fmt: skip
-assert len({frozenset(pair) for line in LINES for pair in itertools.combinations(line, 2)}) == 9 * 8 / 2
 
 
 @pytest.mark.parametrize("names", [(), *((name,) for name in FEATURES), *LINES], ids=" ".join)

@@ -1,4 +1,7 @@
-"""One text of 4,097 tokens, read at once, in chunks, token by token, and on several devices: the same logits."""
+"""One text, read at once, in chunks, token by token, and on several devices: the same logits.
+
+Slow: 4,097 tokens, everything by every encoding. Fast: 261, some of it.
+"""
 
 import dataclasses
 import functools
@@ -17,24 +20,44 @@ from pe_lab.model.request import Request, Schedules
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Alibi, Beta, DynamicNTK, Layer, NoPE, Rope, Yarn, build_schedule
 
-T = 4097
 CONFIG = ModelConfig(
     vocab_size=64, layers=3, d_model=32, d_ff=48, heads=4, kv_heads=2, head_dim=32, dtype="float32", qk_norm="head"
 )
-LAYERS = {
-    "rope": [Layer(Rope(base=1e4))] * 3,
-    "yarn": [Layer(Rope(base=1e4, scaling=Yarn(factor=8, original_length=512)))] * 3,
-    "dynamic ntk": [Layer(Rope(base=1e4, scaling=DynamicNTK(original_length=512)))] * 3,
-    "alibi": [Layer(Alibi())] * 3,
-    "windowed": [Layer(Rope(base=1e4), window=300), Layer(Rope(base=1e4), window=300), Layer(NoPE())],
-    "dropped with beta": [Layer(NoPE(), logit_scale=Beta(0.412, 512))] * 3,
-}
-ALL = pytest.mark.parametrize("kind", LAYERS)
+KINDS = ("rope", "yarn", "dynamic ntk", "alibi", "windowed", "dropped with beta")
+SLOW, FAST = 4097, 261
+
+
+def layers_of(kind: str, T: int) -> list[Layer]:
+    """A model trained on an eighth of the text."""
+    trained = T // 8
+    rope = Rope(base=1e4)
+    return {
+        "rope": [Layer(rope)] * 3,
+        "yarn": [Layer(Rope(base=1e4, scaling=Yarn(factor=8, original_length=trained)))] * 3,
+        "dynamic ntk": [Layer(Rope(base=1e4, scaling=DynamicNTK(original_length=trained)))] * 3,
+        "alibi": [Layer(Alibi())] * 3,
+        "windowed": [Layer(rope, window=T // 13), Layer(rope, window=T // 13), Layer(NoPE())],
+        "dropped with beta": [Layer(NoPE(), logit_scale=Beta(0.412, trained))] * 3,
+    }[kind]
+
+
+def cases(*fast: str) -> pytest.MarkDecorator:
+    """(kind, T): all kinds of the long text, slow, and the given ones of the short one."""
+    slow = [pytest.param(kind, SLOW, marks=pytest.mark.slow) for kind in KINDS]
+    return pytest.mark.parametrize(("kind", "T"), [*slow, *((kind, FAST) for kind in fast)])
+
+
+def chunk_of(T: int) -> int:
+    return 512 if T == SLOW else 64
+
+
+def config_of(T: int, **changes) -> ModelConfig:
+    return dataclasses.replace(CONFIG, attention_chunk=chunk_of(T), **changes)
 
 
 @functools.cache
-def setting():
-    model = Model(CONFIG)
+def setting(T: int):
+    model = Model(config_of(T))
     params = model.init(jax.random.key(0))
     # Larger than at the start of training: logits that attend to something in particular.
     params = jax.tree.map(lambda x: x * 3 if x.ndim > 2 else x, params)
@@ -42,49 +65,52 @@ def setting():
     return model, params, tokens
 
 
-def schedule_of(kind: str):
-    return build_schedule(LAYERS[kind], CONFIG.heads, CONFIG.kv_heads, CONFIG.head_dim, T)
+def schedule_of(kind: str, T: int):
+    return build_schedule(layers_of(kind, T), CONFIG.heads, CONFIG.kv_heads, CONFIG.head_dim, T)
 
 
 @functools.cache
-def plain(kind: str) -> np.ndarray:
+def plain(kind: str, T: int) -> np.ndarray:
     """Logits by the reference: all [T, T] logits of a head at once."""
-    _, params, tokens = setting()
-    model = Model(dataclasses.replace(CONFIG, attention="reference"))
-    return np.asarray(jax.jit(model.apply)(params, tokens, None, None, schedule_of(kind)))[0]
+    _, params, tokens = setting(T)
+    model = Model(config_of(T, attention="reference"))
+    return np.asarray(jax.jit(model.apply)(params, tokens, None, None, schedule_of(kind, T)))[0]
 
 
-def logits_of(hidden) -> np.ndarray:
-    model, params, _ = setting()
+def logits_of(hidden, T: int) -> np.ndarray:
+    model, params, _ = setting(T)
     return np.asarray(hidden @ model.unembedding(params).T)
 
 
-@ALL
-def test_in_blocks(kind):
-    model, params, tokens = setting()
-    model = Model(dataclasses.replace(CONFIG, attention="chunked"))
-    found = jax.jit(model.apply)(params, tokens, None, None, schedule_of(kind))[0]
-    np.testing.assert_allclose(found, plain(kind), atol=1e-4)
+@cases(*KINDS)
+def test_in_blocks(kind, T):
+    model, params, tokens = setting(T)
+    model = Model(config_of(T, attention="chunked"))
+    found = jax.jit(model.apply)(params, tokens, None, None, schedule_of(kind, T))[0]
+    np.testing.assert_allclose(found, plain(kind, T), atol=1e-4)
 
 
-@ALL
-def test_in_chunks(kind):
+@cases("yarn", "dynamic ntk", "windowed", "alibi")
+def test_in_chunks(kind, T):
     """4,097 tokens in chunks of 512: eight of them, and one token more."""
-    _, params, tokens = setting()
-    reader = ChunkReader(CONFIG)
+    _, params, tokens = setting(T)
+    reader = ChunkReader(config_of(T), chunk=chunk_of(T))
     at = np.arange(T)[None]
-    found = reader.hidden(params, tokens, at, schedule_of(kind))[0]
-    np.testing.assert_allclose(logits_of(found), plain(kind), atol=1e-4)
-    losses = reader.losses(params, tokens, np.roll(tokens, -1, 1), schedule_of(kind))
-    log_p = jax.nn.log_softmax(plain(kind))
+    found = reader.hidden(params, tokens, at, schedule_of(kind, T))[0]
+    np.testing.assert_allclose(logits_of(found, T), plain(kind, T), atol=1e-4)
+    losses = reader.losses(params, tokens, np.roll(tokens, -1, 1), schedule_of(kind, T))
+    log_p = jax.nn.log_softmax(plain(kind, T))
     np.testing.assert_allclose(losses[0], -log_p[np.arange(T), np.roll(tokens[0], -1)], atol=1e-4)
     assert max(reader.traces.values()) == 1  # the ninth chunk is read by the program of the first
 
 
-@ALL
-@pytest.mark.parametrize("parts", [2, 4, 8])
-def test_on_a_ring_of_devices(kind, parts):
-    model, params, tokens = setting()
+RING = [pytest.param(kind, SLOW, n, marks=pytest.mark.slow) for kind in KINDS for n in (2, 4, 8)]
+RING += [("dynamic ntk", FAST, 2), ("windowed", FAST, 4), ("alibi", FAST, 8)]
+
+
+@pytest.mark.parametrize(("kind", "T", "parts"), RING)
+def test_on_a_ring_of_devices(kind, T, parts):
+    model, params, tokens = setting(T)
     mesh = make_mesh(MeshConfig(data=1, context=parts), jax.devices()[:parts])
 
     @jax.jit
@@ -94,16 +120,16 @@ def test_on_a_ring_of_devices(kind, parts):
             batch = {"tokens": tokens, "targets": targets}
             return model.apply(params, tokens, None, None, schedule), model.token_loss(params, batch, schedule)
 
-    found, losses = apply(params, tokens, schedule_of(kind))
-    np.testing.assert_allclose(found[0], plain(kind), atol=1e-4)
-    log_p = jax.nn.log_softmax(plain(kind))
+    found, losses = apply(params, tokens, schedule_of(kind, T))
+    np.testing.assert_allclose(found[0], plain(kind, T), atol=1e-4)
+    log_p = jax.nn.log_softmax(plain(kind, T))
     np.testing.assert_allclose(losses[0], -log_p[np.arange(T), np.roll(tokens[0], -1)], atol=1e-4)
 
 
-def cached_logits(decoder: Decoder, kind: str, prompt: int, mesh=None) -> np.ndarray:
+def cached_logits(decoder: Decoder, kind: str, T: int, prompt: int, mesh=None) -> np.ndarray:
     """Logits after a prompt and after each of the tokens that follow it, from the decoder's own compiled steps."""
-    model, params, tokens = setting()
-    schedule = with_shared_rotation(schedule_of(kind))
+    model, params, tokens = setting(T)
+    schedule = with_shared_rotation(schedule_of(kind, T))
     seen = []
     programs = decoder.programs
     logits = programs._logits
@@ -130,24 +156,24 @@ def cached_logits(decoder: Decoder, kind: str, prompt: int, mesh=None) -> np.nda
     return np.concatenate(seen)
 
 
-@ALL
-def test_token_by_token(kind):
+@cases()  # fast ones are in test_generation.py
+def test_token_by_token(kind, T):
     """A prompt of 4,089 tokens, read in chunks, and eight steps."""
-    found = cached_logits(Decoder(CONFIG), kind, T - 8)
-    np.testing.assert_allclose(found, plain(kind)[T - 9 :], atol=1e-4)
+    found = cached_logits(Decoder(config_of(T)), kind, T, T - 8)
+    np.testing.assert_allclose(found, plain(kind, T)[T - 9 :], atol=1e-4)
 
 
-@ALL
-def test_token_by_token_by_the_kernel(kind):
+@cases("windowed", "dynamic ntk")
+def test_token_by_token_by_the_kernel(kind, T):
     """The same, with our TPU kernel reading the cache; interpreted."""
-    decoder = Decoder(CONFIG, span=functools.partial(tpu_span, interpret=True))
-    found = cached_logits(decoder, kind, T - 3)
-    np.testing.assert_allclose(found, plain(kind)[T - 4 :], atol=1e-4)
+    decoder = Decoder(config_of(T), span=functools.partial(tpu_span, interpret=True))
+    found = cached_logits(decoder, kind, T, T - 3)
+    np.testing.assert_allclose(found, plain(kind, T)[T - 4 :], atol=1e-4)
 
 
-@ALL
-def test_token_by_token_from_a_cache_on_several_devices(kind):
+@cases("windowed", "yarn")
+def test_token_by_token_from_a_cache_on_several_devices(kind, T):
     mesh = make_mesh(MeshConfig(data=1, context=4), jax.devices()[:4])
-    _, params, _ = setting()
-    found = cached_logits(Decoder(CONFIG, mesh=mesh), kind, T - 3, mesh)
-    np.testing.assert_allclose(found, plain(kind)[T - 4 :], atol=1e-4)
+    _, params, _ = setting(T)
+    found = cached_logits(Decoder(config_of(T), mesh=mesh), kind, T, T - 3, mesh)
+    np.testing.assert_allclose(found, plain(kind, T)[T - 4 :], atol=1e-4)
