@@ -8,6 +8,7 @@ import pytest
 
 from pe_lab import plan as verb
 from pe_lab.config import Config, from_dict, load_config
+from pe_lab.evaluation.memory import long_text
 from pe_lab.parallel import AxisRules, topology
 from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
 from pe_lab.training import memory
@@ -185,6 +186,7 @@ def test_gpus_are_estimated_only(capsys):
         (["--topology=v5e:16x16", "--json=nowhere/plan.json"], "there is no directory 'nowhere'"),
         (["--topology=v5e:16x16", "--config.model.vocab_size=0"], "model.vocab_size"),
         (["--topology=v5e:16x16", "--config.model.layer=2"], "Did you mean 'layers'?"),
+        (["--topology=v5e:16x16", "--evaluate-length=long"], "--evaluate-length=long: give a number of tokens"),
     ],
 )
 def test_bad_input_is_one_message_and_status_2(arguments, message, capsys):
@@ -205,6 +207,24 @@ def test_slice_of_a_shape_that_does_not_exist(capsys):
     ]
     assert verb.main([*argv, "--config.phases.1.batch_size=1200"]) == 2
     assert "no slice is 'v5e:3x4'" in capsys.readouterr().err
+
+
+def test_reading_long_texts_by_arithmetic(capsys):
+    argv = [f"--config={DROPE}", "--topology=v5e:4x4", "--evaluate-length=128k", "--no-compile"]
+    assert verb.main(argv) == 0
+    text = capsys.readouterr().out
+    # 24 layers x keys and values x 2 heads x 64 channels x 2 bytes: 12 KiB a token.
+    assert "bfloat16: 512 bytes; 24 layers" in text
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
+    assert rows["131,072"][1:3] == ["1.50", "GiB"] and rows["1,048,576"][1:3] == ["12.00", "GiB"]
+    assert text.count("longest") == 1 and "not compiled: --no-compile" in text
+
+
+def test_reading_long_texts_that_do_not_fit(capsys):
+    """Llama2-7B in float32 is larger than a v5e's memory."""
+    argv = ["--config=configs/drope_llama2.py", "--topology=v5e:4x4", "--evaluate-length=8k", "--no-compile"]
+    assert verb.main([*argv, "--config.mesh.fsdp=-1", "--config.mesh.data=1"]) == 0
+    assert "DOES NOT FIT" in capsys.readouterr().out
 
 
 # -- compilers ---------------------------------------------------------------------------------------------
@@ -299,3 +319,18 @@ def test_drope_16b_fits_v5e_16x16(capsys):
     needed = float(text.split("FITS: 'pretrain' needs ")[1].split()[0])
     estimate = _plan().phases[0].memory.total / GIB
     assert needed < 6 and needed == pytest.approx(estimate, rel=0.25)
+
+
+@pytest.mark.slow
+def test_drope_16b_reads_128k_tokens_on_sixteen_chips(capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    argv = [f"--config={DROPE}", "--topology=v5e:4x4", "--evaluate-length=128k", f"--json={out}"]
+    assert verb.main(argv) == 0
+    text = capsys.readouterr().out
+    assert "FITS: a pass over 131,072 tokens, cut over 16, needs" in text
+    found = json.loads(out.read_text())["compiled"]["pretrain"]
+    assert found["fits"] and found["attention"] == ["pallas_tpu"]
+    estimate = long_text(
+        _plan("v5e:4x4").phases[0].model, _plan("v5e:4x4").phases[0].plan.schedule.structure, 2**17, 16
+    )
+    assert found["temporaries"] == pytest.approx(estimate.at_once, rel=0.25)

@@ -149,6 +149,9 @@ class Forward:
         spread = 1 if mesh is None else mesh.shape["data"]
         rows = self._rows.setdefault((what, length, mesh), self._rows_per_batch(total, length, spread))
         compiled = self._function(what, length, mesh, rows // spread)
+        if mesh is not self._meshes.over_rows:
+            # They lie on all devices already, and stay there; only the name of where changes.
+            params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
         results = []
         with _on(mesh):
             for start in range(0, total, rows):

@@ -1,0 +1,75 @@
+"""Our TPU kernel, compiled by the real compiler for three generations of chips, up to a million tokens."""
+
+import functools
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pe_lab.attention.pallas_tpu import tpu_span
+from pe_lab.attention.span import Rotation, Side
+from pe_lab.parallel.topology import libtpu_version, parse_topology, topology_devices
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmarks import attention_compile  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not libtpu_version(), reason="libtpu is for Linux alone"),
+]
+OURS = ("whole text", "turning", "decode")
+
+
+@pytest.mark.parametrize("chip", attention_compile.CHIPS)
+def test_every_length_and_head_compiles_and_the_page_says_what_it_takes(chip):
+    found = list(attention_compile.everything([chip], kinds=OURS))
+    assert len(found) == 3 * 2 * 4 and {one.length for one in found} == {2**13, 2**15, 2**17, 2**20}
+    assert not [one for one in found if one.refused], found
+    page = (ROOT / "docs/attention.md").read_text(encoding="utf-8")
+    column = 4 + list(attention_compile.CHIPS).index(chip)
+    for one in found:
+        assert 0 < one.vmem < 16 * 2**20  # the least that a chip gives a kernel unasked
+        # Nothing is copied beside what is kept: log-sum-exps, 8 numbers a token and key head where XLA lays them out.
+        assert one.hbm < 16 * 2**20 + 128 * one.length
+        row = f"| {attention_compile.KINDS[one.kind]} | {one.head_dim} | {one.length:,} |"
+        lines = [line for line in page.splitlines() if line.startswith(row)]
+        assert len(lines) == 1, row
+        vmem, hbm = lines[0].split("|")[column].strip().split(", ")
+        assert float(vmem) == pytest.approx(one.vmem / 2**20, abs=0.3), lines[0]
+        assert float(hbm.replace(",", "")) == pytest.approx(one.hbm / 2**20, rel=0.1, abs=1), lines[0]
+
+
+@pytest.mark.parametrize("chip", attention_compile.CHIPS)
+@pytest.mark.parametrize("K", [32, 48, 80, 96, 256])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_all_features_at_once_compile(chip, K, dtype):
+    device = topology_devices(parse_topology(attention_compile.CHIPS[chip]))[0]
+    mesh = Mesh(np.array([device]), ("one",))
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def shape(*dims, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=place)
+
+    H, G, S = 6, 2, 1000
+    for T in (1, 5, 200, 1000):
+        side = Side(
+            start=shape(2),
+            used=shape(2),
+            slope=shape(H, dtype=jnp.float32),
+            query_positions=shape(2, T),
+            key_positions=shape(2, S),
+            query_segments=shape(2, T),
+            key_segments=shape(2, S),
+            rotation=Rotation(shape(H, K // 2, 2, dtype=jnp.uint32), shape(H, K // 2, dtype=jnp.float32)),
+        )
+        texts = shape(2, H, T, K, dtype=dtype), *[shape(3, 2, G, S, K, dtype=dtype)] * 2
+        compute = functools.partial(tpu_span, window=300, soft_cap=30.0, layer=1)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            lowered = jax.jit(compute).lower(*texts, side)
+        assert "tpu_custom_call" in lowered.as_text()
+        lowered.compile()

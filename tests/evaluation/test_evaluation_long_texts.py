@@ -1,0 +1,104 @@
+"""Texts too long for one pass or for one device: the same losses and predictions, and what they need of memory."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from pe_lab.config import UserError
+from pe_lab.evaluation import forward as forwards
+from pe_lab.evaluation.forward import Forward, Meshes
+from pe_lab.evaluation.memory import cache_bytes, long_text, longest, parse_length
+from pe_lab.model import Model
+from pe_lab.positional import Layer, NoPE, Rope, build_schedule, layers
+
+ROPE = layers(Rope(), tiny.MODEL.layers)
+WINDOWED = [Layer(Rope(), window=20), Layer(NoPE())]
+CONFIG = Model(tiny.MODEL).config
+T = 150
+
+
+def texts(rows: int) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(rows).integers(0, tiny.MODEL.vocab_size, (rows, T + 1)).astype(np.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def both(forward: Forward, batch, described):
+    params = forward.place(tiny.parameters())
+    at = np.random.default_rng(0).integers(0, T, (len(batch["tokens"]), 9))
+    losses = forward.losses(params, batch, described)
+    return losses, forward.predictions(params, batch["tokens"], at, described)
+
+
+@pytest.mark.parametrize("described", [ROPE, WINDOWED], ids=["rope", "windowed"])
+def test_in_chunks_as_at_once(described, monkeypatch):
+    monkeypatch.setitem(forwards.CHUNK, "cpu", 32)
+    batch = texts(3)
+    whole = Forward(CONFIG, devices=tiny.one_device())
+    chunked = Forward(CONFIG, devices=tiny.one_device(), whole=100)
+    heard = []
+    chunked.heard = heard.append
+    for found, wanted in zip(both(chunked, batch, described), both(whole, batch, described), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert not chunked.traces and whole.traces  # the whole pass was never compiled
+    assert sum(heard) == 2 * 3 * T and len(heard) > 6  # losses and predictions, told as they went
+
+
+def test_documents_are_read_at_once():
+    """A document mask is not for caches: such texts are read whole, however long."""
+    chunked = Forward(CONFIG, devices=tiny.one_device(), whole=100)
+    batch = texts(1)
+    batch["segments"] = np.repeat([[1, 2]], T // 2, axis=1).astype(np.int32)
+    chunked.losses(tiny.parameters(), batch, ROPE)
+    assert chunked.traces["losses", T] == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_fewer_texts_than_devices_are_cut_over_them(rows, monkeypatch):
+    monkeypatch.setattr(forwards, "CUT_FROM", 64)
+    batch = texts(rows)
+    several = Forward(CONFIG, devices=jax.devices()[:4])
+    assert several._meshes.of(rows, T).shape["context"] == {1: 4, 2: 2, 3: 2}[rows]
+    one = Forward(CONFIG, devices=tiny.one_device())
+    for found, wanted in zip(both(several, batch, WINDOWED), both(one, batch, WINDOWED), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_many_or_short_texts_are_not_cut():
+    meshes = Meshes(jax.devices()[:4])
+    for rows, length in ((4, 2**20), (100, 2**20), (1, 2048)):
+        assert meshes.of(rows, length).shape["context"] == 1
+    assert Meshes(jax.devices()[:1]).of(1, 2**20) is None
+
+
+def test_the_arithmetic_of_a_cache_by_hand():
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    full = build_schedule(ROPE, 2, 2, 8).structure
+    windowed = build_schedule(WINDOWED, 2, 2, 8).structure
+    # 2 layers, keys and values, 2 heads of 8 channels, 2 bytes; the windowed layer keeps 20 tokens.
+    assert cache_bytes(config, full, 1000) == 2 * 1000 * 2 * 2 * 8 * 2
+    assert cache_bytes(config, windowed, 1000) == (1000 + 20) * 2 * 2 * 8 * 2
+    text = long_text(Model(config), full, 2**20, 16)
+    assert text.cache == 2**20 * 128 and text.decoding == text.cache // 16
+    assert text.cache < text.in_chunks and text.at_once < long_text(Model(config), full, 2**20, 4).at_once
+
+
+def test_the_longest_text_is_the_last_that_fits():
+    model, structure = Model(tiny.MODEL), build_schedule(ROPE, 2, 2, 8).structure
+    for way in ("at_once", "in_chunks", "decoding"):
+        room = getattr(long_text(model, structure, 300 * 1024, 4), way)
+        assert longest(model, structure, 4, room, way) == 300 * 1024, way
+        assert longest(model, structure, 4, 0, way) == 0
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("8192", 8192), ("128k", 131072), ("1M", 2**20), ("1.5k", 1536)])
+def test_lengths_as_people_write_them(text, tokens):
+    assert parse_length("--x", text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "many", "1", "-5", "1.0001k", "nan"])
+def test_what_is_no_length_is_refused(text):
+    with pytest.raises(UserError, match="--x=.*give a number of tokens, such as 8192, 128k or 1m"):
+        parse_length("--x", text)
