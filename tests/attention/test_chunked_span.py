@@ -1,0 +1,37 @@
+"""Spans by blocks in XLA, against float64: what serves where there is no kernel."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from spans import LINES, QUICK, Case, error, request
+
+from pe_lab.attention.chunked import chunked_span
+from pe_lab.attention.span import MASKED
+
+BASE = Case(B=2, T=70, S=150, H=4, G=2, K=16, start=(-3, 75))
+FEATURES = {
+    "used": dict(used=(61, 140)),
+    "window": dict(window=37),
+    "soft cap": dict(soft_cap=1.5),
+    "slopes": dict(slopes=True),
+    "positions": dict(slopes=True, positions=True),
+    "segments": dict(segments=True),
+    "shared": dict(rotation="shared"),
+    "split": dict(rotation="split"),
+    "few": dict(T=3, start=(-1, 130)),
+}
+
+
+@pytest.mark.parametrize("names", [(), *LINES], ids=" ".join)
+def test_features_together(names):
+    changes = {name: value for feature in names for name, value in FEATURES[feature].items()}
+    asked = request(dataclasses.replace(BASE, **changes))
+    span = functools.partial(chunked_span, chunk=32, wide=True, **asked.settings)
+    found = jax.jit(span, compiler_options=QUICK)(asked.query, asked.key, asked.value, asked.side)
+    assert error(found.out, asked.out) < 1e-5
+    unseen = asked.log_sum <= MASKED
+    assert (np.asarray(found.log_sum)[unseen] == np.float32(MASKED)).all()
+    np.testing.assert_allclose(np.asarray(found.log_sum)[~unseen], asked.log_sum[~unseen], atol=1e-5)
