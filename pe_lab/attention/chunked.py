@@ -52,6 +52,8 @@ def chunked_span(
 
     Keys of a row that are not there cost their time all the same, and rows that start apart are computed one by one.
     """
+    if side.noise is not None:
+        raise NotImplementedError("chunked spans take keys whose noise is drawn already.")
     static = _Static(window, soft_cap, chunk, wide)
     if layer is not None:
         key, value = (jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in (key, value))

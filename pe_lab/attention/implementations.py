@@ -15,7 +15,7 @@ from pe_lab.attention.dense import dense_attention
 from pe_lab.attention.pallas_gpu import gpu_span
 from pe_lab.attention.pallas_tpu import tpu_span
 from pe_lab.attention.reference import reference_attention
-from pe_lab.attention.span import Partial, Rotation, Side
+from pe_lab.attention.span import Noise, Partial, Rotation, Side
 from pe_lab.config import UserError, did_you_mean
 
 EVERYTHING = frozenset({"slopes", "segments", "windows", "self bias", "soft cap"})
@@ -28,7 +28,7 @@ class Implementation:
 
     Attributes:
       what: it is, in a few words.
-      run: as `reference_attention`, on whole texts. Those with `turns_keys` also take `rotation` (`span.Rotation`).
+      run: as `reference_attention`, on whole texts; with `turns_keys` it takes `rotation` and `noise` of `span.Side`.
       abilities: what it can do.
       span: as `chunked_span`, on parts of the keys, where it can; what a context axis and caches are served by.
       kernel: one program of the device: on a mesh it is run on each device's part, for XLA cannot cut it.
@@ -57,6 +57,7 @@ def _whole(span: Callable[..., Partial]) -> Callable[..., jax.Array]:
         self_bias: jax.Array | None = None,
         soft_cap: float | None = None,
         rotation: Rotation | None = None,
+        noise: Noise | None = None,
         chunk: int = 0,
     ) -> jax.Array:
         if self_bias is not None:
@@ -71,6 +72,7 @@ def _whole(span: Callable[..., Partial]) -> Callable[..., jax.Array]:
             query_segments=segments,
             key_segments=segments,
             rotation=rotation,
+            noise=noise,
         )
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, key, value))
         return span(q, k, v, side, window=window, soft_cap=soft_cap).out.transpose(0, 2, 1, 3)

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from pe_lab.attention.abilities import Request
 from pe_lab.attention.implementations import IMPLEMENTATIONS, choose
-from pe_lab.attention.noise import replace_heads_by_noise
+from pe_lab.attention.noise import noise_size, replace_heads_by_noise, replace_queries_by_noise
 from pe_lab.attention.sharded import on_mesh
-from pe_lab.attention.span import Rotation
+from pe_lab.attention.span import Noise, Rotation
 from pe_lab.config import UserError
 from pe_lab.parallel import context_size, platform
 from pe_lab.positional import rotate
@@ -82,8 +82,13 @@ def attention(
     asked = request(query.shape, query.dtype, G, row, segments is not None, window, soft_cap, backward)
     name = choose(implementation, asked, chunk)
     chosen = IMPLEMENTATIONS[name]
-    inside = asked.split_heads and row.rotation is not None and positions is None and row.noise is None
+    inside = asked.split_heads and row.rotation is not None and positions is None
     inside = inside and chosen.abilities.turns_keys and not asked.spans
+    noise = None
+    if inside and row.noise is not None:
+        # How large the keys' noise is, is known from turned keys; XLA sums over them without keeping them.
+        turned = rotate(jnp.repeat(key, H // G, axis=2), row.cos, row.sin)
+        noise = Noise(row.noise, noise_size(turned, row.noise))
     query, key, value = _encoded(query, key, value, row, positions, turn_keys=not inside)
     scale = jnp.float32(K**-0.5) * (1.0 if row.logit_scale is None else row.logit_scale)
     arrays = dict(
@@ -94,7 +99,7 @@ def attention(
     )
     static = dict(window=window, soft_cap=soft_cap, chunk=chunk)
     if inside:
-        arrays["rotation"] = row.rotation
+        arrays |= {"rotation": row.rotation, "noise": noise}
     if asked.spans or chosen.kernel:
         return on_mesh(chosen, query, key, value, scale, arrays, static)
     return chosen.run(query, key, value, scale, **arrays, **static)
@@ -155,9 +160,11 @@ def _encoded(
             cos, sin = jnp.repeat(cos, H // G, axis=2), jnp.repeat(sin, H // G, axis=2)
         query = rotate(query, cos, sin)
     if row.noise is not None:
-        if G != H:
-            raise UserError("attention: heads can only become noise where keys are rotated per query head.")
         if positions is None:
             positions = jnp.arange(T, dtype=jnp.int32)[None]
+        if not turn_keys:
+            return replace_queries_by_noise(query, row.noise, positions), key, value
+        if G != H:
+            raise UserError("attention: heads can only become noise where keys are rotated per query head.")
         query, key = replace_heads_by_noise(query, key, row.noise, positions)
     return query, key, value

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
+
+QUERIES, KEYS = 0, 1  # whose noise
 
 
 def replace_heads_by_noise(
@@ -20,20 +25,50 @@ def replace_heads_by_noise(
     knows nothing of later tokens, packed documents nothing of each other, and a cached decode equals a full pass.
     For the same reason the noise is a function of the head's seed and the token's position.
     """
+    return _replaced(query, seeds, positions, QUERIES), _replaced(key, seeds, positions, KEYS)
+
+
+def replace_queries_by_noise(
+    query: Float[Array, "B T H K"], seeds: UInt32[Array, " H"], positions: Int[Array, "#B T"]
+) -> Float[Array, "B T H K"]:
+    """The queries of `replace_heads_by_noise`, for kernels that make the keys' noise themselves."""
+    return _replaced(query, seeds, positions, QUERIES)
+
+
+def noise_size(x: Float[Array, "B T H K"], seeds: UInt32[Array, " H"]) -> Float[Array, "B T"]:
+    """The standard deviation of a token's components in the heads that are kept, float32."""
     replaced = (seeds != 0)[:, None]
     kept = jnp.where(replaced.all(), jnp.ones_like(replaced), ~replaced)
-    head_keys = jax.vmap(jax.random.key)(seeds)
+    wide = x.astype(jnp.float32)
+    count = kept.sum() * x.shape[-1]
+    mean = (wide * kept).sum((-2, -1), keepdims=True) / count
+    return jnp.sqrt((((wide - mean) ** 2) * kept).sum((-2, -1)) / count)
 
-    def noise(x: jax.Array, which: int) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        count = kept.sum() * x.shape[-1]
-        mean = (wide * kept).sum((-2, -1), keepdims=True) / count
-        variance = (((wide - mean) ** 2) * kept).sum((-2, -1), keepdims=True) / count
 
-        def draw(position: jax.Array, key: jax.Array) -> jax.Array:
-            return jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, which), position), x.shape[-1:])
+def _replaced(x: jax.Array, seeds: jax.Array, positions: jax.Array, which: int) -> jax.Array:
+    drawn = gaussian(
+        seeds[:, None], which, positions[:, :, None, None], jax.lax.broadcasted_iota(jnp.int32, (1, x.shape[-1]), 1)
+    )
+    noise = noise_size(x, seeds)[:, :, None, None] * drawn
+    return jnp.where((seeds != 0)[:, None], noise, x.astype(jnp.float32)).astype(x.dtype)
 
-        drawn = jax.vmap(jax.vmap(jax.vmap(draw, (None, 0)), (0, None)), (0, None))(positions, head_keys)
-        return jnp.where(replaced, jnp.sqrt(variance) * drawn, wide).astype(x.dtype)
 
-    return noise(query, 0), noise(key, 1)
+def gaussian(seed: Any, which: int, position: Any, channel: Any) -> jax.Array:
+    """A standard normal number for each seed, position and channel, which broadcast; float32.
+
+    A hash of the three and Box-Muller: a kernel makes the same numbers as XLA does, block by block, in whatever order.
+    """
+    word = lambda x: jnp.asarray(x).astype(jnp.uint32)  # noqa: E731
+    of_token = _mixed(_mixed(word(seed) + jnp.uint32(0x9E3779B9 * which & 0xFFFFFFFF)) + word(position))
+    of_channel = _mixed(of_token ^ (word(channel) * jnp.uint32(0x9E3779B1)))
+    first, second = _mixed(of_channel + jnp.uint32(0x7F4A7C15)), _mixed(of_channel + jnp.uint32(0xBF58476D))
+    # 24 bits each, all that a float32 holds; the first in (0, 1], whose logarithm is finite.
+    unit = lambda x: (x >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24  # noqa: E731
+    return jnp.sqrt(-2 * jnp.log(unit(first) + 2.0**-24)) * jnp.cos(2 * math.pi * unit(second))
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """A permutation of the 32-bit words that leaves no trace of order (Wellons 2018, `lowbias32`)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)

@@ -93,6 +93,8 @@ def gpu_span(
         layer, key, value = 0, key[None], value[None]
     G, S = key.shape[2:4]
     turning = 0 if side.rotation is None else side.rotation.turns.shape[0]
+    if side.noise is not None and turning != H:
+        raise NotImplementedError("noise is for heads that each turn keys their own way.")
     cut = tiles(H, G, T, S, K, query.dtype.itemsize, alone=turning not in (0, 1, G))
     groups, length = H // cut.heads, cut.heads * T
     row_blocks, key_blocks = pl.cdiv(length, cut.rows), pl.cdiv(S, cut.keys)
@@ -187,6 +189,11 @@ def _inputs(
         if heads > 1:
             slope = jnp.repeat(slope, T, axis=1)
         inputs["slope"] = slope, pl.BlockSpec((None, 1 if heads == 1 else cut.rows), lambda i, p, g, b: (g, 0))
+    if side.noise is not None:
+        seeds = jax.lax.bitcast_convert_type(side.noise.seeds, jnp.int32)[:, None]
+        inputs["noise seed"] = seeds, pl.BlockSpec((None, 1), lambda i, p, g, b: (g, 0))
+        size = side.noise.size.astype(jnp.float32)
+        inputs["noise size"] = size, pl.BlockSpec((None, all_keys), lambda i, p, g, b: (b, 0))
     pairs = {"segments": (side.query_segments, side.key_segments)}
     if side.slope is not None:
         pairs["positions"] = (side.query_positions, side.key_positions)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pe_lab.attention.noise import KEYS, gaussian
 from pe_lab.attention.span import FLOOR, MASKED
 
 LOG2_E = math.log2(math.e)
@@ -123,6 +124,16 @@ def kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
         whole_from = jnp.clip(before(last_query - window + cut.keys), first, last)
     whole_to = jnp.clip(before(jnp.minimum(first_query + 1, used)), whole_from, last)
 
+    def drawn(j: jax.Array, here: jax.Array | None) -> list[jax.Array]:
+        """The noise that a head has for keys."""
+        size = _load(ref["noise size"], pl.ds(j * cut.keys, cut.keys), down=here)
+        position = (j * cut.keys + _iota(cut.keys))[:, None]
+        noise = []
+        for c, w, there_is in halves:
+            one = size[:, None] * gaussian(ref["noise seed"][0], KEYS, position, (c + _iota(w))[None])
+            noise.append((one if there_is is None else jnp.where(there_is[None], one, 0)).astype(dtype))
+        return noise
+
     def logits(j: jax.Array, here: jax.Array | None) -> jax.Array:
         span = pl.ds(j * cut.keys, cut.keys)
         k = [_load(ref["key"], layer, span, pl.ds(c, w), down=here, across=m) for c, w, m in halves]
@@ -134,6 +145,8 @@ def kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
             sin = block_sin * place_cos + block_cos * place_sin
             left, right = (x.astype(jnp.float32) for x in k)
             k = [(left * cos - right * sin).astype(dtype), (right * cos + left * sin).astype(dtype)]
+        if "noise seed" in ref:
+            k = jax.lax.cond(ref["noise seed"][0] != 0, functools.partial(drawn, j, here), lambda: k)
         against = (((1,), (1,)), ((), ()))
         return functools.reduce(jnp.add, (product(a, b, against) for a, b in zip(q, k, strict=True)))
 

@@ -82,10 +82,17 @@ def tpu_span(
         layer, key, value = 0, key[None], value[None]
     G, S = key.shape[2:4]
     split_heads = side.rotation is not None and side.rotation.turns.shape[0] not in (1, G)
+    if side.noise is not None:
+        if side.rotation is None or side.rotation.turns.shape[0] != H:
+            raise NotImplementedError("noise is for heads that each turn keys their own way.")
+        split_heads = True
     cut = cut or tiles(H, G, T, S, split_heads)
     channels_first = K % LANES != 0
     if cut.keys > S:
         key, value = (jnp.pad(x, ((0, 0),) * 3 + ((0, cut.keys - S), (0, 0))) for x in (key, value))
+        if side.noise is not None:
+            size = jnp.pad(side.noise.size, ((0, 0), (0, cut.keys - S)))
+            side = side._replace(noise=side.noise._replace(size=size))
     key_blocks = -(-S // cut.keys)
     splits = 1 if window is not None else min(splits, key_blocks)
     per_split = -(-key_blocks // splits)
@@ -212,6 +219,13 @@ def _inputs(
         slope = jnp.repeat(side.slope.astype(jnp.float32).reshape(groups, cut.heads), Tq, axis=1)
         arrays["slope"] = jnp.pad(slope, ((0, 0), (0, rows - slope.shape[1])))[:, None]
         specs["slope"] = lambda _: pl.BlockSpec((None, 1, rows), lambda b, g, p, i, j, *_: (g, 0, 0))
+    if side.noise is not None:
+        arrays["noise seed"] = jax.lax.bitcast_convert_type(side.noise.seeds, jnp.int32)
+        specs["noise seed"] = lambda _: pl.BlockSpec(memory_space=pltpu.SMEM)
+        arrays["noise size"] = side.noise.size.astype(jnp.float32)[:, None]
+        specs["noise size"] = lambda seen: pl.BlockSpec(
+            (None, 1, Tk), lambda b, g, p, i, j, *s: (b, 0, seen(b, p, i, j, *s))
+        )
     pairs = {"segments": (side.query_segments, side.key_segments)}
     if side.slope is not None:
         pairs["positions"] = (side.query_positions, side.key_positions)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pe_lab.attention.noise import KEYS, gaussian
 from pe_lab.attention.span import FLOOR, MASKED
 
 
@@ -90,7 +91,7 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
     cut, window = static.tiles, static.window
     ref = dict(zip(names, refs, strict=False))
     out_ref, log_sum_ref, highest_ref, total_ref, sum_ref = refs[len(names) :]
-    b, p, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
+    b, group, p, i, j = (pl.program_id(axis) for axis in range(5))
     first, last = bounds(static, b, p, i, start_ref, used_ref)
     block = first + j
     used = used_ref[b]
@@ -105,6 +106,21 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
         total_ref[...] = jnp.zeros_like(total_ref)
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
+    def noisy(m: int, turned: Any) -> jax.Array:
+        """The keys of a head: turned, or noise."""
+        if "noise seed" not in static.present:
+            return turned(m)
+        seed, shape = ref["noise seed"][group * cut.heads + m], ref["key"].shape
+        position = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1 - static.channels)
+        channel = jax.lax.broadcasted_iota(jnp.int32, shape, static.channels)
+        size = ref["noise size"][...]
+        size = size if static.channels_first else _down(size)
+
+        def drawn() -> jax.Array:
+            return (size * gaussian(seed, KEYS, position, channel)).astype(ref["key"].dtype)
+
+        return jax.lax.cond(seed != 0, drawn, lambda: turned(m))
+
     def logits() -> jax.Array:
         k, q_ref, axis = ref["key"][...], ref["query"], 1 - static.channels
         q = jnp.concatenate([q_ref[m] for m in range(q_ref.shape[0])], axis)
@@ -115,7 +131,7 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
         if not static.split_heads:
             return product(turned(0), q, against)
         of = [jax.lax.slice_in_dim(q, m * cut.queries, (m + 1) * cut.queries, axis=axis) for m in range(cut.heads)]
-        parts = [product(turned(m), of[m], against) for m in range(cut.heads)]
+        parts = [product(noisy(m, turned), of[m], against) for m in range(cut.heads)]
         if cut.rows > cut.heads * cut.queries:
             parts.append(jnp.zeros((cut.keys, cut.rows - cut.heads * cut.queries), jnp.float32))
         return jnp.concatenate(parts, axis=1)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from pe_lab.attention.ring import RingSide, ring_attention
-from pe_lab.attention.span import Rotation
+from pe_lab.attention.span import Noise, Rotation
 from pe_lab.parallel import AxisRules, current_mesh
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def on_mesh(
 
     Args:
       query, key, value, scale: as `reference_attention` takes them.
-      arrays: its slope, positions, segments, self_bias, and perhaps rotation.
+      arrays: its slope, positions, segments, self_bias, and perhaps rotation and noise.
       static: its window, soft_cap and chunk.
     """
     current = current_mesh()
@@ -44,8 +44,6 @@ def on_mesh(
     cut = _Cut(mesh, rules, query.shape, key.shape)
     if cut.repeats > 1:
         key, value = (jnp.repeat(x, cut.repeats, axis=2) for x in (key, value))
-        if arrays.get("rotation") is not None and arrays["rotation"].turns.shape[0] not in (1, query.shape[2]):
-            arrays["rotation"] = jax.tree.map(lambda x: jnp.repeat(x, cut.repeats, axis=0), arrays["rotation"])
     specs = {name: cut.of(name, x) for name, x in arrays.items()}
     tokens = PartitionSpec(cut.batch, cut.length, cut.heads, None)
     of_keys = PartitionSpec(cut.batch, cut.length, cut.heads, None)
@@ -80,6 +78,8 @@ class _Cut:
             return None
         if name == "slope":
             return PartitionSpec(self.heads)
+        if isinstance(x, Noise):
+            return Noise(PartitionSpec(self.heads), PartitionSpec(self.batch, self.length))
         if isinstance(x, Rotation):
             rows = self.heads if x.turns.shape[0] > 1 else None
             return Rotation(PartitionSpec(rows, None, None), PartitionSpec(rows, None))

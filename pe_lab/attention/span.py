@@ -22,6 +22,18 @@ class Rotation(NamedTuple):
     gain: Float[Array, "rows R"]
 
 
+class Noise(NamedTuple):
+    """Query heads whose keys a kernel replaces by Gaussian noise (DoPE); their queries are noise already.
+
+    Attributes:
+      seeds: of each query head; 0 = none.
+      size: [B, S] the standard deviation of a key's noise.
+    """
+
+    seeds: UInt32[Array, " H"]
+    size: Float[Array, "B S"]
+
+
 class Side(NamedTuple):
     """What stands beside queries, keys and values. None = absent from the compiled program.
 
@@ -32,6 +44,7 @@ class Side(NamedTuple):
       query_positions, key_positions: what ALiBi's distances are between; None: the indices.
       query_segments, key_segments: document of each token; a query sees keys of its own only.
       rotation: keys come as they were projected, and are to be turned to their index; queries are turned already.
+      noise: keys that are to be noise, a function of their index; only where each query head turns keys its own way.
     """
 
     start: Int[Array, " B"] | None = None
@@ -42,6 +55,7 @@ class Side(NamedTuple):
     query_segments: Int[Array, "B T"] | None = None
     key_segments: Int[Array, "B S"] | None = None
     rotation: Rotation | None = None
+    noise: Noise | None = None
 
 
 class Partial(NamedTuple):

@@ -65,6 +65,14 @@ def test_features_alone_and_together(names):
     check(case, cut=None if "few" in names else SMALL)
 
 
+@pytest.mark.parametrize("more", [{}, {"window": 70}], ids=str)
+def test_whole_blocks_begin_and_end_where_all_queries_see_all_keys(more):
+    """A row of the batch for each place in a block of 128 keys that queries can begin at, and that keys can end at."""
+    cut = Tiles(heads=2, queries=8, keys=128, few=True)
+    check(Case(B=130, T=2, S=300, start=tuple(range(120, 250)), **more), cut=cut)
+    check(Case(B=130, T=2, S=300, start=(290,) * 130, used=tuple(range(125, 255)), **more), cut=cut)
+
+
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_decoding_against_a_long_cache(T, splits):

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pe_lab.attention.pallas_tpu import tpu_span
-from pe_lab.attention.span import Rotation, Side
+from pe_lab.attention.span import Noise, Rotation, Side
 from pe_lab.parallel.topology import libtpu_version, parse_topology, topology_devices
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +66,7 @@ def test_all_features_at_once_compile(chip, K, dtype):
             query_segments=shape(2, T),
             key_segments=shape(2, S),
             rotation=Rotation(shape(H, K // 2, 2, dtype=jnp.uint32), shape(H, K // 2, dtype=jnp.float32)),
+            noise=Noise(shape(H, dtype=jnp.uint32), shape(2, S, dtype=jnp.float32)) if T != 5 else None,
         )
         texts = shape(2, H, T, K, dtype=dtype), *[shape(3, 2, G, S, K, dtype=dtype)] * 2
         compute = functools.partial(tpu_span, window=300, soft_cap=30.0, layer=1)
