@@ -1,21 +1,24 @@
 """Attention against what else there is: on a GPU against cuDNN, tokamax, torch and the device's own limits, on a CPU
 against torch; and what it takes of memory.
 
-    python -m benchmarks.attention --peer-python=/path/to/venv/bin/python       # what this machine is for
-    python -m benchmarks.attention --tiny --ours-only                           # a GPU's part, interpreted: does it run?
+    python -m benchmarks.attention --peer-python=/path/to/venv/bin/python     # what this machine is for
+    python -m benchmarks.attention --tiny --ours-only                         # a GPU's parts, interpreted: do they run?
 
 Parts on a GPU: `forward`, TFLOP/s of whole texts; `backward`, of training; `decode`, bytes/s of the cache that one
 query reads; `train`, the step of configs/drope_16b.py's model. On a CPU: `speed`, `memory`, and `kernels`: are ours,
 interpreted, right? All sides get the same arrays; before anything is timed, outputs of some queries are compared with
-a reference in float64, and what is off is not timed. Sides take turns. The peer is torch in a process of its own
-(another Python, perhaps: `--peer-python`, or the environment's PE_LAB_PEER).
+a reference in float64, and what is off is not timed (exit status 1). Sides take turns. The peer is torch in a process
+of its own (another Python, perhaps: `--peer-python`, or the environment's PE_LAB_PEER).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -23,145 +26,234 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "")  # what is here; `train_step.py`, when imported, would say cpu
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peer needs memory of the same GPU
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # as `python benchmarks/attention.py` from a checkout that is not installed
 sys.path.insert(0, str(HERE))
 
 import jax  # noqa: E402
+
+platforms = os.environ.get("JAX_PLATFORMS")
 from attention_cases import Case  # noqa: E402
-from attention_tools import Plan, Table, TorchPeer, judged, number, tell  # noqa: E402
+from attention_tools import Plan, Table, TorchPeer, tell  # noqa: E402
 from train_step import find_peer_python  # noqa: E402
+
+if platforms is None:
+    os.environ.pop("JAX_PLATFORMS", None)  # `train_step.py` says cpu; JAX has read it before, the peer has not
+
+import attention_cpu  # noqa: E402
+import attention_kernels as kernels  # noqa: E402
+from attention_tables import decode_table, flops_table, wrong  # noqa: E402
+from attention_train import train_step  # noqa: E402
 
 from pe_lab.config import UserError, command, did_you_mean  # noqa: E402
 from pe_lab.parallel import keep_freed_memory, start_processes  # noqa: E402
 from pe_lab.training.machine import machine, versions  # noqa: E402
 
-GPU_PARTS, CPU_PARTS = ("forward", "backward", "decode", "train"), ("speed", "memory", "kernels")
+PARTS = {"gpu": ("forward", "backward", "decode", "train"), "cpu": ("speed", "memory", "kernels")}
 LENGTHS = {"gpu": (2048, 4096, 8192, 16384, 32768, 65536, 131072), "cpu": (512, 1024, 2048, 4096, 8192)}
-SMALL = 1000  # tokens where every query is compared; no multiple of any block
-CACHES = {"tokens": (8192, 32768, 131072), "rows": (1, 8)}
+SMALL = 1000  # tokens of a text whose queries are all compared; no multiple of any block
+CACHES = [(B, S) for S in (8192, 32768, 131072) for B in (1, 8)]
 TRAINED = (1024, 4096)
+BACKWARD_UP_TO = 4096  # tokens, on a CPU
 
 
-def ratio(over: dict[str, Any] | None, under: dict[str, Any] | None) -> float | None:
-    """How many times as fast one row is as another; None where one has no time."""
-    if not over or not under or "seconds" not in over or "seconds" not in under:
-        return None
-    return under["seconds"] / over["seconds"]
+@dataclasses.dataclass
+class Report:
+    """What was found, and its tables: printed and written as they come, for a machine may be lent for minutes.
+
+    Attributes:
+      markdown: how tables are printed.
+      path: of the file; empty: none.
+      found: all that the file will hold.
+      wrong: something gave another result than it should.
+    """
+
+    markdown: bool
+    path: str
+    found: dict[str, Any]
+    wrong: bool = False
+
+    def add(self, part: str, result: Any, table: Table) -> None:
+        if isinstance(result, list):
+            self.found.setdefault(part, []).extend(result)
+            self.wrong |= wrong([one for one in result if "rows" in one])
+        else:
+            self.found[part] = result
+        print("\n" + (table.markdown() if self.markdown else table.text()), flush=True)
+        if self.path:
+            Path(self.path).write_text(json.dumps(self.found, indent=1) + "\n")
 
 
-def fastest(rows: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | None:
-    timed = [rows[name] for name in names if "seconds" in rows.get(name, {})]
-    return min(timed, key=lambda row: row["seconds"]) if timed else None
-
-
-def failures(results: Sequence[dict[str, Any]]) -> list[str]:
-    """What did not run or was wrong, and on what; each reason once."""
-    told: dict[tuple[str, str], list[str]] = {}
-    for result in results:
-        for name, row in result["rows"].items():
-            if "failure" in row:
-                told.setdefault((name, row["failure"]), []).append(f"{result['case']['S']:,}")
-    return [f"{name}, {' '.join(at)} tokens: {why}" for (name, why), at in told.items()]
-
-
-def worst(results: Sequence[dict[str, Any]]) -> str:
-    """The largest error of each row, in one line."""
-    found: dict[str, float] = {}
-    for result in results:
-        for name, row in result["rows"].items():
-            if "error" in row:
-                found[name] = max(found.get(name, 0.0), row["error"])
-    return "Largest error, of a query: " + "; ".join(f"{name} {value:.1e}" for name, value in found.items()) + "."
-
-
-def by_length(results: Sequence[dict[str, Any]], value: Any) -> list[list[str]]:
-    """A line for every name, a column for every result."""
-    names = list(dict.fromkeys(name for result in results for name in result["rows"]))
-    return [[name, *(number(value(result, result["rows"].get(name, {}))) for result in results)] for name in names]
-
-
-def flops_table(title: str, results: list[dict[str, Any]], factor: float, matmul: float, tiny: bool) -> Table:
-    """TFLOP/s of every row, and the ratios that have targets."""
-    from attention_kernels import DISPATCHER, FROM, OURS, OURS_OVER_CUDNN
-
-    def rate(result: dict[str, Any], row: dict[str, Any]) -> float | None:
-        return factor * Case(**result["case"]).flops / row["seconds"] / 1e12 if "seconds" in row else None
-
-    rows = [["tokens", *(f"{r['case']['S']:,}" for r in results)], *by_length(results, rate)]
-    judgements: list[str] = []
-
-    def add(what: str, of: Any, target: float = 0, above: int = 0) -> None:
-        values = [of(result["rows"]) for result in results]
-        rows.append([what, *map(number, values)])
-        held = [v for v, r in zip(values, results, strict=True) if v is not None and r["case"]["S"] >= above]
-        if target and held and not tiny:
-            judgements.append(judged(f"{what} from {above:,} tokens on, lowest" if above else f"{what}, lowest", min(held), target))
-
-    choices = (OURS, "cudnn", "tokamax", "chunked")
-    peers = ("torch flash", "torch cudnn")
-    add("auto / best", lambda r: ratio(r.get("auto"), fastest(r, choices)), DISPATCHER)
-    add("auto / torch's best", lambda r: ratio(r.get("auto"), fastest(r, peers)))
-    if any(OURS in result["rows"] for result in results):
-        add(f"{OURS} / cudnn", lambda r: ratio(r.get(OURS), r.get("cudnn")), OURS_OVER_CUDNN, FROM)
-        turn = "heads turn apart"
-        add(f"{turn}: {OURS} / cudnn", lambda r: ratio(r.get(f"{OURS}, {turn}"), r.get(f"cudnn, {turn}")))
-    for result, share in zip(results, zip(*(row[1:] for row in rows[1:2]), strict=True), strict=True):
-        assert share  # one column a result
-        best = fastest(result["rows"], list(result["rows"]))
-        result["best_over_matmul"] = rate(result, best) * 1e12 / matmul if best else None
-    rows.append(["best / matrix product", *(number(r["best_over_matmul"]) for r in results)])
-    taken = ", ".join(dict.fromkeys(r["auto"] for r in results))
-    notes = [f"auto takes {taken}. {worst(results)}", *judgements, *failures(results)]
-    return Table(title, rows, notes)
-
-
-def gpu_part(args: argparse.Namespace, plan: Plan, python: str | None, threads: int) -> tuple[dict[str, Any], list[Table]]:
-    import attention_kernels as kernels
-    from attention_train import train_step
-
-    H, G = args.heads, args.kv_heads
+def accelerator(args: argparse.Namespace, plan: Plan, report: Report, python: str | None) -> None:
+    """A GPU's parts, or with `plan.tiny` the same in small anywhere."""
     limits = kernels.ceilings(plan)
-    found: dict[str, Any] = {"ceilings": limits}
-    tables = [
-        Table(
-            "What the device does at best",
-            [["matrix product, TFLOP/s", "copy, GB/s"], [f"{limits['matmul'] / 1e12:,.1f}", f"{limits['copy'] / 1e9:,.0f}"]],
-            [f"A product of {limits['side']} x {limits['side']} matrices in bfloat16; a copy counts bytes read and written."],
-        )
-    ]  # fmt: skip
-
-    def done(name: str, result: Any, *made: Table) -> None:
-        found.setdefault(name, []).extend(result if isinstance(result, list) else [result])
-        tables.extend(made)
-
+    said = f"A product of {limits['side']} x {limits['side']} matrices in bfloat16. Bytes read and written are counted."
+    numbers = [f"{limits['matmul'] / 1e12:,.1f}", f"{limits['copy'] / 1e9:,.0f}"]
+    table = Table("What the device does at best", [["matrix product, TFLOP/s", "copy, GB/s"], numbers], [said])
+    report.add("ceilings", limits, table)
+    H, G, tiny = args.heads, args.kv_heads, plan.tiny
+    tokens = 96 if tiny else args.tokens
     for K in args.head_dims:
         shape = f"{H} heads, {G} key heads, {K} channels, bfloat16"
+
+        def texts(lengths: Sequence[int], K: int = K) -> list[Case]:
+            return [Case(max(1, tokens // T), T, T, H, G, K, "bfloat16") for T in lengths]
+
         if "forward" in args.parts:
-            lengths = (48, 96) if plan.tiny else args.lengths
-            small = Case(1, 40 if plan.tiny else SMALL, 40 if plan.tiny else SMALL, H, G, K, "bfloat16")
-            cases = [small] + [Case(max(1, (0 if plan.tiny else args.tokens) // T), T, T, H, G, K, "bfloat16") for T in lengths]
-            results = [
-                {"case": c._asdict(), "auto": kernels.taken(c), "rows": kernels.forward(c, plan, kernels.forward_entries(c, plan.tiny))}
-                for c in cases
-            ]  # fmt: skip
-            title = f"TFLOP/s, forward, causal (4 B H T T K / 2 counted), B T = {args.tokens:,} or one text; {shape}"
-            done("forward", results, flops_table(title, results, 1, limits["matmul"], plan.tiny))
+            small = Case(1, SMALL, SMALL, H, G, K, "bfloat16")
+            results = []
+            for case in texts((40, 96)) if tiny else [small, *texts(args.lengths)]:
+                rows = kernels.forward(case, plan, kernels.forward_entries(case, tiny))
+                results.append({"case": case._asdict(), "auto": kernels.taken(case), "rows": rows})
+            title = f"TFLOP/s, forward (4 B H T T K / 2 counted, what causality leaves), B T = {tokens:,} or B = 1; "
+            report.add("forward", results, flops_table(title + shape, results, 1, limits["matmul"], tiny))
         if "backward" in args.parts:
-            cases = [Case(max(1, (0 if plan.tiny else args.tokens) // T), T, T, H, G, K, "bfloat16") for T in ((48,) if plan.tiny else TRAINED)]
-            results = [
-                {"case": c._asdict(), "auto": kernels.taken(c, backward=True), "rows": kernels.backward(c, plan, kernels.backward_runs(plan.tiny))}
-                for c in cases
-            ]  # fmt: skip
-            title = f"TFLOP/s, forward and backward (3.5 times the forward's FLOPs counted); {shape}"
-            done("backward", results, flops_table(title, results, 3.5, limits["matmul"], plan.tiny))
+            results = []
+            for case in texts((48,) if tiny else TRAINED):
+                rows = kernels.backward(case, plan, kernels.backward_runs(tiny))
+                results.append({"case": case._asdict(), "auto": kernels.taken(case, backward=True), "rows": rows})
+            title = f"TFLOP/s, forward and backward (3.5 times as many counted), B T = {tokens:,}; "
+            report.add("backward", results, flops_table(title + shape, results, 3.5, limits["matmul"], tiny))
         if "decode" in args.parts:
-            cases = [Case(B, 1, S, H, G, K, "bfloat16") for S in ((96,) if plan.tiny else CACHES["tokens"]) for B in CACHES["rows"]]
-            results = [{"case": c._asdict(), "rows": kernels.decode(c, plan)} for c in cases]
-            done("decode", results, decode_table(shape, results, limits["copy"], kernels.taken(cases[0], spans=True), plan.tiny))
+            cases = [Case(B, 1, S, H, G, K, "bfloat16") for B, S in ([(1, 96), (2, 96)] if tiny else CACHES)]
+            results = [{"case": case._asdict(), "rows": kernels.decode(case, plan)} for case in cases]
+            auto = kernels.taken(cases[0], spans=True)
+            title = f"Decoding: GB/s of a cache that one query a text reads; {shape}"
+            report.add("decode", results, decode_table(title, results, limits["copy"], auto, tiny))
     if "train" in args.parts:
-        result, table = train_step(plan, python, threads, args.train_batch, args.remat, args.loss_chunks, limits["matmul"])
-        done("train", result, table)
-    return found, tables
+        settings = (args.train_batch, args.remat, args.loss_chunks)
+        report.add("train", *train_step(plan, python, args.threads, *settings, limits["matmul"]))
+
+
+def cpu(args: argparse.Namespace, plan: Plan, report: Report) -> None:
+    """A CPU's parts."""
+    if "speed" in args.parts:
+        lengths = (*args.lengths, 16384) if args.long and 16384 not in args.lengths else args.lengths
+        report.add("speed", *attention_cpu.speed(plan, lengths, args.heads, args.kv_heads, BACKWARD_UP_TO))
+    if "memory" in args.parts:
+        report.add("memory", *attention_cpu.memory(args.heads, args.kv_heads))
+        report.add("reading", *attention_cpu.reading())
+    if "kernels" in args.parts:
+        look = dataclasses.replace(plan, tiny=True, timed=False, peer=None)
+        report.add("kernels", *attention_cpu.interpreted(look))
+
+
+def options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="", help="some of this machine's, with commas")
+    parser.add_argument("--tiny", action="store_true", help="a GPU's parts, interpreted, where there is none")
+    parser.add_argument("--peer-python", default="", help="a Python with torch and transformers")
+    parser.add_argument("--ours-only", action="store_true", help="no peer")
+    parser.add_argument("--only", default="", help="rows whose names have one of these in them, with commas")
+    parser.add_argument("--lengths", default="", help="tokens of texts, with commas")
+    parser.add_argument("--long", action="store_true", help="16k tokens on a CPU, too")
+    parser.add_argument("--head-dims", default="64,128", help="channels of a head on a GPU, with commas")
+    parser.add_argument("--heads", type=int, default=0, help="query heads (16 on a GPU, 8 on a CPU)")
+    parser.add_argument("--kv-heads", type=int, default=0, help="key heads (4 on a GPU, 2 on a CPU)")
+    parser.add_argument("--tokens", type=int, default=32768, help="of all texts of a batch on a GPU; longer: one text")
+    parser.add_argument("--train-batch", type=int, default=16, help="windows of 1,024 tokens a step")
+    parser.add_argument("--remat", default="none", choices=("none", "dots", "full"), help="of our train step")
+    parser.add_argument("--loss-chunks", type=int, default=8, help="of our train step")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each side")
+    parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0: as many as there are processors")
+    parser.add_argument("--json", default="", help="a file for all that is found")
+    parser.add_argument("--markdown", action="store_true", help="tables as docs/attention.md has them")
+    return parser.parse_args(argv)
+
+
+def numbers(option: str, text: str, at_least: int) -> tuple[int, ...]:
+    try:
+        found = tuple(int(x) for x in text.split(","))
+        if min(found) < at_least:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"{option}={text}: whole numbers of {at_least} or more with commas are needed.") from None
+    return found
+
+
+def complete(args: argparse.Namespace, platform: str) -> None:
+    """Fills in what depends on the machine, and refuses what cannot be.
+
+    Raises:
+      UserError: says what, and what would do.
+    """
+    if platform not in PARTS:
+        raise UserError(f"This measures GPUs and CPUs; JAX has a {platform} here. JAX_PLATFORMS=cpu chooses the CPU.")
+    if args.tiny and platform != "cpu":
+        raise UserError("--tiny interprets kernels on a CPU: run it with JAX_PLATFORMS=cpu.")
+    kind = "gpu" if args.tiny else platform
+    args.parts = args.parts.split(",") if args.parts else PARTS[kind]
+    for part in args.parts:
+        if part not in PARTS[kind]:
+            raise UserError(f"--parts={part} is not for a {kind}. {did_you_mean(part, PARTS[kind])}")
+    args.lengths = numbers("--lengths", args.lengths, 16) if args.lengths else LENGTHS[platform]
+    args.head_dims = (32,) if args.tiny else numbers("--head-dims", args.head_dims, 16)
+    args.only = [part for part in args.only.split(",") if part]
+    args.heads = args.heads or {"gpu": 16, "cpu": 4 if args.tiny else 8}[platform]
+    args.kv_heads = args.kv_heads or {"gpu": 4, "cpu": 2}[platform]
+    if args.kv_heads < 1 or args.heads % args.kv_heads:
+        raise UserError(f"--heads={args.heads} does not divide by --kv-heads={args.kv_heads}.")
+    for name in ("rounds", "tokens", "train_batch", "loss_chunks"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1.")
+
+
+@contextlib.contextmanager
+def peer(python: str | None, threads: int) -> Any:
+    """torch's process, or None without a Python to run it."""
+    if python is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        device = "cpu" if jax.default_backend() == "cpu" else "cuda"
+        process = TorchPeer(python, {"threads": threads, "device": device}, Path(folder))
+        try:
+            yield process
+        finally:
+            process.stop()
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    args = options(argv)
+    available = sorted(os.sched_getaffinity(0))
+    args.threads = args.threads or len(available)
+    if not 1 <= args.threads <= len(available):
+        raise UserError(f"--threads is {args.threads}; this machine offers {len(available)}.")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise UserError(f"--json={args.json}: there is no folder {Path(args.json).absolute().parent}.")
+    if args.peer_python and shutil.which(args.peer_python) is None:
+        raise UserError(f"--peer-python={args.peer_python} is not a program.")
+    # XLA takes a thread for each processor it may run on; the peer inherits the same set.
+    os.sched_setaffinity(0, available[: args.threads])
+    keep_freed_memory()
+    start_processes()
+    platform = jax.default_backend()
+    complete(args, platform)
+    python = None if args.ours_only else find_peer_python(args.peer_python)
+    plan = Plan(args.rounds, turn=0.05 if platform == "gpu" else 0.3, only=args.only)
+    plan.backends = ("flash", "cudnn") if platform == "gpu" or args.tiny else ("grouped", "repeated")
+    if args.tiny:
+        plan = dataclasses.replace(plan, tiny=True, turn=0, rounds=1)
+    with peer(python, args.threads) as plan.peer:
+        about = {
+            "arguments": {name: value for name, value in vars(args).items() if name != "json"},
+            "versions": versions() | (plan.peer.versions if plan.peer else {}),
+            "machine": machine(),
+            "load_average": os.getloadavg(),
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        report = Report(args.markdown, args.json, about)
+        tell(f"{about['machine']['device']}, JAX {jax.__version__}: {', '.join(args.parts)}")
+        if platform == "gpu" or args.tiny:
+            accelerator(args, plan, report, python)
+        else:
+            cpu(args, plan, report)
+    if args.json:
+        tell(f"written to {args.json}")
+    return 1 if report.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,6 +7,7 @@ memory that its own process took: in one pass if the text has at most WHOLE toke
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -24,16 +25,16 @@ import numpy as np  # noqa: E402
 
 from pe_lab.config import load_config  # noqa: E402
 
-TARGET = 1.0  # torch's seconds over ours
 FIT = (4096, 8192, 16384, 32768, 65536)  # tokens whose memory is looked at
 READ = 32768  # tokens that the demo's model reads
 VOCABULARY = 640  # the demo's tokenizer and its needles' symbols, rounded up
 
 
-def speed(plan: Any, lengths: Sequence[int], heads: int, kv_heads: int, backward_up_to: int) -> tuple[list[Any], Any]:
+def speed(plan: Any, lengths: Sequence[int], heads: int, kv_heads: int, longest_backward: int) -> tuple[list[Any], Any]:
     """Chunked attention (dense for short texts) against torch's, forward and forward with backward; and a table."""
     from attention_cases import Case
     from attention_kernels import Entry, backward, forward, taken
+    from attention_tables import failures
     from attention_tools import Table, number, ratios
 
     from pe_lab.attention import Row, attention
@@ -41,37 +42,66 @@ def speed(plan: Any, lengths: Sequence[int], heads: int, kv_heads: int, backward
     def ours(name: str, gradient: bool) -> Any:
         return lambda q, k, v: attention(q, k, v, Row(), implementation=name, backward=gradient)
 
+    columns = ("chunked", "dense", "torch grouped", "torch repeated")
     found: list[dict[str, Any]] = []
-    head = ["tokens", "pass", "chunked s", "dense s", "torch grouped s", "torch repeated s", "torch / ours", "spread"]
-    table = [[*head, "auto takes"]]
+    table = [["tokens", "pass", *columns, "auto", "torch / auto", "spread", "CPU time"]]
     for T in lengths:
         case = Case(1, T, T, heads, kv_heads, 64, "float32")
         names = ("chunked", "dense") if T <= 512 else ("chunked",)
         for what in ("forward", "backward"):
             gradient = what == "backward"
-            if gradient and T > backward_up_to:
+            if gradient and longest_backward < T:
                 continue
             tried = {name: ours(name, gradient) for name in names}
-            rows = (
-                backward(case, plan, tried) if gradient else forward(case, plan, [Entry(*x) for x in tried.items()])
-            )
+            rows = backward(case, plan, tried) if gradient else forward(case, plan, [Entry(*x) for x in tried.items()])
             auto = taken(case, gradient)
             result = {"case": case._asdict(), "what": what, "auto": auto, "rows": rows}
-            # Against whichever of torch's two is the faster, and by what `auto` takes.
             peers = [row for name, row in rows.items() if name.startswith("torch") and "seconds" in row]
-            if peers and "turns" in rows.get(auto, {}):
-                result["torch_over_ours"] = ratios(min(peers, key=lambda row: row["seconds"])["turns"], rows[auto]["turns"])
+            if peers and "seconds" in rows.get(auto, {}):
+                peer = min(peers, key=lambda row: row["seconds"])
+                result["torch_over_ours"] = ratios(peer["turns"], rows[auto]["turns"])
+                result["torch_over_ours_cpu"] = ratios(peer["cpu_turns"], rows[auto]["cpu_turns"])
             found.append(result)
+            shown = [number(rows.get(name, {}).get("seconds")) for name in columns]
             ratio = result.get("torch_over_ours")
-            table.append([
-                f"{T:,}", "forward" if not gradient else "forward, backward",
-                *(number(rows.get(name, {}).get("seconds")) for name in ("chunked", "dense", "torch grouped", "torch repeated")),
-                number(ratio and ratio["median"]), f"{ratio['low']:.2f} to {ratio['high']:.2f}" if ratio else "–", auto,
-            ])  # fmt: skip
-    failures = [f"{r['case']['T']} {r['what']} {n}: {row['failure']}" for r in found for n, row in r["rows"].items() if "failure" in row]
+            spread = f"{ratio['low']:.2f} to {ratio['high']:.2f}" if ratio else "–"
+            title = "forward, backward" if gradient else "forward"
+            cpu = f"{result['torch_over_ours_cpu']['median']:.2f}" if ratio else "–"
+            table.append([f"{T:,}", title, *shown, auto, number(ratio and ratio["median"]), spread, cpu])
+    told = failures(found)
     title = f"Seconds of attention, 1 x tokens, {heads} heads, {kv_heads} key heads, 64 channels, float32"
-    notes = ["torch / ours: the faster of torch's two over what `auto` takes, turn for turn; above 1 we are faster."]
-    return found, Table(title, table, notes + failures)
+    notes = [
+        "Medians. torch / auto: the faster of torch's two over what `auto` takes, turn for turn; above 1 we are "
+        "faster. CPU time is the same of processor seconds. torch repeated has a key head for every query head, made "
+        "beforehand."
+    ]
+    return found, Table(title, table, notes + told)
+
+
+def interpreted(plan: Any) -> tuple[list[Any], Any]:
+    """Whether an accelerator's kernels, interpreted on small texts and caches, give what they should; and a table."""
+    from attention_cases import TOLERANCE, Case
+    from attention_kernels import backward, backward_runs, decode, forward, forward_entries
+    from attention_tables import failures
+    from attention_tools import Table
+
+    results = []
+    for H, G, K, B, S in ((4, 2, 64, 1, 40), (14, 2, 32, 2, 150)):
+        text, cache = Case(B, S, S, H, G, K, "bfloat16"), Case(B, 1, S, H, G, K, "bfloat16")
+        for what, case, rows in (
+            ("forward", text, forward(text, plan, forward_entries(text, tiny=True))),
+            ("gradients", text, backward(text, plan, backward_runs(tiny=True))),
+            ("decoding", cache, decode(cache, plan)),
+        ):
+            results.append({"what": what, "case": case._asdict(), "rows": rows})
+    shape = "{B} x {S}, {H}/{G} heads of {K}"
+    table = [["", *(f"{r['what']} {shape.format(**r['case'])}" for r in results)]]
+    for name in dict.fromkeys(name for result in results for name in result["rows"]):
+        errors = [result["rows"].get(name, {}).get("error") for result in results]
+        if any(x is not None for x in errors):
+            table.append([name, *("–" if x is None else f"{x:.1e}" for x in errors)])
+    title = "Relative errors of kernels, interpreted, in bfloat16, against a reference in float64"
+    return results, Table(title, table, [f"Allowed: {TOLERANCE['bfloat16']}.", *failures(results)])
 
 
 def memory(heads: int, kv_heads: int, lengths: Sequence[int] = FIT) -> tuple[dict[str, Any], Any]:
@@ -113,10 +143,14 @@ def line(x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
     """Least squares: y = intercept + slope x, and the share of y's variance that it explains."""
     slope, intercept = np.polyfit(x, y, 1)
     left = np.square(np.asarray(y) - (intercept + slope * np.asarray(x))).sum()
-    return {"slope": float(slope), "intercept": float(intercept), "r2": float(1 - left / np.square(y - np.mean(y)).sum())}
+    return {
+        "slope": float(slope),
+        "intercept": float(intercept),
+        "r2": float(1 - left / np.square(y - np.mean(y)).sum()),
+    }
 
 
-def reading(tokens: int) -> tuple[list[dict[str, Any]], Any]:
+def reading(tokens: int = READ) -> tuple[list[dict[str, Any]], Any]:
     """Memory of processes that read texts with the demo's model."""
     from attention_tools import Table, tell
 
@@ -128,7 +162,7 @@ def reading(tokens: int) -> tuple[list[dict[str, Any]], Any]:
     ):
         tell(f"  reading {length:,} tokens {way}")
         command = [sys.executable, str(HERE / "attention_cpu.py"), str(length), str(whole)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-800:]}")
         found.append({"tokens": length, "way": way, **json.loads(done.stdout.splitlines()[-1])})
@@ -137,8 +171,10 @@ def reading(tokens: int) -> tuple[list[dict[str, Any]], Any]:
         mib = [f"{row[name] / 2**20:,.0f}" for name in ("before", "peak")]
         more = f"{(row['peak'] - row['before']) / 2**20:,.0f}"
         table.append([f"{row['tokens']:,}", row["way"], *mib, more, f"{row['seconds']:.2f}", f"{row['again']:.2f}"])
-    notes = ["Resident memory of the whole process: after the parameters are there, and at its peak. The first pass also",
-             "compiles. 1,024 tokens say what compiling takes."]  # fmt: skip
+    notes = [
+        "Resident memory of the whole process: once the parameters are there, and at its peak. The first pass also "
+        "compiles; 1,024 tokens say what that takes."
+    ]
     return found, Table("Reading a text with the model of configs/drope_laptop.py", table, notes)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from attention_cases import Case, arrays, chosen_rows, error, head_frequencies, reference
-from attention_tools import Contestant, Plan, compare, measure, summary, tell, turn_of
+from attention_tools import Contestant, Plan, compare, measure, tell, turn_of
 
 from pe_lab.attention import IMPLEMENTATIONS, Rotation, Row, attention
 from pe_lab.attention.abilities import Request
@@ -30,8 +30,6 @@ from pe_lab.positional.rotation import turns_per_position
 
 OURS = "pallas_gpu"
 CHUNKED_UP_TO = 4096  # tokens: on a GPU it takes seconds beyond
-# Targets: the dispatcher over the best it could take; ours over cuDNN from FROM tokens on; decoding over a copy.
-DISPATCHER, OURS_OVER_CUDNN, FROM, DECODE = 0.98, 0.7, 8192, 0.7
 CACHES, MOST_CACHES = 2**27, 16  # bytes that a pass of decoding reads at least: more than a GPU keeps of what it read
 Run = Callable[..., jax.Array]
 
@@ -155,7 +153,7 @@ def right_answers(case: Case, inputs: Sequence[jax.Array], queries: list[int]) -
 
 def forward(case: Case, plan: Plan, entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
     """Attention of whole texts to themselves."""
-    inputs, queries = placed(case), chosen_rows(case.T)
+    inputs, queries = placed(case), chosen_rows(case)
     heads_first = tuple(x.swapaxes(1, 2) for x in inputs)
     right = right_answers(case, inputs, queries)
 
@@ -169,7 +167,7 @@ def forward(case: Case, plan: Plan, entries: Sequence[Entry]) -> dict[str, dict[
         return Contestant(call, check)
 
     def torch_is_off(how: str) -> float:
-        return error(np.asarray(plan.peer.rows(case, how, queries)), right(""))
+        return error(plan.peer.rows(case, how, queries), right(""))
 
     ours = {entry.name: contestant(entry) for entry in entries}
     return compare(case, plan, "forward", ours, torch_is_off)
@@ -182,7 +180,7 @@ def gradients(run: Run) -> Run:
 
 def backward(case: Case, plan: Plan, tried: dict[str, Run]) -> dict[str, dict[str, Any]]:
     """Forward and backward pass together, as a training step takes them."""
-    inputs, queries = placed(case), chosen_rows(case.T)
+    inputs, queries = placed(case), chosen_rows(case)
     slow = plain(IMPLEMENTATIONS["reference" if case.T <= 1024 else "chunked"].run)
     # On a GPU products of float32 would be TF32's otherwise.
     with jax.default_matmul_precision("highest"):
@@ -197,7 +195,7 @@ def backward(case: Case, plan: Plan, tried: dict[str, Run]) -> dict[str, dict[st
         return Contestant(call, lambda: max(off(rounded(g), r) for g, r in zip(call(), right, strict=True)))
 
     def torch_is_off(how: str) -> float:
-        return off(np.asarray(plan.peer.rows(case, how, queries, "gradient")), right[0][:, queries])
+        return off(plan.peer.rows(case, how, queries, "gradient"), right[0][:, queries])
 
     ours = {name: contestant(run) for name, run in tried.items()}
     return compare(case, plan, "backward", ours, torch_is_off)
@@ -275,14 +273,10 @@ def decode(case: Case, plan: Plan) -> dict[str, dict[str, Any]]:
         return Contestant(functools.partial(jax.jit(through), query, caches), check)
 
     def torch_is_off(how: str) -> float:
-        return error(np.asarray(plan.peer.rows(case, how, [0])), right(""))
+        return error(plan.peer.rows(case, how, [0]), right(""))
 
     ours = {entry.name: contestant(entry) for entry in decode_entries(case, plan.tiny)}
-    rows = compare(case, plan, "decode", ours, torch_is_off, layers)
-    for row in rows.values():
-        if "turns" in row:
-            row |= summary([seconds / layers for seconds in row["turns"]])
-    return rows
+    return compare(case, plan, "decode", ours, torch_is_off, layers)
 
 
 def ceilings(plan: Plan) -> dict[str, float]:
@@ -295,5 +289,5 @@ def ceilings(plan: Plan) -> dict[str, float]:
         "matmul": turn_of(functools.partial(jax.jit(jnp.matmul), a, b), plan.turn),
         "copy": turn_of(functools.partial(jax.jit(jnp.copy), x), plan.turn),
     }
-    best = {name: min(seconds) for name, seconds in measure(turns, plan.rounds).items()}
+    best = {name: min(spent).seconds for name, spent in measure(turns, plan.rounds).items()}
     return {"matmul": 2.0 * side**3 / best["matmul"], "copy": 8.0 * size / best["copy"], "side": side}

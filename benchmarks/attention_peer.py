@@ -4,6 +4,7 @@ torch.compile, told by lines of JSON on stdin what to do.
 Run by `attention.py` with a Python that has torch; imports nothing of pe_lab.
 """
 
+import base64
 import contextlib
 import json
 import math
@@ -12,6 +13,7 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from attention_cases import Case, arrays
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -51,7 +53,7 @@ class Attention:
         return scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=how != "repeated")
 
     def rows(self, asked: dict) -> dict:
-        """Outputs [B, rows, H, K] of some queries, or their gradients where the output's is `arrays`' query."""
+        """What `TorchPeer.rows` says, as base64."""
         case, how = Case(*asked["case"]), asked["how"]
         query, key, value = self.tensors(case, how)
         with self.backend(how):
@@ -61,13 +63,14 @@ class Attention:
                 leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
                 self.attend(*leaves, how).backward(query)
                 out = leaves[0].grad
-        return {"rows": out.detach().transpose(1, 2)[:, asked["rows"]].float().tolist()}
+        chosen = out.detach().transpose(1, 2)[:, asked["rows"]].float().cpu().numpy()
+        return {"rows": base64.b64encode(np.ascontiguousarray(chosen).tobytes()).decode()}
 
     def backend(self, how: str) -> contextlib.AbstractContextManager:
         return sdpa_kernel(BACKENDS[how]) if how in BACKENDS else contextlib.nullcontext()
 
     def time(self, asked: dict) -> dict:
-        """Seconds of a call, the mean of as many as fill a turn."""
+        """Seconds of a call, and of processors, the mean of as many as fill a turn."""
         case, how = Case(*asked["case"]), asked["how"]
         key = (case, how, asked["what"])
         with self.backend(how):
@@ -76,19 +79,20 @@ class Attention:
                     self._calls.clear()  # and what they hold
                 call = self.call(case, how, asked["what"], asked["layers"])
                 self.run(call, 2)
-                once = min(self.run(call, 1), self.run(call, 1))
+                once = min(self.run(call, 1), self.run(call, 1))[0]
                 self._calls[key] = call, max(1, min(1000, math.ceil(asked["turn"] / once)))
-            return {"seconds": self.run(*self._calls[key])}
+            seconds, cpu = self.run(*self._calls[key])
+            return {"seconds": seconds, "cpu": cpu}
 
-    def run(self, call: Any, calls: int) -> float:
+    def run(self, call: Any, calls: int) -> tuple:
         if self.device == "cuda":
             torch.cuda.synchronize()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         for _ in range(calls):
             call()
         if self.device == "cuda":
             torch.cuda.synchronize()
-        return (time.perf_counter() - start) / calls
+        return (time.perf_counter() - start) / calls, (time.process_time() - cpu) / calls
 
     def call(self, case: Case, how: str, what: str, layers: int) -> Any:
         query, key, value = self.tensors(case, how)

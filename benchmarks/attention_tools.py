@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import statistics
 import subprocess
@@ -13,13 +14,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from attention_cases import TOLERANCE, Case
 from train_step import Peer
 
 from pe_lab.config import UserError
 
 HERE = Path(__file__).resolve().parent
-Turn = Callable[[], float]  # seconds of one call, the mean of a turn of several
+
+
+class Spent(NamedTuple):
+    """What one call took, the mean of a turn of several: seconds, and seconds of processors."""
+
+    seconds: float
+    cpu: float
+
+
+Turn = Callable[[], Spent]
 
 
 @dataclass
@@ -96,38 +107,41 @@ class TorchPeer(Peer):
     def run(self, steps: int) -> dict[str, Any]:
         return self.ask({"steps": steps})
 
-    def rows(self, case: Case, how: str, rows: Sequence[int], what: str = "out") -> list[Any]:
-        return self.ask({"do": "rows", "case": case, "how": how, "rows": list(rows), "what": what})["rows"]
+    def rows(self, case: Case, how: str, rows: Sequence[int], what: str = "out") -> np.ndarray:
+        """[B, rows, H, K] float32: outputs of some queries, or `what`="gradient": theirs, the output's being them."""
+        answer = self.ask({"do": "rows", "case": case, "how": how, "rows": list(rows), "what": what})
+        shape = (case.B, len(rows), case.H, case.K)
+        return np.frombuffer(base64.b64decode(answer["rows"]), np.float32).reshape(shape)
 
     def turn(self, case: Case, how: str, what: str, seconds: float, layers: int = 1) -> Turn:
         """`what`: forward, backward (with the forward pass) or decode (through `layers` caches)."""
         asked = {"do": "time", "case": case, "how": how, "what": what, "turn": seconds, "layers": layers}
         self.ask(asked)  # compiles, and finds out how many calls fill a turn
-        return lambda: self.ask(asked)["seconds"]
+        return lambda: Spent(**self.ask(asked))
 
 
 def turn_of(call: Callable[[], Any], seconds: float) -> Turn:
     """Turns of a jitted function: calls one after the other, of which the last is waited for."""
 
-    def run(calls: int) -> float:
-        start = time.perf_counter()
+    def run(calls: int) -> Spent:
+        start, cpu = time.perf_counter(), time.process_time()
         for _ in range(calls):
             out = call()
         jax.block_until_ready(out)
-        return (time.perf_counter() - start) / calls
+        return Spent((time.perf_counter() - start) / calls, (time.process_time() - cpu) / calls)
 
     if seconds == 0:
         run(1)
         return lambda: run(1)
     run(1)
-    once = min(run(1), run(1))
+    once = min(run(1), run(1)).seconds
     calls = max(1, min(1000, math.ceil(seconds / once)))
     return lambda: run(calls)
 
 
-def measure(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side's turns: every side once a round, each round beginning with another."""
-    found: dict[str, list[float]] = {name: [] for name in turns}
+def measure(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[Spent]]:
+    """Each side's turns: every side once a round, each round beginning with another."""
+    found: dict[str, list[Spent]] = {name: [] for name in turns}
     names = list(turns)
     for i in range(rounds):
         for j in range(len(names)):
@@ -136,18 +150,20 @@ def measure(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
     return found
 
 
-def summary(seconds: Sequence[float]) -> dict[str, Any]:
-    """The median turn, the best, the worst, and all of them."""
+def summary(spent: Sequence[Spent], calls: int = 1) -> dict[str, Any]:
+    """The median turn, the best, and all of them, by what one of so many `calls` took; processor seconds apart."""
+    seconds, cpu = ([x / calls for x in each] for each in zip(*spent, strict=True))
     return {
         "seconds": statistics.median(seconds),
         "best": min(seconds),
-        "worst": max(seconds),
-        "turns": list(seconds),
+        "cpu": statistics.median(cpu),
+        "turns": seconds,
+        "cpu_turns": cpu,
     }
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """`over`'s time by `under`'s, turn for turn: the median, the lowest, the highest."""
+    """`over` by `under`, turn for turn: the median, the lowest, the highest."""
     each = [a / b for a, b in zip(over, under, strict=True)]
     return {"median": statistics.median(each), "low": min(each), "high": max(each)}
 
@@ -175,10 +191,10 @@ def compare(
     torch_is_off: Callable[[str], float],
     layers: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """One row a contestant, torch's backends included: `error`, then its turns, or `failure`, which says why not.
+    """One row a contestant, torch's backends included: `error`, then its `summary`, or `failure`, which says why not.
 
     Args:
-      what: forward, backward or decode; of so many `layers`.
+      what: forward, backward or decode. A call goes through so many `layers`; times are those of one.
       torch_is_off: the error of a backend of torch.
     """
     tell(f"  {what}: {case}")
@@ -198,8 +214,8 @@ def compare(
                 turns[name] = plan.peer.turn(case, how, what, plan.turn, layers)
         except Exception as failure:  # a library that does not take these shapes; the others still do
             row["failure"] = reason(failure)
-    for name, seconds in measure(turns, plan.rounds).items():
-        rows[name] |= summary(seconds)
+    for name, spent in measure(turns, plan.rounds).items():
+        rows[name] |= summary(spent, layers)
     return rows
 
 
@@ -216,8 +232,3 @@ def number(value: float | None, digits: int = 3) -> str:
         return str(value)
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     return f"{value:,.{decimals}f}" if decimals < 7 else f"{value:.1e}"
-
-
-def judged(what: str, value: float, target: float) -> str:
-    """A line that holds a number against its target."""
-    return f"{what}: {value:.3f}, target {target}: {'reached' if value >= target else 'MISSED'}"

@@ -85,7 +85,9 @@ def train_step(
     tokens, flops, peak = shape.batch * shape.length, train_flops_per_token(model, shape.length), peak_flops()
     seconds = {side.name: [turn["seconds"] for turn in turns[side.name]] for side in sides}
     rows: dict[str, Any] = {}
-    table = [["", "tokens/s", "best", "MFU full", "MFU causal", "of a product, full", "causal", "ours / this", "spread"]]
+    table = [
+        ["", "tokens/s", "best", "MFU full", "MFU causal", "of a product, full", "causal", "ours / this", "spread"]
+    ]
     for name, spent in seconds.items():
         rate, ratio = tokens / statistics.median(spent), ratios(spent, seconds["pe_lab"])
         shares = [x * rate / ceiling if ceiling else None for ceiling in (peak.flops, matmul) for x in flops]
