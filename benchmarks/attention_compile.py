@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = markdown(found) + f"\n\nCompiled by libtpu {libtpu_version()}, JAX {jax.__version__}, bfloat16; "
     text += "query and key heads " + ", ".join(f"{H} and {G} of {K}" for K, (H, G) in HEADS.items()) + " channels."
     if refused:
-        text += "\n\nRefused: " + "; ".join(refused) + "."
+        text += "\n\nRefused: " + "; ".join(one.rstrip(".") for one in refused) + "."
     if arguments.write:
         write_between(arguments.write, "compiled", text)
     print(text)

@@ -248,10 +248,9 @@ def read_on(
             if by_span:
                 full = jnp.minimum(start + C, kept.slots) if ring else start + C
                 stored = Stored(now.key, now.value, at, row.rotation if not kept.rotated else None)
-                first = full - 1 if ring else start  # a ring's tokens are all seen, wherever they lie
-                window = None if ring else structure.window
+                window = None if ring else structure.window  # a ring's tokens are all seen, wherever they lie
                 queries = encode_queries(q, row, k.shape[2], positions)
-                return attend_to_cache(span, queries, stored, scale, row.slope, first, full, window=window), now
+                return attend_to_cache(span, queries, stored, scale, row.slope, start, full, window=window), now
             past = Past(now.key, now.value, at, where, jnp.minimum(counts.max(), kept.slots), turned)
             out = cached_attention(q, seen, v, past, row, positions=positions, window=structure.window, block=block)
             return out, after or written()
