@@ -110,7 +110,7 @@ class LanguageModel:
         """Next-token logits, float32, of a text, of ids [T] (a batch of one), or of [B, T]."""
         rows = self._rows(tokens)
         schedule = self._schedule_for(rows.shape[1])
-        return _compiled(self.config).apply(self.checkpoint.params, rows, None, None, schedule)
+        return _compiled(self._at_once()).apply(self.checkpoint.params, rows, None, None, schedule)
 
     def loss_by_position(self, tokens: Tokens) -> Float[np.ndarray, "B targets"]:
         """Nats paid for each token but the first, given those before it."""
@@ -119,7 +119,12 @@ class LanguageModel:
             raise UserError("loss_by_position needs at least two tokens: the first one is given.")
         batch = {"tokens": jnp.asarray(rows[:, :-1]), "targets": jnp.asarray(rows[:, 1:])}
         schedule = self._schedule_for(rows.shape[1] - 1)
-        return np.asarray(_compiled(self.config).token_loss(self.checkpoint.params, batch, schedule))
+        return np.asarray(_compiled(self._at_once()).token_loss(self.checkpoint.params, batch, schedule))
+
+    def _at_once(self) -> ModelConfig:
+        """The shape for a whole pass. Over several devices XLA cuts it as it likes, which kernels do not bear."""
+        named = self.config.attention != "auto" or _mesh_of(self.checkpoint.params) is None
+        return self.config if named else dataclasses.replace(self.config, attention="chunked")
 
     def generate(
         self,
@@ -244,7 +249,7 @@ class LanguageModel:
     @property
     def compilations(self) -> int:
         """How often forward passes of this shape of model have been compiled in this process."""
-        return _compiled(self.config).traces
+        return _compiled(self._at_once()).traces
 
     def _schedule_for(self, length: int) -> Schedule:
         """The schedule for texts of so many tokens: another one only where a layer follows the length."""

@@ -1,6 +1,7 @@
 """The verb: what it finds, measures, prints and refuses."""
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import tiny  # noqa: E402
 from pe_lab.checkpoints import open_checkpoint  # noqa: E402
 from pe_lab.checkpoints.surgery import write_child  # noqa: E402
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
-from pe_lab.evaluate import describe_cell, locate, main  # noqa: E402
+from pe_lab.evaluate import describe_cell, locate, main, octave_perplexities  # noqa: E402
 from pe_lab.positional import NoPE, layers  # noqa: E402
 
 QUICK = ["--lengths=1x,2x", "--tokens=256", "--windows=8", "--fit-tokens=64"]
@@ -100,6 +101,8 @@ def test_what_is_not_ours_is_brought_in_first(capsys):
         (["--lengths=5000x"], "too few for a text of 80,000"),
         (["--tokens=0"], "--tokens is 0"),
         (["--windows=-1"], "--windows is -1"),
+        (["--attention=splash"], "'splash' runs on tpu, and this is for cpu. Choose one of auto, reference, dense"),
+        (["--attention=chunkd"], "Did you mean 'chunked'?"),
     ],
 )
 def test_bad_input_is_one_message_and_status_2(run, tmp_path, capsys, arguments, message):
@@ -107,6 +110,17 @@ def test_bad_input_is_one_message_and_status_2(run, tmp_path, capsys, arguments,
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and "Traceback" not in error
     assert not (tmp_path / "out").exists()
+
+
+def test_perplexity_by_position(run, tmp_path, capsys):
+    argv = [f"--from={run}", f"--out={tmp_path / 'out'}", "--suite=perplexity", "--lengths=32", "--methods=as-trained"]
+    assert main([*argv, "--by-position", "--attention=reference"]) == 0
+    said = capsys.readouterr().out
+    assert "Perplexity by position in texts of 32 tokens" in said and "0 .. 32" in said
+    row = {"position_edges": [0, 512, 1024], "nll_by_position": [0.0, math.log(7)]}
+    assert octave_perplexities(row, [0, 512, 1024]) == ["1", "7"]
+    assert octave_perplexities(row, [0, 1024]) == [f"{math.sqrt(7):.4g}"]
+    assert octave_perplexities({**row, "nll_by_position": [None, 800.0]}, [0, 512, 1024]) == ["–", "–"]
 
 
 def test_no_checkpoint_there(run, tmp_path, capsys):

@@ -232,3 +232,14 @@ def test_as_a_command_into_a_pipe_that_closes(run, tmp_path):
     process = start(command, tmp_path, TERM="dumb")
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and "\x1b" not in out and "new tokens" in out
+
+
+def test_attention_by_name_or_a_reason_why_not(run, capsys):
+    argv = [f"--from={run}", "--prompt=the", "--max-new-tokens=4"]
+    assert main(argv) == 0
+    plain = capsys.readouterr().out
+    assert main([*argv, "--attention=chunked"]) == 0
+    assert capsys.readouterr().out == plain
+    assert main([*argv, "--attention=dense"]) == 2
+    said = capsys.readouterr().err
+    assert "'dense' gives no partial results, which caches" in said and "Choose one of auto, chunked" in said

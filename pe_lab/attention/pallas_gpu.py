@@ -92,6 +92,8 @@ def gpu_span(
     if layer is None:
         layer, key, value = 0, key[None], value[None]
     G, S = key.shape[2:4]
+    if value.shape != key.shape or H % G:
+        raise ValueError(f"{H} query heads, keys of shape {key.shape} and values of {value.shape} do not go together.")
     turning = 0 if side.rotation is None else side.rotation.turns.shape[0]
     if side.noise is not None and turning != H:
         raise NotImplementedError("noise is for heads that each turn keys their own way.")

@@ -81,6 +81,8 @@ def tpu_span(
     if layer is None:
         layer, key, value = 0, key[None], value[None]
     G, S = key.shape[2:4]
+    if value.shape != key.shape or H % G:
+        raise ValueError(f"{H} query heads, keys of shape {key.shape} and values of {value.shape} do not go together.")
     split_heads = side.rotation is not None and side.rotation.turns.shape[0] not in (1, G)
     if side.noise is not None:
         if side.rotation is None or side.rotation.turns.shape[0] != H:

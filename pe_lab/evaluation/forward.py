@@ -74,6 +74,12 @@ class Forward:
         schedule = build_schedule(layers, config.heads, config.kv_heads, config.head_dim, length)
         return schedule.generalize(slopes=self._slopes)
 
+    def check_attention(self, layers: Sequence[Layer], length: int) -> None:
+        """`UserError` where the config names an implementation of attention that cannot read these layers here."""
+        with _on(self._meshes.over_rows):
+            structure = self.schedule(layers, length).structure
+            Model(self.config, backward=False).attention_by_layer(structure, length)
+
     def place(self, params: Params) -> Params:
         """Parameters where the forward passes want them: on every device."""
         mesh = self._meshes.over_rows

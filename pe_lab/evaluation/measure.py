@@ -61,6 +61,8 @@ class Evaluation:
         self.forwards = {
             shape: Forward(complete(dataclasses.replace(shape, **named)), alibi, devices) for shape in shapes
         }
+        for subject in self.subjects:
+            self.forwards[subject.checkpoint.model].check_attention(subject.checkpoint.layers, max(self.plan.lengths))
         self._check_lengths()
 
     @property

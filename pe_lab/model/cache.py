@@ -100,9 +100,9 @@ def _plain(structure: LayerStructure) -> bool:
     return not structure.noisy and structure.warp is None and structure.self_bias is None
 
 
-def _served(span: Span | None, kept: CachedLayer, capacity: int, chunk: int) -> bool:
+def _served(span: Span | None, kept: CachedLayer, kv_heads: int, capacity: int, chunk: int) -> bool:
     """Whether a span's kernel reads this layer's cache. Of a ring, whose slots are out of order, only all at once."""
-    if span is None or not _plain(kept.structure):
+    if span is None or not _plain(kept.structure) or kept.heads != kv_heads:
         return False
     if kept.is_ring(capacity):
         return chunk == 1 and kept.rotated and not kept.structure.slopes
@@ -220,7 +220,8 @@ def read_on(
     def layer(x: jax.Array, slots: Slots, kept: CachedLayer, block_params: Any, arrays: Any, at: Any) -> Any:
         structure = kept.structure
         row = model.row(arrays, structure, positions, tables.of_chunk)
-        ring, by_span = kept.is_ring(layout.capacity), _served(span, kept, layout.capacity, C)
+        ring = kept.is_ring(layout.capacity)
+        by_span = _served(span, kept, model.config.kv_heads, layout.capacity, C)
         scale = jnp.float32(model.config.head_dim**-0.5) * row.logit_scale
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Slots]:

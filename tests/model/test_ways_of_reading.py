@@ -18,12 +18,12 @@ from pe_lab.model.generation import Decoder, with_shared_rotation
 from pe_lab.model.reading import ChunkReader
 from pe_lab.model.request import Request, Schedules
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
-from pe_lab.positional import Alibi, Beta, DynamicNTK, Layer, NoPE, Rope, Yarn, build_schedule
+from pe_lab.positional import Alibi, Beta, DynamicNTK, Layer, NoPE, Rope, Yarn, build_schedule, layers
 
 CONFIG = ModelConfig(
     vocab_size=64, layers=3, d_model=32, d_ff=48, heads=4, kv_heads=2, head_dim=32, dtype="float32", qk_norm="head"
 )
-KINDS = ("rope", "yarn", "dynamic ntk", "alibi", "windowed", "dropped with beta")
+KINDS = ("rope", "yarn", "dynamic ntk", "alibi", "windowed", "dropped with beta", "heads apart")
 SLOW, FAST = 4097, 261
 
 
@@ -38,6 +38,8 @@ def layers_of(kind: str, T: int) -> list[Layer]:
         "alibi": [Layer(Alibi())] * 3,
         "windowed": [Layer(rope, window=T // 13), Layer(rope, window=T // 13), Layer(NoPE())],
         "dropped with beta": [Layer(NoPE(), logit_scale=Beta(0.412, trained))] * 3,
+        # Heads of one group that turn apart: in two layers of which one has a window.
+        "heads apart": [*layers(f"rope/heads=0:nope/window={T // 13}", 1), *layers("rope/heads=2:nope", 2)],
     }[kind]
 
 
@@ -163,7 +165,7 @@ def test_token_by_token(kind, T):
     np.testing.assert_allclose(found, plain(kind, T)[T - 9 :], atol=1e-4)
 
 
-@cases("windowed", "dynamic ntk")
+@cases("windowed", "dynamic ntk", "heads apart")
 def test_token_by_token_by_the_kernel(kind, T):
     """The same, with our TPU kernel reading the cache; interpreted."""
     decoder = Decoder(config_of(T), span=functools.partial(tpu_span, interpret=True))
@@ -171,7 +173,7 @@ def test_token_by_token_by_the_kernel(kind, T):
     np.testing.assert_allclose(found, plain(kind, T)[T - 4 :], atol=1e-4)
 
 
-@cases("windowed", "yarn")
+@cases("windowed", "heads apart")
 def test_token_by_token_from_a_cache_on_several_devices(kind, T):
     mesh = make_mesh(MeshConfig(data=1, context=4), jax.devices()[:4])
     _, params, _ = setting(T)
