@@ -128,9 +128,10 @@ def slots_are_cut() -> bool:
 
 
 def platform() -> str:
-    """What is being traced for: cpu, gpu or tpu."""
+    """What is being traced for: cpu, gpu or tpu. A mesh of placeholders stands for what is here."""
     current = _current.get()
-    return jax.default_backend() if current is None else str(current[0].devices.flat[0].platform)
+    found = "" if current is None else str(current[0].devices.flat[0].platform)
+    return found if found in ("cpu", "gpu", "tpu") else jax.default_backend()
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
