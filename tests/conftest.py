@@ -15,7 +15,7 @@ _flags = {
     "--xla_backend_optimization_level": "0",
 }
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # The older way of emitting fused loops compiles in two thirds of the time. JAX 0.12 has no other than the newer one,
+    # The older way of emitting fused loops compiles in two thirds of the time. JAX 0.12 has only the newer one,
     # so under Python 3.12 the tests run with that.
     _flags["--xla_cpu_use_fusion_emitters"] = "false"
 _missing = [f"{name}={value}" for name, value in _flags.items() if name not in (_flags_before or "")]

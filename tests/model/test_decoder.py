@@ -185,7 +185,7 @@ def test_packed_documents_are_separate_documents(description):
         alone[i, : last - first + 1] = np.asarray(tokens)[row, first : last + 1]
     separate = np.asarray(logits_of(model, params, jnp.asarray(alone), None, None, schedule))
     for i, (row, first, last) in enumerate(documents):
-        np.testing.assert_allclose(packed[row, first : last + 1], separate[i, : last - first + 1], atol=1e-5)
+        np.testing.assert_allclose(packed[row, first : last + 1], separate[i, : last - first + 1], atol=2e-5)
     joined = logits_of(model, params, tokens, None, None, schedule)
     assert np.abs(packed - joined).max() > 0.1, "segments changed nothing"
 
