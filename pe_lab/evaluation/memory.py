@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def compile_long_text(model: Model, schedule: Schedule, length: int, mesh: Mesh)
 
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
 
     text = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=everywhere)
