@@ -19,7 +19,7 @@ from attention_tools import Contestant, Plan, compare, measure, tell, turn_of
 from pe_lab.attention import IMPLEMENTATIONS, Rotation, Row, attention
 from pe_lab.attention.abilities import Request
 from pe_lab.attention.chunked import chunked_span
-from pe_lab.attention.implementations import _whole, choose
+from pe_lab.attention.implementations import choose, whole_text
 from pe_lab.attention.libraries import cudnn_attention
 from pe_lab.attention.pallas_gpu import gpu_span
 from pe_lab.attention.pallas_tpu import tpu_span
@@ -53,8 +53,8 @@ def runs(tiny: bool) -> dict[str, Run]:
     if not tiny:
         return {name: IMPLEMENTATIONS[name].run for name in (OURS, "cudnn", "tokamax", "chunked")}
     return {
-        OURS: _whole(functools.partial(gpu_span, interpret=True)),
-        "pallas_tpu": _whole(functools.partial(tpu_span, interpret=True)),
+        OURS: whole_text(functools.partial(gpu_span, interpret=True)),
+        "pallas_tpu": whole_text(functools.partial(tpu_span, interpret=True)),
         "cudnn": functools.partial(cudnn_attention, implementation="xla"),
         "tokamax": IMPLEMENTATIONS["tokamax"].run,
         "chunked": functools.partial(IMPLEMENTATIONS["chunked"].run, chunk=32),

@@ -15,9 +15,22 @@ from typing import Any
 
 import jax
 
-from pe_lab.config import UserError, command, load_config, split_overrides
-from pe_lab.parallel import start_processes
-from pe_lab.parallel.topology import CHIPS, GIB, KNOWN, NoCompiler, Topology, libtpu_version, parse_topology
+from pe_lab.config import MeshConfig, UserError, command, load_config, split_overrides
+from pe_lab.evaluation import parse_length
+from pe_lab.evaluation.memory import cache_bytes_per_token, compile_long_text, long_text, longest, weight_bytes
+from pe_lab.model import Model
+from pe_lab.parallel import AxisRules, make_mesh, start_processes, use_mesh
+from pe_lab.parallel.topology import (
+    CHIPS,
+    GIB,
+    KNOWN,
+    NoCompiler,
+    Topology,
+    libtpu_version,
+    parse_topology,
+    topology_devices,
+)
+from pe_lab.positional import build_schedule
 from pe_lab.training.memory import Compiled, OutOfMemory
 from pe_lab.training.planning import PhaseNumbers, Plan, choose_phases, compile_phase, make_plan, plan_json
 
@@ -178,8 +191,6 @@ def _telling_time(what: str, every: float = 15.0) -> Iterator[None]:
 
 def reading_text(plan: Plan, phase: PhaseNumbers, length: int) -> str:
     """Weights, cache and activations of texts up to a million tokens, and whether they fit a chip."""
-    from pe_lab.evaluation.memory import cache_bytes_per_token, long_text, longest, weight_bytes
-
     model, structure = phase.model, phase.plan.schedule.structure
     config, chip, count = model.config, plan.topology.chip, plan.topology.count
     weights = weight_bytes(model, "float32")
@@ -215,12 +226,6 @@ def reading_text(plan: Plan, phase: PhaseNumbers, length: int) -> str:
 
 def compile_reading(plan: Plan, phase: PhaseNumbers, length: int) -> tuple[dict[str, Any], bool | None]:
     """Compiles the pass over a text of `length` tokens cut over all chips, and prints: (its JSON, whether it fits)."""
-    from pe_lab.config import MeshConfig
-    from pe_lab.evaluation.memory import compile_long_text
-    from pe_lab.parallel import AxisRules, make_mesh, use_mesh
-    from pe_lab.parallel.topology import topology_devices
-    from pe_lab.positional import build_schedule
-
     chip, count = plan.topology.chip, plan.topology.count
     try:
         mesh = make_mesh(MeshConfig(data=1, context=count), topology_devices(plan.topology))
@@ -230,7 +235,7 @@ def compile_reading(plan: Plan, phase: PhaseNumbers, length: int) -> tuple[dict[
     config = phase.model.config
     schedule = build_schedule(phase.plan.layers, config.heads, config.kv_heads, config.head_dim, length)
     with use_mesh(mesh, AxisRules()):
-        reader = type(phase.model)(config, backward=False)
+        reader = Model(config, backward=False)
         chosen = dict.fromkeys(reader.attention_by_layer(schedule.structure, length))
     what = f"a pass over {length:,} tokens"
     try:
@@ -310,8 +315,6 @@ def parser() -> argparse.ArgumentParser:
 
 def plan_reading(args: argparse.Namespace, plan: Plan, phases: Sequence[PhaseNumbers]) -> int:
     """What `--evaluate-length` does; the exit status."""
-    from pe_lab.evaluation.memory import parse_length
-
     length = parse_length("--evaluate-length", args.evaluate_length)
     found: dict[str, Any] = {}
     fits: list[bool | None] = []

@@ -97,7 +97,7 @@ def test_what_is_not_ours_is_brought_in_first(capsys):
         (["--suite=needle"], "Did you mean 'needles'?"),
         (["--methods=yarm"], "Did you mean 'yarn'?"),
         (["--lengths=3q"], "'3q' is no length"),
-        (["--lengths=1x,1m"], "'1m' is no length"),
+        (["--lengths=1x,1g"], "'1g' is no length"),
         (["--lengths=5000x"], "too few for a text of 80,000"),
         (["--tokens=0"], "--tokens is 0"),
         (["--windows=-1"], "--windows is -1"),

@@ -186,7 +186,10 @@ def test_gpus_are_estimated_only(capsys):
         (["--topology=v5e:16x16", "--json=nowhere/plan.json"], "there is no directory 'nowhere'"),
         (["--topology=v5e:16x16", "--config.model.vocab_size=0"], "model.vocab_size"),
         (["--topology=v5e:16x16", "--config.model.layer=2"], "Did you mean 'layers'?"),
-        (["--topology=v5e:16x16", "--evaluate-length=long"], "--evaluate-length=long: give a number of tokens"),
+        (
+            ["--topology=v5e:16x16", "--evaluate-length=long"],
+            "'long' is no length. Write 8192, 128k or 1m",
+        ),
     ],
 )
 def test_bad_input_is_one_message_and_status_2(arguments, message, capsys):

@@ -89,8 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(layout(table()))
     print(
         "\nEvery one is causal and takes grouped queries. turns keys: rotates them inside, for each query head where "
-        "need be.\nring, cache: gives partial results, which texts and caches on several devices are merged from.\n"
+        "need be.\nring, cache: gives partial results, which texts and caches on several devices are merged from."
     )
+    for name, one in IMPLEMENTATIONS.items():
+        if one.abilities.needs:
+            print(f"{name} needs {one.abilities.needs}.")
+    print()
     here = f"{jax.devices()[0].device_kind}, " if platform == jax.default_backend() else ""
     print(
         f"What `auto` takes on {platform} ({here}bfloat16, heads of {arguments.head_dim} channels, "

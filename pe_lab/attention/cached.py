@@ -8,11 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pe_lab.attention.interface import Row
-from pe_lab.attention.noise import replace_heads_by_noise
+from pe_lab.attention.row import Row, encode_keys, encode_queries
 from pe_lab.attention.span import MASKED
 from pe_lab.config import UserError
-from pe_lab.positional import rotate
 
 
 class Past(NamedTuple):
@@ -113,39 +111,6 @@ def cached_attention(
     result = jax.lax.fori_loop(0, (past.used + block - 1) // block, add_block, start)
     out = (result.out / result.total[..., None]).reshape(B, H, C, K).transpose(0, 2, 1, 3)
     return out.astype(query.dtype)
-
-
-def encode_keys(
-    key: Float[Array, "B T G K"], row: Row, num_heads: int, positions: Int[Array, "#B T"]
-) -> Float[Array, "B T heads K"]:
-    """Keys as queries meet them: rotated, once per query head (then of H heads) where heads of a group differ."""
-    G = key.shape[2]
-    if row.cos is not None and row.sin is not None:
-        rows = row.cos.shape[2]
-        if rows not in (1, G, num_heads):
-            raise UserError(f"attention: {rows} rows of rotations fit neither {G} key heads nor {num_heads} heads.")
-        if rows == num_heads and num_heads != G:
-            key = jnp.repeat(key, num_heads // G, axis=2)
-        key = rotate(key, row.cos, row.sin)
-    if row.noise is not None:
-        if key.shape[2] != num_heads:
-            raise UserError("attention: heads can only become noise where keys are rotated per query head.")
-        # Queries are the first argument; what becomes of them here is not used, and not computed.
-        key = replace_heads_by_noise(key, key, row.noise, positions)[1]
-    return key
-
-
-def encode_queries(
-    query: Float[Array, "B C H K"], row: Row, groups: int, positions: Int[Array, "#B C"]
-) -> Float[Array, "B C H K"]:
-    """Queries as keys meet them: rotated, or noise; `groups` counts the key heads."""
-    H = query.shape[2]
-    if row.cos is not None and row.sin is not None:
-        cos, sin = row.cos, row.sin
-        if cos.shape[2] not in (1, H):
-            cos, sin = jnp.repeat(cos, H // groups, axis=2), jnp.repeat(sin, H // groups, axis=2)
-        query = rotate(query, cos, sin)
-    return query if row.noise is None else replace_heads_by_noise(query, query, row.noise, positions)[0]
 
 
 def _block(x: jax.Array, layer: jax.Array | int, first: jax.Array, block: int) -> Float[Array, "B heads S K"]:

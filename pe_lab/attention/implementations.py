@@ -41,7 +41,7 @@ class Implementation:
     kernel: bool = False
 
 
-def _whole(span: Callable[..., Partial]) -> Callable[..., jax.Array]:
+def whole_text(span: Callable[..., Partial]) -> Callable[..., jax.Array]:
     """A span's kernel as attention of a text to itself, [B, T, H, K]."""
 
     def run(
@@ -101,10 +101,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "cudnn": Implementation("NVIDIA's kernel, through jax.nn", libraries.cudnn_attention, libraries.CUDNN, kernel=True),
     "tokamax": Implementation("OpenXLA's kernels", libraries.tokamax_attention, libraries.TOKAMAX, kernel=True),
     "pallas_tpu": Implementation(
-        "our kernel, by Mosaic", _whole(tpu_span), _OURS._replace(platforms=("tpu",)), tpu_span, kernel=True
+        "our kernel, by Mosaic", whole_text(tpu_span), _OURS._replace(platforms=("tpu",)), tpu_span, kernel=True
     ),
     "pallas_gpu": Implementation(
-        "our kernel, by Triton", _whole(gpu_span), _OURS._replace(platforms=("gpu",)), gpu_span, kernel=True
+        "our kernel, by Triton", whole_text(gpu_span), _OURS._replace(platforms=("gpu",)), gpu_span, kernel=True
     ),
 }  # fmt: skip
 

@@ -13,26 +13,28 @@ QUERIES, KEYS = 0, 1  # whose noise
 
 
 def replace_heads_by_noise(
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T H K"],
-    seeds: UInt32[Array, " H"],
-    positions: Int[Array, "#B T"],
-) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"]]:
-    """Heads with a seed other than 0 get Gaussian queries and keys (DoPE, eq. 36 and 37).
+    x: Float[Array, "B T H K"], seeds: UInt32[Array, " H"], positions: Int[Array, "#B T"] | None, which: int
+) -> Float[Array, "B T H K"]:
+    """Heads with a seed other than 0 get Gaussian queries, or keys (DoPE, eq. 36 and 37).
 
     The noise is as large as what is kept: its variance is that of the other heads' rotated components (of all heads,
     where none is kept). The paper takes it over the whole text; here it is taken token by token, so that a query
     knows nothing of later tokens, packed documents nothing of each other, and a cached decode equals a full pass.
     For the same reason the noise is a function of the head's seed and the token's position.
+
+    Args:
+      x: queries or keys of every query head, rotated.
+      seeds: 0 = the head is kept.
+      positions: of the tokens; None counts from 0.
+      which: QUERIES or KEYS, whose noise differs.
     """
-    return _replaced(query, seeds, positions, QUERIES), _replaced(key, seeds, positions, KEYS)
-
-
-def replace_queries_by_noise(
-    query: Float[Array, "B T H K"], seeds: UInt32[Array, " H"], positions: Int[Array, "#B T"]
-) -> Float[Array, "B T H K"]:
-    """The queries of `replace_heads_by_noise`, for kernels that make the keys' noise themselves."""
-    return _replaced(query, seeds, positions, QUERIES)
+    if positions is None:
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    channels = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    noise = noise_size(x, seeds)[:, :, None, None] * gaussian(
+        seeds[:, None], which, positions[:, :, None, None], channels
+    )
+    return jnp.where((seeds != 0)[:, None], noise, x.astype(jnp.float32)).astype(x.dtype)
 
 
 def noise_size(x: Float[Array, "B T H K"], seeds: UInt32[Array, " H"]) -> Float[Array, "B T"]:
@@ -43,14 +45,6 @@ def noise_size(x: Float[Array, "B T H K"], seeds: UInt32[Array, " H"]) -> Float[
     count = kept.sum() * x.shape[-1]
     mean = (wide * kept).sum((-2, -1), keepdims=True) / count
     return jnp.sqrt((((wide - mean) ** 2) * kept).sum((-2, -1)) / count)
-
-
-def _replaced(x: jax.Array, seeds: jax.Array, positions: jax.Array, which: int) -> jax.Array:
-    drawn = gaussian(
-        seeds[:, None], which, positions[:, :, None, None], jax.lax.broadcasted_iota(jnp.int32, (1, x.shape[-1]), 1)
-    )
-    noise = noise_size(x, seeds)[:, :, None, None] * drawn
-    return jnp.where((seeds != 0)[:, None], noise, x.astype(jnp.float32)).astype(x.dtype)
 
 
 def gaussian(seed: Any, which: int, position: Any, channel: Any) -> jax.Array:

@@ -46,7 +46,6 @@ def on_mesh(
         key, value = (jnp.repeat(x, cut.repeats, axis=2) for x in (key, value))
     specs = {name: cut.of(name, x) for name, x in arrays.items()}
     tokens = PartitionSpec(cut.batch, cut.length, cut.heads, None)
-    of_keys = PartitionSpec(cut.batch, cut.length, cut.heads, None)
     compute = functools.partial(_ring, implementation, mesh, cut) if cut.ring else implementation.run
 
     def part(q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array, arrays: dict[str, Any]) -> jax.Array:
@@ -55,7 +54,7 @@ def on_mesh(
     return jax.shard_map(
         part,
         mesh=mesh,
-        in_specs=(tokens, of_keys, of_keys, PartitionSpec(), specs),
+        in_specs=(tokens, tokens, tokens, PartitionSpec(), specs),
         out_specs=tokens,
         check_vma=False,
     )(query, key, value, scale, arrays)
@@ -71,7 +70,6 @@ class _Cut:
         # Few key heads do not divide over the devices of `tensor`: each query head then brings its own.
         self.repeats = query[2] // key[2] if self.heads is not None and kv_heads is None else 1
         self.ring = self.length is not None and mesh.shape[self.length] > 1
-        self._num_heads = query[2]
 
     def of(self, name: str, x: Any) -> Any:
         if x is None:

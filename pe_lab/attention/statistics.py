@@ -11,12 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from pe_lab.attention.interface import Row
-from pe_lab.attention.noise import replace_heads_by_noise
+from pe_lab.attention.row import Row, encode_keys, encode_queries
 from pe_lab.attention.span import FLOOR, MASKED
 from pe_lab.config import UserError
 from pe_lab.parallel import context_size
-from pe_lab.positional import rotate
 
 ArrayLike = jax.Array | np.ndarray
 Spans = Sequence[tuple[int, int]] | Int[ArrayLike, "S 2"]
@@ -206,24 +204,12 @@ def _queries_and_keys(
 ) -> tuple[_Tokens, _Tokens]:
     """All tokens as `attention` would multiply them."""
     B, T, H, K = query.shape
+    if H % key.shape[2]:
+        raise UserError(f"attention: {H} query heads do not divide into {key.shape[2]} key-value heads.")
+    query, key = encode_queries(query, row, key.shape[2], positions), encode_keys(key, row, H, positions)
     G, index = key.shape[2], jnp.arange(T, dtype=jnp.int32)
-    if H % G:
-        raise UserError(f"attention: {H} query heads do not divide into {G} key-value heads.")
     if positions is None:
         positions = index[None]
-    if row.cos is not None and row.sin is not None:
-        rows = row.cos.shape[2]
-        if rows not in (1, G, H):
-            raise UserError(f"attention: {rows} rows of rotations fit neither {G} key heads nor {H} query heads.")
-        if rows == H:
-            key, G = jnp.repeat(key, H // G, axis=2), H
-        key = rotate(key, row.cos, row.sin)
-        times = 1 if rows == 1 else H // rows
-        query = rotate(query, jnp.repeat(row.cos, times, axis=2), jnp.repeat(row.sin, times, axis=2))
-    if row.noise is not None:
-        if G != H:
-            raise UserError("attention: heads can only become noise where keys are rotated per query head.")
-        query, key = replace_heads_by_noise(query, key, row.noise, positions)
     scale = jnp.float32(K**-0.5) * (1.0 if row.logit_scale is None else row.logit_scale)
     # Rounded as attention rounds it.
     query = (query.astype(jnp.float32) * scale).astype(query.dtype)

@@ -20,13 +20,14 @@ from pe_lab.checkpoints.store import (
     DIRECTORY,
     first_line,
     metadata_of,
+    model_of,
     new_id,
     read_metadata,
     resolve,
     tokenizer_directory,
 )
 from pe_lab.checkpoints.surgery import lineage_entry
-from pe_lab.config import ModelConfig, UserError, from_dict
+from pe_lab.config import UserError
 from pe_lab.model import Model
 from pe_lab.positional import Layout, build_schedule, from_json, to_canonical
 
@@ -46,7 +47,7 @@ class OwnSource:
         self.path = directory / str(step)
         self.said = str(self.path)
         self.metadata = read_metadata(self.path)
-        self.model = Model(from_dict(ModelConfig, self.metadata["model"], f"{self.path}: model")).config
+        self.model = Model(model_of(self.metadata, self.path)).config
         self.layers = tuple(from_json(layer) for layer in self.metadata["layers"])
         self.training_length = int(self.metadata["training_length"])
         self._layout = Layout(**self.metadata.get("layout", {}))

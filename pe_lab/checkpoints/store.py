@@ -266,6 +266,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
+def model_of(metadata: Mapping[str, Any], where: Path) -> ModelConfig:
+    """The shape that a checkpoint's metadata describe, `where` it lies.
+
+    What its training attended by says nothing of the machine that it is read on: a laptop has no splash.
+    """
+    return dataclasses.replace(from_dict(ModelConfig, metadata["model"], f"{where}: model"), attention="auto")
+
+
 def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Checkpoint:
     """Reads the weights and everything they are read with; not the optimizer.
 
@@ -279,7 +287,7 @@ def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRu
     directory, step = resolve(path)
     where = directory / str(step)
     metadata = read_metadata(where)
-    model = Model(from_dict(ModelConfig, metadata["model"], f"{where}: model"))
+    model = Model(model_of(metadata, where))
     if mesh is None:
         shapes = jax.tree.map(lambda s: _with_sharding(s, _one_device()), model.shapes)
     else:

@@ -2,7 +2,7 @@
 
 from pe_lab.evaluation.measure import Evaluation
 from pe_lab.evaluation.methods import METHODS, label, methods_of, model_name, parse_methods, read_with
-from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, parse_lengths, parse_suites
+from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, parse_length, parse_lengths, parse_suites
 
 __all__ = [
     "METHODS",
@@ -14,6 +14,7 @@ __all__ = [
     "label",
     "methods_of",
     "model_name",
+    "parse_length",
     "parse_lengths",
     "parse_methods",
     "parse_suites",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
 from pe_lab.evaluation.forward import CHUNK_ELSEWHERE, LOGITS
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, padded_length, use_mesh
@@ -113,16 +112,3 @@ def compile_long_text(model: Model, schedule: Schedule, length: int, mesh: Mesh)
     start = time.perf_counter()
     lowered = jax.jit(losses).lower(jax.tree.map(shape, read.shapes), text, text, jax.tree.map(shape, schedule))
     return analyze(lowered, start)
-
-
-def parse_length(option: str, text: str) -> int:
-    """Tokens from `131072`, `128k` or `1m`; `UserError` for anything else."""
-    lower = text.strip().lower()
-    unit = {"k": 2**10, "m": 2**20}.get(lower[-1:], 1)
-    try:
-        tokens = float(lower[:-1] if unit > 1 else lower) * unit
-    except ValueError:
-        tokens = math.nan
-    if not tokens >= 2 or tokens != int(tokens):
-        raise UserError(f"{option}={text}: give a number of tokens, such as 8192, 128k or 1m.")
-    return int(tokens)

@@ -88,21 +88,25 @@ def parse_suites(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(chosen))
 
 
+def parse_length(option: str, text: str, training_length: int = 0) -> int:
+    """Tokens from `131072`, `128k` (1k = 1024), `1m`, or `2x` times the training length, where there is one."""
+    item = text.strip().lower()
+    units = {"k": 2**10, "m": 2**20} | ({"x": training_length} if training_length else {})
+    unit = units.get(item[-1:], 1)
+    examples = "2x, 4096, 8k or 1m" if training_length else "8192, 128k or 1m"
+    try:
+        tokens = float(item[:-1] if item[-1:] in units else item) * unit
+    except ValueError:
+        raise UserError(f"{option}: '{item}' is no length. Write {examples}.") from None
+    if not tokens.is_integer() or tokens < 2:
+        trained = f" (the training length is {training_length})" if training_length else ""
+        raise UserError(f"{option}: '{item}' is {tokens:g} tokens; give a whole number of at least 2{trained}.")
+    return int(tokens)
+
+
 def parse_lengths(text: str, training_length: int) -> tuple[int, ...]:
-    """Lengths in tokens, ascending, from a text: `2x` times the training length, `4096`, `2k` = 2048."""
-    found = []
-    for item in (part.strip().lower() for part in text.split(",") if part.strip()):
-        unit = {"x": training_length, "k": 1024}.get(item[-1], 1)
-        try:
-            tokens = float(item[:-1] if item[-1] in "xk" else item) * unit
-        except ValueError:
-            raise UserError(f"--lengths: '{item}' is no length. Write 2x, 4096 or 8k.") from None
-        if not tokens.is_integer() or tokens < 2:
-            raise UserError(
-                f"--lengths: '{item}' is {tokens:g} tokens; give a whole number of at least 2 "
-                f"(the training length is {training_length})."
-            )
-        found.append(int(tokens))
+    """Lengths in tokens, ascending, from a comma-separated text; each as `parse_length` reads it."""
+    found = {parse_length("--lengths", item, training_length) for item in text.split(",") if item.strip()}
     if not found:
         raise UserError("--lengths is empty. Write for example 1x,2x,4x.")
-    return tuple(sorted(set(found)))
+    return tuple(sorted(found))

@@ -14,13 +14,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention import IMPLEMENTATIONS, Rotation, Row
-from pe_lab.attention.abilities import Request
 from pe_lab.attention.implementations import choose
+from pe_lab.attention.interface import request
 from pe_lab.config import ModelConfig, UserError, did_you_mean
 from pe_lab.model.loss import cross_entropy
 from pe_lab.model.modules import ACTIVATIONS, NORMS, QK_NORMS, Block, Trunk
 from pe_lab.model.pattern import Run, runs
-from pe_lab.parallel import balanced_order, constrain, context_size, padded_length, platform
+from pe_lab.parallel import balanced_order, constrain, context_size, padded_length
 from pe_lab.positional import LayerStructure, Schedule, rotation_tables
 
 Params = dict[str, Any]
@@ -242,27 +242,23 @@ class Model:
         Raises:
           UserError: where none can, or the one that the config names cannot.
         """
-        config, asked = self.config, []
-        for one in structure:
-            needs = {
-                "slopes": one.slopes,
-                "segments": segments,
-                "windows": one.window is not None,
-                "self bias": one.self_bias is not None,
-            }
-            asked.append(
-                Request(
-                    needs=frozenset(name for name, wanted in needs.items() if wanted),
-                    platform=platform(),
-                    head_dim=config.head_dim,
-                    dtype=config.dtype,
-                    length=length,
-                    backward=self.backward,
-                    split_heads=one.rotates and one.heads == "split" and config.heads != config.kv_heads,
-                    spans=context_size() > 1,
-                )
+        config = self.config
+
+        def of(one: LayerStructure) -> str:
+            asked = request(
+                (1, length, config.heads, config.head_dim),
+                config.dtype,
+                slopes=one.slopes,
+                segments=segments,
+                window=one.window,
+                self_bias=one.self_bias is not None,
+                soft_cap=None,
+                split_heads=one.rotates and one.heads == "split" and config.heads != config.kv_heads,
+                backward=self.backward,
             )
-        return tuple(choose(config.attention, request, config.attention_chunk) for request in asked)
+            return choose(config.attention, asked, config.attention_chunk)
+
+        return tuple(of(one) for one in structure)
 
     def apply(
         self,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pe_lab.attention import IMPLEMENTATIONS, Row, attention
-from pe_lab.attention.noise import replace_heads_by_noise
+from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
 from pe_lab.config import UserError
 
 B, T, H, K = 2, 21, 4, 16
@@ -59,7 +59,11 @@ def test_gradients_under_a_self_bias_are_the_references(implementation):
 # --- Heads of noise --------------------------------------------------------------------------------------------------
 
 SEEDS = jnp.asarray([0, 11, 0, 12], jnp.uint32)
-replaced = jax.jit(replace_heads_by_noise)
+
+
+@jax.jit
+def replaced(q, k, seeds, positions):
+    return replace_heads_by_noise(q, seeds, positions, QUERIES), replace_heads_by_noise(k, seeds, positions, KEYS)
 
 
 def test_noise_takes_the_place_of_chosen_heads_and_of_no_other():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pe_lab.attention import Row, attention
-from pe_lab.attention.noise import replace_heads_by_noise
+from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
 from pe_lab.attention.statistics import (
     Statistics,
     attention_rows,
@@ -215,7 +215,10 @@ def test_heads_of_noise_are_measured_as_noise():
     for x in (np.asarray(q), np.asarray(k)):
         cos, sin, a, b = np.asarray(row.cos), np.asarray(row.sin), x[..., : K // 2], x[..., K // 2 :]
         turned.append(np.concatenate([a * cos - b * sin, b * cos + a * sin], -1))
-    noisy = jax.jit(replace_heads_by_noise)(*map(jnp.asarray, turned), seeds, jnp.arange(T)[None])
+    noisy = [
+        replace_heads_by_noise(jnp.asarray(x), seeds, None, which)
+        for x, which in zip(turned, (QUERIES, KEYS), strict=True)
+    ]
     assert_equal(found, expected(*full_weights(*noisy)))
     plain = expected(*full_weights(q, k, **case))
     changed = np.abs(found.entropy - plain.entropy).max((0, 2))

@@ -10,7 +10,7 @@ import pytest
 from jax import export
 
 from pe_lab.attention import IMPLEMENTATIONS, Rotation, Row, attention
-from pe_lab.attention.implementations import _whole
+from pe_lab.attention.implementations import whole_text
 from pe_lab.attention.noise import KEYS, gaussian
 from pe_lab.attention.pallas_gpu import gpu_span
 from pe_lab.attention.pallas_tpu import tpu_span
@@ -32,7 +32,7 @@ def interpreted(monkeypatch):
         one = IMPLEMENTATIONS[name]
         abilities = one.abilities._replace(platforms=("cpu",))
         monkeypatch.setitem(
-            IMPLEMENTATIONS, name, dataclasses.replace(one, run=_whole(span), span=span, abilities=abilities)
+            IMPLEMENTATIONS, name, dataclasses.replace(one, run=whole_text(span), span=span, abilities=abilities)
         )
 
 

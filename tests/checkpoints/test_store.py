@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from tiny_runs import compilations_kept, tiny, trained  # noqa: F401
 
+import pe_lab
 from pe_lab.checkpoints import Checkpoint, Store, find_checkpoints, open_checkpoint, resolve
+from pe_lab.checkpoints.own import OwnSource
 from pe_lab.checkpoints.schedules import array_shapes, from_arrays, structure_to_json, to_arrays
 from pe_lab.checkpoints.store import metadata_of, read_metadata, templates, tokenizer_directory
 from pe_lab.config import MeshConfig, ModelConfig, UserError, config_hash, to_json
@@ -67,6 +69,18 @@ def test_a_checkpoint_holds_all_that_training_is(run, tmp_path):
     assert checkpoint.model.d_ff == 32 and checkpoint.model.head_dim == 8
     items = {p.name for p in checkpoint.path.iterdir() if p.is_dir()}
     assert {"params", "optimizer", "schedule", "metadata"} <= items
+
+
+def test_what_training_attended_by_is_not_asked_of_the_reader(copy):
+    """A model trained by a TPU's kernel is read wherever it is opened, by whatever runs there."""
+    where = open_checkpoint(copy).path / "metadata" / "metadata"
+    metadata = json.loads(where.read_text())
+    metadata["model"]["attention"] = "splash"
+    where.write_text(json.dumps(metadata))
+    checkpoint = open_checkpoint(copy)
+    assert checkpoint.metadata["model"]["attention"] == "splash" and checkpoint.model.attention == "auto"
+    assert OwnSource(copy).model.attention == "auto"
+    assert np.isfinite(pe_lab.load(copy).logits(np.arange(5))).all()
 
 
 def test_a_path_of_any_kind_leads_to_a_checkpoint(run, monkeypatch):

@@ -9,8 +9,9 @@ import tiny
 
 from pe_lab.config import UserError
 from pe_lab.evaluation import forward as forwards
+from pe_lab.evaluation import parse_length
 from pe_lab.evaluation.forward import Forward, Meshes
-from pe_lab.evaluation.memory import cache_bytes, long_text, longest, parse_length
+from pe_lab.evaluation.memory import cache_bytes, long_text, longest
 from pe_lab.model import Model
 from pe_lab.positional import Layer, NoPE, Rope, build_schedule, layers
 
@@ -98,7 +99,7 @@ def test_lengths_as_people_write_them(text, tokens):
     assert parse_length("--x", text) == tokens
 
 
-@pytest.mark.parametrize("text", ["", "k", "many", "1", "-5", "1.0001k", "nan"])
+@pytest.mark.parametrize("text", ["", "k", "many", "2x", "1", "-5", "1.0001k", "nan", "inf"])
 def test_what_is_no_length_is_refused(text):
-    with pytest.raises(UserError, match="--x=.*give a number of tokens, such as 8192, 128k or 1m"):
+    with pytest.raises(UserError, match="--x: .*(is no length. Write 8192, 128k or 1m|give a whole number)"):
         parse_length("--x", text)
