@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -46,6 +47,7 @@ import attention_kernels as kernels  # noqa: E402
 from attention_tables import decode_table, flops_table, wrong  # noqa: E402
 from attention_train import train_step  # noqa: E402
 
+from benchmarks.document import Place  # noqa: E402
 from pe_lab.config import UserError, command, did_you_mean  # noqa: E402
 from pe_lab.parallel import keep_freed_memory, start_processes  # noqa: E402
 from pe_lab.training.machine import machine, versions  # noqa: E402
@@ -66,12 +68,16 @@ class Report:
       markdown: how tables are printed.
       path: of the file; empty: none.
       found: all that the file will hold.
+      place: of all tables in a document.
+      tables: so far.
       wrong: something gave another result than it should.
     """
 
     markdown: bool
     path: str
     found: dict[str, Any]
+    place: Place | None = None
+    tables: list[Table] = dataclasses.field(default_factory=list)
     wrong: bool = False
 
     def add(self, part: str, result: Any, table: Table) -> None:
@@ -83,6 +89,12 @@ class Report:
         print("\n" + (table.markdown() if self.markdown else table.text()), flush=True)
         if self.path:
             Path(self.path).write_text(json.dumps(self.found, indent=1) + "\n")
+        self.tables.append(table)
+        if self.place:
+            about, release = self.found["machine"], self.found["versions"]
+            used = ", ".join(f"{name} {release[name]}" for name in ("python", "jax", "torch") if name in release)
+            said = f"`{self.found['command']}` on {about['device']}, {about['cpus']} processors, {used}:"
+            self.place.write("\n\n".join([said, *(table.markdown() for table in self.tables)]))
 
 
 def accelerator(args: argparse.Namespace, plan: Plan, report: Report, python: str | None) -> None:
@@ -158,7 +170,8 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each side")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0: as many as there are processors")
     parser.add_argument("--json", default="", help="a file for all that is found")
-    parser.add_argument("--markdown", action="store_true", help="tables as docs/attention.md has them")
+    parser.add_argument("--markdown", action="store_true", help="print tables as docs/attention.md has them")
+    parser.add_argument("--write", default="", help="a document for the tables (docs/attention.md)")
     return parser.parse_args(argv)
 
 
@@ -231,6 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start_processes()
     platform = jax.default_backend()
     complete(args, platform)
+    place = Place(args.write, "tiny" if args.tiny else platform) if args.write else None
     python = None if args.ours_only else find_peer_python(args.peer_python)
     plan = Plan(args.rounds, turn=0.05 if platform == "gpu" else 0.3, only=args.only)
     plan.backends = ("flash", "cudnn") if platform == "gpu" or args.tiny else ("grouped", "repeated")
@@ -238,20 +252,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = dataclasses.replace(plan, tiny=True, turn=0, rounds=1)
     with peer(python, args.threads) as plan.peer:
         about = {
-            "arguments": {name: value for name, value in vars(args).items() if name != "json"},
+            "command": shlex.join(["python", "-m", "benchmarks.attention", *(sys.argv[1:] if argv is None else argv)]),
+            "arguments": {name: value for name, value in vars(args).items() if name not in ("json", "write")},
             "versions": versions() | (plan.peer.versions if plan.peer else {}),
             "machine": machine(),
             "load_average": os.getloadavg(),
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        report = Report(args.markdown, args.json, about)
+        report = Report(args.markdown, args.json, about, place)
         tell(f"{about['machine']['device']}, JAX {jax.__version__}: {', '.join(args.parts)}")
         if platform == "gpu" or args.tiny:
             accelerator(args, plan, report, python)
         else:
             cpu(args, plan, report)
-    if args.json:
-        tell(f"written to {args.json}")
+    for path in filter(None, (args.json, args.write)):
+        tell(f"written to {path}")
     return 1 if report.wrong else 0
 
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.document import Place
 from pe_lab.attention import libraries, pallas_tpu
 from pe_lab.attention.span import Rotation, Side
 from pe_lab.config import UserError, command
@@ -160,16 +161,6 @@ def markdown(found: Sequence[Compiled]) -> str:
     return "\n".join(lines)
 
 
-def write_between(path: Path, name: str, text: str) -> None:
-    """Replaces what stands between `<!-- name -->` and `<!-- end of name -->` in a document."""
-    page = path.read_text(encoding="utf-8")
-    first, last = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    if page.count(first) != 1 or page.count(last) != 1:
-        raise UserError(f"--write: '{path}' has no place for the table: {first} ... {last}.")
-    before, rest = page.split(first)
-    path.write_text(f"{before}{first}\n{text}\n{last}{rest.split(last)[1]}", encoding="utf-8")
-
-
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
@@ -184,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chips = arguments.chips.split(",")
     if unknown := [chip for chip in chips if chip not in CHIPS]:
         raise UserError(f"--chips: '{unknown[0]}' is none of {', '.join(CHIPS)}.")
+    place = Place(arguments.write, "compiled") if arguments.write else None
     jax.config.update("jax_platforms", "cpu")
     found = []
     try:
@@ -198,8 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     text += "query and key heads " + ", ".join(f"{H} and {G} of {K}" for K, (H, G) in HEADS.items()) + " channels."
     if refused:
         text += "\n\nRefused: " + "; ".join(one.rstrip(".") for one in refused) + "."
-    if arguments.write:
-        write_between(arguments.write, "compiled", text)
+    if place:
+        place.write(text)
     print(text)
     return 0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.attention_compile import write_between
+from benchmarks.document import Place
 from pe_lab.config import command, load_config
 from pe_lab.evaluation.memory import cache_bytes, longest, weight_bytes
 from pe_lab.parallel.topology import GIB, parse_topology
@@ -67,13 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into this document")
     arguments = parser.parse_args(argv)
+    place = Place(arguments.write, "planned") if arguments.write else None
     jax.config.update("jax_platforms", "cpu")
     head, *others = rows()
     lines = ["| " + " | ".join(row) + " |" for row in (head, *others)]
     text = "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
     text += "\n\nThe longest text, estimated, with float32 weights whole on every chip; one text at a time."
-    if arguments.write:
-        write_between(arguments.write, "planned", text)
+    if place:
+        place.write(text)
     print(text)
     return 0
 

@@ -1,18 +1,20 @@
 """The tables of docs/attention.md are those that the program prints. PE_LAB_WRITE_DOCS=1 writes them."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from pe_lab.attention.__main__ import choices, main, markdown, table
+from pe_lab.config import UserError
 
-PAGE = Path(__file__).parents[1] / "docs/attention.md"
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # benchmarks are no part of the package
 
+from benchmarks.document import Place  # noqa: E402
 
-def section(name: str) -> str:
-    page = PAGE.read_text(encoding="utf-8")
-    return page.split(f"<!-- {name} -->\n")[1].split(f"<!-- end of {name} -->")[0].strip()
+PAGE = ROOT / "docs/attention.md"
 
 
 def choices_of_all() -> str:
@@ -24,12 +26,28 @@ def choices_of_all() -> str:
 
 @pytest.mark.parametrize(("name", "text"), [("implementations", markdown(table())), ("choices", choices_of_all())])
 def test_the_page_has_the_tables(name, text):
+    place = Place(PAGE, name)
     if os.environ.get("PE_LAB_WRITE_DOCS"):
-        page = PAGE.read_text(encoding="utf-8")
-        before, rest = page.split(f"<!-- {name} -->\n")
-        after = rest.split(f"<!-- end of {name} -->")[1]
-        PAGE.write_text(f"{before}<!-- {name} -->\n{text}\n<!-- end of {name} -->{after}", encoding="utf-8")
-    assert section(name) == text
+        place.write(text)
+    assert place.text == text
+
+
+@pytest.mark.parametrize("name", ["planned", "compiled", "gpu", "cpu"])
+def test_the_page_has_a_place_for_what_benchmarks_write(name):
+    assert Place(PAGE, name).text
+
+
+def test_a_place_is_filled_and_nothing_beside_it(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- a -->\nold\n<!-- end of a -->\nafter\n<!-- ab -->\n<!-- end of ab -->\n")
+    Place(page, "a").write("new\nlines\n")
+    assert page.read_text() == (
+        "before\n<!-- a -->\nnew\nlines\n<!-- end of a -->\nafter\n<!-- ab -->\n<!-- end of ab -->\n"
+    )
+    with pytest.raises(UserError, match="no place for this: <!-- b -->"):
+        Place(page, "b")
+    with pytest.raises(UserError, match="cannot be read"):
+        Place(tmp_path / "none.md", "a")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--platform=tpu", "--head-dim=48"], ["--platform=gpu", "--markdown"]])
