@@ -1,6 +1,5 @@
 """Our GPU kernel, interpreted against whole matrices of logits in float64, and lowered for CUDA without a GPU."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export
-from spans import LINES, QUICK, Case, error, request
+from spans import LINES, QUICK, Case, an_h100, error, request
 
 from pe_lab.attention import pallas_gpu
 from pe_lab.attention.pallas_gpu import _rotation_parts, gpu_span, tiles
@@ -264,15 +263,6 @@ def shapes(B=1, T=4000, S=4000, H=8, G=2, K=128, dtype=jnp.bfloat16, rotation=0,
         turns if rotation else None,
     )
     return (of((B, H, T, K), dtype), of((B, G, S, K), dtype), of((B, G, S, K), dtype), side), settings
-
-
-def an_h100():
-    """JAX from 0.12 on asks which GPU a kernel is for; before, it takes an H100 where there is none."""
-    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
-    try:
-        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-    except TypeError:
-        return contextlib.nullcontext()
 
 
 @pytest.mark.parametrize("kind", KINDS)

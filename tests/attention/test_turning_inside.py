@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from spans import an_h100
 
 from pe_lab.attention import IMPLEMENTATIONS, Rotation, Row, attention
 from pe_lab.attention.implementations import whole_text
@@ -117,5 +118,6 @@ def test_noise_lowers_for_cuda():
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     side = Side(rotation=row.rotation, noise=Noise(row.noise, jnp.ones((2, 256))))
     check = export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
-    lowered = export.export(jax.jit(gpu_span), platforms=["cuda"], disabled_checks=[check])(q, k, v, side)
+    with an_h100():
+        lowered = export.export(jax.jit(gpu_span), platforms=["cuda"], disabled_checks=[check])(q, k, v, side)
     assert "__gpu$xla.gpu.triton" in lowered.mlir_module()
