@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention import IMPLEMENTATIONS, Row, attention
+from pe_lab.attention import IMPLEMENTATIONS, Row, attention, libraries
 from pe_lab.attention.abilities import FEATURES, Abilities, Request, refusals
 from pe_lab.attention.implementations import choose, order
 from pe_lab.config import UserError
@@ -92,7 +92,22 @@ GPU = Request(platform="gpu", length=8192)
         (Request(length=512), "dense"),
     ],
 )
-def test_auto_takes_the_fastest_that_can(asked, chosen):
+def test_auto_takes_the_fastest_that_can(asked, chosen, monkeypatch):
+    monkeypatch.setattr(libraries, "why_no_tokamax", lambda: "is not installed")
+    assert choose("auto", asked) == chosen
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen"),
+    [
+        (GPU, "cudnn"),
+        (GPU._replace(head_dim=20), "tokamax"),
+        (GPU._replace(needs=frozenset({"windows", "soft cap"}), backward=True), "tokamax"),
+        (GPU._replace(head_dim=20, needs=frozenset({"segments"})), "chunked"),
+    ],
+)
+def test_auto_takes_tokamax_where_there_is_one_and_cudnn_cannot(asked, chosen, monkeypatch):
+    monkeypatch.setattr(libraries, "why_no_tokamax", lambda: "")
     assert choose("auto", asked) == chosen
 
 
