@@ -1,7 +1,7 @@
 """Part of `attention.py`: kernels of an accelerator against each other, against torch's, and against the device.
 
-With `plan.tiny` the same runs anywhere: our kernels are interpreted, and cuDNN's place is taken by what XLA makes of
-the same call.
+With `plan.tiny` the same runs anywhere: our kernels are interpreted, and in place of cuDNN and tokamax stands what XLA
+makes of the same call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pe_lab.attention import IMPLEMENTATIONS, Rotation, Row, attention
 from pe_lab.attention.abilities import Request
 from pe_lab.attention.chunked import chunked_span
 from pe_lab.attention.implementations import choose, whole_text
-from pe_lab.attention.libraries import cudnn_attention
+from pe_lab.attention.libraries import cudnn_attention, tokamax_attention
 from pe_lab.attention.pallas_gpu import gpu_span
 from pe_lab.attention.pallas_tpu import tpu_span
 from pe_lab.attention.span import Side
@@ -56,7 +56,7 @@ def runs(tiny: bool) -> dict[str, Run]:
         OURS: whole_text(functools.partial(gpu_span, interpret=True)),
         "pallas_tpu": whole_text(functools.partial(tpu_span, interpret=True)),
         "cudnn": functools.partial(cudnn_attention, implementation="xla"),
-        "tokamax": IMPLEMENTATIONS["tokamax"].run,
+        "tokamax": functools.partial(tokamax_attention, implementation=("xla",)),
         "chunked": functools.partial(IMPLEMENTATIONS["chunked"].run, chunk=32),
     }
 
