@@ -31,7 +31,7 @@ def dense_attention(
     with the values, not before: K divisions instead of T.
     """
     if soft_cap is not None:
-        raise NotImplementedError("soft cap")
+        raise NotImplementedError("dense attention has no soft cap.")
     B, T, H, K = query.shape
     G = key.shape[2]
     q = (query.astype(jnp.float32) * scale).astype(query.dtype)

@@ -61,7 +61,7 @@ def whole_text(span: Callable[..., Partial]) -> Callable[..., jax.Array]:
         chunk: int = 0,
     ) -> jax.Array:
         if self_bias is not None:
-            raise NotImplementedError("self bias")
+            raise NotImplementedError("attention of spans has no self bias.")
         q = (query.astype(jnp.float32) * scale).astype(query.dtype)
         if positions is not None:
             positions = jnp.broadcast_to(positions, query.shape[:2])

@@ -103,7 +103,7 @@ def _ring(
     chunk: int,
 ) -> jax.Array:
     if self_bias is not None:
-        raise NotImplementedError("self bias")
+        raise NotImplementedError("attention of a text on several devices has no self bias.")
     q = (query.astype(jnp.float32) * scale).astype(query.dtype)
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, key, value))
     if positions is not None:

@@ -38,7 +38,7 @@ def layers_of(kind: str, T: int) -> list[Layer]:
         "alibi": [Layer(Alibi())] * 3,
         "windowed": [Layer(rope, window=T // 13), Layer(rope, window=T // 13), Layer(NoPE())],
         "dropped with beta": [Layer(NoPE(), logit_scale=Beta(0.412, trained))] * 3,
-        # Heads of one group that turn apart: in two layers of which one has a window.
+        # Heads of one group that turn apart, in every layer; the first has a window, too.
         "heads apart": [*layers(f"rope/heads=0:nope/window={T // 13}", 1), *layers("rope/heads=2:nope", 2)],
     }[kind]
 
