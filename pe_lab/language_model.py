@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention.abilities import Request as AttentionRequest
 from pe_lab.attention.implementations import choose
 from pe_lab.checkpoints import Checkpoint, open_checkpoint
+from pe_lab.checkpoints.logit_scale import read_logit_scale
 from pe_lab.checkpoints.surgery import change, write_child
 from pe_lab.config import ModelConfig, UserError
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
@@ -74,10 +75,17 @@ class LanguageModel:
     schedule: Schedule
     tokenizer: Tokenizer | None = None
     general: Mapping[str, Any] = field(default_factory=dict)  # what `Schedule.generalize` is told, see `for_any_scheme`
+    read_as: int | None = None  # tokens; see `at_length`
 
     @property
     def config(self) -> ModelConfig:
         return self.checkpoint.model
+
+    @property
+    def devices(self) -> int:
+        """How many the weights lie on."""
+        mesh = _mesh_of(self.checkpoint.params)
+        return 1 if mesh is None else mesh.size
 
     @property
     def training_length(self) -> int:
@@ -244,6 +252,8 @@ class LanguageModel:
         return Request(max_new_tokens, sampling, eos_ids, stop, cache_length, refresh)
 
     def _schedules(self) -> Schedules:
+        if self.read_as is not None:
+            return Schedules.fixed(self._schedule_for(self.read_as))
         return Schedules(self._schedule_for, tuple(layer.follows_length for layer in self.layers))
 
     @property
@@ -255,9 +265,10 @@ class LanguageModel:
         """The schedule for texts of so many tokens: another one only where a layer follows the length."""
         if not any(layer.follows_length for layer in self.layers):
             return self.schedule
-        return self._build(self.layers, length)
+        return self.build(self.layers, length if self.read_as is None else self.read_as)
 
-    def _build(self, described: Sequence[Layer], length: int | None = None) -> Schedule:
+    def build(self, described: Sequence[Layer], length: int | None = None) -> Schedule:
+        """The schedule of layers for texts of `length` tokens, in the structure that this model is compiled for."""
         config = self.config
         schedule = build_schedule(described, config.heads, config.kv_heads, config.head_dim, length)
         return schedule.generalize(**self.general)
@@ -291,7 +302,25 @@ class LanguageModel:
         described = read_with(description, self.layers, self.training_length)
         if logit_scale is not None:
             described = tuple(dataclasses.replace(layer, logit_scale=logit_scale) for layer in described)
-        return dataclasses.replace(self, layers=described, schedule=self._build(described))
+        return dataclasses.replace(self, layers=described, schedule=self.build(described))
+
+    def with_fitted_scale(self) -> LanguageModel:
+        """The same weights with the logit scale that `pe_lab.evaluate --suite=beta` fitted and kept with them."""
+        scale = read_logit_scale(self.checkpoint)
+        if scale is None:
+            raise UserError(
+                f"No logit scale was fitted for '{self.checkpoint.path}'. Fit one on held-out text: "
+                f"python -m pe_lab.evaluate --from={self.checkpoint.path} --suite=beta --lengths=2x,4x"
+            )
+        return self.with_positional(self.layers, logit_scale=scale)
+
+    def at_length(self, length: int) -> LanguageModel:
+        """The same model reading every text as if it had `length` tokens: what follows the length stands still.
+
+        Dynamic NTK, dynamic YaRN, LongRoPE and `Beta` then have the factor of that length from the first token on,
+        and a text is continued without being read again. Other encodings are what they were.
+        """
+        return dataclasses.replace(self, read_as=length)
 
     def drop_positional(self, chosen: Sequence[int] | None = None) -> LanguageModel:
         """No positional encoding on all layers, or on the chosen ones (DroPE's drop, before any recalibration)."""

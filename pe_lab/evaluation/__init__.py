@@ -1,22 +1,33 @@
-"""What a model does with texts longer than its training: perplexity, needles, the fitted logit scale."""
+"""What models do with texts longer than their training: perplexity, needles, RULER, LongBench, and others' harness."""
 
+from pe_lab.evaluation import suites
 from pe_lab.evaluation.measure import Evaluation
 from pe_lab.evaluation.methods import METHODS, label, methods_of, model_name, parse_methods, read_with
-from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, parse_length, parse_lengths, parse_suites
+from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, parse_length, parse_lengths
+from pe_lab.evaluation.progress import answer_with_progress, measure_with_progress
+from pe_lab.evaluation.prompted import Prompted
+from pe_lab.evaluation.readers import Reader, all_readers, load_all, read_as
 
 __all__ = [
     "METHODS",
     "SUITES",
     "Evaluation",
     "Plan",
+    "Prompted",
+    "Reader",
     "Subject",
     "Unit",
+    "all_readers",
+    "answer_with_progress",
     "label",
+    "load_all",
+    "measure_with_progress",
     "methods_of",
     "model_name",
     "parse_length",
     "parse_lengths",
     "parse_methods",
-    "parse_suites",
+    "read_as",
     "read_with",
+    "suites",
 ]

@@ -9,18 +9,21 @@ from typing import Any
 
 import numpy as np
 
+from pe_lab.checkpoints.logit_scale import write_logit_scale
 from pe_lab.config import DataConfig, UserError
 from pe_lab.data.mixture import open_mixture
 from pe_lab.evaluation import beta as betas
 from pe_lab.evaluation import methods, needles, perplexity
 from pe_lab.evaluation.forward import Forward
-from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, distinct
+from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, choose, distinct
 from pe_lab.evaluation.rows import Row, RowFile, finite
 from pe_lab.model.decoder import complete
 from pe_lab.positional import Alibi, Layer
 from pe_lab.training.machine import versions
 
-PROTOCOL = 1  # counted up when a suite comes to measure something else: rows of an older one are measured again
+# Counted up when a suite comes to measure something else: rows of an older one are measured again.
+PROTOCOL = 1
+NEEDLES = 2  # since 2, also by depth
 
 
 class Evaluation:
@@ -53,6 +56,7 @@ class Evaluation:
         ]
         self._needles = [i for i, s in enumerate(self.mixture.sources) if s.needles is not None]
         self.skipped: list[str] = []  # sentences: what was left out, and why
+        self.kept: list[str] = []  # and what was stored with the checkpoints
         self.suites, self.methods = self._possible()
         self.units = list(self._units())
         alibi = any(isinstance(layer.encoding, Alibi) for s in self.subjects for layer in s.checkpoint.layers)
@@ -103,15 +107,14 @@ class Evaluation:
     # What to measure
 
     def _possible(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The suites and methods that make sense for these checkpoints and this data."""
+        """The suites and methods that make sense for these checkpoints and this data, of those that are asked for."""
         names = ", ".join(s.name for s in self.mixture.sources)
-        here = [m for m in methods.METHODS if any(m in s.methods() for s in self.subjects)]
         reasons: dict[str, str] = {}
         if not self._text:
             reasons["perplexity"] = f"its data ({names}) holds out no text"
         if not self._needles:
             reasons["needles"] = f"it was trained without needles (its data: {names})"
-        if "beta" not in here:
+        if all("beta" not in s.methods() for s in self.subjects):
             reasons["beta"] = "no checkpoint here is without positional encoding"
         elif not self._text:
             reasons["beta"] = f"a logit scale is fitted on held-out text, and its data ({names}) has none"
@@ -121,32 +124,9 @@ class Evaluation:
             reasons["beta"] = reason
             if self.plan.methods is None:
                 self.skipped.append(f"β left out: {reason}.")
-        for suite in self.plan.suites or ():
-            if suite in reasons:
-                raise UserError(f"--suite={suite} cannot be measured for this run: {reasons[suite]}.")
-        suites = tuple(s for s in SUITES if s in (self.plan.suites or SUITES) and s not in reasons)
-        if not suites:
-            raise UserError(f"Nothing can be measured for this run: {'; '.join(reasons.values())}.")
-        if "beta" in here and "beta" in reasons:
-            here.remove("beta")
-        for method in self.plan.methods or ():
-            if method == "beta" and "beta" in reasons:
-                raise UserError(f"--methods=beta cannot be measured for this run: {reasons['beta']}.")
-            if method not in here:
-                models = ", ".join(dict.fromkeys(s.model for s in self.subjects))
-                raise UserError(
-                    f"--methods={method.replace(' ', '-')} makes no sense for what is here ({models}). "
-                    f"Possible: {', '.join(m.replace(' ', '-') for m in here)}."
-                )
         if self.plan.suites is None:
             self.skipped += [f"{s} left out: {reasons[s]}." for s in SUITES[:2] if s in reasons]
-        default = [m for m in here if m not in methods.ASKED_FOR]
-        chosen = tuple(m for m in here if m in (self.plan.methods or default))
-        if "beta" not in chosen:
-            if self.plan.suites and "beta" in self.plan.suites:
-                raise UserError("--suite=beta fits the logit scale: leave --methods out, or name beta in it.")
-            suites = tuple(s for s in suites if s != "beta")
-        return suites, chosen
+        return choose(self.plan, self.subjects, reasons)
 
     def _nothing_to_fit(self) -> str | None:
         """Why no logit scale can be fitted on the held-out text, if it cannot."""
@@ -192,6 +172,11 @@ class Evaluation:
 
     def _check_lengths(self) -> None:
         """Opens all text and needles: an impossible length is known before anything is measured."""
+        if self.plan.stride and self.plan.stride > min(self.plan.lengths):
+            raise UserError(
+                f"--stride={self.plan.stride} is more than the shortest length, {min(self.plan.lengths)}: windows "
+                "would leave tokens out. Give a smaller one."
+            )
         if any(unit.suite in ("perplexity", "beta") or unit.method == "beta" for unit in self.units):
             for source in self._text:
                 text = self._held_out(source)
@@ -227,6 +212,8 @@ class Evaluation:
         }
         if unit.suite != "beta":
             row["source"] = self.mixture.sources[unit.source].name
+        if unit.suite == "perplexity" and self.plan.stride:
+            row["source"] += f", windows sliding by {self.plan.stride}"
         file = self.files[unit.suite]
         if not self.plan.again and (found := file.find(row, same=("checkpoint_id", "label", "settings"))):
             return found, True
@@ -247,9 +234,9 @@ class Evaluation:
         }
         text["data"] = [self._fingerprint(i) for i in self._text]
         if unit.suite == "needles":
-            given |= {"windows": settings.needle_windows, "data": self._fingerprint(unit.source)}
+            given |= {"protocol": NEEDLES, "windows": settings.needle_windows, "data": self._fingerprint(unit.source)}
             return given | ({"fit": text} if unit.method == "beta" else {})
-        if unit.method == "cropped":
+        if unit.method == "cropped" or (unit.suite == "perplexity" and self.plan.stride):
             given["stride"] = self._stride(unit.subject)
         return given | text
 
@@ -270,7 +257,7 @@ class Evaluation:
         return self._beta(unit.subject, unit.length) if unit.method == "beta" else 1.0
 
     def _stride(self, subject: Subject) -> int:
-        return max(1, subject.training_length // max(1, self.plan.settings.crop_steps))
+        return self.plan.stride or max(1, subject.training_length // max(1, self.plan.settings.crop_steps))
 
     def _remember(self, key: Any, compute: Callable[[], Any]) -> Any:
         """Where methods coincide, as all do at the training length, what was computed once is used again."""
@@ -289,10 +276,19 @@ class Evaluation:
     def _perplexity(self, unit: Unit) -> Row:
         subject, text, layers = unit.subject, self._held_out(unit.source), self._layers(unit)
         losses = self._losses(subject, layers)
-        if unit.method == "cropped" and unit.length > subject.training_length:
+        size = min(unit.length, subject.training_length) if unit.method == "cropped" else unit.length
+        if self.plan.stride:
+            stride = min(self.plan.stride, size)
+            found = self._remember(
+                ("sliding", subject.id, layers, size, unit.source),
+                lambda: perplexity.summarize(
+                    *perplexity.Cropped(text, size, stride, losses)(text.longest), len(text.score)
+                ),
+            )
+        elif size < unit.length:
             crops = self._remember(
                 ("crops", subject.id, unit.source),
-                lambda: perplexity.Cropped(text, subject.training_length, self._stride(subject), losses),
+                lambda: perplexity.Cropped(text, size, self._stride(subject), losses),
             )
             found = perplexity.summarize(*crops(unit.length), len(text.score))
         else:
@@ -309,7 +305,7 @@ class Evaluation:
 
         def answer() -> Row:
             predicted = needles.predict(asked, lambda tokens, at: forward.predictions(params, tokens, at, layers), crop)
-            return needles.score(predicted, asked.answers, asked.distance)
+            return needles.score(predicted, asked)
 
         found = self._remember(("needles", subject.id, layers, unit.length, unit.source, crop), answer)
         return {**found, "guessing": self.mixture.sources[unit.source].needles.guessing}
@@ -379,3 +375,8 @@ class Evaluation:
             c = betas.common_coefficient([float(row["beta"]) for row in mine], [float(row["factor"]) for row in mine])
             if mine:
                 file.put([{**row, "c_all_lengths": c} for row in mine])
+            if c is not None:
+                fitted = {int(row["length"]): float(row["beta"]) for row in mine}
+                kept = write_logit_scale(subject.checkpoint, c, fitted, str(mine[0]["fitted_on"]))
+                if kept is not None:
+                    self.kept.append(f"{subject.path}: β = 1 + {c:.3f} ln s is kept in {kept}.")

@@ -9,6 +9,7 @@ from typing import Any
 
 from pe_lab.config import UserError, did_you_mean
 from pe_lab.positional import NTK, PI, DynamicYarn, Layer, NoPE, PartialRope, Rope, Yarn, drop, family
+from pe_lab.positional import label as described
 
 # In the order of tables. The first is always possible.
 METHODS = ("as trained", "cropped", "PI", "NTK", "YaRN", "beta", "paper beta", "dropped")
@@ -74,6 +75,20 @@ def label(model: str, method: str) -> str:
         "paper beta": f"{model}, paper's β",
         "dropped": f"{model}, dropped and not recalibrated",
     }[method]
+
+
+def summary(layers: Sequence[Layer]) -> str:
+    """The encodings of all layers in words, equal neighbours together: `rope(base=10000) on layers 0-11; nope ...`."""
+    spans: list[tuple[str, int, int]] = []
+    for n, layer in enumerate(layers):
+        text = described(layer)
+        if spans and spans[-1][0] == text:
+            spans[-1] = (text, spans[-1][1], n)
+        else:
+            spans.append((text, n, n))
+    if len(spans) == 1:
+        return spans[0][0]
+    return "; ".join(f"{text} on layers {first}-{last}" for text, first, last in spans)
 
 
 def paper_beta(factor: float) -> float:

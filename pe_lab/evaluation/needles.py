@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from pe_lab.config import DataConfig
 from pe_lab.data.pipeline import needle_windows
@@ -66,10 +66,12 @@ def distance_edges(length: int) -> list[int]:
     return [edge for edge in edges if edge < length] + [length]
 
 
-def score(
-    predicted: Int[np.ndarray, "n Q"], answers: Int[np.ndarray, "n Q"], distance: Int[np.ndarray, "n Q"]
-) -> dict[str, Any]:
-    """The numbers of a row: accuracy, its standard error over windows, accuracy by distance."""
+DEPTH_BINS = 10
+
+
+def score(predicted: Int[np.ndarray, "n Q"], asked: Questions) -> dict[str, Any]:
+    """The numbers of a row: accuracy, its standard error over windows, accuracy by distance and by depth."""
+    answers, distance = asked.answers, asked.distance
     right = predicted == answers
     accuracy = float(right.mean())
     edges = distance_edges(int(distance.max()) + 1)
@@ -87,4 +89,17 @@ def score(
             "accuracy": [h / c if c else None for h, c in zip(hits, count, strict=True)],
             "count": count,
         },
+        "by_depth": by_depth(right, asked),
+    }
+
+
+def by_depth(right: Bool[np.ndarray, "n Q"], asked: Questions) -> dict[str, list[Any]]:
+    """Accuracy by how far into the window the fact lies: bins of equal width, named by their middles in per cent."""
+    length = asked.tokens.shape[1]
+    place = (asked.at + 1 - asked.distance) * DEPTH_BINS // length
+    count = [int((place == b).sum()) for b in range(DEPTH_BINS)]
+    return {
+        "depth": [100 * (b + 0.5) / DEPTH_BINS for b in range(DEPTH_BINS)],
+        "score": [float(right[place == b].mean()) if c else None for b, c in enumerate(count)],
+        "count": count,
     }

@@ -113,17 +113,19 @@ def window_losses(
 
 
 class Cropped:
-    """Losses of a model that never sees more than its training length, T.
+    """Losses of a model that sees no more than `size` tokens at once: of windows that slide over the text.
 
-    The token after t is predicted from tokens t - T + 1 .. t at most. Exactly T tokens for each would take a
-    forward pass a token: crops advance by `stride` tokens, and each gives the losses of its last `stride`
-    targets, which so see T - stride + 1 to T tokens. The first crop of a text gives all of its own.
+    The token after t is predicted from tokens t - size + 1 .. t at most. Exactly `size` tokens for each would take a
+    forward pass a token: windows advance by `stride` tokens, and each gives the losses of its last `stride`
+    targets, which so see size - stride + 1 to `size` tokens. The first window of a text gives all of its own.
+
+    With the training length as `size` this is the cropped baseline of DroPE, Fig. 5.
     """
 
-    def __init__(self, text: HeldOut, training_length: int, stride: int, losses: Losses):
-        if not 1 <= stride <= training_length:
-            raise UserError(f"The cropped context advances by {stride} tokens; it must be 1 to {training_length}.")
-        self._text, self._size, self._stride, self._losses = text, training_length, stride, losses
+    def __init__(self, text: HeldOut, size: int, stride: int, losses: Losses):
+        if not 1 <= stride <= size:
+            raise UserError(f"The cropped context advances by {stride} tokens; it must be 1 to {size}.")
+        self._text, self._size, self._stride, self._losses = text, size, stride, losses
         self._known: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # offset in the tile -> losses, weights [n, T]
 
     def __call__(self, length: int) -> tuple[Float[np.ndarray, "n T"], Float[np.ndarray, "n T"]]:

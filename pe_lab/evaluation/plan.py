@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pe_lab.checkpoints import Checkpoint
-from pe_lab.config import EvaluationConfig, UserError, did_you_mean
+from pe_lab.config import EvaluationConfig, UserError
 from pe_lab.evaluation import methods
 
 SUITES = ("perplexity", "needles", "beta")
@@ -45,13 +45,20 @@ class Subject:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. None of suites or methods: all that are possible."""
+    """What to measure. None of suites or methods: all that are possible.
+
+    Attributes:
+      stride: perplexity by windows that slide by so many tokens; None: by windows that do not overlap.
+      per_document: perplexity of each document by itself, too.
+    """
 
     lengths: tuple[int, ...]
     suites: tuple[str, ...] | None = None
     methods: tuple[str, ...] | None = None
     settings: EvaluationConfig = EvaluationConfig()
     again: bool = False
+    stride: int | None = None
+    per_document: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,15 +84,42 @@ def distinct(subjects: Sequence[Subject]) -> tuple[Subject, ...]:
     return tuple(first.values())
 
 
-def parse_suites(text: str) -> tuple[str, ...]:
-    """Suite names from a comma-separated text."""
-    chosen = [part.strip().lower() for part in text.split(",") if part.strip()]
-    for name in chosen:
-        if name not in SUITES:
-            raise UserError(f"--suite: no suite is called '{name}'. {did_you_mean(name, SUITES)}")
-    if not chosen:
-        raise UserError(f"--suite is empty. Allowed: {', '.join(SUITES)}.")
-    return tuple(dict.fromkeys(chosen))
+def choose(
+    plan: Plan, subjects: Sequence[Subject], reasons: Mapping[str, str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Suites and methods to measure, of those that the plan names, or of all.
+
+    Args:
+      reasons: suite -> why it is impossible here.
+
+    Raises:
+      UserError: what is named is impossible, or nothing is left.
+    """
+    here = [m for m in methods.METHODS if any(m in s.methods() for s in subjects)]
+    for suite in plan.suites or ():
+        if suite in reasons:
+            raise UserError(f"--suite={suite} cannot be measured for this run: {reasons[suite]}.")
+    suites = tuple(s for s in SUITES if s in (plan.suites or SUITES) and s not in reasons)
+    if not suites:
+        raise UserError(f"Nothing can be measured for this run: {'; '.join(reasons.values())}.")
+    if "beta" in here and "beta" in reasons:
+        here.remove("beta")
+    for method in plan.methods or ():
+        if method == "beta" and "beta" in reasons:
+            raise UserError(f"--methods=beta cannot be measured for this run: {reasons['beta']}.")
+        if method not in here:
+            models = ", ".join(dict.fromkeys(s.model for s in subjects))
+            raise UserError(
+                f"--methods={method.replace(' ', '-')} makes no sense for what is here ({models}). "
+                f"Possible: {', '.join(m.replace(' ', '-') for m in here)}."
+            )
+    default = [m for m in here if m not in methods.ASKED_FOR]
+    chosen = tuple(m for m in here if m in (plan.methods or default))
+    if "beta" not in chosen:
+        if plan.suites and "beta" in plan.suites:
+            raise UserError("--suite=beta fits the logit scale: leave --methods out, or name beta in it.")
+        suites = tuple(s for s in suites if s != "beta")
+    return suites, chosen
 
 
 def parse_length(option: str, text: str, training_length: int = 0) -> int:

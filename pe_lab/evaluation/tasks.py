@@ -4,6 +4,7 @@ them. Who answers is `answering`'s business, and what is kept of it `prompted`'s
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,18 +112,32 @@ def largest_fitting(
 ) -> int | None:
     """The largest size, `smallest` to `largest`, whose prompt has at most `budget` tokens; None where none has.
 
-    `tokens_at` grows with the size, more or less. Sizes near `guess` are tried first: a prompt is tokenized few times.
+    `tokens_at` grows with the size, nearly in proportion to it: a few calls are enough, each of which makes and
+    tokenizes a prompt.
     """
-    top = largest if largest is not None else 2**62
-    low, high = smallest - 1, top + 1  # low fits, high does not
-    at, step = min(max(guess, smallest), top), max(1, abs(guess) // 64)
-    while high - low > 1:
-        if tokens_at(at) <= budget:
-            low, at = at, at + step
+    fits: tuple[int, int] | None = None  # (size, tokens) of the largest known to fit
+    over: tuple[int, int] | None = None  # and of the smallest known not to
+    at, turn = max(guess, smallest), 0
+    while True:
+        at = at if largest is None else min(at, largest)
+        tokens = tokens_at(at)
+        if tokens <= budget:
+            fits = (at, tokens)
+            if at == largest or (over and at + 1 == over[0]):
+                return at
         else:
-            high, at = at, at - step
-        step *= 2
-        if not low < at < high:  # between the two from here on; at an end that was never tried, that end
-            at = (low + high) // 2 if smallest <= low and high <= top else (smallest if low < smallest else top)
-            at = min(max(at, low + 1), high - 1)
-    return low if low >= smallest else None
+            over = (at, tokens)
+            if at == smallest:
+                return None
+            if fits and fits[0] + 1 == at:
+                return fits[0]
+        turn += 1
+        if fits and over:
+            share = (budget - fits[1]) / max(over[1] - fits[1], 1)
+            # Every third turn halves the interval: proportions alone may creep.
+            at = fits[0] + round((over[0] - fits[0]) * (share if turn % 3 else 0.5))
+            at = min(max(at, fits[0] + 1), over[0] - 1)
+        else:
+            # A little beyond where the budget should be met, so that the next turn has both sides.
+            aim = at + (budget - tokens) * at / max(tokens, 1) * (1.02 if fits else 1.05)
+            at = max(math.ceil(aim), at + 1) if fits else min(max(math.floor(aim), smallest), at - 1)

@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from pe_lab.config import SourceConfig, UserError
-from pe_lab.evaluation import Evaluation, Plan, Subject, parse_lengths, parse_suites
+from pe_lab.evaluation import Evaluation, Plan, Subject, parse_lengths
 from pe_lab.evaluation import perplexity as pp
 from pe_lab.evaluation.rows import RowFile
 from pe_lab.positional import Alibi, NoPE, Rope
@@ -263,11 +263,3 @@ def test_parsing_lengths(text, lengths):
 def test_bad_lengths(text):
     with pytest.raises(UserError, match="--lengths"):
         parse_lengths(text, 100)
-
-
-def test_parsing_suites():
-    assert parse_suites("Needles,perplexity,needles") == ("needles", "perplexity")
-    with pytest.raises(UserError, match="Did you mean 'needles'"):
-        parse_suites("needle")
-    with pytest.raises(UserError, match="empty"):
-        parse_suites(",")

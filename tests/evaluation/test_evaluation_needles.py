@@ -42,18 +42,18 @@ def test_a_length_that_does_not_hold_the_questions_is_refused(data):
 
 def test_an_oracle_is_always_right_and_a_guesser_rarely(data):
     asked = needles.questions(data, 1, 64, 400, 0)
-    found = needles.score(asked.answers, asked.answers, asked.distance)
+    found = needles.score(asked.answers, asked)
     assert found["accuracy"] == 1 and found["queries"] == 800 and found["windows"] == 400 and found["stderr"] == 0
     assert all(a in (1, None) for a in found["accuracy_by_distance"]["accuracy"])
     shuffled = np.random.default_rng(0).permutation(asked.answers.ravel()).reshape(asked.answers.shape)
-    guessed = needles.score(shuffled, asked.answers, asked.distance)["accuracy"]
+    guessed = needles.score(shuffled, asked)["accuracy"]
     assert abs(guessed - 1 / tiny.NEEDLES["values"]) < 0.05
 
 
 def test_accuracy_by_distance_adds_up_to_accuracy(data):
     asked = needles.questions(data, 1, 64, 50, 0)
     predicted = np.where(asked.distance < 20, asked.answers, -1)
-    found = needles.score(predicted, asked.answers, asked.distance)
+    found = needles.score(predicted, asked)
     by = found["accuracy_by_distance"]
     assert sum(by["count"]) == found["queries"] == 100
     hits = sum(a * c for a, c in zip(by["accuracy"], by["count"], strict=True) if c)
@@ -65,9 +65,20 @@ def test_accuracy_by_distance_adds_up_to_accuracy(data):
             assert accuracy == pytest.approx((predicted == asked.answers)[inside].mean())
 
 
+def test_accuracy_by_depth_is_of_where_the_fact_lies(data):
+    asked = needles.questions(data, 1, 64, 300, 0)
+    fact = asked.at + 1 - asked.distance
+    found = needles.score(np.where(fact < 32, asked.answers, -1), asked)["by_depth"]
+    assert found["depth"][0] == 5 and found["depth"][-1] == 95 and sum(found["count"]) == 600
+    assert found["score"][:5] == [1] * 5 and all(score in (0, None) for score in found["score"][5:])
+    assert (np.asarray(found["count"][:9]) > 20).all()
+
+
 def test_standard_error_is_over_windows():
     right = np.array([[1, 1], [0, 0], [1, 1], [0, 1]])
-    found = needles.score(right, np.ones_like(right), np.full_like(right, 5))
+    tokens = np.zeros((4, 32), int)
+    asked = needles.Questions(tokens, np.full_like(right, 20), np.ones_like(right), np.full_like(right, 5))
+    found = needles.score(right, asked)
     assert found["stderr"] == pytest.approx(right.mean(1).std(ddof=1) / 2)
 
 

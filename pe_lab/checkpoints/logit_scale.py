@@ -1,0 +1,88 @@
+"""A fitted logit scale, kept with the checkpoint it was fitted for: DroPE's beta(n) = 1 + c ln(n / L) and its data.
+
+It lies beside the steps of a phase, `PHASE/logit_scale.json`, by checkpoint: fitting touches no weights, and a
+checkpoint that was trained further is another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pe_lab.checkpoints.store import DIRECTORY, Checkpoint
+from pe_lab.config import UserError
+from pe_lab.positional import Beta
+
+FILE = "logit_scale.json"
+
+
+def place(checkpoint: Checkpoint) -> Path | None:
+    """The file for a checkpoint of ours; None for one that lies elsewhere, in directories that are not ours."""
+    directory = checkpoint.path.parent
+    return directory.parent / FILE if directory.name == DIRECTORY else None
+
+
+def write_logit_scale(checkpoint: Checkpoint, coefficient: float, fitted: Mapping[int, float], on: str) -> Path | None:
+    """Keeps a fit.
+
+    Args:
+      coefficient: c, common to all lengths.
+      fitted: length in tokens -> the scale that was fitted there.
+      on: what it was fitted on, in words.
+
+    Returns:
+      Where; None for a checkpoint that is not ours.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    path = place(checkpoint)
+    if path is None:
+        return None
+    kept = _read(path)
+    kept[str(checkpoint.metadata["id"])] = {
+        "coefficient": coefficient,
+        "original_length": int(checkpoint.metadata["training_length"]),
+        "scales": {str(length): scale for length, scale in sorted(fitted.items())},
+        "fitted_on": on,
+        "step": checkpoint.step,
+    }
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise UserError(f"The fitted logit scale cannot be written to {path} ({error.strerror}).") from None
+    return path
+
+
+def read_logit_scale(checkpoint: Checkpoint) -> Beta | None:
+    """The scale that was fitted for a checkpoint; None where none was.
+
+    Raises:
+      UserError: the file is damaged.
+    """
+    path = place(checkpoint)
+    entry = _read(path).get(str(checkpoint.metadata.get("id"))) if path is not None else None
+    if entry is None:
+        return None
+    try:
+        return Beta(float(entry["coefficient"]), int(entry["original_length"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error!r}). Remove it, and fit again: --suite=beta.") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(kept, dict):
+            raise ValueError("no object")
+        return kept
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}). Remove it, and fit again: --suite=beta.") from None

@@ -1,0 +1,355 @@
+"""Prompted suites: every sample of every task, answered by every model under every way of reading, a line each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pe_lab.config import UserError
+from pe_lab.data.tokenizers import Tokenizer
+from pe_lab.evaluation import methods
+from pe_lab.evaluation.answering import Answerer, Model, Spent
+from pe_lab.evaluation.intervals import mean_of
+from pe_lab.evaluation.lines import Line, LineFile, key
+from pe_lab.evaluation.readers import Reader
+from pe_lab.evaluation.rows import Row, RowFile, finite
+from pe_lab.evaluation.tasks import Sample, Task
+from pe_lab.training.machine import versions
+
+# Counted up when a suite comes to ask, or score, something else: lines of an older protocol are not taken for new ones.
+PROTOCOLS = {"niah": 1, "ruler": 1, "longbench": 1, "many_shot": 1}
+SAMPLES = {"niah": 500, "ruler": 500}  # as in RULER, and in DroPE's Table 1
+
+
+@dataclass(frozen=True)
+class Group:
+    """Samples of one task that one reader answers; `length` None: texts of their own lengths."""
+
+    reader: Reader
+    task: Task
+    length: int | None
+
+
+class Prompted:
+    """Answers the samples of prompted tasks, and sums them up.
+
+    Args:
+      readers: models and ways of reading. All samples of one are answered before the next.
+      tasks: what to ask.
+      lengths: tokens, for tasks whose prompts are made to a length.
+      count: samples a task and length, where there are so many. None: 500, or all where a file has them.
+      directory: `samples/SUITE.jsonl` and the summaries `SUITE.jsonl` go here.
+      answerer: who answers for a reader at a length; by default its language model.
+    """
+
+    def __init__(
+        self,
+        readers: Sequence[Reader],
+        tasks: Sequence[Task],
+        lengths: Sequence[int],
+        count: int | None,
+        seed: int,
+        directory: Path,
+        again: bool = False,
+        answerer: Callable[[Reader, int, Spent], Answerer] | None = None,
+    ):
+        self.readers, self.tasks, self.lengths = list(readers), list(tasks), list(lengths)
+        self.count, self.seed, self.directory, self.again = count, seed, directory, again
+        self.spent = Spent()
+        self._samples: dict[Any, Sequence[Sample]] = {}
+        self._answerer = answerer or (lambda reader, length, spent: Model(reader.at(length), spent, reader.crop))
+        suites = dict.fromkeys(task.suite for task in tasks)
+        self.lines = {suite: LineFile(directory / "samples" / f"{suite}.jsonl") for suite in suites}
+        self.rows = {suite: RowFile(directory / f"{suite}.jsonl") for suite in suites}
+        for reader in self.readers:
+            if reader.lm.tokenizer is None:
+                raise UserError(
+                    f"{reader.lm.checkpoint.path} came without a tokenizer, so prompts cannot be read. Use a "
+                    "checkpoint that has one (pe_lab.convert brings it along)."
+                )
+        self.groups = [
+            Group(reader, task, length)
+            for reader in self.readers
+            for task in self.tasks
+            for length in (self.lengths if task.sized else [None])
+        ]
+        # A length without room is known before anything is measured.
+        for group in {(id(g.reader.lm.tokenizer), id(g.task), g.length): g for g in self.groups}.values():
+            if len(samples := self.samples(group)):
+                self._check_room(group, samples[0])
+        self.work = sum(self.cost(group) for group in self.groups)
+        done = [(len(keys), sum(k in self.lines[g.task.suite].lines for k in keys)) for g, keys in self._all_keys()]
+        self.total, self.finished = sum(total for total, _ in done), 0 if again else sum(found for _, found in done)
+
+    def tokenizer(self, group: Group) -> Tokenizer:
+        tokenizer = group.reader.lm.tokenizer
+        assert tokenizer is not None
+        return tokenizer
+
+    def samples(self, group: Group) -> Sequence[Sample]:
+        """The group's samples; the same whoever answers, and whenever."""
+        tokenizer = self.tokenizer(group)
+        known = (id(group.task), tokenizer.fingerprint, group.length)
+        if known not in self._samples:
+            count = self.count or SAMPLES.get(group.task.suite, sys.maxsize)
+            self._samples[known] = group.task.samples(tokenizer, group.length, count, self.seed)
+        return self._samples[known]
+
+    def cost(self, group: Group) -> int:
+        """Tokens of a group, about, for a progress bar."""
+        samples = self.samples(group)
+        if group.length is not None:
+            return group.length * len(samples)
+        return sum(len(sample.tokens) + sample.max_new_tokens for sample in samples)
+
+    def run(self, heard: Callable[[Group, int], None] = lambda group, tokens: None) -> list[Row]:
+        """Answers what is not answered yet; the summaries of all groups, which are also written.
+
+        `heard` is told of tokens, of `cost` altogether, as a group goes on.
+        """
+        rows = []
+        for group in self.groups:
+            lines = self._answer(group, lambda tokens, group=group: heard(group, tokens))
+            row = self._summary(group, lines)
+            self.rows[group.task.suite].put([row])
+            rows.append(row)
+        return rows
+
+    # --------------------------------------------------------------------------------------------------------
+    # Answering
+
+    def _answer(self, group: Group, heard: Callable[[int], None]) -> list[Line]:
+        """The lines of a group, in the order of its samples."""
+        file, samples, keys = self.lines[group.task.suite], self.samples(group), self._keys(group)
+        if self.again:
+            file.forget(keys)
+        done = [k in file.lines for k in keys]
+        heard(int(self.cost(group) * sum(done) / max(len(keys), 1)))
+        for length, indices in self._alike(group, samples):
+            missing = [i for i in indices if not done[i]]
+            if not missing:
+                continue
+            answerer = self._answerer(group.reader, length, self.spent)
+            longest = (
+                length if group.length else max(len(samples[i].tokens) + samples[i].max_new_tokens for i in indices)
+            )
+            for batch in batches(indices, answerer.rows(longest)):
+                if all(done[i] for i in batch.indices):
+                    continue
+                # A batch that was begun is answered whole: alone, a sample might be summed up in another order.
+                asked = {i: samples[i] for i in batch.indices}
+                for sample in asked.values():
+                    self._check_room(group, sample)
+                start = time.perf_counter()
+                answers = answerer([asked[i] for i in batch.filled])[: len(batch.indices)]
+                seconds = (time.perf_counter() - start) / len(batch.indices)
+                file.add(
+                    [
+                        self._line(group, sample, answer, length, seconds)
+                        for sample, answer in zip(asked.values(), answers, strict=True)
+                    ]
+                )
+                new = [asked[i] for i in batch.indices if not done[i]]
+                heard(sum(group.length or len(sample.tokens) + sample.max_new_tokens for sample in new))
+        return [file.lines[k] for k in keys]
+
+    def _keys(self, group: Group) -> list[tuple[Any, ...]]:
+        """Of the lines that answer the group's samples, in their order."""
+        lengths = self._lengths(group, self.samples(group))
+        settings = self._settings(group)
+        readings = {length: group.reader.fingerprint(length) for length in set(lengths)}
+        return [key(self._identity(group, i, readings[n], settings)) for i, n in enumerate(lengths)]
+
+    def _all_keys(self) -> Iterator[tuple[Group, list[tuple[Any, ...]]]]:
+        for group in self.groups:
+            yield group, self._keys(group)
+
+    def _lengths(self, group: Group, samples: Sequence[Sample]) -> list[int]:
+        """The length that each sample is read as."""
+        if group.length is not None:
+            return [group.length] * len(samples)
+        trained = group.reader.training_length
+        return [read_length(len(sample.tokens) + sample.max_new_tokens, trained) for sample in samples]
+
+    def _alike(self, group: Group, samples: Sequence[Sample]) -> Iterator[tuple[int, list[int]]]:
+        """Samples that are read as one length, short ones first; within, by their own, so that batches are even."""
+        lengths = self._lengths(group, samples)
+        for length in sorted(set(lengths)):
+            chosen = [i for i, one in enumerate(lengths) if one == length]
+            if group.length is None:
+                chosen.sort(key=lambda i: len(samples[i].tokens))
+            yield length, chosen
+
+    def _check_room(self, group: Group, sample: Sample) -> None:
+        needed = len(sample.tokens) + sample.max_new_tokens
+        if group.length is not None and needed > group.length:
+            raise UserError(
+                f"{group.task.suite}:{group.task.name}, sample {sample.index}: its prompt of {len(sample.tokens):,} "
+                f"tokens and {sample.max_new_tokens} new ones do not fit {group.length:,}; nothing is ever cut off a "
+                "prompt here. Give a larger --lengths."
+            )
+
+    def _identity(self, group: Group, index: int, reading: str, settings: str) -> Line:
+        task = group.task
+        return {
+            "checkpoint_id": group.reader.subject.id,
+            "reading": reading,
+            "suite": task.suite,
+            "task": task.name,
+            "length": group.length,
+            "seed": self.seed,
+            "settings": settings,
+            "index": index,
+        }
+
+    def _settings(self, group: Group) -> str:
+        """A fingerprint of what else the samples depend on."""
+        task = group.task
+        text = json.dumps([dict(task.settings), self.tokenizer(group).fingerprint], sort_keys=True, default=str)
+        return f"{task.suite}-{PROTOCOLS[task.suite]}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+    def _line(self, group: Group, sample: Sample, output: str, length: int, seconds: float) -> Line:
+        task, reader = group.task, group.reader
+        scores = task.score(sample, output)
+        found = getattr(task, "found", None)
+        identity = self._identity(group, sample.index, reader.fingerprint(length), self._settings(group))
+        line = identity | {
+            "prompt": sample.fingerprint,
+            "tokens": len(sample.tokens),
+            "depth": list(sample.depth),
+            "references": list(sample.references),
+            "output": output,
+            "score": scores[task.metric],
+            "scores": scores,
+            "found": found(sample, output) if found else None,
+            "facts": dict(sample.facts),
+            "run": reader.subject.run,
+            "checkpoint": reader.subject.path,
+            "label": reader.label,
+            "positional": methods.summary(reader.layers_at(length)),
+            "read_as": length,
+            "lineage": reader.lineage,
+            "protocol": f"{task.suite}-{PROTOCOLS[task.suite]}",
+            "seconds": seconds,
+        }
+        return finite(line)
+
+    # --------------------------------------------------------------------------------------------------------
+    # Summing up
+
+    def _summary(self, group: Group, lines: Sequence[Line]) -> Row:
+        task, reader, subject = group.task, group.reader, group.reader.subject
+        mean = mean_of([line["score"] for line in lines])
+        if mean is None:
+            raise UserError(f"{task.suite}:{task.name} has no samples.")
+        factor = None if group.length is None else group.length / reader.training_length
+        row: Row = {
+            "suite": task.suite,
+            "source": task.name,
+            "run": subject.run,
+            "phase": subject.checkpoint.metadata.get("phase", ""),
+            "checkpoint": subject.path,
+            "checkpoint_id": subject.id,
+            "step": subject.checkpoint.step,
+            "model": subject.model,
+            "method": reader.method,
+            "label": reader.label,
+            "positional": lines[-1]["positional"],
+            "length": group.length,
+            "factor": int(factor) if factor is not None and factor.is_integer() else factor,
+            "seed": self.seed,
+            "metric": task.metric,
+            "score": mean.score,
+            "stderr": mean.stderr,
+            "low": mean.low,
+            "high": mean.high,
+            "samples": mean.count,
+            "scores": {
+                name: math.fsum(line["scores"][name] for line in lines) / len(lines) for name in lines[0]["scores"]
+            },
+            "truncated": sum(bool(line["facts"].get("truncated")) for line in lines),
+            "longest": max(line["tokens"] for line in lines),
+            "settings": lines[0]["settings"],
+            "higher_is_better": True,
+            "seconds": math.fsum(line["seconds"] for line in lines),
+            "protocol": lines[0]["protocol"],
+            "versions": versions(),
+            "devices": len(jax.local_devices()),
+        }
+        if any(line["depth"] for line in lines):
+            row["by_depth"] = by_depth(lines)
+        if group.length is None:
+            row["by_length"] = by_length(lines)
+        return finite(row)
+
+
+def read_length(tokens: int, training_length: int) -> int:
+    """The length that a text of `tokens` is read as where texts have their own lengths: the training length, or twice
+    it, or four times ... Texts of one such class share a schedule, and so a batch."""
+    length = training_length
+    while length < tokens:
+        length *= 2
+    return length
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples answered together; `filled` repeats the last one, so that all batches of a group have as many rows."""
+
+    indices: list[int]
+    filled: list[int]
+
+
+def batches(indices: Sequence[int], rows: int) -> list[Batch]:
+    """So few batches as rows allow, of one size, which is compiled once; the last one may be filled up."""
+    number = -(-len(indices) // rows)
+    size = -(-len(indices) // number)
+    cut = [list(indices[start : start + size]) for start in range(0, len(indices), size)]
+    return [Batch(part, part + [part[-1]] * (size - len(part))) for part in cut]
+
+
+def by_depth(lines: Sequence[Line]) -> dict[str, list[Any]]:
+    """The share of needles found at each depth, in steps of ten per cent, or the grid's own where it is finer."""
+    pairs = [(depth, hit) for line in lines for depth, hit in zip(line["depth"], line["found"], strict=True)]
+    asked = sorted({depth for depth, _ in pairs})
+    places = asked if len(asked) <= 11 else [float(place) for place in range(0, 101, 10)]
+    hits: dict[float, list[float]] = {place: [] for place in places}
+    for depth, hit in pairs:
+        hits[min(places, key=lambda place: abs(place - depth))].append(hit)
+    return {
+        "depth": places,
+        "score": [math.fsum(found) / len(found) if found else None for found in hits.values()],
+        "count": [len(found) for found in hits.values()],
+    }
+
+
+LENGTH_EDGES = (0, 4096, 8192, 16384, 32768, 65536, 131072)  # DroPE, Tables 8 and 9, and on
+
+
+def by_length(lines: Sequence[Line]) -> dict[str, list[Any]]:
+    """Scores by the tokens of the whole prompt, before anything was cut off it."""
+    whole = [line["facts"].get("tokens_before") or line["tokens"] for line in lines]
+    top = next((i for i, edge in enumerate(LENGTH_EDGES) if edge >= max(whole)), len(LENGTH_EDGES) - 1)
+    edges = list(LENGTH_EDGES[: max(top, 1) + 1])
+    if max(whole) > edges[-1]:
+        edges.append(max(whole))
+    parts = [
+        mean_of([line["score"] for line, n in zip(lines, whole, strict=True) if low < n <= high])
+        for low, high in zip(edges, edges[1:], strict=False)
+    ]
+    return {
+        "edges": edges,
+        "score": [part.score if part else None for part in parts],
+        "low": [part.low if part else None for part in parts],
+        "high": [part.high if part else None for part in parts],
+        "count": [part.count if part else 0 for part in parts],
+    }

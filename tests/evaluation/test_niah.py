@@ -1,0 +1,160 @@
+"""Needles in haystacks: that the prompts are RULER's, DroPE's and DoPE's, fit, and are always the same."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pe_lab.config import UserError
+from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.evaluation import haystacks, niah
+from pe_lab.evaluation.haystacks import Haystack
+from pe_lab.evaluation.words import draw, draw_distinct, word_list
+
+TOKENIZER = ByteTokenizer()
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "niah_golden.json").read_text(encoding="utf-8"))
+PROSE = " ".join(f"Line {n} of the log says that nothing happened today. Or so it seems!" for n in range(300))
+ESSAYS = Haystack("essays", PROSE)
+ALL = [niah.niah_task(name, ESSAYS) for name in niah.NIAH] + [niah.ruler_needle_task(n, ESSAYS) for n in niah.RULER]
+
+
+def by_reading(prompt: str, asked: list[str]) -> list[str]:
+    """The values of the keys that are asked for, read out of the text: what a model does that copies."""
+    facts = re.findall(r"One of the special magic \w+ for ([^.]+?) is: ([\w-]+)\.", prompt)
+    return [value for key in asked for k, value in facts if k == key]
+
+
+def asked_keys(prompt: str) -> list[str]:
+    (listed,) = re.findall(r"What (?:is|are all) the special magic \w+ for (.+?) mentioned", prompt)
+    return re.split(r",? and |, ", listed)
+
+
+@pytest.mark.parametrize("task", ALL, ids=lambda task: f"{task.suite}:{task.name}")
+def test_a_model_that_copies_finds_all_and_one_that_talks_at_random_nothing(task):
+    for index, sample in enumerate(task.samples(TOKENIZER, 3000, 3, 42)):
+        assert len(sample.tokens) + sample.max_new_tokens <= 3000
+        found = by_reading(sample.text, asked_keys(sample.text))
+        assert sorted(found) == sorted(sample.references) and len(found) == task.values * task.queries
+        assert task.score(sample, " and ".join(found)) == {"fraction_found": 1.0, "all_found": 1.0}
+        assert task.found(sample, found[0]) == [float(r == found[0]) for r in sample.references]
+        rng = np.random.default_rng(index)
+        noise = TOKENIZER.decode(rng.integers(0, 256, sample.max_new_tokens))
+        assert task.score(sample, noise) == {"fraction_found": 0.0, "all_found": 0.0}
+
+
+@pytest.mark.parametrize("task", ALL, ids=lambda task: f"{task.suite}:{task.name}")
+def test_the_prompt_is_as_long_as_fits_and_a_function_of_its_index(task):
+    long = task.samples(TOKENIZER, 4000, 20, 42)
+    sample = long[7]
+    unit = max(len(word) for word in PROSE.split()) + 1 if task.haystack.text else 150
+    assert 4000 - unit < len(sample.tokens) + sample.max_new_tokens <= 4000
+    again = task.samples(TOKENIZER, 4000, 8, 42)[7]  # with others asked for before it, or none
+    assert again.fingerprint == sample.fingerprint and again.text == sample.text
+    others = [long[6], task.samples(TOKENIZER, 4000, 20, 43)[7]]
+    assert sample.references not in [other.references for other in others]
+    shorter = task.samples(TOKENIZER, 3000, 20, 42)[7]  # the same needles, so that lengths compare in pairs
+    assert shorter.references == sample.references and len(shorter.tokens) < len(sample.tokens)
+
+
+@pytest.mark.parametrize("name", list(GOLDEN))
+def test_prompts_are_those_of_rulers_own_template(name):
+    """The golden texts are made by lm-evaluation-harness' port of RULER; see tests/data/make_niah_golden.py."""
+    task = niah.ruler_needle_task(name, ESSAYS)
+    sample = task.samples(TOKENIZER, 3000, 1, 0)[0]
+    assert masked(sample.text, task) == masked(GOLDEN[name], task)
+
+
+def masked(prompt: str, task: niah.NeedleTask) -> str:
+    """A prompt with its keys, values and filler blotted out."""
+    text = prompt
+    for key in asked_keys(prompt):
+        text = text.replace(key, "KEY")
+    head, _, rest = text.partition("\n")
+    context, _, tail = rest.rpartition("\nWhat")
+    needles = re.findall(r"One of the special magic (\w+) for [^.]+? is: [\w-]+\.", context)
+    kinds = sorted(set(needles))
+    filler = re.sub(r"One of the special magic \w+ for [^.]+? is: [\w-]+\.", "", context).split()
+    # Of a haystack of needles, how many there are is a matter of length.
+    count = len(needles) if task.haystack.kind != "needles" else "many"
+    return f"{head}|{kinds}|{count}|{bool(filler)}|{tail}"
+
+
+def test_the_grid_is_walked_and_the_needle_lies_where_it_says():
+    task = niah.niah_task("standard", ESSAYS, (0.0, 50.0, 100.0))
+    for index, sample in enumerate(task.samples(TOKENIZER, 4000, 6, 1)):
+        (depth,) = sample.depth
+        assert depth == (0.0, 50.0, 100.0)[index % 3]
+        start = sample.text.index("\n") + 1
+        end = sample.text.rindex("\nWhat is")
+        place = (sample.text.index("One of the special") - start) / (end - start)
+        assert abs(place - depth / 100) < 0.05
+    sample = niah.niah_task("multi_value", ESSAYS).samples(TOKENIZER, 4000, 1, 1)[0]
+    places = [sample.text.index(f"is: {value}.") / len(sample.text) for value in sample.references]
+    assert np.argsort(places).tolist() == np.argsort(sample.depth, kind="stable").tolist()
+
+
+def test_a_drope_prompt_ends_with_a_colon_and_its_excerpt_begins_anywhere():
+    standard = niah.niah_task("standard", ESSAYS).samples(TOKENIZER, 2000, 4, 0)
+    assert all(
+        re.search(r"The special magic number for \S+ mentioned in the provided text is:$", s.text) for s in standard
+    )
+    beginnings = {sample.text.split("\n")[1][:20] for sample in standard[1:]}  # the first has its needle there
+    assert len(beginnings) == 3
+    several = niah.niah_task("multi_query", ESSAYS).samples(TOKENIZER, 2000, 1, 0)[0]
+    tail = r"The special magic numbers for \S+, \S+, \S+, and \S+ mentioned in the provided text are:$"
+    assert re.search(tail, several.text)
+    ruler = niah.ruler_needle_task("niah_single_2", ESSAYS).samples(TOKENIZER, 2000, 4, 0)
+    assert len({sample.text.split("\n")[1][:20] for sample in ruler[:2]}) >= 1
+    assert all(sample.text.endswith("mentioned in the provided text is") for sample in ruler)
+
+
+def test_noise_is_start_of_sequence_tokens_after_the_needle():
+    task = niah.niah_task("noisy", ESSAYS)
+    sample = task.samples(TOKENIZER, 3000, 4, 0)[2]
+    sinks = np.flatnonzero(sample.tokens == TOKENIZER.eos_id)  # bytes have no start of sequence
+    assert len(sinks) == niah.SINKS and (np.diff(sinks) == 1).all()
+    before = TOKENIZER.decode(sample.tokens[: sinks[0]])
+    assert before.endswith(f"is: {sample.references[0]}.")
+    assert sample.max_new_tokens == 50 and sample.stop == ("\n",)
+
+
+def test_a_length_without_room_is_an_error_that_says_how_much_it_takes():
+    task = niah.niah_task("standard", ESSAYS)
+    with pytest.raises(UserError, match="the shortest take") as error:
+        task.samples(TOKENIZER, 300, 1, 0)[0]
+    least = int(re.search(r"take ([\d,]+)", str(error.value))[1].replace(",", ""))
+    assert len(task.samples(TOKENIZER, least, 1, 0)[0].tokens) + task.max_new_tokens == least
+    with pytest.raises(UserError):
+        task.samples(TOKENIZER, least - 1, 1, 0)[0]
+
+
+def test_sentences_are_cut_between_and_not_within():
+    text = 'It rained. "Did it?" she asked. Dr. Wu, i.e. the U.S. doctor, paid $3.50 (really!). Yes. 7 left.'
+    found = haystacks.sentences(text)
+    assert found == ["It rained.", '"Did it?" she asked.', "Dr. Wu, i.e. the U.S. doctor, paid $3.50 (really!).",
+                     "Yes.", "7 left."]  # fmt: skip
+    assert " ".join(haystacks.sentences(PROSE)) == PROSE and len(haystacks.sentences(PROSE)) == 600
+    assert haystacks.sentences("no end") == ["no end"]
+
+
+def test_a_haystack_of_texts_begins_again_after_its_last_word(tmp_path):
+    (tmp_path / "b.txt").write_text("four five. Six seven eight nine ten.")
+    (tmp_path / "a.txt").write_text("One two\n\n three.\tAnd")
+    found = haystacks.open_haystack(f"{tmp_path}/*.txt")
+    assert " ".join(found.pieces(14, 9, "words", "numbers", random.Random(0))) == (
+        "nine ten. One two three. And four five. Six seven eight nine ten. One"
+    )
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="a.txt cannot be read as text"):
+        haystacks.open_haystack(f"{tmp_path}/*.txt")
+
+
+def test_words_numbers_and_uuids():
+    rng = random.Random(0)
+    assert re.fullmatch(r"\d{7}", draw("numbers", rng))
+    assert re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", draw("uuids", rng))
+    assert any(draw("words", rng) for _ in range(3)) and len(word_list("noun")) > 6000
+    assert len(set(draw_distinct("numbers", 50, rng))) == 50

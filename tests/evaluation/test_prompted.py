@@ -1,0 +1,230 @@
+"""Prompted suites from end to end on a tiny model: what is kept, what is asked again, and what the rows say."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+
+from pe_lab.config import UserError
+from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.evaluation import Prompted, Subject, all_readers
+from pe_lab.evaluation.answering import Model
+from pe_lab.evaluation.haystacks import Haystack
+from pe_lab.evaluation.intervals import mean_of, wilson
+from pe_lab.evaluation.lines import LineFile, key
+from pe_lab.evaluation.niah import niah_task
+from pe_lab.evaluation.prompted import batches, by_length, read_length
+from pe_lab.evaluation.tasks import Sample
+from pe_lab.language_model import LanguageModel
+from pe_lab.positional import DynamicNTK, NoPE, Rope
+
+HAYSTACK = Haystack("text", " ".join(f"Day {n} went by. Nobody came." for n in range(100)))
+LENGTHS = (600, 700)
+
+
+def model(encoding=None, **facts) -> LanguageModel:
+    found = tiny.checkpoint(encoding, **facts)
+    return LanguageModel(found, found.layers, found.schedule.generalize(), ByteTokenizer())
+
+
+def readers(lm, chosen=None, described=()):
+    return all_readers([lm], [Subject(lm.checkpoint, "tiny", "pretrain/checkpoints/3")], chosen, list(described))
+
+
+def task(name="standard", depths=(0.0, 50.0), **changes):
+    made = niah_task(name, HAYSTACK, depths)
+    return type(made)(**{**vars(made), "max_new_tokens": 12, **changes})
+
+
+class Copies:
+    """Answers with what it should, and counts how often it is asked."""
+
+    def __init__(self, most: int = 4, dies_after: int | None = None, wrong: float | None = None):
+        self.asked, self._rows, self._dies, self._wrong = [], most, dies_after, wrong
+
+    def rows(self, length: int) -> int:
+        return self._rows
+
+    def __call__(self, samples):
+        if self._dies is not None and len(self.asked) >= self._dies:
+            raise KeyboardInterrupt
+        self.asked.append([sample.index for sample in samples])
+        return ["nothing" if s.depth[0] == self._wrong else " ".join(s.references) for s in samples]
+
+
+def run(directory, answers, count=10, lm=None, tasks=None, **options):
+    made = Prompted(readers(lm or model()), tasks or [task()], LENGTHS, count, 42, directory,
+                    answerer=lambda *_: answers, **options)  # fmt: skip
+    return made, made.run()
+
+
+def without_times(path: Path) -> list[dict]:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+def test_a_copying_model_has_all_and_rows_tell_by_depth(tmp_path):
+    heard = []
+    made = Prompted(readers(model()), [task()], LENGTHS, 10, 42, tmp_path, answerer=lambda *_: Copies(wrong=50.0))
+    rows = made.run(lambda group, tokens: heard.append(tokens))
+    assert sum(heard) == made.work == 10 * sum(LENGTHS)
+    assert [(row["length"], row["score"], row["samples"]) for row in rows] == [(600, 0.5, 10), (700, 0.5, 10)]
+    assert rows[0]["by_depth"] == {"depth": [0.0, 50.0], "score": [1.0, 0.0], "count": [5, 5]}
+    assert rows[0]["low"] == pytest.approx(wilson(0.5, 10)[0]) and rows[0]["scores"]["all_found"] == 0.5
+    assert rows[0]["factor"] == 600 / tiny.LENGTH and rows[0]["label"] == rows[0]["model"] == "RoPE"
+    line = without_times(tmp_path / "samples" / "niah.jsonl")[0]
+    needed = {"prompt", "tokens", "depth", "references", "output", "score", "lineage", "protocol", "length"}
+    assert needed <= set(line) and line["lineage"] == ["initialized at random"] and line["protocol"] == "niah-1"
+    assert 580 - 12 <= line["tokens"] <= 600 - 12
+    kept = [json.loads(text) for text in (tmp_path / "niah.jsonl").read_text().splitlines()]
+    assert [row["score"] for row in kept] == [0.5, 0.5]
+
+
+def test_what_was_interrupted_goes_on_and_ends_the_same(tmp_path):
+    """Ten samples at each of two lengths, by four: batches of 4, 4, and 2 that are filled up."""
+    run(tmp_path / "whole", Copies())
+    file = tmp_path / "cut" / "samples" / "niah.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", Copies(dies_after=2))
+    # A process that is killed as it writes leaves a part of a batch, and a part of a line.
+    kept = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(kept[:5]) + kept[5][:40])
+    second = Copies(dies_after=3)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", second)
+    assert second.asked == [[4, 5, 6, 7], [8, 9, 9, 9], [0, 1, 2, 3]]  # the begun batch whole, though one was there
+    last = Copies()
+    made, _ = run(tmp_path / "cut", last)
+    assert made.finished == 14 and last.asked == [[4, 5, 6, 7], [8, 9, 9, 9]]
+    assert without_times(file) == without_times(tmp_path / "whole" / "samples" / "niah.jsonl")
+
+
+def test_what_is_finished_is_not_asked_again_unless_it_is_to_be(tmp_path):
+    _, rows = run(tmp_path, Copies())
+    again = Copies()
+    made, same = run(tmp_path, again)
+    assert not again.asked and made.finished == made.total == 20 and same[0]["score"] == rows[0]["score"]
+    run(tmp_path, again, count=12)  # two more of each length
+    assert sorted({i for asked in again.asked for i in asked}) == [8, 9, 10, 11]
+    before = (tmp_path / "samples" / "niah.jsonl").read_text().count("\n")
+    assert before == 24
+    anew = Copies(wrong=0.0)
+    _, worse = run(tmp_path, anew, again=True)
+    assert worse[0]["score"] == 0.5 and (tmp_path / "samples" / "niah.jsonl").read_text().count("\n") == before
+
+
+def test_another_reading_another_haystack_and_another_seed_are_other_samples(tmp_path):
+    run(tmp_path, Copies(), count=2)
+    for change in (
+        {"lm": model(Rope(base=500.0))},
+        {"tasks": [task(haystack=Haystack("text", HAYSTACK.text + " And so on."))]},
+    ):
+        asked = Copies()
+        run(tmp_path, asked, count=2, **change)
+        assert len(asked.asked) == 2
+    other = Copies()
+    Prompted(readers(model()), [task()], LENGTHS, 2, 43, tmp_path, answerer=lambda *_: other).run()
+    assert len(other.asked) == 2
+
+
+def test_the_model_itself_answers_as_generate_does(tmp_path):
+    lm = model()
+    made = Prompted(readers(lm), [task()], (600,), 3, 42, tmp_path)
+    made.run()
+    lines = without_times(tmp_path / "samples" / "niah.jsonl")
+    samples = made.samples(made.groups[0])
+    for line, sample in zip(lines, samples, strict=True):
+        assert line["output"] == lm.generate(sample.tokens, max_new_tokens=12, text=True)
+    assert made.spent.read == sum(len(s.tokens) for s in samples) and made.spent.written >= 3
+    assert "tokens/s" in made.spent.describe()
+
+
+def test_encodings_that_follow_the_length_stand_still_at_the_one_that_is_asked_for(tmp_path):
+    lm = model(Rope(scaling=DynamicNTK(original_length=tiny.LENGTH)))
+    (reader,) = readers(lm)
+    sample = Sample(0, "", np.arange(40, dtype=np.int32), ("x",), 6)
+    named = model(Rope()).with_positional(f"ntk:factor={64 / tiny.LENGTH}")
+    assert Model(reader.at(64))([sample]) == [named.generate(sample.tokens, max_new_tokens=6, text=True)]
+    assert Model(reader.at(40))([sample]) != Model(reader.at(64))([sample])
+    assert reader.fingerprint(64) != reader.fingerprint(128)
+    assert readers(model(Rope()))[0].fingerprint(64) == readers(model(Rope()))[0].fingerprint(128)
+
+
+def test_the_cropped_baseline_reads_the_end_of_a_prompt():
+    (reader,) = readers(model(), ["cropped"])
+    sample = Sample(0, "", np.arange(40, dtype=np.int32), ("x",), 6)
+    cropped = Model(reader.at(40), crop=reader.crop)([sample])
+    end = sample.tokens[-(tiny.LENGTH - 6) :]
+    assert cropped == [reader.lm.generate(end, max_new_tokens=6, text=True)]
+
+
+def test_methods_and_encodings_of_readers():
+    lm = model()
+    labels = [reader.label for reader in readers(lm, ["as trained", "YaRN"], ["yarn:factor=2", "nope"])]
+    assert labels == ["RoPE", "RoPE + YaRN", "RoPE, read as yarn:factor=2", "RoPE, read as nope"]
+    assert [reader.label for reader in readers(lm, None, ["nope"])] == ["RoPE, read as nope"]
+    dropped = model(NoPE(), lineage=("random", tiny.DROPPED))
+    with pytest.raises(UserError, match="no logit scale was fitted"):
+        readers(dropped, ["beta"])
+    with pytest.raises(UserError, match="makes no sense for what is here .DroPE."):
+        readers(dropped, ["YaRN"])
+    (scaled,) = readers(dropped, ["paper beta"])
+    assert scaled.layers_at(4 * tiny.LENGTH)[0].logit_scale == pytest.approx(1 + 0.412 * np.log(4))
+
+
+def test_a_model_without_a_tokenizer_is_an_error(tmp_path):
+    lm = model()
+    bare = type(lm)(lm.checkpoint, lm.layers, lm.schedule)
+    with pytest.raises(UserError, match="came without a tokenizer"):
+        Prompted(readers(bare), [task()], LENGTHS, 2, 42, tmp_path)
+
+
+def test_a_prompt_that_does_not_fit_is_an_error_and_never_cut(tmp_path):
+    class Careless(type(task())):
+        def samples(self, tokenizer, length, count, seed):
+            return super().samples(tokenizer, length + 50, count, seed)
+
+    made = Careless(**vars(task()))
+    with pytest.raises(UserError, match="do not fit 600; nothing is ever cut off"):
+        Prompted(readers(model()), [made], (600,), 2, 42, tmp_path)
+
+
+def test_batches_are_of_one_size_and_few():
+    cut = batches(list(range(11)), 8)
+    assert [b.indices for b in cut] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    assert [len(b.filled) for b in cut] == [6, 6] and cut[1].filled[-1] == 10
+    assert [b.indices for b in batches([3], 8)] == [[3]]
+
+
+def test_texts_of_their_own_lengths_are_read_as_one_of_few():
+    assert [read_length(n, 16) for n in (1, 16, 17, 32, 33, 100)] == [16, 16, 32, 32, 64, 128]
+    lines = [{"tokens": n, "facts": facts, "score": s} for n, facts, s in
+             [(100, {}, 1.0), (4096, {}, 0.0), (4097, {}, 1.0), (900, {"tokens_before": 20000}, 1.0)]]  # fmt: skip
+    found = by_length(lines)
+    assert found["edges"] == [0, 4096, 8192, 16384, 32768]
+    assert found["count"] == [2, 1, 0, 1] and found["score"] == [0.5, 1.0, None, 1.0]
+
+
+def test_intervals():
+    """Wilson's of 8 in 10 is in his tables (0.4902, 0.9433); t's of 1..5 by hand: 3 +- 2.776 * sqrt(2.5 / 5)."""
+    found = mean_of([1.0] * 8 + [0.0] * 2)
+    assert (found.low, found.high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
+    fractions = mean_of([x / 10 for x in (1, 2, 3, 4, 5)])
+    assert fractions.low == pytest.approx(0.3 - 0.2776 * 0.70711, abs=1e-4)
+    assert fractions.stderr == pytest.approx(0.0707, abs=1e-4)
+    certain = mean_of([1.0] * 5)
+    assert certain.high == pytest.approx(1.0) and certain.low < 0.7 and mean_of([]) is None
+
+
+def test_a_damaged_file_of_lines_is_named(tmp_path):
+    path = tmp_path / "niah.jsonl"
+    path.write_text('{"index": 0}\n[1]\n')
+    with pytest.raises(UserError, match="line 2, is no sample"):
+        LineFile(path)
+    path.write_text('{"index": 0}\n{"ind')
+    file = LineFile(path)
+    assert [key(line)[-1] for line in file.lines.values()] == [0]
+    file.add([{"index": 1}])
+    assert path.read_text() == '{"index": 0}\n{"index": 1}\n'
