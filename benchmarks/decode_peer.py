@@ -1,6 +1,6 @@
-"""The peer's side of `decode.py`: transformers' `generate` under torch, told by lines of JSON on stdin what to do.
+"""The peer's side of `decode.py` and `niah.py`: transformers' `generate` under torch, told by lines of JSON on stdin what to do.
 
-Run by `decode.py` with a Python that has torch and transformers; imports nothing of pe_lab.
+Run by them with a Python that has torch and transformers; imports nothing of pe_lab.
 """
 
 import json
@@ -60,6 +60,16 @@ def generate(model: torch.nn.Module, prompts: torch.Tensor, new: int) -> dict:
     }
 
 
+def answer(model: torch.nn.Module, prompts: list, new: int, eos: list) -> dict:
+    """Seconds, and the new ids of prompts of any lengths, padded on the left; a text ends at one of `eos`."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    start = time.perf_counter()
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=new, use_cache=True, eos_token_id=eos)
+    return {"seconds": time.perf_counter() - start, "ids": found[:, longest:].tolist()}
+
+
 @torch.inference_mode()
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")  # whatever libraries print goes to stderr, not among the replies
@@ -79,6 +89,9 @@ def main() -> None:
     )
     for line in sys.stdin:
         asked = json.loads(line)
+        if asked["do"] == "answer":
+            reply(answer(model, asked["prompts"], asked["new"], asked["eos"]))
+            continue
         prompts = torch.tensor(asked["prompts"])
         if asked["do"] == "logits":
             reply({"logits": model(prompts).logits[0, -1].tolist()})

@@ -1,47 +1,53 @@
-"""`python -m pe_lab.evaluate --from=runs/NAME`: perplexity and needles by length, under each method."""
+"""`python -m pe_lab.evaluate --from=runs/NAME`: what models do with long texts, by suite, length and way of reading."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-import math
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pe_lab.config import Config, DataConfig, EvaluationConfig, SourceConfig, UserError, command, from_dict
 
+if TYPE_CHECKING:
+    from pe_lab.evaluation import Subject
+    from pe_lab.language_model import LanguageModel
 
-def locate(given: Path) -> tuple[Path, list[Path]]:
-    """The run directory that a path belongs to, and the checkpoints it means.
+Row = dict[str, Any]
+TEXT_KINDS = ("text", "jsonl", "parquet", "tfds", "stdlib")
+
+
+def locate(given: str | Path) -> tuple[Path, list[str]]:
+    """The directory whose `evaluation` the results of a path go to, and the checkpoints that the path means.
 
     A run directory means the last checkpoint of each phase; a phase, a directory made by surgery, or a single
-    checkpoint mean that one.
+    checkpoint mean that one. Somebody else's checkpoint is itself; its results go to `runs/NAME`.
     """
     from pe_lab.checkpoints import find_checkpoints, is_foreign, resolve
 
     if is_foreign(given):
+        name = str(given).partition(":")[2] if str(given).startswith(("hf:", "gguf:")) else str(given)
+        return Path("runs") / Path(name).stem, [str(given)]
+    directory = Path(given)
+    if not directory.is_dir():
         raise UserError(
-            f"--from '{given}' is no checkpoint of pe_lab. Bring it in first: python -m pe_lab.convert --from={given} "
-            "--to=runs/NAME"
+            f"--from '{given}' is not a directory. Give a run, a phase of it, a checkpoint, hf:DIR or gguf:FILE."
         )
-    if not given.is_dir():
-        raise UserError(f"--from '{given}' is not a directory. Give a run, a phase of it, or a checkpoint.")
-    given = given.resolve()
-    if (given / "run.json").is_file():
-        found = find_checkpoints(given)
+    directory = directory.resolve()
+    if (directory / "run.json").is_file():
+        found = find_checkpoints(directory)
         if not found:
             raise UserError(f"--from '{given}' has no checkpoint yet. Train it first (python -m pe_lab.train).")
-        return given, found
-    directory, step = resolve(given)
-    directory = directory.resolve()
-    above = [directory, *list(directory.parents)[:2]]  # checkpoints, phase, run
-    root = next((path for path in above if (path / "run.json").is_file()), directory.parent)
-    return root, [directory / str(step)]
+        return directory, [str(path) for path in found]
+    phase, step = resolve(directory)
+    phase = phase.resolve()
+    above = [phase, *list(phase.parents)[:2]]  # checkpoints, phase, run
+    root = next((path for path in above if (path / "run.json").is_file()), phase.parent)
+    return root, [str(phase / str(step))]
 
 
 def run_name(root: Path) -> str:
@@ -52,56 +58,85 @@ def run_name(root: Path) -> str:
         return root.name
 
 
-def saved_config(metadata: dict[str, Any], where: Path) -> tuple[DataConfig, EvaluationConfig]:
-    """What a checkpoint's own config says of its data and of evaluation."""
+def saved_config(metadata: Row, where: str) -> tuple[DataConfig | None, EvaluationConfig]:
+    """What a checkpoint's own config says of its data (None: it came from elsewhere) and of evaluation."""
     config = metadata.get("config")
     if not config:
-        raise UserError(
-            f"{where} does not say what it was trained on (it was converted). Measure it on text of yours: --text=GLOB."
-        )
+        return None, EvaluationConfig()
     whole = {name: config[name] for name in ("data", "evaluation") if name in config}
     read = from_dict(Config, whole, f"config of {where}")
     return read.data, read.evaluation
 
 
-def own_text(pattern: str, tokenizer: str, where: Path) -> tuple[DataConfig, EvaluationConfig]:
-    """Text files to measure on, all of them, instead of what a checkpoint's data holds out."""
+def own_text(given: str, tokenizer: str, where: str) -> DataConfig:
+    """A source of text to measure on, all of it, instead of what a checkpoint's data holds out."""
     if not tokenizer:
         raise UserError(f"--text: {where} came without a tokenizer, so text cannot be read.")
-    sources = (SourceConfig(source=f"text:{pattern}"),)
-    return DataConfig(sources=sources, tokenizer=tokenizer, validation_fraction=1.0), EvaluationConfig()
+    source = given if given.partition(":")[0] in TEXT_KINDS else f"text:{given}"
+    return DataConfig(sources=(SourceConfig(source=source),), tokenizer=tokenizer, validation_fraction=1.0)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m pe_lab.evaluate", description=__doc__)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    """The command line of this verb."""
+    made = argparse.ArgumentParser(prog="python -m pe_lab.evaluate", description=__doc__)
+    add = made.add_argument
+    add("--from", dest="source", metavar="RUN[,RUN...]", help="what pe_lab.load reads: runs, phases, checkpoints, ...")
     add(
-        "--from",
-        dest="source",
-        type=Path,
-        required=True,
-        help="a run directory, a phase of it, or a checkpoint",
+        "--suite",
+        help="of perplexity, needles, beta (default: these, as far as possible), niah, ruler, longbench, many_shot, "
+        "lm_eval; niah:standard,multi_key names tasks",
     )
-    add("--text", metavar="GLOB", help="text files to measure on (default: what the run's data holds out)")
-    add("--suite", help="of perplexity, needles, beta (default: all that are possible)")
     add("--lengths", help="such as 1x,2x,4x (of the training length) or 2k,4096 (default: the config's)")
     add(
         "--methods",
-        help="of as-trained, cropped, pi, ntk, yarn, beta, paper-beta (default: all that make sense), dropped",
+        help="of as-trained, cropped, pi, ntk, yarn, beta, paper-beta (default: all that make sense; for prompted "
+        "suites as-trained), dropped",
     )
-    add("--tokens", type=int, help="held-out tokens per perplexity")
-    add("--fit-tokens", type=int, help="other held-out tokens, for the logit scale")
-    add("--windows", type=int, help="windows per needle accuracy")
-    add("--seed", type=int, help="which held-out needles")
+    add(
+        "--positional",
+        action="append",
+        default=[],
+        metavar="ENCODING",
+        help="read the weights under another encoding, such as yarn:factor=2 (of what is there); repeatable",
+    )
+    add("--seed", type=int, help="which held-out needles (default 0), which prompts (default 42)")
     add("--out", type=Path, help="where the rows go (default: RUN/evaluation)")
     add("--attention", metavar="NAME", help="how to attend: a name that python -m pe_lab.attention lists")
-    add("--by-position", action="store_true", help="also print perplexity by position within the text")
     add("--again", action="store_true", help="measure again what is measured already")
-    arguments = parser.parse_args(argv)
-    for name in ("tokens", "fit_tokens", "windows"):
+    text = made.add_argument_group("perplexity, needles, beta").add_argument
+    text("--text", metavar="SOURCE", help="text to measure on: a glob, or jsonl:, parquet:, tfds:, stdlib (default: "
+         "what the run's data holds out)")  # fmt: skip
+    text("--tokens", type=int, help="held-out tokens per perplexity")
+    text("--fit-tokens", type=int, help="other held-out tokens, for the logit scale")
+    text("--windows", type=int, help="windows per needle accuracy")
+    text("--stride", type=int, help="perplexity by sliding windows that advance by so many tokens")
+    text("--per-document", action="store_true", help="perplexity of every document by itself, from its first token")
+    text("--by-position", action="store_true", help="also print perplexity by position within the text")
+    prompted = made.add_argument_group("niah, ruler, longbench, many_shot, lm_eval").add_argument
+    prompted("--samples", type=int, help="a task and length (default: 500, or as many as its file has)")
+    prompted("--haystack", default="essays", help="essays, noise, needles, or a glob of text files (niah)")
+    prompted("--depths", help="per cents, or how many of them (niah; default 0,10,...,100)")
+    prompted("--longbench", metavar="DIR", help="LongBench's files, TASK.jsonl each")
+    prompted("--qa", metavar="DIR", help="SQuAD's and HotpotQA's files, for ruler's qa tasks")
+    prompted("--problems", metavar="FILE", help="JSON lines with problem, solution, answer (many_shot)")
+    prompted("--chat", action="store_true", help="prompts as messages of a chat (longbench, lm_eval)")
+    prompted("--max-new-tokens", type=int, help="of many_shot's answers (default 2048)")
+    prompted("--buffer", type=int, help="tokens that many_shot's exemplars leave free (default 2300)")
+    prompted("--predictions", metavar="DIR", help="score RULER's prediction files instead of a model")
+    prompted("--ruler-files", metavar="DIR", help="also write answers as RULER's prediction files, for its own scorer")
+    prompted("--lm-eval-tasks", metavar="DIR", help="where lm_eval finds more tasks (YAML)")
+    prompted("--num-fewshot", type=int, help="examples in lm_eval's prompts (default: the task's)")
+    return made
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    arguments = parser().parse_args(argv)
+    for name in ("tokens", "fit_tokens", "windows", "samples", "stride", "max_new_tokens"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    if not arguments.source and not arguments.predictions:
+        raise UserError("--from is missing: which run, checkpoint, hf:DIR or gguf:FILE is to be evaluated?")
     return arguments
 
 
@@ -110,19 +145,86 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the verb."""
     arguments = parse_arguments(argv)
     from pe_lab import evaluation as ev
-    from pe_lab.checkpoints import open_checkpoint
+    from pe_lab.evaluation import terminal
     from pe_lab.parallel import hide_absent_tpu
 
-    suites = ev.parse_suites(arguments.suite) if arguments.suite is not None else None
+    if arguments.predictions:
+        from pe_lab.evaluation.ruler_files import score_predictions
+
+        terminal.print_rows(score_predictions(Path(arguments.predictions)))
+        return 0
+    suites = ev.suites.parse_suites(arguments.suite) if arguments.suite is not None else None
     chosen = ev.parse_methods(arguments.methods) if arguments.methods is not None else None
     hide_absent_tpu()
-    root, paths = locate(arguments.source)
+    sources = [part.strip() for part in arguments.source.split(",") if part.strip()]
+    rows: list[Row] = []
+    for source in sources:
+        if len(sources) > 1:
+            terminal.say(f"{source}:")
+        rows += evaluate(source, arguments, suites, chosen, len(sources) > 1)
+    terminal.print_rows(rows)
+    if arguments.by_position:
+        terminal.print_by_position(rows)
+    return 0
+
+
+def evaluate(
+    source: str,
+    arguments: argparse.Namespace,
+    suites: dict[str, tuple[str, ...]] | None,
+    chosen: tuple[str, ...] | None,
+    several: bool,
+) -> list[Row]:
+    """All suites that are asked for, on what one path means."""
+    from pe_lab import evaluation as ev
+
+    root, paths = locate(source)
     name = run_name(root)
-    subjects = [ev.Subject(open_checkpoint(path), name, os.path.relpath(path, root)) for path in paths]
-    if arguments.text is None:
-        data, settings = saved_config(subjects[-1].checkpoint.metadata, paths[-1])
-    else:
-        data, settings = own_text(arguments.text, subjects[-1].checkpoint.tokenizer, paths[-1])
+    out = arguments.out or root / "evaluation"
+    if several and arguments.out:
+        out = arguments.out / name
+    models = ev.load_all(paths)
+    subjects = [
+        ev.Subject(lm.checkpoint, name, os.path.relpath(path, root) if Path(path).is_absolute() else path)
+        for lm, path in zip(models, paths, strict=True)
+    ]
+    data, settings = saved_config(subjects[-1].checkpoint.metadata, paths[-1])
+    if arguments.text is not None:
+        data, settings = own_text(arguments.text, subjects[-1].checkpoint.tokenizer, paths[-1]), EvaluationConfig()
+    lengths = arguments.lengths
+    if lengths is None:
+        lengths = ",".join(f"{factor}x" for factor in settings.factors)
+    asked = ev.parse_lengths(lengths, subjects[0].training_length)
+    rows: list[Row] = []
+    measured = None if suites is None else tuple(suite for suite in suites if suite in ev.SUITES)
+    if measured is None or measured:
+        if data is None:
+            raise UserError(
+                f"{paths[-1]} does not say what it was trained on (it came from elsewhere). Measure it on text of "
+                "yours: --text=GLOB."
+            )
+        if arguments.per_document:
+            rows += read_documents(models, subjects, arguments, data, chosen, asked, out)
+        else:
+            rows += measure(subjects, data, settings, arguments, measured, chosen, asked, out)
+    if suites and set(suites) - set(ev.SUITES):
+        rows += ask(models, subjects, arguments, suites, chosen, asked, out)
+    return rows
+
+
+def measure(
+    subjects: Sequence[Subject],
+    data: DataConfig,
+    settings: EvaluationConfig,
+    arguments: argparse.Namespace,
+    suites: tuple[str, ...] | None,
+    chosen: tuple[str, ...] | None,
+    lengths: tuple[int, ...],
+    out: Path,
+) -> list[Row]:
+    """Suites that read text and need no answers: perplexity, needles, beta."""
+    from pe_lab import evaluation as ev
+
     given = {
         "tokens": arguments.tokens,
         "fit_tokens": arguments.fit_tokens,
@@ -130,170 +232,78 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seed": arguments.seed,
     }
     settings = dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
-    lengths = ",".join(f"{factor}x" for factor in settings.factors)
-    if arguments.lengths is not None:
-        lengths = arguments.lengths
-    plan = ev.Plan(ev.parse_lengths(lengths, subjects[0].training_length), suites, chosen, settings, arguments.again)
-    out = arguments.out or root / "evaluation"
+    if arguments.positional:
+        subjects = [ev.read_as(subject, text) for subject in subjects for text in arguments.positional]
+        chosen = chosen or ("as trained",)
+    plan = ev.Plan(lengths, suites, chosen, settings, arguments.again, arguments.stride)
     evaluation = ev.Evaluation(subjects, data, plan, out, attention=arguments.attention)
-    rows = measure_with_progress(evaluation)
-    print_tables(rows)
-    if arguments.by_position:
-        print_by_position(rows)
-    return 0
+    return ev.measure_with_progress(evaluation)
 
 
-def describe(unit: Any) -> str:
-    """What is being measured, for a line of progress."""
-    return f"{unit.suite} {unit.length:,} {unit.subject.model} {unit.method}"
+def read_documents(
+    models: Sequence[LanguageModel],
+    subjects: Sequence[Subject],
+    arguments: argparse.Namespace,
+    data: DataConfig,
+    chosen: tuple[str, ...] | None,
+    lengths: tuple[int, ...],
+    out: Path,
+) -> list[Row]:
+    """Perplexity of each document of a text by itself."""
+    from pe_lab import evaluation as ev
+    from pe_lab.data.sources import open_source
+
+    if arguments.text is None or arguments.suite not in (None, "perplexity"):
+        raise UserError("--per-document measures perplexity, and needs a text whose documents are read: --text=SOURCE.")
+    readers = ev.all_readers(models, subjects, chosen, arguments.positional, arguments.attention)
+    source = open_source(data.sources[0])
+    return ev.documents_with_progress(readers, source, lengths, out, arguments.samples, arguments.again)
 
 
-def measure_with_progress(evaluation: Any) -> list[dict[str, Any]]:
-    """Runs an evaluation under a progress bar; says what was left out and what was there already."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+def ask(
+    models: Sequence[LanguageModel],
+    subjects: Sequence[Subject],
+    arguments: argparse.Namespace,
+    suites: dict[str, tuple[str, ...]],
+    chosen: tuple[str, ...] | None,
+    lengths: tuple[int, ...],
+    out: Path,
+) -> list[Row]:
+    """Suites that ask for answers: needles in text, RULER, LongBench, many shots, and the harness' tasks."""
+    from pe_lab import evaluation as ev
 
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    for sentence in evaluation.skipped:
-        console.print(sentence)
-    models = ", ".join(dict.fromkeys(f"{s.model} ({s.path})" for s in evaluation.subjects))
-    console.print(f"{len(evaluation.units)} measurements of {models}")
-    reused, next_line = 0, time.monotonic() + 5
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("compiling", total=evaluation.work)
-        done, described = 0, describe(evaluation.units[0]) if evaluation.units else ""
-        upcoming = iter(evaluation.units[1:])
-
-        def tell(advanced: int) -> None:
-            nonlocal next_line
-            bar.update(task, completed=done + advanced, description=described)
-            if not console.is_terminal and time.monotonic() >= next_line:
-                next_line = time.monotonic() + 10
-                console.print(f"{bar.tasks[0].percentage:.0f}%  {described}")
-
-        def measured(unit: Any, known: bool) -> None:
-            nonlocal reused, done, described, within
-            reused += known
-            following = next(upcoming, unit)
-            described = describe(following)
-            done, within = done + evaluation.cost(unit), 0
-            tell(0)
-
-        within = 0  # tokens read of what is being measured
-
-        def heard(tokens: int) -> None:
-            nonlocal within
-            within += tokens
-            # Some methods read a text more than once.
-            tell(min(within, evaluation.work - done))
-
-        rows = evaluation.run(measured, heard)
-    if reused:
-        console.print(f"{reused} of them were measured before (--again measures them again).")
-    console.print(f"Rows: {next(iter(evaluation.files.values())).path.parent}")
+    readers = ev.all_readers(models, subjects, chosen, arguments.positional, arguments.attention)
+    options = ev.suites.Options(
+        haystack=arguments.haystack,
+        depths=ev.suites.parse_depths(arguments.depths) if arguments.depths else None,
+        longbench=arguments.longbench,
+        qa=arguments.qa,
+        problems=arguments.problems,
+        chat=arguments.chat,
+        max_new_tokens=arguments.max_new_tokens,
+        buffer=arguments.buffer,
+    )
+    rows: list[Row] = []
+    limits = lengths if arguments.lengths else (None,)
+    if tasks := ev.suites.open_tasks(suites, options, limits):
+        seed = ev.suites.SEED if arguments.seed is None else arguments.seed
+        prompted = ev.Prompted(readers, tasks, lengths, arguments.samples, seed, out, arguments.again)
+        rows += ev.answer_with_progress(prompted)
+        if arguments.ruler_files:
+            prompted.write_ruler_files(Path(arguments.ruler_files))
+    if ev.suites.HARNESS in suites:
+        rows += ev.run_harness(
+            readers,
+            suites[ev.suites.HARNESS],
+            out,
+            max_length=max(lengths) if arguments.lengths else None,
+            include=arguments.lm_eval_tasks,
+            limit=arguments.samples,
+            num_fewshot=arguments.num_fewshot,
+            chat=arguments.chat,
+            again=arguments.again,
+        )
     return rows
-
-
-def print_tables(rows: Sequence[dict[str, Any]]) -> None:
-    """Method by length, one table a suite and source, the best of a length in bold; and the scales."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=120)  # a log has no width of its own; 80 would break the labels
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["suite"] != "beta":
-            groups.setdefault((row["suite"], row["source"]), []).append(row)
-    for (suite, source), group in groups.items():
-        console.print(score_table(suite, source, group))
-    for row in rows:
-        if row["suite"] == "beta":
-            console.print(
-                f"{row['label']} at {row['length']:,}: β = {row['beta']:.3f}, c = {row['c']:.3f}, "
-                f"held-out loss {row['nll_before']:.4f} -> {row['nll_after']:.4f}",
-                soft_wrap=True,
-            )
-
-
-def print_by_position(rows: Sequence[dict[str, Any]]) -> None:
-    """Perplexity of the tokens between two positions, by octaves: where in a long text a method fails."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=160)
-    measured = [row for row in rows if row["suite"] == "perplexity"]
-    for length in sorted({row["length"] for row in measured}):
-        table = Table(title=f"Perplexity by position in texts of {length:,} tokens", title_justify="left")
-        table.add_column("")
-        edges = [0, *(2**n for n in range(9, 40) if 2**n < length), length]
-        for first, last in zip(edges, edges[1:], strict=False):
-            table.add_column(f"{first:,} .. {last:,}", justify="right", no_wrap=True)
-        for row in measured:
-            if row["length"] == length:
-                table.add_row(row["label"], *octave_perplexities(row, edges))
-        console.print(table)
-
-
-def octave_perplexities(row: dict[str, Any], edges: Sequence[int]) -> list[str]:
-    """Perplexity between each two of `edges`, from a row's finer bins of positions."""
-    fine, losses = row["position_edges"], row["nll_by_position"]
-    bins = [(a, b, nll) for a, b, nll in zip(fine, fine[1:], losses, strict=False) if nll is not None]
-    found = []
-    for first, last in zip(edges, edges[1:], strict=False):
-        inside = [(b - a, nll) for a, b, nll in bins if first <= a and b <= last]
-        total = sum(width for width, _ in inside)
-        mean = sum(width * nll for width, nll in inside) / total if total else None
-        found.append("–" if mean is None or mean > 700 else f"{math.exp(mean):.4g}")
-    return found
-
-
-def score_table(suite: str, source: str, rows: Sequence[dict[str, Any]]) -> Any:
-    """One suite on one source as a rich table."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    value, best = ("accuracy", max) if suite == "needles" else ("perplexity", min)
-    title = "Needle accuracy" if suite == "needles" else "Perplexity"
-    table = Table(title=escape(f"{title} on {source} by length, ± standard error"), title_justify="left")
-    if suite == "needles":
-        # What tells the values of a window from all others, and not one from another, already scores this much.
-        table.caption = f"picking any value that was stated and not yet asked for: {rows[0]['guessing']:.0%}"
-    table.add_column("")
-    winners = {}
-    for length in sorted({row["length"] for row in rows}):
-        at_length = [row for row in rows if row["length"] == length]
-        winners[length] = best((row[value] for row in at_length if row[value] is not None), default=None)
-        table.add_column(f"{length:,} ({at_length[0]['factor']:g}x)", justify="right", no_wrap=True)
-    cells = {(row["label"], row["checkpoint"], row["length"]): row for row in rows}
-    names = list(dict.fromkeys((row["label"], row["checkpoint"]) for row in rows))
-    for label, checkpoint in names:
-        shown = []
-        for length, winner in winners.items():
-            row = cells.get((label, checkpoint, length))
-            text = describe_cell(row)
-            shown.append(f"[bold]{text}[/]" if row and row[value] is not None and row[value] == winner else text)
-        twice = [name for name, _ in names].count(label) > 1
-        table.add_row(escape(f"{label} ({checkpoint})" if twice else label), *shown)
-    return table
-
-
-def describe_cell(row: dict[str, Any] | None) -> str:
-    """A value with its standard error."""
-    if row is None:
-        return "–"
-    if row["suite"] == "needles":
-        error = f" ±{100 * row['stderr']:.1f}" if row["stderr"] is not None else ""
-        return f"{100 * row['accuracy']:.1f}%{error}"
-    if row["perplexity"] is None:
-        return "not a number"
-    # A relative error of perplexity is an absolute one of the loss.
-    return f"{row['perplexity']:.4g}" + (f" ±{row['perplexity'] * row['stderr']:.2g}" if row["stderr"] else "")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.logit_scale import read_logit_scale
 from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.store import Checkpoint
 from pe_lab.checkpoints.surgery import NOTHING, change, write_child
@@ -19,7 +21,7 @@ from pe_lab.config import DataConfig, UserError, command, from_dict, local_path
 from pe_lab.data.pipeline import validation_batches
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
 from pe_lab.parallel import start_processes
-from pe_lab.positional import Layer, build_schedule, denoise, describe, drop, read_scores, read_with
+from pe_lab.positional import Beta, Layer, build_schedule, denoise, describe, drop, read_scores, read_with
 
 # --dope: how chosen heads are denoised. Both readings of the paper where its equations and its text disagree.
 DOPE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,6 +51,12 @@ def parser() -> argparse.ArgumentParser:
         "--positional", help="another one: rope:base=10000; yarn:factor=4 stretches what is there; A+B is a pattern"
     )
     what.add_argument("--mask-heads", metavar="SCORES.json", help="denoise heads by their scores (DoPE)")
+    parser.add_argument(
+        "--logit-scale",
+        metavar="C",
+        help="DroPE's beta, 1 + C ln(n / training length), on every layer; `fitted`: what --suite=beta of "
+        "pe_lab.evaluate kept with the checkpoint",
+    )
     parser.add_argument("--layers", help="which layers, such as 0,2,8-11; all by default (with --drop)")
     parser.add_argument("--count", type=int, default=1, help="how many heads of all (with --mask-heads)")
     parser.add_argument(
@@ -84,18 +92,35 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
     """The parent's layers under the edit that the command line asks for."""
     if args.layers and not args.drop:
         raise UserError("--layers goes with --drop; --positional takes one encoding per layer as a pattern.")
+    length = int(parent.metadata["training_length"])
     if args.drop:
         return drop(parse_layers(args.layers) if args.layers else None).apply(parent.layers)
     if args.positional:
         items = args.positional.split("+")
-        return read_with(items if len(items) > 1 else items[0], parent.layers, int(parent.metadata["training_length"]))
+        return read_with(items if len(items) > 1 else items[0], parent.layers, length)
     if args.mask_heads:
         scores = read_scores(args.mask_heads, len(parent.layers), parent.model.heads)
         method, options = DOPE[args.dope]
         if method == "parts":
-            options = {**options, "training_length": int(parent.metadata["training_length"])}
+            options = {**options, "training_length": length}
         return denoise(parent.layers, scores, method, args.count, args.order, **options)
     return parent.layers
+
+
+def logit_scale(parent: Checkpoint, text: str) -> Beta:
+    """What `--logit-scale` means for this checkpoint."""
+    if text != "fitted":
+        try:
+            return Beta(float(text), int(parent.metadata["training_length"]))
+        except ValueError:
+            raise UserError(f"--logit-scale='{text}' is no number. Write C, such as 0.103, or fitted.") from None
+    scale = read_logit_scale(parent)
+    if scale is None:
+        raise UserError(
+            f"--logit-scale=fitted: none was fitted for '{parent.path}'. Fit one: python -m pe_lab.evaluate "
+            f"--from={parent.path} --suite=beta --lengths=2x,4x"
+        )
+    return scale
 
 
 def fitting_text(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarray]:
@@ -132,14 +157,18 @@ def fitting_text(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarra
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     kind = "none" if args.remove_qk_norm else args.add_qk_norm
-    if not (args.drop or args.positional or args.mask_heads or kind):
+    if not (args.drop or args.positional or args.mask_heads or args.logit_scale or kind):
         raise UserError(
-            "Nothing to do: give --drop, --positional, --mask-heads, --add-qk-norm or --remove-qk-norm (see --help)."
+            "Nothing to do: give --drop, --positional, --mask-heads, --logit-scale, --add-qk-norm or --remove-qk-norm "
+            "(see --help)."
         )
     to = local_path("--to", args.to)
     start_processes()
     parent = open_checkpoint(args.source)
     after, model = edited_layers(parent, args), parent.model
+    if args.logit_scale:
+        scale = logit_scale(parent, args.logit_scale)
+        after = tuple(dataclasses.replace(layer, logit_scale=scale) for layer in after)
     what, edited = change(parent.layers, after), None
     if what == NOTHING and not kind:
         raise UserError(f"'{parent.path}' already has these encodings; there is nothing to change.")

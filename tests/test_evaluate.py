@@ -1,7 +1,6 @@
 """The verb: what it finds, measures, prints and refuses."""
 
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import tiny  # noqa: E402
 from pe_lab.checkpoints import open_checkpoint  # noqa: E402
 from pe_lab.checkpoints.surgery import write_child  # noqa: E402
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
-from pe_lab.evaluate import describe_cell, locate, main, octave_perplexities  # noqa: E402
+from pe_lab.evaluate import locate, main  # noqa: E402
 from pe_lab.positional import NoPE, layers  # noqa: E402
 
 QUICK = ["--lengths=1x,2x", "--tokens=256", "--windows=8", "--fit-tokens=64"]
@@ -42,6 +41,7 @@ def test_a_run_is_measured_and_printed(run, capsys):
     assert {r["run"] for r in found} == {"tiny"} and {r["model"] for r in found} == {"RoPE", "DroPE"}
     assert len(rows(run / "evaluation", "needles")) == 16 and len(rows(run / "evaluation", "beta")) == 1
 
+    assert "is kept in" in out and (run / "recalibrate" / "logit_scale.json").is_file()
     before = (run / "evaluation" / "perplexity.jsonl").read_bytes()
     assert main([f"--from={run}", *QUICK]) == 0
     out = capsys.readouterr().out
@@ -52,8 +52,8 @@ def test_a_run_is_measured_and_printed(run, capsys):
 def test_a_phase_or_a_step_means_that_checkpoint_of_its_run(run):
     step = run / "recalibrate" / "checkpoints" / "3"
     for given in (run / "recalibrate", step.parent, step):
-        assert locate(given) == (run, [step])
-    assert locate(run) == (run, [run / "pretrain" / "checkpoints" / "3", step])
+        assert locate(given) == (run, [str(step)])
+    assert locate(run) == (run, [str(run / "pretrain" / "checkpoints" / "3"), str(step)])
 
 
 def test_a_child_of_surgery_keeps_its_own_rows(run, tmp_path, capsys):
@@ -86,9 +86,12 @@ def test_text_files_of_ones_own_are_measured_whole(run, tmp_path, capsys):
     assert "dropped and not recalibrated" in capsys.readouterr().out
 
 
-def test_what_is_not_ours_is_brought_in_first(capsys):
-    assert main(["--from=hf:tests/data/hf/llama"]) == 2
-    assert "python -m pe_lab.convert --from=hf:tests/data/hf/llama" in capsys.readouterr().err
+def test_somebody_elses_checkpoint_is_measured_on_text_that_is_given(tmp_path, capsys, monkeypatch):
+    llama = Path(__file__).parent / "data" / "hf" / "llama"
+    assert main([f"--from=hf:{llama}"]) == 2
+    assert "Measure it on text of yours: --text=GLOB" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert locate(f"hf:{llama}") == (Path("runs/llama"), [f"hf:{llama}"])
 
 
 @pytest.mark.parametrize(
@@ -101,6 +104,12 @@ def test_what_is_not_ours_is_brought_in_first(capsys):
         (["--lengths=5000x"], "too few for a text of 80,000"),
         (["--tokens=0"], "--tokens is 0"),
         (["--windows=-1"], "--windows is -1"),
+        (["--stride=17"], "--stride=17 is more than the shortest length, 16"),
+        (["--per-document"], "--per-document measures perplexity, and needs a text"),
+        (["--suite=niah", "--haystack=noise", "--lengths=1x"], "the shortest take"),
+        (["--suite=niah", "--haystack=nothing/*.txt"], "matches no file"),
+        (["--suite=longbench"], "--longbench=DIR"),
+        (["--positional=yarm:factor=2"], "yarm"),
         (["--attention=splash"], "'splash' runs on tpu, and this is for cpu. Choose one of auto, reference, dense"),
         (["--attention=chunkd"], "Did you mean 'chunked'?"),
     ],
@@ -117,10 +126,6 @@ def test_perplexity_by_position(run, tmp_path, capsys):
     assert main([*argv, "--by-position", "--attention=reference"]) == 0
     said = " ".join(capsys.readouterr().out.split())  # a title is as wide as its table
     assert "Perplexity by position in texts of 32 tokens" in said and "0 .. 32" in said
-    row = {"position_edges": [0, 512, 1024], "nll_by_position": [0.0, math.log(7)]}
-    assert octave_perplexities(row, [0, 512, 1024]) == ["1", "7"]
-    assert octave_perplexities(row, [0, 1024]) == [f"{math.sqrt(7):.4g}"]
-    assert octave_perplexities({**row, "nll_by_position": [None, 800.0]}, [0, 512, 1024]) == ["–", "–"]
 
 
 def test_no_checkpoint_there(run, tmp_path, capsys):
@@ -132,12 +137,3 @@ def test_no_checkpoint_there(run, tmp_path, capsys):
     assert main([f"--from={tmp_path}"]) == 2
     assert "has no checkpoint yet" in capsys.readouterr().err
     assert main([f"--from={run / 'run.json'}"]) == 2
-
-
-def test_cells():
-    assert describe_cell(None) == "–"
-    needles = {"suite": "needles", "accuracy": 0.5, "stderr": 0.021}
-    assert describe_cell(needles) == "50.0% ±2.1"
-    assert describe_cell(needles | {"stderr": None}) == "50.0%"
-    assert describe_cell({"suite": "perplexity", "perplexity": 20.0, "stderr": 0.01}) == "20 ±0.2"
-    assert describe_cell({"suite": "perplexity", "perplexity": None, "stderr": None}) == "not a number"

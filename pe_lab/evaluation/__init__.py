@@ -4,7 +4,7 @@ from pe_lab.evaluation import suites
 from pe_lab.evaluation.measure import Evaluation
 from pe_lab.evaluation.methods import METHODS, label, methods_of, model_name, parse_methods, read_with
 from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, parse_length, parse_lengths
-from pe_lab.evaluation.progress import answer_with_progress, measure_with_progress
+from pe_lab.evaluation.progress import answer_with_progress, documents_with_progress, measure_with_progress
 from pe_lab.evaluation.prompted import Prompted
 from pe_lab.evaluation.readers import Reader, all_readers, load_all, read_as
 
@@ -19,6 +19,7 @@ __all__ = [
     "Unit",
     "all_readers",
     "answer_with_progress",
+    "documents_with_progress",
     "label",
     "load_all",
     "measure_with_progress",

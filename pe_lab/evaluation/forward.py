@@ -1,4 +1,4 @@
-"""The compiled forward passes of a model: one per suite and length, whatever the weights and the encoding."""
+"""The compiled forward passes of a model: one per what is asked and length, whatever the weights and the encoding."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model, Params
@@ -33,7 +33,7 @@ Batch = Mapping[str, np.ndarray]
 
 
 class Forward:
-    """Losses and predictions of one model shape over batches of any number of rows and any length.
+    """Losses, predictions and scores of one model shape over batches of any number of rows and any length.
 
     Schedules, like parameters, are arguments of the compiled function: all methods and checkpoints share it. Rows are
     spread over the devices; of long texts, fewer than there are devices, each is cut over several. On one device,
@@ -65,7 +65,7 @@ class Forward:
         self._meshes = Meshes(devices)
         self._devices = len(devices)
         self._rows: dict[tuple[str, int, Mesh | None], int] = {}
-        self._compiled: dict[tuple[str, int, Mesh | None], Callable[..., jax.Array]] = {}
+        self._compiled: dict[tuple[str, int, Mesh | None, int], Callable[..., jax.Array]] = {}
         self._readers: dict[tuple[int, Mesh | None], ChunkReader] = {}
 
     def schedule(self, layers: Sequence[Layer], length: int) -> Schedule:
@@ -91,10 +91,10 @@ class Forward:
         used = {name: batch[name] for name in ("tokens", "targets", "segments", "positions") if name in batch}
         schedule = self.schedule(layers, length)
         if self._in_chunks(used):
-            return self._chunked(used, lambda reader, part, heard: reader.losses(
+            return np.concatenate(list(self._chunked(used, lambda reader, part, heard: reader.losses(
                 params, part["tokens"], part["targets"], schedule, heard
-            ))  # fmt: skip
-        return self._run("losses", params, used, schedule)
+            ))))  # fmt: skip
+        return np.concatenate(list(self._run("losses", params, used, schedule)))
 
     def predictions(
         self,
@@ -112,8 +112,42 @@ class Forward:
                 x = reader.hidden(params, part["tokens"], part["at"], schedule, heard)
                 return np.asarray(_likeliest(reader.programs.model, params, x))
 
-            return self._chunked(batch, likeliest)
-        return self._run("predictions", params, batch, schedule)
+            return np.concatenate(list(self._chunked(batch, likeliest)))
+        return np.concatenate(list(self._run("predictions", params, batch, schedule)))
+
+    def scores(
+        self,
+        params: Params,
+        tokens: Int[np.ndarray, "n T"],
+        at: Int[np.ndarray, "n Q"],
+        targets: Int[np.ndarray, "n Q"],
+        layers: Sequence[Layer],
+        read_as: int | None = None,
+        rows: int | None = None,
+    ) -> Iterator[tuple[Float32[np.ndarray, "rows Q"], Bool[np.ndarray, "rows Q"]]]:
+        """The log-probability of each target after its position `at`, nats, and whether it is the likeliest token.
+
+        Batch after batch, in the order of the rows. A position may be asked for several targets.
+
+        Args:
+          read_as: the length whose schedule the texts are read with, where an encoding follows it; by default T.
+          rows: so many at once on each device, instead of what its memory is good for.
+        """
+        batch = {name: np.asarray(array, np.int32) for name, array in (("tokens", tokens), ("at", at))}
+        batch["targets"] = np.asarray(targets, np.int32)
+        schedule = self.schedule(layers, read_as or tokens.shape[1])
+        if self._in_chunks(batch):
+
+            def score(reader: ChunkReader, part: Batch, heard: Callable[[int], None]) -> np.ndarray:
+                x = reader.hidden(params, part["tokens"], part["at"], schedule, heard)
+                chunks = self._loss_chunks(part["at"].size // self._devices)
+                return np.asarray(_score(reader.programs.model, params, x, part["targets"], chunks))
+
+            found = self._chunked(batch, score)
+        else:
+            found = self._run("scores", params, batch, schedule, rows)
+        for one in found:
+            yield one[..., 0], one[..., 1] > 0
 
     def _in_chunks(self, batch: Batch) -> bool:
         """Whether texts are read chunk by chunk: long ones, one document each, each on one device."""
@@ -123,7 +157,7 @@ class Forward:
 
     def _chunked(
         self, batch: Batch, read: Callable[[ChunkReader, Batch, Callable[[int], None]], np.ndarray]
-    ) -> np.ndarray:
+    ) -> Iterator[np.ndarray]:
         total, length = batch["tokens"].shape
         chunk = CHUNK.get(jax.default_backend(), CHUNK_ELSEWHERE)
         mesh = self._meshes.over_rows
@@ -132,11 +166,10 @@ class Forward:
             config = dataclasses.replace(self.config, loss_chunks=self._loss_chunks(chunk))
             self._readers[key] = ChunkReader(config, mesh, chunk=chunk)
         rows = self._devices * max(1, min(BATCH_TOKENS_ELSEWHERE // length, -(-total // self._devices)))
-        results = []
         for start in range(0, total, rows):
             part = {name: array[start : start + rows] for name, array in batch.items()}
-            results.append(read(self._readers[key], _pad(part, rows), self._hearing(len(part["tokens"]))))
-        return np.concatenate(results)[:total]
+            real = len(part["tokens"])
+            yield read(self._readers[key], _pad(part, rows), self._hearing(real))[:real]
 
     def _hearing(self, rows: int) -> Callable[[int], None]:
         """What a reader tells of its position in each of so many rows, as tokens read since it last told."""
@@ -149,25 +182,34 @@ class Forward:
 
         return told
 
-    def _run(self, what: str, params: Params, batch: Batch, schedule: Schedule) -> np.ndarray:
+    def _run(
+        self, what: str, params: Params, batch: Batch, schedule: Schedule, rows: int | None = None
+    ) -> Iterator[np.ndarray]:
         total, length = batch["tokens"].shape
         mesh = self._meshes.of(total, length)
         spread = 1 if mesh is None else mesh.shape["data"]
-        rows = self._rows.setdefault((what, length, mesh), self._rows_per_batch(total, length, spread))
-        compiled = self._function(what, length, mesh, rows // spread)
+        if what == "scores":  # asked again and again, with few rows and many
+            rows = min(rows * spread, total) if rows else self._rows_per_batch(total, length, spread)
+            rows = -(-rows // spread) * spread
+        else:
+            rows = self._rows.setdefault((what, length, mesh), self._rows_per_batch(total, length, spread))
+        scored = batch["at"].shape[1] if what == "scores" else length
+        compiled = self._function(what, length, mesh, rows // spread * scored)
         if mesh is not self._meshes.over_rows:
             # They lie on all devices already, and stay there; only the name of where changes.
             params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-        results = []
-        with _on(mesh):
-            for start in range(0, total, rows):
-                part = {name: array[start : start + rows] for name, array in batch.items()}
-                results.append(compiled(params, _spread(_pad(part, rows), mesh), schedule))
-                if start:
-                    # One batch behind, so that the devices always have the next.
-                    results[-2] = np.asarray(results[-2])
-                self.heard(len(part["tokens"]) * length)
-        return np.concatenate([np.asarray(result) for result in results])[:total]
+        waiting = None
+        for start in range(0, total, rows):
+            part = {name: array[start : start + rows] for name, array in batch.items()}
+            with _on(mesh):
+                result = compiled(params, _spread(_pad(part, rows), mesh), schedule)
+            real = len(part["tokens"])
+            if waiting is not None:
+                # One batch behind, so that the devices always have the next.
+                yield np.asarray(waiting)
+            waiting = result
+            self.heard(real * length)
+        yield np.asarray(waiting)[:real]
 
     def _rows_per_batch(self, total: int, length: int, spread: int) -> int:
         """Rows that keep a batch within its memory: a power of two, and no more than there are rows."""
@@ -187,12 +229,13 @@ class Forward:
         chunks = next(n for n in fitting if tokens * vocabulary // n <= LOGITS or n == vocabulary)
         return max(chunks, self.config.loss_chunks)
 
-    def _function(self, what: str, length: int, mesh: Mesh | None, rows: int) -> Callable[..., jax.Array]:
-        key = (what, length, mesh)
+    def _function(self, what: str, length: int, mesh: Mesh | None, tokens: int) -> Callable[..., jax.Array]:
+        """What a batch goes through on each device, where so many of its tokens meet the vocabulary."""
+        chunks = self._loss_chunks(tokens)
+        key = (what, length, mesh, chunks)
         if key not in self._compiled:
-            config = dataclasses.replace(self.config, loss_chunks=self._loss_chunks(rows * length))
-            model = Model(config, backward=False)
-            compute = {"losses": _losses, "predictions": _predictions}[what]
+            model = Model(dataclasses.replace(self.config, loss_chunks=chunks), backward=False)
+            compute = {"losses": _losses, "predictions": _predictions, "scores": _scores}[what]
 
             @jax.jit
             def counted(params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> jax.Array:
@@ -237,16 +280,55 @@ def _losses(model: Model, params: Params, batch: Mapping[str, jax.Array], schedu
 
 
 def _predictions(model: Model, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> jax.Array:
+    return _likeliest(model, params, _hidden_at(model, params, batch, schedule))
+
+
+def _scores(model: Model, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> jax.Array:
+    return _score(model, params, _hidden_at(model, params, batch, schedule), batch["targets"], model.config.loss_chunks)
+
+
+def _hidden_at(
+    model: Model, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule
+) -> Float[Array, "B Q D"]:
     """Only the asked positions meet the vocabulary: [B, T, V] never exists."""
     x, places = model.hidden_in_order(params, batch["tokens"], None, None, schedule)
     at = batch["at"] if places is None else jnp.asarray(places)[batch["at"]]
-    return _likeliest(model, params, jnp.take_along_axis(x, at[..., None], axis=1))
+    return jnp.take_along_axis(x, at[..., None], axis=1)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _likeliest(model: Model, params: Params, x: Float[Array, "B Q D"]) -> Int32[Array, "B Q"]:
     logits = jnp.einsum("bqd,vd->bqv", x, model.unembedding(params).astype(x.dtype), preferred_element_type=jnp.float32)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _score(
+    model: Model, params: Params, x: Float[Array, "B Q D"], targets: Int32[Array, "B Q"], chunks: int
+) -> Float32[Array, "B Q 2"]:
+    """Log-probability of each target, and 1 where it is the likeliest token (of equals, the one with the lowest id).
+
+    The vocabulary is walked as `cross_entropy` walks it: chunk c is the tokens c, c + chunks, c + 2 chunks ...
+    """
+    weights = model.unembedding(params).astype(x.dtype)
+    parts = jnp.moveaxis(weights.reshape(-1, chunks, weights.shape[-1]), 1, 0)
+
+    def step(carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:
+        highest, likeliest, total, at_target = carry
+        index, part = chunk
+        logits = jnp.einsum("bqd,vd->bqv", x, part, preferred_element_type=jnp.float32)
+        best, top = jnp.argmax(logits, axis=-1) * chunks + index, logits.max(-1)
+        first = (top > highest) | ((top == highest) & (best < likeliest))
+        new = jnp.maximum(highest, top)
+        total = total * jnp.exp(highest - new) + jnp.exp(logits - new[..., None]).sum(-1)
+        place = jnp.where(targets % chunks == index, targets // chunks, -1)
+        at_target += jnp.where(place[..., None] == jnp.arange(logits.shape[-1]), logits, 0).sum(-1)
+        return (new, jnp.where(first, best, likeliest), total, at_target), None
+
+    shape = targets.shape
+    start = (jnp.full(shape, -jnp.inf), jnp.full(shape, 2**31 - 1), jnp.zeros(shape), jnp.zeros(shape))
+    (highest, likeliest, total, at_target), _ = jax.lax.scan(step, start, (jnp.arange(chunks), parts))
+    return jnp.stack([at_target - highest - jnp.log(total), likeliest == targets], axis=-1).astype(jnp.float32)
 
 
 def _pad(batch: Batch, rows: int) -> dict[str, np.ndarray]:

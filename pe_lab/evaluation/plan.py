@@ -49,7 +49,6 @@ class Plan:
 
     Attributes:
       stride: perplexity by windows that slide by so many tokens; None: by windows that do not overlap.
-      per_document: perplexity of each document by itself, too.
     """
 
     lengths: tuple[int, ...]
@@ -58,7 +57,6 @@ class Plan:
     settings: EvaluationConfig = EvaluationConfig()
     again: bool = False
     stride: int | None = None
-    per_document: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from pe_lab.data.sources import Source
+from pe_lab.evaluation.documents import measure_documents
 from pe_lab.evaluation.measure import Evaluation
 from pe_lab.evaluation.plan import Unit
 from pe_lab.evaluation.prompted import Group, Prompted
+from pe_lab.evaluation.readers import Reader
 from pe_lab.evaluation.rows import Row
 
 
@@ -115,6 +120,28 @@ def answer_with_progress(prompted: Prompted) -> list[Row]:
     if prompted.spent.read:
         console.print(prompted.spent.describe())
     console.print(f"Answers: {prompted.directory / 'samples'}")
+    return rows
+
+
+def documents_with_progress(
+    readers: Sequence[Reader], source: Source, lengths: Sequence[int], out: Path, count: int | None, again: bool
+) -> list[Row]:
+    """Measures documents one by one, telling how many tokens were read: how many there are, nobody knows before."""
+    console, start, read, following = plain_console(), time.monotonic(), 0, time.monotonic() + 5
+    console.print(f"Documents of {source.name} for {', '.join(reader.label for reader in readers)}")
+
+    def heard(tokens: int) -> None:
+        nonlocal read, following
+        read += tokens
+        if time.monotonic() >= following:
+            following = time.monotonic() + 10
+            console.print(f"{read:,} tokens")
+
+    rows = measure_documents(readers, source, lengths, out, count, again, heard)
+    if read:
+        seconds = time.monotonic() - start
+        console.print(f"Read {read:,} tokens in {seconds:.1f} s, compiling included: {read / seconds:,.1f} tokens/s")
+    console.print(f"Documents: {out / 'samples' / 'documents.jsonl'}")
     return rows
 
 

@@ -337,7 +337,7 @@ LENGTH_EDGES = (0, 4096, 8192, 16384, 32768, 65536, 131072)  # DroPE, Tables 8 a
 
 def by_length(lines: Sequence[Line]) -> dict[str, list[Any]]:
     """Scores by the tokens of the whole prompt, before anything was cut off it."""
-    whole = [line["facts"].get("tokens_before") or line["tokens"] for line in lines]
+    whole = [line["facts"].get("tokens_before_truncation") or line["tokens"] for line in lines]
     top = next((i for i, edge in enumerate(LENGTH_EDGES) if edge >= max(whole)), len(LENGTH_EDGES) - 1)
     edges = list(LENGTH_EDGES[: max(top, 1) + 1])
     if max(whole) > edges[-1]:

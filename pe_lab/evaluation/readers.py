@@ -130,19 +130,18 @@ def with_lasting_id(checkpoint: Checkpoint, source: str) -> Checkpoint:
     return dataclasses.replace(checkpoint, metadata={**checkpoint.metadata, "id": identity})
 
 
-def load_all(paths: Sequence[str], attention: str | None = None) -> list[LanguageModel]:
+def load_all(paths: Sequence[str]) -> list[LanguageModel]:
     """Models of one shape or several, spread over the devices that there are.
 
     Weights lie on every device, and rows of a batch are spread; where they take more than a third of a device's
     memory, they are cut (`tensor`) over as many as needed.
 
     Raises:
-      UserError: no checkpoint there, or none that can be read; an implementation of attention that cannot be used.
+      UserError: no checkpoint there, or none that can be read.
     """
     loaded = []
     for path in paths:
         lm = load(path, mesh=mesh_for(path))
-        lm = lm if attention is None else lm.with_attention(attention)
         loaded.append(dataclasses.replace(lm, checkpoint=with_lasting_id(lm.checkpoint, path)))
     return loaded
 
@@ -177,15 +176,20 @@ def read_as(subject: Subject, text: str) -> Subject:
 
 
 def all_readers(
-    models: Sequence[LanguageModel], subjects: Sequence[Subject], chosen: Sequence[str] | None, described: Sequence[str]
+    models: Sequence[LanguageModel],
+    subjects: Sequence[Subject],
+    chosen: Sequence[str] | None,
+    described: Sequence[str],
+    attention: str | None = None,
 ) -> list[Reader]:
     """The readers of several checkpoints; see `readers_of`.
 
     Raises:
-      UserError: a method makes no sense for any of them.
+      UserError: a method makes no sense for any of them, or attention is named that cannot read caches here.
     """
     found = []
     for lm, subject in zip(models, subjects, strict=True):
+        lm = lm if attention is None else lm.with_attention(attention)
         found += readers_of(lm, subject, chosen, described, read_logit_scale(lm.checkpoint))
     missing = [method for method in chosen or () if all(reader.method != method for reader in found)]
     if missing:

@@ -113,7 +113,7 @@ def _longbench(names: Sequence[str], options: Options, limits: Sequence[int | No
             "https://huggingface.co/datasets/THUDM/LongBench/resolve/main/data.zip and give --longbench=DIR."
         )
     directory = Path(options.longbench)
-    return [task for limit in limits for task in open_longbench(directory, names, limit, options.chat)]
+    return [task for limit in limits for task in open_longbench(directory, names or ("all",), limit, options.chat)]
 
 
 def _many_shot(names: Sequence[str], options: Options, limits: Sequence[int | None]) -> list[Task]:

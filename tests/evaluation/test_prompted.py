@@ -201,7 +201,7 @@ def test_batches_are_of_one_size_and_few():
 def test_texts_of_their_own_lengths_are_read_as_one_of_few():
     assert [read_length(n, 16) for n in (1, 16, 17, 32, 33, 100)] == [16, 16, 32, 32, 64, 128]
     lines = [{"tokens": n, "facts": facts, "score": s} for n, facts, s in
-             [(100, {}, 1.0), (4096, {}, 0.0), (4097, {}, 1.0), (900, {"tokens_before": 20000}, 1.0)]]  # fmt: skip
+             [(100, {}, 1.0), (4096, {}, 0.0), (4097, {}, 1.0), (900, {"tokens_before_truncation": 20000}, 1.0)]]  # fmt: skip
     found = by_length(lines)
     assert found["edges"] == [0, 4096, 8192, 16384, 32768]
     assert found["count"] == [2, 1, 0, 1] and found["score"] == [0.5, 1.0, None, 1.0]

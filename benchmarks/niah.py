@@ -1,0 +1,163 @@
+"""Needles in a haystack, answered by `pe_lab.evaluate`'s machinery and by transformers: the same prompts, by turns.
+
+    python benchmarks/niah.py --from=runs/smollm2 --peer-model=exports/smollm2 --peer-python=/path/to/venv/bin/python
+
+Both sides answer the same samples of `--suite=niah:standard` greedily, up to 128 new tokens or the end of the text, in
+float32 on as many threads. Ours answers in the batches that `evaluate` chooses; the peer one prompt at a time and in
+batches of as many as ours (padded on the left), of which the faster counts. What is compiled, or warmed up, is not
+counted on either side. Samples a second, tokens read and written a second, and the share of equal answers are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE))
+
+import jax  # noqa: E402
+from decode import DecodePeer, in_float32  # noqa: E402
+from train_step import find_peer_python  # noqa: E402
+
+import pe_lab  # noqa: E402
+from pe_lab.config import UserError, command  # noqa: E402
+from pe_lab.evaluation.answering import Model  # noqa: E402
+from pe_lab.evaluation.haystacks import open_haystack  # noqa: E402
+from pe_lab.evaluation.niah import niah_task  # noqa: E402
+from pe_lab.evaluation.prompted import batches  # noqa: E402
+from pe_lab.evaluation.tasks import Sample  # noqa: E402
+from pe_lab.parallel import start_processes  # noqa: E402
+from pe_lab.parallel.host_memory import keep_freed_memory  # noqa: E402
+from pe_lab.training.machine import machine, versions  # noqa: E402
+
+
+class Ours:
+    """The model that `pe_lab.evaluate` asks."""
+
+    def __init__(self, lm: pe_lab.LanguageModel, length: int):
+        self.name, self._answer, self._lm = "pe_lab", Model(lm), lm
+        self.rows = self._answer.rows(length)
+
+    def run(self, samples: Sequence[Sample]) -> tuple[float, list[str]]:
+        """Seconds without compiling, and the answers."""
+        before, start = self._answer.spent.compiling, time.perf_counter()
+        answers: list[str] = []
+        for batch in batches(range(len(samples)), self.rows):
+            answers += self._answer([samples[i] for i in batch.filled])[: len(batch.indices)]
+        return time.perf_counter() - start - (self._answer.spent.compiling - before), answers
+
+
+class Theirs:
+    """transformers' `generate`, in batches of `rows`."""
+
+    def __init__(self, peer: DecodePeer, lm: pe_lab.LanguageModel, rows: int):
+        self.name, self.rows, self._peer, self._lm = f"transformers, {rows} at once", rows, peer, lm
+
+    def run(self, samples: Sequence[Sample]) -> tuple[float, list[str]]:
+        tokenizer = self._lm.tokenizer
+        assert tokenizer is not None
+        eos = sorted({tokenizer.eos_id, *tokenizer.stop_ids})
+        seconds, answers = 0.0, []
+        for start in range(0, len(samples), self.rows):
+            part = samples[start : start + self.rows]
+            prompts = [sample.tokens.tolist() for sample in part]
+            asked = {"do": "answer", "prompts": prompts, "new": part[0].max_new_tokens, "eos": eos}
+            found = self._peer._ask(asked)
+            seconds += found["seconds"]
+            for ids in found["ids"]:
+                end = next((i for i, token in enumerate(ids) if token in eos), len(ids))
+                answers.append(tokenizer.decode(ids[:end]))
+        return seconds, answers
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="source", required=True, help="what pe_lab.load reads, with its tokenizer")
+    parser.add_argument("--peer-model", default="", help="the same model as a Hugging Face directory")
+    parser.add_argument("--peer-python", default="", help="a Python with torch and transformers")
+    parser.add_argument("--haystack", default="essays")
+    parser.add_argument("--lengths", default="1024,2048", help="tokens of prompt and answer, with commas")
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each side, after one that is not counted")
+    parser.add_argument("--out", default=str(HERE / "results" / "cpu"), help="folder of results; empty: none")
+    args = parser.parse_args(argv)
+    if args.samples < 1 or args.rounds < 1:
+        raise UserError("--samples and --rounds must be at least 1.")
+    if not args.peer_model:
+        raise UserError("--peer-model is missing: the same model as a Hugging Face directory (pe_lab.convert writes it).")
+    return args
+
+
+def measure(sides: Sequence[Any], samples: Sequence[Sample], rounds: int) -> dict[str, Any]:
+    """Median seconds of each side, and its last answers; the first turn, which compiles and warms up, is left out."""
+    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+    answers: dict[str, list[str]] = {}
+    for turn in range(rounds + 1):
+        for i in range(len(sides)):
+            side = sides[(turn + i) % len(sides)]
+            took, answers[side.name] = side.run(samples if turn else samples[: side.rows])
+            if turn:
+                seconds[side.name].append(took)
+    return {"seconds": {name: statistics.median(taken) for name, taken in seconds.items()}, "answers": answers}
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    python = find_peer_python(args.peer_python)
+    keep_freed_memory()
+    start_processes()
+    lm = in_float32(pe_lab.load(args.source))
+    task, cases = niah_task("standard", open_haystack(args.haystack)), []
+    threads = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"model": str(Path(args.peer_model).resolve()), "threads": threads}
+        peer = DecodePeer(python, job, Path(folder))
+        try:
+            for length in map(int, args.lengths.split(",")):
+                samples = list(task.samples(lm.tokenizer, length, args.samples, 42))
+                ours = Ours(lm, length)
+                sides = [ours, *(Theirs(peer, lm, rows) for rows in sorted({1, ours.rows}))]
+                found = measure(sides, samples, args.rounds)
+                best = min(value for name, value in found["seconds"].items() if name != ours.name)
+                same = {
+                    name: sum(a == b for a, b in zip(answers, found["answers"][ours.name], strict=True)) / len(samples)
+                    for name, answers in found["answers"].items()
+                }
+                score = sum(
+                    task.score(s, a)[task.metric] for s, a in zip(samples, found["answers"][ours.name], strict=True)
+                ) / len(samples)
+                print(f"\n{args.samples} samples of {length:,} tokens, {threads} threads; ours scores {score:.0%}")
+                print(f"{'':28}{'samples/s':>10}{'seconds':>9}{'ours/this':>10}{'equal answers':>15}")
+                for side in sides:
+                    took = found["seconds"][side.name]
+                    ratio = took / found["seconds"][ours.name]
+                    print(f"{side.name:28}{args.samples / took:10.3f}{took:9.1f}{ratio:10.2f}{same[side.name]:15.0%}")
+                print(f"ours over the faster peer: {best / found['seconds'][ours.name]:.2f}", flush=True)
+                cases.append({"length": length, "rows": ours.rows, "seconds": found["seconds"], "same": same,
+                              "score": score, "ratio": best / found["seconds"][ours.name]})  # fmt: skip
+        finally:
+            peer.stop()
+    if args.out:
+        path = Path(args.out) / f"niah-threads{threads}-jax{jax.__version__}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        result = {"source": args.source, "samples": args.samples, "cases": cases, "versions": versions(),
+                  "peer": peer.versions, "machine": machine()}  # fmt: skip
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"\nWrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
