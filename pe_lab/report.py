@@ -1,4 +1,7 @@
-"""`python -m pe_lab.report runs/*`: one self-contained HTML page from run directories, reading files only."""
+"""`python -m pe_lab.report runs/*`: one self-contained HTML page from run directories, reading files only.
+
+With --heat-map=FILE.png, a picture of needles by depth and length instead of the page.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pe_lab.analysis.heat_picture import KINDS, draw_heat_maps, needle_table
 from pe_lab.analysis.page import build_page, headline
-from pe_lab.analysis.run_files import read_runs
+from pe_lab.analysis.run_files import Run, read_runs
 from pe_lab.config import UserError, command
 
 
@@ -24,32 +28,52 @@ def output_path(directories: Sequence[Path], out: str | None) -> Path:
     return Path(os.path.commonpath(parents)) / "report.html"
 
 
-def write_whole(path: Path, page: str) -> None:
-    """Writes the page in one move: a reader never sees half of it."""
+def write_whole(path: Path, content: bytes, option: str = "--out") -> None:
+    """Writes a file in one move: a reader never sees half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(page, encoding="utf-8")
+        partial.write_bytes(content)
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True) if path.parent.is_dir() else None
-        raise UserError(f"{path} could not be written ({error.strerror}). Give another file with --out.") from None
+        raise UserError(f"{path} could not be written ({error.strerror}). Give another file with {option}.") from None
+
+
+def write_heat_maps(runs: Sequence[Run], path: Path, suite: str | None, task: str | None) -> None:
+    """The picture of needles by depth and length."""
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in KINDS:
+        raise UserError(f"--heat-map={path} is no picture that can be drawn. End its name in .{', .'.join(KINDS)}.")
+    table = needle_table(runs, suite, task)
+    write_whole(path, draw_heat_maps(table, kind), "--heat-map")
+    print(f"Wrote {path}: {table.suite}{f', {table.source}' if table.source else ''}.")
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the verb."""
-    parser = argparse.ArgumentParser(prog="python -m pe_lab.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m pe_lab.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run directories, such as runs/*")
     parser.add_argument("--out", help="the file to write (default: RUN/report.html; report.html beside several runs)")
+    parser.add_argument("--heat-map", type=Path, metavar="FILE", help="draw needles by depth and length instead (.png)")
+    parser.add_argument("--suite", help="of --heat-map, such as niah (default: the first with depths)")
+    parser.add_argument("--task", help="of --heat-map, such as standard (default: the suite's first)")
     arguments = parser.parse_args(argv)
+    if arguments.heat_map is None and (arguments.suite or arguments.task):
+        raise UserError(
+            "--suite and --task say what --heat-map=FILE draws, which is missing. The page shows all tasks."
+        )
     # `runs/*` also names the report that an earlier call wrote there.
     directories = [path for path in arguments.runs if not (path.is_file() and path.suffix == ".html")]
     if not directories:
         raise UserError("No run directory was given, only HTML files. Give the directories of runs, such as runs/demo.")
     runs = read_runs(directories)
+    if arguments.heat_map is not None:
+        write_heat_maps(runs, arguments.heat_map, arguments.suite, arguments.task)
+        return 0
     path = output_path([run.directory for run in runs], arguments.out)
-    write_whole(path, build_page(runs))
+    write_whole(path, build_page(runs).encode())
     print(headline(runs))
     print(f"Wrote {path} ({path.stat().st_size / 1024:.0f} KB); open it in a browser.")
     return 0

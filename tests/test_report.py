@@ -146,13 +146,13 @@ def test_a_missing_piece_never_breaks_the_page(tmp_path, gone):
 def test_unknown_suites_methods_and_labels_are_shown(tmp_path):
     odd = {("Mamba", "whirl", "Mamba, whirled"): ((0.1, 0.2, 0.3, 0.4), (9.0, 9.0, 9.0, 9.0))}
     run = make_run(tmp_path, methods=WINNING | odd)
-    rows = [{"suite": "ruler", "label": "RoPE", "factor": f, "length": 64 * f, "score": 0.1234} for f in FACTORS]
-    (run / "evaluation" / "ruler.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"suite": "puzzles", "label": "RoPE", "factor": f, "length": 64 * f, "score": 0.1234} for f in FACTORS]
+    (run / "evaluation" / "puzzles.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "evaluation" / "weird.jsonl").write_text('{"suite": "weird", "colour": "blue", "n": 7}\n')
     page = page_of(run)
     text = outline(page).text
     assert "Mamba, whirled" in table_rows(page, "Needle accuracy")
-    assert "Ruler" in text and "0.12" in text and "Weird" in text and "blue" in text
+    assert "Puzzles" in text and "0.12" in text and "Weird" in text and "blue" in text
 
 
 def test_the_latest_checkpoint_of_a_method_counts(tmp_path):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from prompted_rows import all_suites
 from run_directories import WINNING, make_run
 
 from pe_lab.report import main
@@ -144,7 +145,8 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """A page of one run, and one of three: whole, of another kind with an awkward name, and still going."""
+    """A page of one run, one of a run with every suite, and one of three: whole, of another kind with an awkward name,
+    and still going."""
     root = tmp_path_factory.mktemp("runs")
     whole = make_run(root, "demo")
     nope = {("NoPE", "as trained", "NoPE"): WINNING["DroPE", "beta", "DroPE, β"]}
@@ -158,11 +160,14 @@ def pages(tmp_path_factory):
     make_run(root, "going", evaluated=False, status="running", phases=(("pretrain", "rope(base=10000)", 90),))
     assert main([str(whole)]) == 0
     assert main([str(path) for path in sorted(root.iterdir())]) == 0
-    return {"one": whole / "report.html", "several": root / "report.html"}
+    asked = make_run(tmp_path_factory.mktemp("asked"), "asked")
+    all_suites(asked)
+    assert main([str(asked)]) == 0
+    return {"one": whole / "report.html", "several": root / "report.html", "asked": asked / "report.html"}
 
 
-@pytest.mark.parametrize("page", ["one", "several"])
-@pytest.mark.parametrize("width", [390, 760, 1000, 1280, 1440])
+@pytest.mark.parametrize("page", ["one", "several", "asked"])
+@pytest.mark.parametrize("width", [360, 390, 760, 1000, 1280, 1440])
 def test_nothing_is_requested_nothing_complains_nothing_sticks_out(browser, pages, page, width):
     browser.open(pages[page], width)
     browser.value("document.querySelectorAll('details').forEach(d => d.open = true)")
@@ -216,6 +221,32 @@ def test_dark_mode_changes_the_colours_and_stays_readable(browser, pages):
         )
     (light_ink, light_paper), (dark_ink, dark_paper) = [[brightness(c) for c in pair] for pair in colours]
     assert light_paper - light_ink > 180 and dark_ink - dark_paper > 180
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_heat_maps_deepen_with_the_score_in_light_and_in_dark(browser, pages, dark):
+    browser.open(pages["asked"], 1280, dark)
+    cells = browser.value(
+        "[...document.querySelectorAll('.heat tbody td')].filter(d => d.className[0] == 'h').map(d => {"
+        "const s = getComputedStyle(d); return [+d.className.match(/h(\\d+)/)[1], s.backgroundColor, s.color]})"
+    )
+    bright = dict(sorted((step, brightness(background)) for step, background, _ in cells))
+    values = list(bright.values())
+    assert len(values) > 5 and values == sorted(values, reverse=not dark)
+    assert min(abs(brightness(background) - brightness(ink)) for _, background, ink in cells) > 60
+    hatched = browser.value("getComputedStyle(document.querySelector('.heat td.none')).backgroundImage")
+    assert hatched.startswith("repeating-linear-gradient")
+
+
+def test_maps_are_side_by_side_on_a_laptop_and_below_one_another_on_a_phone(browser, pages):
+    for width, rows in ((1280, 1), (360, 3)):
+        browser.open(pages["asked"], width)
+        tops = browser.value(
+            "[...document.querySelector('.maps').children].map(f => Math.round(f.getBoundingClientRect().top))"
+        )
+        assert len(tops) == 3 and len(set(tops)) == rows
+        cell = browser.value("document.querySelector('.heat tbody td').getBoundingClientRect().toJSON()")
+        assert cell["width"] > 24 and cell["height"] > 16
 
 
 def brightness(colour: str) -> float:

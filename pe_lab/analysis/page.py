@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 from pe_lab.analysis import result_tables, run_charts, run_facts
 from pe_lab.analysis.charts import Series, line_chart
+from pe_lab.analysis.heat_maps import heat_maps, palette_css
 from pe_lab.analysis.markup import Markup, count, duration, element, listing, short_number, text
-from pe_lab.analysis.methods import DEFINITIONS, GLOSSARY, STYLES, Style, kind
+from pe_lab.analysis.methods import DEFINITIONS, GLOSSARY, STYLES, Style, kind, task_terms
+from pe_lab.analysis.prompted_tables import is_task_table, suite_parts, task_suites
 from pe_lab.analysis.run_files import Run
 from pe_lab.analysis.run_section import SCORED, Results, run_sections, section, top, work_out
 from pe_lab.analysis.scores import build_tables
@@ -40,7 +42,7 @@ def build_page(runs: Sequence[Run]) -> str:
         element("meta", name="color-scheme", content="light dark"),
         element("title", title),
         element("link", rel="icon", href="data:,"),  # or the browser asks the server for one
-        element("style", Markup(CSS)),
+        element("style", Markup(CSS + palette_css())),
     )
     when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     footer = element(
@@ -76,6 +78,8 @@ def contents(sections: Sequence[Markup]) -> Markup:
     for identity, name in (
         ("compare", "Comparison"),
         ("results", "Results"),
+        ("depth", "Heat maps"),
+        ("tasks", "Tasks"),
         ("position", "Where in the text"),
         ("training", "Training"),
         ("frequencies", "Frequencies"),
@@ -155,16 +159,17 @@ def comparison(worked: Sequence[Results]) -> list[object]:
                 class_="note",
             )
         )
-    suites = [*SCORED, *sorted({s for r in worked for s in r.run.evaluation} - set(SCORED) - {"beta"})]
-    grids = []
+    suites = [*SCORED, *task_suites({s for r in worked for s in r.run.evaluation} - set(SCORED) - {"beta"})]
+    grids, tasks = [], []
     for suite in suites:
         found = [table for table in build_tables(suite, all_rows(worked, suite), name_runs=True) if table.cells]
-        grids += [
-            result_tables.score_table(table, result_tables.comparison_styles(table), len(found) > 1) for table in found
-        ]
+        asked = [table for table in found if is_task_table(table)]
+        plain = [table for table in found if not is_task_table(table)]
+        grids += [result_tables.score_table(t, result_tables.comparison_styles(t), len(plain) > 1) for t in plain]
+        looks = {label: look for t in asked for label, look in result_tables.comparison_styles(t).items()}
+        tasks += suite_parts(suite, asked, looks, 3, charts=False)
     parts.append(element("div", grids, class_="grid", style="margin-top:28px"))
-    parts.append(loss_comparison(worked))
-    return parts
+    return [*parts, *tasks, loss_comparison(worked)]
 
 
 def runs_table(worked: Sequence[Results]) -> Markup:
@@ -228,7 +233,10 @@ def how_to_read(worked: Sequence[Results]) -> Markup:
         methods += run_facts.pair(text([result_tables.swatch(STYLES[name]), NAMES.get(name, name)]), DEFINITIONS[name])
     for label in unknown:
         methods += run_facts.pair(label, "Not one of the methods this report has words for; see its evaluation file.")
-    terms = [part for name, words in GLOSSARY.items() for part in run_facts.pair(name, words)]
+    depths = any(heat_maps(table) for results in worked for table in results.all_tables)
+    suites = {suite for results in worked for suite in results.task_tables}
+    words_of = GLOSSARY | task_terms(suites, depths)
+    terms = [part for name, words in words_of.items() for part in run_facts.pair(name, words)]
     return section(
         2,
         "How to read this",

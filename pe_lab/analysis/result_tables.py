@@ -6,13 +6,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from pe_lab.analysis.markup import Markup, element, short_number, text
+from pe_lab.analysis.markup import Markup, element, percent, short_number, text
 from pe_lab.analysis.methods import STYLES, Style, is_dropped, kind
-from pe_lab.analysis.run_files import Row, number
-from pe_lab.analysis.scores import Cell, Column, Table, label_of
+from pe_lab.analysis.run_files import Row, as_dict, number
+from pe_lab.analysis.scores import Cell, Column, Table, is_prompted, label_of
 from pe_lab.analysis.verdict import Duel
 
-TITLES = {"needles": "Needle accuracy", "perplexity": "Perplexity"}
+TITLES = {
+    "needles": "Needle accuracy",
+    "perplexity": "Perplexity",
+    "niah": "Needle in a haystack",
+    "ruler": "RULER",
+    "longbench": "LongBench",
+    "many_shot": "Many-shot learning",
+    "lm_eval": "lm-evaluation-harness",
+}
 
 
 def suite_title(suite: str) -> str:
@@ -24,23 +32,29 @@ def table_title(table: Table, several: bool) -> Markup:
     """What a table shows, and which way is better."""
     direction = "higher is better" if table.higher_is_better else "lower is better"
     source = f" on {table.source}" if table.source and several else ""
-    return element("p", suite_title(table.suite), source, " ", element("small", f"({direction})"), class_="title")
+    name = task_title(table) or f"{suite_title(table.suite)}{source}"
+    return element("p", name, " ", element("small", f"({direction})"), class_="title")
+
+
+def task_title(table: Table) -> str:
+    """`RULER, niah single 1`; nothing for a table that is of no task asked in prompts."""
+    asked = any(is_prompted(cell.row) for cell in table.cells.values())
+    return f"{suite_title(table.suite)}, {table.source.replace('_', ' ')}" if asked else ""
 
 
 def score_table(table: Table, styles: Mapping[str, Style], several: bool = False) -> Markup:
     """Method by length: the best of each length marked, the training length framed, deeper green for
     better."""
-    known = any(column.length and column.factor is not None for column in table.columns)
+    known = any(column.small and column.factor is not None for column in table.columns)
     head = [element("th", "Method", element("small", "length in tokens") if known else None, scope="col")]
     for column in table.columns:
-        tokens = element("small", f"{column.length:,}") if column.length and column.factor is not None else None
         trained = column.factor == 1
         head.append(
             element(
                 "th",
                 element("small", "trained") if trained else None,
                 column.title,
-                tokens,
+                element("small", column.small) if column.small else None,
                 scope="col",
                 class_="trained" if trained else None,
             )
@@ -51,24 +65,25 @@ def score_table(table: Table, styles: Mapping[str, Style], several: bool = False
         cells = [element("th", swatch(styles.get(label)), label, scope="row")]
         cells += [score_cell(table, label, column, *best[column.key]) for column in table.columns]
         body.append(element("tr", cells, class_="ours" if is_dropped(row) else None))
+    name = task_title(table) or suite_title(table.suite)
     inner = element(
         "table",
         element("thead", element("tr", head)),
         element("tbody", body),
         class_="scores",
-        aria_label=f"{suite_title(table.suite)} of each method at each length",
+        aria_label=f"{name} of each method at each length",
     )
     skipped = (
         element("p", f"{table.skipped} row(s) had no number that could be shown.", class_="small soft")
         if table.skipped
         else None
     )
-    return element("div", table_title(table, several), scroll(inner, suite_title(table.suite)), skipped)
+    return element("div", table_title(table, several), scroll(inner, name), skipped)
 
 
-def score_cell(table: Table, label: str, column: Column, winner: str, ties: set[str]) -> Markup:
-    """One value: its interval in small, how it was measured on hover."""
-    trained = "trained" if column.factor == 1 else None
+def score_cell(table: Table, label: str, column: Column, winner: str, ties: set[str], framed: bool = True) -> Markup:
+    """One value: its interval in small, how it was measured on hover; `framed` at the training length."""
+    trained = "trained" if framed and column.factor == 1 else None
     cell = table.cell(label, column)
     if cell is None:
         return element("td", element("span", "–", aria_label="not measured"), class_=trained)
@@ -82,6 +97,7 @@ def score_cell(table: Table, label: str, column: Column, winner: str, ties: set[
         flag,
         value,
         element("small", cell.interval) if cell.interval else None,
+        element("small", f"all: {percent(cell.all_found)}") if cell.all_found is not None else None,
         class_=trained,
         title=measured(label, column, cell),
         style=f"--heat:{heat(table, column, cell):.2f}",
@@ -96,8 +112,17 @@ def measured(label: str, column: Column, cell: Cell) -> str:
         parts.append(f"95% interval {cell.interval}")
     if (loss := number(row, "nll")) is not None:
         parts.append(f"{loss:.4f} nats per token")
-    for key, unit in (("queries", "questions"), ("windows", "windows"), ("tokens", "tokens")):
-        if (amount := number(row, key)) is not None:
+    for name, value in as_dict(row.get("scores")).items():
+        if name != row.get("metric") and isinstance(value, int | float):
+            parts.append(f"{name.replace('_', ' ')} {percent(value) if cell.share else short_number(value)}")
+    for key, unit in (
+        ("samples", "answers"),
+        ("truncated", "of them to texts that were cut to fit"),
+        ("queries", "questions"),
+        ("windows", "windows"),
+        ("tokens", "tokens"),
+    ):
+        if amount := number(row, key):
             parts.append(f"{amount:,.0f} {unit}")
     if (beta := number(row, "beta")) is not None and beta != 1:
         parts.append(f"β = {beta:.3f}")
@@ -107,9 +132,8 @@ def measured(label: str, column: Column, cell: Cell) -> str:
 
 
 def heat(table: Table, column: Column, cell: Cell) -> float:
-    """How good a cell is, 0 to 1. Accuracies as they are; perplexities 1 at the table's best, 0 at four
-    times it."""
-    if "accuracy" in cell.row:
+    """How good a cell is, 0 to 1. Shares as they are; perplexities 1 at the table's best, 0 at four times it."""
+    if cell.share:
         return min(max(cell.value, 0.0), 1.0)
     scores = [other.score for other in table.cells.values() if math.isfinite(other.score)]
     best, spread = max(scores), max(scores) - min(scores)

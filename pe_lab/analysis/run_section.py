@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pe_lab.analysis import result_tables, run_charts, run_facts
-from pe_lab.analysis.markup import Markup, element, text
+from pe_lab.analysis.heat_maps import heat_map_figures, legend
+from pe_lab.analysis.markup import Markup, element, listing, text
 from pe_lab.analysis.methods import Style, assign_styles, is_dropped, is_rotary
+from pe_lab.analysis.prompted_tables import is_task_table, suite_parts, task_suites
 from pe_lab.analysis.run_files import Row, Run
 from pe_lab.analysis.scores import Column, Table, measure, tables
 from pe_lab.analysis.verdict import Verdict, judge
@@ -37,6 +39,12 @@ class Results:
     def all_tables(self) -> list[Table]:
         return [table for found in self.tables.values() for table in found]
 
+    @property
+    def task_tables(self) -> dict[str, list[Table]]:
+        """The tables of suites that ask with prompts, one a task, in the page's order."""
+        asked = {suite: [t for t in self.tables[suite] if is_task_table(t)] for suite in task_suites(self.tables)}
+        return {suite: found for suite, found in asked.items() if found}
+
 
 def work_out(run: Run) -> Results:
     """Tables, verdict and looks of a run."""
@@ -46,7 +54,12 @@ def work_out(run: Run) -> Results:
     labels: dict[str, Row] = {}
     for table in (table for suite in found.values() for table in suite):
         labels |= {label: row for label, row in table.rows.items() if label not in labels}
-    return Results(run, found, judge(*first), assign_styles(labels))
+    results = Results(run, found, judge(*first), assign_styles(labels))
+    if results.task_tables and not any(table and table.cells for table in first):
+        asked = listing([result_tables.suite_title(suite) for suite in results.task_tables])
+        words = f"Measured here: {asked}. Perplexity and symbolic needles, which a verdict is made of, were not."
+        return replace(results, verdict=Verdict(words, "missing"))
+    return results
 
 
 def section(level: int, title: str, identity: str, *children: object) -> Markup:
@@ -105,6 +118,8 @@ def run_sections(results: Results, level: int, prefix: str) -> list[Markup]:
     return [
         text(problems),
         section(level, "Reading past the training length", f"{prefix}results", *result_parts(results)),
+        section(level, "Needles by depth and length", f"{prefix}depth", *depth_parts(results, level + 1)),
+        section(level, "Tasks asked in prompts", f"{prefix}tasks", *task_parts(results, level + 1)),
         section(level, "Where in the text", f"{prefix}position", *position_parts(results)),
         section(level, "Training", f"{prefix}training", *training_parts(results)),
         section(level, "How the frequencies are stretched", f"{prefix}frequencies", *frequency_parts(results)),
@@ -122,8 +137,8 @@ def caveat_list(run: Run) -> Markup:
 def result_parts(results: Results) -> list[object]:
     """Tables and their charts: the two main ones side by side, then whatever else was measured."""
     main = [results.tables[suite][0] for suite in SCORED if results.tables[suite]]
-    rest = [table for table in results.all_tables if table not in main and table.cells]
-    if not main and not rest and not results.run.evaluation:
+    rest = [table for table in results.all_tables if table not in main and table.cells and not is_task_table(table)]
+    if not main and not rest and not (set(results.run.evaluation) - set(results.task_tables)):
         return []
     parts: list[object] = []
     if main:
@@ -171,15 +186,43 @@ def result_parts(results: Results) -> list[object]:
             ),
             result_tables.beta_table(results.run.evaluation["beta"]),
         ]
-    if results.all_tables:
-        parts.append(
-            element(
-                "details",
-                element("summary", "Weights behind each row"),
-                result_tables.weights_table(results.all_tables),
-            )
-        )
+    measured = [table for table in results.all_tables if not is_task_table(table)]
+    parts.append(weights(measured) if measured else None)
     return parts
+
+
+def weights(measured: list[Table]) -> Markup:
+    """Which checkpoints are behind the rows of some tables, folded."""
+    summary = element("summary", "Weights behind each row")
+    return element("details", summary, result_tables.weights_table(measured))
+
+
+def depth_parts(results: Results, level: int) -> list[object]:
+    """Heat maps of every task with needles."""
+    parts: list[object] = []
+    for found in (results.tables["needles"][:1], *results.task_tables.values()):
+        parts += heat_map_figures(found, results.styles, level)
+    words = (
+        "Each cell is the per cent of needles found at one depth of texts of one length: 0% is the beginning of the "
+        "text, 100% its end, next to the question. A way of reading that carries over to longer texts is as "
+        "deep a green on the right as at the training length."
+    )
+    return [element("p", words, class_="soft"), legend(), *parts] if parts else []
+
+
+def task_parts(results: Results, level: int) -> list[object]:
+    """Every suite that asks with prompts."""
+    parts: list[object] = []
+    for suite, found in results.task_tables.items():
+        parts += suite_parts(suite, found, results.styles, level, results.run.training_length)
+    if not parts:
+        return []
+    words = (
+        "Prompts are put to the model, and its answers are scored. ● marks the best of a task, ○ what cannot be told "
+        "from it; the small figures are 95% intervals."
+    )
+    measured = [table for found in results.task_tables.values() for table in found]
+    return [element("p", words, class_="soft"), *parts, weights(measured)]
 
 
 def position_parts(results: Results) -> list[object]:

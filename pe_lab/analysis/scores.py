@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pe_lab.analysis.markup import percent, short_number, times
 from pe_lab.analysis.methods import order
-from pe_lab.analysis.run_files import Row, Run, number
+from pe_lab.analysis.run_files import Row, Run, as_dict, number
 
 Z95 = 1.96  # normal quantile of a two-sided 95% interval
 
@@ -23,6 +23,8 @@ class Cell:
     shown: str = ""
     low: str = ""
     high: str = ""
+    share: bool = False  # of 1, and shown in per cent
+    ends: tuple[float, float] | None = None  # of the 95% interval, where it is known better than from stderr
 
     @property
     def interval(self) -> str:
@@ -30,21 +32,53 @@ class Cell:
         low = self.low.removesuffix("%") if self.high.endswith("%") else self.low
         return f"{low}–{self.high}" if low else ""
 
+    @property
+    def all_found(self) -> float | None:
+        """The share of prompts whose every needle was found, where that says more than the main number."""
+        found = number(as_dict(self.row.get("scores")), "all_found")
+        return found if found is not None and abs(found - self.value) > 1e-6 else None
+
 
 @dataclass(frozen=True)
 class Column:
-    """A length: in multiples of the training length where that is known, else in tokens."""
+    """A length: in multiples of the training length where that is known, else in tokens; neither for tasks whose
+    texts have lengths of their own."""
 
     factor: float | None
     length: int | None
 
     @property
     def title(self) -> str:
+        if self.factor is None and self.length is None:
+            return "the texts' own lengths"
         return times(self.factor) if self.factor is not None else f"{self.length:,} tokens"
+
+    @property
+    def small(self) -> str:
+        """What stands below the title: the length in tokens, where the title is a multiple."""
+        return f"{self.length:,}" if self.length and self.factor is not None else ""
 
     @property
     def key(self) -> float:
         return self.factor if self.factor is not None else float(self.length or 0)
+
+
+@dataclass(frozen=True)
+class Bucket(Column):
+    """Texts of `start` up to `length` tokens; `multiples` says it in training lengths."""
+
+    start: int = 0
+    multiples: str = ""
+
+    @property
+    def title(self) -> str:
+        thousands = self.start % 1024 == 0 == (self.length or 1) % 1024
+        ends = (self.start, self.length or 0)
+        return f"{ends[0] // 1024}–{ends[1] // 1024}K" if thousands else f"{ends[0]:,}–{ends[1]:,}"
+
+    @property
+    def small(self) -> str:
+        return self.multiples
 
 
 @dataclass(frozen=True)
@@ -99,20 +133,14 @@ def proportion_stderr(accuracy: float, stderr: float | None, queries: float | No
 
 
 def measure(row: Row) -> Cell | None:
-    """The main number of a row: an accuracy, a loss as perplexity, or what an unknown suite calls its
+    """The main number of a row: a task's score, an accuracy, a loss as perplexity, or what an unknown suite calls its
     score."""
+    if is_prompted(row):
+        return measure_task(row)
     accuracy, stderr = number(row, "accuracy"), number(row, "stderr")
     if accuracy is not None:
         error = proportion_stderr(accuracy, stderr, number(row, "queries"))
-        low, high = bounds(accuracy, error)
-        return Cell(
-            accuracy,
-            accuracy,
-            error,
-            row,
-            percent(accuracy),
-            *map_shown(percent, max(low, 0.0), min(high, 1.0), error),
-        )
+        return share_cell(accuracy, error, row)
     nll, perplexity = number(row, "nll"), number(row, "perplexity")
     if nll is None and perplexity is not None and perplexity > 0:
         nll = math.log(perplexity)
@@ -126,6 +154,43 @@ def measure(row: Row) -> Cell | None:
             low, high = bounds(value, stderr)
             return Cell(value, value, stderr, row, short_number(value), *map_shown(short_number, low, high, stderr))
     return None
+
+
+def is_prompted(row: Row) -> bool:
+    """Whether a row is of a task that asks with prompts: it names the metric of its score."""
+    return isinstance(row.get("metric"), str) and "score" in row
+
+
+def measure_task(row: Row) -> Cell | None:
+    """The score of a task, with the interval that its row gives, else 1.96 standard errors to both sides."""
+    score, stderr = number(row, "score"), number(row, "stderr")
+    low, high = number(row, "low"), number(row, "high")
+    if score is None:
+        return None
+    lower_is_better = row.get("higher_is_better") is False
+    # Harnesses know metrics of 0 to 100 too, which may be small.
+    of_hundred = row.get("suite") == "lm_eval" and row["metric"].startswith(("bleu", "chrf", "rouge", "ter"))
+    share = not lower_is_better and not of_hundred and 0 <= score <= 1
+    if stderr is None and low is not None and high is not None:
+        stderr = (high - low) / (2 * Z95)
+    if share and stderr is not None:
+        stderr = proportion_stderr(score, stderr, number(row, "samples"))
+    known = low is not None and high is not None
+    ends = (low, high) if known else bounds(score, stderr)
+    if share:
+        return share_cell(score, stderr, row, ends)
+    shown = map_shown(short_number, *ends, stderr)
+    if lower_is_better and "perplexity" in row["metric"] and score > 0:  # as a loss, whose errors are normal
+        return Cell(score, -math.log(score), stderr and stderr / score, row, short_number(score), *shown)
+    return Cell(score, -score if lower_is_better else score, stderr, row, short_number(score), *shown)
+
+
+def share_cell(value: float, stderr: float | None, row: Row, ends: tuple[float, float] | None = None) -> Cell:
+    """A cell of a share of 1; its 95% interval is `ends`, or 1.96 standard errors to both sides."""
+    low, high = ends or bounds(value, stderr)
+    low, high = max(low, 0.0), min(high, 1.0)
+    shown = map_shown(percent, low, high, stderr)
+    return Cell(value, value, stderr, row, percent(value), *shown, True, None if stderr is None else (low, high))
 
 
 def exp(value: float) -> float:
@@ -180,7 +245,9 @@ def build_tables(suite: str, rows: list[tuple[Run, Row]], name_runs: bool) -> li
 
 
 def text_read(table: Table) -> float:
-    """Tokens behind a table, to tell the main source from the others."""
+    """Tokens behind a table, to tell the main source from the others; tasks keep the order of their rows."""
+    if any(is_prompted(cell.row) for cell in table.cells.values()):
+        return 0.0
     return max((number(cell.row, "tokens") or 0.0 for cell in table.cells.values()), default=0.0)
 
 
@@ -190,7 +257,7 @@ def column_of(run: Run, row: Row) -> Column | None:
     if factor is None and length is not None and run.training_length:
         factor = length / run.training_length
     if factor is None and length is None:
-        return None
+        return Column(None, None) if is_prompted(row) else None
     return Column(factor, int(length) if length is not None else None)
 
 
@@ -213,5 +280,7 @@ def build_table(suite: str, source: str, found: list[tuple[str, Column, Row]], s
         representatives.setdefault(label, row)
     ordered = dict(sorted(representatives.items(), key=lambda item: order(*item)))
     cells = {key: cell for key, row in latest.items() if (cell := measure(row))}
-    higher = not any("nll" in row or "perplexity" in row for row in latest.values())
+    higher = not any(
+        "nll" in row or "perplexity" in row or row.get("higher_is_better") is False for row in latest.values()
+    )
     return Table(suite, source, tuple(sorted(columns.values(), key=lambda c: c.key)), ordered, cells, higher, skipped)

@@ -25,6 +25,7 @@ h2{font-size:22px;line-height:1.3;letter-spacing:-.01em;margin:56px 0 10px;font-
 h3{font-size:17px;margin:32px 0 8px;font-weight:650}
 .run>h2{border-top:3px solid var(--ink);padding-top:18px;font-size:26px;overflow-wrap:anywhere}
 .run h3{font-size:20px;margin-top:44px}
+h4{font-size:17px;margin:28px 0 8px;font-weight:650}
 p,li,dd{max-width:74ch}
 .kicker{color:var(--soft);font-size:14px;margin:0;overflow-wrap:anywhere}
 .kicker b{color:var(--ink);font-weight:600}
@@ -69,6 +70,30 @@ td{white-space:nowrap}td.text{white-space:normal;max-width:46ch}
 .scores .ours th{font-weight:700}
 .flag{font-style:normal;font-size:11px;margin-right:4px}
 .title{font-weight:600;margin:0 0 6px}.title small{font-weight:400;color:var(--soft)}
+.below{margin-top:22px}
+.tasks,.harness{width:auto}
+.tasks thead th{white-space:normal;overflow-wrap:normal;min-width:78px}.tasks thead small{white-space:normal}
+.tasks .average{border-right:1px solid var(--line)}
+.harness .average>*{border-top:2px solid var(--line);font-weight:650}
+.harness thead th{white-space:normal;overflow-wrap:normal;min-width:78px}
+.harness tbody th small{color:var(--soft);display:block}
+.maps{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,300px),1fr));gap:20px 26px;
+align-items:start;margin:12px 0 6px}
+.maps figure{margin:0;min-width:0;max-width:440px;break-inside:avoid}
+.maps figcaption{font-weight:600;color:var(--ink);margin:0 0 4px}
+.sideways{overflow-x:auto;-webkit-overflow-scrolling:touch}
+.heat{table-layout:fixed;min-width:100%;font-size:12.5px;line-height:1.3}
+.heat th,.heat td{border:1px solid var(--bg);padding:3px 1px;text-align:center;white-space:nowrap;min-width:0}
+.heat thead th{border-top:2px solid var(--bg);padding-bottom:4px}.heat thead small{font-size:11px}
+.heat th:first-child{width:52px;padding-right:7px;text-align:right;color:var(--soft);font-weight:400;min-width:0}
+.heat .trained{border-left:2px solid var(--mark);border-right:2px solid var(--mark)}
+.heat th.trained{border-top:2px solid var(--mark);color:var(--mark)}
+.heat tfoot td{font-weight:650;padding-top:5px}.heat tfoot .trained{border-bottom:2px solid var(--mark)}
+.dense td{font-size:0;height:19px}
+.none{background:repeating-linear-gradient(135deg,var(--faint) 0 4px,var(--line) 4px 5px);color:var(--soft)}
+.scale{display:flex;flex-wrap:wrap;gap:4px 22px;font-size:13px;color:var(--soft);margin:6px 0 0}
+.scale i{display:inline-block;width:15px;height:12px;vertical-align:-1px}
+.box.framed{border:2px solid var(--mark)}
 .swatch{display:inline-block;vertical-align:middle;margin:0 8px 2px 0}
 .title.board{margin:20px 0 0}.score-board td{text-align:center;min-width:92px}
 .score-board td small{white-space:normal;max-width:130px;margin:0 auto}
@@ -136,7 +161,7 @@ dl.pairs,dl.terms{grid-template-columns:1fr;gap:0}dl.pairs dd,dl.terms dd{margin
 @media print{:root{color-scheme:light;--bg:#fff;--panel:#fff;--ink:#000;--soft:#444;--line:#bbb;
 --faint:#f4f4f4}
 body{font-size:11pt}nav,.tip{display:none}table,.chart,.scroll{break-inside:avoid}.scroll{overflow:visible}
-h2,h3{break-after:avoid}.scores td{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
+h2,h3,h4{break-after:avoid}.scores td,.heat td,.scale i{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
 """
 
 # Follows the pointer over a chart: a thin line at the nearest point, and what each curve is there. Without
