@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pe_lab.config import Config, DataConfig, EvaluationConfig, SourceConfig, UserError, command, from_dict
 
 if TYPE_CHECKING:
-    from pe_lab.evaluation import Subject
+    from pe_lab.evaluation import Prompted, Subject
     from pe_lab.language_model import LanguageModel
 
 Row = dict[str, Any]
@@ -118,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
     prompted("--depths", help="per cents, or how many of them (niah; default 0,10,...,100)")
     prompted("--longbench", metavar="DIR", help="LongBench's files, TASK.jsonl each")
     prompted("--qa", metavar="DIR", help="SQuAD's and HotpotQA's files, for ruler's qa tasks")
+    prompted("--words", metavar="FILE", help="RULER's english_words.json, for cwe in very long texts")
     prompted("--problems", metavar="FILE", help="JSON lines with problem, solution, answer (many_shot)")
     prompted("--chat", action="store_true", help="prompts as messages of a chat (longbench, lm_eval)")
     prompted("--max-new-tokens", type=int, help="of many_shot's answers (default 2048)")
@@ -149,9 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pe_lab.parallel import hide_absent_tpu
 
     if arguments.predictions:
-        from pe_lab.evaluation.ruler_files import score_predictions
-
-        terminal.print_rows(score_predictions(Path(arguments.predictions)))
+        terminal.print_rows(score_files(Path(arguments.predictions)))
         return 0
     suites = ev.suites.parse_suites(arguments.suite) if arguments.suite is not None else None
     chosen = ev.parse_methods(arguments.methods) if arguments.methods is not None else None
@@ -166,6 +165,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.by_position:
         terminal.print_by_position(rows)
     return 0
+
+
+def score_files(directory: Path) -> list[Row]:
+    """RULER's prediction files, scored by its formula, as rows of a table."""
+    from pe_lab.evaluation.ruler_files import score_predictions
+
+    return [
+        {
+            "suite": "ruler",
+            "source": found["task"],
+            "run": directory.name,
+            "label": "predictions",
+            "metric": "string_match",
+            "length": found["length"],
+            "score": found["score"] / 100,
+            "samples": found["samples"],
+        }
+        for found in score_predictions(directory)
+    ]
+
+
+def write_files(prompted: Prompted, directory: Path) -> None:
+    """Answers to RULER's tasks as its prediction files, `LABEL/LENGTH/pred/TASK.jsonl`, and the prompts beside them."""
+    from pe_lab.evaluation import terminal
+    from pe_lab.evaluation.ruler_files import write_predictions, write_prompts
+
+    for group, samples, lines in prompted.answered():
+        if group.task.suite == "ruler":
+            label = "".join(c if c.isalnum() else "-" for c in f"{group.reader.subject.run}-{group.reader.label}")
+            where = directory / label.strip("-") / str(group.length)
+            write_predictions(where / "pred" / f"{group.task.name}.jsonl", group.task.name, lines)
+            write_prompts(where / "data" / group.task.name / "validation.jsonl", group.task.name, samples)
+    terminal.say(f"RULER's files: {directory}")
 
 
 def evaluate(
@@ -279,6 +311,7 @@ def ask(
         longbench=arguments.longbench,
         qa=arguments.qa,
         problems=arguments.problems,
+        words=arguments.words,
         chat=arguments.chat,
         max_new_tokens=arguments.max_new_tokens,
         buffer=arguments.buffer,
@@ -290,7 +323,7 @@ def ask(
         prompted = ev.Prompted(readers, tasks, lengths, arguments.samples, seed, out, arguments.again)
         rows += ev.answer_with_progress(prompted)
         if arguments.ruler_files:
-            prompted.write_ruler_files(Path(arguments.ruler_files))
+            write_files(prompted, Path(arguments.ruler_files))
     if ev.suites.HARNESS in suites:
         rows += ev.run_harness(
             readers,

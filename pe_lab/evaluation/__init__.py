@@ -1,6 +1,7 @@
 """What models do with texts longer than their training: perplexity, needles, RULER, LongBench, and others' harness."""
 
 from pe_lab.evaluation import suites
+from pe_lab.evaluation.harness import run_harness
 from pe_lab.evaluation.measure import Evaluation
 from pe_lab.evaluation.methods import METHODS, label, methods_of, model_name, parse_methods, read_with
 from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, parse_length, parse_lengths
@@ -30,5 +31,6 @@ __all__ = [
     "parse_methods",
     "read_as",
     "read_with",
+    "run_harness",
     "suites",
 ]

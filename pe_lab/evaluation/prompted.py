@@ -27,7 +27,7 @@ from pe_lab.training.machine import versions
 
 # Counted up when a suite comes to ask, or score, something else: lines of an older protocol are not taken for new ones.
 PROTOCOLS = {"niah": 1, "ruler": 1, "longbench": 1, "many_shot": 1}
-SAMPLES = {"niah": 500, "ruler": 500}  # as in RULER, and in DroPE's Table 1
+SAMPLES = {"niah": 500, "ruler": 500, "many_shot:needle": 400, "many_shot:plain": 100}  # the papers'
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Prompted:
       readers: models and ways of reading. All samples of one are answered before the next.
       tasks: what to ask.
       lengths: tokens, for tasks whose prompts are made to a length.
-      count: samples a task and length, where there are so many. None: 500, or all where a file has them.
+      count: samples a task and length, where there are so many. None: as many as the papers, or all that a file has.
       directory: `samples/SUITE.jsonl` and the summaries `SUITE.jsonl` go here.
       answerer: who answers for a reader at a length; by default its language model.
     """
@@ -100,8 +100,10 @@ class Prompted:
         tokenizer = self.tokenizer(group)
         known = (id(group.task), tokenizer.fingerprint, group.length)
         if known not in self._samples:
-            count = self.count or SAMPLES.get(group.task.suite, sys.maxsize)
-            self._samples[known] = group.task.samples(tokenizer, group.length, count, self.seed)
+            task = group.task
+            usual = SAMPLES.get(task.suite, SAMPLES.get(f"{task.suite}:{task.name}", sys.maxsize))
+            count = self.count or usual
+            self._samples[known] = task.samples(tokenizer, group.length, count, self.seed)
         return self._samples[known]
 
     def cost(self, group: Group) -> int:
@@ -123,6 +125,11 @@ class Prompted:
             self.rows[group.task.suite].put([row])
             rows.append(row)
         return rows
+
+    def answered(self) -> Iterator[tuple[Group, Sequence[Sample], list[Line]]]:
+        """Every group with its samples and, in their order, the lines that answer them; after `run`."""
+        for group, keys in self._all_keys():
+            yield group, self.samples(group), [self.lines[group.task.suite].lines[k] for k in keys]
 
     # --------------------------------------------------------------------------------------------------------
     # Answering
@@ -251,7 +258,8 @@ class Prompted:
         mean = mean_of([line["score"] for line in lines])
         if mean is None:
             raise UserError(f"{task.suite}:{task.name} has no samples.")
-        factor = None if group.length is None else group.length / reader.training_length
+        length = group.length or task.settings.get("max_length")  # what prompts were cut to, where the protocol cuts
+        factor = None if length is None else length / reader.training_length
         row: Row = {
             "suite": task.suite,
             "source": task.name,
@@ -264,7 +272,7 @@ class Prompted:
             "method": reader.method,
             "label": reader.label,
             "positional": lines[-1]["positional"],
-            "length": group.length,
+            "length": length,
             "factor": int(factor) if factor is not None and factor.is_integer() else factor,
             "seed": self.seed,
             "metric": task.metric,

@@ -54,6 +54,7 @@ class Options:
       haystack: `essays`, `noise`, `needles` or a glob of text files, for niah; text files also for RULER's essays.
       depths: per cent, instead of niah's 0, 10 ... 100.
       longbench, qa, problems: directories and the file with other people's data.
+      words: RULER's own list, for very long `cwe`.
       chat: prompts as a user's message, for a model that was made for chats (LongBench).
       max_new_tokens, buffer: of many_shot, instead of the paper's.
     """
@@ -63,6 +64,7 @@ class Options:
     longbench: str | None = None
     qa: str | None = None
     problems: str | None = None
+    words: str | None = None
     chat: bool = False
     max_new_tokens: int | None = None
     buffer: int | None = None
@@ -101,30 +103,26 @@ def _ruler(names: Sequence[str], options: Options, limits: Sequence[int | None])
         raise UserError(f"--haystack={options.haystack}: RULER's tasks say themselves what they hide needles in.")
     if options.haystack != "essays":
         essays = open_haystack(options.haystack)
-    return ruler_tasks(names, essays, Path(options.qa) if options.qa else None)
+    return ruler_tasks(
+        names, essays, Path(options.qa) if options.qa else None, Path(options.words) if options.words else None
+    )
 
 
 def _longbench(names: Sequence[str], options: Options, limits: Sequence[int | None]) -> list[Task]:
-    from pe_lab.evaluation.longbench import open_longbench
+    from pe_lab.evaluation.longbench import BY_HAND, open_longbench
 
     if options.longbench is None:
-        raise UserError(
-            "--suite=longbench needs LongBench's files: unpack "
-            "https://huggingface.co/datasets/THUDM/LongBench/resolve/main/data.zip and give --longbench=DIR."
-        )
+        raise UserError(f"--suite=longbench: its files are not here. {BY_HAND}")
     directory = Path(options.longbench)
     return [task for limit in limits for task in open_longbench(directory, names or ("all",), limit, options.chat)]
 
 
 def _many_shot(names: Sequence[str], options: Options, limits: Sequence[int | None]) -> list[Task]:
-    from pe_lab.evaluation.many_shot import many_shot_tasks
+    from pe_lab.evaluation.many_shot import PROBLEMS_BY_HAND, many_shot_tasks
 
     if options.problems is None:
-        raise UserError(
-            "--suite=many_shot needs problems: a JSONL file with problem, solution and answer, such as the test split "
-            "of nlile/hendrycks-MATH-benchmark on the hub. Give --problems=FILE."
-        )
-    return many_shot_tasks(options.problems, names, max_new_tokens=options.max_new_tokens, buffer=options.buffer)
+        raise UserError(f"--suite=many_shot: there is no file of problems. {PROBLEMS_BY_HAND}")
+    return list(many_shot_tasks(options.problems, names, options.max_new_tokens, options.buffer))
 
 
 _OPEN: dict[str, Callable[[Sequence[str], Options, Sequence[int | None]], list[Task]]] = {

@@ -1,0 +1,55 @@
+"""pe_lab's models in EleutherAI's lm-evaluation-harness: the class, and the harness's command line with it.
+
+python -m pe_lab.evaluation.lm_eval --model_args pretrained=runs/x,max_length=4096 --tasks arc_easy,hellaswag
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from pe_lab.config import command
+from pe_lab.evaluation.lm_eval_adapter import adapter
+from pe_lab.evaluation.lm_eval_rows import evaluate_lm_eval
+
+__all__ = ["PeLabLM", "adapter", "evaluate_lm_eval", "main"]  # noqa: F822
+
+
+def __getattr__(name: str) -> Any:
+    # The class is made when it is asked for: its base is the harness's, which nobody else should have to import.
+    if name == "PeLabLM":
+        return adapter()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """The harness's own command line, with `--model pe_lab`, and as many texts at once as fit."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    adapter()
+    from lm_eval.__main__ import cli_evaluate
+
+    # Its bootstraps fork otherwise; see _in_one_process.
+    multiprocessing.set_start_method("spawn", force=True)
+    before, sys.argv = sys.argv, ["lm-eval", *with_defaults(arguments)]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
+    return 0
+
+
+def with_defaults(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a run with what is ours by default; those of other commands, or with a config, as they are."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    if not given or arguments[0] in ("ls", "validate") or given & {"--config", "-C", "--help", "-h"}:
+        return list(arguments)
+    added = [] if given & {"--model", "-M"} else ["--model", "pe_lab"]
+    added += [] if given & {"--batch_size", "-b"} else ["--batch_size", "auto"]
+    return [*arguments, *added]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

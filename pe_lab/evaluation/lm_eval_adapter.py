@@ -1,0 +1,360 @@
+"""What lm-evaluation-harness asks of a model, answered by a `LanguageModel`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import logging
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from pe_lab.config import UserError, did_you_mean
+from pe_lab.evaluation.answering import Model as Answering
+from pe_lab.evaluation.likelihood import Likelihoods
+from pe_lab.evaluation.plan import parse_length
+from pe_lab.language_model import LanguageModel, load
+from pe_lab.positional import label
+
+MAX_NEW_TOKENS = 256  # as the harness's own models, where a task does not say
+# What the harness hands to every model, and ours has no use for.
+NOT_OURS = ("device", "max_batch_size", "trust_remote_code")
+# Settings of generation that are not ours, with the values at which they change nothing.
+WITHOUT_EFFECT = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "use_cache": True}
+
+log = logging.getLogger(__name__)
+
+
+class Adapter:
+    """What the harness asks of a model. `PeLabLM` is this and the harness's `TemplateLM`.
+
+    It does what the harness's `HFLM` does with the same weights: the tokenizer's own beginning of a text, a first
+    token before what has no context, windows for texts that are scored whole, and a context that is too long is cut
+    from the left. How many were is counted, said in the log and in the results' config.
+
+    Args:
+      pretrained: a model, or what `pe_lab.load` reads.
+      batch_size: texts at once on each device; None or "auto" is what its memory is good for.
+      max_length: tokens of a context and its continuation: a number, or as a text 8k, or 2x times the training
+        length. By default the training length, as HFLM takes the config's; a model that reads on beyond it, such as
+        a recalibrated DroPE, is not cut where it is told more.
+      max_gen_toks: new tokens where a task does not say.
+      positional, drop, logit_scale: another encoding, as in `LanguageModel.with_positional`.
+      attention, dtype: as in `LanguageModel.with_attention` and `pe_lab.load`.
+      add_bos_token: whether contexts begin with what the tokenizer begins a text with; None is its own habit.
+      prefix_token_id: what stands before a text without context; by default BOS, or else the end of text.
+      seed: of drawn tokens, where a task asks for temperature.
+      devices: to score on; by default all local ones.
+
+    Attributes:
+      truncated: contexts that were cut so far.
+
+    Raises:
+      UserError: a setting that there is not, or that is out of its range; a model without its tokenizer.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any = None,
+        *,
+        batch_size: Any = None,
+        max_length: Any = None,
+        max_gen_toks: int = MAX_NEW_TOKENS,
+        positional: Any = None,
+        drop: bool = False,
+        logit_scale: float | None = None,
+        attention: str | None = None,
+        dtype: str | None = None,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        seed: int = 0,
+        devices: Sequence[Any] | None = None,
+        **others: Any,
+    ):
+        super().__init__()
+        for name in sorted(others.keys() - NOT_OURS):
+            ours = list(inspect.signature(Adapter.__init__).parameters)[1:-1]
+            raise UserError(
+                f"--model_args: pe_lab has no setting '{name}'. {did_you_mean(name, ours)} A value with a comma in it "
+                "stands in quotes."
+            )
+        if pretrained is None:
+            raise UserError("--model_args: name a model, such as pretrained=runs/NAME.")
+        lm = pretrained if isinstance(pretrained, LanguageModel) else load(str(pretrained), dtype=dtype)
+        if lm.tokenizer is None:
+            raise UserError(f"'{lm.checkpoint.path}' came without a tokenizer; the harness gives texts.")
+        lm = _read_with(lm, positional, drop, logit_scale, attention)
+        self.batch_size = _batch_size(batch_size)
+        self._max_length = lm.training_length if max_length is None else _length(max_length, lm.training_length)
+        self._max_gen_toks, self._seed, self._add_bos = int(max_gen_toks), int(seed), add_bos_token
+        self._likelihoods = Likelihoods(lm, self.batch_size, devices)
+        # Generating, too, is on all devices that the weights are on.
+        checkpoint = dataclasses.replace(lm.checkpoint, params=self._likelihoods.params)
+        moved = any(map(operator.is_not, *map(jax.tree.leaves, (checkpoint.params, lm.checkpoint.params))))
+        self.lm = dataclasses.replace(lm, checkpoint=checkpoint) if moved else lm
+        self._text = lm.tokenizer
+        self._prefix = self._text.eos_id if self._text.bos_id is None else self._text.bos_id
+        if prefix_token_id is not None:
+            self._prefix = int(prefix_token_id)
+        self._begins = self.tok_decode([self._prefix], skip_special_tokens=False)
+        self.truncated = 0
+
+    # --------------------------------------------------------------------------------------------------------
+    # What the model is
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._text.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._prefix
+
+    @property
+    def max_length(self) -> int:
+        return self._max_length
+
+    @property
+    def max_gen_toks(self) -> int:
+        return self._max_gen_toks
+
+    @property
+    def tokenizer_name(self) -> str:
+        return f"pe_lab__{self._text.fingerprint}"
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the results' config says of the model."""
+        metadata = self.lm.checkpoint.metadata
+        return {
+            "model_dtype": self.lm.config.dtype,
+            "pretrained": str(self.lm.checkpoint.path),
+            "checkpoint_id": metadata.get("id"),
+            "positional": list(dict.fromkeys(label(layer) for layer in self.lm.layers)),
+            "training_length": self.lm.training_length,
+            "max_length": self.max_length,
+            "truncated": self.truncated,
+        }
+
+    # --------------------------------------------------------------------------------------------------------
+    # Text and tokens
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **_: Any
+    ) -> list[int]:
+        """A text's ids, special tokens in it recognized. Its beginning is not put before a text that has it."""
+        if add_special_tokens is None:
+            has_it = bool(self._begins) and string.startswith(self._begins)
+            add_special_tokens = not has_it and self._add_bos is not False
+        ids = self._text.encode_prompt(string, add_special_tokens=add_special_tokens).tolist()
+        return ids[-left_truncate_len:] if left_truncate_len else ids
+
+    def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._text.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The messages as one text. Without a generation prompt the last message is left open, to be continued."""
+        try:
+            text = self._text.chat(chat_history, add_generation_prompt)
+        except UserError:
+            without = [message for message in chat_history if message.get("role") != "system"]
+            if len(without) == len(chat_history):
+                raise
+            log.warning("The chat template refuses these messages; they are given without the system's.")
+            return self.apply_chat_template(without, add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = str(chat_history[-1]["content"])
+        start = text.rfind(last.strip())
+        if start < 0:
+            raise UserError("The chat template does not write the last message as it is: it cannot be continued.")
+        whole = last.lstrip()
+        return text[: start + len(whole if text.startswith(whole, start) else last.strip())]
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """What the results say of the template: the conversation it makes of two messages. `UserError` for a name."""
+        if isinstance(chat_template, str):
+            raise UserError(f"--apply_chat_template={chat_template}: there is one template, which has no name.")
+        return self.apply_chat_template([{"role": "user", "content": "..."}]) if chat_template else None
+
+    # --------------------------------------------------------------------------------------------------------
+    # Log-likelihoods
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        from tqdm import tqdm
+
+        pairs, cut = [], 0
+        for key, context, continuation in requests:
+            if not context or not continuation or len(continuation) > self.max_length:
+                raise UserError(
+                    f"A request has {len(context)} tokens of context and {len(continuation)} to score, and max_length "
+                    f"is {self.max_length}: {_shortened(key)}. There must be one token each at least, and those to "
+                    "score must fit."
+                )
+            # The last token is not read: one more than max_length fits.
+            room = self.max_length + 1 - len(continuation)
+            cut += len(context) > room
+            pairs.append((context[-room:], continuation))
+        self._count(cut, len(pairs))
+        found: list[Any] = [None] * len(pairs)
+        with tqdm(total=len(pairs), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
+            for index, likelihood in self._likelihoods(pairs):
+                found[index] = (likelihood.total, likelihood.greedy)
+                if requests[index][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
+                bar.update()
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        windows: list[Any] = []
+        counts = []
+        for request in requests:
+            (string,) = request.args
+            ids = self.tok_encode(string)
+            rolling = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            pairs = [make_disjoint_window(window) for window in rolling]
+            windows += [(None, *pair) for pair in pairs]
+            counts.append(len(pairs))
+        scored = iter(self._loglikelihood_tokens(windows, disable_tqdm) if windows else ())
+        totals = [sum(next(scored)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    # --------------------------------------------------------------------------------------------------------
+    # Generation
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        from tqdm import tqdm
+
+        groups: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(index)
+        texts = [""] * len(requests)
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
+            for indices in groups.values():
+                settings = requests[indices[0]].args[1]
+                contexts = [requests[index].args[0] for index in indices]
+                for at, text in self._generate(contexts, settings):
+                    request = requests[indices[at]]
+                    texts[indices[at]] = text
+                    self.cache_hook.add_partial("generate_until", request.args, text)
+                    bar.update()
+        return texts
+
+    def _generate(self, contexts: Sequence[str], settings: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+        """(index of a context, its continuation), the longest first, in batches."""
+        until, new_tokens, sampling = self._settings(settings)
+        room = self.max_length - new_tokens
+        if room < 1:
+            raise UserError(
+                f"{new_tokens} new tokens are asked for, and max_length is {self.max_length}: nothing is left for a "
+                "prompt. Give another max_length, or fewer max_gen_toks."
+            )
+        prompts = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
+        self._count(sum(len(prompt) > room for prompt in prompts), len(prompts))
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        alone = any(layer.follows_length for layer in self.lm.layers) and self.lm.read_as is None
+        start = 0
+        while start < len(order):
+            longest = min(len(prompts[order[start]]), room)
+            rows = (
+                self.batch_size * self.lm.devices if self.batch_size else Answering(self.lm).rows(longest + new_tokens)
+            )
+            some = order[start : start + (1 if alone else rows)]
+            # As many rows as a power of two: few programs serve all.
+            fill = 0 if alone else min(rows, 1 << (len(some) - 1).bit_length()) - len(some)
+            batch = [prompts[i][-room:] for i in [*some, *some[-1:] * fill]]
+            written = self.lm.generate(batch, new_tokens, stop=until, text=True, seed=self._seed + start, **sampling)
+            for index, text in zip(some, written, strict=False):
+                yield index, text.removeprefix(" ") if self._drops_a_space else text
+            start += len(some)
+
+    def _settings(self, settings: Mapping[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
+        """Stop strings, new tokens, and how tokens are chosen, of what the harness and its tasks write."""
+        from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+
+        given = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
+        eos = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
+        until = handle_stop_sequences(list(given.pop("until")), eos=eos)
+        new_tokens, drawn = int(given.pop("max_gen_toks")), given.pop("do_sample")
+        sampling = {name: given.pop(name) for name in ("temperature", "top_k", "top_p") if name in given}
+        for name, value in given.items():
+            if value is not None and not (name in WITHOUT_EFFECT and value == WITHOUT_EFFECT[name]):
+                raise UserError(f"A task generates with {name}={value}, which pe_lab cannot do.")
+        kinds = {"temperature": float, "top_k": int, "top_p": float}
+        sampling = {name: kinds[name](value) for name, value in sampling.items() if value is not None}
+        return [stop for stop in until if stop], new_tokens, sampling if drawn else {}
+
+    @functools.cached_property
+    def _drops_a_space(self) -> bool:
+        """Whether decoding leaves out the space that a text begins with, as SentencePiece's does.
+
+        HFLM decodes what was generated by itself; `LanguageModel.generate` decodes it as it continues the prompt.
+        """
+        ids, begun = self._text.encode("a b").tolist(), len(self._text.encode("a"))
+        return self.tok_decode(ids) == "a b" and self.tok_decode(ids[begun:]) == "b"
+
+    def _count(self, cut: int, of: int) -> None:
+        self.truncated += cut
+        if cut:
+            log.warning(
+                "%d of %d requests are longer than max_length=%d: their contexts were cut from the left, as the "
+                "harness does.", cut, of, self.max_length
+            )  # fmt: skip
+
+
+def _read_with(
+    lm: LanguageModel, positional: Any, drop: bool, logit_scale: float | None, attention: str | None
+) -> LanguageModel:
+    """The model under another encoding, or attending in another way."""
+    if drop:
+        lm = lm.drop_positional()
+    if isinstance(positional, str) and "+" in positional:
+        positional = positional.split("+")
+    if positional is not None or logit_scale is not None:
+        lm = lm.with_positional(lm.layers if positional is None else positional, logit_scale)
+    return lm if attention is None else lm.with_attention(attention)
+
+
+def _batch_size(given: Any) -> int | None:
+    """A number of texts, or None for what fits."""
+    if given is None or str(given).startswith("auto"):
+        return None
+    if not str(given).isdigit() or int(given) < 1:
+        raise UserError(f"batch_size is {given}; give a whole number of at least 1, or auto.")
+    return int(given)
+
+
+def _length(given: Any, training_length: int) -> int:
+    return parse_length("max_length", str(given), training_length)
+
+
+def _shortened(key: Any) -> str:
+    """The texts of a request, for a message."""
+    return " / ".join(repr(f"{text[:60]}..." if len(text) > 60 else text) for text in key or ("a window of a text",))
+
+
+@functools.cache
+def adapter() -> type:
+    """`PeLabLM`, registered with the harness as `pe_lab`. `UserError` where the harness is not installed."""
+    try:
+        from lm_eval.api.model import TemplateLM
+        from lm_eval.api.registry import register_model
+    except ImportError as error:
+        raise UserError(
+            f"lm-evaluation-harness is needed ({error}). Install it: pip install 'pe-lab[eval]', or lm-eval alone."
+        ) from None
+
+    @register_model("pe_lab")
+    class PeLabLM(Adapter, TemplateLM):
+        """A model of pe_lab as lm-evaluation-harness takes models; see `Adapter`."""
+
+    return PeLabLM

@@ -1,0 +1,120 @@
+"""Which tasks of lm-evaluation-harness: the lists that papers report, and opening tasks with their data."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pe_lab.config import UserError, did_you_mean
+
+# droPE-six: DroPE, appendix C.2, which measured them with LightEval: its prompts are not the harness's.
+# partial-rope-ten: the partial RoPE paper, table 3, zero-shot.
+TASK_LISTS = {
+    "droPE-six": ("arc_easy", "arc_challenge", "hellaswag", "openbookqa", "piqa", "winogrande"),
+    "partial-rope-ten": (
+        "arc_challenge",
+        "arc_easy",
+        "logiqa",
+        "lambada_openai",
+        "lambada_standard",
+        "piqa",
+        "sciq",
+        "pubmedqa",
+        "winogrande",
+        "wsc",
+    ),
+}
+BY_HAND = (
+    "Where there is no network, set HF_DATASETS_CACHE to a folder in which the dataset was downloaded before, and "
+    "HF_DATASETS_OFFLINE=1; or write a YAML file of the same task that says `include: {yaml}`, `dataset_path: json`, "
+    "`dataset_name: null` and `dataset_kwargs: {{data_files: {{test: /absolute/path.jsonl}}}}` into a folder, and "
+    "name that folder (--lm-eval-tasks=DIR)."
+)
+
+
+def expand_tasks(names: Sequence[str]) -> list[str]:
+    """The tasks that names stand for, each once: a list's name, in any capitals, for its tasks; others as they are.
+
+    Raises:
+      UserError: no name, or one that is nearly a list's.
+    """
+    lists = {name.lower(): name for name in TASK_LISTS}
+    found: list[str] = []
+    for name in filter(None, (name.strip() for name in names)):
+        if name.lower() in lists:
+            found += TASK_LISTS[lists[name.lower()]]
+        # Nearer than did_you_mean asks for: `drop` is a task.
+        elif near := difflib.get_close_matches(name.lower(), lists, n=1, cutoff=0.75):
+            raise UserError(f"No list of tasks is called '{name}'. Did you mean '{lists[near[0]]}'?")
+        else:
+            found.append(name)
+    if not found:
+        raise UserError(f"No task is named. Name tasks of lm-evaluation-harness, or a list: {', '.join(TASK_LISTS)}.")
+    return list(dict.fromkeys(found))
+
+
+def open_tasks(names: Sequence[str], include_path: str | Path | None = None) -> tuple[Any, dict[str, list[Any]]]:
+    """The harness's task manager, and by name what it loads: tasks and groups with their data.
+
+    Args:
+      names: of tasks, groups or tags of the harness.
+      include_path: a folder of YAML files with tasks of one's own, which go before the harness's.
+
+    Raises:
+      UserError: an unknown task, a task whose dataset cannot be had, a folder that is not there.
+    """
+    manager = _manager(names, include_path)
+    known = manager.task_index
+    for name in names:
+        if name not in known:
+            also = f" (nor in {include_path})" if include_path else ""
+            raise UserError(
+                f"lm-evaluation-harness has no task '{name}'{also}. {_nearest(name, [*known, *TASK_LISTS])}"
+            )
+    return manager, {name: _open(manager, name) for name in names}
+
+
+def _manager(names: Sequence[str], include_path: str | Path | None) -> Any:
+    if include_path is None:
+        return _task_manager(None, True)
+    folder = Path(include_path).expanduser().resolve()
+    if not folder.is_dir():
+        raise UserError(f"The folder of tasks '{include_path}' is not there. Give one that holds YAML files of tasks.")
+    # The harness's own files, thousands of them, are read where they are needed alone: that takes seconds.
+    local = _task_manager(folder, False)
+    return local if set(names) <= set(local.all_subtasks) else _task_manager(folder, True)
+
+
+@functools.cache
+def _task_manager(include_path: Path | None, defaults: bool) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path and str(include_path), include_defaults=defaults)
+
+
+def _open(manager: Any, name: str) -> list[Any]:
+    """A task, a group, or the tasks of a tag, with their data."""
+    try:
+        loaded = manager.load([name])
+    except UserError:
+        raise
+    except Exception as error:  # datasets, the hub, and what a task's own code does all have theirs
+        entry = manager.task_index[name]
+        dataset = (entry.cfg or {}).get("dataset_path")
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise UserError(
+            f"Task '{name}' cannot be opened{f', with its dataset {dataset!r}' if dataset else ''}: "
+            f"{type(error).__name__}: {reason}. {BY_HAND.format(yaml=entry.yaml_path)}"
+        ) from error
+    children = {child for group in loaded["group_map"].values() for child in group}
+    groups = [group for group in loaded["groups"].values() if group.name not in children]
+    return groups or list(loaded["tasks"].values())
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """As `did_you_mean`, of so many names that none would read them all."""
+    found = did_you_mean(name, known)
+    return found if found.startswith("Did you mean") else "`lm-eval ls tasks` lists them all."

@@ -1,0 +1,220 @@
+"""Many-shot problems: where the needle is and is not, and which answers are the same."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from pe_lab.config import UserError
+from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.evaluation import many_shot
+from pe_lab.evaluation.many_shot import ManyShotTask, final_answer, last_boxed, many_shot_tasks, same_answer
+from pe_lab.evaluation.tasks import Task
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "many_shot_golden.json").read_text(encoding="utf-8"))
+BYTES = ByteTokenizer()
+LENGTH, BUFFER, NEW = 3000, 400, 256
+
+
+def lines(number=30):
+    """Problems in the dataset's schema; the last one is the first in other white space."""
+    rng = random.Random(0)
+    made = []
+    for i in range(number):
+        a, b = rng.randint(10, 99), rng.randint(100, 999)
+        text = f"What is ${a} \\cdot {b}$ for the {i}-th time?"
+        solution = f"We multiply{' with care' * rng.randint(0, 9)}: $\\boxed{{{a * b}}}$."
+        made.append({"problem": text, "solution": solution, "answer": str(a * b), "level": 1})
+    return [*made, made[0] | {"problem": made[0]["problem"].replace(" ", "\n")}]
+
+
+def write(path, found):
+    path.write_text("".join(json.dumps(line) + "\n" for line in found), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    path = write(tmp_path_factory.mktemp("many") / "problems.jsonl", lines())
+    return {task.name: task for task in many_shot_tasks(path, (), NEW, BUFFER)}
+
+
+def parts(text):
+    """The solved problems of a prompt, and the one that is asked."""
+    *solved, asked = text.split("\n\nProblem: ")
+    assert solved[0].startswith("Problem: ") and asked.endswith("\nSolution:")
+    return [solved[0].removeprefix("Problem: "), *solved[1:]], asked.removesuffix("\nSolution:")
+
+
+def words(text):
+    return text.split("\nSolution:")[0].split()
+
+
+def test_the_needle_is_there_once_at_its_depth_and_absent_without(tasks):
+    needles = tasks["needle"].samples(BYTES, LENGTH, 24, 0)
+    plains = tasks["plain"].samples(BYTES, LENGTH, 6, 0)
+    assert len({sample.references for sample in plains}) >= 5
+    for index, sample in enumerate(needles):
+        plain = plains[index // 4]
+        solved, asked = parts(sample.text)
+        without, same = parts(plain.text)
+        assert asked == same and sample.references == plain.references and plain.depth == ()
+        places = [place for place, one in enumerate(solved) if words(one) == asked.split()]
+        assert places == [round((len(solved) - 1) * (0, 1 / 3, 2 / 3, 1)[index % 4])]
+        assert sample.depth == ((0.0, 33.3, 66.7, 100.0)[index % 4],)
+        assert solved[places[0]].startswith(f"{asked}\nSolution: We multiply")
+        assert not any(words(one) == asked.split() for one in without)
+        # The solved ones around are the same, in the same order.
+        others = solved[: places[0]] + solved[places[0] + 1 :]
+        assert others == without[: len(others)] and 0 <= len(without) - len(others) <= 3
+        assert sample.facts["exemplars"] == len(others) and plain.facts["exemplars"] == len(without)
+
+
+def test_prompts_leave_the_buffer_free_and_no_more(tasks):
+    longest = max(len(f"Problem: {line['problem']}\nSolution: {line['solution']}\n\n") for line in lines())
+    for task in tasks.values():
+        for length in (LENGTH, 6000):
+            for sample in task.samples(BYTES, length, 8, 1):
+                _, asked = parts(sample.text)
+                question = len(f"Problem: {asked}\nSolution:")
+                left = length - len(sample.tokens) + question
+                assert BUFFER <= left < BUFFER + longest
+                assert len(sample.tokens) + sample.max_new_tokens <= length
+                assert sample.stop == ("</s>", "<|im_end|>", "<|endoftext|>", "Problem:")
+    for sample, longer in zip(*[tasks["plain"].samples(BYTES, length, 8, 1) for length in (LENGTH, 6000)], strict=True):
+        solved, asked = parts(sample.text)
+        another = parts(longer.text)[0][len(solved)]
+        budget = LENGTH - (BUFFER - len(f"Problem: {asked}\nSolution:"))
+        assert len(sample.tokens) <= budget < len(sample.tokens) + len(f"Problem: {another}\n\n")
+    # An answer longer than the buffer has its room anyway.
+    greedy = ManyShotTask(tasks["plain"].data, False, buffer=100, max_new_tokens=900)
+    assert 0 <= LENGTH - len(greedy.samples(BYTES, LENGTH, 1, 0)[0].tokens) - 900 < longest
+
+
+def test_whoever_copies_the_needles_solution_is_right_and_chance_is_not(tasks):
+    for sample in tasks["needle"].samples(BYTES, LENGTH, 12, 2):
+        solved, asked = parts(sample.text)
+        solution = next(one.split("\nSolution:")[1] for one in solved if words(one) == asked.split())
+        assert tasks["needle"].score(sample, solution) == {"accuracy": 1.0}
+        assert tasks["needle"].found(sample, solution) == [1.0]
+        assert tasks["needle"].score(sample, f"The answer is ${sample.references[0]}$.") == {"accuracy": 1.0}
+        for other in ("", "something else", "\\boxed{}", f"\\boxed{{-{sample.references[0]}}}", solution[:12]):
+            assert tasks["needle"].score(sample, other) == {"accuracy": 0.0}
+
+
+def test_a_sample_depends_on_nothing_that_was_asked_before(tasks):
+    for task in tasks.values():
+        whole = task.samples(BYTES, LENGTH, 12, 3)
+        several = [whole[i] for i in (9, 0, 5)]
+        assert task.samples(BYTES, LENGTH, 6, 3)[5].fingerprint == several[2].fingerprint
+        assert task.samples(BYTES, LENGTH, 1, 4)[0].text != several[1].text
+        longer, shorter = parts(task.samples(BYTES, 5000, 1, 3)[0].text)[0], parts(several[1].text)[0]
+        assert len(longer) > len(shorter) == len(longer[: len(shorter)]) and longer[: len(shorter)] == shorter
+
+
+def test_few_problems_are_repeated_but_not_the_needle(tmp_path):
+    path = write(tmp_path / "few.jsonl", lines(4))
+    for task in many_shot_tasks(path, ["needle", "plain"], NEW, BUFFER):
+        samples = task.samples(BYTES, LENGTH, 500, 0)
+        assert len(samples) == (20 if task.needle else 5)
+        for sample in samples[:8]:
+            solved, asked = parts(sample.text)
+            assert sum(words(one) == asked.split() for one in solved) == task.needle
+            assert len(set(solved)) < len(solved) > 10
+
+
+def test_a_length_without_room_is_refused_and_long_problems_are_passed_over(tasks, tmp_path):
+    with pytest.raises(UserError, match=r"the shortest take ([\d,]+)\.") as refused:
+        tasks["needle"].samples(BYTES, 500, 4, 0)
+    least = int(re.search(r"shortest take (\d+)", str(refused.value)).group(1))
+    assert len(tasks["needle"].samples(BYTES, least, 4, 0)) == 4
+    with pytest.raises(UserError):
+        tasks["needle"].samples(BYTES, least - 1, 4, 0)
+    found = lines(10)
+    found[3] |= {"solution": "Long. " * 1000 + "\\boxed{1}"}
+    (task,) = many_shot_tasks(write(tmp_path / "long.jsonl", found), ["plain"], NEW, BUFFER)
+    asked = [sample.facts["problem"] for sample in task.samples(BYTES, LENGTH, 50, 0)]
+    assert sorted(asked) == [i for i in range(11) if i != 3]
+
+
+def test_the_papers_settings_are_the_defaults(tasks, tmp_path):
+    path = write(tmp_path / "problems.jsonl", lines(2))
+    assert [(task.buffer, task.max_new_tokens) for task in many_shot_tasks(path)] == [(2300, 2048)] * 2
+    assert many_shot.PAPER_SAMPLES == {"needle": 4 * 100, "plain": 100}
+    for task in tasks.values():
+        assert isinstance(task, Task) and task.suite == "many_shot" and task.metric == "accuracy"
+        json.dumps(task.settings)
+
+
+def test_files_that_are_not_problems_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"--problems=.*none\.jsonl.*nlile/hendrycks-MATH-benchmark"):
+        many_shot_tasks(str(tmp_path / "none.jsonl"))
+    with pytest.raises(UserError, match="Did you mean 'needle'"):
+        many_shot_tasks(tmp_path / "none.jsonl", ["needles"])
+    good = lines(2)[0]
+    for wrong, said in (
+        ({"problem": "p", "answer": "1"}, "solution"),
+        ([1], "problem, solution"),
+        (good | {"answer": 3}, "answer"),
+    ):
+        with pytest.raises(UserError, match=f"line 2, is no problem: {said}"):
+            many_shot.read_problems(write(tmp_path / "bad.jsonl", [good, wrong]))
+    with pytest.raises(UserError, match="has not two problems"):
+        many_shot.read_problems(write(tmp_path / "one.jsonl", [good, good]))
+    renamed = [{"q": line["problem"], "s": line["solution"]} for line in lines(3)]
+    data = many_shot.read_problems(write(tmp_path / "other.jsonl", renamed), ("q", "s", "a"))
+    assert [problem.answer for problem in data.problems] == [line["answer"] for line in lines(3)]
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Answers
+
+# Others agree on another verdict: a reading of theirs, not of mathematics.
+OTHERS_ARE_WRONG = {
+    ("5 dollars", "\\$5"),
+    ("\\frac{\\pi}{4}", "\\frac\\pi4"),
+    ("even.", "\\text{even}"),
+    ("x^2,", "x^2"),
+}
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"{case['given']}~{case['right']}")
+def test_answers_are_the_same_where_they_are(case):
+    given, right = case["given"], case["right"]
+    assert same_answer(given, right) == case["same"]
+    if case["given"]:
+        assert same_answer(right, given) == case["same"]  # symmetric
+        assert same_answer(given, given)
+    if case["hendrycks"] == case["math_verify"]:
+        assert (case["same"] == case["hendrycks"]) != ((given, right) in OTHERS_ARE_WRONG)
+
+
+def test_an_answer_without_end_is_wrong():
+    for endless in ("0." + "3" * 9000, "1" * 9000, "0." + "0" * 900, "\\frac{1}{" + "3" * 900 + "}", "\\boxed{" * 900):
+        assert not same_answer(final_answer(f"The answer is {endless}"), "\\frac{1}{3}")
+
+
+@pytest.mark.parametrize("text", GOLDEN["boxes"])
+def test_boxes_are_those_that_others_find(text):
+    assert last_boxed(text) == GOLDEN["boxes"][text]
+
+
+@pytest.mark.parametrize(
+    ("output", "answer"),
+    [
+        ("So it is $\\boxed{\\frac{1}{2}}$. The answer is 3.", "\\frac{1}{2}"),
+        ("\\boxed{1} and then \\boxed{2", "1"),  # cut off by the end of the answer
+        ("The final answer is $\\frac{3}{4}$. I hope it is correct.", "\\frac{3}{4}"),
+        ("The answer is: 12.5. Then more", "12.5"),
+        ("the answer is 4\nThe answer is $$x^2$$", "x^2"),
+        ("We get 3, then 1,204 in all", "1,204"),
+        ("that makes -7", "-7"),
+        ("or 2/3 of it", "2/3"),
+        ("no idea", None),
+        ("", None),
+    ],
+)
+def test_the_final_answer_is_found(output, answer):
+    assert final_answer(output) == answer

@@ -1,0 +1,128 @@
+"""Small files of other people's benchmarks, in their schemas, of our own words: to try every suite without a network.
+
+    python tests/small_benchmarks.py DIR     # DIR/longbench/TASK.jsonl, DIR/qa/*.json, DIR/problems.jsonl
+
+They measure nothing: the originals are what docs/evaluation.md says where to get.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+PEOPLE = ("Ada", "Boris", "Chen", "Dora", "Emil", "Fatima", "Goran", "Hana")
+PLACES = ("Lima", "Oslo", "Quito", "Riga", "Tunis", "Cork", "Porto", "Graz")
+TRADES = ("baker", "potter", "tailor", "pilot", "gardener", "printer", "mason", "weaver")
+CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
+
+
+def story(rng: random.Random, sentences: int) -> tuple[str, str, str]:
+    """A text, a question that it answers, and the answer."""
+    said = []
+    for _ in range(sentences):
+        who, where, what = rng.choice(PEOPLE), rng.choice(PLACES), rng.choice(TRADES)
+        said.append(f"{who} went to {where} and worked there as a {what} for {rng.randint(2, 30)} years.")
+    name, place = f"{rng.choice(PEOPLE)} Nobody", rng.choice(PLACES)
+    said.insert(rng.randrange(len(said)), f"{name} was born in {place}.")
+    return " ".join(said), f"Where was {name} born?", place
+
+
+def longbench_record(task: str, index: int) -> dict[str, Any]:
+    """A record of a LongBench task, in its schema."""
+    rng = random.Random(f"{task}/{index}")
+    context, question, answer = story(rng, 40 + 40 * index)
+    answers, classes = [answer], None
+    if task in ("trec", "lsht"):
+        classes = ["体育", "财经", "科技"] if task == "lsht" else ["Place", "Number", "Person"]
+        context = "\n".join(f"Question: {story(rng, 2)[1]}\nType: {classes[0]}" for _ in range(20))
+        answers, question = [classes[0]], f"Question: {question}\nType:"
+    elif task == "passage_count":
+        answers, question = [str(index + 3)], ""
+        context = "\n".join(f"Paragraph {i + 1}: {story(rng, 5)[0]}" for i in range(index + 3))
+    elif task.startswith("passage_retrieval"):
+        word = "段落" if task.endswith("zh") else "Paragraph "
+        passages = [story(rng, 5)[0] for _ in range(8)]
+        context = "\n".join(f"{word}{i + 1}: {passage}" for i, passage in enumerate(passages))
+        answers, question = [f"{word}{index + 2}"], passages[index + 1]
+    elif task in ("lcc", "repobench-p"):
+        lines = [f"def add_{i}(a, b):\n    return a + b + {i}\n" for i in range(30)]
+        context, answers, question = "\n".join(lines), ["    return a + b + 30"], "def add_30(a, b):\n"
+    if task in CHINESE and classes is None and not task.startswith("passage"):
+        context, answers = "今天的会议很长。" * 60 + "会议在奥斯陆举行。", ["奥斯陆"]
+        question = "会议在哪里举行？"
+    return {
+        "input": question,
+        "context": context,
+        "answers": answers,
+        "length": len(context.split()),
+        "dataset": task,
+        "language": "zh" if task in CHINESE else "en",
+        "all_classes": classes,
+        "_id": f"{task}-{index}",
+    }
+
+
+def squad(count: int) -> dict[str, Any]:
+    """SQuAD v2's development file, small."""
+    articles = []
+    for number in range(count):
+        paragraphs = []
+        for part in range(3):
+            context, question, answer = story(random.Random(f"squad/{number}/{part}"), 8)
+            answers = [{"text": answer, "answer_start": context.index(answer)}]
+            asked = {"id": f"{number}-{part}", "question": question, "answers": answers, "is_impossible": False}
+            paragraphs.append({"context": context, "qas": [asked]})
+        articles.append({"title": f"Article {number}", "paragraphs": paragraphs})
+    return {"version": "v2.0", "data": articles}
+
+
+def hotpot(count: int) -> list[dict[str, Any]]:
+    """HotpotQA's development file (distractor), small."""
+    found = []
+    for number in range(count):
+        rng = random.Random(f"hotpot/{number}")
+        context, question, answer = story(rng, 6)
+        others = [[f"Title {number}-{i}", [f"{part}. " for part in story(rng, 6)[0].split(". ")]] for i in range(4)]
+        entry = [[f"Title {number}", [f"{part}. " for part in context.split(". ")]], *others]
+        found.append({"_id": str(number), "question": question, "answer": answer, "context": entry})
+    return found
+
+
+def problems(count: int) -> list[dict[str, Any]]:
+    """Problems in the schema of nlile/hendrycks-MATH-benchmark."""
+    found = []
+    for number in range(count):
+        rng = random.Random(f"math/{number}")
+        a, b, c = rng.randint(2, 40), rng.randint(2, 40), rng.randint(2, 9)
+        found.append(
+            {
+                "problem": f"What is ${a} + {b} \\cdot {c}$?",
+                "solution": f"First ${b} \\cdot {c} = {b * c}$, and ${a} + {b * c} = \\boxed{{{a + b * c}}}$.",
+                "answer": str(a + b * c),
+                "subject": "Prealgebra",
+                "level": 1,
+            }
+        )
+    return found
+
+
+def write_all(directory: Path, tasks: list[str], records: int = 2) -> None:
+    """All files, below a directory."""
+    (directory / "longbench").mkdir(parents=True, exist_ok=True)
+    (directory / "qa").mkdir(exist_ok=True)
+    for task in tasks:
+        lines = [json.dumps(longbench_record(task, index), ensure_ascii=False) for index in range(records)]
+        (directory / "longbench" / f"{task}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (directory / "qa" / "dev-v2.0.json").write_text(json.dumps(squad(30)))
+    (directory / "qa" / "hotpot_dev_distractor_v1.json").write_text(json.dumps(hotpot(60)))
+    (directory / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems(200)))
+
+
+if __name__ == "__main__":
+    from pe_lab.evaluation.longbench_tasks import TASKS
+
+    write_all(Path(sys.argv[1]), list(TASKS))
+    print(f"Wrote {sys.argv[1]}")
