@@ -379,4 +379,4 @@ class Evaluation:
                 fitted = {int(row["length"]): float(row["beta"]) for row in mine}
                 kept = write_logit_scale(subject.checkpoint, c, fitted, str(mine[0]["fitted_on"]))
                 if kept is not None:
-                    self.kept.append(f"{subject.path}: β = 1 + {c:.3f} ln s is kept in {kept}.")
+                    self.kept.append(f"{subject.path}: β = 1 {c:+.3f} ln s is kept in {kept}.")
