@@ -1,0 +1,142 @@
+"""The prompted suites through the command: options, files, what is printed, and a page of it all."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from lm_eval_tasks import write_tasks
+from small_benchmarks import write_all
+
+sys.path.insert(0, str(Path(__file__).parent / "evaluation"))
+import tiny  # noqa: E402
+
+from pe_lab import report  # noqa: E402
+from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
+from pe_lab.evaluate import main  # noqa: E402
+from pe_lab.evaluation.longbench_tasks import TASKS  # noqa: E402
+from pe_lab.evaluation.ruler import TASKS as RULER  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("suites")
+    made = tiny.save_run(root / "tiny", tiny.corpus(root / "corpus"))
+    save_tokenizer(load_tokenizer("bytes"), made / "tokenizer")
+    return made
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_needles_of_two_models_under_two_readings(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    argv = [f"--from={run / 'pretrain'},{run / 'recalibrate'}", "--suite=niah:standard", "--haystack=noise",
+            "--lengths=640", "--samples=2", "--depths=0,100", f"--out={out}"]  # fmt: skip
+    assert main([*argv, "--methods=as-trained", "--positional=rope:base=500"]) == 0
+    said = capsys.readouterr().out
+    assert "niah:standard for RoPE (pretrain/checkpoints/3), RoPE, read as rope:base=500" in said
+    assert "tokens/s" in said and "DroPE" in said and "Needle in a haystack" in said
+    found = lines(out / "tiny" / "samples" / "niah.jsonl")
+    assert len(found) == 8 and {line["length"] for line in found} == {640}
+    assert {line["positional"] for line in found} == {"rope(base=10000)", "rope(base=500)", "nope"}
+    assert [line["depth"] for line in found[:2]] == [[0.0], [100.0]]
+    assert {row["label"] for row in lines(out / "tiny" / "niah.jsonl")} >= {"RoPE", "DroPE"}
+    assert main([*argv, "--methods=as-trained", "--positional=rope:base=500"]) == 0
+    assert "4 of 4 samples were answered before" in capsys.readouterr().out
+
+
+def test_documents_one_by_one(run, tmp_path, capsys):
+    texts = ["A short one.", "x", "A longer one, of " + "many words and " * 8]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    argv = [f"--from={run / 'pretrain'}", f"--text=jsonl:{tmp_path}/texts.jsonl", "--suite=perplexity",
+            "--per-document", "--lengths=1x,4x", f"--out={tmp_path / 'out'}"]  # fmt: skip
+    assert main(argv) == 0
+    assert "each document by itself" in capsys.readouterr().out
+    found = lines(tmp_path / "out" / "samples" / "documents.jsonl")
+    assert [(line["length"], line["scored"]) for line in found] == [
+        (length, len(text) - 1) for length in (16, 64) for text in texts
+    ]
+    short, none, long = found[3:]
+    assert none["nll"] is None and short["perplexity"] > 1
+    row = next(row for row in lines(tmp_path / "out" / "perplexity.jsonl") if row["length"] == 64)
+    total = short["nll"] * short["scored"] + long["nll"] * long["scored"]
+    assert row["nll"] == pytest.approx(total / row["tokens"], abs=1e-5) and row["documents"]["count"] == 2
+    before = (tmp_path / "out" / "samples" / "documents.jsonl").read_bytes()
+    assert main(argv) == 0 and (tmp_path / "out" / "samples" / "documents.jsonl").read_bytes() == before
+
+
+def test_sliding_windows_score_the_same_text_with_more_context(run, tmp_path, capsys):
+    argv = [f"--from={run / 'pretrain'}", "--suite=perplexity", "--lengths=16,64", "--tokens=512", f"--out={tmp_path}",
+            "--methods=as-trained,cropped"]  # fmt: skip
+    assert main([*argv, "--stride=4"]) == 0 and main(argv) == 0
+    assert "windows sliding by 4" in capsys.readouterr().out
+    rows = {
+        (row["method"], row["length"], "sliding" in row["source"]): row for row in lines(tmp_path / "perplexity.jsonl")
+    }
+    whole, sliding = (rows["as trained", 64, slides] for slides in (False, True))
+    assert whole["nll"] == sliding["nll"] and whole["tokens"] == sliding["tokens"]  # one window is all of a text
+    assert (
+        rows["as trained", 16, True]["nll"] == rows["cropped", 64, True]["nll"] != rows["as trained", 16, False]["nll"]
+    )
+    assert rows["as trained", 16, True]["position_edges"][-1] == 64
+
+
+def test_rulers_own_files_are_scored_without_a_model(tmp_path, capsys):
+    directory = tmp_path / "4096" / "pred"
+    directory.mkdir(parents=True)
+    answers = [("It is 42.", ["42", "43"]), ("", ["1"])]
+    (directory / "niah_multiquery.jsonl").write_text(
+        "".join(json.dumps({"pred": pred, "outputs": outputs}) + "\n" for pred, outputs in answers)
+    )
+    assert main([f"--predictions={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert "niah_multiquery" in said and "25.0%" in said and "4,096" in said
+    assert main([f"--predictions={tmp_path / 'nothing'}"]) == 2 and "is no directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--from is missing"),
+        (["--suite=niah:standart", "--haystack=noise"], "Did you mean 'standard'"),
+        (["--suite=ruler:vt", "--haystack=noise"], "RULER's tasks say themselves"),
+        (["--suite=ruler:qa_1", "--lengths=4k"], "--qa=DIR"),
+        (["--suite=many_shot", "--problems=none.jsonl"], "none.jsonl"),
+        (["--suite=niah", "--haystack=noise", "--methods=yarm"], "Did you mean 'yarn'"),
+        (["--suite=niah", "--haystack=noise", "--methods=beta", "--lengths=1k"], "makes no sense"),
+        (["--suite=niah", "--haystack=noise", "--attention=splash", "--lengths=1k"], "'splash' runs on tpu"),
+    ],
+)
+def test_bad_input_is_one_message_and_status_2(run, tmp_path, capsys, argv, message):
+    source = [f"--from={run / 'pretrain'}"] if argv else []
+    assert main([*source, f"--out={tmp_path / 'out'}", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_every_task_of_every_suite_runs_and_the_page_shows_it(run, tmp_path, capsys):
+    write_all(tmp_path / "small", list(TASKS), records=1)
+    write_tasks(tmp_path / "yaml")
+    argv = [f"--from={run / 'pretrain'}", f"--longbench={tmp_path}/small/longbench", f"--qa={tmp_path}/small/qa",
+            f"--problems={tmp_path}/small/problems.jsonl", "--samples=1", "--max-new-tokens=8", "--buffer=100",
+            f"--ruler-files={tmp_path}/files", f"--lm-eval-tasks={tmp_path}/yaml"]  # fmt: skip
+    (tmp_path / "essays.txt").write_text("He wrote of many things. Some were true! " * 200)
+    suites = "--suite=niah,ruler,longbench,many_shot,lm_eval:local_choices,local_passages,local_questions"
+    assert main([*argv, suites, "--lengths=7400", f"--haystack={tmp_path}/essays.txt"]) == 0
+    said = capsys.readouterr().out
+    assert "prompts were cut in the middle" not in said  # so small are these files
+    rows = {name: lines(run / "evaluation" / f"{name}.jsonl") for name in ("niah", "ruler", "longbench", "many_shot")}
+    assert {row["source"] for row in rows["ruler"]} == set(RULER)
+    assert {row["source"] for row in rows["longbench"]} == set(TASKS)
+    assert len(rows["niah"]) == 5 and len(rows["many_shot"]) == 2
+    assert all(0 <= row["score"] <= 1 and row["low"] <= row["score"] <= row["high"] for r in rows.values() for row in r)
+    assert len(list((tmp_path / "files").rglob("pred/*.jsonl"))) == len(RULER)
+    assert main([f"--predictions={tmp_path}/files"]) == 0
+    assert report.main([str(run)]) == 0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    for words in ("Needles by depth", "niah_multikey_3", "passage_retrieval_zh", "lm-evaluation-harness"):
+        assert words in page, words
