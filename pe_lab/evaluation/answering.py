@@ -41,7 +41,13 @@ class Spent:
 
 
 class Answerer(Protocol):
-    """Answers samples that are read alike, and asked for as many new tokens each."""
+    """Answers samples that are read alike, and asked for as many new tokens each.
+
+    Attributes:
+      heard: is told of tokens as they are read and written.
+    """
+
+    heard: Heard
 
     def rows(self, length: int) -> int:
         """How many samples of `length` tokens, the answer included, it takes at once."""
@@ -65,6 +71,7 @@ class Model:
     lm: LanguageModel
     spent: Spent = field(default_factory=Spent)
     crop: int | None = None
+    heard: Heard = lambda tokens: None
 
     def rows(self, length: int) -> int:
         """As many rows as their caches' memory allows, a power of two; see ROWS."""
@@ -78,7 +85,7 @@ class Model:
         return max(1 << (fitting.bit_length() - 1), devices)
 
     def __call__(self, samples: Sequence[Sample]) -> list[str]:
-        statistics, start = Statistics(), time.perf_counter()
+        statistics, start = Statistics(heard=self.heard), time.perf_counter()
         new = max(sample.max_new_tokens for sample in samples)
         prompts = [sample.tokens for sample in samples]
         if self.crop is not None:

@@ -156,7 +156,9 @@ class Prompted:
                 asked = {i: samples[i] for i in batch.indices}
                 for sample in asked.values():
                     self._check_room(group, sample)
-                start = time.perf_counter()
+                new = [asked[i] for i in batch.indices if not done[i]]
+                rest = Rest(sum(group.length or len(s.tokens) + s.max_new_tokens for s in new), heard)
+                answerer.heard, start = rest.take, time.perf_counter()
                 answers = answerer([asked[i] for i in batch.filled])[: len(batch.indices)]
                 seconds = (time.perf_counter() - start) / len(batch.indices)
                 file.add(
@@ -165,8 +167,7 @@ class Prompted:
                         for sample, answer in zip(asked.values(), answers, strict=True)
                     ]
                 )
-                new = [asked[i] for i in batch.indices if not done[i]]
-                heard(sum(group.length or len(sample.tokens) + sample.max_new_tokens for sample in new))
+                rest.take(rest.tokens)
         return [file.lines[k] for k in keys]
 
     def _keys(self, group: Group) -> list[tuple[Any, ...]]:
@@ -298,6 +299,19 @@ class Prompted:
         if group.length is None:
             row["by_length"] = by_length(lines)
         return finite(row)
+
+
+@dataclass
+class Rest:
+    """Tokens of a batch that progress has not been told of yet: all of them in the end, however early texts end."""
+
+    tokens: int
+    heard: Callable[[int], None]
+
+    def take(self, tokens: int) -> None:
+        taken = min(tokens, self.tokens)
+        self.tokens -= taken
+        self.heard(taken)
 
 
 def read_length(tokens: int, training_length: int) -> int:

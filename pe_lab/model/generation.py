@@ -248,6 +248,8 @@ class _Batch:
         with self._timed("prefill_seconds" if first else "decode_seconds"):
             tokens = np.asarray(token)[: self._real]
         self._statistics.new_tokens += self._real
+        if self._statistics.heard is not None:
+            self._statistics.heard(self._real)
         self._statistics.decoded_tokens += 0 if first else self._real
         return tokens
 
@@ -262,7 +264,12 @@ class _Batch:
         with self._compiling():
             self._cache = programs.allocate(self._layout, len(texts))
         last = programs.place(jnp.zeros((len(texts), config.d_model), config.dtype))
+        heard, behind = self._statistics.heard, last
         for start, size in chunks(int(lengths.max())):
+            if heard is not None:  # one chunk behind, so that the device always has the next
+                jax.block_until_ready(behind)
+                heard(int(np.clip(lengths[: self._real] - start, 0, size).sum()))
+                behind = last
             tokens = np.zeros((len(texts), size), np.int32)
             for row, text in zip(tokens, texts, strict=True):
                 part = text[start : start + size]

@@ -76,7 +76,10 @@ class Schedules:
 
 @dataclass
 class Statistics:
-    """Counts and seconds, added up over calls. Compilation is apart: the other seconds are without it."""
+    """Counts and seconds, added up over calls. Compilation is apart: the other seconds are without it.
+
+    `heard`, where it is given, is told of tokens as they are read and written.
+    """
 
     prompt_tokens: int = 0
     new_tokens: int = 0
@@ -85,3 +88,4 @@ class Statistics:
     decode_seconds: float = 0.0
     compile_seconds: float = 0.0
     decoded_tokens: int = 0  # without the first of each text, which the prefill gives
+    heard: Callable[[int], None] | None = None

@@ -43,6 +43,7 @@ class Copies:
 
     def __init__(self, most: int = 4, dies_after: int | None = None, wrong: float | None = None):
         self.asked, self._rows, self._dies, self._wrong = [], most, dies_after, wrong
+        self.heard = None
 
     def rows(self, length: int) -> int:
         return self._rows
@@ -131,8 +132,9 @@ def test_another_reading_another_haystack_and_another_seed_are_other_samples(tmp
 
 def test_the_model_itself_answers_as_generate_does(tmp_path):
     lm = model()
-    made = Prompted(readers(lm), [task()], (600,), 3, 42, tmp_path)
-    made.run()
+    made, heard = Prompted(readers(lm), [task()], (600,), 3, 42, tmp_path), []
+    made.run(lambda group, tokens: heard.append(tokens))
+    assert sum(heard) == made.work == 1800 and len([tokens for tokens in heard if tokens]) > 10  # as it goes on
     lines = without_times(tmp_path / "samples" / "niah.jsonl")
     samples = made.samples(made.groups[0])
     for line, sample in zip(lines, samples, strict=True):
@@ -200,8 +202,9 @@ def test_batches_are_of_one_size_and_few():
 
 def test_texts_of_their_own_lengths_are_read_as_one_of_few():
     assert [read_length(n, 16) for n in (1, 16, 17, 32, 33, 100)] == [16, 16, 32, 32, 64, 128]
+    cut = {"tokens_before_truncation": 20000}
     lines = [{"tokens": n, "facts": facts, "score": s} for n, facts, s in
-             [(100, {}, 1.0), (4096, {}, 0.0), (4097, {}, 1.0), (900, {"tokens_before_truncation": 20000}, 1.0)]]  # fmt: skip
+             [(100, {}, 1.0), (4096, {}, 0.0), (4097, {}, 1.0), (900, cut, 1.0)]]  # fmt: skip
     found = by_length(lines)
     assert found["edges"] == [0, 4096, 8192, 16384, 32768]
     assert found["count"] == [2, 1, 0, 1] and found["score"] == [0.5, 1.0, None, 1.0]
