@@ -1,13 +1,15 @@
 """Virtual environments with transformers 4.56 and 5 for the slow tests, and one call that reads a model in them.
 
+A third has lm-evaluation-harness beside transformers 5, for the test that compares its own backend with ours.
+
 What a user of an exported model will have is a fresh process with somebody else's packages: neither major of
 transformers may share an interpreter with the tests, or with the other. The environments are made on first use in
-$PE_LAB_TEST_CACHE (otherwise ~/.cache/pe_lab_tests), about a minute and 1.4 GB altogether where pip finds the CPU
+$PE_LAB_TEST_CACHE (otherwise ~/.cache/pe_lab_tests), two minutes and 2.2 GB altogether where pip finds the CPU
 build of torch, and stay there until a pin below or the base interpreter changes. `python -m venv` and pip make them,
 so that whatever pip is configured to on this machine (an index, a folder of wheels) applies; where that is nothing
 and torch comes with CUDA, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu to save its 4 GB.
 
-torch lies in an environment of its own, which both of the others see through a .pth file: it is there once.
+torch lies in an environment of its own, which all others see through a .pth file: it is there once.
 """
 
 import fcntl
@@ -40,10 +42,14 @@ SHARED = (
     "gguf==0.19.0",
     "jinja2==3.1.6",
 )
+FIVE = ("transformers==5.23.0", "tokenizers==0.23.3", "huggingface_hub==2.4.0", "accelerate==1.15.0")
 PINS = {
     "4.56": ("transformers==4.56.2", "tokenizers==0.22.2", "huggingface_hub==0.36.2", "accelerate==1.15.0"),
-    "5": ("transformers==5.23.0", "tokenizers==0.23.3", "huggingface_hub==2.4.0", "accelerate==1.15.0"),
+    "5": FIVE,
+    "5+lm_eval": (*FIVE, "lm_eval==0.4.13", "datasets==5.2.0"),
 }
+# Of lm_eval's requirements; there are no wheels of them, and they are Python alone.
+SOURCE_ONLY = ("sqlitedict", "word2number")
 
 
 def cache() -> Path:
@@ -54,7 +60,7 @@ def cache() -> Path:
 
 @functools.cache
 def environment(version: str) -> Path:
-    """The python of an environment with transformers `version`, "4.56" or "5", made when it is not there yet.
+    """The python of an environment of PINS, made when it is not there yet: "4.56" or "5" of transformers, "5+lm_eval".
 
     Raises:
       RuntimeError: it cannot be made; the message ends with pip's own last lines.
@@ -167,7 +173,7 @@ def _run(version: str, arguments: list[str], gguf_file: str | None, timeout: flo
     if gguf_file is not None:
         command.append(f"--gguf-file={gguf_file}")
     try:
-        process = subprocess.run(command, env=_variables(), capture_output=True, text=True, timeout=timeout)
+        process = subprocess.run(command, env=variables(), capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as error:
         stderr = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr or ""
         raise RuntimeError(f"transformers {version} was not done with {models} after {timeout:g} s\n{stderr}") from None
@@ -178,7 +184,7 @@ def _run(version: str, arguments: list[str], gguf_file: str | None, timeout: flo
         raise RuntimeError(f"not transformers {version}: {process.stdout}")
 
 
-def _variables() -> dict[str, str]:
+def variables() -> dict[str, str]:
     """The environment variables of a child: nothing of the tests' own interpreter, no network, no GPU."""
     variables = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "COV_", "COVERAGE"))}
     variables.pop("VIRTUAL_ENV", None)
@@ -222,7 +228,7 @@ def _make(directory: Path, stamp: dict, packages: tuple[str, ...], seen: Path | 
         (_site_packages(directory) / "shared.pth").write_text(f"{_site_packages(seen)}\n")
     # --only-binary: a package without a wheel for this Python must not start a compiler.
     install = ["-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--only-binary=:all:"]
-    _call(directory, [str(_python(directory)), "-I", *install, *packages])
+    _call(directory, [str(_python(directory)), "-I", *install, f"--no-binary={','.join(SOURCE_ONLY)}", *packages])
     _call(directory, [str(_python(directory)), "-I", "-c", PROOF])
     (directory / "stamp.json").write_text(json.dumps(stamp, indent=1) + "\n")
     size = sum(path.lstat().st_size for path in directory.rglob("*"))
@@ -233,7 +239,7 @@ def _call(directory: Path, command: list[str]) -> None:
     try:
         process = subprocess.run(
             command,
-            env={key: value for key, value in _variables().items() if key != "CUDA_VISIBLE_DEVICES"},
+            env={key: value for key, value in variables().items() if key != "CUDA_VISIBLE_DEVICES"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

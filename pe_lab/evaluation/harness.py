@@ -10,7 +10,7 @@ from typing import Any
 
 from pe_lab.evaluation import methods
 from pe_lab.evaluation.intervals import Z95, wilson
-from pe_lab.evaluation.lm_eval import evaluate_lm_eval
+from pe_lab.evaluation.lm_eval_rows import evaluate_lm_eval
 from pe_lab.evaluation.readers import Reader
 from pe_lab.evaluation.rows import Row, RowFile, finite
 from pe_lab.evaluation.task_lists import TASK_LISTS, expand_tasks

@@ -1,6 +1,8 @@
 """pe_lab's models in EleutherAI's lm-evaluation-harness: the class, and the harness's command line with it.
 
-python -m pe_lab.evaluation.lm_eval --model_args pretrained=runs/x,max_length=4096 --tasks arc_easy,hellaswag
+    python -m pe_lab.evaluation.lm_eval --model_args pretrained=runs/x,max_length=4096 --tasks arc_easy,hellaswag
+
+`evaluate_lm_eval` gives rows, as `python -m pe_lab.evaluate --suite=lm_eval:TASKS` writes them.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pe_lab.config import command
+from pe_lab.config import UserError, command
 from pe_lab.evaluation.lm_eval_adapter import adapter
 from pe_lab.evaluation.lm_eval_rows import evaluate_lm_eval
+from pe_lab.evaluation.task_lists import by_hand
 
 __all__ = ["PeLabLM", "adapter", "evaluate_lm_eval", "main"]  # noqa: F822
 
@@ -36,6 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     before, sys.argv = sys.argv, ["lm-eval", *with_defaults(arguments)]
     try:
         cli_evaluate()
+    except ConnectionError as error:
+        raise UserError(f"A task's dataset cannot be had: {error}. {by_hand('--include_path')}") from error
+    except ValueError as error:
+        if isinstance(error, UserError) or "Tasks not found" not in str(error):
+            raise
+        raise UserError(f"{error}. `python -m pe_lab.evaluation.lm_eval ls tasks` lists them all.") from error
     finally:
         sys.argv = before
     return 0

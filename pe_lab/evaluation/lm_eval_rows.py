@@ -103,7 +103,7 @@ def _rows(results: Mapping[str, Any], **more: Any) -> list[Row]:
                     "metric": metric if kind == "none" else key,
                     "score": float(score) if isinstance(score, int | float) else score,
                     "stderr": float(stderr) if isinstance(stderr, int | float) else None,
-                    "samples": results.get("n-samples", {}).get(task, {}).get("effective"),
+                    "samples": metrics.get("sample_len"),
                     "version": results["versions"].get(task),
                     "num_fewshot": results["n-shot"].get(task),
                     "higher_is_better": results["higher_is_better"].get(task, {}).get(metric),

@@ -27,12 +27,6 @@ TASK_LISTS = {
         "wsc",
     ),
 }
-BY_HAND = (
-    "Where there is no network, set HF_DATASETS_CACHE to a folder in which the dataset was downloaded before, and "
-    "HF_DATASETS_OFFLINE=1; or write a YAML file of the same task that says `include: {yaml}`, `dataset_path: json`, "
-    "`dataset_name: null` and `dataset_kwargs: {{data_files: {{test: /absolute/path.jsonl}}}}` into a folder, and "
-    "name that folder (--lm-eval-tasks=DIR)."
-)
 
 
 def expand_tasks(names: Sequence[str]) -> list[str]:
@@ -99,19 +93,31 @@ def _open(manager: Any, name: str) -> list[Any]:
     """A task, a group, or the tasks of a tag, with their data."""
     try:
         loaded = manager.load([name])
-    except UserError:
-        raise
     except Exception as error:  # datasets, the hub, and what a task's own code does all have theirs
         entry = manager.task_index[name]
-        dataset = (entry.cfg or {}).get("dataset_path")
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        config = entry.cfg or {}
+        dataset = config.get("dataset_path")
+        splits = [config[f"{kind}_split"] for kind in ("training", "validation", "test") if config.get(f"{kind}_split")]
         raise UserError(
             f"Task '{name}' cannot be opened{f', with its dataset {dataset!r}' if dataset else ''}: "
-            f"{type(error).__name__}: {reason}. {BY_HAND.format(yaml=entry.yaml_path)}"
+            f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}. "
+            + by_hand("--lm-eval-tasks", str(entry.yaml_path or "THE TASK'S OWN YAML"), splits or ("test",))
         ) from error
     children = {child for group in loaded["group_map"].values() for child in group}
     groups = [group for group in loaded["groups"].values() if group.name not in children]
     return groups or list(loaded["tasks"].values())
+
+
+def by_hand(option: str, yaml: str = "THE TASK'S OWN YAML", splits: Sequence[str] = ("test",)) -> str:
+    """How a task gets its documents where the hub cannot be reached; `option` names the folder of tasks."""
+    files = ", ".join(f"{split}: /absolute/{split}.jsonl" for split in splits)
+    return (
+        "Where there is no network, set HF_DATASETS_CACHE to a folder in which the dataset was downloaded before, and "
+        "HF_DATASETS_OFFLINE=1. Or place the documents as JSON lines and write a YAML file with the lines "
+        f"`include: {yaml}`, `dataset_path: json`, `dataset_name: null` and "
+        f"`dataset_kwargs: {{data_files: {{{files}}}}}` (a split that is not there is null: `training_split: null`), "
+        f"and give its folder: {option}=DIR."
+    )
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
