@@ -95,7 +95,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.samples < 1 or args.rounds < 1:
         raise UserError("--samples and --rounds must be at least 1.")
     if not args.peer_model:
-        raise UserError("--peer-model is missing: the same model as a Hugging Face directory (pe_lab.convert writes it).")
+        raise UserError(
+            "--peer-model is missing: the same model as a Hugging Face directory, as pe_lab.convert writes."
+        )
     return args
 
 
