@@ -110,6 +110,7 @@ def test_every_edit_goes_out_natively(tmp_path: Path) -> None:
     check_or_write("edits", table(header, rows))
 
 
+@pytest.mark.slow
 def test_the_edits_differ_from_each_other() -> None:
     """Their exports would pass as well if an edit changed nothing."""
     seen: dict[str, list[np.ndarray]] = {}

@@ -9,7 +9,7 @@ from tiny_runs import compilations_kept, losses, tiny, train  # noqa: F401
 
 from pe_lab.checkpoints import open_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compilations_kept")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compilations_kept")]
 STEPS = 20
 MESHES = {
     1: {},

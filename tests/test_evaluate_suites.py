@@ -15,6 +15,7 @@ import tiny  # noqa: E402
 
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
 from pe_lab.evaluate import main  # noqa: E402
+from pe_lab.evaluation import readers  # noqa: E402
 from pe_lab.evaluation.longbench_tasks import TASKS  # noqa: E402
 from pe_lab.evaluation.ruler import TASKS as RULER  # noqa: E402
 
@@ -25,6 +26,12 @@ def run(tmp_path_factory):
     made = tiny.save_run(root / "tiny", tiny.corpus(root / "corpus"))
     save_tokenizer(load_tokenizer("bytes"), made / "tokenizer")
     return made
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """Eight virtual ones would answer every prompt eight times."""
+    monkeypatch.setattr(readers, "mesh_for", lambda path: None)
 
 
 def lines(path: Path) -> list[dict]:

@@ -80,6 +80,7 @@ def test_heads_of_a_group_and_all_at_once_in_16_bits(heads, T):
     check(Case(2, T, 310, H, G, 80, "bfloat16", start=(250, 150), rotation="grouped", **everything), wide=T == 40)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(st.data())
 def test_random_cases(data):

@@ -85,6 +85,7 @@ def test_decoding_against_a_long_cache(T, splits):
 
 
 # No shrinking: an example takes a second, and says what it is.
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(st.data())
 def test_random_shapes_and_features(data):

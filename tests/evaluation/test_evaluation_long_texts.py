@@ -56,7 +56,7 @@ def test_documents_are_read_at_once():
     assert chunked.traces["losses", T] == 1
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 3))])
 def test_fewer_texts_than_devices_are_cut_over_them(rows, monkeypatch):
     monkeypatch.setattr(forwards, "CUT_FROM", 64)
     batch = texts(rows)

@@ -105,6 +105,7 @@ def test_the_second_phase_is_a_child_of_the_first(whole, config):
     assert last.metadata["config_hash"] == config_hash(config)
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_every_kind_of_moment_ends_in_the_same_bytes(config, whole, tmp_path, monkeypatch):
     moments = [
         (2, "pretrain"),  # before the first checkpoint: from random again
