@@ -66,6 +66,7 @@ class Prompted:
         self.count, self.seed, self.directory, self.again = count, seed, directory, again
         self.spent = Spent()
         self._samples: dict[Any, Sequence[Sample]] = {}
+        self._counted: dict[Any, list[int]] = {}
         self._answerer = answerer or (lambda reader, length, spent: Model(reader.at(length), spent, reader.crop))
         suites = dict.fromkeys(task.suite for task in tasks)
         self.lines = {suite: LineFile(directory / "samples" / f"{suite}.jsonl") for suite in suites}
@@ -108,10 +109,9 @@ class Prompted:
 
     def cost(self, group: Group) -> int:
         """Tokens of a group, about, for a progress bar."""
-        samples = self.samples(group)
         if group.length is not None:
-            return group.length * len(samples)
-        return sum(len(sample.tokens) + sample.max_new_tokens for sample in samples)
+            return group.length * len(self.samples(group))
+        return sum(self._sizes(group))
 
     def run(self, heard: Callable[[Group, int], None] = lambda group, tokens: None) -> list[Row]:
         """Answers what is not answered yet; the summaries of all groups, which are also written.
@@ -141,14 +141,11 @@ class Prompted:
             file.forget(keys)
         done = [k in file.lines for k in keys]
         heard(int(self.cost(group) * sum(done) / max(len(keys), 1)))
-        for length, indices in self._alike(group, samples):
-            missing = [i for i in indices if not done[i]]
-            if not missing:
+        for length, indices in self._alike(group):
+            if all(done[i] for i in indices):
                 continue
             answerer = self._answerer(group.reader, length, self.spent)
-            longest = (
-                length if group.length else max(len(samples[i].tokens) + samples[i].max_new_tokens for i in indices)
-            )
+            longest = length if group.length else max(self._sizes(group)[i] for i in indices)
             for batch in batches(indices, answerer.rows(longest)):
                 if all(done[i] for i in batch.indices):
                     continue
@@ -172,7 +169,7 @@ class Prompted:
 
     def _keys(self, group: Group) -> list[tuple[Any, ...]]:
         """Of the lines that answer the group's samples, in their order."""
-        lengths = self._lengths(group, self.samples(group))
+        lengths = self._lengths(group)
         settings = self._settings(group)
         readings = {length: group.reader.fingerprint(length) for length in set(lengths)}
         return [key(self._identity(group, i, readings[n], settings)) for i, n in enumerate(lengths)]
@@ -181,20 +178,26 @@ class Prompted:
         for group in self.groups:
             yield group, self._keys(group)
 
-    def _lengths(self, group: Group, samples: Sequence[Sample]) -> list[int]:
+    def _sizes(self, group: Group) -> list[int]:
+        """Tokens of each sample and its answer; made and counted once, as texts may be long and many."""
+        known = (id(group.task), self.tokenizer(group).fingerprint)
+        if known not in self._counted:
+            self._counted[known] = [len(sample.tokens) + sample.max_new_tokens for sample in self.samples(group)]
+        return self._counted[known]
+
+    def _lengths(self, group: Group) -> list[int]:
         """The length that each sample is read as."""
         if group.length is not None:
-            return [group.length] * len(samples)
-        trained = group.reader.training_length
-        return [read_length(len(sample.tokens) + sample.max_new_tokens, trained) for sample in samples]
+            return [group.length] * len(self.samples(group))
+        return [read_length(tokens, group.reader.training_length) for tokens in self._sizes(group)]
 
-    def _alike(self, group: Group, samples: Sequence[Sample]) -> Iterator[tuple[int, list[int]]]:
+    def _alike(self, group: Group) -> Iterator[tuple[int, list[int]]]:
         """Samples that are read as one length, short ones first; within, by their own, so that batches are even."""
-        lengths = self._lengths(group, samples)
+        lengths = self._lengths(group)
         for length in sorted(set(lengths)):
             chosen = [i for i, one in enumerate(lengths) if one == length]
             if group.length is None:
-                chosen.sort(key=lambda i: len(samples[i].tokens))
+                chosen.sort(key=self._sizes(group).__getitem__)
             yield length, chosen
 
     def _check_room(self, group: Group, sample: Sample) -> None:

@@ -20,7 +20,7 @@ from pe_lab.evaluation import methods
 from pe_lab.evaluation.plan import Subject
 from pe_lab.language_model import LanguageModel, load
 from pe_lab.model import Model
-from pe_lab.parallel import make_mesh
+from pe_lab.parallel import hide_absent_tpu, make_mesh
 from pe_lab.positional import Beta, Layer, build_schedule, to_json
 from pe_lab.positional import read_with as read_positional
 
@@ -139,6 +139,7 @@ def load_all(paths: Sequence[str]) -> list[LanguageModel]:
     Raises:
       UserError: no checkpoint there, or none that can be read.
     """
+    hide_absent_tpu()
     loaded = []
     for path in paths:
         lm = load(path, mesh=mesh_for(path))
