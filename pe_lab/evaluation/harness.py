@@ -70,6 +70,8 @@ def run_harness(
             new = [finite(_row(reader, length, name, metrics) | mine) for metrics in _by_task(measured)]
             file.put(new)
             rows += new
+            read, seconds = measured[0]["tokens"], measured[0]["seconds"]
+            said(f"Read {read:,} tokens in {seconds:.1f} s, compiling included: {read / seconds:,.1f} tokens/s")
             if cut := sum(row["truncated"] for row in new):
                 said(f"{cut} contexts of {name} were cut from the left to {length:,} tokens, as the harness has it.")
     return rows
@@ -121,6 +123,8 @@ def _row(reader: Reader, length: int, asked: str, metrics: Sequence[Mapping[str,
         "num_fewshot": main["num_fewshot"],
         "max_length": length,
         "truncated": main["truncated"],
+        "tokens": main["tokens"],
+        "seconds": main["seconds"],
         "lineage": reader.lineage,
         "task_version": main["version"],
         "versions": versions() | {"lm_eval": main["harness"]},

@@ -52,6 +52,7 @@ class Adapter:
 
     Attributes:
       truncated: contexts that were cut so far.
+      tokens: read and written so far.
 
     Raises:
       UserError: a setting that there is not, or that is out of its range; a model without its tokenizer.
@@ -101,7 +102,7 @@ class Adapter:
         if prefix_token_id is not None:
             self._prefix = int(prefix_token_id)
         self._begins = self.tok_decode([self._prefix], skip_special_tokens=False)
-        self.truncated = 0
+        self.truncated = self.tokens = 0
 
     # --------------------------------------------------------------------------------------------------------
     # What the model is
@@ -201,6 +202,7 @@ class Adapter:
             cut += len(context) > room
             pairs.append((context[-room:], continuation))
         self._count(cut, len(pairs))
+        self.tokens += sum(len(context) + len(continuation) for context, continuation in pairs)
         found: list[Any] = [None] * len(pairs)
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for index, likelihood in self._likelihoods(pairs):
@@ -273,6 +275,9 @@ class Adapter:
             fill = 0 if alone else min(rows, 1 << (len(some) - 1).bit_length()) - len(some)
             batch = [prompts[i][-room:] for i in [*some, *some[-1:] * fill]]
             written = self.lm.generate(batch, new_tokens, stop=until, text=True, seed=self._seed + start, **sampling)
+            self.tokens += sum(
+                min(len(prompts[i]), room) + len(self._text.encode(written[n])) for n, i in enumerate(some)
+            )
             for index, text in zip(some, written, strict=False):
                 yield index, text.removeprefix(" ") if self._drops_a_space else text
             start += len(some)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def evaluate_lm_eval(
     Returns:
       A row a task and metric: its `score` and `stderr` (None where it has none), `samples`, the task's `version`,
       `num_fewshot`, `higher_is_better`, the release of the `harness`, `max_length`, and how many contexts of the
-      task were `truncated` to it. A metric after a filter is called `metric,filter`. Groups have rows of their own.
+      task were `truncated` to it; `tokens` and `seconds` of the whole call, compiling included. A metric after a filter is called `metric,filter`. Groups have rows of their own.
 
     Raises:
       UserError: an unknown task, or one whose dataset cannot be had.
@@ -55,7 +56,7 @@ def evaluate_lm_eval(
     kinds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     rows: list[Row] = []
     for loaded in opened.values():
-        before = model.truncated
+        before, tokens, start = model.truncated, model.tokens, time.perf_counter()
         with _in_one_process():
             results = simple_evaluate(
                 model,
@@ -70,6 +71,8 @@ def evaluate_lm_eval(
                 **({} if seed is None else dict.fromkeys(kinds, seed)),
             )
         found = _rows(results, max_length=model.max_length, truncated=model.truncated - before)
+        spent = {"tokens": model.tokens - tokens, "seconds": time.perf_counter() - start}
+        found = [row | spent for row in found]
         measured(found)
         rows += found
     return rows
