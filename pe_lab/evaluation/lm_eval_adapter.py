@@ -275,9 +275,8 @@ class Adapter:
             fill = 0 if alone else min(rows, 1 << (len(some) - 1).bit_length()) - len(some)
             batch = [prompts[i][-room:] for i in [*some, *some[-1:] * fill]]
             written = self.lm.generate(batch, new_tokens, stop=until, text=True, seed=self._seed + start, **sampling)
-            self.tokens += sum(
-                min(len(prompts[i]), room) + len(self._text.encode(written[n])) for n, i in enumerate(some)
-            )
+            self.tokens += sum(min(len(prompts[i]), room) for i in some)
+            self.tokens += sum(len(self._text.encode(text)) for text in written[: len(some)])
             for index, text in zip(some, written, strict=False):
                 yield index, text.removeprefix(" ") if self._drops_a_space else text
             start += len(some)

@@ -43,8 +43,9 @@ def evaluate_lm_eval(
 
     Returns:
       A row a task and metric: its `score` and `stderr` (None where it has none), `samples`, the task's `version`,
-      `num_fewshot`, `higher_is_better`, the release of the `harness`, `max_length`, and how many contexts of the
-      task were `truncated` to it; `tokens` and `seconds` of the whole call, compiling included. A metric after a filter is called `metric,filter`. Groups have rows of their own.
+      `num_fewshot`, `higher_is_better`, the release of the `harness`, `max_length`, how many contexts of the task were
+      `truncated` to it, and the `tokens` and `seconds` that it took. A metric after a filter is called
+      `metric,filter`. Groups have rows of their own.
 
     Raises:
       UserError: an unknown task, or one whose dataset cannot be had.
