@@ -35,6 +35,7 @@ from pe_lab.config import UserError, command  # noqa: E402
 from pe_lab.evaluation.answering import Model  # noqa: E402
 from pe_lab.evaluation.haystacks import open_haystack  # noqa: E402
 from pe_lab.evaluation.niah import niah_task  # noqa: E402
+from pe_lab.evaluation.plan import parse_lengths  # noqa: E402
 from pe_lab.evaluation.prompted import batches  # noqa: E402
 from pe_lab.evaluation.tasks import Sample  # noqa: E402
 from pe_lab.parallel import start_processes  # noqa: E402
@@ -92,6 +93,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side, after one that is not counted")
     parser.add_argument("--out", default=str(HERE / "results" / "cpu"), help="folder of results; empty: none")
     args = parser.parse_args(argv)
+    parse_lengths(args.lengths, 0)  # a wrong one is said now
     if args.samples < 1 or args.rounds < 1:
         raise UserError("--samples and --rounds must be at least 1.")
     if not args.peer_model:
@@ -127,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = {"model": str(Path(args.peer_model).resolve()), "threads": threads}
         peer = DecodePeer(python, job, Path(folder))
         try:
-            for length in map(int, args.lengths.split(",")):
+            for length in parse_lengths(args.lengths, 0):
                 samples = list(task.samples(lm.tokenizer, length, args.samples, 42))
                 ours = Ours(lm, length)
                 sides = [ours, *(Theirs(peer, lm, rows) for rows in sorted({1, ours.rows}))]

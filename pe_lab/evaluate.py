@@ -4,58 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import itertools
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pe_lab.config import Config, DataConfig, EvaluationConfig, SourceConfig, UserError, command, from_dict
 
 if TYPE_CHECKING:
-    from pe_lab.evaluation import Prompted, Subject
+    from pe_lab.evaluation import Place, Prompted, Subject
     from pe_lab.language_model import LanguageModel
 
 Row = dict[str, Any]
 TEXT_KINDS = ("text", "jsonl", "parquet", "tfds", "stdlib")
-
-
-def locate(given: str | Path) -> tuple[Path, list[str]]:
-    """The directory whose `evaluation` the results of a path go to, and the checkpoints that the path means.
-
-    A run directory means the last checkpoint of each phase; a phase, a directory made by surgery, or a single
-    checkpoint mean that one. Somebody else's checkpoint is itself; its results go to `runs/NAME`.
-    """
-    from pe_lab.checkpoints import find_checkpoints, is_foreign, resolve
-
-    if is_foreign(given):
-        name = str(given).partition(":")[2] if str(given).startswith(("hf:", "gguf:")) else str(given)
-        return Path("runs") / Path(name).stem, [str(given)]
-    directory = Path(given)
-    if not directory.is_dir():
-        raise UserError(
-            f"--from '{given}' is not a directory. Give a run, a phase of it, a checkpoint, hf:DIR or gguf:FILE."
-        )
-    directory = directory.resolve()
-    if (directory / "run.json").is_file():
-        found = find_checkpoints(directory)
-        if not found:
-            raise UserError(f"--from '{given}' has no checkpoint yet. Train it first (python -m pe_lab.train).")
-        return directory, [str(path) for path in found]
-    phase, step = resolve(directory)
-    phase = phase.resolve()
-    above = [phase, *list(phase.parents)[:2]]  # checkpoints, phase, run
-    root = next((path for path in above if (path / "run.json").is_file()), phase.parent)
-    return root, [str(phase / str(step))]
-
-
-def run_name(root: Path) -> str:
-    """What the run is called: by its run.json, else its directory."""
-    try:
-        return str(json.loads((root / "run.json").read_text(encoding="utf-8"))["name"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return root.name
 
 
 def saved_config(metadata: Row, where: str) -> tuple[DataConfig | None, EvaluationConfig]:
@@ -99,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="ENCODING",
         help="read the weights under another encoding, such as yarn:factor=2 (of what is there); repeatable",
     )
-    add("--seed", type=int, help="which held-out needles (default 0), which prompts (default 42)")
+    add("--seed", type=int, help="which held-out needles (default 0), which prompts (default 42; lm_eval has its own)")
     add("--out", type=Path, help="where the rows go (default: RUN/evaluation)")
     add("--attention", metavar="NAME", help="how to attend: a name that python -m pe_lab.attention lists")
     add("--again", action="store_true", help="measure again what is measured already")
@@ -136,6 +100,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    if arguments.per_document and arguments.suite not in (None, "perplexity"):
+        raise UserError("--per-document measures perplexity alone: leave --suite out, or ask in a call of its own.")
     if not arguments.source and not arguments.predictions:
         raise UserError("--from is missing: which run, checkpoint, hf:DIR or gguf:FILE is to be evaluated?")
     return arguments
@@ -155,12 +121,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     suites = ev.suites.parse_suites(arguments.suite) if arguments.suite is not None else None
     chosen = ev.parse_methods(arguments.methods) if arguments.methods is not None else None
     hide_absent_tpu()
-    sources = [part.strip() for part in arguments.source.split(",") if part.strip()]
+    places = ev.locate_all(arguments.source)
     rows: list[Row] = []
-    for source in sources:
-        if len(sources) > 1:
-            terminal.say(f"{source}:")
-        rows += evaluate(source, arguments, suites, chosen, len(sources) > 1)
+    for place in places:
+        if len(places) > 1:
+            terminal.say(f"{place.shown}:")
+        rows += [{**row, "run": place.shown} for row in evaluate(place, arguments, suites, chosen, len(places) > 1)]
     terminal.print_rows(rows)
     if arguments.by_position:
         terminal.print_by_position(rows)
@@ -168,40 +134,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def score_files(directory: Path) -> list[Row]:
-    """RULER's prediction files, scored by its formula, as rows of a table."""
+    """RULER's prediction files, scored by its formula, as rows of a table; what lies above the length is the run."""
     from pe_lab.evaluation.ruler_files import score_predictions
 
-    return [
-        {
-            "suite": "ruler",
-            "source": found["task"],
-            "run": directory.name,
-            "label": "predictions",
-            "metric": "string_match",
-            "length": found["length"],
-            "score": found["score"] / 100,
-            "samples": found["samples"],
-        }
-        for found in score_predictions(directory)
-    ]
+    rows = []
+    for found in score_predictions(directory):
+        inside = Path(found["directory"]).resolve().relative_to(directory.resolve()).parts
+        above = itertools.takewhile(lambda part: not part.isdecimal() and part != "pred", inside)
+        rows.append(
+            {
+                "suite": "ruler",
+                "source": found["task"],
+                "run": directory.name,
+                "label": "/".join(above) or "predictions",
+                "metric": "string_match",
+                "length": found["length"],
+                "score": found["score"] / 100,
+                "samples": found["samples"],
+            }
+        )
+    return rows
 
 
-def write_files(prompted: Prompted, directory: Path) -> None:
-    """Answers to RULER's tasks as its prediction files, `LABEL/LENGTH/pred/TASK.jsonl`, and the prompts beside them."""
+def write_files(prompted: Prompted, directory: Path, run: str) -> None:
+    """Answers to RULER's tasks as its prediction files, `RUN-CHECKPOINT-READER/LENGTH/pred/TASK.jsonl`, and the prompts
+    beside them."""
     from pe_lab.evaluation import terminal
     from pe_lab.evaluation.ruler_files import write_predictions, write_prompts
 
     for group, samples, lines in prompted.answered():
         if group.task.suite == "ruler":
-            label = "".join(c if c.isalnum() else "-" for c in f"{group.reader.subject.run}-{group.reader.label}")
-            where = directory / label.strip("-") / str(group.length)
+            name = f"{run}-{group.reader.subject.path}-{group.reader.label}"
+            name = re.sub(r"\W+", "-", name).strip("-")
+            where = directory / name / str(group.length)
             write_predictions(where / "pred" / f"{group.task.name}.jsonl", group.task.name, lines)
             write_prompts(where / "data" / group.task.name / "validation.jsonl", group.task.name, samples)
     terminal.say(f"RULER's files: {directory}")
 
 
 def evaluate(
-    source: str,
+    place: Place,
     arguments: argparse.Namespace,
     suites: dict[str, tuple[str, ...]] | None,
     chosen: tuple[str, ...] | None,
@@ -210,38 +182,46 @@ def evaluate(
     """All suites that are asked for, on what one path means."""
     from pe_lab import evaluation as ev
 
-    root, paths = locate(source)
-    name = run_name(root)
-    out = arguments.out or root / "evaluation"
+    out = arguments.out or place.root / "evaluation"
     if several and arguments.out:
-        out = arguments.out / name
-    models = ev.load_all(paths)
+        out = arguments.out / place.shown
+    models = ev.load_all(place.paths)
     subjects = [
-        ev.Subject(lm.checkpoint, name, os.path.relpath(path, root) if Path(path).is_absolute() else path)
-        for lm, path in zip(models, paths, strict=True)
+        ev.Subject(lm.checkpoint, place.run, os.path.relpath(path, place.root) if Path(path).is_absolute() else path)
+        for lm, path in zip(models, place.paths, strict=True)
     ]
-    data, settings = saved_config(subjects[-1].checkpoint.metadata, paths[-1])
+    data, settings = saved_config(subjects[-1].checkpoint.metadata, place.paths[-1])
     if arguments.text is not None:
-        data, settings = own_text(arguments.text, subjects[-1].checkpoint.tokenizer, paths[-1]), EvaluationConfig()
+        settings = EvaluationConfig()
+        data = own_text(arguments.text, subjects[-1].checkpoint.tokenizer, place.paths[-1])
     lengths = arguments.lengths
     if lengths is None:
         lengths = ",".join(f"{factor}x" for factor in settings.factors)
     asked = ev.parse_lengths(lengths, subjects[0].training_length)
-    rows: list[Row] = []
     measured = None if suites is None else tuple(suite for suite in suites if suite in ev.SUITES)
+    if data is None and (measured is None or measured):
+        raise UserError(
+            f"{place.paths[-1]} does not say what it was trained on (it came from elsewhere). Measure it on text of "
+            "yours: --text=GLOB."
+        )
+
+    def open_asked() -> Callable[[], list[Row]] | None:
+        return ask(models, subjects, arguments, suites, chosen, asked, out, place.shown) if suites else None
+
+    # What prompted suites cannot do is known before anything is measured; but a scale may have to be fitted first.
+    late = bool(measured) and "beta" in (*measured, *(chosen or ()))
+    prompted = None if late else open_asked()
+    if not arguments.out:
+        place.mark()
+    rows: list[Row] = []
     if measured is None or measured:
-        if data is None:
-            raise UserError(
-                f"{paths[-1]} does not say what it was trained on (it came from elsewhere). Measure it on text of "
-                "yours: --text=GLOB."
-            )
+        assert data is not None
         if arguments.per_document:
             rows += read_documents(models, subjects, arguments, data, chosen, asked, out)
         else:
             rows += measure(subjects, data, settings, arguments, measured, chosen, asked, out)
-    if suites and set(suites) - set(ev.SUITES):
-        rows += ask(models, subjects, arguments, suites, chosen, asked, out)
-    return rows
+    prompted = open_asked() if late else prompted
+    return rows + (prompted() if prompted else [])
 
 
 def measure(
@@ -264,12 +244,18 @@ def measure(
         "seed": arguments.seed,
     }
     settings = dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
-    if arguments.positional:
-        subjects = [ev.read_as(subject, text) for subject in subjects for text in arguments.positional]
-        chosen = chosen or ("as trained",)
     plan = ev.Plan(lengths, suites, chosen, settings, arguments.again, arguments.stride)
-    evaluation = ev.Evaluation(subjects, data, plan, out, attention=arguments.attention)
-    return ev.measure_with_progress(evaluation)
+    read = [ev.read_as(subject, text) for subject in subjects for text in arguments.positional]
+    if read and suites and "beta" in suites:
+        raise UserError(
+            "--suite=beta fits the scale of a checkpoint as it is, and --positional reads another. Make that a child "
+            "first (python -m pe_lab.surgery), or leave --positional out."
+        )
+    # Methods are ways of reading what is there; a description is read as it is.
+    parts = [(subjects, plan)] if chosen or not read else []
+    parts += [(read, dataclasses.replace(plan, methods=("as trained",)))] if read else []
+    opened = [ev.Evaluation(those, data, how, out, attention=arguments.attention) for those, how in parts]
+    return [row for evaluation in opened for row in ev.measure_with_progress(evaluation)]
 
 
 def read_documents(
@@ -285,8 +271,8 @@ def read_documents(
     from pe_lab import evaluation as ev
     from pe_lab.data.sources import open_source
 
-    if arguments.text is None or arguments.suite not in (None, "perplexity"):
-        raise UserError("--per-document measures perplexity, and needs a text whose documents are read: --text=SOURCE.")
+    if arguments.text is None:
+        raise UserError("--per-document needs a text whose documents are read: --text=SOURCE.")
     readers = ev.all_readers(models, subjects, chosen, arguments.positional, arguments.attention)
     source = open_source(data.sources[0])
     return ev.documents_with_progress(readers, source, lengths, out, arguments.samples, arguments.again)
@@ -300,14 +286,22 @@ def ask(
     chosen: tuple[str, ...] | None,
     lengths: tuple[int, ...],
     out: Path,
-) -> list[Row]:
-    """Suites that ask for answers: needles in text, RULER, LongBench, many shots, and the harness' tasks."""
+    run: str,
+) -> Callable[[], list[Row]] | None:
+    """Opens the suites that ask for answers: needles in text, RULER, LongBench, many shots, and the harness' tasks.
+
+    Returns:
+      What asks them; None where none is wanted.
+    """
     from pe_lab import evaluation as ev
 
+    if not set(suites) - set(ev.SUITES):
+        return None
     readers = ev.all_readers(models, subjects, chosen, arguments.positional, arguments.attention)
     options = ev.suites.Options(
         haystack=arguments.haystack,
         depths=ev.suites.parse_depths(arguments.depths) if arguments.depths else None,
+        samples=arguments.samples,
         longbench=arguments.longbench,
         qa=arguments.qa,
         problems=arguments.problems,
@@ -316,27 +310,36 @@ def ask(
         max_new_tokens=arguments.max_new_tokens,
         buffer=arguments.buffer,
     )
-    rows: list[Row] = []
+    prompted = None
     limits = lengths if arguments.lengths else (None,)
     if tasks := ev.suites.open_tasks(suites, options, limits):
         seed = ev.suites.SEED if arguments.seed is None else arguments.seed
         prompted = ev.Prompted(readers, tasks, lengths, arguments.samples, seed, out, arguments.again)
-        rows += ev.answer_with_progress(prompted)
-        if arguments.ruler_files:
-            write_files(prompted, Path(arguments.ruler_files))
-    if ev.suites.HARNESS in suites:
-        rows += ev.run_harness(
-            readers,
-            suites[ev.suites.HARNESS],
-            out,
-            max_length=max(lengths) if arguments.lengths else None,
-            include=arguments.lm_eval_tasks,
-            limit=arguments.samples,
-            num_fewshot=arguments.num_fewshot,
-            chat=arguments.chat,
-            again=arguments.again,
-        )
-    return rows
+    names = suites.get(ev.suites.HARNESS)
+    opened = None if names is None else ev.check_harness(names, arguments.lm_eval_tasks)
+
+    def asked() -> list[Row]:
+        rows: list[Row] = []
+        if prompted is not None:
+            rows += ev.answer_with_progress(prompted)
+            if arguments.ruler_files:
+                write_files(prompted, Path(arguments.ruler_files), run)
+        if names is not None:
+            rows += ev.run_harness(
+                readers,
+                names,
+                out,
+                max_length=max(lengths) if arguments.lengths else None,
+                include=arguments.lm_eval_tasks,
+                limit=arguments.samples,
+                num_fewshot=arguments.num_fewshot,
+                chat=arguments.chat,
+                again=arguments.again,
+                opened=opened,
+            )
+        return rows
+
+    return asked
 
 
 if __name__ == "__main__":

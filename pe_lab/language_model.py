@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention.abilities import Request as AttentionRequest
 from pe_lab.attention.implementations import choose
 from pe_lab.checkpoints import Checkpoint, open_checkpoint
-from pe_lab.checkpoints.logit_scale import read_logit_scale
+from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
 from pe_lab.checkpoints.surgery import change, write_child
 from pe_lab.config import ModelConfig, UserError
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
@@ -308,10 +308,7 @@ class LanguageModel:
         """The same weights with the logit scale that `pe_lab.evaluate --suite=beta` fitted and kept with them."""
         scale = read_logit_scale(self.checkpoint)
         if scale is None:
-            raise UserError(
-                f"No logit scale was fitted for '{self.checkpoint.path}'. Fit one on held-out text: "
-                f"python -m pe_lab.evaluate --from={self.checkpoint.path} --suite=beta --lengths=2x,4x"
-            )
+            raise UserError(f"with_fitted_scale(): {how_to_fit(self.checkpoint)}")
         return self.with_positional(self.layers, logit_scale=scale)
 
     def at_length(self, length: int) -> LanguageModel:

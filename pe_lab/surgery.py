@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pe_lab.checkpoints import open_checkpoint
-from pe_lab.checkpoints.logit_scale import read_logit_scale
+from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
 from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.store import Checkpoint
 from pe_lab.checkpoints.surgery import NOTHING, change, write_child
@@ -116,10 +116,7 @@ def logit_scale(parent: Checkpoint, text: str) -> Beta:
             raise UserError(f"--logit-scale='{text}' is no number. Write C, such as 0.103, or fitted.") from None
     scale = read_logit_scale(parent)
     if scale is None:
-        raise UserError(
-            f"--logit-scale=fitted: none was fitted for '{parent.path}'. Fit one: python -m pe_lab.evaluate "
-            f"--from={parent.path} --suite=beta --lengths=2x,4x"
-        )
+        raise UserError(f"--logit-scale=fitted: {how_to_fit(parent)}")
     return scale
 
 

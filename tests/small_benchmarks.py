@@ -1,6 +1,6 @@
 """Small files of other people's benchmarks, in their schemas, of our own words: to try every suite without a network.
 
-    python tests/small_benchmarks.py DIR     # DIR/longbench/TASK.jsonl, DIR/qa/*.json, DIR/problems.jsonl
+    python tests/small_benchmarks.py DIR     # DIR/longbench, DIR/qa, DIR/problems.jsonl, DIR/lm_eval
 
 They measure nothing: the originals are what docs/evaluation.md says where to get.
 """
@@ -122,7 +122,10 @@ def write_all(directory: Path, tasks: list[str], records: int = 2) -> None:
 
 
 if __name__ == "__main__":
+    from lm_eval_tasks import write_tasks
+
     from pe_lab.evaluation.longbench_tasks import TASKS
 
     write_all(Path(sys.argv[1]), list(TASKS))
+    write_tasks(Path(sys.argv[1]) / "lm_eval")
     print(f"Wrote {sys.argv[1]}")

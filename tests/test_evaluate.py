@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import tiny  # noqa: E402
 from pe_lab.checkpoints import open_checkpoint  # noqa: E402
 from pe_lab.checkpoints.surgery import write_child  # noqa: E402
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
-from pe_lab.evaluate import locate, main  # noqa: E402
+from pe_lab.evaluate import main  # noqa: E402
+from pe_lab.evaluation import locate, locate_all  # noqa: E402
 from pe_lab.positional import NoPE, layers  # noqa: E402
 
 QUICK = ["--lengths=1x,2x", "--tokens=256", "--windows=8", "--fit-tokens=64"]
@@ -52,8 +54,59 @@ def test_a_run_is_measured_and_printed(run, capsys):
 def test_a_phase_or_a_step_means_that_checkpoint_of_its_run(run):
     step = run / "recalibrate" / "checkpoints" / "3"
     for given in (run / "recalibrate", step.parent, step):
-        assert locate(given) == (run, [str(step)])
-    assert locate(run) == (run, [str(run / "pretrain" / "checkpoints" / "3"), str(step)])
+        assert (locate(given).root, locate(given).paths) == (run, (str(step),))
+    assert locate(run).paths == (str(run / "pretrain" / "checkpoints" / "3"), str(step))
+
+
+def test_weights_under_another_encoding_are_rows_of_their_own(run, tmp_path, capsys):
+    """Beside those of the model as it is, not instead of them."""
+    out = tmp_path / "out"
+    argv = [f"--from={run / 'pretrain'}", "--suite=perplexity", "--lengths=1x,2x", "--tokens=64", f"--out={out}"]
+    assert main([*argv, "--methods=as-trained"]) == 0
+    assert main([*argv, "--positional=rope:base=500", "--positional=nope"]) == 0
+    said = capsys.readouterr().out
+    assert "RoPE, read as rope:base=500" in said and "RoPE, read as nope" in said
+    found = rows(out, "perplexity")
+    assert {(r["label"], r["method"], r["positional"]) for r in found} == {
+        ("RoPE", "as trained", "rope(base=10000)"),
+        ("RoPE, read as rope:base=500", "rope:base=500", "rope(base=500)"),
+        ("RoPE, read as nope", "nope", "nope"),
+    }
+    assert len({r["checkpoint_id"] for r in found}) == 1 and len({r["perplexity"] for r in found}) == 6
+    # Methods are ways of reading the model's own encoding, and a description is read as it is.
+    assert main([*argv, "--methods=NTK", "--positional=rope:base=500"]) == 0
+    assert {r["label"] for r in rows(out, "perplexity")} == {r["label"] for r in found} | {"RoPE + NTK"}
+    assert main([*argv[:1], "--suite=beta", "--positional=nope"]) == 2
+    assert "Make that a child first" in capsys.readouterr().err
+
+
+def test_two_runs_of_one_name_are_told_apart(run, tmp_path, capsys):
+    for seed in ("seed1", "seed2"):
+        shutil.copytree(run, tmp_path / seed, symlinks=True)
+    both = f"{tmp_path / 'seed1' / 'pretrain'},{tmp_path / 'seed2' / 'pretrain'}"
+    assert [place.shown for place in locate_all(both)] == ["seed1", "seed2"]
+    assert [place.run for place in locate_all(both)] == ["tiny", "tiny"]
+    assert [place.shown for place in locate_all(f"{run / 'pretrain'},{run / 'recalibrate'}")] == ["tiny", "tiny"]
+    out = tmp_path / "out"
+    argv = ["--suite=perplexity", "--lengths=1x", "--tokens=64", "--methods=as-trained", f"--out={out}"]
+    assert main([f"--from={both}", *argv]) == 0
+    assert sorted(os.listdir(out)) == ["seed1", "seed2"]
+    assert "seed1: RoPE" in (said := capsys.readouterr().out) and "seed2: RoPE" in said
+
+
+def test_somebody_elses_models_have_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert locate("hf:meta-llama/Llama-3.1-8B").root == Path("runs/Llama-3.1-8B")
+    assert locate("gguf:models/SmolLM2-1.7B.Q4.gguf").root == Path("runs/SmolLM2-1.7B.Q4")
+    for at in ("out1", "out2"):
+        (tmp_path / at / "checkpoint-500").mkdir(parents=True)
+    first = locate("hf:out1/checkpoint-500")
+    first.mark()
+    assert first.root == Path("runs/checkpoint-500") == locate("hf:out1/checkpoint-500").root
+    assert locate("hf:out2/checkpoint-500").root == Path("runs/out2-checkpoint-500")
+    (tmp_path / "runs" / "demo").mkdir()
+    (tmp_path / "runs" / "demo" / "run.json").write_text("{}")
+    assert locate("hf:exports/demo").root == Path("runs/exports-demo")  # not the trained run of that name
 
 
 def test_a_child_of_surgery_keeps_its_own_rows(run, tmp_path, capsys):
@@ -91,13 +144,14 @@ def test_somebody_elses_checkpoint_is_measured_on_text_that_is_given(tmp_path, c
     assert main([f"--from=hf:{llama}"]) == 2
     assert "Measure it on text of yours: --text=GLOB" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
-    assert locate(f"hf:{llama}") == (Path("runs/llama"), [f"hf:{llama}"])
+    assert (locate(f"hf:{llama}").root, locate(f"hf:{llama}").paths) == (Path("runs/llama"), (f"hf:{llama}",))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--suite=needle"], "Did you mean 'needles'?"),
+        (["--suite=niah", "--per-document", "--text=*.txt"], "leave --suite out"),
         (["--methods=yarm"], "Did you mean 'yarn'?"),
         (["--lengths=3q"], "'3q' is no length"),
         (["--lengths=1x,1g"], "'1g' is no length"),
@@ -105,7 +159,8 @@ def test_somebody_elses_checkpoint_is_measured_on_text_that_is_given(tmp_path, c
         (["--tokens=0"], "--tokens is 0"),
         (["--windows=-1"], "--windows is -1"),
         (["--stride=17"], "--stride=17 is more than the shortest length, 16"),
-        (["--per-document"], "--per-document measures perplexity, and needs a text"),
+        (["--per-document"], "--per-document needs a text"),
+        (["--from=,"], "names nothing"),
         (["--suite=niah", "--haystack=noise", "--lengths=1x"], "the shortest take"),
         (["--suite=niah", "--haystack=nothing/*.txt"], "matches no file"),
         (["--suite=longbench"], "--longbench=DIR"),

@@ -1,6 +1,7 @@
 """The prompted suites through the command: options, files, what is printed, and a page of it all."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -101,7 +102,25 @@ def test_rulers_own_files_are_scored_without_a_model(tmp_path, capsys):
     assert main([f"--predictions={tmp_path}"]) == 0
     said = capsys.readouterr().out
     assert "niah_multiquery" in said and "25.0%" in said and "4,096" in said
+    for model, pred in (("a", "42 43"), ("b", "no")):
+        other = tmp_path / "models" / model / "4096" / "pred"
+        other.mkdir(parents=True)
+        (other / "vt.jsonl").write_text(json.dumps({"pred": pred, "outputs": ["42", "43"]}) + "\n")
+    assert main([f"--predictions={tmp_path / 'models'}"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^. a +.* 100\.0%", said, re.M) and re.search(r"^. b +.* 0\.0%", said, re.M)
     assert main([f"--predictions={tmp_path / 'nothing'}"]) == 2 and "is no directory" in capsys.readouterr().err
+
+
+def test_answers_of_every_checkpoint_are_files_of_their_own(run, tmp_path):
+    source = f"--from={run / 'pretrain'},{run / 'recalibrate'}"
+    argv = ["--suite=ruler:niah_single_1", "--lengths=600", "--samples=1", f"--out={tmp_path / 'out'}"]
+    assert main([source, *argv, f"--ruler-files={tmp_path / 'files'}"]) == 0
+    found = sorted(str(path.relative_to(tmp_path / "files")) for path in (tmp_path / "files").rglob("pred/*.jsonl"))
+    assert found == [
+        "tiny-pretrain-checkpoints-3-RoPE/600/pred/niah_single_1.jsonl",
+        "tiny-recalibrate-checkpoints-3-DroPE/600/pred/niah_single_1.jsonl",
+    ]
 
 
 @pytest.mark.parametrize(

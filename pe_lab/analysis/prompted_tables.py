@@ -291,12 +291,13 @@ def bucket_table(table: Table, training_length: int | None = None) -> Table | No
         if len(edges) != len(scores) + 1 or None in ends:
             continue
         lists = {key: as_list(found.get(key)) for key in ("score", "low", "high", "count")}
+        multiples_of = training_length if found.get("of", "tokens") == "tokens" else None
         for index, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
             here = {key: values[index] for key, values in lists.items() if len(values) == len(scores)}
             score, low, high = (number(here, key) for key in ("score", "low", "high"))
             if score is None or not 0 <= score <= 1 or number(here, "count") == 0:
                 continue
-            column = Bucket(None, int(end), int(start), in_training_lengths(start, end, training_length))
+            column = Bucket(None, int(end), int(start), in_training_lengths(start, end, multiples_of))
             columns[column.key] = column
             ends = (low, high) if low is not None and high is not None else None
             row = {**cell.row, "scores": {}, "samples": here.get("count"), "truncated": None}
@@ -323,6 +324,7 @@ def bucket_parts(table: Table, styles: Mapping[str, Style], training_length: int
     found = bucket_table(table, training_length)
     if found is None:
         return Markup("")
-    x = Axis("tokens of the text (log scale)", True, tokens_text, [float(column.key) for column in found.columns])
+    unit = next((str(of) for c in found.cells.values() if (of := as_dict(c.row.get("by_length")).get("of"))), "tokens")
+    x = Axis(f"{unit} of the text (log scale)", True, tokens_text, [float(column.key) for column in found.columns])
     chart = chart_of(found, styles, f"{task_name(found)} by the length of the text", x)
     return element("div", score_table(found, styles, True), element("div", chart, class_="below"))

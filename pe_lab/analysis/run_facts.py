@@ -300,8 +300,8 @@ def caveats(run: Run) -> list[str]:
     """What a careful reader would ask about."""
     result = []
     rows = [row for found in run.evaluation.values() for row in found]
-    dropped = {row.get("phase") for row in rows if is_dropped(row)}
-    rotary = {row.get("phase") for row in rows if is_rotary(row)}
+    dropped = {str(row.get("phase")) for row in rows if is_dropped(row)}
+    rotary = {str(row.get("phase")) for row in rows if is_rotary(row)}
     more = max((run.tokens_until(name) or 0.0 for name in dropped), default=0.0)
     less = max((run.tokens_until(name) or 0.0 for name in rotary), default=0.0)
     if more > less > 0:
@@ -314,7 +314,7 @@ def caveats(run: Run) -> list[str]:
         result.append(
             "β was fitted on held-out text at each length; PI, NTK and YaRN use their formulas and fit nothing."
         )
-    seeds = {row.get("seed") for row in rows if "seed" in row}
+    seeds = {str(row.get("seed")) for row in rows if "seed" in row}
     if rows:
         result.append(
             "One run is one draw of initialization and data order. The intervals cover the noise of the "

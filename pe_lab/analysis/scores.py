@@ -126,7 +126,7 @@ def compare(ours: Cell, theirs: Cell) -> str:
 
 def proportion_stderr(accuracy: float, stderr: float | None, queries: float | None) -> float | None:
     """The given standard error; where it is 0 because all (or no) answers were right, Agresti and Coull's."""
-    if stderr or not queries:
+    if stderr or not queries or not 0 <= accuracy <= 1:
         return stderr
     adjusted = (accuracy * queries + 2) / (queries + 4)
     return math.sqrt(adjusted * (1 - adjusted) / (queries + 4))

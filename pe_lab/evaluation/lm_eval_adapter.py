@@ -8,15 +8,17 @@ import inspect
 import json
 import logging
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from pe_lab.config import UserError, did_you_mean
-from pe_lab.evaluation.answering import Model as Answering
+from pe_lab.evaluation import lm_eval_generation as generation
 from pe_lab.evaluation.likelihood import Likelihoods
-from pe_lab.evaluation.plan import parse_length
+from pe_lab.evaluation.lm_eval_requests import Journal, Used
+from pe_lab.evaluation.lm_eval_settings import add_bos, length_of, read_with, texts_at_once, whole_number
 from pe_lab.language_model import LanguageModel, load
 from pe_lab.positional import label
 
@@ -45,14 +47,17 @@ class Adapter:
       max_gen_toks: new tokens where a task does not say.
       positional, drop, logit_scale: another encoding, as in `LanguageModel.with_positional`.
       attention, dtype: as in `LanguageModel.with_attention` and `pe_lab.load`.
-      add_bos_token: whether contexts begin with what the tokenizer begins a text with; None is its own habit.
+      add_bos_token: whether contexts begin with BOS, once; None is the tokenizer's own habit.
       prefix_token_id: what stands before a text without context; by default BOS, or else the end of text.
-      seed: of drawn tokens, where a task asks for temperature.
+      seed: of drawn tokens, where a task asks for temperature. What a request draws is a function of the seed and of
+        its place among the requests: such requests are answered one by one, as rows of a batch draw by their number.
       devices: to score on; by default all local ones.
 
     Attributes:
       truncated: contexts that were cut so far.
-      tokens: read and written so far.
+      tokens: read and written so far, also by an earlier process whose answers were kept.
+      journal: keeps the answers; by default nowhere. A batch that was begun is answered whole.
+      used: by (task, document), since it was last emptied.
 
     Raises:
       UserError: a setting that there is not, or that is out of its range; a model without its tokenizer.
@@ -64,15 +69,15 @@ class Adapter:
         *,
         batch_size: Any = None,
         max_length: Any = None,
-        max_gen_toks: int = MAX_NEW_TOKENS,
+        max_gen_toks: Any = MAX_NEW_TOKENS,
         positional: Any = None,
-        drop: bool = False,
-        logit_scale: float | None = None,
+        drop: Any = False,
+        logit_scale: Any = None,
         attention: str | None = None,
         dtype: str | None = None,
-        add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None,
-        seed: int = 0,
+        add_bos_token: Any = None,
+        prefix_token_id: Any = None,
+        seed: Any = 0,
         devices: Sequence[Any] | None = None,
         **others: Any,
     ):
@@ -88,21 +93,25 @@ class Adapter:
         lm = pretrained if isinstance(pretrained, LanguageModel) else load(str(pretrained), dtype=dtype)
         if lm.tokenizer is None:
             raise UserError(f"'{lm.checkpoint.path}' came without a tokenizer; the harness gives texts.")
-        lm = _read_with(lm, positional, drop, logit_scale, attention)
-        self.batch_size = _batch_size(batch_size)
-        self._max_length = lm.training_length if max_length is None else _length(max_length, lm.training_length)
-        self._max_gen_toks, self._seed, self._add_bos = int(max_gen_toks), int(seed), add_bos_token
+        lm = read_with(lm, positional, drop, logit_scale, attention)
+        self.batch_size = texts_at_once(batch_size)
+        self._max_length = lm.training_length if max_length is None else length_of(max_length, lm.training_length)
+        self._max_gen_toks = whole_number("max_gen_toks", max_gen_toks, 1, 2**31 - 1)
+        self._seed = whole_number("seed", seed, -(2**31), 2**32 - 1)
+        self._text, self._add_bos = lm.tokenizer, add_bos(add_bos_token, lm.tokenizer)
+        self._prefix = self._text.eos_id if self._text.bos_id is None else self._text.bos_id
+        if prefix_token_id is not None:
+            self._prefix = whole_number("prefix_token_id", prefix_token_id, 0, lm.config.vocab_size - 1)
         self._likelihoods = Likelihoods(lm, self.batch_size, devices)
         # Generating, too, is on all devices that the weights are on.
         checkpoint = dataclasses.replace(lm.checkpoint, params=self._likelihoods.params)
         moved = any(map(operator.is_not, *map(jax.tree.leaves, (checkpoint.params, lm.checkpoint.params))))
         self.lm = dataclasses.replace(lm, checkpoint=checkpoint) if moved else lm
-        self._text = lm.tokenizer
-        self._prefix = self._text.eos_id if self._text.bos_id is None else self._text.bos_id
-        if prefix_token_id is not None:
-            self._prefix = int(prefix_token_id)
         self._begins = self.tok_decode([self._prefix], skip_special_tokens=False)
         self.truncated = self.tokens = 0
+        self.journal = Journal()
+        self.used: dict[tuple[Any, Any], Used] = {}
+        self._pairs: list[Used] = []  # of the last call
 
     # --------------------------------------------------------------------------------------------------------
     # What the model is
@@ -147,10 +156,13 @@ class Adapter:
         self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **_: Any
     ) -> list[int]:
         """A text's ids, special tokens in it recognized. Its beginning is not put before a text that has it."""
+        bos = self._text.bos_id if self._add_bos and add_special_tokens is not False else None
         if add_special_tokens is None:
-            has_it = bool(self._begins) and string.startswith(self._begins)
-            add_special_tokens = not has_it and self._add_bos is not False
+            add_special_tokens = not (self._begins and string.startswith(self._begins))
+        add_special_tokens &= self._add_bos is not False
         ids = self._text.encode_prompt(string, add_special_tokens=add_special_tokens).tolist()
+        if bos is not None and ids[:1] != [bos]:
+            ids = [bos, *ids]
         return ids[-left_truncate_len:] if left_truncate_len else ids
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -202,21 +214,31 @@ class Adapter:
             cut += len(context) > room
             pairs.append((context[-room:], continuation))
         self._count(cut, len(pairs))
-        self.tokens += sum(len(context) + len(continuation) for context, continuation in pairs)
-        found: list[Any] = [None] * len(pairs)
+        rolling = bool(requests) and requests[0][0] is None
+        plan = self.journal.plan("loglikelihood_rolling" if rolling else "loglikelihood", pairs)
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
-            for index, likelihood in self._likelihoods(pairs):
-                found[index] = (likelihood.total, likelihood.greedy)
-                if requests[index][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
-                bar.update()
-        return found
+            for batch in self._likelihoods.batches(pairs):
+                if not plan.answered(batch.pairs):
+                    start = time.perf_counter()
+                    known = {index: [found.total, found.greedy] for index, found in self._likelihoods.read(batch)}
+                    plan.put(known, time.perf_counter() - start)
+                for index in batch.pairs:
+                    if requests[index][0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", requests[index][0], tuple(plan.answers[index]))
+                bar.update(len(batch.pairs))
+        sizes = [len(context) + len(continuation) for context, continuation in pairs]
+        self.tokens += sum(sizes)
+        self._pairs = [
+            Used(size, len(context) + len(continuation), plan.seconds[index])
+            for index, (size, (_, context, continuation)) in enumerate(zip(sizes, requests, strict=True))
+        ]
+        return [tuple(plan.answers[index]) for index in range(len(pairs))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         windows: list[Any] = []
-        counts = []
+        counts, sizes = [], []
         for request in requests:
             (string,) = request.args
             ids = self.tok_encode(string)
@@ -224,10 +246,13 @@ class Adapter:
             pairs = [make_disjoint_window(window) for window in rolling]
             windows += [(None, *pair) for pair in pairs]
             counts.append(len(pairs))
+            sizes.append(len(ids))
         scored = iter(self._loglikelihood_tokens(windows, disable_tqdm) if windows else ())
         totals = [sum(next(scored)[0] for _ in range(count)) for count in counts]
-        for request, total in zip(requests, totals, strict=True):
+        used = iter(self._pairs if windows else ())
+        for request, total, count, size in zip(requests, totals, counts, sizes, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+            self._note(request, Used(size, size, sum(next(used).seconds for _ in range(count))))
         return totals
 
     # --------------------------------------------------------------------------------------------------------
@@ -239,47 +264,37 @@ class Adapter:
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(index)
+        asked: dict[int, generation.Generation] = {}
+        for indices in groups.values():
+            until, new_tokens, sampling = self._settings(requests[indices[0]].args[1])
+            if (room := self.max_length - new_tokens) < 1:
+                raise UserError(
+                    f"{new_tokens} new tokens are asked for, and max_length is {self.max_length}: nothing is left for "
+                    "a prompt. Give another max_length, or fewer max_gen_toks."
+                )
+            for index in indices:
+                prompt = self.tok_encode(requests[index].args[0]) or [self.prefix_token_id]
+                seed = generation.seed_of(self._seed, index) if sampling.get("temperature") else self._seed
+                asked[index] = generation.Generation(prompt, room, until, new_tokens, sampling, seed)
+            self._count(sum(len(asked[index].prompt) > room for index in indices), len(indices))
+        plan = self.journal.plan("generate_until", [asked[index] for index in range(len(requests))])
         texts = [""] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
             for indices in groups.values():
-                settings = requests[indices[0]].args[1]
-                contexts = [requests[index].args[0] for index in indices]
-                for at, text in self._generate(contexts, settings):
-                    request = requests[indices[at]]
-                    texts[indices[at]] = text
-                    self.cache_hook.add_partial("generate_until", request.args, text)
-                    bar.update()
+                for batch, filled in generation.batches(self.lm, self.batch_size, asked, indices):
+                    if not plan.answered(batch):
+                        start = time.perf_counter()
+                        written = generation.write(self.lm, [asked[index] for index in filled])
+                        plan.put(dict(zip(batch, written, strict=False)), time.perf_counter() - start)
+                    for index in batch:
+                        request, text, whole = requests[index], plan.answers[index], len(asked[index].prompt)
+                        texts[index] = text.removeprefix(" ") if self._drops_a_space else text
+                        read = min(whole, asked[index].room)
+                        self.tokens += read + len(self._text.encode(text))
+                        self._note(request, Used(read, whole, plan.seconds[index]))
+                        self.cache_hook.add_partial("generate_until", request.args, texts[index])
+                    bar.update(len(batch))
         return texts
-
-    def _generate(self, contexts: Sequence[str], settings: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-        """(index of a context, its continuation), the longest first, in batches."""
-        until, new_tokens, sampling = self._settings(settings)
-        room = self.max_length - new_tokens
-        if room < 1:
-            raise UserError(
-                f"{new_tokens} new tokens are asked for, and max_length is {self.max_length}: nothing is left for a "
-                "prompt. Give another max_length, or fewer max_gen_toks."
-            )
-        prompts = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
-        self._count(sum(len(prompt) > room for prompt in prompts), len(prompts))
-        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        alone = any(layer.follows_length for layer in self.lm.layers) and self.lm.read_as is None
-        start = 0
-        while start < len(order):
-            longest = min(len(prompts[order[start]]), room)
-            rows = (
-                self.batch_size * self.lm.devices if self.batch_size else Answering(self.lm).rows(longest + new_tokens)
-            )
-            some = order[start : start + (1 if alone else rows)]
-            # As many rows as a power of two: few programs serve all.
-            fill = 0 if alone else min(rows, 1 << (len(some) - 1).bit_length()) - len(some)
-            batch = [prompts[i][-room:] for i in [*some, *some[-1:] * fill]]
-            written = self.lm.generate(batch, new_tokens, stop=until, text=True, seed=self._seed + start, **sampling)
-            self.tokens += sum(min(len(prompts[i]), room) for i in some)
-            self.tokens += sum(len(self._text.encode(text)) for text in written[: len(some)])
-            for index, text in zip(some, written, strict=False):
-                yield index, text.removeprefix(" ") if self._drops_a_space else text
-            start += len(some)
 
     def _settings(self, settings: Mapping[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
         """Stop strings, new tokens, and how tokens are chosen, of what the harness and its tasks write."""
@@ -306,6 +321,11 @@ class Adapter:
         ids, begun = self._text.encode("a b").tolist(), len(self._text.encode("a"))
         return self.tok_decode(ids) == "a b" and self.tok_decode(ids[begun:]) == "b"
 
+    def _note(self, request: Any, used: Used) -> None:
+        """What a request came to, added to its document's."""
+        document = (getattr(request, "task_name", None), getattr(request, "doc_id", None))
+        self.used.setdefault(document, Used()).add(used)
+
     def _count(self, cut: int, of: int) -> None:
         self.truncated += cut
         if cut:
@@ -313,32 +333,6 @@ class Adapter:
                 "%d of %d requests are longer than max_length=%d: their contexts were cut from the left, as the "
                 "harness does.", cut, of, self.max_length
             )  # fmt: skip
-
-
-def _read_with(
-    lm: LanguageModel, positional: Any, drop: bool, logit_scale: float | None, attention: str | None
-) -> LanguageModel:
-    """The model under another encoding, or attending in another way."""
-    if drop:
-        lm = lm.drop_positional()
-    if isinstance(positional, str) and "+" in positional:
-        positional = positional.split("+")
-    if positional is not None or logit_scale is not None:
-        lm = lm.with_positional(lm.layers if positional is None else positional, logit_scale)
-    return lm if attention is None else lm.with_attention(attention)
-
-
-def _batch_size(given: Any) -> int | None:
-    """A number of texts, or None for what fits."""
-    if given is None or str(given).startswith("auto"):
-        return None
-    if not str(given).isdigit() or int(given) < 1:
-        raise UserError(f"batch_size is {given}; give a whole number of at least 1, or auto.")
-    return int(given)
-
-
-def _length(given: Any, training_length: int) -> int:
-    return parse_length("max_length", str(given), training_length)
 
 
 def _shortened(key: Any) -> str:
@@ -360,5 +354,11 @@ def adapter() -> type:
     @register_model("pe_lab")
     class PeLabLM(Adapter, TemplateLM):
         """A model of pe_lab as lm-evaluation-harness takes models; see `Adapter`."""
+
+        def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            found = super().loglikelihood(requests, disable_tqdm)
+            for request, used in zip(requests, self._pairs, strict=True):
+                self._note(request, used)
+            return found
 
     return PeLabLM

@@ -51,32 +51,52 @@ def evaluate_lm_eval(
       UserError: an unknown task, or one whose dataset cannot be had.
     """
     model = adapter()(lm, **settings, **({} if seed is None else {"seed": seed}))
-    from lm_eval import simple_evaluate
-
     manager, opened = open_tasks(expand_tasks(tasks), include_path)
-    kinds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     rows: list[Row] = []
     for loaded in opened.values():
-        before, tokens, start = model.truncated, model.tokens, time.perf_counter()
-        with _in_one_process():
-            results = simple_evaluate(
-                model,
-                tasks=loaded,
-                task_manager=manager,
-                limit=limit,
-                num_fewshot=num_fewshot,
-                apply_chat_template=apply_chat_template,
-                fewshot_as_multiturn=apply_chat_template,
-                bootstrap_iters=BOOTSTRAPS,
-                log_samples=False,
-                **({} if seed is None else dict.fromkeys(kinds, seed)),
-            )
-        found = _rows(results, max_length=model.max_length, truncated=model.truncated - before)
-        spent = {"tokens": model.tokens - tokens, "seconds": time.perf_counter() - start}
-        found = [row | spent for row in found]
+        found, _ = measure(model, manager, loaded, limit, num_fewshot, seed, apply_chat_template)
         measured(found)
         rows += found
     return rows
+
+
+def measure(
+    model: Any,
+    manager: Any,
+    loaded: Sequence[Any],
+    limit: float | None = None,
+    num_fewshot: int | None = None,
+    seed: int | None = None,
+    apply_chat_template: bool = False,
+    log_samples: bool = False,
+) -> tuple[list[Row], Mapping[str, Sequence[Any]]]:
+    """What one name stands for, measured on a `PeLabLM`: its rows, and where asked for the documents of each task.
+
+    Args:
+      manager, loaded: as `open_tasks` gives them.
+    """
+    from lm_eval import simple_evaluate
+
+    kinds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    journal = model.journal
+    before, tokens, kept, start = model.truncated, model.tokens, journal.seconds, time.perf_counter()
+    with _in_one_process():
+        results = simple_evaluate(
+            model,
+            tasks=loaded,
+            task_manager=manager,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            apply_chat_template=apply_chat_template,
+            fewshot_as_multiturn=apply_chat_template,
+            bootstrap_iters=BOOTSTRAPS,
+            log_samples=log_samples,
+            **({} if seed is None else dict.fromkeys(kinds, seed)),
+        )
+    # What was answered before took its time then.
+    seconds = time.perf_counter() - start + journal.seconds - kept
+    found = _rows(results, max_length=model.max_length, truncated=model.truncated - before)
+    return [row | {"tokens": model.tokens - tokens, "seconds": seconds} for row in found], results.get("samples") or {}
 
 
 @contextlib.contextmanager

@@ -16,12 +16,13 @@ from jaxtyping import Int32
 from pe_lab.config import UserError, did_you_mean
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.evaluation import scorers
-from pe_lab.evaluation.longbench_tasks import GROUPS, TASKS, bucket_of
+from pe_lab.evaluation.longbench_tasks import GROUPS, RECORD_EDGES, TASKS, bucket_of, record_bucket_of
 from pe_lab.evaluation.tasks import Lazy, Sample, Scores
 
 URL = "https://huggingface.co/datasets/THUDM/LongBench/resolve/main/data.zip"
 BY_HAND = f"Download {URL}, unzip it, and give the directory with its data/*.jsonl: --longbench=DIR."
 _TEXTS = ("input", "context", "dataset", "language", "_id")
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # JSON can escape it alone; UTF-8 has no bytes for it
 
 
 def open_longbench(
@@ -80,6 +81,10 @@ class LongBenchTask:
       max_length: see `open_longbench`.
       chat: see `open_longbench`.
 
+    Attributes:
+      edges_by_record_length: where the original's buckets of a record's `length` begin, in words; None for a task that
+        it does not report in buckets, which those of LongBench-E alone are.
+
     Raises:
       UserError: see `open_longbench`.
     """
@@ -90,6 +95,7 @@ class LongBenchTask:
     def __init__(self, name: str, path: Path, max_length: int | None = None, chat: bool = False):
         self.name, self.path, self.max_length = name, path, max_length
         self.rules = TASKS[name.removesuffix("_e")]
+        self.edges_by_record_length: tuple[int, ...] | None = RECORD_EDGES if name.endswith("_e") else None
         self.metric = self.rules.metric
         self.chat = chat and self.rules.chat
         if self.metric in ("qa_f1_zh", "rouge_l_zh"):
@@ -101,8 +107,8 @@ class LongBenchTask:
         """The first `count` records. `length`, where it is given, limits as `max_length` does; `seed` changes nothing.
 
         Facts of each: `_id`, `dataset`, `language` and, for classification, `all_classes` of its record;
-        `record_length`, its `length` (words, or characters in Chinese); `tokens_before_truncation` of the prompt
-        without a chat's frame, and the `bucket` of that; `truncated`.
+        `record_length`, its `length` (words, or characters in Chinese), and of LongBench-E the `record_bucket` of
+        that; `tokens_before_truncation` of the prompt without a chat's frame, and the `bucket` of that; `truncated`.
 
         Raises:
           UserError: what frames a prompt, two tokens of it and the answer do not fit; the file has changed.
@@ -147,6 +153,8 @@ class LongBenchTask:
             "bucket": bucket_of(len(whole)),
             "truncated": truncated,
         }
+        if self.edges_by_record_length:
+            facts["record_bucket"] = record_bucket_of(record["length"])
         if self.metric == "classification":
             facts["all_classes"] = record["all_classes"]
         rules = self.rules
@@ -220,6 +228,10 @@ class LongBenchTask:
             raise self._damaged(where, "has no list of texts 'answers'")
         if self.metric == "classification" and not (classes and _texts(classes)):
             raise self._damaged(where, "has no list of texts 'all_classes'")
+        scored = {"answers": answers} | ({"all_classes": classes} if self.metric == "classification" else {})
+        for name, texts in ({name: [record[name]] for name in _TEXTS} | scored).items():
+            if any(_HALF_A_PAIR.search(text) for text in texts):
+                raise self._damaged(where, f"has half of a surrogate pair, which is no character, in {name!r}")
         mark = {"retrieval": "Paragraph ", "retrieval_zh": "段落"}.get(self.metric)
         if mark and not all(re.search(mark + r"\d", answer) for answer in answers):
             raise self._damaged(where, f"has an answer that names no {mark.strip()}: {answers}")

@@ -191,3 +191,13 @@ BEYOND = "32K+"
 def bucket_of(tokens: int) -> str:
     """The bucket of a prompt of so many tokens, before truncation: "0-4K" to "16-32K", or "32K+"; K is 1,024."""
     return next((name for name, end in BUCKETS if tokens < end), BEYOND)
+
+
+# Of LongBench-E, as eval.py --e reports it (`scorer_e`): by a record's `length`, in words.
+RECORD_EDGES = (0, 4000, 8000)
+RECORD_BUCKETS = ("0-4k", "4-8k", "8k+")
+
+
+def record_bucket_of(length: int) -> str:
+    """LongBench-E's bucket of a record of so many words; k is 1,000."""
+    return RECORD_BUCKETS[sum(length >= edge for edge in RECORD_EDGES[1:])]

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from pe_lab.config import UserError, did_you_mean
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.evaluation.ruler_tasks import Draft, size_within
+from pe_lab.evaluation.ruler_tasks import HALF_A_PAIR, Draft, size_within
 from pe_lab.evaluation.tasks import Lazy, Sample, Scores, random_for
 
 STOP = ("</s>", "<|im_end|>", "<|endoftext|>", "Problem:")
@@ -63,7 +63,8 @@ class ManyShotTask:
     """A problem to solve after as many solved ones as fit, in an order by lot; once more from the first where they do
     not suffice. Sample i of `plain` asks for problem i of a seed's order of the problems; sample i of `needle` for
     problem i // 4, which is among the solved ones, at depth i % 4 of 0, 1/3, 2/3 and 1. All five have the same solved
-    ones around, at any length. Problems that leave no room for another are passed over.
+    ones around, at any length. Problems that leave no room for another are passed over. Samples of one problem have it
+    as `cluster` in their facts.
 
     Attributes:
       needle: whether the problem itself is among the solved ones, exactly once; else it is not.
@@ -150,7 +151,7 @@ class ManyShotTask:
         assert size is not None, "chosen to fit"
         text = draft.render(size)
         depths = () if depth is None else (round(100 * float(depth), 1),)
-        facts = {"exemplars": size, "problem": asked}
+        facts = {"exemplars": size, "problem": asked, "cluster": asked}
         tokens = tokenizer.encode_prompt(text)
         return Sample(index, text, tokens, draft.references, self.max_new_tokens, STOP, depths, facts)
 
@@ -208,6 +209,11 @@ def read_problems(path: Path, fields: Sequence[str] = FIELDS) -> Problems:
                 f"--problems={path}, line {number}, is no problem: {missing or 'a field'} is missing, or no text. "
                 f"{PROBLEMS_BY_HAND}"
             )
+        if any(HALF_A_PAIR.search(text) for text in found):
+            raise UserError(
+                f"--problems={path}, line {number}, has half of a surrogate pair, which is no character. Remove it, or "
+                "the line."
+            )
         problems.append(Problem(found[0].strip(), found[1].strip(), found[2].strip()))
     if len({tuple(problem.text.split()) for problem in problems}) < 2:
         raise UserError(f"--problems={path} has not two problems. {PROBLEMS_BY_HAND}")
@@ -219,6 +225,16 @@ def read_problems(path: Path, fields: Sequence[str] = FIELDS) -> Problems:
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)|\\boxed\s+(?P<bare>[^\s${}]+)|\\boxed(?P<glued>[0-9.]+)")
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?")
+_SAID = re.compile(r"answer[*_`]*\s+is(?![a-z'])[\s:*_`]*", re.IGNORECASE)
+# What ends an answer that is told in a sentence: some words do, and after a number any.
+_REASON = re.compile(
+    r"[,;]\s+(?:and\s+)?(?:since|because|as|so|which|thus|hence|therefore|where|for|but|not|by)\b"
+    r"|\s(?:since|because)\b",
+    re.IGNORECASE,
+)
+_NUMBER_OF_SENTENCE = re.compile(
+    rf"({_NUMBER.pattern})[*_`]*[,;]\s+(?:(?:and|or)\s+)?(?!(?:and|or)\b)[a-z]{{2}}", re.IGNORECASE
+)
 _VALUE = re.compile(r"(-?)(?:(\d{1,99}(?:\.\d{1,99})?)|\\frac\{(-?)(\d{1,99})\}\{(\d{1,99})\})")
 _LONGEST = 1000  # characters; whoever repeats a digit to the end has not answered
 _TEXT = r"\\(?:text|textbf|textrm|textit|mbox|mathrm|mathbf)\s*\{([^{}]*)\}"
@@ -279,16 +295,22 @@ def _balanced(text: str, start: int) -> str | None:
 
 
 def final_answer(output: str) -> str | None:
-    r"""The answer that a solution ends with: its last `\boxed{...}`; else what follows its last "answer is", up to the
-    end of the formula, sentence or line; else its last number; None where there is none of these."""
+    r"""The answer that a solution ends with: its last `\boxed{...}`; else what follows its last "answer is", without
+    marks of emphasis, up to the end of the formula, sentence or line, or the beginning of a reason ("5, since ...");
+    else its last number; None where there is none of these."""
     boxed = last_boxed(output)
     if boxed is not None:
         return boxed
-    said = list(re.finditer(r"answer\s+is\s*:?\s*", output, re.IGNORECASE))
+    said = list(_SAID.finditer(output))
     if said:
         rest = output[said[-1].end() :]
         formula = re.match(r"(\$\$?)(.+?)\1", rest, re.DOTALL)
-        told = formula[2] if formula else re.split(r"\n|\.(?=\s|$)", rest, maxsplit=1)[0]
+        sentence = re.split(r"\n|\.(?=[\s*_`]|$)", rest, maxsplit=1)[0]
+        number = _NUMBER_OF_SENTENCE.match(sentence)
+        if formula or number:
+            told = formula[2] if formula else number[1]
+        else:
+            told = _REASON.split(sentence, maxsplit=1)[0].strip(" \t*_`")
         if told.strip():
             return told
     numbers = _NUMBER.findall(output)

@@ -115,7 +115,7 @@ class Evaluation:
         if not self._needles:
             reasons["needles"] = f"it was trained without needles (its data: {names})"
         if all("beta" not in s.methods() for s in self.subjects):
-            reasons["beta"] = "no checkpoint here is without positional encoding"
+            reasons["beta"] = "no checkpoint here is without positional encoding and without a logit scale of its own"
         elif not self._text:
             reasons["beta"] = f"a logit scale is fitted on held-out text, and its data ({names}) has none"
         elif max(self.plan.lengths) <= min(s.training_length for s in self.subjects if "beta" in s.methods()):
@@ -194,17 +194,17 @@ class Evaluation:
 
     def _row(self, unit: Unit) -> tuple[Row, bool]:
         """The row of a unit, and whether it was there already."""
-        checkpoint = unit.subject.checkpoint
+        checkpoint, (method, label) = unit.subject.checkpoint, unit.subject.named(unit.method)
         row: Row = {
             "suite": unit.suite,
             "run": unit.subject.run,
             "phase": checkpoint.metadata.get("phase", ""),
             "checkpoint": unit.subject.path,
-            "checkpoint_id": unit.subject.id,
+            "checkpoint_id": unit.subject.weights,
             "step": checkpoint.step,
             "model": unit.subject.model,
-            "method": unit.method,
-            "label": methods.label(unit.subject.model, unit.method),
+            "method": method,
+            "label": label,
             "length": unit.length,
             "factor": int(unit.factor) if unit.factor.is_integer() else unit.factor,
             "seed": self.plan.settings.seed,
@@ -219,7 +219,7 @@ class Evaluation:
             return found, True
         measure = {"perplexity": self._perplexity, "needles": self._needle_accuracy, "beta": self._beta_row}[unit.suite]
         if unit.suite != "beta":
-            row["beta"] = self._scale(unit)
+            row |= {"beta": self._scale(unit), "positional": methods.summary(self._layers(unit))}
         row = finite({**row, **measure(unit), "versions": versions()})
         file.put([row])
         return row, False
@@ -267,7 +267,7 @@ class Evaluation:
 
     def _forward(self, subject: Subject) -> tuple[Forward, Any]:
         forward = self.forwards[subject.checkpoint.model]
-        return forward, self._remember(("params", subject.id), lambda: forward.place(subject.checkpoint.params))
+        return forward, self._remember(("params", subject.weights), lambda: forward.place(subject.checkpoint.params))
 
     def _losses(self, subject: Subject, layers: Sequence[Layer]) -> perplexity.Losses:
         forward, params = self._forward(subject)
@@ -371,12 +371,15 @@ class Evaluation:
         """Adds to every fitted scale the one c that fits those of all lengths best."""
         file = self.files["beta"]
         for subject in self.subjects:
-            mine = [row for row in file.rows if row.get("checkpoint_id") == subject.id]
+            # Scales that were fitted on other text say something else.
+            data = [self._fingerprint(source) for source in self._text]
+            mine = [row for row in file.rows if row.get("checkpoint_id") == subject.weights]
+            mine = [row for row in mine if (row.get("settings") or {}).get("data") == data and row.get("beta")]
             c = betas.common_coefficient([float(row["beta"]) for row in mine], [float(row["factor"]) for row in mine])
             if mine:
                 file.put([{**row, "c_all_lengths": c} for row in mine])
             if c is not None:
                 fitted = {int(row["length"]): float(row["beta"]) for row in mine}
                 kept = write_logit_scale(subject.checkpoint, c, fitted, str(mine[0]["fitted_on"]))
-                if kept is not None:
-                    self.kept.append(f"{subject.path}: β = 1 {c:+.3f} ln s is kept in {kept}.")
+                where = f"is kept in {kept}" if kept else "is not kept: the checkpoint is not ours. Convert it first"
+                self.kept.append(f"{subject.path}: β = 1 {c:+.3f} ln s {where}.")

@@ -50,8 +50,8 @@ def methods_of(layers: Sequence[Layer], training_length: int) -> tuple[str, ...]
 
     Cropping and stretching are for models that rotate. A layer that was stretched already is not stretched
     again, and neither is one whose window never shows it a distance it was not trained on. The logit scale is
-    for models without any encoding. `dropped`, the weights of a rotary model read without its rotation, shows what a
-    drop costs before anything is recalibrated.
+    for models without any encoding, and without a scale of their own. `dropped`, the weights of a rotary model read
+    without its rotation, shows what a drop costs before anything is recalibrated.
     """
     chosen = ["as trained"]
     if any(_rotates(layer) for layer in layers):
@@ -59,7 +59,7 @@ def methods_of(layers: Sequence[Layer], training_length: int) -> tuple[str, ...]
         if any(_stretches(layer, training_length) for layer in layers):
             chosen += STRETCHES
         chosen.append("dropped")
-    elif all(isinstance(layer.encoding, NoPE) for layer in layers):
+    elif all(isinstance(layer.encoding, NoPE) and layer.logit_scale == 1 for layer in layers):
         chosen += ["beta", "paper beta"]
     return tuple(chosen)
 

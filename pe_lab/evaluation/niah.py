@@ -98,8 +98,11 @@ class NeedleTask:
         size = largest_fitting(
             lambda size: len(self._tokens(tokenizer, self._render(drawn, size)[0])), budget, 1, int(budget / rate)
         )
-        if size is None:  # _check_room has looked
-            raise ValueError(f"sample {index} does not fit {length} tokens")
+        if size is None:  # _check_room has looked at all of them where this is likely
+            raise UserError(
+                f"--haystack: sample {index} of {self.suite}:{self.name} does not fit {length:,} tokens, as the word "
+                "that it begins with is too long. Give longer --lengths, or a text with spaces between its words."
+            )
         parts, depth = self._render(drawn, size)
         ids = self._tokens(tokenizer, parts)
         facts = {"size": size} | ({"sinks": self.sinks} if self.sinks else {})
@@ -112,7 +115,9 @@ class NeedleTask:
             return len(self._tokens(tokenizer, self._render(self._draw(seed, index), 1)[0])) + self.max_new_tokens
 
         longest = least(0)
-        if length < 2 * longest:
+        # Any of a text's words may come to stand alone.
+        word = max(map(len, self.haystack.words), default=0) if self.excerpt else 0
+        if length < 2 * (longest + word):
             longest = max(least(index) for index in range(count))
         if longest > length:
             raise UserError(
@@ -146,17 +151,24 @@ class NeedleTask:
         depth: dict[tuple[int, int], float] = {}
         for (key, value), place in zip(drawn.order, drawn.places, strict=True):
             at = int(len(pieces) * place / 100)
-            context += pieces[cuts[-1] : at]
+            context += self._between(pieces[cuts[-1] : at])
             said = needle(self.value_kind, drawn.keys[key], drawn.values[key][value])
             context.append(said + _CUT * (self.sinks > 0))
             depth[key, value] = round(100 * at / len(pieces), 1)
             cuts.append(at)
-        context += pieces[cuts[-1] :]
+        context += self._between(pieces[cuts[-1] :])
         text = self._question(joint.join(context), [drawn.keys[key] for key in drawn.asked])
         asked = tuple(depth[key, value] for key in drawn.asked for value in range(self.values))
         if self.grid:  # as it was asked for: so short a text may have no such place
             asked = tuple(drawn.places[:1]) * len(asked)
         return text.split(_CUT), asked
+
+    def _between(self, pieces: list[str]) -> list[str]:
+        """What stands before a needle, or after the last. RULER joins essays piecewise, so that where nothing stands, a
+        space is left of it."""
+        if self.suite == "ruler" and self.haystack.text:
+            return [self.haystack.joint.join(pieces)]
+        return pieces
 
     def _question(self, context: str, queries: Sequence[str]) -> str:
         kind = self.value_kind
@@ -201,14 +213,17 @@ class _Drawn:
 
 
 _ANYWHERE: dict[str, Any] = {"depths": None}
+_DOPE: dict[str, Any] = {"grid": True, "max_new_tokens": 50, "stop": ("\n",)}
 # name -> how it differs from one needle on a grid of depths (DroPE App. C.2; DoPE section 5.1 and App. A.2).
 NIAH: dict[str, dict[str, Any]] = {
     "standard": {"grid": True},
     "multi_query": {"keys": 4, "queries": 4} | _ANYWHERE,
     "multi_key": {"keys": 4} | _ANYWHERE,
     "multi_value": {"values": 4} | _ANYWHERE,
-    "noisy": {"grid": True, "sinks": SINKS, "max_new_tokens": 50, "stop": ("\n",)},
+    "noisy": _DOPE | {"sinks": SINKS},
+    "clean": _DOPE,
 }
+DEFAULT = tuple(name for name in NIAH if name != "clean")  # the papers' five; `clean` is what `noisy` compares with
 # name -> haystack, and how it differs from one needle in an essay (RULER's scripts/synthetic.yaml).
 RULER: dict[str, tuple[str, dict[str, Any]]] = {
     "niah_single_1": ("noise", _ANYWHERE),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pe_lab.checkpoints import Checkpoint
 from pe_lab.config import EvaluationConfig, UserError
 from pe_lab.evaluation import methods
+from pe_lab.positional import Layer
 
 SUITES = ("perplexity", "needles", "beta")
 
@@ -21,14 +22,23 @@ class Subject:
       checkpoint: the weights.
       run: the run's name.
       path: where it lies in the run's directory, such as `pretrain/checkpoints/3000`.
+      described: the encoding that the weights are read under instead of their own, as `--positional` writes it.
+      own: the checkpoint's own layers, where it is read under another encoding.
     """
 
     checkpoint: Checkpoint
     run: str
     path: str
+    described: str | None = None
+    own: tuple[Layer, ...] | None = None
 
     @property
     def id(self) -> str:
+        """Of the weights and how they are read."""
+        return self.weights + (f" read as {self.described}" if self.described else "")
+
+    @property
+    def weights(self) -> str:
         return str(self.checkpoint.metadata["id"])
 
     @property
@@ -37,10 +47,19 @@ class Subject:
 
     @functools.cached_property
     def model(self) -> str:
-        return methods.model_name(self.checkpoint.layers, self.checkpoint.metadata["lineage"])
+        return methods.model_name(self.own or self.checkpoint.layers, self.checkpoint.metadata["lineage"])
 
     def methods(self) -> tuple[str, ...]:
+        """Those that make sense; what is read under a description is read so at every length."""
+        if self.described:
+            return ("as trained",)
         return methods.methods_of(self.checkpoint.layers, self.training_length)
+
+    def named(self, method: str) -> tuple[str, str]:
+        """Method and label as rows have them."""
+        if self.described:
+            return self.described, f"{self.model}, read as {self.described}"
+        return method, methods.label(self.model, method)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pe_lab.config import UserError
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.evaluation import methods
 from pe_lab.evaluation.answering import Answerer, Model, Spent
+from pe_lab.evaluation.breakdowns import by_depth, by_length
 from pe_lab.evaluation.intervals import mean_of
 from pe_lab.evaluation.lines import Line, LineFile, key
 from pe_lab.evaluation.readers import Reader
@@ -26,7 +27,7 @@ from pe_lab.evaluation.tasks import Sample, Task
 from pe_lab.training.machine import versions
 
 # Counted up when a suite comes to ask, or score, something else: lines of an older protocol are not taken for new ones.
-PROTOCOLS = {"niah": 1, "ruler": 1, "longbench": 1, "many_shot": 1}
+PROTOCOLS = {"niah": 1, "ruler": 2, "longbench": 2, "many_shot": 2}
 SAMPLES = {"niah": 500, "ruler": 500, "many_shot:needle": 400, "many_shot:plain": 100}  # the papers'
 
 
@@ -87,6 +88,9 @@ class Prompted:
         for group in {(id(g.reader.lm.tokenizer), id(g.task), g.length): g for g in self.groups}.values():
             if len(samples := self.samples(group)):
                 self._check_room(group, samples[0])
+        for group in self.groups:
+            if group.reader.crop is not None and len(samples := self.samples(group)):
+                self._check_crop(group, samples[0])
         self.work = sum(self.cost(group) for group in self.groups)
         done = [(len(keys), sum(k in self.lines[g.task.suite].lines for k in keys)) for g, keys in self._all_keys()]
         self.total, self.finished = sum(total for total, _ in done), 0 if again else sum(found for _, found in done)
@@ -209,6 +213,15 @@ class Prompted:
                 "prompt here. Give a larger --lengths."
             )
 
+    def _check_crop(self, group: Group, sample: Sample) -> None:
+        crop, new = group.reader.crop, sample.max_new_tokens
+        if crop is not None and crop < 2 * new and len(sample.tokens) + new > crop:
+            raise UserError(
+                f"--methods=cropped: of {crop:,} tokens, which is all that the model was trained on, "
+                f"{group.task.suite}:{group.task.name} keeps {new:,} for its answer, which leaves next to no prompt. "
+                "Leave cropped out."
+            )
+
     def _identity(self, group: Group, index: int, reading: str, settings: str) -> Line:
         task = group.task
         return {
@@ -259,7 +272,9 @@ class Prompted:
 
     def _summary(self, group: Group, lines: Sequence[Line]) -> Row:
         task, reader, subject = group.task, group.reader, group.reader.subject
-        mean = mean_of([line["score"] for line in lines])
+        # Questions about one problem or one paragraph are no independent ones.
+        clusters = [line["facts"].get("cluster", line["index"]) for line in lines]
+        mean = mean_of([line["score"] for line in lines], clusters)
         if mean is None:
             raise UserError(f"{task.suite}:{task.name} has no samples.")
         length = group.length or task.settings.get("max_length")  # what prompts were cut to, where the protocol cuts
@@ -300,7 +315,7 @@ class Prompted:
         if any(line["depth"] for line in lines):
             row["by_depth"] = by_depth(lines)
         if group.length is None:
-            row["by_length"] = by_length(lines)
+            row["by_length"] = by_length(lines, getattr(task, "edges_by_record_length", None))
         return finite(row)
 
 
@@ -340,41 +355,3 @@ def batches(indices: Sequence[int], rows: int) -> list[Batch]:
     size = -(-len(indices) // number)
     cut = [list(indices[start : start + size]) for start in range(0, len(indices), size)]
     return [Batch(part, part + [part[-1]] * (size - len(part))) for part in cut]
-
-
-def by_depth(lines: Sequence[Line]) -> dict[str, list[Any]]:
-    """The share of needles found at each depth, in steps of ten per cent, or the grid's own where it is finer."""
-    pairs = [(depth, hit) for line in lines for depth, hit in zip(line["depth"], line["found"], strict=True)]
-    asked = sorted({depth for depth, _ in pairs})
-    places = asked if len(asked) <= 11 else [float(place) for place in range(0, 101, 10)]
-    hits: dict[float, list[float]] = {place: [] for place in places}
-    for depth, hit in pairs:
-        hits[min(places, key=lambda place: abs(place - depth))].append(hit)
-    return {
-        "depth": places,
-        "score": [math.fsum(found) / len(found) if found else None for found in hits.values()],
-        "count": [len(found) for found in hits.values()],
-    }
-
-
-LENGTH_EDGES = (0, 4096, 8192, 16384, 32768, 65536, 131072)  # DroPE, Tables 8 and 9, and on
-
-
-def by_length(lines: Sequence[Line]) -> dict[str, list[Any]]:
-    """Scores by the tokens of the whole prompt, before anything was cut off it."""
-    whole = [line["facts"].get("tokens_before_truncation") or line["tokens"] for line in lines]
-    top = next((i for i, edge in enumerate(LENGTH_EDGES) if edge >= max(whole)), len(LENGTH_EDGES) - 1)
-    edges = list(LENGTH_EDGES[: max(top, 1) + 1])
-    if max(whole) > edges[-1]:
-        edges.append(max(whole))
-    parts = [
-        mean_of([line["score"] for line, n in zip(lines, whole, strict=True) if low < n <= high])
-        for low, high in zip(edges, edges[1:], strict=False)
-    ]
-    return {
-        "edges": edges,
-        "score": [part.score if part else None for part in parts],
-        "low": [part.low if part else None for part in parts],
-        "high": [part.high if part else None for part in parts],
-        "count": [part.count if part else 0 for part in parts],
-    }

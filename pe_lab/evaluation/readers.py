@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from pe_lab.checkpoints import is_foreign, open_source
-from pe_lab.checkpoints.logit_scale import read_logit_scale
+from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
 from pe_lab.checkpoints.store import Checkpoint
 from pe_lab.config import MeshConfig, UserError
 from pe_lab.evaluation import methods
@@ -91,10 +91,7 @@ def readers_of(
         if method not in possible:
             continue
         if method == "beta" and scale is None:
-            raise UserError(
-                f"--methods=beta: no logit scale was fitted for {subject.path} yet. Fit one on held-out text: "
-                "--suite=beta --lengths=2x,4x; or name paper-beta."
-            )
+            raise UserError(f"--methods=beta: {how_to_fit(lm.checkpoint)} Or name paper-beta.")
         crop = subject.training_length if method == "cropped" else None
         found.append(Reader(lm, subject, method, methods.label(subject.model, method), _by_method(
             method, subject, scale
@@ -162,7 +159,7 @@ def mesh_for(path: str) -> Mesh | None:
 
 
 def read_as(subject: Subject, text: str) -> Subject:
-    """A subject whose weights are read under another encoding, as `--positional` writes it, with an id of its own."""
+    """A subject whose weights are read under another encoding, as `--positional` writes it."""
     checkpoint = subject.checkpoint
     items = text.split("+")
     layers = tuple(read_positional(items if len(items) > 1 else items[0], checkpoint.layers, subject.training_length))
@@ -171,9 +168,8 @@ def read_as(subject: Subject, text: str) -> Subject:
         checkpoint,
         layers=layers,
         schedule=build_schedule(layers, config.heads, config.kv_heads, config.head_dim),
-        metadata={**checkpoint.metadata, "id": f"{subject.id} read as {text}"},
     )
-    return Subject(changed, subject.run, f"{subject.path} read as {text}")
+    return Subject(changed, subject.run, subject.path, text, checkpoint.layers)
 
 
 def all_readers(

@@ -12,13 +12,8 @@ from typing import Any
 from pe_lab.config import UserError
 
 Row = dict[str, Any]
-KEYS = (
-    "checkpoint",
-    "method",
-    "length",
-    "seed",
-    "source",
-)  # a second row that agrees in all of these replaces the first
+# A second row that agrees in all of these replaces the first.
+KEYS = ("run", "checkpoint", "method", "length", "seed", "source")
 
 
 def key(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from pe_lab.config import UserError, did_you_mean
 from pe_lab.evaluation import niah
 from pe_lab.evaluation.haystacks import Haystack
 from pe_lab.evaluation.ruler_qa import qa_task
-from pe_lab.evaluation.ruler_tasks import CommonWords, FrequentWords, VariableTracking
+from pe_lab.evaluation.ruler_tasks import HALF_A_PAIR, CommonWords, FrequentWords, VariableTracking
 from pe_lab.evaluation.tasks import Task
 
 NEEDLES = tuple(niah.RULER)
@@ -59,10 +59,17 @@ def _words(path: Path) -> tuple[str, ...]:
         raise UserError(f"--words={path} cannot be read ({error.strerror}).") from None
     except ValueError:
         found = None
-    words = list(dict.fromkeys(found.values())) if isinstance(found, dict) else []
-    if len(words) < 100 or not all(isinstance(word, str) for word in words):
+    entries = found if isinstance(found, dict) and all(isinstance(word, str) for word in found.values()) else {}
+    words = tuple(dict.fromkeys(entries.values()))
+    if len(words) < 100:
         raise UserError(
             f"--words={path} is not RULER's english_words.json: an object of words, as in "
             "scripts/data/synthetic/json of github.com/NVIDIA/RULER."
         )
-    return tuple(words)
+    for key, word in entries.items():
+        if HALF_A_PAIR.search(word):
+            raise UserError(
+                f"--words={path}: the word of {ascii(key)}, {ascii(word)}, has half of a surrogate pair, which is no "
+                "character. Remove it, or take the file again as RULER has it."
+            )
+    return words

@@ -7,6 +7,7 @@ NVIDIA/RULER.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -185,10 +186,16 @@ def _kind(task: str) -> str:
 
 
 def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """All lines or none: RULER scores half a file without a word, as one of fewer samples."""
+    part = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", encoding="utf-8") as file:
-            for line in lines:
-                file.write(json.dumps(line) + "\n")
+        try:
+            with open(part, "w", encoding="utf-8") as file:
+                for line in lines:
+                    file.write(json.dumps(line) + "\n")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}). Give another directory.") from None

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from pe_lab.config import UserError
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.evaluation.ruler_tasks import Draft, RulerTask
+from pe_lab.evaluation.ruler_tasks import HALF_A_PAIR, Draft, RulerTask
 from pe_lab.evaluation.scorers import string_match_part
 from pe_lab.evaluation.tasks import Lazy, Sample, Scores
 
@@ -58,7 +58,8 @@ class QuestionAnswering(RulerTask):
 
     Sample i is the i-th question of the file, of those whose own documents fit the length; the seed decides on the
     others around them. SQuAD's are first of the same article, as far as it goes. Where a length asks for more
-    documents than there are, they are repeated.
+    documents than there are, they are repeated. Questions with the same first document of their own have the same
+    `cluster` in their facts: several of SQuAD's are asked of one paragraph.
     """
 
     name: str
@@ -111,7 +112,8 @@ class QuestionAnswering(RulerTask):
             return question_prompt([documents[i] for i in _shuffled(chosen, random.Random(state))], question.text)
 
         smallest = len(question.documents)
-        return Draft(render, question.answers, "documents", smallest, facts={"question": index})
+        facts = {"question": index, "cluster": question.documents[0]}
+        return Draft(render, question.answers, "documents", smallest, facts=facts)
 
 
 def _shuffled(values: Sequence[int], rng: random.Random) -> list[int]:
@@ -203,12 +205,22 @@ def _load(name: str, path: Path) -> Questions:
         questions, documents = source.read(json.loads(content))
         if not questions or not all(question.answers for question in questions):
             raise ValueError("no questions, or one without answers")
-        if not all(isinstance(text, str) for question in questions for text in (question.text, *question.answers)):
-            raise TypeError("a question or an answer is no text")
+        asked = [text for question in questions for text in (question.text, *question.answers)]
+        if not all(isinstance(text, str) for text in (*asked, *documents)):
+            raise TypeError("a question, an answer or a document is no text")
+        if not all(question.documents for question in questions):
+            raise ValueError("a question has no documents")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(
             f"--qa: {path} is not in the schema of {source.dataset} ({what}). Place {source.files[0]} there as it "
             f"comes from {source.address}."
         ) from None
+    for text in (*asked, *documents):
+        if half := HALF_A_PAIR.search(text):
+            excerpt = ascii(text[max(half.start() - 30, 0) : half.end() + 30])
+            raise UserError(
+                f"--qa: {path} has half of a surrogate pair, which is no character, in {excerpt}. Remove it, or place "
+                f"{source.files[0]} there as it comes from {source.address}."
+            )
     return Questions(tuple(questions), tuple(documents), hashlib.sha256(content).hexdigest()[:16])

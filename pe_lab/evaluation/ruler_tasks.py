@@ -2,13 +2,18 @@
 
 Templates, numbers and rules are those of scripts/data/synthetic of NVIDIA/RULER and its scripts/synthetic.yaml, with
 the template `base`. What differs: every sample draws from a generator of its own (RULER continues one through all of
-them), is as long as fits (RULER finds a size once, in coarse steps), and is shuffled by that generator (RULER
-shuffles all samples of a length by one permutation, so that the answers' places hardly differ between them).
+them), which is the same at all lengths, so that lengths have names, words and documents in common as far as they hold
+them (and can be compared in pairs); is as long as fits (RULER finds a size once, in coarse steps); and is shuffled by
+that generator (RULER shuffles all samples of a length by one permutation, so that the answers' places hardly differ
+between them).
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import random
+import re
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +30,7 @@ from pe_lab.evaluation.tasks import Lazy, Sample, Scores, largest_fitting, rando
 from pe_lab.evaluation.words import word_list
 
 FULL_LENGTH = 4096  # below it, RULER repeats common words less often
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # JSON can escape it alone; UTF-8 has no bytes for it
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,8 @@ class RulerTask(ABC):
 
     @abstractmethod
     def draft(self, tokenizer: Tokenizer, length: int, index: int, rng: random.Random) -> Draft:
-        """Everything about a sample but its size; what is random in it comes from `rng`."""
+        """Everything about a sample but its size; what is random in it comes from `rng`, which is the same at all
+        lengths."""
 
     def score(self, sample: Sample, output: str) -> Scores:
         """The share of the references that the output has."""
@@ -75,14 +82,13 @@ class RulerTask(ABC):
         """See `Task`. Prompts are as long as fit: one unit more would not."""
         if length is None:
             raise ValueError(f"{self.name} needs a length")
+        self._check_room(tokenizer, length, count, seed)
         return Lazy(lambda index: self._sample(tokenizer, length, index, seed, index), count)
 
     def _sample(self, tokenizer: Tokenizer, length: int, index: int, seed: int, drafted: int) -> Sample:
         """Sample `index`, made of draft `drafted`."""
-        rng = random_for(self.suite, self.name, seed, length, drafted)
-        draft = self.draft(tokenizer, length, drafted, rng)
-        budget = length - self.max_new_tokens
-        size, least = size_within(draft, tokenizer, budget)
+        draft = self._draft(tokenizer, length, drafted, seed)
+        size, least = size_within(draft, tokenizer, length - self.max_new_tokens)
         if size is None:
             raise UserError(
                 f"--lengths: sample {index} of {self.suite}:{self.name} and its answer of {self.max_new_tokens} tokens "
@@ -90,13 +96,46 @@ class RulerTask(ABC):
             )
         text = draft.render(size)
         tokens = tokenizer.encode_prompt(text)
-        if size == draft.largest and len(tokens) < 0.9 * budget:
-            raise UserError(
-                f"--lengths: prompts of {self.suite}:{self.name} have at most {len(tokens):,} tokens; {length:,} are "
-                f"asked for. {draft.exhausted}"
-            )
         facts = {draft.unit: size} | draft.facts
         return Sample(index, text, tokens, draft.references, self.max_new_tokens, facts=facts)
+
+    def _draft(self, tokenizer: Tokenizer, length: int, index: int, seed: int) -> Draft:
+        return self.draft(tokenizer, length, index, random_for(self.suite, self.name, seed, index))
+
+    def _check_room(self, tokenizer: Tokenizer, length: int, count: int, seed: int) -> None:
+        """`UserError` where a sample has no room, for which all are looked at where the length is anywhere near too
+        short; or where prompts do not become so long, which the first one tells."""
+
+        def least(draft: Draft) -> int:
+            return len(tokenizer.encode_prompt(draft.render(draft.smallest))) + self.max_new_tokens
+
+        first = self._draft(tokenizer, length, 0, seed)
+        longest = least(first)
+        if length < 2 * longest:
+            others = (self._draft(tokenizer, length, index, seed) for index in range(1, count))
+            longest = max([longest, *map(least, others)])
+        if longest > length:
+            raise UserError(
+                f"--lengths: {length:,} tokens do not hold all {count:,} samples of {self.suite}:{self.name} with "
+                f"answers of {self.max_new_tokens}; the shortest take {longest:,}."
+            )
+        enough = 0.9 * (length - self.max_new_tokens)
+        if first.largest is not None and (most := tokens_of_largest(first, tokenizer, enough)) < enough:
+            raise UserError(
+                f"--lengths: prompts of {self.suite}:{self.name} have at most {most:,} tokens; {length:,} are asked "
+                f"for. {first.exhausted}"
+            )
+
+
+def tokens_of_largest(draft: Draft, tokenizer: Tokenizer, enough: float) -> int:
+    """How many tokens the largest prompt has; or a smaller one, which is made sooner, where that has `enough`."""
+    assert draft.largest is not None
+    tokens = 0
+    for size in (max(draft.largest // 16, draft.smallest), draft.largest):
+        tokens = len(tokenizer.encode_prompt(draft.render(size)))
+        if tokens >= enough:
+            break
+    return tokens
 
 
 def size_within(draft: Draft, tokenizer: Tokenizer, budget: int) -> tuple[int | None, int]:
@@ -224,6 +263,7 @@ def common_words_prompt(example: Sequence[str], answer: Sequence[str], words: Se
     return f"{COMMON.format(context=numbered(example))} {numbered(answer)}\n{COMMON.format(context=numbered(words))}"
 
 
+@functools.cache
 def all_words() -> tuple[str, ...]:
     """Nouns, adjectives and verbs of wonderwords, sorted, each once."""
     return tuple(sorted({word for kind in ("noun", "adjective", "verb") for word in word_list(kind)}))
@@ -243,24 +283,24 @@ class CommonWords(RulerTask):
     name: str = "cwe"
     max_new_tokens: int = 120
 
-    @property
+    @functools.cached_property
     def settings(self) -> Mapping[str, Any]:
-        return {"words": len(all_words()), "more_words": len(self.more_words)}
+        return {"words": _fingerprint(all_words()), "more_words": _fingerprint(self.more_words)}
 
     def draft(self, tokenizer: Tokenizer, length: int, index: int, rng: random.Random) -> Draft:
-        draft = self._over(all_words(), length, rng)
-        if self.more_words:
-            longest = draft.render(len(all_words()))
-            if len(tokenizer.encode_prompt(longest)) < length - self.max_new_tokens:
-                draft = self._over(self.more_words, length, rng)
+        state, budget = rng.getrandbits(64), length - self.max_new_tokens
+        draft = self._over(all_words(), length, random.Random(state))
+        if self.more_words and tokens_of_largest(draft, tokenizer, budget) < budget:
+            draft = self._over(self.more_words, length, random.Random(state))
         return draft
 
     def _over(self, pool: Sequence[str], length: int, rng: random.Random) -> Draft:
         """The words of the list are drawn from `pool`; those of the solved example from wonderwords' anyway."""
         size, example_times, times = (40, (10, 3), (30, 3)) if length >= FULL_LENGTH else (20, (3, 1), (6, 1))
-        solved = rng.sample(all_words(), size)
-        example = _repeated(solved, *example_times, rng)
-        order, state = rng.sample(pool, len(pool)), rng.getrandbits(64)
+        # As much is drawn at any length, so that the words are the same; what the pool decides on comes last.
+        solved, state = rng.sample(all_words(), 40)[:size], rng.getrandbits(64)
+        example = _repeated(solved, *example_times, random.Random(rng.getrandbits(64)))
+        order = rng.sample(pool, len(pool))
 
         def render(size: int) -> str:
             words = _repeated(order[:size], *times, random.Random(state))
@@ -281,6 +321,10 @@ def _repeated(words: Sequence[str], common: int, uncommon: int, rng: random.Rand
     listed = [*words[:COMMON_WORDS]] * common + [*words[COMMON_WORDS:]] * uncommon
     rng.shuffle(listed)
     return listed
+
+
+def _fingerprint(words: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16] if words else ""
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -328,11 +372,11 @@ class FrequentWords(RulerTask):
 
     def draft(self, tokenizer: Tokenizer, length: int, index: int, rng: random.Random) -> Draft:
         count = max((length - self.max_new_tokens) // 50, 10)  # RULER has no text of less than 500 tokens
+        state = rng.getrandbits(64)  # before the words, of which longer texts draw more
         words: dict[str, None] = {}
         while len(words) < count:
             words["".join(rng.choices(string.ascii_lowercase, k=self.letters))] = None
         vocabulary = ["...", *list(words)[1:]]
-        state = rng.getrandbits(64)
 
         def render(size: int) -> str:
             times = frequencies(size, count, self.alpha)
@@ -340,9 +384,10 @@ class FrequentWords(RulerTask):
             random.Random(state).shuffle(text)
             return frequent_words_prompt(text)
 
-        return Draft(render, tuple(vocabulary[1:4]), "words", self._smallest())
+        return Draft(render, tuple(vocabulary[1:4]), "words", _without_ties(self.alpha))
 
-    def _smallest(self) -> int:
-        """From this size on the fourth word is rarer than the three: in shorter texts some sizes have a tie."""
-        ties = [size for size in range(1, 1000) if len(set(frequencies(size, 5, self.alpha)[3:])) == 1]
-        return max(ties) + 1
+
+@functools.cache
+def _without_ties(alpha: float) -> int:
+    """From this size on the fourth word is rarer than the three: in shorter texts some sizes have a tie."""
+    return max(size for size in range(1, 1000) if len(set(frequencies(size, 5, alpha)[3:])) == 1) + 1

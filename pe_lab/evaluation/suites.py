@@ -53,6 +53,7 @@ class Options:
     Attributes:
       haystack: `essays`, `noise`, `needles` or a glob of text files, for niah; text files also for RULER's essays.
       depths: per cent, instead of niah's 0, 10 ... 100.
+      samples: how many will be asked; fewer than niah has depths are spread over them.
       longbench, qa, problems: directories and the file with other people's data.
       words: RULER's own list, for very long `cwe`.
       chat: prompts as a user's message, for a model that was made for chats (LongBench).
@@ -61,6 +62,7 @@ class Options:
 
     haystack: str = "essays"
     depths: tuple[float, ...] | None = None
+    samples: int | None = None
     longbench: str | None = None
     qa: str | None = None
     problems: str | None = None
@@ -89,10 +91,17 @@ def open_tasks(
 
 
 def _niah(names: Sequence[str], options: Options, limits: Sequence[int | None]) -> list[Task]:
-    from pe_lab.evaluation.niah import NIAH, niah_task
+    from pe_lab.evaluation.niah import DEFAULT, GRID, niah_task
 
-    haystack = open_haystack(options.haystack)
-    return [niah_task(name, haystack, options.depths) for name in names or NIAH]
+    haystack, depths = open_haystack(options.haystack), options.depths
+    if options.samples is not None and options.samples < len(depths or GRID):
+        if depths is not None:
+            raise UserError(
+                f"--samples={options.samples} would leave out some of the {len(depths)} depths. Give at least as many "
+                "samples, or fewer --depths."
+            )
+        depths = parse_depths(str(options.samples)) if options.samples > 1 else (50.0,)
+    return [niah_task(name, haystack, depths) for name in names or DEFAULT]
 
 
 def _ruler(names: Sequence[str], options: Options, limits: Sequence[int | None]) -> list[Task]:

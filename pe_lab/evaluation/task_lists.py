@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
-from collections.abc import Sequence
+import hashlib
+import importlib.metadata
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pe_lab.config import UserError, did_you_mean
+
+YAML = (".yaml", ".yml")
 
 # droPE-six: DroPE, appendix C.2, which measured them with LightEval: its prompts are not the harness's.
 # partial-rope-ten: the partial RoPE paper, table 3, zero-shot.
@@ -71,19 +77,84 @@ def open_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
     return manager, {name: _open(manager, name) for name in names}
 
 
-def _manager(names: Sequence[str], include_path: str | Path | None) -> Any:
+def harness_version() -> str:
+    """The harness's release. `UserError` where it is not installed."""
+    try:
+        return importlib.metadata.version("lm_eval")
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(
+            "lm-evaluation-harness is needed. Install it: pip install 'pe-lab[eval]', or lm-eval alone."
+        ) from None
+
+
+def fingerprint(include_path: str | Path | None, besides: Path | None = None) -> str | None:
+    """Of the contents of a folder of tasks, and of files elsewhere that its YAML files name; None without a folder.
+
+    Args:
+      besides: a directory whose files are no part of tasks, wherever it lies: that of the results.
+
+    Raises:
+      UserError: the folder is not there, or a file in it cannot be read.
+    """
     if include_path is None:
-        return _task_manager(None, True)
+        return None
+    folder, whole = _folder(include_path), hashlib.sha256()
+    inside = {path: path.relative_to(folder).as_posix() for path in _files(folder)}
+    named = (name for path in inside if path.suffix in YAML for name in _named(path))
+    # A path that stands in a YAML file is in the contents already: what it leads to is not.
+    for path, name in sorted({**{path: str(path) for path in named}, **inside}.items(), key=lambda item: item[1]):
+        if besides is None or besides.resolve() not in path.parents:
+            with _reading(path), open(path, "rb") as file:
+                whole.update(f"{name}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()[:16]
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """All files of a folder but hidden ones and Python's caches."""
+    for path in folder.rglob("*"):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in parts):
+            yield path
+
+
+def _named(yaml: Path) -> Iterator[Path]:
+    """Files that a YAML file names: data, or tasks that it includes. Its own tags keep it from being parsed alone."""
+    with _reading(yaml):
+        text = yaml.read_text(encoding="utf-8", errors="replace")
+    for name in dict.fromkeys(re.findall(r"""[^\s'",:{}\[\]]+\.\w+""", text)):
+        for path in (Path(name).expanduser(), yaml.parent / name):
+            if len(name) < 4096 and path.is_file():
+                yield path.resolve()
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}, of the folder of tasks, cannot be read ({error.strerror}).") from None
+
+
+def _folder(include_path: str | Path) -> Path:
     folder = Path(include_path).expanduser().resolve()
     if not folder.is_dir():
         raise UserError(f"The folder of tasks '{include_path}' is not there. Give one that holds YAML files of tasks.")
+    return folder
+
+
+def _manager(names: Sequence[str], include_path: str | Path | None) -> Any:
+    if include_path is None:
+        return _task_manager(None, True)
+    folder = _folder(include_path)
+    contents = tuple((str(path), path.stat().st_mtime_ns) for path in _files(folder) if path.suffix in YAML)
     # The harness's own files, thousands of them, are read where they are needed alone: that takes seconds.
-    local = _task_manager(folder, False)
-    return local if set(names) <= set(local.all_subtasks) else _task_manager(folder, True)
+    local = _task_manager(folder, False, contents)
+    return local if set(names) <= set(local.all_subtasks) else _task_manager(folder, True, contents)
 
 
-@functools.cache
-def _task_manager(include_path: Path | None, defaults: bool) -> Any:
+@functools.lru_cache(maxsize=8)
+def _task_manager(include_path: Path | None, defaults: bool, contents: Any = None) -> Any:
+    """One for a folder as it is: `contents` tells it from what it was before."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=include_path and str(include_path), include_defaults=defaults)

@@ -13,6 +13,7 @@ from pe_lab.evaluation.rows import Row
 COLOURS = ("#eef2ef", "#c3e5d6", "#96d3bb", "#55b594", "#1f8f6c", "#0f6f53", "#004f39")
 AVERAGED = ("ruler", "longbench", "lm_eval")
 ALL_FOUND = ", all found"
+FIT = {"beta": 3, "c": 3, "nll_before": 4, "nll_after": 4}  # what is told of a fitted scale, and its decimals
 LOG_WIDTH = 120  # of what is laid side by side where there is no terminal
 TITLES = {
     "needles": "Needle accuracy",
@@ -57,11 +58,17 @@ def print_rows(rows: Sequence[Row], console: Any = None) -> None:
             print_tasks(suite, [*with_all_found(group)], shown, console)
     for row in rows:
         if row["suite"] == "beta":
+            found = {name: decimals(row.get(name), n) for name, n in FIT.items()}
             say(
-                f"{shown[identity(row)]} at {row['length']:,}: β = {row['beta']:.3f}, c = {row['c']:.3f}, "
-                f"held-out loss {row['nll_before']:.4f} -> {row['nll_after']:.4f}",
+                f"{shown[identity(row)]} at {row['length']:,}: β = {found['beta']}, c = {found['c']}, "
+                f"held-out loss {found['nll_before']} -> {found['nll_after']}",
                 console,
             )
+
+
+def decimals(value: Any, number: int) -> str:
+    """A number with so many decimals; a model that diverged has none."""
+    return f"{value:.{number}f}" if isinstance(value, int | float) else "not a number"
 
 
 def with_all_found(rows: Sequence[Row]) -> Iterator[Row]:
@@ -180,7 +187,8 @@ def task_table(suite: str, rows: Sequence[Row], shown: Mapping[Any, str], name_m
         )
         for task, group in tasks.items()
     }
-    averaged = means([group for group in tasks.values() if all(map(is_share, group))], methods)
+    # "All found" is another number of a task that is there already.
+    averaged = means([g for name, g in tasks.items() if ALL_FOUND not in name and all(map(is_share, g))], methods)
     if suite in AVERAGED and averaged:
         columns |= averaged
     if len(tasks) >= len(methods):

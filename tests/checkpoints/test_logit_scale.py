@@ -1,5 +1,6 @@
 """The fitted logit scale: kept with its checkpoint, found again, and built into a child."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import tiny  # noqa: E402
 import pe_lab  # noqa: E402
 from pe_lab import surgery  # noqa: E402
 from pe_lab.checkpoints import open_checkpoint  # noqa: E402
-from pe_lab.checkpoints.logit_scale import FILE, read_logit_scale, write_logit_scale  # noqa: E402
+from pe_lab.checkpoints.logit_scale import FILE, how_to_fit, read_logit_scale, write_logit_scale  # noqa: E402
 from pe_lab.config import UserError  # noqa: E402
 from pe_lab.positional import Beta, NoPE  # noqa: E402
 
@@ -52,7 +53,7 @@ def test_a_model_reads_with_the_scale_that_was_fitted_for_it(phase):
 
 def test_surgery_builds_it_into_a_child(phase, tmp_path, capsys):
     assert surgery.main([f"--from={phase}", f"--to={tmp_path / 'child'}", "--logit-scale=fitted"]) == 2
-    assert "none was fitted" in capsys.readouterr().err and not (tmp_path / "child").exists()
+    assert "no logit scale was fitted" in capsys.readouterr().err and not (tmp_path / "child").exists()
     write_logit_scale(open_checkpoint(phase), 0.3, {}, "text")
     assert surgery.main([f"--from={phase}", f"--to={tmp_path / 'child'}", "--logit-scale=fitted"]) == 0
     assert "logit scale 1 + 0.3 ln(n / 16)" in capsys.readouterr().out
@@ -60,3 +61,9 @@ def test_surgery_builds_it_into_a_child(phase, tmp_path, capsys):
     assert surgery.main([f"--from={phase}", f"--to={tmp_path / 'other'}", "--logit-scale=0.1"]) == 0
     assert surgery.main([f"--from={phase}", f"--to={tmp_path / 'none'}", "--logit-scale=much"]) == 2
     assert "is no number" in capsys.readouterr().err
+
+
+def test_others_checkpoints_keep_no_scale_and_it_is_said_what_to_do(phase):
+    elsewhere = dataclasses.replace(open_checkpoint(phase), path=phase.parent / "model.gguf")
+    assert write_logit_scale(elsewhere, 0.3, {}, "text") is None
+    assert "pe_lab.convert --from=" in how_to_fit(elsewhere) and "--suite=beta" in how_to_fit(open_checkpoint(phase))

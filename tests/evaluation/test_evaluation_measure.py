@@ -146,6 +146,16 @@ def test_the_common_coefficient_is_in_the_file(whole):
     assert len(common) == 1 and min(cs) - 1e-6 <= common.pop() <= max(cs) + 1e-6
 
 
+def test_scales_that_were_fitted_on_other_text_do_not_count(whole, data, tmp_path):
+    file = RowFile(tmp_path / "beta.jsonl")
+    rows = RowFile(whole[2] / "beta.jsonl").rows
+    foreign = {**rows[0], "length": 128, "factor": 8, "beta": 9.0, "settings": {**rows[0]["settings"], "data": ["x"]}}
+    file.put([*rows, foreign])
+    evaluation(data, tmp_path, suites=("beta",)).run()
+    found = RowFile(tmp_path / "beta.jsonl").rows
+    assert [r["c_all_lengths"] for r in found if r["length"] != 128] == [r["c_all_lengths"] for r in rows]
+
+
 def test_what_is_measured_is_not_measured_again(whole, data):
     _, rows, directory = whole
     before = {p.name: p.read_bytes() for p in directory.iterdir()}

@@ -1,9 +1,11 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
 from pe_lab.config import UserError
 from pe_lab.evaluation import label, methods_of, model_name, parse_methods, read_with
-from pe_lab.positional import NTK, PI, Alibi, Layer, NoPE, Rope, Yarn, build_schedule, frequencies, layers
+from pe_lab.positional import NTK, PI, Alibi, Beta, Layer, NoPE, Rope, Yarn, build_schedule, frequencies, layers
 
 ROPE = layers(Rope(base=5000.0), 3)
 NOPE = layers(NoPE(), 3)
@@ -40,6 +42,9 @@ def test_which_methods_make_sense():
     assert methods_of(ROPE, 100) == ("as trained", "cropped", "PI", "NTK", "YaRN", "dropped")
     assert methods_of(NOPE, 100) == ("as trained", "beta", "paper beta")
     assert methods_of(layers(Alibi(), 2), 100) == ("as trained",)
+    # A scale of its own is not multiplied by another, nor replaced by a fit of what it leaves.
+    scaled = tuple(dataclasses.replace(layer, logit_scale=Beta(0.1, 100)) for layer in NOPE)
+    assert methods_of(scaled, 100) == ("as trained",)
     assert methods_of(layers(Rope(fraction=0.0), 2), 100) == ("as trained",)
     # Nothing rotates over distances that training did not show.
     swa = (Layer(Rope(), window=64), Layer(NoPE()))

@@ -212,7 +212,43 @@ def test_a_generated_text_is_decoded_by_itself_and_drawn_for_itself(drops, monke
     monkeypatch.setattr(LanguageModel, "generate", generate)
     repeated = [request("a", {"max_gen_toks": 1, "do_sample": True, "temperature": 0.5})] * 5
     assert model.generate_until(repeated, disable_tqdm=True) == ["b" if drops else " b"] * 5
-    assert asked == [(2, 7, 0.5), (2, 9, 0.5), (1, 11, 0.5)]  # a row draws by its number in the batch and the seed
+    assert [(rows, temperature) for rows, _, temperature in asked] == [(1, 0.5)] * 5
+    assert len({seed for _, seed, _ in asked}) == 5  # a row draws by its number in the batch and the seed
+
+
+def test_what_is_drawn_does_not_depend_on_the_batch():
+    drawn = {"max_gen_toks": 6, "do_sample": True, "temperature": 2.0}
+    asked = [request(text, drawn) for text in ("one", "much longer than the others", "a third", "one")]
+    found = adapter(batch_size=4, seed=3).generate_until(asked, disable_tqdm=True)
+    assert adapter(batch_size=1, seed=3).generate_until(asked, disable_tqdm=True) == found
+    # Neither on those after it, nor on how long they are.
+    assert adapter(seed=3).generate_until(asked[:1], disable_tqdm=True) == found[:1]
+    assert found[0] != found[3] and adapter(seed=4).generate_until(asked, disable_tqdm=True) != found
+
+
+def test_a_beginning_that_is_asked_for_is_put_there_once():
+    plain, bos = ByteTokenizer(), VOCABULARY - 1
+
+    class WithBos(ByteTokenizer):
+        bos_id = bos
+
+        def decode(self, ids, **more):
+            return "<b>" if list(ids) == [bos] else super().decode(ids, **more)
+
+    lm = language_model(WithBos())
+    ids = plain.encode_prompt("ab").tolist()
+    assert adapter(lm).tok_encode("ab") == ids  # it is not this tokenizer's habit
+    model = adapter(lm, add_bos_token=True)
+    assert model.tok_encode("ab") == model.tok_encode("ab", add_special_tokens=True) == [bos, *ids]
+    assert model.tok_encode("ab", add_special_tokens=False) == ids and model.tok_encode("") == [bos]
+    assert model.tok_encode("ab", left_truncate_len=2) == ids
+    habit = language_model(with_beginning())
+    for text in ("ab", "<s>ab"):
+        assert adapter(habit, add_bos_token=True).tok_encode(text).count(0) == 1
+    never = adapter(habit, add_bos_token=False)
+    assert 0 not in [*never.tok_encode("ab"), *never.tok_encode("ab", add_special_tokens=True)]
+    with pytest.raises(UserError, match="add_bos_token=True, and the tokenizer has no"):
+        adapter(add_bos_token=True)
 
 
 def test_messages_become_a_text():
@@ -245,6 +281,17 @@ def test_how_a_model_is_asked_for():
         ({"max_lenght": 9}, "Did you mean 'max_length'"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"max_length": "long"}, "max_length: 'long' is no length"),
+        ({"max_gen_toks": "abc"}, "max_gen_toks is 'abc'; give a whole number from 1"),
+        ({"max_gen_toks": 0}, "max_gen_toks is 0"),
+        ({"seed": "abc"}, "seed is 'abc'; give a whole number"),
+        ({"seed": 2**32}, "seed is 4294967296"),
+        ({"seed": True}, "seed is True"),
+        ({"prefix_token_id": "abc"}, "prefix_token_id is 'abc'; give a whole number from 0 to 383"),
+        ({"prefix_token_id": VOCABULARY}, "prefix_token_id is 384"),
+        ({"logit_scale": "fitted"}, "logit_scale is 'fitted'; give a number above 0"),
+        ({"logit_scale": 0}, "logit_scale is 0"),
+        ({"drop": "maybe"}, "drop is 'maybe'; give True or False"),
+        ({"add_bos_token": "maybe"}, "add_bos_token is 'maybe'; give True or False"),
     ):
         with pytest.raises(UserError, match=message):
             PeLabLM(LM, **settings)
@@ -340,12 +387,13 @@ def test_a_model_that_knows_the_answers(tasks, monkeypatch, wanted):
     right = {f"Question: {d['question']}\nAnswer:": f" {d['choices'][d['answer']]}" for d in documents("choices")}
     known = {(bytes(question + answer, "utf-8")) for question, answer in right.items()}
 
-    def oracle(scorer, pairs):
-        for i, (context, continuation) in enumerate(pairs):
-            knows = bytes([*context, *continuation]) in known
-            yield i, Likelihood(0.0 if knows == bool(wanted) else -1000.0, False)
+    def oracle(scorer, batch):
+        for text in batch.texts:
+            for pair, first, continuation in text.asked:
+                knows = bytes([*text.tokens[: first + 1], *continuation]) in known
+                yield pair, Likelihood(0.0 if knows == bool(wanted) else -1000.0, False)
 
-    monkeypatch.setattr("pe_lab.evaluation.likelihood.Likelihoods.__call__", oracle)
+    monkeypatch.setattr("pe_lab.evaluation.likelihood.Likelihoods.read", oracle)
     rows = evaluate_lm_eval(LM, ["local_choices"], tasks, max_length=300, devices=tiny.one_device())
     assert [row["score"] for row in rows] == [wanted, wanted]
 
@@ -380,7 +428,7 @@ def test_what_cannot_be_opened_says_why(tasks, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="folder of tasks 'nowhere' is not there"):
         open_tasks(["far"], "nowhere")
     without_the_others = task_lists._task_manager
-    monkeypatch.setattr(task_lists, "_task_manager", lambda folder, _: without_the_others(folder, False))
+    monkeypatch.setattr(task_lists, "_task_manager", lambda folder, *_: without_the_others(folder, False))
     for name, message in (("local_choises", "Did you mean 'local_choices'"), ("zzz", "ls tasks` lists them all")):
         with pytest.raises(UserError, match=f"has no task '{name}' .nor in .*{message}"):
             open_tasks([name], tasks)

@@ -10,7 +10,7 @@ import pytest
 from pe_lab.config import UserError
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.evaluation.longbench import LongBenchTask, open_longbench
-from pe_lab.evaluation.longbench_tasks import GROUPS, TASKS, bucket_of
+from pe_lab.evaluation.longbench_tasks import GROUPS, TASKS, bucket_of, record_bucket_of
 from pe_lab.evaluation.tasks import Sample, Task
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/scorer_golden.json").read_text(encoding="utf-8"))
@@ -158,6 +158,29 @@ def test_a_sample_says_what_its_record_says(directory):
     assert samples[1].fingerprint == one(directory, "trec").samples(ByteTokenizer(), None, 9, 6)[1].fingerprint
 
 
+def test_longbench_e_has_the_buckets_of_its_own_report(directory, tmp_path):
+    scores = {"0-4k": [], "4-8k": [], "8k+": []}  # as scorer_e of the original's eval.py
+    lengths = [0, 3999, 4000, 7999, 8000, 90000]
+    for length in lengths:
+        if length < 4000:
+            scores["0-4k"].append(length)
+        elif length < 8000:
+            scores["4-8k"].append(length)
+        else:
+            scores["8k+"].append(length)
+    assert {bucket: [n for n in lengths if record_bucket_of(n) == bucket] for bucket in scores} == scores
+    for task in open_longbench(directory, ["all", "e"]):
+        even = task.name.endswith("_e")
+        assert task.edges_by_record_length == ((0, 4000, 8000) if even else None)
+        facts = [sample.facts for sample in task.samples(ByteTokenizer(), None, 2, 0)]
+        assert [fact.get("record_bucket") for fact in facts] == ["0-4k" if even else None] * 2
+    made = [line | {"length": length} for line, length in zip(records("lcc") * 3, lengths, strict=True)]
+    write(tmp_path / "lcc_e.jsonl", made)
+    samples = one(tmp_path, "lcc_e").samples(ByteTokenizer(), None, 6, 0)
+    assert [sample.facts["record_bucket"] for sample in samples] == [b for b in scores for _ in range(2)]
+    assert [sample.facts["record_length"] for sample in samples] == lengths
+
+
 def test_a_long_prompt_loses_its_middle(directory):
     whole = one(directory, "gov_report").samples(Words(), None, 1, 0)[0]
     for by_length, budget in ((True, 101), (False, 101), (True, 100), (True, 3), (True, len(whole.tokens) - 1)):
@@ -274,6 +297,17 @@ def test_a_damaged_line_is_named(tmp_path, name, change, message):
     path.write_text("\n")
     with pytest.raises(UserError, match="is empty"):
         open_longbench(tmp_path, [name])
+
+
+@pytest.mark.parametrize("field", ["input", "context", "_id", "answers", "all_classes"])
+def test_half_a_character_is_named(tmp_path, field):
+    first, second = records("trec")
+    half = "half \ud83d" if isinstance(second[field], str) else [*second[field], "half \udc00"]
+    write(tmp_path / "trec.jsonl", [first, json.dumps(second | {field: half})])
+    with pytest.raises(UserError, match=rf"trec\.jsonl, line 2: has half of a surrogate pair.*{field}"):
+        open_longbench(tmp_path, ["trec"])
+    write(tmp_path / "trec.jsonl", [first, json.dumps(second | {"context": "whole \U0001f600"})])
+    assert "\U0001f600" in one(tmp_path, "trec").samples(ByteTokenizer(), None, 2, 0)[1].text
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path):

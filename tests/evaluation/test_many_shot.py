@@ -70,6 +70,8 @@ def test_the_needle_is_there_once_at_its_depth_and_absent_without(tasks):
         others = solved[: places[0]] + solved[places[0] + 1 :]
         assert others == without[: len(others)] and 0 <= len(without) - len(others) <= 3
         assert sample.facts["exemplars"] == len(others) and plain.facts["exemplars"] == len(without)
+        assert sample.facts["cluster"] == plain.facts["cluster"] == plain.facts["problem"]
+    assert len({sample.facts["cluster"] for sample in needles}) == 6
 
 
 def test_prompts_leave_the_buffer_free_and_no_more(tasks):
@@ -161,6 +163,12 @@ def test_files_that_are_not_problems_are_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=f"line 2, is no problem: {said}"):
             many_shot.read_problems(write(tmp_path / "bad.jsonl", [good, wrong]))
+    for field in many_shot.FIELDS:  # json.dumps escapes it, as a cut file of \\u escapes may have it
+        found = [good, good | {field: "half \ud83d"}]
+        with pytest.raises(UserError, match=r"bad\.jsonl, line 2, has half of a surrogate pair"):
+            many_shot.read_problems(write(tmp_path / "bad.jsonl", found))
+    whole = [line | {"solution": "\U0001f600 \\boxed{1}"} for line in lines(2)]
+    assert many_shot.read_problems(write(tmp_path / "good.jsonl", whole)).problems[0].solution[0] == "\U0001f600"
     with pytest.raises(UserError, match="has not two problems"):
         many_shot.read_problems(write(tmp_path / "one.jsonl", [good, good]))
     renamed = [{"q": line["problem"], "s": line["solution"]} for line in lines(3)]
@@ -209,6 +217,22 @@ def test_boxes_are_those_that_others_find(text):
         ("The final answer is $\\frac{3}{4}$. I hope it is correct.", "\\frac{3}{4}"),
         ("The answer is: 12.5. Then more", "12.5"),
         ("the answer is 4\nThe answer is $$x^2$$", "x^2"),
+        ("The answer is **5**.", "5"),
+        ("**The answer is 5.** Done", "5"),
+        ("The **answer** is: `1/2`", "1/2"),
+        ("**Final answer is:** _12.5_, as told", "12.5"),
+        ("The answer is **$x^2$**.", "x^2"),
+        ("The final answer is 5, since 2+3=5", "5"),
+        ("The answer is 5 because 2+3=5", "5"),
+        ("The answer is **1,204**; then we are done", "1,204"),
+        ("The answer is 5, and thus 7 is not", "5"),
+        ("The answer is 5, and we are done", "5"),
+        ("The answer is \\frac{1}{2}, which is less than 1", "\\frac{1}{2}"),
+        ("The answer is 1, 2, and 3.", "1, 2, and 3"),
+        ("The answer is 3, or -5.", "3, or -5"),
+        ("The answer is (1, 2).", "(1, 2)"),
+        ("The answer is x_1, x_2.", "x_1, x_2"),
+        ("The answer isn't 5 but 7", "7"),
         ("We get 3, then 1,204 in all", "1,204"),
         ("that makes -7", "-7"),
         ("or 2/3 of it", "2/3"),

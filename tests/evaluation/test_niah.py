@@ -10,7 +10,7 @@ import pytest
 
 from pe_lab.config import UserError
 from pe_lab.data.tokenizers import ByteTokenizer
-from pe_lab.evaluation import haystacks, niah
+from pe_lab.evaluation import haystacks, niah, suites
 from pe_lab.evaluation.haystacks import Haystack
 from pe_lab.evaluation.words import draw, draw_distinct, word_list
 
@@ -158,3 +158,55 @@ def test_words_numbers_and_uuids():
     assert re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", draw("uuids", rng))
     assert any(draw("words", rng) for _ in range(3)) and len(word_list("noun")) > 6000
     assert len(set(draw_distinct("numbers", 50, rng))) == 50
+
+
+def test_rulers_essays_are_joined_piece_by_piece():
+    """As RULER's niah.py does: where nothing stands before a needle, or after it, a space is left of it."""
+    task = niah.NeedleTask("ruler", "niah_single_2", ESSAYS, depths=(0.0,))
+    assert "afterwards.\n One of the special" in task.samples(TOKENIZER, 2000, 1, 0)[0].text
+    task = niah.NeedleTask("ruler", "niah_single_2", ESSAYS, depths=(100.0,))
+    assert re.search(r"is: \d{7}\. \nWhat is", task.samples(TOKENIZER, 2000, 1, 0)[0].text)
+    at_one_place = niah.NeedleTask("ruler", "niah_multivalue", ESSAYS, values=2, depths=(50.0, 50.0))
+    assert re.search(r"is: \d{7}\.  One of", at_one_place.samples(TOKENIZER, 2000, 1, 0)[0].text)
+
+
+def test_few_samples_are_spread_over_the_depths():
+    options = suites.Options(haystack="noise", samples=3)
+    standard, *_ = suites.open_tasks({"niah": ()}, options)
+    assert [sample.depth for sample in standard.samples(TOKENIZER, 2000, 3, 0)] == [(0.0,), (50.0,), (100.0,)]
+    (one,) = suites.open_tasks({"niah": ("standard",)}, suites.Options(haystack="noise", samples=1))
+    assert one.samples(TOKENIZER, 2000, 1, 0)[0].depth == (50.0,)
+    with pytest.raises(UserError, match="would leave out some of the 4 depths"):
+        suites.open_tasks({"niah": ("standard",)}, suites.Options(haystack="noise", samples=3, depths=(0, 1, 2, 3)))
+
+
+def test_dopes_task_without_its_noise():
+    """What the noise costs is seen beside the same prompts without it."""
+    clean, noisy = (niah.niah_task(name, ESSAYS) for name in ("clean", "noisy"))
+    ours, theirs = (task.samples(TOKENIZER, 3000, 1, 0)[0] for task in (clean, noisy))
+    assert (ours.max_new_tokens, ours.stop) == (theirs.max_new_tokens, theirs.stop) == (50, ("\n",))
+    assert "sinks" not in ours.facts and theirs.facts["sinks"] == 10
+    assert "clean" not in niah.DEFAULT and set(niah.DEFAULT) < set(niah.NIAH)
+
+
+def test_nothing_in_a_text_is_taken_for_a_place_of_sinks(tmp_path):
+    (tmp_path / "a.txt").write_text("alpha beta\0gamma delta. " * 50)
+    task = niah.niah_task("noisy", haystacks.open_haystack(str(tmp_path / "*.txt")))
+    (sample,) = task.samples(TOKENIZER, 2000, 1, 0)
+    assert int(np.sum(sample.tokens == TOKENIZER.eos_id)) == 10
+
+
+def test_a_word_that_fits_nowhere_is_said_before_anything_is_asked():
+    text = "alpha beta gamma. " * 50 + "x" * 5000 + " " + "alpha beta gamma. " * 50
+    task = niah.niah_task("standard", Haystack("text", text.strip()))
+    with pytest.raises(UserError, match="do not fit 2,000 tokens; the shortest take 5,"):
+        task.samples(TOKENIZER, 2000, 500, 42)
+
+
+def test_a_haystack_in_rulers_own_file(tmp_path):
+    path = tmp_path / "PaulGrahamEssays.json"
+    path.write_text(json.dumps({"text": PROSE}))
+    assert haystacks.open_haystack(str(path)).text == PROSE
+    path.write_text("[1]")
+    with pytest.raises(UserError, match="is no object with a `text`"):
+        haystacks.open_haystack(str(path))

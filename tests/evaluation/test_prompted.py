@@ -11,11 +11,12 @@ from pe_lab.config import UserError
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.evaluation import Prompted, Subject, all_readers
 from pe_lab.evaluation.answering import Model
+from pe_lab.evaluation.breakdowns import by_length
 from pe_lab.evaluation.haystacks import Haystack
 from pe_lab.evaluation.intervals import mean_of, wilson
 from pe_lab.evaluation.lines import LineFile, key
 from pe_lab.evaluation.niah import niah_task
-from pe_lab.evaluation.prompted import batches, by_length, read_length
+from pe_lab.evaluation.prompted import batches, read_length
 from pe_lab.evaluation.tasks import Sample
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import DynamicNTK, NoPE, Rope
@@ -168,7 +169,7 @@ def test_methods_and_encodings_of_readers():
     assert labels == ["RoPE", "RoPE + YaRN", "RoPE, read as yarn:factor=2", "RoPE, read as nope"]
     assert [reader.label for reader in readers(lm, None, ["nope"])] == ["RoPE, read as nope"]
     dropped = model(NoPE(), lineage=("random", tiny.DROPPED))
-    with pytest.raises(UserError, match="no logit scale was fitted"):
+    with pytest.raises(UserError, match="nowhere has no fitted logit scale.*Or name paper-beta"):
         readers(dropped, ["beta"])
     with pytest.raises(UserError, match="makes no sense for what is here .DroPE."):
         readers(dropped, ["YaRN"])
@@ -204,21 +205,56 @@ def test_texts_of_their_own_lengths_are_read_as_one_of_few():
     assert [read_length(n, 16) for n in (1, 16, 17, 32, 33, 100)] == [16, 16, 32, 32, 64, 128]
     cut = {"tokens_before_truncation": 20000}
     lines = [{"tokens": n, "facts": facts, "score": s} for n, facts, s in
-             [(100, {}, 1.0), (4096, {}, 0.0), (4097, {}, 1.0), (900, cut, 1.0)]]  # fmt: skip
+             [(100, {}, 1.0), (4095, {}, 0.0), (4096, {}, 1.0), (900, cut, 1.0)]]  # fmt: skip
     found = by_length(lines)
-    assert found["edges"] == [0, 4096, 8192, 16384, 32768]
+    assert found["edges"] == [0, 4096, 8192, 16384, 32768] and found["of"] == "tokens"
     assert found["count"] == [2, 1, 0, 1] and found["score"] == [0.5, 1.0, None, 1.0]
+    longest = by_length([{"tokens": 200_000, "facts": {}, "score": 1.0}])
+    assert longest["edges"][-2:] == [131072, 200_001] and longest["count"][-1] == 1
+
+
+def test_scores_by_the_length_that_records_tell():
+    """LongBench-E's buckets: below 4,000, below 8,000, and above."""
+    lines = [{"tokens": 1, "facts": {"record_length": n}, "score": 1.0} for n in (10, 3999, 4000, 7999, 8000, 90000)]
+    found = by_length(lines, (0, 4000, 8000))
+    assert found["edges"] == [0, 4000, 8000, 90001] and found["count"] == [2, 2, 2] and found["of"] == "words"
 
 
 def test_intervals():
-    """Wilson's of 8 in 10 is in his tables (0.4902, 0.9433); t's of 1..5 by hand: 3 +- 2.776 * sqrt(2.5 / 5)."""
+    """Wilson's of 8 in 10 is in his tables (0.4902, 0.9433)."""
     found = mean_of([1.0] * 8 + [0.0] * 2)
     assert (found.low, found.high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
-    fractions = mean_of([x / 10 for x in (1, 2, 3, 4, 5)])
-    assert fractions.low == pytest.approx(0.3 - 0.2776 * 0.70711, abs=1e-4)
-    assert fractions.stderr == pytest.approx(0.0707, abs=1e-4)
+    assert mean_of([x / 10 for x in (1, 2, 3, 4, 5)]).stderr == pytest.approx(0.0707, abs=1e-4)
     certain = mean_of([1.0] * 5)
     assert certain.high == pytest.approx(1.0) and certain.low < 0.7 and mean_of([]) is None
+    # A little better is no more certain, as it would be by Student's t: 0 to 16% and 0 to 4%.
+    none, little = mean_of([0.0] * 20), mean_of([0.0] * 19 + [0.25])
+    assert none.high == pytest.approx(little.high, rel=0.02) and little.low > 0
+    fractions = mean_of([0.5] * 500)
+    assert 0.48 < fractions.low < 0.5 < fractions.high < 0.52
+
+
+@pytest.mark.parametrize("n", [11, 50, 500])
+def test_intervals_have_the_mean_in_them_95_times_in_a_hundred(n):
+    rng, drawn = np.random.default_rng(n), 2000
+    for mean, draw in {
+        0.05: lambda: rng.binomial(4, 0.05, n) / 4,
+        0.3: lambda: rng.binomial(4, 0.3, n) / 4,
+        0.98: lambda: rng.binomial(4, 0.98, n) / 4,
+        0.65: lambda: np.where(rng.random(n) < 0.5, 1.0, rng.binomial(4, 0.3, n) / 4),
+        2 / 7: lambda: rng.beta(2, 5, n),
+    }.items():
+        found = [mean_of(draw().tolist()) for _ in range(drawn)]
+        assert np.mean([one.low <= mean <= one.high for one in found]) > 0.935
+
+
+def test_four_answers_about_one_problem_count_as_one():
+    rng = np.random.default_rng(0)
+    alike = [float(solved) for solved in rng.random(100) < 0.4 for _ in range(4)]
+    clusters = [i // 4 for i in range(400)]
+    found, each = mean_of(alike, clusters), mean_of(alike[::4])
+    assert (found.low, found.high, found.stderr) == pytest.approx((each.low, each.high, each.stderr))
+    assert found.count == 400 and found.high - found.low > 1.9 * (mean_of(alike).high - mean_of(alike).low)
 
 
 def test_a_damaged_file_of_lines_is_named(tmp_path):
@@ -231,3 +267,10 @@ def test_a_damaged_file_of_lines_is_named(tmp_path):
     assert [key(line)[-1] for line in file.lines.values()] == [0]
     file.add([{"index": 1}])
     assert path.read_text() == '{"index": 0}\n{"index": 1}\n'
+
+
+def test_a_crop_that_leaves_no_prompt_is_an_error_before_anything_is_asked(tmp_path):
+    """Of 16 tokens, 12 for the answer would leave four."""
+    made = [r for r in readers(model(), ["cropped"])]
+    with pytest.raises(UserError, match="--methods=cropped: of 16 tokens.* keeps 12 for its answer"):
+        Prompted(made, [task()], LENGTHS, 2, 42, tmp_path, answerer=lambda *_: Copies())

@@ -1,4 +1,4 @@
-"""RULER's prediction files: scored as RULER's own evaluate.py scored them, and written for it."""
+"""RULER's prediction files: scored as RULER's own evaluate.py scored them, and written for it; damaged input files."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,7 @@ from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.evaluation.haystacks import open_haystack
 from pe_lab.evaluation.ruler import ruler_tasks
 from pe_lab.evaluation.ruler_files import read_predictions, score_predictions, write_predictions, write_prompts
+from pe_lab.evaluation.ruler_qa import qa_task
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "ruler_golden.json").read_text())
 
@@ -96,3 +97,47 @@ def test_files_that_are_not_rulers_are_refused(tmp_path):
         score_predictions(tmp_path)
     with pytest.raises(UserError, match="no task of RULER"):
         write_predictions(tmp_path / "x.jsonl", "vtt", [{"index": 0, "output": "", "references": ["a"], "tokens": 1}])
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "512" / "vt.jsonl"
+    line = {"index": 0, "references": ("a",), "output": "a", "tokens": 7}
+    before = path.parent / "during"
+
+    def interrupted(number):
+        for _ in range(number):
+            yield line
+        before.write_text(path.read_text() if path.exists() else "")  # what a kill would leave here
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_predictions(path, "vt", interrupted(3))
+    assert before.read_text() == "" and list(path.parent.glob("*.jsonl*")) == []
+    write_predictions(path, "vt", [line] * 5)
+    with pytest.raises(KeyboardInterrupt):
+        write_predictions(path, "vt", interrupted(2000))  # more than a buffer
+    assert len(before.read_text().splitlines()) == len(read_predictions(path)) == 5
+    assert [found.name for found in path.parent.glob("*.jsonl*")] == ["vt.jsonl"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_predictions(tmp_path / "file" / "vt.jsonl", "vt", [line])
+
+
+def test_half_a_character_in_words_or_questions_is_refused(tmp_path):
+    words = {str(i): f"word{i}" for i in range(200)} | {"7": "half \ud83d"}
+    (tmp_path / "words.json").write_text(json.dumps(words))
+    with pytest.raises(UserError, match=r"words\.json: the word of '7'.*half of a surrogate pair"):
+        ruler_tasks(["cwe"], words=tmp_path / "words.json")
+    whole, half = "of a paragraph", "of a para \ud83d"
+    qas = [{"question": "Who?", "answers": [{"text": "She"}], "is_impossible": False}]
+    files = {
+        "squad.json": lambda text: {"data": [{"paragraphs": [{"context": text, "qas": qas}]}]},
+        "hotpotqa.json": lambda text: [{"question": text, "answer": "She", "context": [["Title", ["She did."]]]}],
+    }
+    for (file, made), name in zip(files.items(), ("qa_1", "qa_2"), strict=True):
+        for directory, text in (("whole", whole), ("half", half)):
+            (tmp_path / directory).mkdir(exist_ok=True)
+            (tmp_path / directory / file).write_text(json.dumps(made(text)))
+        assert len(qa_task(name, tmp_path / "whole").data.questions) == 1
+        with pytest.raises(UserError, match=rf"{file} has half of a surrogate pair.*of a para \\ud83d"):
+            qa_task(name, tmp_path / "half")

@@ -15,7 +15,7 @@ from pe_lab.evaluation import ruler_tasks
 from pe_lab.evaluation.haystacks import NOISE, open_haystack
 from pe_lab.evaluation.ruler import NEEDLES, TASKS
 from pe_lab.evaluation.ruler import ruler_tasks as tasks_named
-from pe_lab.evaluation.ruler_qa import QuestionAnswering, qa_task, question_prompt
+from pe_lab.evaluation.ruler_qa import qa_task, question_prompt
 from pe_lab.evaluation.ruler_tasks import CommonWords, FrequentWords, VariableTracking
 from pe_lab.evaluation.tasks import Task, random_for
 
@@ -210,7 +210,7 @@ def test_prompts_are_as_long_as_fit(case):
     budget = length - task.max_new_tokens
     for sample in task.samples(BYTES, length, 2, 1):
         assert len(sample.tokens) <= budget and (sample.tokens == BYTES.encode_prompt(sample.text)).all()
-        rng = random_for("ruler", task.name, 1, length, sample.index)
+        rng = random_for("ruler", task.name, 1, sample.index)
         draft = task.draft(BYTES, length, sample.index, rng)
         size = sample.facts[draft.unit]
         assert draft.render(size) == sample.text
@@ -231,10 +231,74 @@ def test_a_length_without_room_is_refused_with_the_shortest_that_has(case):
     with pytest.raises(UserError, match="the shortest take") as refused:
         task.samples(BYTES, 200, 1, 0)[0]
     least = int(re.search(r"shortest take ([\d,]+)", str(refused.value)).group(1).replace(",", ""))
-    if isinstance(task, QuestionAnswering) or task.name == "fwe":  # of the others, another length is another sample
-        assert len(task.samples(BYTES, least, 1, 0)[0].tokens) <= least - task.max_new_tokens
-        with pytest.raises(UserError):
-            task.samples(BYTES, least - 1, 1, 0)[0]
+    assert len(task.samples(BYTES, least, 1, 0)[0].tokens) <= least - task.max_new_tokens
+    with pytest.raises(UserError):
+        task.samples(BYTES, least - 1, 1, 0)
+
+
+@pytest.mark.parametrize("name", ["vt", "cwe", "fwe"])
+def test_room_for_all_samples_is_looked_for_in_advance(name):
+    (task,) = tasks_named([name])
+    least_of = {}
+    for count in (1, 60):
+        with pytest.raises(UserError, match=rf"hold all {count} samples.*the shortest take ([\d,]+)\.") as refused:
+            task.samples(BYTES, 300, count, 42)
+        told = re.search(r"shortest take ([\d,]+)", str(refused.value)).group(1)
+        least_of[count] = int(told.replace(",", ""))
+    first, least = least_of.values()
+    assert max(len(sample.tokens) for sample in task.samples(BYTES, least, 60, 42)) == least - task.max_new_tokens
+    with pytest.raises(UserError, match=f"the shortest take {least:,}"):
+        task.samples(BYTES, least - 1, 60, 42)
+    if name == "cwe":  # words are of all lengths: what the first sample takes says nothing of the others
+        assert first < least and len(task.samples(BYTES, first, 1, 42)[0].tokens) == first - task.max_new_tokens
+        with pytest.raises(UserError, match=f"{first:,} tokens do not hold all 60 samples"):
+            task.samples(BYTES, first, 60, 42)
+
+
+def test_room_is_looked_for_in_one_sample_where_there_is_plenty(monkeypatch):
+    drafted = []
+    draft = CommonWords.draft
+    monkeypatch.setattr(
+        CommonWords, "draft", lambda self, *arguments: drafted.append(arguments[2]) or draft(self, *arguments)
+    )
+    CommonWords().samples(BYTES, 16000, 500, 42)
+    assert drafted == [0]
+
+
+def test_lengths_have_names_words_and_documents_in_common(files):
+    def shown(task, sample):
+        """What is asked of which variables, or words, or documents; a longer text has those of a shorter one."""
+        if task.name == "vt":
+            return [(names, value) for _, value, names in tracked(sample.text)]
+        if task.name == "cwe":
+            return sorted(set(listed(sample.text)[-1][0]))
+        if task.name == "fwe":
+            return [word for word, _ in Counter(coded(sample.text)).most_common(4)]
+        return sorted(documents(sample.text)[0])
+
+    lengths = {"vt": (2000, 9000), "cwe": (2600, 8000), "fwe": (1000, 5000), "qa_1": (1000, 2000), "qa_2": (1200, 1800)}
+    for name, (short, long) in lengths.items():
+        task = qa_task(name, files) if name.startswith("qa") else tasks_named([name])[0]
+        for a, b in zip(task.samples(BYTES, short, 3, 5), task.samples(BYTES, long, 3, 5), strict=True):
+            assert len(a.text) < len(b.text) and a.references == b.references
+            ours, longer = shown(task, a), shown(task, b)
+            if name in ("vt", "fwe"):
+                assert ours == longer
+            else:  # from 4,096 tokens on, common words' lists have every word more often, and so may have fewer
+                fewer, more = sorted((ours, longer), key=len)
+                assert not Counter(fewer) - Counter(more)
+    # Solved examples too, as far as they are as long.
+    short, long = (listed(CommonWords().samples(BYTES, length, 1, 5)[0].text)[0] for length in (2600, 8000))
+    assert short[1] == long[1] and set(short[0]) < set(long[0])
+
+
+def test_questions_of_one_document_belong_together(files):
+    for name in ("qa_1", "qa_2"):
+        task = qa_task(name, files)
+        for sample in task.samples(BYTES, 3000, 5, 0):
+            question = task.data.questions[sample.facts["question"]]
+            assert task.data.documents[sample.facts["cluster"]] in documents(sample.text)[0]
+            assert sample.facts["cluster"] == question.documents[0]
 
 
 def test_two_chains_are_told_apart_by_their_value():
@@ -273,6 +337,12 @@ def test_common_words_run_out_in_long_texts_unless_more_are_given():
     sample = CommonWords(more).samples(coarse, 20000, 1, 0)[0]
     assert len(sample.tokens) > 0.98 * 19880 and sample.facts["words"] > 8166
     assert CommonWords().score(sample, read(sample, "cwe")) == {"string_match_all": 1.0}
+    with pytest.raises(UserError, match=r"have at most [\d,]+ tokens; 20,000"):
+        CommonWords().samples(coarse, 20000, 500, 0)  # at once
+    # Other words are another measurement.
+    assert CommonWords(more).settings != CommonWords(more[::-1]).settings != CommonWords().settings
+    assert CommonWords(more).settings == CommonWords(tuple(f"word{i}" for i in range(30000))).settings
+    assert listed(sample.text)[0] == listed(CommonWords().samples(coarse, 8000, 1, 0)[0].text)[0]  # solved
     # Where wonderwords' suffice, they are taken.
     assert CommonWords(more).samples(coarse, 8000, 1, 0)[0].text == CommonWords().samples(coarse, 8000, 1, 0)[0].text
 
@@ -319,6 +389,7 @@ def test_missing_and_damaged_files_say_what_to_place(tmp_path, files):
     assert qa_task("qa_1", files).settings != qa_task("qa_2", files).settings
     (tmp_path / "english_words.json").write_text(json.dumps({str(i): f"word{i}" for i in range(200)}))
     assert len(tasks_named(["cwe"], words=tmp_path / "english_words.json")[0].more_words) == 200
-    for path in (tmp_path / "none.json", tmp_path / "squad.json"):
+    (tmp_path / "lists.json").write_text(json.dumps({str(i): [f"word{i}"] for i in range(200)}))
+    for path in (tmp_path / "none.json", tmp_path / "squad.json", tmp_path / "lists.json"):
         with pytest.raises(UserError, match="--words="):
             tasks_named(["cwe"], words=path)

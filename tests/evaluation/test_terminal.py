@@ -122,6 +122,20 @@ def test_whether_all_were_found_is_said_where_it_differs():
     assert cells(printed(rows), "multi_query")[1:] == ["not a number", "10.0% (4.0–16.0)"]
 
 
+def test_a_mean_over_tasks_counts_each_once():
+    both = {"string_match_all": 0.75, "all_found": 0.0}
+    rows = [row("ruler", "niah_multivalue", "RoPE", 0.75, 64, scores=both), row("ruler", "vt", "RoPE", 0.5, 64),
+            row("ruler", "niah_single_1", "RoPE", 1.0, 64)]  # fmt: skip
+    text = printed(rows)
+    assert cells(text, "niah_multivalue, all found")[0].startswith("0.0%")
+    assert cells(text, "mean of 3") == ["75.0%"] and "mean of 4" not in text
+
+
+def test_the_scale_of_a_model_that_diverged_is_no_traceback():
+    fit = row("beta", None, "DroPE", None, 64, beta=None, c=None, nll_before=None, nll_after=3.0)
+    assert "β = not a number, c = not a number, held-out loss not a number -> 3.0000" in printed([fit])
+
+
 def test_an_average_leaves_out_who_lacks_a_task_and_what_is_no_share():
     rows = [row("lm_eval", task, "RoPE", score) for task, score in (("a", 0.2), ("b", 0.4))]
     rows += [row("lm_eval", "a", "DroPE", 0.3)]
