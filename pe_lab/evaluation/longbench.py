@@ -17,12 +17,11 @@ from pe_lab.config import UserError, did_you_mean
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.evaluation import scorers
 from pe_lab.evaluation.longbench_tasks import GROUPS, RECORD_EDGES, TASKS, bucket_of, record_bucket_of
-from pe_lab.evaluation.tasks import Lazy, Sample, Scores
+from pe_lab.evaluation.tasks import HALF_A_PAIR, Lazy, Sample, Scores
 
 URL = "https://huggingface.co/datasets/THUDM/LongBench/resolve/main/data.zip"
 BY_HAND = f"Download {URL}, unzip it, and give the directory with its data/*.jsonl: --longbench=DIR."
 _TEXTS = ("input", "context", "dataset", "language", "_id")
-_HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # JSON can escape it alone; UTF-8 has no bytes for it
 
 
 def open_longbench(
@@ -230,7 +229,7 @@ class LongBenchTask:
             raise self._damaged(where, "has no list of texts 'all_classes'")
         scored = {"answers": answers} | ({"all_classes": classes} if self.metric == "classification" else {})
         for name, texts in ({name: [record[name]] for name in _TEXTS} | scored).items():
-            if any(_HALF_A_PAIR.search(text) for text in texts):
+            if any(HALF_A_PAIR.search(text) for text in texts):
                 raise self._damaged(where, f"has half of a surrogate pair, which is no character, in {name!r}")
         mark = {"retrieval": "Paragraph ", "retrieval_zh": "段落"}.get(self.metric)
         if mark and not all(re.search(mark + r"\d", answer) for answer in answers):

@@ -10,8 +10,8 @@ from pe_lab.config import UserError, did_you_mean
 from pe_lab.evaluation import niah
 from pe_lab.evaluation.haystacks import Haystack
 from pe_lab.evaluation.ruler_qa import qa_task
-from pe_lab.evaluation.ruler_tasks import HALF_A_PAIR, CommonWords, FrequentWords, VariableTracking
-from pe_lab.evaluation.tasks import Task
+from pe_lab.evaluation.ruler_tasks import CommonWords, FrequentWords, VariableTracking
+from pe_lab.evaluation.tasks import HALF_A_PAIR, Task
 
 NEEDLES = tuple(niah.RULER)
 TASKS = (*NEEDLES, "vt", "cwe", "fwe", "qa_1", "qa_2")  # in the order of RULER's tables

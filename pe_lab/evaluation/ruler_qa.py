@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 from pe_lab.config import UserError
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.evaluation.ruler_tasks import HALF_A_PAIR, Draft, RulerTask
+from pe_lab.evaluation.ruler_tasks import Draft, RulerTask
 from pe_lab.evaluation.scorers import string_match_part
-from pe_lab.evaluation.tasks import Lazy, Sample, Scores
+from pe_lab.evaluation.tasks import HALF_A_PAIR, Lazy, Sample, Scores
 
 PROMPT = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"

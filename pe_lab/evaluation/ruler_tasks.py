@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-import re
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,6 @@ from pe_lab.evaluation.tasks import Lazy, Sample, Scores, largest_fitting, rando
 from pe_lab.evaluation.words import word_list
 
 FULL_LENGTH = 4096  # below it, RULER repeats common words less often
-HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # JSON can escape it alone; UTF-8 has no bytes for it
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +17,7 @@ from jaxtyping import Int32
 from pe_lab.data.tokenizers import Tokenizer
 
 Scores = dict[str, float]
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # JSON can escape it alone; UTF-8 has no bytes for it
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,8 @@ def untimed(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "error"), [
-    (CHOICES, KeyboardInterrupt), (PASSAGES, RuntimeError), (QUESTIONS, RuntimeError), ("local_group", RuntimeError),
+    (CHOICES, KeyboardInterrupt), (PASSAGES, RuntimeError), (QUESTIONS, RuntimeError),
+    pytest.param("local_group", RuntimeError, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_task_that_was_interrupted_goes_on_where_it_was(name, error, tasks, tmp_path, small_batches, counted):
     with counted() as undisturbed:
@@ -213,6 +214,7 @@ def test_a_document_is_a_line(tasks, tmp_path):
 # What was measured before
 
 
+@pytest.mark.slow
 def test_a_group_is_measured_before_where_all_of_it_is_there(tasks, tmp_path, counted):
     parts = {CHOICES, WORDS, "local_group"}
     whole = run(tasks, ["local_group"], tmp_path)
