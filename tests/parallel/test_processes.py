@@ -136,6 +136,7 @@ print(jax.process_count(), jax.process_index(), jax.device_count())
 """
 
 
+@pytest.mark.slow
 def test_two_hosts_of_a_slice_join_through_jaxs_own_detection(tmp_path, metadata):
     """Two real processes that know nothing but their metadata servers, as hosts of a Compute Engine slice."""
     (tmp_path / "accel0").touch()

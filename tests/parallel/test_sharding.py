@@ -211,7 +211,7 @@ def gathered_logits(hlo: str) -> list[str]:
     return [str(size) for size in sizes if V in size and np.prod(size) >= B // 4 * T * V]
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_loss_and_gradients_do_not_depend_on_the_mesh(mesh, chunks, alone):
     mesh = make_mesh(mesh, jax.devices()[: abs(mesh.data * mesh.fsdp * mesh.tensor)])

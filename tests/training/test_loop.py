@@ -178,6 +178,7 @@ def test_a_phase_without_one_readable_checkpoint_says_what_to_delete(config, cop
         train(config, copy)
 
 
+@pytest.mark.slow
 def test_the_next_phase_refuses_a_damaged_end_of_the_one_before(config, copy, whole):
     shutil.rmtree(copy / "recalibrate")
     truncate(copy / "pretrain" / "checkpoints" / "8")
@@ -200,6 +201,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(config, whole, tmp_path, mon
     assert_same_training(whole, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_sigterm_while_a_phase_writes_its_last_checkpoint_stops_before_the_next(config, whole, tmp_path, monkeypatch):
     save = loop.Store.save
 

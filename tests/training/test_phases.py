@@ -51,6 +51,7 @@ def test_an_edit_with_nothing_before_it_says_what_to_do(config):
         plan_phases(with_phases(config, first, dataclasses.replace(second, positional=drop([4]))))
 
 
+@pytest.mark.slow
 def test_an_edit_refers_to_the_checkpoint_that_a_phase_starts_from(trained, tmp_path):  # noqa: F811
     config = tiny(tmp_path / "recipe")
     phase = dataclasses.replace(config.phases[1], positional=drop([1]), init_from=str(trained / "pretrain"), steps=3)
@@ -59,6 +60,7 @@ def test_an_edit_refers_to_the_checkpoint_that_a_phase_starts_from(trained, tmp_
     assert open_checkpoint(last).layers == (Layer(Rope()), Layer(NoPE()))
 
 
+@pytest.mark.slow
 def test_a_phase_adds_a_qk_norm_and_says_what_that_did(config, tmp_path):
     first, second = (dataclasses.replace(phase, steps=4) for phase in config.phases)
     normed = with_phases(config, first, dataclasses.replace(second, positional=drop(), qk_norm="head"))

@@ -48,6 +48,7 @@ def test_documents_still_begin_at_zero_and_keep_the_drawn_distances():
     np.testing.assert_array_equal(alone, np.stack([drawn] * 2))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compilations_kept")
 def test_training_with_them_differs_and_resumes_to_the_same_losses(tmp_path):
     settings = dict(phases__0__random_positions=64, phases__0__steps=6, checkpoint__every_steps=2)
