@@ -66,7 +66,10 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("names", [(), *((name,) for name in FEATURES), *LINES], ids=" ".join)
+ALONE = [pytest.param((name,), marks=pytest.mark.slow) for name in FEATURES]  # lines have each of them, too
+
+
+@pytest.mark.parametrize("names", [(), *ALONE, *LINES], ids=" ".join)
 def test_features_alone_and_together(names):
     changes = {name: value for feature in names for name, value in FEATURES[feature].items()}
     check(dataclasses.replace(BASE, **changes))

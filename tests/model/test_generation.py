@@ -261,7 +261,7 @@ def test_unequal_prompts_with_windows_that_texts_outgrow(name, seen):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_patterns_of_all_kinds(scan, seen):
     """A pattern that a scan repeats, and a layer of its own that follows the length; rows one by one."""
     described = [Layer(Rope(100.0), 12), Layer(NoPE())] * 2 + [Layer(Rope(100.0, scaling=DynamicNTK(32)))]
@@ -439,7 +439,7 @@ def test_without_reading_again_unrotated_keys_are_an_approximation_and_rotated_o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_on_a_mesh_tokens_are_the_same_and_the_cache_is_cut(scan, seen):
     """Two devices for rows, two for heads: the cache holds half the rows and half the heads on each."""
     config = TINY

@@ -246,7 +246,9 @@ def packed(documents):
     return jnp.asarray(positions)[None], jnp.asarray(segments)[None]
 
 
-@pytest.mark.parametrize("attention", MODELS)
+@pytest.mark.parametrize(
+    "attention", [name if name == "chunked" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_packed_documents_equal_separate_ones(params, text, name, attention):
     model, schedule = MODELS[attention], schedule_of(name)

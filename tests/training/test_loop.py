@@ -267,6 +267,7 @@ def test_a_source_of_another_shape_is_refused_before_anything_is_written(config,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_only_steps_that_are_asked_for_are_logged(tmp_path, whole):
     config = tiny(tmp_path / "recipe", log__every_steps=3, log__validate_every_steps=100)
     train(config, tmp_path / "run")
