@@ -150,6 +150,8 @@ def score_files(directory: Path) -> list[Row]:
                 "metric": "string_match",
                 "length": found["length"],
                 "score": found["score"] / 100,
+                "low": found["mean"].low,
+                "high": found["mean"].high,
                 "samples": found["samples"],
             }
         )

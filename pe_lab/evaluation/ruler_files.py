@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.config import UserError, did_you_mean
+from pe_lab.evaluation.intervals import mean_of
 from pe_lab.evaluation.ruler import TASKS
 from pe_lab.evaluation.scorers import string_match_all, string_match_part
 from pe_lab.evaluation.tasks import Sample
@@ -78,7 +79,8 @@ def metric_of(task: str) -> Callable[[str, Sequence[str]], float]:
 
 
 def score_predictions(directory: Path) -> list[dict[str, Any]]:
-    """A row for every task of RULER with predictions: `task`, `length`, `directory`, `score`, `nulls`, `samples`.
+    """A row for every task of RULER with predictions: `task`, `length`, `directory`, `score`, `mean` (with its
+    interval), `nulls`, `samples`.
 
     `directory` has the files `<task>.jsonl`, or `<task>-<chunk>.jsonl`, or directories of such, as in 4096/pred. The
     length is the nearest directory whose name is a number, None where there is none. The score is in per cent with two
@@ -113,6 +115,7 @@ def score_predictions(directory: Path) -> list[dict[str, Any]]:
                 "length": _length(where),
                 "directory": str(where),
                 "score": round(sum(scores) / len(scores) * 100, 2),
+                "mean": mean_of(scores),
                 "nulls": sum(not _CONTROL.sub("\n", line["pred"]).strip() for line in lines),
                 "samples": len(lines),
             }
