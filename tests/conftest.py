@@ -34,7 +34,8 @@ if _flags_before is None:
 else:
     os.environ["XLA_FLAGS"] = _flags_before
 
-# Tracing makes objects by the million and next to no cycles: looking for them as often as by default takes a tenth.
+# Tracing makes objects by the million and next to no cycles: looking for them as often as by default takes a few
+# per cent of the time.
 gc.freeze()
 gc.set_threshold(200_000, 20, 100)
 

@@ -85,7 +85,7 @@ def readers_of(
     Raises:
       UserError: a method that makes no sense for the model, `beta` where none was fitted, an impossible description.
     """
-    possible, layers = subject.methods(), subject.checkpoint.layers
+    possible = subject.methods()
     found = []
     for method in chosen if chosen is not None else () if described else DEFAULT:
         if method not in possible:
@@ -97,10 +97,16 @@ def readers_of(
             method, subject, scale
         ), crop))  # fmt: skip
     for text in described:
-        items = text.split("+")
-        read = read_positional(items if len(items) > 1 else items[0], layers, subject.training_length)
-        found.append(Reader(lm, subject, text, f"{subject.model}, read as {text}", lambda _, read=tuple(read): read))
+        read = _described(subject, text)
+        found.append(Reader(lm, subject, text, f"{subject.model}, read as {text}", lambda _, read=read: read))
     return found
+
+
+def _described(subject: Subject, text: str) -> tuple[Layer, ...]:
+    """The layers that `--positional` describes; edits that follow each other are joined by `+`."""
+    items = text.split("+")
+    given = items if len(items) > 1 else items[0]
+    return tuple(read_positional(given, subject.checkpoint.layers, subject.training_length))
 
 
 def _by_method(method: str, subject: Subject, scale: Beta | None) -> Callable[[int], tuple[Layer, ...]]:
@@ -160,9 +166,7 @@ def mesh_for(path: str) -> Mesh | None:
 
 def read_as(subject: Subject, text: str) -> Subject:
     """A subject whose weights are read under another encoding, as `--positional` writes it."""
-    checkpoint = subject.checkpoint
-    items = text.split("+")
-    layers = tuple(read_positional(items if len(items) > 1 else items[0], checkpoint.layers, subject.training_length))
+    checkpoint, layers = subject.checkpoint, _described(subject, text)
     config = checkpoint.model
     changed = dataclasses.replace(
         checkpoint,
