@@ -125,6 +125,7 @@ def test_text_files_of_ones_own_are_measured_whole(run, tmp_path, capsys):
     texts = [(f"{n}. The ship sailed on, and nobody asked where to. " * 20)[: 900 + n] for n in range(3)]
     for n, text in enumerate(texts):
         (tmp_path / f"{n}.txt").write_text(text)
+    run = shutil.copytree(run, tmp_path / "run", symlinks=True, ignore=shutil.ignore_patterns("tokenizer"))
     arguments = [f"--from={run / 'pretrain'}", f"--text={tmp_path}/*.txt", f"--out={tmp_path / 'out'}"]
     assert main(arguments) == 2 and "came without a tokenizer" in capsys.readouterr().err
     save_tokenizer(load_tokenizer("bytes"), run / "tokenizer")
@@ -170,6 +171,7 @@ def test_somebody_elses_checkpoint_is_measured_on_text_that_is_given(tmp_path, c
     ],
 )
 def test_bad_input_is_one_message_and_status_2(run, tmp_path, capsys, arguments, message):
+    save_tokenizer(load_tokenizer("bytes"), run / "tokenizer")
     assert main([f"--from={run}", f"--out={tmp_path / 'out'}", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and "Traceback" not in error
