@@ -197,10 +197,10 @@ def test_bad_edits_of_heads_and_norms_write_nothing(run, tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("dope", "order", "head", "kind"),
     [
-        ("all-nope", "ascending", (1, 1), NoPE()),
+        pytest.param("all-nope", "ascending", (1, 1), NoPE(), marks=pytest.mark.slow),
         ("all-uniform", "descending", (1, 0), Uniform()),
         ("parts-fast", "ascending", (1, 1), Bands(2 * math.pi / 16, "fast")),
-        ("parts-slow", "ascending", (1, 1), Bands(2 * math.pi / 16, "slow")),
+        pytest.param("parts-slow", "ascending", (1, 1), Bands(2 * math.pi / 16, "slow"), marks=pytest.mark.slow),
         ("gaussian", "ascending", (1, 1), None),
     ],
 )

@@ -82,8 +82,8 @@ def short_blocks(monkeypatch):
         (129, 4, dict(soft_cap=2.0, window=129)),
         (200, 2, dict(window=1)),
         (257, 2, dict(window=128, segments=True)),
-        (600, 2, dict(segments=True)),  # five blocks: the backward pass in two kernels
-        (600, 2, dict(window=129, segments=True, soft_cap=2.0)),
+        pytest.param(600, 2, dict(segments=True), marks=pytest.mark.slow),
+        (600, 2, dict(window=129, segments=True, soft_cap=2.0)),  # five blocks: the backward pass in two kernels
     ],
     ids=str,
 )
@@ -245,7 +245,15 @@ def test_tokamax_is_never_left_to_take_a_quadratic_way(stand_in):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "xla_chunked"])
-@pytest.mark.parametrize("settings", [{}, dict(window=7), dict(window=1, soft_cap=2.0)], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        dict(window=7),
+        pytest.param(dict(window=1, soft_cap=2.0), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_tokamax_itself_is_the_reference(implementation, settings):
     pytest.importorskip("tokamax")
     compare(functools.partial(tokamax_attention, implementation=(implementation,)), qkv(129), **settings)

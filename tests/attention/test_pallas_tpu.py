@@ -57,7 +57,10 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("names", [(), *((name,) for name in FEATURES), *LINES], ids=" ".join)
+ALONE = [pytest.param((name,), marks=pytest.mark.slow) for name in FEATURES]  # lines have each of them, too
+
+
+@pytest.mark.parametrize("names", [(), *ALONE, *LINES], ids=" ".join)
 def test_features_alone_and_together(names):
     changes = {name: value for feature in names for name, value in FEATURES[feature].items()}
     wide = len(names) < 3
@@ -74,7 +77,7 @@ def test_whole_blocks_begin_and_end_where_all_queries_see_all_keys(more):
 
 
 @pytest.mark.parametrize("T", [1, 3])
-@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("splits", [1, pytest.param(2, marks=pytest.mark.slow), 5])
 def test_decoding_against_a_long_cache(T, splits):
     """Rows of unequal lengths, keys beyond each are NaN; cut into splits, some of which hold nothing of a row."""
     case = Case(B=3, T=T, S=1500, H=6, G=2, K=64, start=(1400, 5, 700), used=(1400 + T, 5 + T, 700 + T))

@@ -85,7 +85,9 @@ def on_one_device(q, k, v, case):
     return [np.asarray(x) for x in (out, *gradients)]
 
 
-SIZES = [(name, 4) for name in CASES] + [("alibi, window, documents", 2), ("alibi, window, documents", 8)]
+ALL = "alibi, window, documents"
+SIZES = [(name, 4) if name != ALL else pytest.param(name, 4, marks=pytest.mark.slow) for name in CASES]
+SIZES += [(ALL, 2), pytest.param(ALL, 8, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("name", "parts"), SIZES)
@@ -98,7 +100,13 @@ def test_the_ring_is_one_device_in_value_and_gradient(name, parts):
 
 
 @pytest.mark.parametrize(
-    "shape", [dict(data=2, context=2, tensor=2), dict(data=1, context=2, tensor=4), dict(data=1, fsdp=2, context=4)]
+    "shape",
+    [
+        dict(data=1, context=2, tensor=4),
+        pytest.param(dict(data=2, context=2, tensor=2), marks=pytest.mark.slow),
+        pytest.param(dict(data=1, fsdp=2, context=4), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_the_ring_beside_other_axes(shape):
     """Rows over data and fsdp, heads over tensor: with 4 devices for 2 key heads, each query head brings its key."""

@@ -33,7 +33,7 @@ def both(forward: Forward, batch, described):
     return losses, forward.predictions(params, batch["tokens"], at, described)
 
 
-@pytest.mark.parametrize("described", [ROPE, WINDOWED], ids=["rope", "windowed"])
+@pytest.mark.parametrize("described", [pytest.param(ROPE, marks=pytest.mark.slow), WINDOWED], ids=["rope", "windowed"])
 def test_in_chunks_as_at_once(described, monkeypatch):
     monkeypatch.setitem(forwards.CHUNK, "cpu", 32)
     batch = texts(3)

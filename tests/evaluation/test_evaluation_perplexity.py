@@ -153,7 +153,7 @@ def test_cropping_at_the_training_length_changes_nothing(forward):
         np.testing.assert_array_equal(cropped, pp.window_losses(held, length, losses)[0])
 
 
-@pytest.mark.parametrize("stride", [1, 5, 16])
+@pytest.mark.parametrize("stride", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
 def test_cropping_is_reading_the_last_tokens_only(stride):
     held = text(2, 32)
 

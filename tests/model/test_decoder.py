@@ -207,7 +207,12 @@ def scanned():
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(scan=False), dict(remat="full"), dict(remat="dots"), dict(remat="full", scan=False)],
+    [
+        dict(scan=False),
+        pytest.param(dict(remat="full"), marks=pytest.mark.slow),
+        pytest.param(dict(remat="dots"), marks=pytest.mark.slow),
+        dict(remat="full", scan=False),
+    ],
     ids=["unrolled", "remat full", "remat dots", "unrolled with remat"],
 )
 def test_scan_unroll_and_rematerialization_agree(scanned, changes):

@@ -205,10 +205,7 @@ def loss_and_gradients(config: ModelConfig):
 
 @pytest.mark.parametrize(
     "config",
-    [
-        pytest.param(config, id=name, marks=() if name == "gemma" else pytest.mark.slow)
-        for name, config in FAMILIES.items()
-    ],
+    [pytest.param(config, id=name, marks=pytest.mark.slow) for name, config in FAMILIES.items()],
 )
 def test_scan_unroll_and_rematerialization_agree(config):
     loss, grads = loss_and_gradients(config)

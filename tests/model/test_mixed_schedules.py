@@ -152,7 +152,9 @@ MIXED = [
 
 
 @pytest.mark.parametrize(
-    ("attention", "scan"), [("reference", False), ("dense", True), ("chunked", True)], ids=lambda x: str(x)
+    ("attention", "scan"),
+    [("reference", False), pytest.param("dense", True, marks=pytest.mark.slow), ("chunked", True)],
+    ids=str,
 )
 def test_every_layer_another_scheme_and_heads_that_differ(attention, scan):
     chunk = 7 if attention == "chunked" else 64

@@ -8,8 +8,8 @@ from pe_lab.parallel import has_accelerator, keep_freed_memory
 TOUCH = """
 import resource
 import numpy as np
-from pe_lab.parallel import keep_freed_memory
 if {keep}:
+    from pe_lab.parallel import keep_freed_memory
     assert keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

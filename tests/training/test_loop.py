@@ -153,7 +153,9 @@ def without(item: str):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    "damage", [truncate, without("optimizer"), without("metadata")], ids=["cut", "no optimizer", "no metadata"]
+    "damage",
+    [truncate, *(pytest.param(without(item), marks=pytest.mark.slow) for item in ("optimizer", "metadata"))],
+    ids=["cut", "no optimizer", "no metadata"],
 )
 def test_a_damaged_checkpoint_is_passed_over_and_its_steps_done_again(config, whole, copy, capsys, damage):
     phase = copy / "recalibrate"
