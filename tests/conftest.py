@@ -15,9 +15,10 @@ _flags = {
     "--xla_force_host_platform_device_count": "8",
     # Tests compile much and compute little. The HLO is optimized as ever; LLVM takes a third of its time.
     "--xla_backend_optimization_level": "0",
-    # A worker has one core: nothing is won by cutting a program into 32 parts to compile them beside each other.
-    "--xla_cpu_parallel_codegen_split_count": "1",
 }
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Nor is anything won by cutting a program into 32 parts, to be compiled beside each other.
+    _flags["--xla_cpu_parallel_codegen_split_count"] = "1"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # The older way of emitting fused loops compiles in two thirds of the time. JAX 0.12 has only the newer one,
     # so under Python 3.12 the tests run with that.

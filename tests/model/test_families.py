@@ -203,10 +203,8 @@ def loss_and_gradients(config: ModelConfig):
     )
 
 
-@pytest.mark.parametrize(
-    "config",
-    [pytest.param(config, id=name, marks=pytest.mark.slow) for name, config in FAMILIES.items()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 def test_scan_unroll_and_rematerialization_agree(config):
     loss, grads = loss_and_gradients(config)
     assert np.isfinite(loss) and all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
