@@ -32,25 +32,26 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # as `python benchmarks/attention.py` from a checkout that is not installed
 sys.path.insert(0, str(HERE))
 
-import jax  # noqa: E402
+import jax
 
 platforms = os.environ.get("JAX_PLATFORMS")
-from attention_cases import Case  # noqa: E402
-from attention_tools import Plan, Table, TorchPeer, tell  # noqa: E402
-from train_step import find_peer_python  # noqa: E402
+from attention_cases import Case
+from attention_tools import Plan, Table, TorchPeer, tell
+from train_step import find_peer_python
 
 if platforms is None:
     os.environ.pop("JAX_PLATFORMS", None)  # `train_step.py` says cpu; JAX has read it before, the peer has not
 
-import attention_cpu  # noqa: E402
-import attention_kernels as kernels  # noqa: E402
-from attention_tables import decode_table, flops_table, wrong  # noqa: E402
-from attention_train import train_step  # noqa: E402
+import attention_cpu
+import attention_kernels as kernels
+from attention_tables import decode_table, flops_table, wrong
+from attention_train import train_step
 
-from benchmarks.document import Place  # noqa: E402
-from pe_lab.config import UserError, command, did_you_mean  # noqa: E402
-from pe_lab.parallel import keep_freed_memory, start_processes  # noqa: E402
-from pe_lab.training.machine import machine, versions  # noqa: E402
+from benchmarks.document import Place
+from pe_lab.errors import UserError, did_you_mean
+from pe_lab.parallel import keep_freed_memory, start_processes
+from pe_lab.terminal import command
+from pe_lab.training.machine import machine, versions
 
 PARTS = {"gpu": ("forward", "backward", "decode", "train"), "cpu": ("speed", "memory", "kernels")}
 LENGTHS = {"gpu": (2048, 4096, 8192, 16384, 32768, 65536, 131072), "cpu": (512, 1024, 2048, 4096, 8192)}

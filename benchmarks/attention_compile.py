@@ -25,10 +25,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.document import Place
-from pe_lab.attention import libraries, pallas_tpu
-from pe_lab.attention.span import Rotation, Side
-from pe_lab.config import UserError, command
+from pe_lab.attention.kernels import external as libraries
+from pe_lab.attention.kernels import tpu as pallas_tpu
+from pe_lab.attention.key_block import Rotation, Side
+from pe_lab.errors import UserError
 from pe_lab.parallel.topology import NoCompiler, libtpu_version, parse_topology, topology_devices
+from pe_lab.terminal import command
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LENGTHS = (2**13, 2**15, 2**17, 2**20)

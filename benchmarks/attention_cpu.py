@@ -19,11 +19,11 @@ HERE = Path(__file__).resolve().parent
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parent))
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-from pe_lab.config import load_config  # noqa: E402
+from pe_lab.config import load_config
 
 FIT = (4096, 8192, 16384, 32768, 65536)  # tokens whose memory is looked at
 READ = 32768  # tokens that the demo's model reads

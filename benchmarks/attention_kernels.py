@@ -17,16 +17,16 @@ from attention_cases import Case, arrays, chosen_rows, error, head_frequencies, 
 from attention_tools import Contestant, Plan, compare, measure, tell, turn_of
 
 from pe_lab.attention import IMPLEMENTATIONS, Rotation, Row, attention
-from pe_lab.attention.abilities import Request
+from pe_lab.attention.capabilities import Request
 from pe_lab.attention.chunked import chunked_span
-from pe_lab.attention.implementations import choose, whole_text
-from pe_lab.attention.libraries import cudnn_attention, tokamax_attention
-from pe_lab.attention.pallas_gpu import gpu_span
-from pe_lab.attention.pallas_tpu import tpu_span
-from pe_lab.attention.span import Side
+from pe_lab.attention.dispatch import choose, whole_text
+from pe_lab.attention.kernels.external import cudnn_attention, tokamax_attention
+from pe_lab.attention.kernels.gpu import gpu_span
+from pe_lab.attention.kernels.tpu import tpu_span
+from pe_lab.attention.key_block import Side
 from pe_lab.parallel import platform
 from pe_lab.positional import alibi_slopes, rotate, rotation_tables
-from pe_lab.positional.rotation import turns_per_position
+from pe_lab.positional.rotation import fixed_point_frequencies
 
 OURS = "pallas_gpu"
 CHUNKED_UP_TO = 4096  # tokens: on a GPU it takes seconds beyond
@@ -74,7 +74,7 @@ def plain(run: Run, slope: np.ndarray | None = None) -> Run:
 
 def rotation_of(H: int, K: int) -> Rotation:
     frequencies = head_frequencies(H, K)
-    return Rotation(jnp.asarray(turns_per_position(frequencies)), jnp.ones(frequencies.shape, jnp.float32))
+    return Rotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.ones(frequencies.shape, jnp.float32))
 
 
 def turning(run: Run, inside: bool) -> Run:

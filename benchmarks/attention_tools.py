@@ -18,7 +18,7 @@ import numpy as np
 from attention_cases import TOLERANCE, Case
 from train_step import Peer
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 
 HERE = Path(__file__).resolve().parent
 

@@ -21,15 +21,16 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # from a checkout that is not installed
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
+import jax
+import jax.numpy as jnp
 
-from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig, command  # noqa: E402
-from pe_lab.model import Model  # noqa: E402
-from pe_lab.parallel import AxisRules, make_mesh, start_processes  # noqa: E402
-from pe_lab.positional import build_schedule, layers  # noqa: E402
-from pe_lab.training.optimizer import make_optimizer  # noqa: E402
-from pe_lab.training.step import compile_train_step, init_state  # noqa: E402
+from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig
+from pe_lab.model import Model
+from pe_lab.parallel import AxisRules, make_mesh, start_processes
+from pe_lab.positional import build_schedule, layers
+from pe_lab.terminal import command
+from pe_lab.training.optimizer import make_optimizer
+from pe_lab.training.step import compile_train_step, init_state
 
 BATCH, LENGTH = 8, 256
 MODEL = ModelConfig(vocab_size=4096, d_model=256, d_ff=768, heads=4, kv_heads=2, remat="full", loss_chunks=4)

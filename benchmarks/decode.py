@@ -29,19 +29,21 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # as `python benchmarks/decode.py` from a checkout that is not installed
 sys.path.insert(0, str(HERE))
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from train_step import Peer, find_peer_python, llama_names  # noqa: E402
+import jax
+import numpy as np
+from train_step import Peer, find_peer_python, llama_names
 
-import pe_lab  # noqa: E402
-from pe_lab.checkpoints import Checkpoint  # noqa: E402
-from pe_lab.config import ModelConfig, UserError, command, from_dict  # noqa: E402
-from pe_lab.language_model import LanguageModel  # noqa: E402
-from pe_lab.model import Model, Statistics, preset  # noqa: E402
-from pe_lab.parallel import start_processes  # noqa: E402
-from pe_lab.parallel.host_memory import keep_freed_memory  # noqa: E402
-from pe_lab.positional import Rope, build_schedule, layers  # noqa: E402
-from pe_lab.training.machine import machine, versions  # noqa: E402
+import pe_lab
+from pe_lab.checkpoints import Checkpoint
+from pe_lab.config import ModelConfig, from_dict
+from pe_lab.errors import UserError
+from pe_lab.language_model import LanguageModel
+from pe_lab.model import Model, Statistics, preset
+from pe_lab.parallel import start_processes
+from pe_lab.parallel.host_memory import keep_freed_memory
+from pe_lab.positional import Rope, build_schedule, layers
+from pe_lab.terminal import command
+from pe_lab.training.machine import machine, versions
 
 ROPE_BASE = 100000.0
 LONGEST = 8192  # max_position_embeddings of the peer's config

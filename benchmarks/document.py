@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 
 
 class Place:

@@ -13,10 +13,11 @@ from pathlib import Path
 import jax
 
 from benchmarks.document import Place
-from pe_lab.config import command, load_config
-from pe_lab.evaluation.memory import cache_bytes, longest, weight_bytes
+from pe_lab.config import load_config
 from pe_lab.parallel.topology import GIB, parse_topology
-from pe_lab.training.planning import make_plan
+from pe_lab.planning.evaluation_memory import cache_bytes, longest, weight_bytes
+from pe_lab.planning.plan import make_plan
+from pe_lab.terminal import command
 
 RECIPES = (
     "drope_16b",

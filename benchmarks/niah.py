@@ -26,21 +26,22 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE))
 
-import jax  # noqa: E402
-from decode import DecodePeer, in_float32  # noqa: E402
-from train_step import find_peer_python  # noqa: E402
+import jax
+from decode import DecodePeer, in_float32
+from train_step import find_peer_python
 
-import pe_lab  # noqa: E402
-from pe_lab.config import UserError, command  # noqa: E402
-from pe_lab.evaluation.answering import Model  # noqa: E402
-from pe_lab.evaluation.haystacks import open_haystack  # noqa: E402
-from pe_lab.evaluation.niah import niah_task  # noqa: E402
-from pe_lab.evaluation.plan import parse_lengths  # noqa: E402
-from pe_lab.evaluation.prompted import batches  # noqa: E402
-from pe_lab.evaluation.tasks import Sample  # noqa: E402
-from pe_lab.parallel import start_processes  # noqa: E402
-from pe_lab.parallel.host_memory import keep_freed_memory  # noqa: E402
-from pe_lab.training.machine import machine, versions  # noqa: E402
+import pe_lab
+from pe_lab.errors import UserError
+from pe_lab.evaluation.answering import Model
+from pe_lab.evaluation.haystacks import open_haystack
+from pe_lab.evaluation.niah import niah_task
+from pe_lab.evaluation.plan import parse_lengths
+from pe_lab.evaluation.prompted import batches
+from pe_lab.evaluation.tasks import Sample
+from pe_lab.parallel import start_processes
+from pe_lab.parallel.host_memory import keep_freed_memory
+from pe_lab.terminal import command
+from pe_lab.training.machine import machine, versions
 
 
 class Ours:

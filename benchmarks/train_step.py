@@ -28,16 +28,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # as `python benchmarks/train_step.py` from a checkout that is not installed
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
+import jax
+import numpy as np
 
-from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig, UserError, command, did_you_mean  # noqa: E402
-from pe_lab.model import Model, train_flops_per_token  # noqa: E402
-from pe_lab.parallel import AxisRules, make_mesh, start_processes  # noqa: E402
-from pe_lab.parallel.host_memory import keep_freed_memory  # noqa: E402
-from pe_lab.positional import Rope, build_schedule, layers  # noqa: E402
-from pe_lab.training import compile_train_step, init_state, make_optimizer, make_shardings, place_batch  # noqa: E402
-from pe_lab.training.machine import machine, versions  # noqa: E402
+from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig
+from pe_lab.errors import UserError, did_you_mean
+from pe_lab.model import Model, train_flops_per_token
+from pe_lab.parallel import AxisRules, make_mesh, start_processes
+from pe_lab.parallel.host_memory import keep_freed_memory
+from pe_lab.positional import Rope, build_schedule, layers
+from pe_lab.terminal import command
+from pe_lab.training import compile_train_step, init_state, make_optimizer, make_shardings, place_batch
+from pe_lab.training.machine import machine, versions
 
 
 class Shape(NamedTuple):
@@ -139,9 +141,9 @@ class Peer:
 
 def llama_names(params: Any) -> dict[str, np.ndarray]:
     """Our parameters under transformers' names, in its layout [out, in]."""
-    trunk, stacked = params["trunk"], params["layers"]
-    D = trunk["embedding"].shape[1]
-    named = {"model.embed_tokens.weight": trunk["embedding"], "model.norm.weight": trunk["final_norm"]["scale"]}
+    embedder, stacked = params["token_embedder"], params["layers"]
+    D = embedder["embedding"].shape[1]
+    named = {"model.embed_tokens.weight": embedder["embedding"], "model.norm.weight": embedder["final_norm"]["scale"]}
     for n in range(stacked["mlp"]["gate"].shape[0]):
         block = jax.tree.map(lambda x, n=n: np.asarray(x[n]), stacked)
         attention, mlp = block["attention"], block["mlp"]

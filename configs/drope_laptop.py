@@ -16,7 +16,7 @@ learns retrieval from nothing else in minutes. The other half is the source code
 
 from ml_collections import ConfigDict
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional import NoPE, Rope
 
 LENGTH = 64

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import errno
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pe_lab.analysis import frequencies
-from pe_lab.config import (
-    ModelConfig,
-    UserError,
-    command,
-    did_you_mean,
-    from_dict,
-    load_config,
-    local_path,
-    split_overrides,
-)
+from pe_lab.config import ModelConfig, from_dict, load_config, split_overrides
+from pe_lab.errors import UserError, did_you_mean
 from pe_lab.model import complete, preset
 from pe_lab.positional import build_schedule, describe, layers
+from pe_lab.storage import local_path, write_files
+from pe_lab.terminal import command
 from pe_lab.training.run import plan_phases
 
 FORMATS = ("png", "svg")
@@ -171,29 +161,6 @@ STUDIES = {
 # The verb
 
 
-def write_all(directory: Path, files: Mapping[str, bytes]) -> list[Path]:
-    """Writes all files, or none: they appear under their names once every one of them is on the disk."""
-    moves: list[tuple[Path, Path]] = []
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            target = directory / name
-            if target.is_dir():
-                raise IsADirectoryError(errno.EISDIR, "a directory of that name is there", str(target))
-            moves.append((directory / f".{name}.{os.getpid()}", target))
-            moves[-1][0].write_bytes(content)
-        for partial, target in moves:
-            partial.replace(target)
-    except OSError as error:
-        where = error.filename or directory
-        raise UserError(f"--out: {where} could not be written ({error.strerror}). Give another directory.") from None
-    finally:
-        for partial, _ in moves:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-    return [target for _, target in moves]
-
-
 def parser(study: str | None) -> argparse.ArgumentParser:
     """The command line of this verb, with the options of one study."""
     listing = "\n".join(f"  {name:14}{known.summary}" for name, known in STUDIES.items())
@@ -237,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--format: '{form}' cannot be written. {did_you_mean(form, FORMATS)}")
     out = local_path("--out", args.out if args.out else f"analysis/{args.study}")
     findings = STUDIES[args.study].run(args, formats)
-    written = write_all(out, findings.files) if findings.files else []
+    written = write_files({out / name: data for name, data in findings.files.items()}, "Give another --out.")
     print(findings.text)
     if written:
         print("\nWrote:", *written, sep="\n  ")

@@ -8,53 +8,18 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
-import functools
 import hashlib
 import importlib.util
 import json
-import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-
-class UserError(ValueError):
-    """Bad input: says what was wrong, where, and what to do. A command prints it and exits with status 2."""
-
-
-def command(main: Callable[..., int]) -> Callable[..., int]:
-    """Wraps a verb's `main`: a `UserError` becomes one message on stderr and exit status 2."""
-
-    @functools.wraps(main)
-    def wrapper(argv: Sequence[str] | None = None) -> int:
-        try:
-            return main(argv)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-
-    return wrapper
-
-
-def did_you_mean(name: str, allowed: Sequence[str]) -> str:
-    """`Did you mean 'x'?` for the nearest allowed name, else the list of what is allowed."""
-    near = difflib.get_close_matches(name, allowed, n=1)
-    return f"Did you mean '{near[0]}'?" if near else f"Allowed: {', '.join(sorted(allowed))}."
-
-
-def local_path(option: str, text: str) -> Path:
-    """A directory to write, from a command line; `UserError` for an object store's address such as gs://bucket/x."""
-    if "://" in text:
-        raise UserError(
-            f"{option} '{text}' is an address, and a path is needed: files are appended to and renamed there. Mount a "
-            "file system that all hosts share, and give the path of that (launch/README.md)."
-        )
-    return Path(text).expanduser()
+from pe_lab.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)

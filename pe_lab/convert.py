@@ -13,18 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from pe_lab.checkpoints import Checkpoint, is_foreign, open_checkpoint, open_source
-from pe_lab.checkpoints.directories import new_directory
+from pe_lab.checkpoints import Checkpoint, is_external, open_checkpoint, open_source
 from pe_lab.checkpoints.families import FAMILIES, leaf_paths
 from pe_lab.checkpoints.hf_write import DTYPES, Export, plan_export, token_ids, write_huggingface
 from pe_lab.checkpoints.logit_gate import Verdict, compare, gate_python, held
-from pe_lab.checkpoints.own import write_checkpoint
+from pe_lab.checkpoints.native import write_checkpoint
 from pe_lab.checkpoints.source import Source, nested
-from pe_lab.config import UserError, command, local_path
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, export_tokenizer, load_tokenizer, save_tokenizer
+from pe_lab.errors import UserError
 from pe_lab.model import Model
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import build_schedule, describe
+from pe_lab.storage import local_path, new_directory
+from pe_lab.terminal import command
 
 EXAMPLES = """\
 in:
@@ -95,7 +96,7 @@ def bring_in(
     source: Source, tokenizer: Tokenizer | None, to: Path, args: argparse.Namespace, python: str | None
 ) -> None:
     """Somebody else's checkpoint as one of ours."""
-    if not is_foreign(args.source):
+    if not is_external(args.source):
         raise UserError(
             f"--from '{args.source}' is a checkpoint of pe_lab already. Edit it with pe_lab.surgery, or take it out "
             "with --to=hf:DIR."

@@ -12,17 +12,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pe_lab.config import Config, DataConfig, EvaluationConfig, SourceConfig, UserError, command, from_dict
+from pe_lab.config import Config, DataConfig, EvaluationConfig, SourceConfig, from_dict
+from pe_lab.errors import UserError
+from pe_lab.terminal import command
 
 if TYPE_CHECKING:
     from pe_lab.evaluation import Place, Prompted, Subject
     from pe_lab.language_model import LanguageModel
 
-Row = dict[str, Any]
+Record = dict[str, Any]
 TEXT_KINDS = ("text", "jsonl", "parquet", "tfds", "stdlib")
 
 
-def saved_config(metadata: Row, where: str) -> tuple[DataConfig | None, EvaluationConfig]:
+def saved_config(metadata: Record, where: str) -> tuple[DataConfig | None, EvaluationConfig]:
     """What a checkpoint's own config says of its data (None: it came from elsewhere) and of evaluation."""
     config = metadata.get("config")
     if not config:
@@ -122,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = ev.parse_methods(arguments.methods) if arguments.methods is not None else None
     hide_absent_tpu()
     places = ev.locate_all(arguments.source)
-    rows: list[Row] = []
+    rows: list[Record] = []
     for place in places:
         if len(places) > 1:
             terminal.say(f"{place.shown}:")
@@ -133,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def score_files(directory: Path) -> list[Row]:
+def score_files(directory: Path) -> list[Record]:
     """RULER's prediction files, scored by its formula, as rows of a table; what lies above the length is the run."""
     from pe_lab.evaluation.ruler_files import score_predictions
 
@@ -180,7 +182,7 @@ def evaluate(
     suites: dict[str, tuple[str, ...]] | None,
     chosen: tuple[str, ...] | None,
     several: bool,
-) -> list[Row]:
+) -> list[Record]:
     """All suites that are asked for, on what one path means."""
     from pe_lab import evaluation as ev
 
@@ -207,7 +209,7 @@ def evaluate(
             "yours: --text=GLOB."
         )
 
-    def open_asked() -> Callable[[], list[Row]] | None:
+    def open_asked() -> Callable[[], list[Record]] | None:
         return ask(models, subjects, arguments, suites, chosen, asked, out, place.shown) if suites else None
 
     # What prompted suites cannot do is known before anything is measured; but a scale may have to be fitted first.
@@ -215,7 +217,7 @@ def evaluate(
     prompted = None if late else open_asked()
     if not arguments.out:
         place.mark()
-    rows: list[Row] = []
+    rows: list[Record] = []
     if measured is None or measured:
         assert data is not None
         if arguments.per_document:
@@ -235,7 +237,7 @@ def measure(
     chosen: tuple[str, ...] | None,
     lengths: tuple[int, ...],
     out: Path,
-) -> list[Row]:
+) -> list[Record]:
     """Suites that read text and need no answers: perplexity, needles, beta."""
     from pe_lab import evaluation as ev
 
@@ -268,7 +270,7 @@ def read_documents(
     chosen: tuple[str, ...] | None,
     lengths: tuple[int, ...],
     out: Path,
-) -> list[Row]:
+) -> list[Record]:
     """Perplexity of each document of a text by itself."""
     from pe_lab import evaluation as ev
     from pe_lab.data.sources import open_source
@@ -289,7 +291,7 @@ def ask(
     lengths: tuple[int, ...],
     out: Path,
     run: str,
-) -> Callable[[], list[Row]] | None:
+) -> Callable[[], list[Record]] | None:
     """Opens the suites that ask for answers: needles in text, RULER, LongBench, many shots, and the harness' tasks.
 
     Returns:
@@ -320,8 +322,8 @@ def ask(
     names = suites.get(ev.suites.HARNESS)
     opened = None if names is None else ev.check_harness(names, arguments.lm_eval_tasks)
 
-    def asked() -> list[Row]:
-        rows: list[Row] = []
+    def asked() -> list[Record]:
+        rows: list[Record] = []
         if prompted is not None:
             rows += ev.answer_with_progress(prompted)
             if arguments.ruler_files:

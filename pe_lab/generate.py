@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pe_lab.config import UserError, command
+from pe_lab.errors import UserError
+from pe_lab.terminal import command
 
 if TYPE_CHECKING:
     from pe_lab.language_model import LanguageModel

@@ -16,13 +16,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention.abilities import Request as AttentionRequest
-from pe_lab.attention.implementations import choose
+from pe_lab.attention.capabilities import Request as AttentionRequest
+from pe_lab.attention.dispatch import choose
 from pe_lab.checkpoints import Checkpoint, open_checkpoint
 from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
 from pe_lab.checkpoints.surgery import change, write_child
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
+from pe_lab.errors import UserError
 from pe_lab.model import Decoder, Model, Request, Sampling, Schedules, Statistics, Weights, complete
 from pe_lab.parallel import hide_absent_tpu, platform
 from pe_lab.positional import Beta, Layer, Schedule, build_schedule, describe, drop, read_with
@@ -62,7 +63,7 @@ def _weights_of(checkpoint: Checkpoint, decoder: Decoder) -> Weights:
 
 def _mesh_of(params: Any) -> Mesh | None:
     """The mesh that parameters are spread over; None where one device has them all."""
-    sharding = getattr(params["trunk"]["embedding"], "sharding", None)
+    sharding = getattr(params["token_embedder"]["embedding"], "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
 
 

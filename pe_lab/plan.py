@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 
-from pe_lab.config import MeshConfig, UserError, command, load_config, split_overrides
+from pe_lab.config import MeshConfig, load_config, split_overrides
+from pe_lab.errors import UserError
 from pe_lab.evaluation import parse_length
-from pe_lab.evaluation.memory import cache_bytes_per_token, compile_long_text, long_text, longest, weight_bytes
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh, start_processes, use_mesh
 from pe_lab.parallel.topology import (
@@ -30,9 +30,11 @@ from pe_lab.parallel.topology import (
     parse_topology,
     topology_devices,
 )
+from pe_lab.planning.evaluation_memory import cache_bytes_per_token, compile_long_text, long_text, longest, weight_bytes
+from pe_lab.planning.plan import PhaseNumbers, Plan, choose_phases, compile_phase, make_plan, plan_json
+from pe_lab.planning.step_memory import Compiled, OutOfMemory
 from pe_lab.positional import build_schedule
-from pe_lab.training.memory import Compiled, OutOfMemory
-from pe_lab.training.planning import PhaseNumbers, Plan, choose_phases, compile_phase, make_plan, plan_json
+from pe_lab.terminal import command
 
 DESCRIPTION = """\
 Says of a recipe, without running it: parameters, tokens, FLOPs, hours, and the memory of one chip, estimated

@@ -8,11 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pe_lab.config import SourceConfig, UserError, command, local_path
+from pe_lab.config import SourceConfig
 from pe_lab.data.preparation import encodable, prepare
 from pe_lab.data.shards import METADATA_FILE, Metadata, open_prepared
 from pe_lab.data.sources import Source, open_source
 from pe_lab.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece, training_size
+from pe_lab.errors import UserError
+from pe_lab.storage import local_path
+from pe_lab.terminal import command
 
 DESCRIPTION = """\
 Tokenizes a corpus and writes it to a directory of ArrayRecord shards, with a metadata.json (source,

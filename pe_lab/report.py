@@ -11,10 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pe_lab.analysis.heat_picture import KINDS, draw_heat_maps, needle_table
-from pe_lab.analysis.page import build_page, headline
 from pe_lab.analysis.run_files import Run, read_runs
-from pe_lab.config import UserError, command
+from pe_lab.errors import UserError
+from pe_lab.page.document import build_page, headline
+from pe_lab.page.heat_picture import KINDS, draw_heat_maps, needle_table
+from pe_lab.storage import write_file
+from pe_lab.terminal import command
 
 
 def output_path(directories: Sequence[Path], out: str | None) -> Path:
@@ -28,25 +30,13 @@ def output_path(directories: Sequence[Path], out: str | None) -> Path:
     return Path(os.path.commonpath(parents)) / "report.html"
 
 
-def write_whole(path: Path, content: bytes, option: str = "--out") -> None:
-    """Writes a file in one move: a reader never sees half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True) if path.parent.is_dir() else None
-        raise UserError(f"{path} could not be written ({error.strerror}). Give another file with {option}.") from None
-
-
 def write_heat_maps(runs: Sequence[Run], path: Path, suite: str | None, task: str | None) -> None:
     """The picture of needles by depth and length."""
     kind = path.suffix.lower().removeprefix(".")
     if kind not in KINDS:
         raise UserError(f"--heat-map={path} is no picture that can be drawn. End its name in .{', .'.join(KINDS)}.")
     table = needle_table(runs, suite, task)
-    write_whole(path, draw_heat_maps(table, kind), "--heat-map")
+    write_file(path, draw_heat_maps(table, kind), "Give another file with --heat-map.")
     print(f"Wrote {path}: {table.suite}{f', {table.source}' if table.source else ''}.")
 
 
@@ -73,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_heat_maps(runs, arguments.heat_map, arguments.suite, arguments.task)
         return 0
     path = output_path([run.directory for run in runs], arguments.out)
-    write_whole(path, build_page(runs).encode())
+    write_file(path, build_page(runs).encode(), "Give another file with --out.")
     print(headline(runs))
     print(f"Wrote {path} ({path.stat().st_size / 1024:.0f} KB); open it in a browser.")
     return 0

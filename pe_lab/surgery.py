@@ -17,11 +17,14 @@ from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
 from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.store import Checkpoint
 from pe_lab.checkpoints.surgery import NOTHING, change, write_child
-from pe_lab.config import DataConfig, UserError, command, from_dict, local_path
+from pe_lab.config import DataConfig, from_dict
 from pe_lab.data.pipeline import validation_batches
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
+from pe_lab.errors import UserError
 from pe_lab.parallel import start_processes
 from pe_lab.positional import Beta, Layer, build_schedule, denoise, describe, drop, read_scores, read_with
+from pe_lab.storage import local_path
+from pe_lab.terminal import command
 
 # --dope: how chosen heads are denoised. Both readings of the paper where its equations and its text disagree.
 DOPE: dict[str, tuple[str, dict[str, Any]]] = {

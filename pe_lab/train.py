@@ -11,10 +11,11 @@ from pathlib import Path
 
 import jax
 
-from pe_lab.config import command, load_config, local_path, split_overrides
-from pe_lab.data.preparation import written_beside
+from pe_lab.config import load_config, split_overrides
 from pe_lab.data.tokenizers import KIND_FILE, save_tokenizer
 from pe_lab.parallel import has_accelerator, keep_freed_memory, start_processes
+from pe_lab.storage import local_path, new_directory
+from pe_lab.terminal import command
 from pe_lab.training import Stopped, open_run, train_phase
 from pe_lab.training.files import claim_workdir, write_run
 from pe_lab.training.machine import machine, peak_flops, versions
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             machine=machine(),
         )
         if not (workdir / "tokenizer").exists():
-            with written_beside(workdir / "tokenizer", KIND_FILE) as building:
+            with new_directory(workdir / "tokenizer", marker=KIND_FILE) as building:
                 save_tokenizer(run.tokenizer, building)
     out.print(
         f"[bold]{config.name}[/]: {run.models[0].num_parameters:,} parameters, {len(run.phases)} phases, "

@@ -13,7 +13,7 @@ import pytest
 
 from pe_lab.analysis.frequencies import LOOKS, METHODS, Settings, draw, render, study
 from pe_lab.analyze import STUDIES, items, main, whole
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 

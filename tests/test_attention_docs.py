@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pe_lab.attention.__main__ import choices, main, markdown, table
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks are no part of the package

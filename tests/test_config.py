@@ -12,8 +12,6 @@ from pe_lab.config import (
     ModelConfig,
     OptimizerConfig,
     SourceConfig,
-    UserError,
-    command,
     config_hash,
     from_dict,
     identity,
@@ -21,7 +19,9 @@ from pe_lab.config import (
     split_overrides,
     to_json,
 )
+from pe_lab.errors import UserError
 from pe_lab.positional import Rope
+from pe_lab.terminal import command
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from real_material import smollm2_gguf
 
-from pe_lab.config import UserError
 from pe_lab.data.gguf_tokenizer import CUTS, gguf_tokenizer
 from pe_lab.data.tokenizers import export_tokenizer, load_saved_tokenizer, load_tokenizer, save_tokenizer
+from pe_lab.errors import UserError
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "tokenizer_gguf_golden.json").read_text())
 TEXTS, BYTE_PAIRS, PIECES = GOLDEN["texts"], GOLDEN["byte_pairs"], GOLDEN["pieces"]

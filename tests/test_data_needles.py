@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pe_lab.config import UserError
 from pe_lab.data.needles import NeedleOptions, NeedleWindows, needle_vocab
+from pe_lab.errors import UserError
 
 OFFSET = 1000
 OPTIONS = {"pairs": 4, "queries": 4, "keys": 64, "values": 64}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pe_lab.config import DataConfig, SourceConfig, UserError
+from pe_lab.config import DataConfig, SourceConfig
 from pe_lab.data import shards
 from pe_lab.data.mixture import open_mixture
 from pe_lab.data.pipeline import (
@@ -19,6 +19,7 @@ from pe_lab.data.pipeline import (
     validation_batches,
 )
 from pe_lab.data.windows import TokenWindows
+from pe_lab.errors import UserError
 
 LENGTH, BATCH = 32, 8
 WORDS = ["red", "orange", "yellow", "green", "blue", "indigo", "violet", "black", "white", "grey"]

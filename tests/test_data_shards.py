@@ -8,12 +8,13 @@ import time
 import numpy as np
 import pytest
 
-from pe_lab.config import SourceConfig, UserError
+from pe_lab.config import SourceConfig
 from pe_lab.data import preparation, shards
 from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer, prepare, split_documents
 from pe_lab.data.shards import METADATA_FILE, TokenStream, open_prepared, read_metadata
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.data.windows import TokenWindows, make_batch, segment_ids
+from pe_lab.errors import UserError
 
 DOCUMENTS = [f"document {i}: " + "lorem ipsum " * (i % 7) for i in range(300)]
 

@@ -9,8 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pe_lab.config import SourceConfig, UserError
+from pe_lab.config import SourceConfig
 from pe_lab.data.sources import open_source
+from pe_lab.errors import UserError
 
 
 def documents(source, **settings):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from real_material import smollm2_gguf
 from transformers_environments import environment
 
-from pe_lab.config import UserError
 from pe_lab.data.companions import AddedToken, render_chat
 from pe_lab.data.difficult_text import DIFFICULT
 from pe_lab.data.sentencepiece_tokenizer import split_at_tokens
@@ -28,6 +27,7 @@ from pe_lab.data.tokenizers import (
     train_sentencepiece,
     training_size,
 )
+from pe_lab.errors import UserError
 
 TEXT = "def f(x):\n\treturn  x  # naïve ☃\n\n    äöü 12345\n  "
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda"]

@@ -11,7 +11,8 @@ from tiny_runs import compilations_kept, start, trained  # noqa: F401
 
 import pe_lab
 from pe_lab import language_model
-from pe_lab.config import MeshConfig, UserError
+from pe_lab.config import MeshConfig
+from pe_lab.errors import UserError
 from pe_lab.generate import main
 from pe_lab.model import Model, Statistics
 from pe_lab.parallel import AxisRules, make_mesh

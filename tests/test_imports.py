@@ -1,7 +1,7 @@
 """The architecture, read from the source: who may import whom, and where; what no file may say.
 
-Imports point one way, and a room may import only from levels below its own. Rooms of one level do not
-know each other, but for the pairs in SAME_LEVEL. A room's own files may import each other.
+Imports point one way, and a package may import only from levels below its own. Packages of one level do not
+import each other, except for the pairs in SAME_LEVEL.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pe_lab"
 
-VERBS = {"train", "prepare", "surgery", "convert", "generate", "evaluate", "analyze", "plan", "report"}
+COMMANDS = {"train", "prepare", "surgery", "convert", "generate", "evaluate", "analyze", "plan", "report"}
 LEVELS: list[set[str]] = [
-    {"config"},
+    {"errors"},
+    {"config", "storage", "terminal"},
     {"positional", "parallel"},
     {"attention"},
     {"model"},
-    {"data", "checkpoints", "training"},
+    {"data", "checkpoints", "training", "results"},
     {"language_model", "__init__"},  # pe_lab/__init__.py only re-exports what language_model offers
     {"evaluation", "analysis"},
-    VERBS,
+    {"page", "planning"},  # planning compiles the programs of training and of evaluation
+    COMMANDS,
 ]
-LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 
 # The training loop saves and restores, and reads batches; neither checkpoints nor data may know of it.
 SAME_LEVEL = {("training", "checkpoints"), ("training", "data"), ("__init__", "language_model")}
@@ -91,8 +93,8 @@ def runs_on_import(tree: ast.Module) -> Iterator[ast.AST]:
             waiting += ast.iter_child_nodes(node)
 
 
-def room_of(dotted: str) -> str:
-    """`pe_lab.model.decoder` -> `model`; a name that is no room is what pe_lab/__init__.py offers."""
+def package_of(dotted: str) -> str:
+    """`pe_lab.model.decoder` -> `model`; a name that is no package is what pe_lab/__init__.py offers."""
     parts = dotted.split(".")
     return parts[1] if len(parts) > 1 and parts[1] in LEVEL else "__init__"
 
@@ -102,26 +104,26 @@ def violations(path: str, source: str) -> list[str]:
     parts = Path(path).with_suffix("").parts
     is_package = parts[-1] == "__init__"
     module = ".".join(parts[:-1] if is_package else parts)
-    room = parts[1]
-    if room not in LEVEL:
-        return [f"{path}: '{room}' is no room of pe_lab; use one, or decide where it stands in LEVELS"]
+    package = parts[1]
+    if package not in LEVEL:
+        return [f"{path}: '{package}' is no package of pe_lab; use one, or decide where it stands in LEVELS"]
     found = []
     tree = ast.parse(source)
     on_import = set(map(id, runs_on_import(tree)))
     for node, name in imports(tree, module, is_package):
         where = f"{path}:{node.lineno}"
         if name.split(".")[0] == "pe_lab":
-            other = room_of(name)
-            if other in VERBS and other != room:
-                found.append(f"{where}: imports the verb '{other}'")
-            elif other != room and LEVEL[other] >= LEVEL[room] and (room, other) not in SAME_LEVEL:
-                found.append(f"{where}: '{room}' may not import '{other}'")
+            other = package_of(name)
+            if other in COMMANDS and other != package:
+                found.append(f"{where}: imports the command '{other}'")
+            elif other != package and LEVEL[other] >= LEVEL[package] and (package, other) not in SAME_LEVEL:
+                found.append(f"{where}: '{package}' may not import '{other}'")
         if name.split(".")[0] in HEAVY and id(node) in on_import:
             found.append(f"{where}: imports {name} when it is imported; move it into the function that needs it")
-        if name.startswith("flax.nnx") and room != "model":
+        if name.startswith("flax.nnx") and package != "model":
             found.append(f"{where}: imports flax.nnx, which is model's alone")
     for node in ast.walk(tree):
-        if room != "model" and isinstance(node, ast.Attribute) and ast.unparse(node) == "flax.nnx":
+        if package != "model" and isinstance(node, ast.Attribute) and ast.unparse(node) == "flax.nnx":
             found.append(f"{path}:{node.lineno}: uses flax.nnx, which is model's alone")
     if parts[-1] == "utils":
         found.append(f"{path}: name the file after what is in it")
@@ -170,9 +172,9 @@ def test_long_files_are_excused_only_while_they_are_long() -> None:
         ("pe_lab/language_model.py", "from pe_lab.evaluation import needles", "'language_model' may not import"),
         ("pe_lab/training/a.py", "from pe_lab import load", "'training' may not import '__init__'"),
         ("pe_lab/training/a.py", "import pe_lab", "'training' may not import '__init__'"),
-        ("pe_lab/__init__.py", "from .train import main", "imports the verb 'train'"),
-        ("pe_lab/report.py", "from pe_lab import train", "imports the verb 'train'"),
-        ("pe_lab/data/a.py", "from pe_lab.prepare import main", "imports the verb 'prepare'"),
+        ("pe_lab/__init__.py", "from .train import main", "imports the command 'train'"),
+        ("pe_lab/report.py", "from pe_lab import train", "imports the command 'train'"),
+        ("pe_lab/data/a.py", "from pe_lab.prepare import main", "imports the command 'prepare'"),
         ("pe_lab/data/a.py", "import pyarrow.parquet as pq", "imports pyarrow.parquet when it is imported"),
         ("pe_lab/data/a.py", "try:\n    import torch\nexcept ImportError:\n    pass", "imports torch when"),
         (
@@ -184,7 +186,7 @@ def test_long_files_are_excused_only_while_they_are_long() -> None:
         ("pe_lab/training/a.py", "def f():\n    import flax.nnx", "imports flax.nnx"),
         ("pe_lab/training/a.py", "import flax\nx = flax.nnx.Module", "uses flax.nnx"),
         ("pe_lab/model/utils.py", "", "name the file after what is in it"),
-        ("pe_lab/helpers/a.py", "", "'helpers' is no room"),
+        ("pe_lab/helpers/a.py", "", "'helpers' is no package"),
         ("pe_lab/model/a.py", "x = 1\n" * 401, "401 lines"),
     ],
 )
@@ -199,7 +201,7 @@ def test_the_checker_catches(path: str, source: str, message: str) -> None:
         ("pe_lab/train.py", "from pe_lab.training import loop\nfrom pe_lab import language_model"),
         ("pe_lab/training/a.py", "from pe_lab.checkpoints import Store\nfrom pe_lab.data import pipeline"),
         ("pe_lab/model/a.py", "from . import decoder\nfrom .decoder import Model\nfrom flax import nnx"),
-        ("pe_lab/positional/a.py", "from pe_lab.config import UserError"),
+        ("pe_lab/positional/a.py", "from pe_lab.errors import UserError"),
         ("pe_lab/__init__.py", "def load(path):\n    from pe_lab.language_model import load as read"),
         ("pe_lab/data/a.py", "def f():\n    import pyarrow.parquet"),
         ("pe_lab/data/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tokenizers"),

@@ -8,12 +8,12 @@ import pytest
 
 from pe_lab import plan as verb
 from pe_lab.config import Config, from_dict, load_config
-from pe_lab.evaluation.memory import long_text
 from pe_lab.parallel import AxisRules, topology
 from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
-from pe_lab.training import memory
-from pe_lab.training.memory import OutOfMemory, estimate_memory
-from pe_lab.training.planning import choose_phases, compile_phase, make_plan
+from pe_lab.planning import step_memory as memory
+from pe_lab.planning.evaluation_memory import long_text
+from pe_lab.planning.plan import choose_phases, compile_phase, make_plan
+from pe_lab.planning.step_memory import OutOfMemory, estimate_memory
 
 DROPE = "configs/drope_16b.py"
 

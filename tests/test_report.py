@@ -10,12 +10,12 @@ from html.parser import HTMLParser
 import pytest
 from run_directories import FACTORS, WINNING, make_run
 
-from pe_lab.analysis.charts import Axis, Series, decimate, line_chart, log_ticks
-from pe_lab.analysis.methods import Style
-from pe_lab.analysis.page import build_page
 from pe_lab.analysis.run_files import read_run, read_runs
 from pe_lab.analysis.scores import tables
-from pe_lab.config import UserError
+from pe_lab.analysis.variants import Style
+from pe_lab.errors import UserError
+from pe_lab.page.charts import Axis, Series, decimate, line_chart, log_ticks
+from pe_lab.page.document import build_page
 from pe_lab.report import main
 
 

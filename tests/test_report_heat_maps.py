@@ -12,10 +12,10 @@ from prompted_rows import METHODS, by_depth, row, write_rows
 from run_directories import make_run
 from test_report import outline, page_of
 
-from pe_lab.analysis.heat_maps import DARK, LIGHT, STEPS, cell_text, colours, contrast, luminance, palette_css, step
-from pe_lab.analysis.heat_maps import by_depth as by_depth_of
-from pe_lab.analysis.heat_picture import needle_table
 from pe_lab.analysis.run_files import read_runs
+from pe_lab.page.heat_maps import DARK, LIGHT, STEPS, cell_text, colours, contrast, luminance, palette_css, step
+from pe_lab.page.heat_maps import by_depth as by_depth_of
+from pe_lab.page.heat_picture import needle_table
 from pe_lab.report import main
 
 LABELS = list(METHODS)

@@ -12,11 +12,11 @@ from prompted_rows import METHODS, all_suites, row, write_rows
 from run_directories import make_run
 from test_report import outline, page_of
 
-from pe_lab.analysis.methods import kind
-from pe_lab.analysis.prompted_tables import averages, bucket_table
 from pe_lab.analysis.run_files import read_run
-from pe_lab.analysis.run_section import work_out
 from pe_lab.analysis.scores import measure, tables
+from pe_lab.analysis.variants import kind
+from pe_lab.page.prompted_tables import averages, bucket_table
+from pe_lab.page.run_section import work_out
 
 
 def plain(markup: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from run_directories import WINNING, make_run
 
-from pe_lab.analysis.page import build_page
 from pe_lab.analysis.run_files import read_run, read_runs
-from pe_lab.analysis.run_section import work_out
+from pe_lab.page.document import build_page
+from pe_lab.page.run_section import work_out
 
 DROPPED = ("DroPE", "beta", "DroPE, β")
 YARN = ("RoPE", "YaRN", "RoPE + YaRN")

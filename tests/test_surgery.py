@@ -12,7 +12,7 @@ from tiny_runs import arrays, compilations_kept, fingerprint, rows, tiny, train,
 
 import pe_lab
 from pe_lab.checkpoints import open_checkpoint
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional import Alibi, Bands, Gaussian, Layer, NoPE, Rope, Uniform, Yarn
 from pe_lab.surgery import main, parse_layers
 

@@ -26,7 +26,7 @@ from pe_lab.attention.statistics import (
     refuse_cut_texts,
     summarize,
 )
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.model import Model, Params
 from pe_lab.model.decoder import layer_arrays
 from pe_lab.positional import LayerStructure, Schedule

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pe_lab.config import UserError, did_you_mean
+from pe_lab.errors import UserError, did_you_mean
 from pe_lab.positional import (
     NTK,
     PI,

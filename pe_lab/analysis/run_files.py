@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 
 Row = dict[str, Any]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from pe_lab.analysis.markup import percent, short_number, times
-from pe_lab.analysis.methods import order
 from pe_lab.analysis.run_files import Row, Run, as_dict, number
+from pe_lab.analysis.variants import order
+from pe_lab.results.formatting import percent, short_number, times
 
 Z95 = 1.96  # normal quantile of a two-sided 95% interval
 

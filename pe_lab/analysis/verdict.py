@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from pe_lab.analysis.markup import listing, short_number
-from pe_lab.analysis.methods import is_dropped, is_rotary, kind
 from pe_lab.analysis.scores import Cell, Column, Table, compare
+from pe_lab.analysis.variants import is_dropped, is_rotary, kind
+from pe_lab.results.formatting import listing, short_number
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import jax
 
-from pe_lab.attention.abilities import FEATURES, Request
-from pe_lab.attention.implementations import IMPLEMENTATIONS, choose, reasons_against
-from pe_lab.config import UserError, command
+from pe_lab.attention.capabilities import FEATURES, Request
+from pe_lab.attention.dispatch import IMPLEMENTATIONS, choose, reasons_against
+from pe_lab.errors import UserError
 from pe_lab.parallel import hide_absent_tpu
+from pe_lab.terminal import command
 
 HEADINGS = ("", "is", "runs on", *FEATURES, "turns keys", "gradient", "ring, cache", "head_dim", "dtypes")
 REQUESTS = {
@@ -34,11 +35,11 @@ def table() -> list[tuple[str, ...]]:
 
     rows = [HEADINGS]
     for name, one in IMPLEMENTATIONS.items():
-        able = one.abilities
+        able = one.capabilities
         honours = [mark(feature in able.honours) for feature in FEATURES]
         dtypes = ", ".join(able.dtypes)
         rows.append(
-            (name, one.what, ", ".join(able.platforms), *honours, mark(able.turns_keys), mark(able.backward),
+            (name, one.what, ", ".join(able.platforms), *honours, mark(able.rotates_keys), mark(able.backward),
              mark(one.span is not None), able.head_dims_text, dtypes)
         )  # fmt: skip
     return rows
@@ -92,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "need be.\nring, cache: gives partial results, which texts and caches on several devices are merged from."
     )
     for name, one in IMPLEMENTATIONS.items():
-        if one.abilities.needs:
-            print(f"{name} needs {one.abilities.needs}.")
+        if one.capabilities.needs:
+            print(f"{name} needs {one.capabilities.needs}.")
     print()
     here = f"{jax.devices()[0].device_kind}, " if platform == jax.default_backend() else ""
     print(

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pe_lab.attention.row import Row, encode_keys, encode_queries
-from pe_lab.attention.span import MASKED
-from pe_lab.config import UserError
+from pe_lab.attention.key_block import MASKED
+from pe_lab.attention.layer_encoding import Row, encode_keys, encode_queries
+from pe_lab.errors import UserError
 
 
 class Past(NamedTuple):
@@ -87,8 +87,8 @@ def cached_attention(
     own = _logits(q, key.transpose(0, 2, 1, 3))
     if slope is not None:
         own -= slope * distance.astype(jnp.float32)
-    if row.self_bias is not None:
-        own += (jnp.eye(C) * row.self_bias[:, :, None])[:, None, None]
+    if row.diagonal_bias is not None:
+        own += (jnp.eye(C) * row.diagonal_bias[:, :, None])[:, None, None]
     seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     own = jnp.where(seen, own, MASKED)
     highest = own.max(-1)

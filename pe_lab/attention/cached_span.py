@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention.span import Partial, Rotation, Side
+from pe_lab.attention.key_block import Partial, Rotation, Side
 from pe_lab.parallel import AxisRules, current_mesh
 from pe_lab.positional import rotate, rotation_tables
 
@@ -125,8 +125,8 @@ def write_and_attend(
         q = (q.astype(jnp.float32) * scale).astype(q.dtype).swapaxes(1, 2)
         side = Side(start=start, used=jnp.maximum(start + C, 0), slope=slope, rotation=stored.rotation)
         found = span(q, stored.key, stored.value, side, layer=stored.layer, window=window, wide=True)
-        highest = jax.lax.pmax(found.log_sum, axis)
-        weight = jnp.exp(found.log_sum - highest)[..., None]
+        highest = jax.lax.pmax(found.logsumexp, axis)
+        weight = jnp.exp(found.logsumexp - highest)[..., None]
         total = jax.lax.psum(weight, axis)
         out = jax.lax.psum(weight * found.out.astype(jnp.float32), axis) / total
         return out.astype(q.dtype), stored.key, stored.value
@@ -169,7 +169,7 @@ class _Cut:
         of_keys = PartitionSpec(spec[0], batch, heads, slots, None)
         rotation = stored.rotation
         if rotation is not None:
-            rows = heads if rotation.turns.shape[0] > 1 else None
+            rows = heads if rotation.fixed_freq.shape[0] > 1 else None
             rotation = Rotation(PartitionSpec(rows, None, None), PartitionSpec(rows, None))
         self.stored = Stored(of_keys, of_keys, PartitionSpec(), rotation)
         self.queries = PartitionSpec(batch, heads, None, None)

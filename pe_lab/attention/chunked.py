@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention.span import FLOOR, MASKED, Partial, Side
+from pe_lab.attention.key_block import FLOOR, MASKED, Partial, Side
 from pe_lab.positional import rotate, rotation_tables
 
 
@@ -24,14 +24,14 @@ def chunked_attention(
     positions: Int[Array, "#B T"] | None,
     segments: Int[Array, "B T"] | None,
     window: int | None,
-    self_bias: Float[Array, "#B T"] | None = None,
+    diagonal_bias: Float[Array, "#B T"] | None = None,
     soft_cap: float | None = None,
     chunk: int = 512,
 ) -> Float[Array, "B T H K"]:
     """The reference's result, one [chunk, chunk] block of logits at a time; blocks nobody sees are skipped."""
     q = (query.astype(jnp.float32) * scale).astype(query.dtype)
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, key, value))
-    beside = _Beside(None, None, slope, positions, positions, segments, segments, self_bias)
+    beside = _Beside(None, None, slope, positions, positions, segments, segments, diagonal_bias)
     out = _attend(q, k, v, beside, _Static(window, soft_cap, chunk))[0]
     return out.transpose(0, 2, 1, 3).astype(query.dtype)
 
@@ -59,7 +59,7 @@ def chunked_span(
         key, value = (jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in (key, value))
     if side.rotation is not None:
         positions = jnp.arange(key.shape[2], dtype=jnp.int32)[None]
-        cos, sin = rotation_tables(side.rotation.turns, side.rotation.gain, positions)
+        cos, sin = rotation_tables(side.rotation.fixed_freq, side.rotation.gain, positions)
         heads = cos.shape[2]
         if heads not in (1, key.shape[1]):
             key, value = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (key, value))
@@ -72,8 +72,8 @@ def chunked_span(
 
     def row(q: jax.Array, k: jax.Array, v: jax.Array, beside: Side) -> Partial:
         beside = jax.tree.map(lambda x: x[None], beside)._replace(slope=side.slope)
-        out, log_sum = _attend(q[None], k[None], v[None], _of(beside), static)
-        return Partial(out[0], log_sum[0])
+        out, logsumexp = _attend(q[None], k[None], v[None], _of(beside), static)
+        return Partial(out[0], logsumexp[0])
 
     rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])), side._replace(slope=None))
     return jax.vmap(row)(query, key, value, rows)
@@ -84,7 +84,7 @@ def chunked_span_gradient(
     key: Float[Array, "B G S K"],
     value: Float[Array, "B G S K"],
     side: Side,
-    log_sum: Float[Array, "B H T"],
+    logsumexp: Float[Array, "B H T"],
     inner: Float[Array, "B H T"],
     d_out: Float[Array, "B H T K"],
     *,
@@ -98,7 +98,7 @@ def chunked_span_gradient(
       log_sum: of the logits of all keys, those of this span being a part.
       inner: sum over channels of d_out times the output of the whole attention.
     """
-    return _gradients(query, key, value, _of(side), log_sum, inner, d_out, _Static(window, soft_cap, chunk))
+    return _gradients(query, key, value, _of(side), logsumexp, inner, d_out, _Static(window, soft_cap, chunk))
 
 
 class _Beside(NamedTuple):
@@ -111,7 +111,7 @@ class _Beside(NamedTuple):
     key_positions: Int[Array, "#B S"] | None
     query_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
-    self_bias: Float[Array, "#B T"] | None = None
+    diagonal_bias: Float[Array, "#B T"] | None = None
 
 
 class _Static(NamedTuple):
@@ -152,7 +152,7 @@ def _cut(q: jax.Array, k: jax.Array, v: jax.Array, beside: _Beside, chunk: int) 
         key_positions=_padded(beside.key_positions, 1, s),
         query_segments=_padded(beside.query_segments, 1, t),
         key_segments=_padded(beside.key_segments, 1, s),
-        self_bias=_padded(beside.self_bias, 1, t),
+        diagonal_bias=_padded(beside.diagonal_bias, 1, t),
     )
     return _Blocks(q, _padded(k, 2, s), _padded(v, 2, s), beside, S, t, s)
 
@@ -185,8 +185,8 @@ def _block_logits(
             at_q, at_k = _part(beside.query_positions, i, t, 1), _part(beside.key_positions, j, s, 1)
             far = at_q[:, :, None] - at_k[:, None, :]
         logits -= beside.slope[:, :, None, None] * far[:, None, None].astype(jnp.float32)
-    if beside.self_bias is not None:
-        own = _part(beside.self_bias, i, t, 1)
+    if beside.diagonal_bias is not None:
+        own = _part(beside.diagonal_bias, i, t, 1)
         logits += jnp.where(distance == 0, own[:, :, None], 0)[:, None, None]
     mask = (distance >= 0)[None] if static.window is None else ((distance >= 0) & (distance < static.window))[None]
     if beside.start is not None and blocks.keys < blocks.k.shape[2]:
@@ -250,26 +250,26 @@ def _attend(
         )
         highest, total, out = jax.lax.fori_loop(*_key_blocks(i, blocks, static), key_block, start)
         some = total > 0
-        log_sum = jnp.where(some, highest + jnp.log(jnp.where(some, total, 1)), MASKED)
+        logsumexp = jnp.where(some, highest + jnp.log(jnp.where(some, total, 1)), MASKED)
         out = out / jnp.where(some, total, 1)[..., None]
-        return out if static.wide else out.astype(q.dtype), log_sum
+        return out if static.wide else out.astype(q.dtype), logsumexp
 
-    out, log_sum = jax.lax.map(query_block, jnp.arange(blocks.q.shape[3] // t))  # [T/t, B, G, M, t, ...]
+    out, logsumexp = jax.lax.map(query_block, jnp.arange(blocks.q.shape[3] // t))  # [T/t, B, G, M, t, ...]
     out = jnp.moveaxis(out, 0, 3).reshape(B, H, -1, K)[:, :, :T]
-    return out, jnp.moveaxis(log_sum, 0, 3).reshape(B, H, -1)[:, :, :T]
+    return out, jnp.moveaxis(logsumexp, 0, 3).reshape(B, H, -1)[:, :, :T]
 
 
 def _forward_rule(q, k, v, beside, static):  # noqa: ANN001, ANN202
-    out, log_sum = _attend(q, k, v, beside, static)
-    return (out, log_sum), (q, k, v, beside, out, log_sum)
+    out, logsumexp = _attend(q, k, v, beside, static)
+    return (out, logsumexp), (q, k, v, beside, out, logsumexp)
 
 
 def _backward_rule(static, saved, d):  # noqa: ANN001, ANN202
-    q, k, v, beside, out, log_sum = saved
+    q, k, v, beside, out, logsumexp = saved
     d_out = d[0]
     # sum_s p_ts dp_ts = sum_k do_tk o_tk: the softmax's own term in its gradient.
     inner = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
-    d_q, d_k, d_v = _gradients(q, k, v, beside, log_sum, inner, d_out, static)
+    d_q, d_k, d_v = _gradients(q, k, v, beside, logsumexp, inner, d_out, static)
     # The schedule is outside the gradient: nothing flows to what is beside.
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), jax.tree.map(no_gradient, beside)
 
@@ -279,7 +279,7 @@ def _gradients(
     k: Float[Array, "B G S K"],
     v: Float[Array, "B G S K"],
     beside: _Beside,
-    log_sum: Float[Array, "B H T"],
+    logsumexp: Float[Array, "B H T"],
     inner: Float[Array, "B H T"],
     d_out: Float[Array, "B H T K"],
     static: _Static,
@@ -289,13 +289,13 @@ def _gradients(
     blocks = _cut(q, k, v, beside, static.chunk)
     t, s, rows = blocks.of_queries, blocks.of_keys, blocks.q.shape[:3]
     # Padded queries are given no weight: with a log-sum-exp of 0 theirs could overflow.
-    log_sum = jnp.pad(log_sum, ((0, 0), (0, 0), (0, -T % t)), constant_values=-MASKED).reshape(*rows, -1)
+    logsumexp = jnp.pad(logsumexp, ((0, 0), (0, 0), (0, -T % t)), constant_values=-MASKED).reshape(*rows, -1)
     inner = _padded(inner, 2, t).reshape(*rows, -1)
     d_out = _padded(d_out, 2, t).reshape(blocks.q.shape)
 
     def query_block(d_kv: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         q_i, d_out_i = _part(blocks.q, i, t, 3), _part(d_out, i, t, 3)
-        log_sum_i, inner_i = _part(log_sum, i, t, 3), _part(inner, i, t, 3)
+        log_sum_i, inner_i = _part(logsumexp, i, t, 3), _part(inner, i, t, 3)
 
         def key_block(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             d_q, d_k, d_v = carry

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pe_lab.attention.key_block import MASKED
 from pe_lab.attention.reference import visible
-from pe_lab.attention.span import MASKED
 
 
 def dense_attention(
@@ -20,7 +20,7 @@ def dense_attention(
     positions: Int[Array, "#B T"] | None,
     segments: Int[Array, "B T"] | None,
     window: int | None,
-    self_bias: Float[Array, "#B T"] | None = None,
+    diagonal_bias: Float[Array, "#B T"] | None = None,
     soft_cap: float | None = None,
     chunk: int = 0,
 ) -> Float[Array, "B T H K"]:
@@ -44,8 +44,8 @@ def dense_attention(
         positions = index[None] if positions is None else positions
         distance = (positions[:, :, None] - positions[:, None, :]).astype(jnp.float32)
         bias = bias - slope.reshape(G, H // G, 1, 1) * distance[:, None, None]
-    if self_bias is not None:
-        bias = bias + (jnp.eye(T) * self_bias[:, None])[:, None, None]
+    if diagonal_bias is not None:
+        bias = bias + (jnp.eye(T) * diagonal_bias[:, None])[:, None, None]
     out = _attend(q, k, v, bias)
     return out.reshape(B, G, H // G, T, K).transpose(0, 3, 1, 2, 4).reshape(B, T, H, K).astype(query.dtype)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pe_lab.attention.span import MASKED
+from pe_lab.attention.key_block import MASKED
 
 
 def visible(
@@ -37,7 +37,7 @@ def reference_attention(
     positions: Int[Array, "#B T"] | None,
     segments: Int[Array, "B T"] | None,
     window: int | None,
-    self_bias: Float[Array, "#B T"] | None = None,
+    diagonal_bias: Float[Array, "#B T"] | None = None,
     soft_cap: float | None = None,
     chunk: int = 0,
 ) -> Float[Array, "B T H K"]:
@@ -59,8 +59,8 @@ def reference_attention(
         positions = index[None] if positions is None else positions
         distance = (positions[:, :, None] - positions[:, None, :]).astype(jnp.float32)
         logits -= slope.reshape(G, H // G, 1, 1) * distance[:, None, None]
-    if self_bias is not None:
-        logits += (jnp.eye(T) * self_bias[:, None])[:, None, None]
+    if diagonal_bias is not None:
+        logits += (jnp.eye(T) * diagonal_bias[:, None])[:, None, None]
     mask = visible(index, index, segments, segments, window)
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], logits, MASKED), axis=-1)
     out = jnp.einsum("bgmts,bgsk->bgmtk", weights.astype(value.dtype), v, preferred_element_type=jnp.float32)

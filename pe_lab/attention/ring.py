@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention.chunked import chunked_span_gradient, no_gradient
-from pe_lab.attention.span import MASKED, Partial, Side, merge
+from pe_lab.attention.key_block import MASKED, Partial, Side, merge
 
 
 class RingSide(NamedTuple):
@@ -137,20 +137,20 @@ def _forward(query: jax.Array, key: jax.Array, value: jax.Array, side: RingSide,
     visitor = _Visitor(key, value, side.positions, side.segments)
     (partials, visitor), _ = jax.lax.scan(step, (nothing, visitor), jnp.arange(static.size - 1))
     partials = visit(partials, visitor, jnp.asarray(static.size - 1))
-    return Partial(jnp.concatenate([p.out for p in partials], 2), jnp.concatenate([p.log_sum for p in partials], 2))
+    return Partial(jnp.concatenate([p.out for p in partials], 2), jnp.concatenate([p.logsumexp for p in partials], 2))
 
 
 def _forward_rule(query, key, value, side, static):  # noqa: ANN001, ANN202
-    out, log_sum = _forward(query, key, value, side, static)
+    out, logsumexp = _forward(query, key, value, side, static)
     out = out.astype(query.dtype)
-    return out, (query, key, value, side, out, log_sum)
+    return out, (query, key, value, side, out, logsumexp)
 
 
 def _backward_rule(static, saved, d_out):  # noqa: ANN001, ANN202
-    query, key, value, side, out, log_sum = saved
+    query, key, value, side, out, logsumexp = saved
     rows, length = query.shape[0], query.shape[2]
     inner = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
-    queries, log_sums, inners, d_outs = (_halves(x, 2) for x in (query, log_sum, inner, d_out))
+    queries, logsumexps, inners, d_outs = (_halves(x, 2) for x in (query, logsumexp, inner, d_out))
 
     def step(carry: Any, s: jax.Array) -> Any:
         d_q, d_k, d_v, visitor = carry
@@ -163,7 +163,7 @@ def _backward_rule(static, saved, d_out):  # noqa: ANN001, ANN202
                 keys[j],
                 values[j],
                 _part(side, visitor, i, j, start, rows),
-                log_sums[i],
+                logsumexps[i],
                 inners[i],
                 d_outs[i],
                 window=static.window,

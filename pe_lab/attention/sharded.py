@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from pe_lab.attention.key_block import Noise, Rotation
 from pe_lab.attention.ring import RingSide, ring_attention
-from pe_lab.attention.span import Noise, Rotation
 from pe_lab.parallel import AxisRules, current_mesh
 
 if TYPE_CHECKING:
-    from pe_lab.attention.implementations import Implementation
+    from pe_lab.attention.dispatch import Implementation
 
 
 def on_mesh(
@@ -79,7 +79,7 @@ class _Cut:
         if isinstance(x, Noise):
             return Noise(PartitionSpec(self.heads), PartitionSpec(self.batch, self.length))
         if isinstance(x, Rotation):
-            rows = self.heads if x.turns.shape[0] > 1 else None
+            rows = self.heads if x.fixed_freq.shape[0] > 1 else None
             return Rotation(PartitionSpec(rows, None, None), PartitionSpec(rows, None))
         # [B or 1, T]
         return PartitionSpec(self.batch if x.shape[0] > 1 else None, self.length)
@@ -97,13 +97,13 @@ def _ring(
     slope: jax.Array | None,
     positions: jax.Array | None,
     segments: jax.Array | None,
-    self_bias: jax.Array | None,
+    diagonal_bias: jax.Array | None,
     window: int | None,
     soft_cap: float | None,
     chunk: int,
 ) -> jax.Array:
-    if self_bias is not None:
-        raise NotImplementedError("attention of a text on several devices has no self bias.")
+    if diagonal_bias is not None:
+        raise NotImplementedError("attention of a text on several devices has no diagonal bias.")
     q = (query.astype(jnp.float32) * scale).astype(query.dtype)
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, key, value))
     if positions is not None:

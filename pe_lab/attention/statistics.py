@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from pe_lab.attention.row import Row, encode_keys, encode_queries
-from pe_lab.attention.span import FLOOR, MASKED
-from pe_lab.config import UserError
+from pe_lab.attention.key_block import FLOOR, MASKED
+from pe_lab.attention.layer_encoding import Row, encode_keys, encode_queries
+from pe_lab.errors import UserError
 from pe_lab.parallel import context_size
 
 ArrayLike = jax.Array | np.ndarray
@@ -35,7 +35,7 @@ class Statistics(NamedTuple):
       largest: the largest weight of a single key.
     """
 
-    log_sum: Float32[Array, "*axes"]
+    logsumexp: Float32[Array, "*axes"]
     entropy: Float32[Array, "*axes"]
     on_self: Float32[Array, "*axes"]
     on_previous: Float32[Array, "*axes"]
@@ -191,7 +191,7 @@ class _Tokens(NamedTuple):
     index: jax.Array
     positions: jax.Array | None = None
     segments: jax.Array | None = None
-    self_bias: jax.Array | None = None
+    diagonal_bias: jax.Array | None = None
     first: jax.Array | None = None
 
     def each(self, f: Callable[[jax.Array, int], jax.Array]) -> _Tokens:
@@ -216,7 +216,7 @@ def _queries_and_keys(
     queries = query.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
     positions = positions if row.slope is not None else None
     return (
-        _Tokens(queries, index, positions, segments, row.self_bias, _first_of_segment(index, segments)),
+        _Tokens(queries, index, positions, segments, row.diagonal_bias, _first_of_segment(index, segments)),
         _Tokens(key.transpose(0, 2, 1, 3), index, positions, segments),
     )
 
@@ -247,8 +247,8 @@ def _logits(
     if slope is not None and queries.positions is not None and keys.positions is not None:
         far = queries.positions[:, :, None] - keys.positions[:, None, :]
         logits -= slope.reshape(*logits.shape[1:3], 1, 1) * far[:, None, None].astype(jnp.float32)
-    if queries.self_bias is not None:
-        logits += jnp.where(distance == 0, queries.self_bias[:, :, None], 0)[:, None, None]
+    if queries.diagonal_bias is not None:
+        logits += jnp.where(distance == 0, queries.diagonal_bias[:, :, None], 0)[:, None, None]
     mask = (distance >= 0)[None] if window is None else ((distance >= 0) & (distance < window))[None]
     if queries.segments is not None and keys.segments is not None:
         mask = mask & (queries.segments[:, :, None] == keys.segments[:, None, :])
@@ -317,12 +317,12 @@ def _statistics(query, key, row, positions, segments, spans, queries, window, so
             jnp.maximum(lowest, 0) // s, own.max() // s + 1, add_block, start
         )
         total = sums[..., 0]
-        log_sum = highest + jnp.log(total)
-        on = jnp.exp(found - log_sum[..., None])
+        logsumexp = highest + jnp.log(total)
+        on = jnp.exp(found - logsumexp[..., None])
         entropy = jnp.maximum(jnp.log(total) - weighted / total, 0)
         in_spans = jnp.moveaxis(sums[..., 2:] / total[..., None], -1, 0)
         return Statistics(
-            log_sum, entropy, on[..., 0], on[..., 1], on[..., 2], in_spans, sums[..., 1] / total, 1 / total
+            logsumexp, entropy, on[..., 0], on[..., 1], on[..., 2], in_spans, sums[..., 1] / total, 1 / total
         )
 
     def joined(x: jax.Array, axis: int) -> jax.Array:  # [blocks, (S,) B, G, M, t] -> [(S,) B, H, Q]

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.model import Model
 from pe_lab.positional import CANONICAL, Layout, from_canonical, to_canonical
 
@@ -185,9 +186,9 @@ class Family:
 
 
 _TRUNK = {
-    "model.embed_tokens.weight": "trunk.embedding",
-    "model.norm.weight": "trunk.final_norm.scale",
-    "lm_head.weight": "trunk.unembedding",
+    "model.embed_tokens.weight": "token_embedder.embedding",
+    "model.norm.weight": "token_embedder.final_norm.scale",
+    "lm_head.weight": "token_embedder.unembedding",
 }
 _BLOCK = {
     "model.layers.{n}.input_layernorm.weight": "layers.attention_norm.scale",
@@ -219,10 +220,10 @@ _LLAMA = _TRUNK | _BLOCK
 _OLD_TABLES = ("rotary_emb.inv_freq",)
 
 _NEOX = {
-    "gpt_neox.embed_in.weight": "trunk.embedding",
-    "gpt_neox.final_layer_norm.weight": "trunk.final_norm.scale",
-    "gpt_neox.final_layer_norm.bias": "trunk.final_norm.bias",
-    "embed_out.weight": "trunk.unembedding",
+    "gpt_neox.embed_in.weight": "token_embedder.embedding",
+    "gpt_neox.final_layer_norm.weight": "token_embedder.final_norm.scale",
+    "gpt_neox.final_layer_norm.bias": "token_embedder.final_norm.bias",
+    "embed_out.weight": "token_embedder.unembedding",
     "gpt_neox.layers.{n}.input_layernorm.weight": "layers.attention_norm.scale",
     "gpt_neox.layers.{n}.input_layernorm.bias": "layers.attention_norm.bias",
     "gpt_neox.layers.{n}.post_attention_layernorm.weight": "layers.mlp_norm.scale",
@@ -248,9 +249,9 @@ _NEOX = {
 # GGUF's llama family. Queries and keys lie in the interleaved layout: llama.cpp's converter permutes them.
 GGUF_LLAMA = Table(
     {
-        "token_embd.weight": "trunk.embedding",
-        "output_norm.weight": "trunk.final_norm.scale",
-        "output.weight": "trunk.unembedding",
+        "token_embd.weight": "token_embedder.embedding",
+        "output_norm.weight": "token_embedder.final_norm.scale",
+        "output.weight": "token_embedder.unembedding",
         "blk.{n}.attn_norm.weight": "layers.attention_norm.scale",
         "blk.{n}.attn_q.weight": "layers.attention.query",
         "blk.{n}.attn_k.weight": "layers.attention.key",

@@ -12,10 +12,11 @@ from jaxtyping import Shaped
 
 from pe_lab.checkpoints.families import GGUF_LLAMA, Tensor
 from pe_lab.checkpoints.source import check_finite
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.model import complete
 from pe_lab.positional import PI, Layer, Layout, LongRope, NoPE, Rope, Scaling, Yarn, frequencies
-from pe_lab.positional.rotation import turns_per_position
+from pe_lab.positional.rotation import fixed_point_frequencies
 
 ARCHITECTURES = ("llama",)
 # Frequencies divided pair by pair, which llama.cpp's converter writes for Llama 3.1's scaling and for LongRoPE.
@@ -134,7 +135,7 @@ class GgufSource:
                 f"{self.path}: rope scaling '{kind}' is not known here. Known: none, linear, yarn, longrope."
             )
         encoding = Rope(base, 1.0, scaling)
-        bare = not turns_per_position(frequencies(encoding, model.head_dim)[0]).any()
+        bare = not fixed_point_frequencies(frequencies(encoding, model.head_dim)[0]).any()
         return NoPE() if bare else encoding, length
 
     def _tables(self) -> list[str]:

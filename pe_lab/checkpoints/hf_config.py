@@ -10,7 +10,8 @@ import numpy as np
 
 from pe_lab.checkpoints.families import FAMILIES, Family
 from pe_lab.checkpoints.rope_parameters import read_rope
-from pe_lab.config import ModelConfig, UserError, did_you_mean
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError, did_you_mean
 from pe_lab.model import complete
 from pe_lab.positional import CANONICAL, Layer, Layout, NoPE, PartialRope, Rope, frequencies, from_json
 

@@ -9,7 +9,8 @@ from typing import Any
 from pe_lab.checkpoints.families import FAMILIES, Family
 from pe_lab.checkpoints.hf_config import OURS, THEIR_ACTIVATIONS
 from pe_lab.checkpoints.rope_parameters import write_rope
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.positional import (
     CANONICAL,
     NTK,

@@ -15,7 +15,7 @@ from pe_lab.checkpoints.families import FAMILIES, Family, Tensor
 from pe_lab.checkpoints.hf_export import choose_family, exported_layers, write_config
 from pe_lab.checkpoints.huggingface import INDEX, SINGLE
 from pe_lab.checkpoints.source import Source
-from pe_lab.config import UserError, did_you_mean
+from pe_lab.errors import UserError, did_you_mean
 from pe_lab.positional import Layer, Layout
 
 SHARD_BYTES = 5 * 10**9  # as save_pretrained does

@@ -14,7 +14,7 @@ from jaxtyping import Shaped
 from pe_lab.checkpoints.families import Tensor
 from pe_lab.checkpoints.hf_config import read_config
 from pe_lab.checkpoints.source import check_finite
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -73,7 +73,7 @@ class HuggingFaceSource:
         tied = [name for name in leftover if name in ("lm_head.weight", "embed_out.weight")]
         if tied and self.model.tie_embeddings:
             # Files of tied models often repeat the embedding. If it is another one, config.json is wrong.
-            embedding = next(name for name in wanted if wanted[name].paths == ("trunk.embedding",))
+            embedding = next(name for name in wanted if wanted[name].paths == ("token_embedder.embedding",))
             if not np.array_equal(self._tensor(tied[0]), self._tensor(embedding)):
                 raise UserError(
                     f"{self.path}: config.json says tie_word_embeddings, and '{tied[0]}' differs from '{embedding}'. "

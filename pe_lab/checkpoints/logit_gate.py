@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Int
 
 from pe_lab.checkpoints.store import Checkpoint
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.model import Model
 from pe_lab.positional import build_schedule
 

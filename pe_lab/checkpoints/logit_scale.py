@@ -6,15 +6,14 @@ checkpoint that was trained further is another one.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pe_lab.checkpoints.store import DIRECTORY, Checkpoint
-from pe_lab.config import UserError
+from pe_lab.errors import CheckpointError, UserError
 from pe_lab.positional import Beta
+from pe_lab.storage import read_json, write_json
 
 FILE = "logit_scale.json"
 
@@ -50,13 +49,7 @@ def write_logit_scale(checkpoint: Checkpoint, coefficient: float, fitted: Mappin
         "fitted_on": on,
         "step": checkpoint.step,
     }
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise UserError(f"The fitted logit scale cannot be written to {path} ({error.strerror}).") from None
+    write_json(path, kept, "The fitted logit scale was not kept.")
     return path
 
 
@@ -90,12 +83,4 @@ def how_to_fit(checkpoint: Checkpoint) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(kept, dict):
-            raise ValueError("no object")
-        return kept
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}). Remove it, and fit again: --suite=beta.") from None
+    return read_json(path, "Remove it, and fit again: --suite=beta.", CheckpointError) if path.exists() else {}

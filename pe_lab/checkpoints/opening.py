@@ -9,16 +9,16 @@ from jax.sharding import Mesh
 from pe_lab.checkpoints import store
 from pe_lab.checkpoints.gguf_file import GgufSource
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
-from pe_lab.checkpoints.own import OwnSource
+from pe_lab.checkpoints.native import NativeSource
 from pe_lab.checkpoints.source import Source, place
 from pe_lab.checkpoints.store import Checkpoint, new_id
 from pe_lab.checkpoints.surgery import lineage_entry
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import build_schedule
 
 
-def is_foreign(path: str | Path) -> bool:
+def is_external(path: str | Path) -> bool:
     """Whether a path means somebody else's checkpoint: `hf:`, `gguf:`, a .gguf file, or a Hugging Face directory."""
     text = str(path)
     if text.startswith(("hf:", "gguf:")) or text.endswith(".gguf"):
@@ -36,8 +36,8 @@ def open_source(path: str | Path) -> Source:
       UserError: there is none, or it cannot be read; see the sources.
     """
     text = str(path)
-    if not is_foreign(path):
-        return OwnSource(path)
+    if not is_external(path):
+        return NativeSource(path)
     if text.startswith("gguf:") or text.endswith(".gguf"):
         return GgufSource(Path(text.removeprefix("gguf:")).expanduser())
     name = text.removeprefix("hf:")
@@ -79,7 +79,7 @@ def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRu
     Raises:
       UserError: no checkpoint there, or one that is damaged or that pe_lab cannot read.
     """
-    if not is_foreign(path):
+    if not is_external(path):
         return store.open_checkpoint(path, mesh=mesh, rules=rules)
     source = open_source(path)
     model, layers = source.model, source.layers

@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pe_lab.attention import Row
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.model import Model, Params
 from pe_lab.model.decoder import layer_arrays
 from pe_lab.positional import LayerStructure, Schedule, rotate

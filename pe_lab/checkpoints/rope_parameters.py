@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional import (
     NTK,
     PI,
@@ -29,7 +29,7 @@ from pe_lab.positional import (
     Yarn,
     frequencies,
 )
-from pe_lab.positional.rotation import turns_per_position
+from pe_lab.positional.rotation import fixed_point_frequencies
 
 # A linear factor at which nothing turns any more: in float32, every angle is zero (docs/checkpoints.md).
 NO_ROTATION = 1e30
@@ -130,8 +130,8 @@ def _read_rope(
             f"{where}: {part:g} of {head_dim} channels are {int(head_dim * part)}, an odd number; transformers turns "
             "one more of them, at frequencies that pe_lab's partial rotary heads do not have."
         )
-    turns = turns_per_position(frequencies(encoding, head_dim)[0])
-    return (NoPE() if not turns.any() else encoding), length
+    fixed_freq = fixed_point_frequencies(frequencies(encoding, head_dim)[0])
+    return (NoPE() if not fixed_freq.any() else encoding), length
 
 
 def write_rope(encoding: Rotary, head_dim: int, length: int, neox: bool = False) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import Shaped
 
 from pe_lab.checkpoints.families import LAYERS, leaf_paths
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Layer

@@ -12,21 +12,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from pe_lab.checkpoints import schedules
-from pe_lab.config import ModelConfig, UserError, from_dict, to_json
+from pe_lab.config import ModelConfig, from_dict, to_json
+from pe_lab.errors import CheckpointError, UserError
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
-from pe_lab.positional import CANONICAL, Layer, Layout, Schedule, channel_order, from_json
+from pe_lab.positional import CANONICAL, Layer, Layout, Schedule, build_schedule, channel_order, from_json
 from pe_lab.positional import to_json as layer_to_json
 
 DIRECTORY = "checkpoints"  # of a phase; one directory a step inside
 UNREADABLE = "unreadable"  # of a phase; what could not be read, and training went back behind
-FORMAT = 1
+FORMAT = 2
+FORMER_NAMES = {1: {"token_embedder": "trunk"}}  # of parameters, in the files of earlier formats
 
 # Orbax announces every save and every read-only manager; a run has a log of its own.
 logging.getLogger("absl").setLevel(logging.ERROR)
@@ -38,7 +38,7 @@ def new_id() -> str:
 
 
 def metadata_of(
-    model: ModelConfig, layers: tuple[Layer, ...], schedule: Schedule, layout: Layout = CANONICAL, **facts: Any
+    model: ModelConfig, layers: tuple[Layer, ...], layout: Layout = CANONICAL, **facts: Any
 ) -> dict[str, Any]:
     """The JSON part of a checkpoint: the model, its encodings, and whatever facts the writer adds.
 
@@ -50,7 +50,6 @@ def metadata_of(
         "model": to_json(model),
         "layout": dataclasses.asdict(layout),
         "layers": [layer_to_json(layer) for layer in layers],
-        "structure": schedules.structure_to_json(schedule),
         **facts,
     }
 
@@ -96,14 +95,13 @@ class Store:
         """Steps of the committed checkpoints, ascending."""
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, params: Params, optimizer: Any, schedule: Schedule, metadata: Mapping[str, Any]) -> None:
+    def save(self, step: int, params: Params, optimizer: Any, metadata: Mapping[str, Any]) -> None:
         """Starts saving; returns once the arrays are copied. The previous save is waited for.
 
         Whoever dies before the files are complete leaves an uncommitted directory, which no reader sees.
         """
         items: dict[str, Any] = {
             "params": ocp.args.StandardSave(params),
-            "schedule": ocp.args.StandardSave(schedules.to_arrays(schedule)),
             "metadata": ocp.args.JsonSave(dict(metadata)),
         }
         if optimizer is not None:
@@ -129,19 +127,13 @@ class Store:
           step: one of `steps()`.
           params, optimizer: trees of `jax.ShapeDtypeStruct` with shardings; arrays arrive there.
         """
-        items = {"params": ocp.args.StandardRestore(params)}
+        former = FORMER_NAMES.get(self.metadata(step)["format"], {})
+        items = {"params": ocp.args.StandardRestore(renamed(params, former))}
         if optimizer is not None:
-            items["optimizer"] = ocp.args.StandardRestore(optimizer)
+            items["optimizer"] = ocp.args.StandardRestore(renamed(optimizer, former))
         restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        return restored["params"], restored["optimizer"] if optimizer is not None else None
-
-    def schedule(self, step: int, metadata: Mapping[str, Any]) -> Schedule:
-        """The schedule saved with the weights: the arrays themselves, not their description worked out again."""
-        shapes = schedules.array_shapes(metadata)
-        placed = jax.tree.map(lambda s: _with_sharding(s, _one_device()), shapes)
-        args = ocp.args.Composite(schedule=ocp.args.StandardRestore(placed))
-        arrays = self._manager.restore(step, args=args)["schedule"]
-        return schedules.from_arrays(jax.tree.map(np.asarray, arrays), metadata["structure"])
+        names = {old: new for new, old in former.items()}
+        return renamed(restored["params"], names), renamed(restored.get("optimizer"), names)
 
     def set_aside_after(self, step: int) -> None:
         """Moves checkpoints later than `step`, which could not be read, to `unreadable` beside this directory.
@@ -156,6 +148,18 @@ class Store:
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"set aside after {step}")
         self._manager.reload()
+
+
+def renamed(tree: Any, names: Mapping[str, str]) -> Any:
+    """A tree of parameters, or an optimizer state of such trees, with other names for the dictionary keys `names`."""
+
+    def is_renamed(node: Any) -> bool:
+        return isinstance(node, dict) and not names.keys().isdisjoint(node)
+
+    def rename(node: Any) -> Any:
+        return {names.get(key, key): value for key, value in node.items()} if is_renamed(node) else node
+
+    return jax.tree.map(rename, tree, is_leaf=is_renamed)
 
 
 def _one_device() -> SingleDeviceSharding:
@@ -240,8 +244,10 @@ def read_metadata(path: Path) -> dict[str, Any]:
         raise UserError(f"The checkpoint '{path}' cannot be read ({first_line(error)}).") from error
     finally:
         store.close()
-    if metadata.get("format") != FORMAT:
-        raise UserError(f"The checkpoint '{path}' is of format {metadata.get('format')}; this version reads {FORMAT}.")
+    if metadata.get("format") not in (FORMAT, *FORMER_NAMES):
+        raise CheckpointError(
+            f"The checkpoint '{path}' has format {metadata.get('format')}; this version reads up to {FORMAT}."
+        )
     return metadata
 
 
@@ -298,7 +304,6 @@ def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRu
     store = Store(directory, read_only=True)
     try:
         params, _ = store.restore(step, shapes)
-        schedule = store.schedule(step, metadata)
     except Exception as error:
         raise UserError(
             f"The checkpoint '{where}' is damaged ({first_line(error)}). Delete it, and training goes on from the one "
@@ -306,7 +311,8 @@ def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRu
         ) from error
     finally:
         store.close()
-    layers = tuple(from_json(layer) for layer in metadata["layers"])
+    layers, config = tuple(from_json(layer) for layer in metadata["layers"]), model.config
+    schedule = build_schedule(layers, config.heads, config.kv_heads, config.head_dim)
     params = in_canonical_layout(params, Layout(**metadata.get("layout", {})), model.config.head_dim)
     saved = tokenizer_directory(where)
     tokenizer = f"saved:{saved}" if saved else ""

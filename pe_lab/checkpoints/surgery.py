@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, metadata_of, new_id
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.model import Params
-from pe_lab.positional import Layer, build_schedule, label
+from pe_lab.positional import Layer, label
 
 NOTHING = "nothing changed"
 
@@ -97,7 +98,6 @@ def write_child(
             f"'{directory}' is there and not empty. Surgery writes into a new directory; choose another --to."
         )
     model, params = edited or (parent.model, parent.params)
-    schedule = build_schedule(layers, model.heads, model.kv_heads, model.head_dim)
     child_id = new_id()
     facts = {
         k: parent.metadata[k]
@@ -115,7 +115,7 @@ def write_child(
     }
     store = Store(directory / DIRECTORY)
     try:
-        store.save(0, params, None, schedule, metadata_of(model, layers, schedule, **facts))
+        store.save(0, params, None, metadata_of(model, layers, **facts))
         store.wait()
     finally:
         store.close()

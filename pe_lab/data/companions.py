@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 
 CONFIGURATION = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pe_lab.config import UserError
 from pe_lab.data.companions import CHAT_TEMPLATE, CONFIGURATION, GENERATION, AddedToken, Companions
 from pe_lab.data.hf_tokenizer import HuggingFaceTokenizer
 from pe_lab.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from pe_lab.data.tokenizer_json import assemble, bpe, byte_level, sequence
+from pe_lab.errors import UserError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 

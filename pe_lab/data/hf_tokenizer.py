@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 from jaxtyping import Int32
 
-from pe_lab.config import UserError
 from pe_lab.data.companions import CONFIGURATION, AddedToken, Companions
 from pe_lab.data.tokenizer_files import digest, write_kind
+from pe_lab.errors import UserError
 
 if TYPE_CHECKING:
     import tokenizers

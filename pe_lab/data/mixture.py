@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pe_lab.config import DataConfig, SourceConfig, UserError
+from pe_lab.config import DataConfig, SourceConfig
 from pe_lab.data.needles import NeedleOptions, NeedleWindows, needle_vocab
 from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer
 from pe_lab.data.shards import Prepared, open_prepared
 from pe_lab.data.sources import open_source
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.data.windows import TokenWindows
+from pe_lab.errors import UserError
 
 
 @dataclass(frozen=True)

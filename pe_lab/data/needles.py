@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int, Int32, UInt64
 
-from pe_lab.config import UserError, did_you_mean
+from pe_lab.errors import UserError, did_you_mean
 
 QUERY = 3  # tokens of a query, [ASK key value]
 FACTS = {"pair": 3, "symbol": 2}  # tokens of a fact: [MARK key value] or [MARK key+value]

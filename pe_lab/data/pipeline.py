@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from pe_lab.config import DataConfig, UserError
+from pe_lab.config import DataConfig
 from pe_lab.data.mixture import Mixture, MixtureSource, open_mixture
 from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.data.windows import TokenWindows, make_batch
+from pe_lab.errors import UserError
 
 Batch = dict[str, np.ndarray]
 ENDLESS = 2**62

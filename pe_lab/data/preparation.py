@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import glob
 import hashlib
 import json
-import os
 import re
-import secrets
-import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pe_lab.config import SourceConfig, UserError
+from pe_lab.config import SourceConfig
 from pe_lab.data.shards import (
     METADATA_FILE,
     SPLITS,
@@ -39,6 +34,8 @@ from pe_lab.data.tokenizers import (
     train_sentencepiece,
     training_size,
 )
+from pe_lab.errors import UserError
+from pe_lab.storage import new_directory, unfinished
 
 BATCH_CHARACTERS = 1_000_000  # text handed to the tokenizer at once
 PIECE_CHARACTERS = 4_000_000  # a longer document is encoded in pieces, cut at line ends
@@ -63,7 +60,7 @@ def prepare(
     """
     if not 0 <= validation_fraction <= 1:
         raise UserError(f"validation_fraction={validation_fraction} must lie in [0, 1].")
-    with written_beside(directory, METADATA_FILE) as building:
+    with new_directory(directory, marker=METADATA_FILE) as building:
         dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
         writers = {split: ShardWriter(building, split, dtype) for split in SPLITS}
         content = hashlib.blake2b(digest_size=16)
@@ -222,69 +219,6 @@ def _progress(source: Source, limit: int | None) -> Iterator[Callable[[int, int]
         progress.update(task, total=done)
 
 
-@contextlib.contextmanager
-def written_beside(directory: Path, marker: str) -> Iterator[Path]:
-    """A temporary directory next to `directory`, renamed to it on success and removed on failure.
-
-    If another process has finished the same directory meanwhile (its `marker` file is there), ours is
-    dropped.
-
-    Raises:
-      UserError: the place cannot be written, or holds something else.
-    """
-    made = [p for p in (directory.parent, *directory.parent.parents) if not p.exists()]
-    building = (
-        directory.parent / f".{directory.name}.preparing-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    )
-    try:
-        building.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"Cannot write {directory}: {error.strerror or error}.") from error
-    _remove_abandoned(directory)
-    try:
-        yield building
-        try:
-            building.rename(directory)
-        except OSError as error:
-            if not (directory / marker).is_file():
-                raise UserError(
-                    f"Cannot write {directory}: it exists and holds something else ({error.strerror})."
-                ) from error
-            shutil.rmtree(building)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        for parent in made:
-            with contextlib.suppress(OSError):  # not empty: someone else uses it
-                parent.rmdir()
-        raise
-
-
-def _under_construction(directory: Path) -> list[Path]:
-    return list(directory.parent.glob(f".{glob.escape(directory.name)}.preparing-*"))
-
-
-def _remove_abandoned(directory: Path) -> None:
-    """Removes what processes of this host that no longer live have left."""
-    for path in _under_construction(directory):
-        host, pid, _ = path.name.partition(".preparing-")[2].rsplit("-", 2)
-        if host != socket.gethostname() or _alive(int(pid)):
-            continue
-        with contextlib.suppress(OSError):
-            # Containers may share a host name and a file system, but not process numbers: let it go quiet.
-            if time.time() - _last_touched(path) > PATIENCE_SECONDS:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def _last_touched(building: Path) -> float:
     return max(p.stat().st_mtime for p in (building, *building.iterdir()))
 
@@ -344,7 +278,7 @@ def ensure_tokenizer(
         if process_index == 0:
             documents = (encodable(document) for source in sources for document in source.documents())
             trained = train_sentencepiece(documents, size, ", ".join(s.name for s in sources))
-            with written_beside(directory, KIND_FILE) as building:
+            with new_directory(directory, marker=KIND_FILE) as building:
                 save_tokenizer(trained, building)
         else:
             _wait_for(directory, KIND_FILE)
@@ -355,7 +289,7 @@ def _wait_for(directory: Path, marker: str) -> None:
     last_sign = time.time()
     while not (directory / marker).is_file():
         time.sleep(0.2)
-        for building in _under_construction(directory):
+        for building in unfinished(directory):
             with contextlib.suppress(OSError):
                 last_sign = max(last_sign, _last_touched(building))
         if time.time() - last_sign > PATIENCE_SECONDS:

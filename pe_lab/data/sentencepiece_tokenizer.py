@@ -12,11 +12,11 @@ from typing import Any, SupportsIndex
 import numpy as np
 from jaxtyping import Int32
 
-from pe_lab.config import UserError
 from pe_lab.data.companions import CONFIGURATION, AddedToken, Companions
 from pe_lab.data.difficult_text import DIFFICULT
 from pe_lab.data.tokenizer_files import digest, write_kind
 from pe_lab.data.tokenizer_json import SPACE, sentencepiece_tokenizer_json
+from pe_lab.errors import UserError
 
 WITH_BOS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")  # add BOS unless their configuration says no
 

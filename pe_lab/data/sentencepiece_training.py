@@ -6,9 +6,9 @@ import io
 import re
 from collections.abc import Iterable, Iterator
 
-from pe_lab.config import UserError
 from pe_lab.data.companions import Companions
 from pe_lab.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from pe_lab.errors import UserError
 
 
 def training_size(specification: str) -> int | None:

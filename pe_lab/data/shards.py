@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int32, UInt
 
-from pe_lab.config import UserError
 from pe_lab.data.tokenizers import Tokenizer, load_saved_tokenizer
+from pe_lab.errors import UserError
 
 FORMAT_VERSION = 1
 METADATA_FILE = "metadata.json"

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from pe_lab.config import SourceConfig, UserError, did_you_mean
+from pe_lab.config import SourceConfig
+from pe_lab.errors import UserError, did_you_mean
 
 KINDS = ("stdlib", "text", "jsonl", "parquet", "tfds")
 SKIPPED_DIRECTORIES = {

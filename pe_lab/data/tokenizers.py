@@ -10,7 +10,6 @@ from typing import Any, Protocol, SupportsIndex, runtime_checkable
 import numpy as np
 from jaxtyping import Int32
 
-from pe_lab.config import UserError
 from pe_lab.data.companions import CONFIGURATION, SETTINGS, VOCABULARIES, AddedToken, Companions
 from pe_lab.data.gguf_tokenizer import load_gguf_tokenizer
 from pe_lab.data.hf_tokenizer import HuggingFaceTokenizer
@@ -18,6 +17,7 @@ from pe_lab.data.sentencepiece_tokenizer import SentencePieceTokenizer, split_at
 from pe_lab.data.sentencepiece_training import train_sentencepiece, training_size
 from pe_lab.data.tokenizer_files import KIND_FILE, write_kind
 from pe_lab.data.tokenizer_json import bytes_tokenizer_json
+from pe_lab.errors import UserError
 
 __all__ = [
     "KIND_FILE",

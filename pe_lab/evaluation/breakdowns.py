@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pe_lab.evaluation.intervals import mean_of
-from pe_lab.evaluation.lines import Line
+from pe_lab.results.intervals import mean_of
+from pe_lab.results.samples import SampleRecord
 
 
-def by_depth(lines: Sequence[Line]) -> dict[str, list[Any]]:
+def by_depth(lines: Sequence[SampleRecord]) -> dict[str, list[Any]]:
     """The share of needles found at each depth, in steps of ten per cent, or the grid's own where it is finer."""
     pairs = [(depth, hit) for line in lines for depth, hit in zip(line["depth"], line["found"], strict=True)]
     asked = sorted({depth for depth, _ in pairs})
@@ -28,7 +28,7 @@ def by_depth(lines: Sequence[Line]) -> dict[str, list[Any]]:
 LENGTH_EDGES = (0, 4096, 8192, 16384, 32768, 65536, 131072)  # DroPE, Tables 8 and 9, and on
 
 
-def by_length(lines: Sequence[Line], record_edges: Sequence[int] | None = None) -> dict[str, Any]:
+def by_length(lines: Sequence[SampleRecord], record_edges: Sequence[int] | None = None) -> dict[str, Any]:
     """Scores by the tokens of the whole prompt, before anything was cut off it; each bucket without its upper edge.
 
     Args:

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from pe_lab.config import UserError
 from pe_lab.data.sources import Source
+from pe_lab.errors import UserError
 from pe_lab.evaluation import methods, perplexity
 from pe_lab.evaluation.likelihood import Likelihoods
-from pe_lab.evaluation.lines import Line, LineFile, key
 from pe_lab.evaluation.readers import Reader
-from pe_lab.evaluation.rows import Row, RowFile, finite
+from pe_lab.results.records import Record, RecordFile, finite
+from pe_lab.results.samples import SampleFile, SampleRecord, key
 from pe_lab.training.machine import versions
 
 PROTOCOL = "documents-1"
@@ -35,7 +35,7 @@ def measure_documents(
     count: int | None = None,
     again: bool = False,
     heard: Callable[[int], None] = lambda tokens: None,
-) -> list[Row]:
+) -> list[Record]:
     """Perplexities of the source's documents, in windows of each length.
 
     A document of more than `length` + 1 tokens is read in windows that share one token, each without what was before
@@ -49,8 +49,8 @@ def measure_documents(
     Raises:
       UserError: a reader has no tokenizer, or no document has two tokens.
     """
-    file, rows = LineFile(directory / "samples" / "documents.jsonl"), []
-    summary = RowFile(directory / "perplexity.jsonl")
+    file, rows = SampleFile(directory / "samples" / "documents.jsonl"), []
+    summary = RecordFile(directory / "perplexity.jsonl")
     settings = hashlib.sha256(json.dumps([source.identity(), PROTOCOL], sort_keys=True).encode()).hexdigest()[:12]
     for reader, length in itertools.product(readers, lengths):
         if reader.crop is not None:
@@ -69,10 +69,10 @@ def _lines(
     source: Source,
     settings: str,
     count: int | None,
-    file: LineFile,
+    file: SampleFile,
     again: bool,
     heard: Callable[[int], None],
-) -> Iterator[Line]:
+) -> Iterator[SampleRecord]:
     """The lines of all documents, those that are not there yet measured and written, some at a time."""
     lm = reader.at(length)
     if lm.tokenizer is None:
@@ -92,7 +92,7 @@ def _lines(
     documents = enumerate(itertools.islice(source.documents(), count))
     while part := list(itertools.islice(documents, TOGETHER)):
         named = {index: identity | {"index": index} for index, _ in part}
-        if any(key(line) not in file.lines for line in named.values()):
+        if any(key(line) not in file.records for line in named.values()):
             ids = {index: np.asarray(lm.tokenizer.encode_prompt(text), np.int32) for index, text in part}
             start = time.perf_counter()
             losses = _losses(measure, ids, length)
@@ -116,7 +116,7 @@ def _lines(
                 new.append(finite(named[index] | told))
             file.add(new)
             heard(sum(map(len, ids.values())))
-        kept = [file.lines[key(line)] for line in named.values()]
+        kept = [file.records[key(line)] for line in named.values()]
         yield from (line for line in kept if line["scored"])
 
 
@@ -134,7 +134,7 @@ def _losses(measure: Likelihoods, ids: dict[int, Int32[np.ndarray, " _"]], lengt
     return totals
 
 
-def _summary(reader: Reader, length: int, name: str, settings: str, lines: Sequence[Line]) -> Row:
+def _summary(reader: Reader, length: int, name: str, settings: str, lines: Sequence[SampleRecord]) -> Record:
     """The mean loss of all tokens, its standard error over documents, and the documents' own perplexities."""
     subject = reader.subject
     scored = np.asarray([line["scored"] for line in lines], np.float64)

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.evaluation import methods
-from pe_lab.evaluation.intervals import Z95, wilson
-from pe_lab.evaluation.lines import LineFile, key
 from pe_lab.evaluation.lm_eval_adapter import adapter
 from pe_lab.evaluation.lm_eval_requests import Journal
 from pe_lab.evaluation.lm_eval_rows import measure
 from pe_lab.evaluation.lm_eval_samples import document_lines, rank
 from pe_lab.evaluation.readers import Reader
-from pe_lab.evaluation.rows import Row, RowFile, finite
 from pe_lab.evaluation.task_lists import TASK_LISTS, expand_tasks, fingerprint, harness_version, open_tasks
+from pe_lab.results.intervals import Z95, wilson
+from pe_lab.results.records import Record, RecordFile, finite
+from pe_lab.results.samples import SampleFile, key
 from pe_lab.training.machine import versions
 
 
@@ -55,7 +55,7 @@ def run_harness(
     again: bool = False,
     said: Callable[[str], None] = print,
     opened: Opened | None = None,
-) -> list[Row]:
+) -> list[Record]:
     """Measures readers on tasks, one after another.
 
     Each task's rows are written as it ends, to `lm_eval.jsonl`, and a line for every document, to
@@ -83,17 +83,17 @@ def run_harness(
         "harness": harness_version(),
     }
     measurements = [Measurement(reader, name, max_length, shared, directory) for reader in readers for name in asked]
-    file = RowFile(directory / "lm_eval.jsonl")
-    left = [one for one in measurements if again or not one.found(file.rows)]
+    file = RecordFile(directory / "lm_eval.jsonl")
+    left = [one for one in measurements if again or not one.found(file.records)]
     if left and opened is None:
         opened = check_harness(list(dict.fromkeys(one.name for one in left)), include)
-    samples = LineFile(directory / "samples" / "lm_eval.jsonl") if left else None
-    rows: list[Row] = []
+    samples = SampleFile(directory / "samples" / "lm_eval.jsonl") if left else None
+    rows: list[Record] = []
     model, of = None, None
     for one in measurements:
         if one not in left:
             said(f"{one.name} was measured before for {one.reader.label} (--again: once more).")
-            rows += one.found(file.rows)
+            rows += one.found(file.records)
             continue
         assert opened is not None and samples is not None
         said(f"lm_eval:{one.name} for {one.reader.label}")
@@ -135,7 +135,7 @@ class Measurement:
         shown = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:80]
         self.requests = directory / "samples" / "lm_eval_requests" / f"{shown}-{place}.jsonl"
 
-    def found(self, rows: Sequence[Row]) -> list[Row]:
+    def found(self, rows: Sequence[Record]) -> list[Record]:
         """Its rows, where all that it wrote are still there: another measurement may have taken the place of one."""
         subject = self.reader.subject
         who = {"run": subject.run, "checkpoint": subject.path, "method": self.reader.method}
@@ -144,7 +144,7 @@ class Measurement:
         wrote = next(iter(mine.values())).get("asked_tasks", []) if mine else []
         return [mine[task] for task in wrote] if set(wrote) == set(mine) else []
 
-    def run(self, model: Any, opened: Opened, samples: LineFile, said: Callable[[str], None]) -> list[Row]:
+    def run(self, model: Any, opened: Opened, samples: SampleFile, said: Callable[[str], None]) -> list[Record]:
         """Its rows; the lines of its documents are written."""
         shared, loaded = self.shared, opened.tasks[self.name]
         identity = self._identity()
@@ -202,7 +202,7 @@ def _by_task(measured: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, An
     return [sorted(rows, key=lambda row: rank(row["metric"])) for rows in tasks.values()]
 
 
-def _row(reader: Reader, length: int, asked: str, metrics: Sequence[Mapping[str, Any]]) -> Row:
+def _row(reader: Reader, length: int, asked: str, metrics: Sequence[Mapping[str, Any]]) -> Record:
     subject, main = reader.subject, metrics[0]
     score, stderr, count = main["score"], main["stderr"], main["samples"]
     higher = main["higher_is_better"] is not False

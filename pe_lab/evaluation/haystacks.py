@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.evaluation.words import draw
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.evaluation import forward
 from pe_lab.evaluation.forward import Forward
 from pe_lab.language_model import LanguageModel

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pe_lab.config import UserError, command
+from pe_lab.errors import UserError
 from pe_lab.evaluation.lm_eval_adapter import adapter
 from pe_lab.evaluation.lm_eval_rows import evaluate_lm_eval
 from pe_lab.evaluation.task_lists import by_hand
+from pe_lab.terminal import command
 
 __all__ = ["PeLabLM", "adapter", "evaluate_lm_eval", "main"]  # noqa: F822
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from pe_lab.config import UserError, did_you_mean
+from pe_lab.errors import UserError, did_you_mean
 from pe_lab.evaluation import lm_eval_generation as generation
 from pe_lab.evaluation.likelihood import Likelihoods
 from pe_lab.evaluation.lm_eval_requests import Journal, Used

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pe_lab.evaluation.lines import Line, LineFile, key
+from pe_lab.results.samples import SampleFile, SampleRecord, key
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Journal:
     """
 
     def __init__(self, path: Path | None = None, identity: Mapping[str, Any] | None = None):
-        self._file = None if path is None else LineFile(path)
+        self._file = None if path is None else SampleFile(path)
         self._identity = dict(identity or {})
         self.found, self.seconds = 0, 0.0
 
@@ -69,15 +69,15 @@ class Plan:
       seconds: that each took.
     """
 
-    def __init__(self, identity: Mapping[str, Any], whole: str, digests: Sequence[str], file: LineFile | None):
+    def __init__(self, identity: Mapping[str, Any], whole: str, digests: Sequence[str], file: SampleFile | None):
         self._identity, self._whole, self._digests, self._file = identity, whole, digests, file
         self.answers: dict[int, Any] = {}
         self.seconds: dict[int, float] = {}
-        for place in range(len(digests)) if file is not None and file.lines else ():
-            if (kept := file.lines.get(key(self._line(place)))) is not None:
+        for place in range(len(digests)) if file is not None and file.records else ():
+            if (kept := file.records.get(key(self._line(place)))) is not None:
                 self.answers[place], self.seconds[place] = kept["answer"], kept["seconds"]
 
-    def _line(self, place: int) -> Line:
+    def _line(self, place: int) -> SampleRecord:
         return {**self._identity, "request": self._digests[place], "index": f"{self._whole}:{place}"}
 
     def answered(self, places: Iterable[int]) -> bool:

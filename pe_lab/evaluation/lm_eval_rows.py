@@ -14,7 +14,7 @@ from pe_lab.evaluation.lm_eval_adapter import adapter
 from pe_lab.evaluation.task_lists import expand_tasks, open_tasks
 from pe_lab.language_model import LanguageModel
 
-Row = dict[str, Any]
+Record = dict[str, Any]
 BOOTSTRAPS = 1000  # for the standard errors of metrics that have no formula
 
 
@@ -26,9 +26,9 @@ def evaluate_lm_eval(
     num_fewshot: int | None = None,
     seed: int | None = None,
     apply_chat_template: bool = False,
-    measured: Callable[[list[Row]], None] = lambda rows: None,
+    measured: Callable[[list[Record]], None] = lambda rows: None,
     **settings: Any,
-) -> list[Row]:
+) -> list[Record]:
     """Measures a model on tasks of the harness, one after another; all are opened before the first is measured.
 
     Args:
@@ -52,7 +52,7 @@ def evaluate_lm_eval(
     """
     model = adapter()(lm, **settings, **({} if seed is None else {"seed": seed}))
     manager, opened = open_tasks(expand_tasks(tasks), include_path)
-    rows: list[Row] = []
+    rows: list[Record] = []
     for loaded in opened.values():
         found, _ = measure(model, manager, loaded, limit, num_fewshot, seed, apply_chat_template)
         measured(found)
@@ -69,7 +69,7 @@ def measure(
     seed: int | None = None,
     apply_chat_template: bool = False,
     log_samples: bool = False,
-) -> tuple[list[Row], Mapping[str, Sequence[Any]]]:
+) -> tuple[list[Record], Mapping[str, Sequence[Any]]]:
     """What one name stands for, measured on a `PeLabLM`: its rows, and where asked for the documents of each task.
 
     Args:
@@ -113,7 +113,7 @@ def _in_one_process() -> Iterator[None]:
             os.environ["DISABLE_MULTIPROC"] = before
 
 
-def _rows(results: Mapping[str, Any], **more: Any) -> list[Row]:
+def _rows(results: Mapping[str, Any], **more: Any) -> list[Record]:
     rows = []
     for task, metrics in {**results["results"], **results.get("groups", {})}.items():
         for key, score in metrics.items():

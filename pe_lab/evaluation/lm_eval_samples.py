@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pe_lab.evaluation.lines import Line
 from pe_lab.evaluation.lm_eval_requests import Used
-from pe_lab.evaluation.rows import finite
+from pe_lab.results.records import finite
+from pe_lab.results.samples import SampleRecord
 
 # Of a task's metrics, the one that papers report of it; its others are in the row too.
 MAIN = ("acc_norm", "acc", "exact_match", "word_perplexity", "perplexity")
@@ -25,7 +25,7 @@ def document_lines(
     used: Mapping[tuple[Any, Any], Used],
     identity: Mapping[str, Any],
     more: Mapping[str, Any],
-) -> list[Line]:
+) -> list[SampleRecord]:
     """A line a document, task after task, from what the harness logs: an entry a document and filter.
 
     `references` is the harness's target: an answer's text, or the number of the right choice. `output` is what the
@@ -52,7 +52,7 @@ def _line(
     used: Mapping[tuple[Any, Any], Used],
     identity: Mapping[str, Any],
     more: Mapping[str, Any],
-) -> Line:
+) -> SampleRecord:
     first = entries[0]
     spent = used.get((task, first["doc_id"]), Used())
     scores = {

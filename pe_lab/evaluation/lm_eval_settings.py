@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pe_lab.config import UserError
 from pe_lab.data.tokenizers import Tokenizer
+from pe_lab.errors import UserError
 from pe_lab.evaluation.plan import parse_length
 from pe_lab.language_model import LanguageModel
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from pe_lab.config import UserError, did_you_mean
 from pe_lab.data.tokenizers import Tokenizer
+from pe_lab.errors import UserError, did_you_mean
 from pe_lab.evaluation import scorers
 from pe_lab.evaluation.longbench_tasks import GROUPS, RECORD_EDGES, TASKS, bucket_of, record_bucket_of
 from pe_lab.evaluation.tasks import HALF_A_PAIR, Lazy, Sample, Scores

@@ -16,8 +16,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pe_lab.config import UserError, did_you_mean
 from pe_lab.data.tokenizers import Tokenizer
+from pe_lab.errors import UserError, did_you_mean
 from pe_lab.evaluation.ruler_tasks import Draft, size_within
 from pe_lab.evaluation.tasks import HALF_A_PAIR, Lazy, Sample, Scores, random_for
 

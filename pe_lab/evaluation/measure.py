@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 
 from pe_lab.checkpoints.logit_scale import write_logit_scale
-from pe_lab.config import DataConfig, UserError
+from pe_lab.config import DataConfig
 from pe_lab.data.mixture import open_mixture
+from pe_lab.errors import UserError
 from pe_lab.evaluation import beta as betas
 from pe_lab.evaluation import methods, needles, perplexity
 from pe_lab.evaluation.forward import Forward
 from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, choose, distinct
-from pe_lab.evaluation.rows import Row, RowFile, finite
 from pe_lab.model.decoder import complete
 from pe_lab.positional import Alibi, Layer
+from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.training.machine import versions
 
 # Counted up when a suite comes to measure something else: rows of an older one are measured again.
@@ -49,7 +50,7 @@ class Evaluation:
         self.plan, self._data = plan, data
         self.mixture = open_mixture(data)
         self._check_vocabulary()
-        self.files = {suite: RowFile(directory / f"{suite}.jsonl") for suite in SUITES}
+        self.files = {suite: RecordFile(directory / f"{suite}.jsonl") for suite in SUITES}
         self._known: dict[Any, Any] = {}  # what was computed in this process
         self._text = [
             i for i, s in enumerate(self.mixture.sources) if s.prepared is not None and s.tokens("validation")
@@ -87,7 +88,7 @@ class Evaluation:
         self,
         measured: Callable[[Unit, bool], None] = lambda unit, reused: None,
         heard: Callable[[int], None] = lambda tokens: None,
-    ) -> list[Row]:
+    ) -> list[Record]:
         """Measures what is not measured yet; all rows of the plan, in its order.
 
         `measured` hears of each row, `heard` of tokens as they are read.
@@ -192,10 +193,10 @@ class Evaluation:
     # --------------------------------------------------------------------------------------------------------
     # Measuring
 
-    def _row(self, unit: Unit) -> tuple[Row, bool]:
+    def _row(self, unit: Unit) -> tuple[Record, bool]:
         """The row of a unit, and whether it was there already."""
         checkpoint, (method, label) = unit.subject.checkpoint, unit.subject.named(unit.method)
-        row: Row = {
+        row: Record = {
             "suite": unit.suite,
             "run": unit.subject.run,
             "phase": checkpoint.metadata.get("phase", ""),
@@ -224,7 +225,7 @@ class Evaluation:
         file.put([row])
         return row, False
 
-    def _settings(self, unit: Unit) -> Row:
+    def _settings(self, unit: Unit) -> Record:
         """What else a row's numbers depend on; a row measured under other settings is measured again."""
         settings, given = self.plan.settings, {"protocol": PROTOCOL}
         text = {
@@ -273,7 +274,7 @@ class Evaluation:
         forward, params = self._forward(subject)
         return lambda batch: forward.losses(params, batch, layers)
 
-    def _perplexity(self, unit: Unit) -> Row:
+    def _perplexity(self, unit: Unit) -> Record:
         subject, text, layers = unit.subject, self._held_out(unit.source), self._layers(unit)
         losses = self._losses(subject, layers)
         size = min(unit.length, subject.training_length) if unit.method == "cropped" else unit.length
@@ -298,12 +299,12 @@ class Evaluation:
             )
         return {**found, "tiles": list(text.score_index)}
 
-    def _needle_accuracy(self, unit: Unit) -> Row:
+    def _needle_accuracy(self, unit: Unit) -> Record:
         subject, asked, layers = unit.subject, self._questions(unit.source, unit.length), self._layers(unit)
         forward, params = self._forward(subject)
         crop = subject.training_length if unit.method == "cropped" and unit.length > subject.training_length else None
 
-        def answer() -> Row:
+        def answer() -> Record:
             predicted = needles.predict(asked, lambda tokens, at: forward.predictions(params, tokens, at, layers), crop)
             return needles.score(predicted, asked)
 
@@ -352,7 +353,7 @@ class Evaluation:
             ("fit", subject.id, length), lambda: betas.fit_beta(loss, length / subject.training_length)
         )
 
-    def _beta_row(self, unit: Unit) -> Row:
+    def _beta_row(self, unit: Unit) -> Record:
         fit = self._fit(unit.subject, unit.length)
         texts = [self._held_out(source) for source in self._text]
         tokens = sum(len(text.fit) * (text.longest // unit.length) * unit.length for text in texts)
@@ -373,7 +374,7 @@ class Evaluation:
         for subject in self.subjects:
             # Scales that were fitted on other text say something else.
             data = [self._fingerprint(source) for source in self._text]
-            mine = [row for row in file.rows if row.get("checkpoint_id") == subject.weights]
+            mine = [row for row in file.records if row.get("checkpoint_id") == subject.weights]
             mine = [row for row in mine if (row.get("settings") or {}).get("data") == data and row.get("beta")]
             c = betas.common_coefficient([float(row["beta"]) for row in mine], [float(row["factor"]) for row in mine])
             if mine:

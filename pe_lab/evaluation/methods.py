@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pe_lab.config import UserError, did_you_mean
+from pe_lab.errors import UserError, did_you_mean
 from pe_lab.positional import NTK, PI, DynamicYarn, Layer, NoPE, PartialRope, Rope, Yarn, drop, family
 from pe_lab.positional import label as described
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from pe_lab.config import UserError, did_you_mean
 from pe_lab.data.tokenizers import Tokenizer
+from pe_lab.errors import UserError, did_you_mean
 from pe_lab.evaluation.haystacks import Haystack, needle, open_haystack
 from pe_lab.evaluation.scorers import string_match_all
 from pe_lab.evaluation.tasks import Lazy, Sample, Scores, largest_fitting, random_for

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Int32
 
-from pe_lab.config import DataConfig, UserError
+from pe_lab.config import DataConfig
 from pe_lab.data.pipeline import held_out_tokens
 from pe_lab.data.windows import make_batch
+from pe_lab.errors import UserError
 
 Batch = Mapping[str, np.ndarray]
 POOL = 64  # tiles are spread over this many times the tokens that are asked for

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pe_lab.checkpoints import find_checkpoints, is_foreign, resolve
-from pe_lab.config import UserError
+from pe_lab.checkpoints import find_checkpoints, is_external, resolve
+from pe_lab.errors import UserError
 
 MARK = "source.json"  # in the directory of somebody else's checkpoint: what was read
 
@@ -51,7 +51,7 @@ def locate(given: str | Path) -> Place:
     Raises:
       UserError: nothing is there, or no checkpoint yet.
     """
-    if is_foreign(given):
+    if is_external(given):
         return _foreign(str(given))
     directory = Path(given)
     if not directory.is_dir():

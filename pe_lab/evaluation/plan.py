@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pe_lab.checkpoints import Checkpoint
-from pe_lab.config import EvaluationConfig, UserError
+from pe_lab.config import EvaluationConfig
+from pe_lab.errors import UserError
 from pe_lab.evaluation import methods
 from pe_lab.positional import Layer
 

@@ -13,7 +13,7 @@ from pe_lab.evaluation.measure import Evaluation
 from pe_lab.evaluation.plan import Unit
 from pe_lab.evaluation.prompted import Group, Prompted
 from pe_lab.evaluation.readers import Reader
-from pe_lab.evaluation.rows import Row
+from pe_lab.results.records import Record
 
 
 class Meter:
@@ -52,7 +52,7 @@ class Meter:
             self._console.print(f"{100 * self.done / self._total:.0f}%  {what}")
 
 
-def measure_with_progress(evaluation: Evaluation) -> list[Row]:
+def measure_with_progress(evaluation: Evaluation) -> list[Record]:
     """Runs an evaluation under a meter; says what was left out and what was there already."""
     console = plain_console()
     for sentence in evaluation.skipped:
@@ -93,7 +93,7 @@ def measure_with_progress(evaluation: Evaluation) -> list[Row]:
     return rows
 
 
-def answer_with_progress(prompted: Prompted) -> list[Row]:
+def answer_with_progress(prompted: Prompted) -> list[Record]:
     """Answers prompted tasks under a meter; says how fast it went, and where everything is."""
     console = plain_console()
     tasks = ", ".join(dict.fromkeys(f"{task.suite}:{task.name}" for task in prompted.tasks))
@@ -125,7 +125,7 @@ def answer_with_progress(prompted: Prompted) -> list[Row]:
 
 def documents_with_progress(
     readers: Sequence[Reader], source: Source, lengths: Sequence[int], out: Path, count: int | None, again: bool
-) -> list[Row]:
+) -> list[Record]:
     """Measures documents one by one, telling how many tokens were read: how many there are, nobody knows before."""
     console, start, read, following = plain_console(), time.monotonic(), 0, time.monotonic() + 5
     console.print(f"Documents of {source.name} for {', '.join(reader.label for reader in readers)}")

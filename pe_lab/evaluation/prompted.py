@@ -14,16 +14,16 @@ from typing import Any
 
 import jax
 
-from pe_lab.config import UserError
 from pe_lab.data.tokenizers import Tokenizer
+from pe_lab.errors import UserError
 from pe_lab.evaluation import methods
 from pe_lab.evaluation.answering import Answerer, Model, Spent
 from pe_lab.evaluation.breakdowns import by_depth, by_length
-from pe_lab.evaluation.intervals import mean_of
-from pe_lab.evaluation.lines import Line, LineFile, key
 from pe_lab.evaluation.readers import Reader
-from pe_lab.evaluation.rows import Row, RowFile, finite
 from pe_lab.evaluation.tasks import Sample, Task
+from pe_lab.results.intervals import mean_of
+from pe_lab.results.records import Record, RecordFile, finite
+from pe_lab.results.samples import SampleFile, SampleRecord, key
 from pe_lab.training.machine import versions
 
 # Counted up when a suite comes to ask, or score, something else: lines of an older protocol are not taken for new ones.
@@ -70,8 +70,8 @@ class Prompted:
         self._counted: dict[Any, list[int]] = {}
         self._answerer = answerer or (lambda reader, length, spent: Model(reader.at(length), spent, reader.crop))
         suites = dict.fromkeys(task.suite for task in tasks)
-        self.lines = {suite: LineFile(directory / "samples" / f"{suite}.jsonl") for suite in suites}
-        self.rows = {suite: RowFile(directory / f"{suite}.jsonl") for suite in suites}
+        self.lines = {suite: SampleFile(directory / "samples" / f"{suite}.jsonl") for suite in suites}
+        self.rows = {suite: RecordFile(directory / f"{suite}.jsonl") for suite in suites}
         for reader in self.readers:
             if reader.lm.tokenizer is None:
                 raise UserError(
@@ -92,7 +92,7 @@ class Prompted:
             if group.reader.crop is not None and len(samples := self.samples(group)):
                 self._check_crop(group, samples[0])
         self.work = sum(self.cost(group) for group in self.groups)
-        done = [(len(keys), sum(k in self.lines[g.task.suite].lines for k in keys)) for g, keys in self._all_keys()]
+        done = [(len(keys), sum(k in self.lines[g.task.suite].records for k in keys)) for g, keys in self._all_keys()]
         self.total, self.finished = sum(total for total, _ in done), 0 if again else sum(found for _, found in done)
 
     def tokenizer(self, group: Group) -> Tokenizer:
@@ -117,7 +117,7 @@ class Prompted:
             return group.length * len(self.samples(group))
         return sum(self._sizes(group))
 
-    def run(self, heard: Callable[[Group, int], None] = lambda group, tokens: None) -> list[Row]:
+    def run(self, heard: Callable[[Group, int], None] = lambda group, tokens: None) -> list[Record]:
         """Answers what is not answered yet; the summaries of all groups, which are also written.
 
         `heard` is told of tokens, of `cost` altogether, as a group goes on.
@@ -130,20 +130,20 @@ class Prompted:
             rows.append(row)
         return rows
 
-    def answered(self) -> Iterator[tuple[Group, Sequence[Sample], list[Line]]]:
+    def answered(self) -> Iterator[tuple[Group, Sequence[Sample], list[SampleRecord]]]:
         """Every group with its samples and, in their order, the lines that answer them; after `run`."""
         for group, keys in self._all_keys():
-            yield group, self.samples(group), [self.lines[group.task.suite].lines[k] for k in keys]
+            yield group, self.samples(group), [self.lines[group.task.suite].records[k] for k in keys]
 
     # --------------------------------------------------------------------------------------------------------
     # Answering
 
-    def _answer(self, group: Group, heard: Callable[[int], None]) -> list[Line]:
+    def _answer(self, group: Group, heard: Callable[[int], None]) -> list[SampleRecord]:
         """The lines of a group, in the order of its samples."""
         file, samples, keys = self.lines[group.task.suite], self.samples(group), self._keys(group)
         if self.again:
             file.forget(keys)
-        done = [k in file.lines for k in keys]
+        done = [k in file.records for k in keys]
         heard(int(self.cost(group) * sum(done) / max(len(keys), 1)))
         for length, indices in self._alike(group):
             if all(done[i] for i in indices):
@@ -169,7 +169,7 @@ class Prompted:
                     ]
                 )
                 rest.take(rest.tokens)
-        return [file.lines[k] for k in keys]
+        return [file.records[k] for k in keys]
 
     def _keys(self, group: Group) -> list[tuple[Any, ...]]:
         """Of the lines that answer the group's samples, in their order."""
@@ -222,7 +222,7 @@ class Prompted:
                 "Leave cropped out."
             )
 
-    def _identity(self, group: Group, index: int, reading: str, settings: str) -> Line:
+    def _identity(self, group: Group, index: int, reading: str, settings: str) -> SampleRecord:
         task = group.task
         return {
             "checkpoint_id": group.reader.subject.id,
@@ -241,7 +241,7 @@ class Prompted:
         text = json.dumps([dict(task.settings), self.tokenizer(group).fingerprint], sort_keys=True, default=str)
         return f"{task.suite}-{PROTOCOLS[task.suite]}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
-    def _line(self, group: Group, sample: Sample, output: str, length: int, seconds: float) -> Line:
+    def _line(self, group: Group, sample: Sample, output: str, length: int, seconds: float) -> SampleRecord:
         task, reader = group.task, group.reader
         scores = task.score(sample, output)
         found = getattr(task, "found", None)
@@ -270,7 +270,7 @@ class Prompted:
     # --------------------------------------------------------------------------------------------------------
     # Summing up
 
-    def _summary(self, group: Group, lines: Sequence[Line]) -> Row:
+    def _summary(self, group: Group, lines: Sequence[SampleRecord]) -> Record:
         task, reader, subject = group.task, group.reader, group.reader.subject
         # Questions about one problem or one paragraph are no independent ones.
         clusters = [line["facts"].get("cluster", line["index"]) for line in lines]
@@ -279,7 +279,7 @@ class Prompted:
             raise UserError(f"{task.suite}:{task.name} has no samples.")
         length = group.length or task.settings.get("max_length")  # what prompts were cut to, where the protocol cuts
         factor = None if length is None else length / reader.training_length
-        row: Row = {
+        row: Record = {
             "suite": task.suite,
             "source": task.name,
             "run": subject.run,

@@ -12,10 +12,11 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from pe_lab.checkpoints import is_foreign, open_source
+from pe_lab.checkpoints import is_external, open_source
 from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
 from pe_lab.checkpoints.store import Checkpoint
-from pe_lab.config import MeshConfig, UserError
+from pe_lab.config import MeshConfig
+from pe_lab.errors import UserError
 from pe_lab.evaluation import methods
 from pe_lab.evaluation.plan import Subject
 from pe_lab.language_model import LanguageModel, load
@@ -124,7 +125,7 @@ def _by_method(method: str, subject: Subject, scale: Beta | None) -> Callable[[i
 def with_lasting_id(checkpoint: Checkpoint, source: str) -> Checkpoint:
     """Somebody else's checkpoint with an id that is the same when it is opened again: of its files' names, sizes and
     times. Ours have one."""
-    if not is_foreign(source):
+    if not is_external(source):
         return checkpoint
     path = Path(checkpoint.path)
     files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from pe_lab.config import UserError, did_you_mean
+from pe_lab.errors import UserError, did_you_mean
 from pe_lab.evaluation import niah
 from pe_lab.evaluation.haystacks import Haystack
 from pe_lab.evaluation.ruler_qa import qa_task

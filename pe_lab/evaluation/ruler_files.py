@@ -7,17 +7,17 @@ NVIDIA/RULER.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pe_lab.config import UserError, did_you_mean
-from pe_lab.evaluation.intervals import mean_of
+from pe_lab.errors import UserError, did_you_mean
 from pe_lab.evaluation.ruler import TASKS
 from pe_lab.evaluation.scorers import string_match_all, string_match_part
 from pe_lab.evaluation.tasks import Sample
+from pe_lab.results.intervals import mean_of
+from pe_lab.storage import write_records
 
 _CHUNK = re.compile(r"(.*[^_]+)-(\d+)")
 # task, or the part of its name before the first underscore -> where the answer's beginning begins in a prompt
@@ -140,7 +140,7 @@ def write_predictions(path: Path, task: str, lines: Iterable[Mapping[str, Any]])
     Raises:
       UserError: the file cannot be written.
     """
-    _write(
+    write_records(
         path,
         (
             {
@@ -179,26 +179,10 @@ def write_prompts(path: Path, task: str, samples: Iterable[Sample]) -> None:
                 "answer_prefix": sample.text[at:],
             }
 
-    _write(path, lines())
+    write_records(path, lines(), "Give another directory.")
 
 
 def _kind(task: str) -> str:
     if task not in TASKS:
         raise UserError(f"{task} is no task of RULER. {did_you_mean(task, TASKS)}")
     return task.split("_")[0]
-
-
-def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """All lines or none: RULER scores half a file without a word, as one of fewer samples."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(part, "w", encoding="utf-8") as file:
-                for line in lines:
-                    file.write(json.dumps(line) + "\n")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}). Give another directory.") from None

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pe_lab.config import UserError
 from pe_lab.data.tokenizers import Tokenizer
+from pe_lab.errors import UserError
 from pe_lab.evaluation.ruler_tasks import Draft, RulerTask
 from pe_lab.evaluation.scorers import string_match_part
 from pe_lab.evaluation.tasks import HALF_A_PAIR, Lazy, Sample, Scores

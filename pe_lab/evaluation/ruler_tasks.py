@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pe_lab.config import UserError
 from pe_lab.data.tokenizers import Tokenizer
+from pe_lab.errors import UserError
 from pe_lab.evaluation.haystacks import NOISE
 from pe_lab.evaluation.scorers import string_match_all
 from pe_lab.evaluation.tasks import Lazy, Sample, Scores, largest_fitting, random_for

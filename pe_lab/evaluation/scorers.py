@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.evaluation.rouge import common_length, rouge_l
 
 _CONTROL = re.compile(r"[\x00-\x1f]")

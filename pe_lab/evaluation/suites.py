@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pe_lab.config import UserError, did_you_mean
+from pe_lab.errors import UserError, did_you_mean
 from pe_lab.evaluation import plan
 from pe_lab.evaluation.haystacks import Haystack, open_haystack
 from pe_lab.evaluation.tasks import Task

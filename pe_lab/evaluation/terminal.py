@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pe_lab.evaluation.intervals import Z95, wilson
-from pe_lab.evaluation.rows import Row
+from pe_lab.results.intervals import Z95, wilson
+from pe_lab.results.records import Record
 
 # None found to all found, light to dark as on the report's pages; a terminal without colours has the numbers.
 COLOURS = ("#eef2ef", "#c3e5d6", "#96d3bb", "#55b594", "#1f8f6c", "#0f6f53", "#004f39")
@@ -38,7 +38,7 @@ def say(text: str, console: Any = None) -> None:
     (console or open_console()).print(text, soft_wrap=True, markup=False)
 
 
-def print_rows(rows: Sequence[Row], console: Any = None) -> None:
+def print_rows(rows: Sequence[Record], console: Any = None) -> None:
     """Tables of all suites, the best of each length or task in bold; needles by depth; and the fitted scales.
 
     Args:
@@ -71,7 +71,7 @@ def decimals(value: Any, number: int) -> str:
     return f"{value:.{number}f}" if isinstance(value, int | float) else "not a number"
 
 
-def with_all_found(rows: Sequence[Row]) -> Iterator[Row]:
+def with_all_found(rows: Sequence[Record]) -> Iterator[Record]:
     """The rows; after a task in which several needles are asked for, the share of prompts whose every one was found."""
     for group in grouped(rows, lambda row: row.get("source")).values():
         yield from group
@@ -84,20 +84,20 @@ def with_all_found(rows: Sequence[Row]) -> Iterator[Row]:
                 yield {**row, **more, "source": f"{row['source']}{ALL_FOUND}"}
 
 
-def grouped(rows: Iterable[Row], by: Any) -> dict[Any, list[Row]]:
+def grouped(rows: Iterable[Record], by: Any) -> dict[Any, list[Record]]:
     """Rows by a key, in the order in which keys are first met."""
-    groups: dict[Any, list[Row]] = {}
+    groups: dict[Any, list[Record]] = {}
     for row in rows:
         groups.setdefault(by(row), []).append(row)
     return groups
 
 
-def identity(row: Row) -> tuple[Any, ...]:
+def identity(row: Record) -> tuple[Any, ...]:
     """Whose row it is: one model, read in one way."""
     return row.get("run"), row.get("checkpoint"), row.get("label")
 
 
-def names(rows: Iterable[Row]) -> dict[tuple[Any, ...], str]:
+def names(rows: Iterable[Record]) -> dict[tuple[Any, ...], str]:
     """Identity -> what it is called: its label, with the run or the checkpoint where labels are the same."""
     found = list(dict.fromkeys(map(identity, rows)))
     runs: dict[Any, set[Any]] = {}
@@ -132,7 +132,7 @@ def new_table(corner: str, heads: Iterable[str]) -> Any:
     return table
 
 
-def length_name(row: Row) -> str:
+def length_name(row: Record) -> str:
     """`4,096 (2x)`; nothing for texts of their own lengths."""
     if row.get("length") is None:
         return ""
@@ -140,7 +140,7 @@ def length_name(row: Row) -> str:
     return f"{row['length']:,}" + (f" ({factor:g}x)" if factor is not None else "")
 
 
-def print_by_length(title: str, rows: Sequence[Row], shown: Mapping[Any, str], console: Any) -> None:
+def print_by_length(title: str, rows: Sequence[Record], shown: Mapping[Any, str], console: Any) -> None:
     """One suite on one source, or one task: method by length."""
     by_length = grouped(sorted(rows, key=lambda row: row.get("length") or 0), length_name)
     best = {length: winner(group) for length, group in by_length.items()}
@@ -151,7 +151,7 @@ def print_by_length(title: str, rows: Sequence[Row], shown: Mapping[Any, str], c
 
 
 def by_length_table(
-    rows: Sequence[Row], lengths: Sequence[str], best: Mapping[str, float | None], shown: Mapping[Any, str]
+    rows: Sequence[Record], lengths: Sequence[str], best: Mapping[str, float | None], shown: Mapping[Any, str]
 ) -> Any:
     """Method by length as a rich table; `best` of each length is bold."""
     table = new_table("", (length or "score" for length in lengths))
@@ -162,7 +162,7 @@ def by_length_table(
     return table
 
 
-def print_tasks(suite: str, rows: Sequence[Row], shown: Mapping[Any, str], console: Any) -> None:
+def print_tasks(suite: str, rows: Sequence[Record], shown: Mapping[Any, str], console: Any) -> None:
     """A suite that asks with prompts: tasks and methods at each length, or method by length where it is one task."""
     title = TITLES.get(suite, suite)
     tasks = grouped(rows, lambda row: row.get("source"))
@@ -177,7 +177,7 @@ def print_tasks(suite: str, rows: Sequence[Row], shown: Mapping[Any, str], conso
         print_titled(heading, task_table(suite, at_length, shown, name_metrics=len(metrics) > 1), console)
 
 
-def task_table(suite: str, rows: Sequence[Row], shown: Mapping[Any, str], name_metrics: bool) -> Any:
+def task_table(suite: str, rows: Sequence[Record], shown: Mapping[Any, str], name_metrics: bool) -> Any:
     """Tasks and methods at one length, whichever are more going down; the best of each task in bold."""
     tasks = grouped(rows, lambda row: str(row.get("source")))
     methods = list(dict.fromkeys(map(identity, rows)))
@@ -202,13 +202,13 @@ def task_table(suite: str, rows: Sequence[Row], shown: Mapping[Any, str], name_m
     return table
 
 
-def column_of(rows: Sequence[Row], methods: Sequence[Any]) -> list[Any]:
+def column_of(rows: Sequence[Record], methods: Sequence[Any]) -> list[Any]:
     """The cells of one task, a method each, the best in bold."""
     cells, best = {identity(row): row for row in rows}, winner(rows)
     return [in_bold(cells.get(method), best) for method in methods]
 
 
-def means(tasks: Sequence[Sequence[Row]], methods: Sequence[Any]) -> dict[str, list[Any]]:
+def means(tasks: Sequence[Sequence[Record]], methods: Sequence[Any]) -> dict[str, list[Any]]:
     """The mean over all of some tasks for each method that has them; nothing for a single task."""
     if len(tasks) < 2:
         return {}
@@ -226,7 +226,7 @@ def plain(text: str) -> Any:
     return Text(text)
 
 
-def in_bold(row: Row | None, best: float | None) -> Any:
+def in_bold(row: Record | None, best: float | None) -> Any:
     """A cell, in bold if it is the best."""
     from rich.text import Text
 
@@ -234,14 +234,14 @@ def in_bold(row: Row | None, best: float | None) -> Any:
     return Text(describe_cell(row), style="bold" if value is not None and value == best else "")
 
 
-def main_value(row: Row) -> float | None:
+def main_value(row: Record) -> float | None:
     """The number that a row is compared by."""
     key = {"needles": "accuracy", "perplexity": "perplexity"}.get(row["suite"], "score")
     value = row.get(key)
     return value if isinstance(value, int | float) else None
 
 
-def winner(rows: Iterable[Row]) -> float | None:
+def winner(rows: Iterable[Record]) -> float | None:
     """The best of comparable rows."""
     rows = list(rows)
     lowest = rows[0]["suite"] == "perplexity" or rows[0].get("higher_is_better") is False
@@ -249,14 +249,14 @@ def winner(rows: Iterable[Row]) -> float | None:
     return (min if lowest else max)(values, default=None)
 
 
-def is_share(row: Row) -> bool:
+def is_share(row: Record) -> bool:
     """Whether a task's score is a share of 1, shown in per cent."""
     score = main_value(row)
     of_hundred = row["suite"] == "lm_eval" and str(row.get("metric")).startswith(("bleu", "chrf", "rouge", "ter"))
     return score is not None and 0 <= score <= 1 and row.get("higher_is_better") is not False and not of_hundred
 
 
-def describe_cell(row: Row | None) -> str:
+def describe_cell(row: Record | None) -> str:
     """A value with its 95% interval: `17.1 (16.8–17.4)`, `75.0% (62.2–84.5)`."""
     if row is None:
         return "–"
@@ -273,7 +273,7 @@ def describe_cell(row: Row | None) -> str:
     return three_digits(value) + (f" ({three_digits(ends[0])}–{three_digits(ends[1])})" if ends else "")
 
 
-def interval(row: Row, value: float, stderr: float | None) -> tuple[float, float] | None:
+def interval(row: Record, value: float, stderr: float | None) -> tuple[float, float] | None:
     """The 95% interval of a score: the row's own, else Wilson's where all or none was right, else 1.96 errors."""
     if row.get("low") is not None and row.get("high") is not None:
         return row["low"], row["high"]
@@ -294,7 +294,7 @@ def three_digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
-def print_heat_maps(title: str, rows: Sequence[Row], shown: Mapping[Any, str], console: Any) -> None:
+def print_heat_maps(title: str, rows: Sequence[Record], shown: Mapping[Any, str], console: Any) -> None:
     """Needles by depth and length, a grid a method, side by side as the width allows; nothing without depths."""
     from rich.columns import Columns
 
@@ -310,7 +310,7 @@ def print_heat_maps(title: str, rows: Sequence[Row], shown: Mapping[Any, str], c
     console.print(Columns(grids, padding=(0, 3, 1, 0)), width=min(console.width, LOG_WIDTH))
 
 
-def heat_map(name: str, rows: Sequence[Row]) -> Any:
+def heat_map(name: str, rows: Sequence[Record]) -> Any:
     """One method's grid, shortest texts on the left."""
     from rich.console import Group
     from rich.table import Table
@@ -339,7 +339,7 @@ def heat_cell(score: float | None) -> Any:
     return Text(f" {100 * score:3.0f} ", style=f"{ink} on {COLOURS[step]}")
 
 
-def print_by_position(rows: Sequence[Row], console: Any = None) -> None:
+def print_by_position(rows: Sequence[Record], console: Any = None) -> None:
     """Perplexity of the tokens between two positions, by octaves: where in a long text a method fails."""
     console = console or open_console()
     measured = [row for row in rows if row["suite"] == "perplexity" and row.get("position_edges")]
@@ -352,7 +352,7 @@ def print_by_position(rows: Sequence[Row], console: Any = None) -> None:
         print_titled(f"Perplexity by position in texts of {length:,} tokens of {source}", table, console)
 
 
-def octave_perplexities(row: Row, edges: Sequence[int]) -> list[str]:
+def octave_perplexities(row: Record, edges: Sequence[int]) -> list[str]:
     """Perplexity between each two of `edges`, from a row's finer bins of positions."""
     fine, losses = row["position_edges"], row["nll_by_position"]
     bins = [(a, b, nll) for a, b, nll in zip(fine, fine[1:], losses, strict=False) if nll is not None]

@@ -97,7 +97,7 @@ def plan(
 
 def _plain(structure: LayerStructure) -> bool:
     """Whether a kernel knows all that is beside: noise, warps and a bias on oneself it does not."""
-    return not structure.noisy and structure.warp is None and structure.self_bias is None
+    return not structure.noisy and structure.warp is None and structure.diagonal_bias is None
 
 
 def _served(span: Span | None, kept: CachedLayer, kv_heads: int, capacity: int, chunk: int) -> bool:
@@ -202,7 +202,7 @@ def read_on(
     """What the last layer writes for C new tokens of each row, and the cache with them.
 
     Args:
-      params: {"trunk": as the model's, "layers": as `arrange` groups the stacked ones}.
+      params: {"token_embedder": as the model's, "layers": as `arrange` groups the stacked ones}.
       cache, layout: as `allocate` and `plan` make them.
       tokens: new ones of each row, real ones first.
       positions: [1, C] where all rows are read at the same place, or [B, 1].
@@ -298,11 +298,11 @@ class _Tables:
         if schedule.same_rotation:
             n = next(i for i, s in enumerate(schedule.structure) if s.rotates)
             structure = schedule.structure[n]
-            turns, gain = jnp.asarray(schedule.turns)[n], jnp.asarray(schedule.gain)[n]
-            self.of_chunk = model.tables(turns, gain, structure, positions)
+            fixed_freq, gain = jnp.asarray(schedule.fixed_freq)[n], jnp.asarray(schedule.gain)[n]
+            self.of_chunk = model.tables(fixed_freq, gain, structure, positions)
             for kept in layout.layers:
                 if not kept.rotated and kept.slots not in self._slots:
-                    self._slots[kept.slots] = model.tables(turns, gain, structure, self._turned_at(kept))
+                    self._slots[kept.slots] = model.tables(fixed_freq, gain, structure, self._turned_at(kept))
 
     def held(self, kept: CachedLayer) -> jax.Array:
         return self._held[kept.slots]

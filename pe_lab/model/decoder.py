@@ -14,11 +14,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention import IMPLEMENTATIONS, Rotation, Row
-from pe_lab.attention.implementations import choose
-from pe_lab.attention.interface import request
-from pe_lab.config import ModelConfig, UserError, did_you_mean
+from pe_lab.attention.api import request
+from pe_lab.attention.dispatch import choose
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError, did_you_mean
 from pe_lab.model.loss import cross_entropy
-from pe_lab.model.modules import ACTIVATIONS, NORMS, QK_NORMS, Block, Trunk
+from pe_lab.model.modules import ACTIVATIONS, NORMS, QK_NORMS, Block, Embedder
 from pe_lab.model.pattern import Run, runs
 from pe_lab.parallel import balanced_order, constrain, context_size, padded_length
 from pe_lab.positional import LayerStructure, Schedule, rotation_tables
@@ -73,8 +74,8 @@ def complete(config: ModelConfig) -> ModelConfig:
 class Model:
     """A decoder of one shape: `init` makes its parameters, everything else is a pure function of them.
 
-    Parameters are nested dicts of float32 arrays: `trunk` (embedding, final norm) and `layers`, where every array
-    has a leading axis over the N layers, whatever the positional encodings on them.
+    Parameters are nested dicts of float32 arrays: `token_embedder` (embedding, final norm) and `layers`, where every
+    array has a leading axis over the N layers, whatever the positional encodings on them.
 
     Args:
       config: the shape.
@@ -83,10 +84,10 @@ class Model:
 
     def __init__(self, config: ModelConfig, backward: bool = True):
         self.config, self.backward = complete(config), backward
-        self._trunk, trunk_state = nnx.split(nnx.eval_shape(lambda: Trunk(self.config, nnx.Rngs(0))))
+        self._embedder, embedder_state = nnx.split(nnx.eval_shape(lambda: Embedder(self.config, nnx.Rngs(0))))
         self._block, block_state = nnx.split(nnx.eval_shape(lambda: Block(self.config, nnx.Rngs(0))))
         self.axes: Params = {
-            "trunk": _axes(trunk_state, ()),
+            "token_embedder": _axes(embedder_state, ()),
             "layers": _axes(block_state, ("layers",)),
         }
 
@@ -96,9 +97,9 @@ class Model:
         def block(key: jax.Array) -> Params:
             return nnx.to_pure_dict(nnx.state(Block(self.config, nnx.Rngs(params=key))))
 
-        trunk_key, layers_key = jax.random.split(key)
+        embedder_key, layers_key = jax.random.split(key)
         return {
-            "trunk": nnx.to_pure_dict(nnx.state(Trunk(self.config, nnx.Rngs(params=trunk_key)))),
+            "token_embedder": nnx.to_pure_dict(nnx.state(Embedder(self.config, nnx.Rngs(params=embedder_key)))),
             "layers": jax.vmap(block)(jax.random.split(layers_key, self.config.layers)),
         }
 
@@ -159,7 +160,7 @@ class Model:
         if schedule.same_rotation:
             # Equal on all layers that rotate: made once, above them.
             n = next(i for i, s in enumerate(schedule.structure) if s.rotates)
-            shared = self.tables(schedule.turns[n], schedule.gain[n], schedule.structure[n], at)
+            shared = self.tables(schedule.fixed_freq[n], schedule.gain[n], schedule.structure[n], at)
         data = (params["layers"], layer_arrays(schedule))
 
         def layer(x: jax.Array, data: Any, structure: LayerStructure) -> jax.Array:
@@ -183,11 +184,11 @@ class Model:
 
     def final_norm(self, params: Params, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """What the unembedding reads, of what the last layer wrote."""
-        return nnx.merge(self._trunk, params["trunk"]).final_norm(x)
+        return nnx.merge(self._embedder, params["token_embedder"]).final_norm(x)
 
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """What the first layer reads, in the compute dtype."""
-        x = nnx.merge(self._trunk, params["trunk"]).embed(tokens, jnp.dtype(self.config.dtype))
+        x = nnx.merge(self._embedder, params["token_embedder"]).embed(tokens, jnp.dtype(self.config.dtype))
         return constrain(x, "batch", "length", "activation_embed")
 
     def block(self, block_params: Params) -> Block:
@@ -209,25 +210,25 @@ class Model:
           positions: of the tokens.
           tables: cos and sin where they are made already.
         """
-        turns, gain, slope, logit_scale, noise = arrays
-        cos, sin, self_bias, rotation = None, None, None, None
+        fixed_freq, gain, slope, logit_scale, noise = arrays
+        cos, sin, diagonal_bias, rotation = None, None, None, None
         if structure.rotates:
-            cos, sin = self.tables(turns, gain, structure, positions) if tables is None else tables
+            cos, sin = self.tables(fixed_freq, gain, structure, positions) if tables is None else tables
             if structure.warp is None:
                 chosen = self._rows(structure)
-                rotation = Rotation(turns[chosen], gain[chosen])
-        if structure.self_bias:
-            strength, length = structure.self_bias
-            self_bias = jnp.where(positions < length, jnp.float32(strength), 0)
+                rotation = Rotation(fixed_freq[chosen], gain[chosen])
+        if structure.diagonal_bias:
+            strength, length = structure.diagonal_bias
+            diagonal_bias = jnp.where(positions < length, jnp.float32(strength), 0)
         slope, noise = slope if structure.slopes else None, noise if structure.noisy else None
-        return Row(cos, sin, slope, logit_scale, noise, self_bias, rotation)
+        return Row(cos, sin, slope, logit_scale, noise, diagonal_bias, rotation)
 
     def tables(
-        self, turns: jax.Array, gain: jax.Array, structure: LayerStructure, positions: jax.Array
+        self, fixed_freq: jax.Array, gain: jax.Array, structure: LayerStructure, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """cos and sin [B or 1, T, rows, R] with one row per layer, key head or query head, as the layer needs."""
         chosen = self._rows(structure)
-        return rotation_tables(turns[chosen], gain[chosen], positions, structure.warp)
+        return rotation_tables(fixed_freq[chosen], gain[chosen], positions, structure.warp)
 
     def _rows(self, structure: LayerStructure) -> slice:
         """Of H rows of a rotation, those that differ: one, one per key head, or all."""
@@ -251,7 +252,7 @@ class Model:
                 slopes=one.slopes,
                 segments=segments,
                 window=one.window,
-                self_bias=one.self_bias is not None,
+                diagonal_bias=one.diagonal_bias is not None,
                 soft_cap=None,
                 split_heads=one.rotates and one.heads == "split" and config.heads != config.kv_heads,
                 backward=self.backward,
@@ -275,7 +276,7 @@ class Model:
 
     def unembedding(self, params: Params) -> Float[Array, "V D"]:
         """The output embedding: the input's where they are tied."""
-        return nnx.merge(self._trunk, params["trunk"]).output_embedding()
+        return nnx.merge(self._embedder, params["token_embedder"]).output_embedding()
 
     def token_loss(self, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> Float[Array, "B T"]:
         """Cross-entropy of each target of a batch (tokens, targets, and positions and segments where given), nats."""
@@ -315,7 +316,7 @@ def _over_context(
 
 def layer_arrays(schedule: Schedule) -> tuple[jax.Array, ...]:
     """What `Model.row` reads of a schedule, stacked over layers."""
-    return (schedule.turns, schedule.gain, schedule.alibi_slope, schedule.logit_scale, schedule.noise)
+    return (schedule.fixed_freq, schedule.gain, schedule.alibi_slope, schedule.logit_scale, schedule.noise)
 
 
 def _repeat(group: Any, x: jax.Array, data: Any, run: Run, scan: bool) -> jax.Array:

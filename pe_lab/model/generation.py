@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from pe_lab.attention.cached_span import Span
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.model.decoder import Params
 from pe_lab.model.programs import Programs, Weights
 from pe_lab.model.request import Request, Schedules, Statistics
@@ -325,6 +326,6 @@ def with_shared_rotation(schedule: Schedule) -> Schedule:
     """
     rotating = [n for n, one in enumerate(schedule.structure) if one.rotates]
     kinds = {(one.heads, one.warp) for one in schedule.structure if one.rotates}
-    turns, gain = np.asarray(schedule.turns)[rotating], np.asarray(schedule.gain)[rotating]
-    alike = len(kinds) == 1 and bool((turns == turns[:1]).all() and (gain == gain[:1]).all())
+    fixed_freq, gain = np.asarray(schedule.fixed_freq)[rotating], np.asarray(schedule.gain)[rotating]
+    alike = len(kinds) == 1 and bool((fixed_freq == fixed_freq[:1]).all() and (gain == gain[:1]).all())
     return dataclasses.replace(schedule, same_rotation=alike)

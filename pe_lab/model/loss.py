@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.parallel import constrain
 
 
@@ -56,10 +56,10 @@ def _cross_entropy(hidden, unembedding, targets, chunks):  # noqa: ANN001, ANN20
 def _forward_rule(hidden, unembedding, targets, chunks):  # noqa: ANN001, ANN202
     if chunks == 1:
         logits = _chunk_logits(hidden, unembedding)
-        log_sum = jax.nn.logsumexp(logits, axis=-1)
+        logsumexp = jax.nn.logsumexp(logits, axis=-1)
         # Comparing instead of gathering: a gather from a sharded vocabulary would collect the logits first.
         at_target = jnp.where(_is_target(targets, 0, 1, logits.shape[-1]), logits, 0).sum(-1)
-        return log_sum - at_target, (hidden, unembedding, targets, log_sum, logits)
+        return logsumexp - at_target, (hidden, unembedding, targets, logsumexp, logits)
 
     def step(carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:
         highest, total, at_target = carry
@@ -73,15 +73,15 @@ def _forward_rule(hidden, unembedding, targets, chunks):  # noqa: ANN001, ANN202
     shape = targets.shape
     start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(shape))
     (highest, total, at_target), _ = jax.lax.scan(step, start, (jnp.arange(chunks), _split(unembedding, chunks)))
-    log_sum = highest + jnp.log(total)
-    return log_sum - at_target, (hidden, unembedding, targets, log_sum, None)
+    logsumexp = highest + jnp.log(total)
+    return logsumexp - at_target, (hidden, unembedding, targets, logsumexp, None)
 
 
 def _backward_rule(chunks, saved, d_loss):  # noqa: ANN001, ANN202
-    hidden, unembedding, targets, log_sum, logits = saved
+    hidden, unembedding, targets, logsumexp, logits = saved
 
     def of_chunk(index: jax.Array | int, logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        softmax = jnp.exp(logits - log_sum[..., None])
+        softmax = jnp.exp(logits - logsumexp[..., None])
         d_logits = (softmax - _is_target(targets, index, chunks, logits.shape[-1])) * d_loss[..., None]
         d_logits = d_logits.astype(hidden.dtype)
         d_hidden = jnp.einsum("btv,vd->btd", d_logits, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)

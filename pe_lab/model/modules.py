@@ -223,7 +223,7 @@ class Block(nnx.Module):
         return constrain(x, "batch", "length", "activation_embed")
 
 
-class Trunk(nnx.Module):
+class Embedder(nnx.Module):
     """What stands outside the layers: the embedding, the final norm, and an output embedding where untied."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pe_lab.config import ModelConfig, UserError, did_you_mean, from_dict
+from pe_lab.config import ModelConfig, from_dict
+from pe_lab.errors import UserError, did_you_mean
 
 _QWEN2_0_5B = dict(
     vocab_size=151936,

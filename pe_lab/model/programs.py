@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention import IMPLEMENTATIONS
-from pe_lab.attention.abilities import Request
 from pe_lab.attention.cached_span import Span
-from pe_lab.attention.implementations import choose as choose_attention
+from pe_lab.attention.capabilities import Request
+from pe_lab.attention.dispatch import choose as choose_attention
 from pe_lab.config import ModelConfig
 from pe_lab.model.cache import Cache, Layout, allocate, arrange, plan, read_on
 from pe_lab.model.decoder import Model, Params
@@ -182,7 +182,7 @@ class Programs:
                 weights.runs[layout.runs] = jax.tree.map(jax.device_put, views)
             else:
                 weights.runs[layout.runs] = arrange(stacked, layout.runs)
-        return {"trunk": weights.params["trunk"], "layers": weights.runs[layout.runs]}
+        return {"token_embedder": weights.params["token_embedder"], "layers": weights.runs[layout.runs]}
 
     def layout(self, structure: Sequence[LayerStructure], follows: Sequence[bool], capacity: int) -> Layout:
         """The layout of a cache for texts of at most `capacity` tokens; see `cache.plan`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.model.sampling import Sampling
 from pe_lab.positional import Schedule
 

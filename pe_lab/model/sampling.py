@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 
 
 def balanced_order(length: int, parts: int) -> Int[np.ndarray, " length"]:

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from pe_lab.config import MeshConfig, UserError
+from pe_lab.config import MeshConfig
+from pe_lab.errors import UserError
 
 AXES = ("data", "fsdp", "tensor", "context")
 

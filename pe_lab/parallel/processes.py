@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 
 _TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 _GPU_DEVICES = ("/dev/nvidia0",)

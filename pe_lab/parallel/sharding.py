@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from pe_lab.config import UserError, did_you_mean
+from pe_lab.errors import UserError, did_you_mean
 
 MeshAxes = str | tuple[str, ...] | None
 AnyMesh = Mesh | AbstractMesh  # sizes alone are enough to know how an array is cut

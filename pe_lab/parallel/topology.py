@@ -14,7 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from pe_lab.config import MeshConfig, UserError, did_you_mean
+from pe_lab.config import MeshConfig
+from pe_lab.errors import UserError, did_you_mean
 from pe_lab.parallel.mesh import AXES, mesh_shape
 
 GIB = 2**30

@@ -1,5 +1,6 @@
 """Positional encodings as data: descriptions -> schedule -> one rotation."""
 
+from pe_lab.positional.codec import family, from_json, label, parse, to_json
 from pe_lab.positional.denoising import denoise, dope_by_all, dope_by_gaussian, dope_by_parts, read_scores, select_heads
 from pe_lab.positional.encodings import (
     Alibi,
@@ -31,7 +32,6 @@ from pe_lab.positional.scalings import (
     Yarn,
 )
 from pe_lab.positional.schedule import LayerStructure, Schedule, build_schedule, describe
-from pe_lab.positional.texts import family, from_json, label, parse, to_json
 
 __all__ = [
     "CANONICAL",

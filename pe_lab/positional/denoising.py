@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional.encodings import NoPE
 from pe_lab.positional.heads import Bands, Gaussian, HeadEdit, HeadKind, Uniform
 from pe_lab.positional.layers import Layer

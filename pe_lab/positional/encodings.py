@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional.scalings import SCALINGS, Scaling, require, require_length
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional.encodings import ENCODINGS, Alibi, Encoding, NotebookBias, NotebookYarn, frequencies
 from pe_lab.positional.scalings import require
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional.encodings import (
     Encoding,
     NoPE,

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
+from pe_lab.positional.codec import from_json, parse
 from pe_lab.positional.encodings import Encoding, NoPE, Rope
 from pe_lab.positional.layers import Beta, Drop, Layer, Rescale
 from pe_lab.positional.scalings import SCALINGS
-from pe_lab.positional.texts import from_json, parse
 
 
 @dataclass(frozen=True)

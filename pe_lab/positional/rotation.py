@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional.encodings import Rope, frequencies
 from pe_lab.positional.scalings import PI
 
 
-def turns_per_position(inv_freq: np.ndarray) -> np.ndarray:
+def fixed_point_frequencies(inv_freq: np.ndarray) -> np.ndarray:
     """Frequencies as exact fixed-point numbers: a 64-bit fraction of a turn, in two uint32 words.
 
     A float32 product of position and frequency is off by hundredths of a radian at a million tokens, because the
@@ -48,15 +48,15 @@ def _multiply_high(a: jax.Array, b: jax.Array) -> jax.Array:
     return a_high * b_high + (middle >> 16) + (middle_2 >> 16)
 
 
-def angles(turns: UInt32[Array, "*rows R 2"], positions: Int[Array, "B T"]) -> Float[Array, "B T *rows R"]:
+def angles(fixed_freq: UInt32[Array, "*rows R 2"], positions: Int[Array, "B T"]) -> Float[Array, "B T *rows R"]:
     """Rotation angles modulo one turn, in [-pi, pi], float32, good to 5e-7 rad at any position below 2^31.
 
     Args:
       turns: frequencies as `turns_per_position` writes them.
       positions: token positions, not negative.
     """
-    position = positions.astype(jnp.uint32).reshape(positions.shape + (1,) * (turns.ndim - 1))
-    high, low = turns[..., 0], turns[..., 1]
+    position = positions.astype(jnp.uint32).reshape(positions.shape + (1,) * (fixed_freq.ndim - 1))
+    high, low = fixed_freq[..., 0], fixed_freq[..., 1]
     fraction = position * high + _multiply_high(position, low)  # wraps at 2^32 = one turn
     signed = jax.lax.bitcast_convert_type(fraction, jnp.int32).astype(jnp.float32)
     return signed * jnp.float32(2 * math.pi / 2**32)
@@ -75,7 +75,7 @@ class Warp(NamedTuple):
 
 
 def warped_angles(
-    turns: UInt32[Array, "*rows R 2"], positions: Int[Array, "B T"], warp: Warp
+    fixed_freq: UInt32[Array, "*rows R 2"], positions: Int[Array, "B T"], warp: Warp
 ) -> Float[Array, "B T *rows R"]:
     """Rotation angles at warped positions, float32, good to 1e-6 rad at positions below 2^27 outside the blend.
 
@@ -94,18 +94,18 @@ def warped_angles(
         carried = _multiply_high(position, jnp.full_like(position, high)) + (fraction < upper).astype(jnp.uint32)
         whole = jnp.where(here, position * np.uint32(int(multiplier)) + carried, whole)
         rest = jnp.where(here, fraction.astype(jnp.float32) * jnp.float32(2.0**-32), rest)
-    step = turns[..., 0].astype(jnp.float32) * jnp.float32(2 * math.pi / 2**32)
-    return angles(turns, whole.astype(jnp.int32)) + rest.reshape(rest.shape + (1,) * (turns.ndim - 1)) * step
+    step = fixed_freq[..., 0].astype(jnp.float32) * jnp.float32(2 * math.pi / 2**32)
+    return angles(fixed_freq, whole.astype(jnp.int32)) + rest.reshape(rest.shape + (1,) * (fixed_freq.ndim - 1)) * step
 
 
 def rotation_tables(
-    turns: UInt32[Array, "*rows R 2"],
+    fixed_freq: UInt32[Array, "*rows R 2"],
     gain: Float[Array, "*rows R"],
     positions: Int[Array, "B T"],
     warp: Warp | None = None,
 ) -> tuple[Float[Array, "B T *rows R"], Float[Array, "B T *rows R"]]:
     """cos and sin of every pair's angle at every position, times the pair's gain; float32."""
-    angle = angles(turns, positions) if warp is None else warped_angles(turns, positions, warp)
+    angle = angles(fixed_freq, positions) if warp is None else warped_angles(fixed_freq, positions, warp)
     return jnp.cos(angle) * gain, jnp.sin(angle) * gain
 
 
@@ -143,7 +143,9 @@ rotate.defvjp(_rotate_forward, _rotate_backward)
 def apply_encoding(x: Float[Array, "B T H K"], positions: Int[Array, "B T"], encoding: Rope) -> Float[Array, "B T H K"]:
     """Rotates queries or keys by one description; what `apply_rope` and `apply_p_rope` are made of."""
     inv_freq, gain = frequencies(encoding, x.shape[-1])
-    cos, sin = rotation_tables(jnp.asarray(turns_per_position(inv_freq)), jnp.asarray(gain, jnp.float32), positions)
+    cos, sin = rotation_tables(
+        jnp.asarray(fixed_point_frequencies(inv_freq)), jnp.asarray(gain, jnp.float32), positions
+    )
     return rotate(x, cos[:, :, None], sin[:, :, None])
 
 

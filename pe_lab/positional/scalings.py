@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 
 Scaled = tuple[np.ndarray, float]  # (frequencies [d/2] in radians per position, factor on cos and sin)
 

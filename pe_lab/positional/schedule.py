@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from jaxtyping import Float, UInt32
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
+from pe_lab.positional.codec import label, ranges
 from pe_lab.positional.encodings import Alibi, NotebookBias, NotebookYarn, alibi_slopes, frequencies
 from pe_lab.positional.heads import HeadArrays, edit_heads
 from pe_lab.positional.layers import Layer
-from pe_lab.positional.rotation import Warp, turns_per_position
-from pe_lab.positional.texts import label, ranges
+from pe_lab.positional.rotation import Warp, fixed_point_frequencies
 
 ArrayLike = jax.Array | np.ndarray
 
@@ -40,7 +40,7 @@ class LayerStructure:
     heads: Literal["shared", "grouped", "split"] = "shared"
     noisy: bool = False
     warp: Warp | None = None
-    self_bias: tuple[float, int] | None = None
+    diagonal_bias: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Schedule:
 
     inv_freq: Float[ArrayLike, "N H R"]
     gain: Float[ArrayLike, "N H R"]
-    turns: UInt32[ArrayLike, "N H R 2"]
+    fixed_freq: UInt32[ArrayLike, "N H R 2"]
     alibi_slope: Float[ArrayLike, "N H"]
     logit_scale: Float[ArrayLike, " N"]
     noise: UInt32[ArrayLike, "N H"]
@@ -138,15 +138,15 @@ class Schedule:
             return array
 
         # Frequencies keep their 64 bits where they are not edited: `turns` is authoritative, float32 would round.
-        new_freq, turns = put(self.inv_freq, inv_freq), np.array(self.turns)
+        new_freq, fixed_freq = put(self.inv_freq, inv_freq), np.array(self.fixed_freq)
         if inv_freq is not None:
             changed = put(np.zeros(np.shape(self.inv_freq), bool), True)
             exact = put(np.array(self.inv_freq, np.float64), inv_freq)
-            turns[changed] = turns_per_position(exact)[changed]
+            fixed_freq[changed] = fixed_point_frequencies(exact)[changed]
         return _assemble(
             new_freq,
             put(self.gain, gain),
-            turns,
+            fixed_freq,
             put(self.alibi_slope, alibi_slope),
             put(self.logit_scale, logit_scale, per_head=False),
             put(self.noise, noise),
@@ -157,7 +157,7 @@ class Schedule:
 
 jax.tree_util.register_dataclass(
     Schedule,
-    data_fields=["inv_freq", "gain", "turns", "alibi_slope", "logit_scale", "noise"],
+    data_fields=["inv_freq", "gain", "fixed_freq", "alibi_slope", "logit_scale", "noise"],
     meta_fields=["structure", "same_rotation"],
 )
 
@@ -190,7 +190,7 @@ def build_schedule(
     return _assemble(
         inv_freq,
         np.stack([row.gain for row in rows]),
-        turns_per_position(inv_freq),
+        fixed_point_frequencies(inv_freq),
         np.stack([row.slope for row in rows]),
         np.array([layer.scale_at(length) for layer in layers]),
         np.stack([row.noise for row in rows]),
@@ -216,12 +216,12 @@ def _layer_arrays(
 def _constants(layer: Layer) -> LayerStructure:
     """What a description says of the compiled program; the rest of the structure follows from the arrays."""
     encoding = layer.encoding
-    warp = self_bias = None
+    warp = diagonal_bias = None
     if isinstance(encoding, NotebookYarn):
         warp = Warp(encoding.alpha, encoding.beta, encoding.original_length, encoding.blend)
     if isinstance(encoding, NotebookBias):
-        self_bias = (encoding.strength, encoding.original_length)
-    return LayerStructure(window=layer.window, warp=warp, self_bias=self_bias)
+        diagonal_bias = (encoding.strength, encoding.original_length)
+    return LayerStructure(window=layer.window, warp=warp, diagonal_bias=diagonal_bias)
 
 
 def _select(count: int, chosen: Sequence[int] | slice, what: str) -> np.ndarray:
@@ -237,7 +237,7 @@ def _select(count: int, chosen: Sequence[int] | slice, what: str) -> np.ndarray:
 def _assemble(
     inv_freq: np.ndarray,
     gain: np.ndarray,
-    turns: np.ndarray,
+    fixed_freq: np.ndarray,
     alibi_slope: np.ndarray,
     logit_scale: np.ndarray,
     noise: np.ndarray,
@@ -245,12 +245,12 @@ def _assemble(
     num_kv_heads: int,
 ) -> Schedule:
     """A schedule around arrays; of `constants` only what does not follow from them is read."""
-    if num_kv_heads < 1 or turns.shape[1] % num_kv_heads:
-        raise UserError(f"{turns.shape[1]} query heads do not divide into {num_kv_heads} key-value heads.")
+    if num_kv_heads < 1 or fixed_freq.shape[1] % num_kv_heads:
+        raise UserError(f"{fixed_freq.shape[1]} query heads do not divide into {num_kv_heads} key-value heads.")
     every = np.broadcast_to(noise[..., None, None], (*gain.shape, 1))
-    rows = np.concatenate([turns.astype(np.float64), gain[..., None], every], axis=-1)  # [N, H, R, 4], to compare
+    rows = np.concatenate([fixed_freq.astype(np.float64), gain[..., None], every], axis=-1)  # [N, H, R, 4], to compare
     noisy = (noise != 0).any(1)
-    rotates = (turns != 0).any((1, 2, 3)) | (gain != 1).any((1, 2)) | noisy
+    rotates = (fixed_freq != 0).any((1, 2, 3)) | (gain != 1).any((1, 2)) | noisy
     structure = []
     for n, constant in enumerate(constants):
         grouped = rows[n].reshape(num_kv_heads, -1, *rows.shape[2:])
@@ -267,7 +267,7 @@ def _assemble(
                 heads,
                 bool(noisy[n]),
                 constant.warp,
-                constant.self_bias,
+                constant.diagonal_bias,
             )
         )
     rotating = rows[rotates]
@@ -275,7 +275,7 @@ def _assemble(
     return Schedule(
         inv_freq.astype(np.float32),
         gain.astype(np.float32),
-        turns,
+        fixed_freq,
         alibi_slope.astype(np.float32),
         logit_scale.astype(np.float32),
         noise.astype(np.uint32),
@@ -291,7 +291,7 @@ def describe(schedule: Schedule, layers: Sequence[Layer] | None = None) -> str:
     """
     if layers and len(layers) != schedule.num_layers:
         raise UserError(f"{len(layers)} layers cannot name the {schedule.num_layers} of this schedule.")
-    turning = (np.asarray(schedule.turns) != 0).any(-1)  # PI by 1e30 has frequencies, and yet nothing turns
+    turning = (np.asarray(schedule.fixed_freq) != 0).any(-1)  # PI by 1e30 has frequencies, and yet nothing turns
     freq, gain = np.asarray(schedule.inv_freq, np.float64), np.asarray(schedule.gain)
     slope, scale, noise = (np.asarray(a) for a in (schedule.alibi_slope, schedule.logit_scale, schedule.noise))
 
@@ -344,6 +344,6 @@ def _beside(structure: LayerStructure, noisy_heads: int) -> str:
     parts = [f"{noisy_heads} heads are noise"] if noisy_heads else []
     if structure.warp:
         parts.append(f"positions times {structure.warp.alpha:g} .. {structure.warp.beta:g}")
-    if structure.self_bias:
-        parts.append("{:+g} on itself below {}".format(*structure.self_bias))
+    if structure.diagonal_bias:
+        parts.append("{:+g} on itself below {}".format(*structure.diagonal_bias))
     return ", ".join(parts)

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pe_lab.config import Config, UserError, config_hash, from_dict, identity, to_json
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes beside, then renames: a reader sees the old file or the new one, never half of one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(value, indent=1) + "\n")
-    beside.replace(path)
+from pe_lab.config import Config, config_hash, from_dict, identity, to_json
+from pe_lab.errors import UserError
+from pe_lab.storage import write_file, write_json
 
 
 class Rows:
@@ -33,9 +27,7 @@ class Rows:
                 # A killed process may have left half a line.
                 if line.endswith("\n") and json.loads(line)["step"] <= resume_step:
                     kept.append(line)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text("".join(kept))
-        beside.replace(path)
+        write_file(path, "".join(kept))
         self._file = path.open("a")
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -26,11 +26,12 @@ from pe_lab.checkpoints.store import (
     templates,
 )
 from pe_lab.checkpoints.surgery import NOTHING, change, check_same_shape, lineage_entry
-from pe_lab.config import UserError
 from pe_lab.data.pipeline import validation_batches
+from pe_lab.errors import UserError
 from pe_lab.model import train_flops_per_token
 from pe_lab.positional import describe, label
-from pe_lab.training.files import NoRows, Rows, TensorBoard, write_json
+from pe_lab.storage import write_json
+from pe_lab.training.files import NoRows, Rows, TensorBoard
 from pe_lab.training.machine import Peak
 from pe_lab.training.optimizer import learning_rate, make_optimizer
 from pe_lab.training.progress import TrainingProgress, console
@@ -347,7 +348,7 @@ class _PhaseTraining:
             lineage = [*self.lineage, lineage_entry(what, checkpoint_id, str(self._path(step)), step)]
             self.saved_lineage = lineage
         metadata = checkpoint_metadata(run, phase, checkpoint_id, step, lineage, data_state)
-        self.store.save(step, params, optimizer, phase.schedule, metadata)
+        self.store.save(step, params, optimizer, metadata)
 
     def _write_facts(self, status: str, started: int, seconds: float) -> None:
         """phase.json, for the report."""

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import optax
 
-from pe_lab.config import OptimizerConfig, UserError
+from pe_lab.config import OptimizerConfig
+from pe_lab.errors import UserError
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -22,7 +22,6 @@ def checkpoint_metadata(
     return metadata_of(
         model,
         phase.layers,
-        phase.schedule,
         id=checkpoint_id,
         run=run.config.name,
         phase=phase.name,

@@ -11,17 +11,18 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from pe_lab.checkpoints import is_foreign, open_source
+from pe_lab.checkpoints import is_external, open_source
 from pe_lab.checkpoints.store import DIRECTORY, steps_in
 from pe_lab.checkpoints.surgery import check_same_shape
-from pe_lab.config import Config, PhaseConfig, UserError
+from pe_lab.config import Config, PhaseConfig
 from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import build_pipeline
 from pe_lab.data.tokenizers import Tokenizer
+from pe_lab.errors import UserError
 from pe_lab.model import Model, complete
 from pe_lab.parallel import AxisRules, balanced_order, check_batch, make_mesh, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule, layers
-from pe_lab.positional.texts import ranges
+from pe_lab.positional.codec import ranges
 from pe_lab.training.optimizer import learning_rate
 from pe_lab.training.step import parameter_shardings
 
@@ -82,7 +83,7 @@ def _layers_before(phase: PhaseConfig, continues: PhasePlan | None) -> tuple[Lay
     """The layers that an edit of this phase would change; None where there are none to be found."""
     if continues is not None:
         return continues.layers
-    if phase.init_from in ("", "random") or not (is_foreign(phase.init_from) or Path(phase.init_from).is_dir()):
+    if phase.init_from in ("", "random") or not (is_external(phase.init_from) or Path(phase.init_from).is_dir()):
         return None
     return open_source(phase.init_from).layers
 
@@ -170,7 +171,7 @@ def _starts_elsewhere(phase: PhasePlan, workdir: Path) -> bool:
     """Whether a phase has yet to start from a checkpoint that is there before this run."""
     if phase.config.init_from in ("", "random") or steps_in(workdir / phase.name / DIRECTORY):
         return False
-    if is_foreign(phase.config.init_from):
+    if is_external(phase.config.init_from):
         return True
     return not Path(phase.config.init_from).absolute().is_relative_to(workdir.absolute())
 

@@ -11,7 +11,8 @@ import pytest
 from pe_lab.analysis import attention_use as room
 from pe_lab.analysis.attention_use import attention_use
 from pe_lab.attention.statistics import Statistics
-from pe_lab.config import MeshConfig, ModelConfig, UserError
+from pe_lab.config import MeshConfig, ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.model import Model
 from pe_lab.model.decoder import layer_arrays
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pe_lab.attention.span import Rotation, Side
+from pe_lab.attention.key_block import Rotation, Side
 from pe_lab.positional import alibi_slopes
-from pe_lab.positional.rotation import turns_per_position
+from pe_lab.positional.rotation import fixed_point_frequencies
 
 # These compile much and compute little, and so they compile in a third of the time.
 QUICK = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}  # gone by JAX 0.12
@@ -66,7 +66,7 @@ class Request:
     side: Side
     settings: dict[str, Any]
     out: np.ndarray
-    log_sum: np.ndarray
+    logsumexp: np.ndarray
 
 
 def request(case: Case, garbage: bool = True) -> Request:
@@ -95,7 +95,7 @@ def request(case: Case, garbage: bool = True) -> Request:
     # Queries come turned and scaled, in the dtype: what that rounds off is not the kernel's.
     q = q if frequencies is None else _turn(q, at, _per_head(frequencies, H), _per_head(gain, H))
     query = jnp.asarray(q * case.scale * K**-0.5, dtype)
-    out, log_sum = expected(
+    out, logsumexp = expected(
         np.asarray(query, np.float64), k, v, case, start, used, slope,
         (query_segments, key_segments) if case.segments else None,
         (query_positions, key_positions) if case.positions else None,
@@ -111,7 +111,7 @@ def request(case: Case, garbage: bool = True) -> Request:
         key_segments=jnp.asarray(key_segments, jnp.int32) if case.segments else None,
     )
     if frequencies is not None:
-        side = side._replace(rotation=Rotation(jnp.asarray(turns_per_position(frequencies)), jnp.float32(gain)))
+        side = side._replace(rotation=Rotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.float32(gain)))
     if garbage:
         gone = (np.arange(S) >= used[:, None])[:, None, :, None]
         k, v = np.where(gone, np.nan, k), np.where(gone, np.nan, v)
@@ -122,7 +122,7 @@ def request(case: Case, garbage: bool = True) -> Request:
         side,
         dict(window=case.window, soft_cap=case.soft_cap),
         out,
-        log_sum,
+        logsumexp,
     )
 
 

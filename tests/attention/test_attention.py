@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from pe_lab.attention import IMPLEMENTATIONS, Row, attention
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional import alibi_slopes
 
-HERE = [name for name, one in IMPLEMENTATIONS.items() if "cpu" in one.abilities.platforms]
+HERE = [name for name, one in IMPLEMENTATIONS.items() if "cpu" in one.capabilities.platforms]
 OTHERS = [name for name in HERE if name != "reference"]
 
 

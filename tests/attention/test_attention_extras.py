@@ -9,10 +9,10 @@ import pytest
 
 from pe_lab.attention import IMPLEMENTATIONS, Row, attention
 from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 
 B, T, H, K = 2, 21, 4, 16
-HERE = [name for name, one in IMPLEMENTATIONS.items() if "cpu" in one.abilities.platforms]
+HERE = [name for name, one in IMPLEMENTATIONS.items() if "cpu" in one.capabilities.platforms]
 
 
 def draw(*shape, seed=0, dtype=jnp.float32):
@@ -31,7 +31,7 @@ def run(implementation, q, k, v, row, **arrays):
 def test_a_self_bias_is_added_to_a_tokens_logit_with_itself(implementation):
     q, k, v = (draw(B, T, 2, K, seed=i) for i in range(3))
     bias = np.where(np.arange(T) < 11, 2.5, 0.0).astype(np.float32)[None]
-    out = run(implementation, q, k, v, Row(self_bias=jnp.asarray(bias)))
+    out = run(implementation, q, k, v, Row(diagonal_bias=jnp.asarray(bias)))
     wide = [np.asarray(x, np.float64) for x in (q, k, v)]
     logits = np.einsum("bthk,bshk->bhts", *wide[:2]) / K**0.5 + np.diag(bias[0])
     logits = np.where(np.tri(T), logits, -np.inf)
@@ -48,7 +48,7 @@ def test_gradients_under_a_self_bias_are_the_references(implementation):
 
     def gradients(name):
         def loss(q, k, v):
-            return (attention(q, k, v, Row(self_bias=bias), implementation=name, chunk=8) ** 2).sum()
+            return (attention(q, k, v, Row(diagonal_bias=bias), implementation=name, chunk=8) ** 2).sum()
 
         return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
 

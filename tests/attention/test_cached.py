@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pe_lab.attention import Past, Row, attention, cached_attention, encode_keys
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 
 B, H, G, K, SLOTS = 2, 4, 2, 8, 20
 LENGTHS = np.asarray([13, 5])  # cached tokens of each row
@@ -36,8 +36,8 @@ def row_at(kind: str, positions) -> Row:
         row = row._replace(logit_scale=jnp.float32(1.7))
     if kind == "noise":
         row = row._replace(noise=jnp.asarray([0, 9, 0, 3], jnp.uint32))
-    if kind == "self bias":
-        row = row._replace(self_bias=jnp.where(jnp.asarray(positions) < 7, 2.0, 0.0))
+    if kind == "diagonal bias":
+        row = row._replace(diagonal_bias=jnp.where(jnp.asarray(positions) < 7, 2.0, 0.0))
     return row
 
 
@@ -94,7 +94,7 @@ def both(kind, window=None, block=6, rotated=True, garbage=0.0, order=None, capa
     return np.asarray(out), take(np.asarray(full))
 
 
-KINDS = ["none", "shared", "grouped", "split", "slopes", "scale", "noise", "self bias"]
+KINDS = ["none", "shared", "grouped", "split", "slopes", "scale", "noise", "diagonal bias"]
 
 
 @pytest.mark.parametrize(

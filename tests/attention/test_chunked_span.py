@@ -9,7 +9,7 @@ import pytest
 from spans import LINES, QUICK, Case, error, request
 
 from pe_lab.attention.chunked import chunked_span
-from pe_lab.attention.span import MASKED
+from pe_lab.attention.key_block import MASKED
 
 BASE = Case(B=2, T=70, S=150, H=4, G=2, K=16, start=(-3, 75))
 FEATURES = {
@@ -32,6 +32,6 @@ def test_features_together(names):
     span = functools.partial(chunked_span, chunk=32, wide=True, **asked.settings)
     found = jax.jit(span, compiler_options=QUICK)(asked.query, asked.key, asked.value, asked.side)
     assert error(found.out, asked.out) < 1e-5
-    unseen = asked.log_sum <= MASKED
-    assert (np.asarray(found.log_sum)[unseen] == np.float32(MASKED)).all()
-    np.testing.assert_allclose(np.asarray(found.log_sum)[~unseen], asked.log_sum[~unseen], atol=1e-5)
+    unseen = asked.logsumexp <= MASKED
+    assert (np.asarray(found.logsumexp)[unseen] == np.float32(MASKED)).all()
+    np.testing.assert_allclose(np.asarray(found.logsumexp)[~unseen], asked.logsumexp[~unseen], atol=1e-5)

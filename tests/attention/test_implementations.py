@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention import IMPLEMENTATIONS, Row, attention, libraries
-from pe_lab.attention.abilities import FEATURES, Abilities, Request, refusals
-from pe_lab.attention.implementations import choose, order
-from pe_lab.config import UserError
+from pe_lab.attention import IMPLEMENTATIONS, Row, attention
+from pe_lab.attention.capabilities import FEATURES, Capabilities, Request, refusals
+from pe_lab.attention.dispatch import choose, order
+from pe_lab.attention.kernels import external as libraries
+from pe_lab.errors import UserError
 
 T, K = 21, 16
 
@@ -21,7 +22,7 @@ def draw(*shape, seed=0):
 @pytest.fixture
 def plain(monkeypatch):
     """An implementation that knows causality and nothing else, as a library's kernel may."""
-    bare = dataclasses.replace(IMPLEMENTATIONS["dense"], abilities=Abilities(frozenset({"segments"})))
+    bare = dataclasses.replace(IMPLEMENTATIONS["dense"], capabilities=Capabilities(frozenset({"segments"})))
     monkeypatch.setitem(IMPLEMENTATIONS, "plain", bare)
     return bare
 
@@ -31,7 +32,7 @@ def plain(monkeypatch):
     ("row", "arrays", "what"),
     [
         (Row(slope=jnp.ones(4)), {}, "slopes"),
-        (Row(self_bias=jnp.ones((1, T))), {}, "self bias"),
+        (Row(diagonal_bias=jnp.ones((1, T))), {}, "diagonal bias"),
         (Row(), {"window": 5}, "windows"),
         (Row(), {"soft_cap": 5.0}, "soft cap"),
         (Row(slope=jnp.ones(4)), {"window": 5}, "slopes and no windows"),
@@ -49,7 +50,7 @@ def test_what_an_implementation_cannot_honour_it_refuses(row, arrays, what):
 
 
 def test_auto_passes_by_what_cannot_honour_the_request(monkeypatch):
-    bare = dataclasses.replace(IMPLEMENTATIONS["dense"], abilities=Abilities(frozenset()))
+    bare = dataclasses.replace(IMPLEMENTATIONS["dense"], capabilities=Capabilities(frozenset()))
     asked = Request(length=8, dtype="float32")
     monkeypatch.setitem(IMPLEMENTATIONS, "dense", bare)
     assert choose("auto", asked, 8) == "dense"
@@ -73,7 +74,7 @@ GPU = Request(platform="gpu", length=8192)
         (TPU._replace(needs=frozenset({"segments", "windows", "soft cap"})), "splash"),
         (TPU._replace(needs=frozenset({"slopes"})), "pallas_tpu"),
         (TPU._replace(needs=frozenset({"slopes"}), backward=True), "chunked"),
-        (TPU._replace(needs=frozenset({"self bias"})), "chunked"),
+        (TPU._replace(needs=frozenset({"diagonal bias"})), "chunked"),
         (TPU._replace(length=2**20), "pallas_tpu"),
         (TPU._replace(split_heads=True), "pallas_tpu"),
         (TPU._replace(spans=True), "pallas_tpu"),
@@ -113,7 +114,7 @@ def test_auto_takes_tokamax_where_there_is_one_and_cudnn_cannot(asked, chosen, m
 
 def test_every_platform_has_an_order_of_everything_that_runs_there():
     for platform in ("cpu", "gpu", "tpu"):
-        here = {name for name, one in IMPLEMENTATIONS.items() if platform in one.abilities.platforms}
+        here = {name for name, one in IMPLEMENTATIONS.items() if platform in one.capabilities.platforms}
         for split in (False, True):
             assert set(order(Request(platform=platform, split_heads=split), 512)) == here
 
@@ -134,8 +135,8 @@ def test_every_platform_has_an_order_of_everything_that_runs_there():
         ("splash", TPU._replace(length=2**20), "'splash' reads at most [0-9,]+ tokens, and these are 1,048,576"),
         (
             "chunked",
-            Request(spans=True, needs=frozenset({"self bias"})),
-            "no self bias for a text that lies on several",
+            Request(spans=True, needs=frozenset({"diagonal bias"})),
+            "no diagonal bias for a text that lies on several",
         ),
     ],
 )
@@ -144,7 +145,7 @@ def test_a_name_is_refused_with_what_refuses_and_who_would_take_it(name, asked, 
         choose(name, asked)
 
 
-@pytest.mark.parametrize("name", [n for n, one in IMPLEMENTATIONS.items() if "cpu" in one.abilities.platforms])
+@pytest.mark.parametrize("name", [n for n, one in IMPLEMENTATIONS.items() if "cpu" in one.capabilities.platforms])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_table_tells_the_truth_of_what_runs_here(name, feature):
     """What is claimed changes the result, and is the reference's; what is not, the function itself refuses too."""
@@ -154,15 +155,15 @@ def test_the_table_tells_the_truth_of_what_runs_here(name, feature):
         "segments": dict(row=Row(), segments=jnp.asarray([[1] * 9 + [2] * 12])),
         "windows": dict(row=Row(), window=4),
         "soft cap": dict(row=Row(), soft_cap=0.5),
-        "self bias": dict(row=Row(self_bias=jnp.full((1, T), 2.0))),
+        "diagonal bias": dict(row=Row(diagonal_bias=jnp.full((1, T), 2.0))),
     }[feature]
     one = IMPLEMENTATIONS[name]
-    if feature in one.abilities.honours:
+    if feature in one.capabilities.honours:
         out = attention(q, k, v, implementation=name, chunk=8, **settings)
         np.testing.assert_allclose(out, attention(q, k, v, implementation="reference", **settings), atol=2e-6)
         assert np.abs(out - attention(q, k, v, Row(), implementation=name, chunk=8)).max() > 0.05
     else:
-        absent = dict(slope=None, positions=None, segments=None, window=None, self_bias=None, soft_cap=None)
+        absent = dict(slope=None, positions=None, segments=None, window=None, diagonal_bias=None, soft_cap=None)
         given = {k: v for k, v in settings.items() if k != "row"}
         with pytest.raises(NotImplementedError, match=f"attention.* has no {feature}"):
             one.run(q, k, v, jnp.float32(1), **{**absent, **given})
@@ -170,6 +171,6 @@ def test_the_table_tells_the_truth_of_what_runs_here(name, feature):
 
 def test_abilities_name_features_that_exist():
     for name, one in IMPLEMENTATIONS.items():
-        assert one.abilities.honours <= set(FEATURES), name
-        assert one.abilities.platforms and set(one.abilities.platforms) <= {"cpu", "gpu", "tpu"}, name
-        assert refusals(one.abilities, Request(needs=frozenset(FEATURES), platform="none")), name
+        assert one.capabilities.honours <= set(FEATURES), name
+        assert one.capabilities.platforms and set(one.capabilities.platforms) <= {"cpu", "gpu", "tpu"}, name
+        assert refusals(one.capabilities, Request(needs=frozenset(FEATURES), platform="none")), name

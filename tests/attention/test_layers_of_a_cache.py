@@ -8,8 +8,8 @@ import pytest
 from spans import Case, error, request
 
 from pe_lab.attention.chunked import chunked_span
-from pe_lab.attention.pallas_gpu import gpu_span
-from pe_lab.attention.pallas_tpu import tpu_span
+from pe_lab.attention.kernels.gpu import gpu_span
+from pe_lab.attention.kernels.tpu import tpu_span
 
 SPANS = {
     "chunked": functools.partial(chunked_span, chunk=64),

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention import libraries
 from pe_lab.attention.chunked import chunked_attention
-from pe_lab.attention.libraries import (
+from pe_lab.attention.kernels import external as libraries
+from pe_lab.attention.kernels.external import (
     CUDNN,
     SPLASH,
     TOKAMAX,
@@ -22,7 +22,7 @@ from pe_lab.attention.libraries import (
     tokamax_attention,
 )
 from pe_lab.attention.reference import reference_attention
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.parallel.topology import libtpu_version, parse_topology, topology_devices
 
 NOTHING = dict(slope=None, positions=None, segments=None, window=None)
@@ -269,21 +269,21 @@ def test_without_tokamax_one_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "attend, abilities", [(interpreted, SPLASH), (by_xla, CUDNN), (tokamax_attention, TOKAMAX)], ids="sct"
+    "attend, capabilities", [(interpreted, SPLASH), (by_xla, CUDNN), (tokamax_attention, TOKAMAX)], ids="sct"
 )
-def test_what_is_not_honoured_is_refused_and_nothing_else(attend, abilities, stand_in):
+def test_what_is_not_honoured_is_refused_and_nothing_else(attend, capabilities, stand_in):
     q, k, v = qkv(5)
     requests = {
         "slopes": dict(slope=jnp.ones(4), positions=jnp.arange(5)[None]),
         "segments": dict(segments=jnp.ones((2, 5), jnp.int32)),
         "windows": dict(window=2),
-        "self bias": dict(self_bias=jnp.ones((1, 5))),
+        "diagonal bias": dict(diagonal_bias=jnp.ones((1, 5))),
         "soft cap": dict(soft_cap=5.0),
     }
-    assert abilities.honours <= requests.keys()
+    assert capabilities.honours <= requests.keys()
     for name, request in requests.items():
         call = functools.partial(attend, q, k, v, jnp.float32(1), **NOTHING | request)
-        if name in abilities.honours:
+        if name in capabilities.honours:
             assert jax.eval_shape(call).shape == q.shape
         else:
             with pytest.raises(NotImplementedError, match=f"has no {name}"):

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from jax import export
 from spans import LINES, QUICK, Case, an_h100, error, request
 
-from pe_lab.attention import pallas_gpu
-from pe_lab.attention.pallas_gpu import _rotation_parts, gpu_span, tiles
-from pe_lab.attention.span import FLOOR, MASKED, Rotation, Side, merge
-from pe_lab.positional.rotation import turns_per_position
+from pe_lab.attention.kernels import gpu as pallas_gpu
+from pe_lab.attention.kernels.gpu import _rotation_parts, gpu_span, tiles
+from pe_lab.attention.key_block import FLOOR, MASKED, Rotation, Side, merge
+from pe_lab.positional.rotation import fixed_point_frequencies
 
 CLOSE = {"float32": 1e-5, "bfloat16": 1e-2}
 
@@ -33,10 +33,10 @@ def check(case, **more):
     found = interpreted(asked.query, asked.key, asked.value, asked.side, **asked.settings, **more)
     assert found.out.dtype == (jnp.float32 if more.get("wide") else asked.query.dtype)
     assert error(found.out, asked.out) < CLOSE[case.dtype]
-    unseen = asked.log_sum == -1e30
-    np.testing.assert_array_equal(np.asarray(found.log_sum) == np.float32(MASKED), unseen)
+    unseen = asked.logsumexp == -1e30
+    np.testing.assert_array_equal(np.asarray(found.logsumexp) == np.float32(MASKED), unseen)
     assert not np.asarray(found.out)[unseen].any()
-    assert error(np.where(unseen, 0, found.log_sum), np.where(unseen, 0, asked.log_sum)) < CLOSE[case.dtype]
+    assert error(np.where(unseen, 0, found.logsumexp), np.where(unseen, 0, asked.logsumexp)) < CLOSE[case.dtype]
     return found
 
 
@@ -143,7 +143,7 @@ def test_what_is_not_there_is_not_written(on_a_gpu):
     found = interpreted(asked.query, asked.key, asked.value, asked.side)
     assert tiles(2, 1, 40, 40, 80, 4).rows == 32
     there = np.repeat([32, 8], [32, 8])
-    np.testing.assert_array_equal(found.log_sum[0, 0], there)
+    np.testing.assert_array_equal(found.logsumexp[0, 0], there)
     np.testing.assert_array_equal(found.out[0, 0], np.repeat(there[:, None] * 80, 80, axis=1))
 
 
@@ -177,11 +177,11 @@ def test_splits_share_the_blocks_that_are_seen(merged):
 
     def parts(*arguments):
         gpu_span(*arguments, splits=4, interpret=True, **asked.settings)
-        return jnp.stack([part.log_sum for part in merged])
+        return jnp.stack([part.logsumexp for part in merged])
 
-    log_sums = jax.jit(parts, compiler_options=QUICK)(asked.query, asked.key, asked.value, asked.side)
-    assert log_sums.shape == (4, 1, 2, 1)
-    assert (log_sums > FLOOR).all()
+    logsumexps = jax.jit(parts, compiler_options=QUICK)(asked.query, asked.key, asked.value, asked.side)
+    assert logsumexps.shape == (4, 1, 2, 1)
+    assert (logsumexps > FLOOR).all()
 
 
 def test_spans_merge_as_in_a_ring():
@@ -193,12 +193,12 @@ def test_spans_merge_as_in_a_ring():
         parts.append(interpreted(asked.query, key, value, side, soft_cap=4.0))
     both = merge(parts)
     assert error(both.out, asked.out) < 1e-5
-    assert error(both.log_sum, asked.log_sum) < 1e-5
+    assert error(both.logsumexp, asked.logsumexp) < 1e-5
 
 
 def test_rotations_are_right_at_every_position():
     frequencies = 10000.0 ** -np.linspace(0, 1, 16)[None]
-    rotation = Rotation(jnp.asarray(turns_per_position(frequencies)), jnp.full((1, 16), 2.0))
+    rotation = Rotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.full((1, 16), 2.0))
     parts = jax.jit(_rotation_parts, static_argnums=(1, 2))(rotation, 2**14 + 1, 64)
     parts = {name: np.asarray(x, np.float64)[0] for name, x in parts.items()}
     places = 2**20 + np.arange(64)
@@ -257,14 +257,14 @@ def shapes(B=1, T=4000, S=4000, H=8, G=2, K=128, dtype=jnp.bfloat16, rotation=0,
     of = jax.ShapeDtypeStruct
     whole = functools.partial(of, dtype=jnp.int32)
     bound = whole((B,)) if bounds else None
-    turns = Rotation(of((rotation, K // 2, 2), jnp.uint32), of((rotation, K // 2), jnp.float32))
+    fixed_freq = Rotation(of((rotation, K // 2, 2), jnp.uint32), of((rotation, K // 2), jnp.float32))
     side = Side(
         bound,
         bound,
         of((H,), jnp.float32) if slopes else None,
         *([whole((B, T)), whole((B, S))] if positions else [None] * 2),
         *([whole((B, T)), whole((B, S))] if segments else [None] * 2),
-        turns if rotation else None,
+        fixed_freq if rotation else None,
     )
     return (of((B, H, T, K), dtype), of((B, G, S, K), dtype), of((B, G, S, K), dtype), side), settings
 

@@ -11,8 +11,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from spans import LINES, QUICK, Case, error, request
 
-from pe_lab.attention.pallas_tpu import Tiles, tiles, tpu_span
-from pe_lab.attention.span import MASKED, Partial, merge
+from pe_lab.attention.kernels.tpu import Tiles, tiles, tpu_span
+from pe_lab.attention.key_block import MASKED, Partial, merge
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
@@ -22,12 +22,12 @@ def check(case: Case, **options) -> None:
     span = functools.partial(tpu_span, **asked.settings, **options, interpret=True)
     run = jax.jit(span, compiler_options=QUICK)
     found = run(asked.query, asked.key, asked.value, asked.side)
-    assert found.out.dtype == asked.query.dtype and found.log_sum.dtype == jnp.float32
+    assert found.out.dtype == asked.query.dtype and found.logsumexp.dtype == jnp.float32
     assert error(found.out, asked.out) < TOLERANCE[case.dtype], str(case)
-    hidden = asked.log_sum <= MASKED
-    log_sum = np.asarray(found.log_sum, np.float64)
-    assert (log_sum[hidden] == np.float32(MASKED)).all() and (np.asarray(found.out)[hidden] == 0).all()
-    np.testing.assert_allclose(log_sum[~hidden], asked.log_sum[~hidden], atol=TOLERANCE[case.dtype], rtol=1e-5)
+    hidden = asked.logsumexp <= MASKED
+    logsumexp = np.asarray(found.logsumexp, np.float64)
+    assert (logsumexp[hidden] == np.float32(MASKED)).all() and (np.asarray(found.out)[hidden] == 0).all()
+    np.testing.assert_allclose(logsumexp[~hidden], asked.logsumexp[~hidden], atol=TOLERANCE[case.dtype], rtol=1e-5)
 
 
 @pytest.mark.parametrize("T", [1, 2, 127, 128, 129, 1000])
@@ -132,9 +132,9 @@ def test_parts_merge_to_the_whole_and_nothing_stays_nothing():
             tpu_span(asked.query, asked.key[:, :, keys], asked.value[:, :, keys], side, wide=True, interpret=True)
         )
     whole = merge(halves)
-    assert error(whole.out, asked.out) < 1e-5 and error(whole.log_sum, asked.log_sum) < 1e-5
+    assert error(whole.out, asked.out) < 1e-5 and error(whole.logsumexp, asked.logsumexp) < 1e-5
     nothing = Partial(jnp.zeros((1, 1, 2, 4)), jnp.full((1, 1, 2), MASKED))
-    assert (merge([nothing, nothing]).log_sum == np.float32(MASKED)).all()
+    assert (merge([nothing, nothing]).logsumexp == np.float32(MASKED)).all()
     assert (merge([nothing, nothing]).out == 0).all()
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from pe_lab.attention import IMPLEMENTATIONS, Row, attention
-from pe_lab.attention.pallas_tpu import tpu_span
+from pe_lab.attention.kernels.tpu import tpu_span
 from pe_lab.attention.ring import RingSide, ring_attention
-from pe_lab.config import MeshConfig, UserError
+from pe_lab.config import MeshConfig
+from pe_lab.errors import UserError
 from pe_lab.parallel import AxisRules, balanced_order, make_mesh, use_mesh
 from pe_lab.positional import alibi_slopes
 

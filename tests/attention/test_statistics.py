@@ -17,7 +17,7 @@ from pe_lab.attention.statistics import (
     octaves,
     summarize,
 )
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional import alibi_slopes
 
 B, H, G, K = 2, 4, 2, 8
@@ -74,7 +74,7 @@ def expected(weights, logits, spans=(), segments=None) -> Statistics:
         first = np.array([[list(text).index(one) for one in text] for text in segments])
         on_first = np.take_along_axis(weights, first[:, None, :, None], -1)[..., 0]
     return Statistics(
-        log_sum=highest + np.log(np.exp(logits - highest[..., None]).sum(-1)),
+        logsumexp=highest + np.log(np.exp(logits - highest[..., None]).sum(-1)),
         entropy=-(weights * np.log(safe)).sum(-1),
         on_self=weights[..., index, index],
         on_previous=np.concatenate([np.zeros((*weights.shape[:2], 1)), weights[..., index[1:], index[:-1]]], -1),
@@ -117,7 +117,7 @@ CASES = {
     "groups that rotate differently": dict(rows=[1, 0]),
     "heads that rotate differently": dict(rows=[1, 0, 0.5, 2]),
     "segments": dict(segments=PACKED),
-    "self bias": dict(bias=np.linspace(-3, 3, T)[None]),
+    "diagonal bias": dict(bias=np.linspace(-3, 3, T)[None]),
     "everything": dict(
         rows=[1, 0, 0.5, 2],
         positions=RESTARTED,
@@ -139,7 +139,7 @@ def told(case: dict, length: int = T) -> tuple[dict, Row, dict]:
     if rows is not None:
         row = rotations(FREQUENCIES * np.array(rows)[:, None], positions, case.get("gain", 1.0))
         case["inv_freq"] = spread(rows)
-    arrays = {"slope": "slope", "logit_scale": "beta", "self_bias": "bias"}
+    arrays = {"slope": "slope", "logit_scale": "beta", "diagonal_bias": "bias"}
     row = row._replace(**{name: jnp.asarray(np.float32(case[of])) for name, of in arrays.items() if of in case})
     other = {name: jnp.asarray(np.int32(case[name])) for name in ("positions", "segments") if name in case}
     return case, row, other | {"window": case.get("window"), "soft_cap": case.get("cap")}
@@ -234,7 +234,7 @@ def test_a_head_without_preferences_attends_to_all_it_sees_alike():
     found = measure(jnp.zeros_like(q), k, Row(), spans=[(0, 10)], block=64)
     t = np.arange(130)
     for name, value in {
-        "log_sum": np.log(t + 1), "entropy": np.log(t + 1), "on_self": 1 / (t + 1), "on_first": 1 / (t + 1),
+        "logsumexp": np.log(t + 1), "entropy": np.log(t + 1), "on_self": 1 / (t + 1), "on_first": 1 / (t + 1),
         "on_previous": (t > 0) / (t + 1), "distance": t / 2, "largest": 1 / (t + 1),
     }.items():  # fmt: skip
         np.testing.assert_allclose(getattr(found, name), np.broadcast_to(value, (B, H, 130)), rtol=2e-6, atol=1e-6)
@@ -252,7 +252,7 @@ def test_large_logits_neither_overflow_nor_lose_anything():
         *map(jnp.asarray, far), scale, spans=jnp.asarray(spans)
     )
     lifted, plain = jax.device_get(lifted), expected(*full_weights(q, k), spans)
-    assert_equal(lifted._replace(log_sum=lifted.log_sum - 300), plain, tolerance=3e-4)
+    assert_equal(lifted._replace(logsumexp=lifted.logsumexp - 300), plain, tolerance=3e-4)
     # These spans cut the text: what one loses, another has.
     np.testing.assert_allclose(lifted.in_spans.sum(0), np.ones((B, H, T)), atol=1e-6)
 

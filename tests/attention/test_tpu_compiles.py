@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pe_lab.attention.pallas_tpu import tpu_span
-from pe_lab.attention.span import Noise, Rotation, Side
+from pe_lab.attention.kernels.tpu import tpu_span
+from pe_lab.attention.key_block import Noise, Rotation, Side
 from pe_lab.parallel.topology import libtpu_version, parse_topology, topology_devices
 
 ROOT = Path(__file__).parents[2]

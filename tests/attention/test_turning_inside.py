@@ -11,15 +11,15 @@ from jax import export
 from spans import an_h100
 
 from pe_lab.attention import IMPLEMENTATIONS, Rotation, Row, attention
-from pe_lab.attention.implementations import whole_text
+from pe_lab.attention.dispatch import whole_text
+from pe_lab.attention.kernels.gpu import gpu_span
+from pe_lab.attention.kernels.tpu import tpu_span
+from pe_lab.attention.key_block import Noise, Side
 from pe_lab.attention.noise import KEYS, gaussian
-from pe_lab.attention.pallas_gpu import gpu_span
-from pe_lab.attention.pallas_tpu import tpu_span
-from pe_lab.attention.span import Noise, Side
 from pe_lab.config import MeshConfig
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import rotation_tables
-from pe_lab.positional.rotation import turns_per_position
+from pe_lab.positional.rotation import fixed_point_frequencies
 
 T, H, G, K = 150, 4, 2, 32
 SPANS = {"pallas_tpu": tpu_span, "pallas_gpu": gpu_span}
@@ -31,9 +31,9 @@ def interpreted(monkeypatch):
     for name, span in SPANS.items():
         span = functools.partial(span, interpret=True)
         one = IMPLEMENTATIONS[name]
-        abilities = one.abilities._replace(platforms=("cpu",))
+        capabilities = one.capabilities._replace(platforms=("cpu",))
         monkeypatch.setitem(
-            IMPLEMENTATIONS, name, dataclasses.replace(one, run=whole_text(span), span=span, abilities=abilities)
+            IMPLEMENTATIONS, name, dataclasses.replace(one, run=whole_text(span), span=span, capabilities=capabilities)
         )
 
 
@@ -42,9 +42,9 @@ def request_of(seeds=None, T=T, dtype=jnp.float32):
     q, k, v = (jnp.asarray(rng.standard_normal((2, T, n, K)), dtype) for n in (H, G, G))
     frequencies = rng.uniform(0, 1, (H, K // 2))
     rotation = Rotation(
-        jnp.asarray(turns_per_position(frequencies)), jnp.asarray(rng.uniform(0.8, 1.2, (H, K // 2)), jnp.float32)
+        jnp.asarray(fixed_point_frequencies(frequencies)), jnp.asarray(rng.uniform(0.8, 1.2, (H, K // 2)), jnp.float32)
     )
-    cos, sin = rotation_tables(rotation.turns, rotation.gain, jnp.arange(T, dtype=jnp.int32)[None])
+    cos, sin = rotation_tables(rotation.fixed_freq, rotation.gain, jnp.arange(T, dtype=jnp.int32)[None])
     noise = None if seeds is None else jnp.asarray(seeds, jnp.uint32)
     return q, k, v, Row(cos, sin, noise=noise, rotation=rotation)
 

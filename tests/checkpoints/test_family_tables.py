@@ -13,7 +13,8 @@ from pe_lab.checkpoints import families, huggingface, open_checkpoint
 from pe_lab.checkpoints.families import FAMILIES, GGUF_LLAMA, Leaf, leaf_shapes
 from pe_lab.checkpoints.hf_write import plan_export, write_huggingface
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.model import complete
 from pe_lab.positional import CANONICAL, Layout, frequencies
 
@@ -216,5 +217,5 @@ def test_the_committed_weights_are_where_the_table_says():
     for group in range(2):
         for channel in range(8):
             assert (ours[:, group, channel] == theirs[group * 8 + channel]).all()
-    rows = source.read("trunk.embedding", rows=slice(3, 9))
+    rows = source.read("token_embedder.embedding", rows=slice(3, 9))
     assert (rows == as_array(tensors["model.embed_tokens.weight"])[3:9]).all()

@@ -10,8 +10,8 @@ from checkpoints.foreign import as_array, copy_of, edit_config, golden, logits, 
 
 from pe_lab.checkpoints import open_checkpoint, open_source
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
-from pe_lab.config import UserError
 from pe_lab.convert import main
+from pe_lab.errors import UserError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

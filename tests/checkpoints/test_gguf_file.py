@@ -9,8 +9,8 @@ from checkpoints.foreign import DATA, as_array, golden, logits, read_tensors
 
 from pe_lab.checkpoints import open_checkpoint, source
 from pe_lab.checkpoints.gguf_file import GgufSource
-from pe_lab.config import UserError
 from pe_lab.convert import main
+from pe_lab.errors import UserError
 from pe_lab.positional import PI, Layer, LongRope, NoPE, Rope, Yarn, frequencies
 
 KIND = gguf.GGMLQuantizationType

@@ -10,7 +10,8 @@ from pe_lab.checkpoints.families import FAMILIES
 from pe_lab.checkpoints.hf_config import read_config
 from pe_lab.checkpoints.hf_export import write_config
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.model import complete
 from pe_lab.positional import PI, Alibi, HeadEdit, Layer, Layout, NoPE, NTKByParts, PartialRope, Rope, Yarn, to_json
 

@@ -11,7 +11,8 @@ from pe_lab.checkpoints import open_checkpoint
 from pe_lab.checkpoints.families import FAMILIES
 from pe_lab.checkpoints.hf_export import choose_family, write_config
 from pe_lab.checkpoints.hf_write import plan_export, write_huggingface
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.model import complete
 from pe_lab.positional import (
     NTK,
@@ -256,10 +257,10 @@ def test_encodings_under_other_names_compute_the_same(case, tmp_path):
 
 def test_numbers_that_do_not_fit_are_refused(tmp_path):
     source = Memory(LLAMA, layers(Rope()))
-    source.arrays["trunk.embedding"][3, 4] = 1e6
+    source.arrays["token_embedder.embedding"][3, 4] = 1e6
     with pytest.raises(UserError, match="'model.embed_tokens.weight' does not fit into float16.*Choose bfloat16"):
         written(source, tmp_path, dtype="float16")
     found, _ = written(source, tmp_path, dtype="bfloat16")
-    assert found.params["trunk"]["embedding"][3, 4] == 999424.0  # the nearest that 8 bits have
+    assert found.params["token_embedder"]["embedding"][3, 4] == 999424.0  # the nearest that 8 bits have
     with pytest.raises(UserError, match="written as int8; give --dtype, one of float32"):
         plan_export(source, dtype="int8")

@@ -15,7 +15,7 @@ import pe_lab  # noqa: E402
 from pe_lab import surgery  # noqa: E402
 from pe_lab.checkpoints import open_checkpoint  # noqa: E402
 from pe_lab.checkpoints.logit_scale import FILE, how_to_fit, read_logit_scale, write_logit_scale  # noqa: E402
-from pe_lab.config import UserError  # noqa: E402
+from pe_lab.errors import UserError
 from pe_lab.positional import Beta, NoPE  # noqa: E402
 
 

@@ -13,13 +13,14 @@ from tiny_runs import arrays
 from pe_lab.checkpoints import source, store
 from pe_lab.checkpoints.families import leaf_paths, leaf_shapes
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
-from pe_lab.checkpoints.own import OwnSource, write_checkpoint
+from pe_lab.checkpoints.native import NativeSource, write_checkpoint
 from pe_lab.checkpoints.source import place
 from pe_lab.checkpoints.store import Store, metadata_of
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules
-from pe_lab.positional import CANONICAL, Layer, Layout, NoPE, Rope, build_schedule
+from pe_lab.positional import CANONICAL, Layer, Layout, NoPE, Rope
 
 MODEL = ModelConfig(
     vocab_size=48, layers=4, d_model=32, d_ff=64, heads=4, kv_heads=2, qk_norm="head", tie_embeddings=False
@@ -66,7 +67,7 @@ def test_what_is_written_in_pieces_is_a_checkpoint_like_any(dtype, tmp_path, mon
     # As Orbax reads it without us: in the source's own type.
     on_disk = arrays(where, "params")
     assert {str(array.dtype) for array in on_disk.values()} == {dtype}
-    again = OwnSource(tmp_path / "new")
+    again = NativeSource(tmp_path / "new")
     assert (again.dtype, again.model, again.layers, again.training_length) == (memory.dtype, memory.model, LAYERS, 32)
     assert_reads(again, memory)
 
@@ -74,10 +75,9 @@ def test_what_is_written_in_pieces_is_a_checkpoint_like_any(dtype, tmp_path, mon
 def saved(memory, directory, params, layout=CANONICAL):
     """As training saves."""
     model = memory.model
-    schedule = build_schedule(memory.layers, model.heads, model.kv_heads, model.head_dim)
     facts = {"training_length": memory.training_length, "lineage": []}
     kept = Store(directory / "checkpoints")
-    kept.save(7, params, None, schedule, metadata_of(model, memory.layers, schedule, layout, **facts))
+    kept.save(7, params, None, metadata_of(model, memory.layers, layout, **facts))
     kept.wait()
     kept.close()
     return directory
@@ -87,7 +87,7 @@ def saved(memory, directory, params, layout=CANONICAL):
 def test_pieces_of_what_training_saved_on_one_device_or_a_mesh(fsdp, tensor, tmp_path):
     memory = Memory(MODEL, LAYERS)
     mesh = None if fsdp == tensor == 1 else mesh_of(fsdp, tensor)
-    opened = OwnSource(saved(memory, tmp_path, place(memory, mesh)))
+    opened = NativeSource(saved(memory, tmp_path, place(memory, mesh)))
     assert opened.training_length == 32 and opened.layers == LAYERS
     assert_reads(opened, memory)
 
@@ -96,7 +96,7 @@ def test_another_layout_is_undone_as_it_is_for_the_whole(tmp_path):
     memory = Memory(MODEL, LAYERS)
     saved(memory, tmp_path, place(memory), Layout("interleaved"))
     whole = leaf_paths(store.open_checkpoint(tmp_path).params)
-    opened, moved = OwnSource(tmp_path), 0
+    opened, moved = NativeSource(tmp_path), 0
     for path in memory.arrays:
         piece = opened.read(path, 1) if path.startswith("layers.") else opened.read(path)
         assert (piece == np.asarray(whole[path][1] if path.startswith("layers.") else whole[path])).all(), path
@@ -145,7 +145,7 @@ def test_one_piece_is_held_at_a_time(tmp_path, monkeypatch):
 def test_a_damaged_checkpoint_is_one_message(tmp_path):
     memory = Memory(MODEL, LAYERS)
     where = write_checkpoint(memory, tmp_path / "new", tmp_path / "run", {})
-    opened = OwnSource(tmp_path / "new")
+    opened = NativeSource(tmp_path / "new")
     for file in (where / "params").rglob("*"):
         if file.is_file() and file.parent.name == "d":
             file.write_bytes(file.read_bytes()[:100])

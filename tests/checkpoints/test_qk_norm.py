@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pe_lab.checkpoints.qk_norm import change_qk_norm
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.model import Model
 from pe_lab.positional import NoPE, Rope, build_schedule, layers
 
@@ -32,7 +33,7 @@ def random_params(config: ModelConfig, seed: int = 0):
             return jnp.asarray(1 + 0.3 * values, jnp.float32)
         if "bias" in path[-1].key:
             return jnp.asarray(0.3 * values, jnp.float32)
-        width = 1.0 if path[0].key == "trunk" else np.prod(leaf.shape[1:-1]) ** 0.5
+        width = 1.0 if path[0].key == "token_embedder" else np.prod(leaf.shape[1:-1]) ** 0.5
         return jnp.asarray(values * 1.2 / width, jnp.float32)
 
     return jax.tree_util.tree_map_with_path(draw, Model(config).shapes)

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from pe_lab.checkpoints.surgery import SHAPE_FIELDS, change, check_same_shape, lineage_entry
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.positional import PI, Alibi, Layer, NoPE, Rope, drop
 
 FOUR = (Layer(Rope()), Layer(Rope(), window=8, logit_scale=1.5), Layer(Alibi()), Layer(Rope()))

@@ -20,7 +20,10 @@ def language_model(tokenizer: Any = None, uniform: bool = False) -> LanguageMode
     if uniform:
         params = {
             **found.params,
-            "trunk": {**found.params["trunk"], "embedding": 0 * found.params["trunk"]["embedding"]},
+            "token_embedder": {
+                **found.params["token_embedder"],
+                "embedding": 0 * found.params["token_embedder"]["embedding"],
+            },
         }
         found = dataclasses.replace(found, params=params)
     return LanguageModel(found, found.layers, found.schedule.generalize(), tokenizer or ByteTokenizer())

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import tiny
 
-from pe_lab.config import SourceConfig, UserError
+from pe_lab.config import SourceConfig
+from pe_lab.errors import UserError
 from pe_lab.evaluation import Evaluation, Plan, Subject, parse_lengths
 from pe_lab.evaluation import perplexity as pp
-from pe_lab.evaluation.rows import RowFile
 from pe_lab.positional import Alibi, NoPE, Rope
+from pe_lab.results.records import RecordFile
 
 LENGTHS = (16, 32, 64)
 ROPE_METHODS = ("as trained", "cropped", "PI", "NTK", "YaRN")
@@ -140,19 +141,19 @@ def test_the_papers_scale_is_a_constant_that_nothing_is_fitted_for(data, tmp_pat
 
 def test_the_common_coefficient_is_in_the_file(whole):
     _, _, directory = whole
-    rows = RowFile(directory / "beta.jsonl").rows
+    rows = RecordFile(directory / "beta.jsonl").records
     common = {r["c_all_lengths"] for r in rows}
     cs = [r["c"] for r in rows]
     assert len(common) == 1 and min(cs) - 1e-6 <= common.pop() <= max(cs) + 1e-6
 
 
 def test_scales_that_were_fitted_on_other_text_do_not_count(whole, data, tmp_path):
-    file = RowFile(tmp_path / "beta.jsonl")
-    rows = RowFile(whole[2] / "beta.jsonl").rows
+    file = RecordFile(tmp_path / "beta.jsonl")
+    rows = RecordFile(whole[2] / "beta.jsonl").records
     foreign = {**rows[0], "length": 128, "factor": 8, "beta": 9.0, "settings": {**rows[0]["settings"], "data": ["x"]}}
     file.put([*rows, foreign])
     evaluation(data, tmp_path, suites=("beta",)).run()
-    found = RowFile(tmp_path / "beta.jsonl").rows
+    found = RecordFile(tmp_path / "beta.jsonl").records
     assert [r["c_all_lengths"] for r in found if r["length"] != 128] == [r["c_all_lengths"] for r in rows]
 
 
@@ -174,7 +175,7 @@ def test_other_settings_other_weights_and_again_are_measured_anew(data, tmp_path
     def run(measured=rope, **changes):
         heard = []
         evaluation(data, tmp_path, measured, **plan | changes).run(lambda unit, reused: heard.append(reused))
-        return heard, len(RowFile(tmp_path / "needles.jsonl").rows)
+        return heard, len(RecordFile(tmp_path / "needles.jsonl").records)
 
     assert run() == ([False], 1)
     assert run() == ([True], 1)

@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.evaluation import label, methods_of, model_name, parse_methods, read_with
 from pe_lab.positional import NTK, PI, Alibi, Beta, Layer, NoPE, Rope, Yarn, build_schedule, frequencies, layers
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import tiny
 
-from pe_lab.config import UserError
 from pe_lab.data.pipeline import needle_windows
+from pe_lab.errors import UserError
 from pe_lab.evaluation import needles
 from pe_lab.evaluation.forward import Forward
 from pe_lab.model import Model

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tiny
 
-from pe_lab.config import UserError
 from pe_lab.data.pipeline import held_out_tokens
+from pe_lab.errors import UserError
 from pe_lab.evaluation import perplexity as pp
 from pe_lab.evaluation.forward import Forward
 from pe_lab.model import Model
@@ -27,8 +27,8 @@ def naive_losses(tokens, targets, described):
     model = Model(tiny.MODEL)
     schedule = build_schedule(described, model.config.heads, model.config.kv_heads, model.config.head_dim)
     logits = np.asarray(tiny.apply(tiny.parameters(), jnp.asarray(tokens), schedule), np.float64)
-    log_sum = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
-    return log_sum - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    logsumexp = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    return logsumexp - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
 
 
 def text(tiles=3, longest=32, seed=0, **kwargs):

@@ -10,8 +10,8 @@ import pytest
 import tiny
 from lm_eval_tasks import TASKS, write_tasks
 
-from pe_lab.config import UserError
 from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.errors import UserError
 from pe_lab.evaluation import forward as forwards
 from pe_lab.evaluation import harness, task_lists
 from pe_lab.evaluation import likelihood as likelihoods

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.evaluation import forward as forwards
 from pe_lab.evaluation import likelihood as likelihoods
 from pe_lab.evaluation.forward import Forward
@@ -112,7 +112,10 @@ def test_a_vocabulary_in_parts_is_the_same_vocabulary():
     assert likeliest[0, 1::2].all() and not likeliest[0, ::2].all()
     # Where all are equally likely, the first is the likeliest, in whatever part it lies.
     params = tiny.parameters()
-    params = {**params, "trunk": {**params["trunk"], "embedding": 0 * params["trunk"]["embedding"]}}
+    params = {
+        **params,
+        "token_embedder": {**params["token_embedder"], "embedding": 0 * params["token_embedder"]["embedding"]},
+    }
     targets = np.arange(LENGTH)[None]
     ((scores, likeliest),) = forward.scores(params, tokens, np.arange(LENGTH)[None], targets, lm.layers)
     np.testing.assert_allclose(scores, -np.log(VOCABULARY), rtol=1e-6)

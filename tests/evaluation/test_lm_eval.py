@@ -16,7 +16,7 @@ import tiny
 from adapters import LM, MAX_LENGTH, language_model, with_beginning
 from lm_eval_tasks import NAMES, TASKS, write_tasks
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.evaluation import task_lists
 from pe_lab.evaluation.likelihood import Likelihood
 from pe_lab.evaluation.lm_eval import PeLabLM, evaluate_lm_eval, main, with_defaults

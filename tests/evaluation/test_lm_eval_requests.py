@@ -8,8 +8,8 @@ import pytest
 import tiny
 from adapters import LM, MAX_LENGTH, adapter, language_model, with_beginning
 
-from pe_lab.config import UserError
 from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.errors import UserError
 from pe_lab.language_model import LanguageModel
 
 VOCABULARY = tiny.MODEL.vocab_size

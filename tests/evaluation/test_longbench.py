@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pe_lab.config import UserError
 from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.errors import UserError
 from pe_lab.evaluation.longbench import LongBenchTask, open_longbench
 from pe_lab.evaluation.longbench_tasks import GROUPS, TASKS, bucket_of, record_bucket_of
 from pe_lab.evaluation.tasks import Sample, Task

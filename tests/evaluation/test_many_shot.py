@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pe_lab.config import UserError
 from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.errors import UserError
 from pe_lab.evaluation import many_shot
 from pe_lab.evaluation.many_shot import ManyShotTask, final_answer, last_boxed, many_shot_tasks, same_answer
 from pe_lab.evaluation.tasks import Task

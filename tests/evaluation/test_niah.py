@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pe_lab.config import UserError
 from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.errors import UserError
 from pe_lab.evaluation import haystacks, niah, suites
 from pe_lab.evaluation.haystacks import Haystack
 from pe_lab.evaluation.words import draw, draw_distinct, word_list
 
 TOKENIZER = ByteTokenizer()
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "niah_golden.json").read_text(encoding="utf-8"))
-PROSE = " ".join(f"Line {n} of the log says that nothing happened today. Or so it seems!" for n in range(300))
+PROSE = " ".join(f"SampleRecord {n} of the log says that nothing happened today. Or so it seems!" for n in range(300))
 ESSAYS = Haystack("essays", PROSE)
 ALL = [niah.niah_task(name, ESSAYS) for name in niah.NIAH] + [niah.ruler_needle_task(n, ESSAYS) for n in niah.RULER]
 

@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import tiny
 
-from pe_lab.config import UserError
 from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.errors import UserError
 from pe_lab.evaluation import Prompted, Subject, all_readers
 from pe_lab.evaluation.answering import Model
 from pe_lab.evaluation.breakdowns import by_length
 from pe_lab.evaluation.haystacks import Haystack
-from pe_lab.evaluation.intervals import mean_of, wilson
-from pe_lab.evaluation.lines import LineFile, key
 from pe_lab.evaluation.niah import niah_task
 from pe_lab.evaluation.prompted import batches, read_length
 from pe_lab.evaluation.tasks import Sample
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import DynamicNTK, NoPE, Rope
+from pe_lab.results.intervals import mean_of, wilson
+from pe_lab.results.samples import SampleFile, key
 
 HAYSTACK = Haystack("text", " ".join(f"Day {n} went by. Nobody came." for n in range(100)))
 LENGTHS = (600, 700)
@@ -261,10 +261,10 @@ def test_a_damaged_file_of_lines_is_named(tmp_path):
     path = tmp_path / "niah.jsonl"
     path.write_text('{"index": 0}\n[1]\n')
     with pytest.raises(UserError, match="line 2, is no sample"):
-        LineFile(path)
+        SampleFile(path)
     path.write_text('{"index": 0}\n{"ind')
-    file = LineFile(path)
-    assert [key(line)[-1] for line in file.lines.values()] == [0]
+    file = SampleFile(path)
+    assert [key(line)[-1] for line in file.records.values()] == [0]
     file.add([{"index": 1}])
     assert path.read_text() == '{"index": 0}\n{"index": 1}\n'
 

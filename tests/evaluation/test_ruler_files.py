@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pe_lab.config import UserError
 from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.errors import UserError
 from pe_lab.evaluation.haystacks import open_haystack
 from pe_lab.evaluation.ruler import ruler_tasks
 from pe_lab.evaluation.ruler_files import read_predictions, score_predictions, write_predictions, write_prompts

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pe_lab.config import UserError
 from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.errors import UserError
 from pe_lab.evaluation import ruler_tasks
 from pe_lab.evaluation.haystacks import NOISE, open_haystack
 from pe_lab.evaluation.ruler import NEEDLES, TASKS

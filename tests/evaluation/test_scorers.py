@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.evaluation import scorers
 from pe_lab.evaluation.rouge import common_length, common_words, rouge_l
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.evaluation.suites import Options, open_tasks, parse_depths, parse_suites
 
 

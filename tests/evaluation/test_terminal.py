@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from prompted_rows import METHODS, by_depth, row  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from pe_lab.evaluation.intervals import wilson  # noqa: E402
 from pe_lab.evaluation.terminal import (  # noqa: E402
     COLOURS,
     describe_cell,
@@ -24,6 +23,7 @@ from pe_lab.evaluation.terminal import (  # noqa: E402
     print_rows,
     say,
 )
+from pe_lab.results.intervals import wilson
 
 
 def printed(rows, width: int = 300, show=print_rows) -> str:

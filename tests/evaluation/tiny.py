@@ -49,7 +49,7 @@ def parameters(seed: int = 0, sharpness: float = 6.0):
         attention[name] = attention[name] * sharpness * 4
     for name in ("value", "out"):
         attention[name] = attention[name] * sharpness * 4
-    params["trunk"]["embedding"] = params["trunk"]["embedding"] * 20
+    params["token_embedder"]["embedding"] = params["token_embedder"]["embedding"] * 20
     return params
 
 
@@ -69,7 +69,6 @@ def checkpoint(
     metadata = metadata_of(
         model,
         described,
-        schedule,
         **{
             "id": f"id-{seed}-{encoding}",
             "run": "tiny",
@@ -89,7 +88,7 @@ def checkpoint(
 def save(found: Checkpoint, directory: Path) -> Path:
     """Writes a checkpoint as the phase `directory`; the path of its step."""
     store = Store(directory / "checkpoints")
-    store.save(found.step, found.params, None, found.schedule, found.metadata)
+    store.save(found.step, found.params, None, found.metadata)
     store.wait()
     store.close()
     return directory / "checkpoints" / str(found.step)

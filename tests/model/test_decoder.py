@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.config import ModelConfig, UserError
+from pe_lab.config import ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.model import Model
 from pe_lab.positional import (
     PI,
@@ -43,7 +44,7 @@ def random_params(model: Model, seed: int = 0):
         values = rng.standard_normal(leaf.shape)
         if names[-1] == "scale":
             values = 1 + 0.3 * values
-        elif names[0] == "trunk" or "bias" in names[-1]:
+        elif names[0] == "token_embedder" or "bias" in names[-1]:
             values = 0.5 * values
         else:
             values = values * 1.5 / np.prod(leaf.shape[1:-1]) ** 0.5
@@ -79,7 +80,7 @@ def numpy_decoder(config: ModelConfig, params, tokens, positions, segments, desc
 
     out = []
     for row in range(tokens.shape[0]):
-        x, position = p["trunk"]["embedding"][tokens[row]], positions[row].astype(np.float64)
+        x, position = p["token_embedder"]["embedding"][tokens[row]], positions[row].astype(np.float64)
         distance = position[:, None] - position[None]
         index = np.arange(T)[:, None] - np.arange(T)[None]
         same = segments[row][:, None] == segments[row][None]
@@ -103,7 +104,7 @@ def numpy_decoder(config: ModelConfig, params, tokens, positions, segments, desc
             y = norm(x, at["mlp_norm"]["scale"][n])
             gate, up = y @ at["mlp"]["gate"][n], y @ at["mlp"]["up"][n]
             x = x + (gate / (1 + np.exp(-gate)) * up) @ at["mlp"]["down"][n]
-        out.append(norm(x, p["trunk"]["final_norm"]["scale"]) @ p["trunk"]["unembedding"].T)
+        out.append(norm(x, p["token_embedder"]["final_norm"]["scale"]) @ p["token_embedder"]["unembedding"].T)
     return np.stack(out)
 
 
@@ -251,7 +252,7 @@ def test_init_is_decided_by_the_key_and_sized_as_documented():
     init = jax.jit(model.init)
     params = init(jax.random.key(1))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), params, init(jax.random.key(1)))
-    assert (init(jax.random.key(2))["trunk"]["embedding"] != params["trunk"]["embedding"]).all()
+    assert (init(jax.random.key(2))["token_embedder"]["embedding"] != params["token_embedder"]["embedding"]).all()
     assert model.num_parameters == sum(a.size for a in jax.tree.leaves(params))
     for path, a in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator=".")

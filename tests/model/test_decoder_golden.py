@@ -52,14 +52,14 @@ def from_llama(weights: dict[str, np.ndarray], config: ModelConfig):
     if config.qk_norm == "head":
         attention["query_norm"] = {"scale": stack("self_attn.q_norm.weight")}
         attention["key_norm"] = {"scale": stack("self_attn.k_norm.weight")}
-    trunk = {
+    embedder = {
         "embedding": jnp.asarray(weights["model.embed_tokens.weight"]),
         "final_norm": {"scale": jnp.asarray(weights["model.norm.weight"])},
     }
     if not config.tie_embeddings:
-        trunk["unembedding"] = jnp.asarray(weights["lm_head.weight"])
+        embedder["unembedding"] = jnp.asarray(weights["lm_head.weight"])
     return {
-        "trunk": trunk,
+        "token_embedder": embedder,
         "layers": {
             "attention": attention,
             "attention_norm": {"scale": stack("input_layernorm.weight")},
@@ -106,7 +106,7 @@ def from_neox(weights: dict[str, np.ndarray], config: ModelConfig, rotated: int)
     attention["out"] = stack("attention.dense.weight", lambda w: heads_in(w, K))
     attention["out_bias"] = stack("attention.dense.bias")
     return {
-        "trunk": {
+        "token_embedder": {
             "embedding": jnp.asarray(weights["gpt_neox.embed_in.weight"]),
             "final_norm": {
                 "scale": jnp.asarray(weights["gpt_neox.final_layer_norm.weight"]),
@@ -184,7 +184,7 @@ def test_the_attention_of_olmo2_normalizes_over_all_heads_at_once():
     @jax.jit
     def outputs(params, inputs, schedule):
         positions = jnp.arange(inputs.shape[1])[None]
-        cos, sin = rotation_tables(schedule.turns[0][:1], schedule.gain[0][:1], positions)
+        cos, sin = rotation_tables(schedule.fixed_freq[0][:1], schedule.gain[0][:1], positions)
         row = Row(cos, sin, None, schedule.logit_scale[0])
         return nnx.merge(definition, params)(inputs, row, positions, None, None)
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pe_lab.config import ModelConfig, UserError, from_dict
+from pe_lab.config import ModelConfig, from_dict
+from pe_lab.errors import UserError
 from pe_lab.model import Model
-from pe_lab.model.modules import ACTIVATIONS, MLP, NORMS, QK_NORMS, Attention, LayerNorm, Trunk
+from pe_lab.model.modules import ACTIVATIONS, MLP, NORMS, QK_NORMS, Attention, Embedder, LayerNorm
 from pe_lab.positional import build_schedule, layers
 
 TINY = ModelConfig(vocab_size=64, layers=4, d_model=32, d_ff=48, heads=4, kv_heads=2, head_dim=8, dtype="float32")
@@ -145,14 +146,14 @@ def test_the_feed_forward_is_its_formula(gated, bias, activation):
 
 def test_embeddings_are_scaled_by_a_root_that_was_rounded_first():
     """sqrt(20) is 4.472, and 4.46875 in bfloat16; as numpy's bfloat16 multiplies."""
-    trunk, p = module(Trunk, d_model=20, scale_embeddings=True)
+    embedder, p = module(Embedder, d_model=20, scale_embeddings=True)
     tokens = jnp.arange(64)[None]
-    np.testing.assert_allclose(trunk.embed(tokens, jnp.dtype("float32"))[0], p["embedding"] * 20**0.5, rtol=1e-6)
+    np.testing.assert_allclose(embedder.embed(tokens, jnp.dtype("float32"))[0], p["embedding"] * 20**0.5, rtol=1e-6)
     expected = p["embedding"].astype(jnp.bfloat16) * np.asarray(4.46875, jnp.bfloat16)
-    ours = trunk.embed(tokens, jnp.dtype("bfloat16"))[0]
+    ours = embedder.embed(tokens, jnp.dtype("bfloat16"))[0]
     assert ours.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(ours), expected)
-    plain, p = module(Trunk)
+    plain, p = module(Embedder)
     np.testing.assert_array_equal(plain.embed(tokens, jnp.dtype("float32"))[0], p["embedding"].astype(np.float32))
 
 
@@ -170,10 +171,12 @@ def test_no_output_depends_on_a_later_token(config):
     @jax.jit
     @jax.jacobian
     def of_embedding(embedding):
-        trunk = params["trunk"] | {"embedding": embedding}
-        return model.hidden(params | {"trunk": trunk}, tokens, None, None, schedule)[0] @ direction
+        embedder = params["token_embedder"] | {"embedding": embedding}
+        return model.hidden(params | {"token_embedder": embedder}, tokens, None, None, schedule)[0] @ direction
 
-    sizes = np.abs(of_embedding(params["trunk"]["embedding"])).max(-1)[:, np.asarray(tokens[0])]  # [T out, T in]
+    sizes = np.abs(of_embedding(params["token_embedder"]["embedding"])).max(-1)[
+        :, np.asarray(tokens[0])
+    ]  # [T out, T in]
     assert (sizes[np.triu_indices(T, 1)] == 0).all()
     assert (sizes[np.tril_indices(T)] > 1e-4).all()
 

@@ -10,7 +10,8 @@ import pytest
 
 import pe_lab.model.programs
 import pe_lab.parallel.sharding
-from pe_lab.config import MeshConfig, ModelConfig, UserError
+from pe_lab.config import MeshConfig, ModelConfig
+from pe_lab.errors import UserError
 from pe_lab.model import Decoder, Model, Request, Sampling, Schedules, Statistics
 from pe_lab.model.cache import plan
 from pe_lab.model.generation import chunks

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.model import cross_entropy
 
 B, T, D, V = 2, 7, 8, 24

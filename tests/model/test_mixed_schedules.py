@@ -48,7 +48,7 @@ def random_params(model: Model, seed: int):
         values = rng.standard_normal(leaf.shape)
         if path[-1].key == "scale":
             return jnp.asarray(1 + 0.3 * values, jnp.float32)
-        width = 4.0 if path[0].key == "trunk" else np.prod(leaf.shape[1:-1]) ** 0.5
+        width = 4.0 if path[0].key == "token_embedder" else np.prod(leaf.shape[1:-1]) ** 0.5
         return jnp.asarray(values * 1.5 / width, jnp.float32)
 
     return jax.tree_util.tree_map_with_path(draw, model.shapes)
@@ -72,7 +72,7 @@ def naive_logits(p, tokens, described):
         z = (x[:R] + 1j * x[R:]) * np.exp(1j * n * frequency) * gain
         return np.concatenate([z.real, z.imag])
 
-    x = p["trunk"]["embedding"][tokens]
+    x = p["token_embedder"]["embedding"][tokens]
     for i, (window, beta, heads) in enumerate(described):
         a, m = ({k: v[i] for k, v in p["layers"][name].items()} for name in ("attention", "mlp"))
         read, mixed = norm(x, p["layers"]["attention_norm"]["scale"][i]), np.zeros_like(x)
@@ -89,7 +89,7 @@ def naive_logits(p, tokens, described):
         read = norm(x, p["layers"]["mlp_norm"]["scale"][i])
         gate = read @ m["gate"]
         x = x + (gate / (1 + np.exp(-gate)) * (read @ m["up"])) @ m["down"]
-    return norm(x, p["trunk"]["final_norm"]["scale"]) @ p["trunk"]["embedding"].T
+    return norm(x, p["token_embedder"]["final_norm"]["scale"]) @ p["token_embedder"]["embedding"].T
 
 
 def naive_rope(base=1e4, width=K):

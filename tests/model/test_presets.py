@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pe_lab.config import ModelConfig, UserError, from_dict
+from pe_lab.config import ModelConfig, from_dict
+from pe_lab.errors import UserError
 from pe_lab.model import PRESETS, Model, complete, preset
 
 COUNTS = json.loads((Path(__file__).parents[1] / "data" / "preset_counts.json").read_text())["counts"]

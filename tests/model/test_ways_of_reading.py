@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention.pallas_tpu import tpu_span
+from pe_lab.attention.kernels.tpu import tpu_span
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model
 from pe_lab.model.generation import Decoder, with_shared_rotation

@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from pe_lab.config import MeshConfig, UserError
+from pe_lab.config import MeshConfig
+from pe_lab.errors import UserError
 from pe_lab.parallel import check_batch, make_mesh, mesh_shape
 
 

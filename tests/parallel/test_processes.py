@@ -10,7 +10,7 @@ import jax
 import pytest
 from tiny_runs import REPOSITORY
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.parallel import processes, start_processes
 
 SAYS_SO = (

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pe_lab.config import MeshConfig, ModelConfig, UserError, from_dict
+from pe_lab.config import MeshConfig, ModelConfig, from_dict
+from pe_lab.errors import UserError
 from pe_lab.model import Model, preset
 from pe_lab.parallel import AxisRules, constrain, make_mesh, use_mesh
 from pe_lab.positional import build_schedule, layers
@@ -37,8 +38,8 @@ def specs(config: ModelConfig, mesh) -> dict[str, P]:
 
 def test_the_partition_of_every_parameter_of_the_494m_model():
     expected = {
-        "trunk.embedding": P("tensor", "fsdp"),
-        "trunk.final_norm.scale": P("fsdp"),
+        "token_embedder.embedding": P("tensor", "fsdp"),
+        "token_embedder.final_norm.scale": P("fsdp"),
         "layers.attention_norm.scale": P(None, "fsdp"),
         "layers.attention.query": P(None, "fsdp", "tensor", None),
         "layers.attention.key": P(None, "fsdp", "tensor", None),
@@ -59,7 +60,7 @@ def test_the_partition_of_every_parameter_of_the_494m_model():
 def test_what_a_family_adds_has_a_partition_too():
     config = dataclasses.replace(DROPE_494M, qk_norm="head", attention_bias=True, tie_embeddings=False)
     added = {
-        "trunk.unembedding": P("tensor", "fsdp"),
+        "token_embedder.unembedding": P("tensor", "fsdp"),
         "layers.attention.query_bias": P(None, "tensor", None),
         "layers.attention.key_bias": P(None, "tensor", None),
         "layers.attention.value_bias": P(None, "tensor", None),
@@ -82,10 +83,10 @@ def test_what_a_family_adds_has_a_partition_too():
 def test_the_partition_of_every_parameter_of_pythia():
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     assert specs(from_dict(ModelConfig, preset("pythia_1b")), mesh) == {
-        "trunk.embedding": P("tensor", "fsdp"),
-        "trunk.unembedding": P("tensor", "fsdp"),
-        "trunk.final_norm.scale": P("fsdp"),
-        "trunk.final_norm.bias": P("fsdp"),
+        "token_embedder.embedding": P("tensor", "fsdp"),
+        "token_embedder.unembedding": P("tensor", "fsdp"),
+        "token_embedder.final_norm.scale": P("fsdp"),
+        "token_embedder.final_norm.bias": P("fsdp"),
         "layers.attention_norm.scale": P(None, "fsdp"),
         "layers.attention_norm.bias": P(None, "fsdp"),
         "layers.attention.query": P(None, "fsdp", "tensor", None),
@@ -125,8 +126,8 @@ def test_an_uneven_cut_names_the_parameter_and_the_way_out():
 
 
 def test_one_mesh_axis_cannot_cut_two_dimensions():
-    with pytest.raises(UserError, match=r"trunk\.embedding.*\('vocab', 'embed'\).*'fsdp' twice"):
-        AxisRules(vocab="fsdp").spec(("vocab", "embed"), name="trunk.embedding")
+    with pytest.raises(UserError, match=r"token_embedder\.embedding.*\('vocab', 'embed'\).*'fsdp' twice"):
+        AxisRules(vocab="fsdp").spec(("vocab", "embed"), name="token_embedder.embedding")
     with pytest.raises(UserError, match="'data' twice"):
         AxisRules(activation_embed=("tensor", "data")).spec(("batch", "length", "activation_embed"))
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional import (
     NTK,
     PI,
@@ -50,7 +50,7 @@ from pe_lab.positional import (
     select_heads,
     to_json,
 )
-from pe_lab.positional.rotation import turns_per_position
+from pe_lab.positional.rotation import fixed_point_frequencies
 
 N, H, G, K = 4, 6, 3, 16  # groups of query heads: (0, 1), (2, 3), (4, 5)
 R = K // 2
@@ -85,9 +85,9 @@ def as_users_run_it():
 
 
 @jax.jit
-def head_scores(turns, gain, query, key, at):
+def head_scores(fixed_freq, gain, query, key, at):
     """[B, H]: logits of queries and keys [H, K], keys rotated per query head, at pairs of positions `at` [B, 2]."""
-    cos, sin = rotation_tables(turns, gain, at)
+    cos, sin = rotation_tables(fixed_freq, gain, at)
     turned = rotate(jnp.stack([query, key])[None].repeat(len(at), 0), cos, sin)
     return jnp.einsum("bhk,bhk->bh", turned[:, 0], turned[:, 1])
 
@@ -97,7 +97,7 @@ AT = np.array([[9, 2], [500, 0], [3, 3], [4096, 4000]], np.int32)
 
 
 def scores_of(schedule):
-    return np.asarray(head_scores(schedule.turns[0], schedule.gain[0], QUERY, KEY, AT))
+    return np.asarray(head_scores(schedule.fixed_freq[0], schedule.gain[0], QUERY, KEY, AT))
 
 
 def expected_scores(pairs_kept, head, inv_freq, gain=1.0):
@@ -236,19 +236,19 @@ def test_the_length_reaches_scalings_edits_and_betas():
         schedule = schedule_of(described, length)
         for n, scaling in enumerate(dynamic):
             inv_freq, gain = frequencies(Rope(scaling=scaling), K, length)
-            np.testing.assert_array_equal(schedule.turns[n], np.tile(turns_per_position(inv_freq), (H, 1, 1)))
+            np.testing.assert_array_equal(schedule.fixed_freq[n], np.tile(fixed_point_frequencies(inv_freq), (H, 1, 1)))
             np.testing.assert_array_equal(schedule.gain[n], np.tile(gain.astype(np.float32), (H, 1)))
-        np.testing.assert_array_equal(schedule.turns[3, 0], schedule.turns[0, 0])
-        np.testing.assert_array_equal(schedule.turns[3, 1], turns_per_position(FREQUENCIES))
+        np.testing.assert_array_equal(schedule.fixed_freq[3, 0], schedule.fixed_freq[0, 0])
+        np.testing.assert_array_equal(schedule.fixed_freq[3, 1], fixed_point_frequencies(FREQUENCIES))
         assert schedule.logit_scale[3] == pytest.approx(1 + 0.5 * math.log(max(1, (length or 0) / 64)))
     near, far = (schedule_of(described, length) for length in (64, 512))
-    assert all((near.turns[n] != far.turns[n]).any() for n in range(4))
+    assert all((near.fixed_freq[n] != far.fixed_freq[n]).any() for n in range(4))
 
 
 def test_the_notebooks_two_are_constants_of_the_program():
     warped, biased = schedule_of([Layer(NotebookYarn(blend=8)), Layer(NotebookBias(1.5, 64))]).structure
     assert warped == LayerStructure(rotates=True, warp=Warp(0.85, 1.25, 128, 8))
-    assert biased == LayerStructure(self_bias=(1.5, 64))
+    assert biased == LayerStructure(diagonal_bias=(1.5, 64))
 
 
 @pytest.mark.parametrize(
@@ -466,20 +466,20 @@ def test_dope_by_all_in_both_its_readings(encoding):
     assert (uniform.gain[2, 1] == 0).all() and uniform.structure[2].rotates
     assert (scores_of_layer(uniform, 2)[:, 1] == 0).all()
     # Without its encoding a head has no attention factor either, and no slope.
-    assert (nope.inv_freq[2, 1] == 0).all() and (nope.turns[2, 1] == 0).all() and (nope.gain[2, 1] == 1).all()
+    assert (nope.inv_freq[2, 1] == 0).all() and (nope.fixed_freq[2, 1] == 0).all() and (nope.gain[2, 1] == 1).all()
     assert nope.alibi_slope[2, 1] == 0
     np.testing.assert_allclose(scores_of_layer(nope, 2)[:, 1], QUERY[1] @ KEY[1], rtol=1e-5)
     untouched = schedule_of(before)
     for schedule in (uniform, nope):
         others = np.arange(H) != 1
         np.testing.assert_array_equal(schedule.gain[2, others], untouched.gain[2, others])
-        np.testing.assert_array_equal(schedule.turns[2, others], untouched.turns[2, others])
+        np.testing.assert_array_equal(schedule.fixed_freq[2, others], untouched.fixed_freq[2, others])
         assert same_layers(schedule, untouched, [0, 1, 3])
     assert dope_by_all(before, [(2, 1)]) == dope_by_all(before, [(2, 1)], "nope")
 
 
 def scores_of_layer(schedule, n):
-    return np.asarray(head_scores(schedule.turns[n], schedule.gain[n], QUERY, KEY, AT))
+    return np.asarray(head_scores(schedule.fixed_freq[n], schedule.gain[n], QUERY, KEY, AT))
 
 
 def same_layers(a, b, chosen):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional import (
     NTK,
     PI,
@@ -33,7 +33,7 @@ from pe_lab.positional import (
     rotation_tables,
 )
 from pe_lab.positional.layouts import Layout, channel_order, from_canonical, to_canonical
-from pe_lab.positional.rotation import turns_per_position
+from pe_lab.positional.rotation import fixed_point_frequencies
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "positional_golden.json").read_text())
 # Asked is 1e-6. The golden values are float64 results written with ten digits, so more can be had.
@@ -76,14 +76,14 @@ def name_of(case):
 
 
 @jax.jit
-def rotated(x, turns, gain, positions):
-    cos, sin = rotation_tables(turns, gain, positions)
+def rotated(x, fixed_freq, gain, positions):
+    cos, sin = rotation_tables(fixed_freq, gain, positions)
     return rotate(x, cos[:, :, None], sin[:, :, None])
 
 
 def rotated_by_us(encoding, x, positions):
     inv_freq, gain = frequencies(encoding, x.shape[-1])
-    return np.asarray(rotated(x, turns_per_position(inv_freq), gain.astype(np.float32), np.array(positions)))
+    return np.asarray(rotated(x, fixed_point_frequencies(inv_freq), gain.astype(np.float32), np.array(positions)))
 
 
 def ours_and_theirs(case):
@@ -234,8 +234,8 @@ def test_what_the_notebook_publishes(case):
     else:
         encoding = NotebookYarn(base, **settings)
     schedule = build_schedule([Layer(encoding)], num_heads=1, num_kv_heads=1, head_dim=case["head_dim"])
-    turns, gain = jnp.asarray(schedule.turns[0]), jnp.asarray(schedule.gain[0])
-    cos, sin = rotation_tables(turns, gain, jnp.arange(len(x))[None], schedule.structure[0].warp)
+    fixed_freq, gain = jnp.asarray(schedule.fixed_freq[0]), jnp.asarray(schedule.gain[0])
+    cos, sin = rotation_tables(fixed_freq, gain, jnp.arange(len(x))[None], schedule.structure[0].warp)
     layout = Layout("interleaved")
     ours = from_canonical(
         np.asarray(rotate(jnp.asarray(to_canonical(x, layout))[None, :, None], cos, sin))[0, :, 0], layout

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional import PartialRope, Rope, frequencies, rotate, rotation_tables
 from pe_lab.positional.layouts import CANONICAL, Layout, channel_order, from_canonical, to_canonical
-from pe_lab.positional.rotation import turns_per_position
+from pe_lab.positional.rotation import fixed_point_frequencies
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "positional_golden.json").read_text())
 
@@ -28,8 +28,8 @@ def name_of(case):
 
 def rotated_by_us(x, encoding):
     inv_freq, gain = frequencies(encoding, x.shape[-1])
-    turns, positions = jnp.asarray(turns_per_position(inv_freq)), jnp.array(GOLDEN["positions"])
-    cos, sin = rotation_tables(turns, jnp.asarray(gain, jnp.float32), positions)
+    fixed_freq, positions = jnp.asarray(fixed_point_frequencies(inv_freq)), jnp.array(GOLDEN["positions"])
+    cos, sin = rotation_tables(fixed_freq, jnp.asarray(gain, jnp.float32), positions)
     return np.asarray(rotate(jnp.asarray(x), cos[:, :, None], sin[:, :, None]))
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional import (
     NTK,
     PI,

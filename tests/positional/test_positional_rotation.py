@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional import (
     NTK,
     PI,
@@ -35,7 +35,7 @@ from pe_lab.positional import (
     rotate,
     rotation_tables,
 )
-from pe_lab.positional.rotation import turns_per_position, warped_angles
+from pe_lab.positional.rotation import fixed_point_frequencies, warped_angles
 from pe_lab.positional.scalings import SCALINGS
 
 BOUND = 5e-7  # radians; a float32 near pi is itself only good to 1.2e-7
@@ -75,7 +75,7 @@ def positions_below(length):
 def test_angles_are_right_at_every_position(name, base):
     positions, exact = positions_below(LENGTHS[name]), exact_turns(base, 64)
     inv_freq = frequencies(Rope(float(base)), 64)[0]
-    ours = jit_angles(turns_per_position(inv_freq), positions[None])[0]
+    ours = jit_angles(fixed_point_frequencies(inv_freq), positions[None])[0]
     assert ours.dtype == jnp.float32
     assert np.abs(ours).max() <= np.float32(math.pi)
     error = worst_error(ours, positions, exact)
@@ -90,7 +90,7 @@ def test_angles_are_right_at_every_position(name, base):
 def test_tables_are_right_far_out(length):
     positions, exact = positions_below(length), exact_turns(10_000, 64)
     inv_freq, gain = frequencies(Rope(), 64)
-    cos, sin = jit_tables(turns_per_position(inv_freq), gain.astype(np.float32), positions[None])
+    cos, sin = jit_tables(fixed_point_frequencies(inv_freq), gain.astype(np.float32), positions[None])
     true = np.array([[int(p) * t % ONE_TURN / ONE_TURN * 2 * math.pi for t in exact] for p in positions])
     np.testing.assert_allclose(cos[0], np.cos(true), rtol=0, atol=BOUND)
     np.testing.assert_allclose(sin[0], np.sin(true), rtol=0, atol=BOUND)
@@ -103,15 +103,15 @@ def test_tables_are_right_far_out(length):
 )
 def test_turns_hold_the_whole_float64(values, position):
     """Reassembled, the two words are inv_freq / 2 pi to 2^-64 of a turn."""
-    turns = turns_per_position(np.array(values))
-    assert turns.dtype == np.uint32 and turns.shape == (len(values), 2)
-    for value, (high, low) in zip(values, turns.astype(object), strict=True):
+    fixed_freq = fixed_point_frequencies(np.array(values))
+    assert fixed_freq.dtype == np.uint32 and fixed_freq.shape == (len(values), 2)
+    for value, (high, low) in zip(values, fixed_freq.astype(object), strict=True):
         whole = high * 2**32 + low
         numerator, denominator = (value / (2 * math.pi)).as_integer_ratio()
         assert whole == numerator * 2**64 // denominator
     # And the wrapped 32-bit arithmetic on the device is the exact product, cut to 32 bits of a turn.
-    computed = np.asarray(jit_angles(turns, np.full((1, 1), position, np.int32)))[0, 0]
-    for angle, (high, low) in zip(computed, turns.astype(object), strict=True):
+    computed = np.asarray(jit_angles(fixed_freq, np.full((1, 1), position, np.int32)))[0, 0]
+    for angle, (high, low) in zip(computed, fixed_freq.astype(object), strict=True):
         fraction = position * (high * 2**32 + low) % 2**64 >> 32
         signed = fraction - 2**32 if fraction >= 2**31 else fraction
         assert angle == pytest.approx(signed / 2**32 * 2 * math.pi, rel=2e-7, abs=1e-30)
@@ -120,14 +120,14 @@ def test_turns_hold_the_whole_float64(values, position):
 @pytest.mark.parametrize("bad", [-1e-9, 2 * math.pi, math.nan, math.inf])
 def test_a_frequency_outside_one_turn_is_refused(bad):
     with pytest.raises(UserError, match="inv_freq has"):
-        turns_per_position(np.array([0.5, bad]))
+        fixed_point_frequencies(np.array([0.5, bad]))
 
 
 def test_tables_follow_the_shapes_of_frequencies_and_positions():
     inv_freq = np.linspace(0, 1, 3 * 2 * 4).reshape(3, 2, 4)
     gain = np.linspace(1, 2, 24, dtype=np.float32).reshape(3, 2, 4)
     positions = np.array([[0, 5, 9, 100, 1], [7, 7, 2, 0, 3]])
-    cos, sin = jit_tables(turns_per_position(inv_freq), gain, positions)
+    cos, sin = jit_tables(fixed_point_frequencies(inv_freq), gain, positions)
     angle = positions[:, :, None, None, None] * inv_freq
     assert cos.shape == (2, 5, 3, 2, 4)
     np.testing.assert_allclose(cos, np.cos(angle) * gain, atol=2e-6)
@@ -147,8 +147,8 @@ POSITIONS = jnp.asarray([[0, 1, 2, 500, 131072, 2**31 - 1], [9, 8, 7, 6, 5, 1 <<
 
 
 @jax.jit
-def jit_turn(x, turns, gain, positions):
-    cos, sin = rotation_tables(turns, gain, positions)
+def jit_turn(x, fixed_freq, gain, positions):
+    cos, sin = rotation_tables(fixed_freq, gain, positions)
     return rotate(x, cos[:, :, None], sin[:, :, None])
 
 
@@ -156,12 +156,12 @@ def turned_at(x, encoding, at, length=None):
     """x [B, T, H, K] rotated by a description at B * T positions."""
     inv_freq, gain = frequencies(encoding, x.shape[-1], length)
     positions = np.array(at, np.int32).reshape(x.shape[:2])
-    return jit_turn(x, turns_per_position(inv_freq), gain.astype(np.float32), positions)
+    return jit_turn(x, fixed_point_frequencies(inv_freq), gain.astype(np.float32), positions)
 
 
 def rotated(x, encoding):
     inv_freq, gain = frequencies(encoding, x.shape[-1])
-    cos, sin = jit_tables(turns_per_position(inv_freq), gain.astype(np.float32), POSITIONS)
+    cos, sin = jit_tables(fixed_point_frequencies(inv_freq), gain.astype(np.float32), POSITIONS)
     return inv_freq, rotate(x, cos[:, :, None], sin[:, :, None])
 
 
@@ -209,7 +209,9 @@ def test_a_fraction_of_zero_is_nope_for_the_compiled_program_too():
 def test_frequency_zero_is_no_rotation_bit_for_bit_whatever_the_other_pairs_do(inv_freq, at, dtype):
     x = jnp.asarray(np.random.default_rng(3).standard_normal((2, 6, 3, 32)), dtype)
     inv_freq = np.array(inv_freq)
-    turned = jit_turn(x, turns_per_position(inv_freq), np.ones(16, np.float32), np.array(at, np.int32).reshape(2, 6))
+    turned = jit_turn(
+        x, fixed_point_frequencies(inv_freq), np.ones(16, np.float32), np.array(at, np.int32).reshape(2, 6)
+    )
     still = np.flatnonzero(np.tile(inv_freq == 0, 2))
     assert turned.dtype == dtype
     assert same_bits(turned[..., still].astype(jnp.float32), x[..., still].astype(jnp.float32))
@@ -300,9 +302,9 @@ def test_norms_are_kept_where_there_is_no_gain_and_grow_by_the_gain_where_there_
 
 
 @jax.jit
-def scores(turns, gain, query, key, at):
+def scores(fixed_freq, gain, query, key, at):
     """The logits of one query and one key at pairs of positions `at` [B, 2]."""
-    cos, sin = rotation_tables(turns, gain, at)
+    cos, sin = rotation_tables(fixed_freq, gain, at)
     turned = rotate(jnp.stack([query, key])[None].repeat(len(at), 0)[:, :, None], cos[:, :, None], sin[:, :, None])
     return jnp.einsum("bhk,bhk->b", turned[:, 0], turned[:, 1])
 
@@ -319,7 +321,7 @@ def test_scores_depend_on_the_distance_alone(rotary, i, j, shift, seed):
     query, key = np.random.default_rng(seed).standard_normal((2, 64)).astype(np.float32)
     inv_freq, gain = frequencies(rotary[0], 64, rotary[1])
     at = np.array([[i, j], [i + shift, j + shift]], np.int32)
-    here, there = scores(turns_per_position(inv_freq), gain.astype(np.float32), query, key, at)
+    here, there = scores(fixed_point_frequencies(inv_freq), gain.astype(np.float32), query, key, at)
     assert abs(here - there) < 3e-6 * gain.max() ** 2 * np.linalg.norm(query) * np.linalg.norm(key)
 
 
@@ -328,7 +330,7 @@ def test_scores_do_depend_on_the_distance(encoding, length):
     query, key = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
     inv_freq, gain = frequencies(encoding, 64, length)
     at = np.array([[100, 100], [116, 100], [164, 100], [356, 100]], np.int32)
-    apart = np.asarray(scores(turns_per_position(inv_freq), gain.astype(np.float32), query, key, at))
+    apart = np.asarray(scores(fixed_point_frequencies(inv_freq), gain.astype(np.float32), query, key, at))
     assert np.ptp(apart) > 0.5
 
 
@@ -452,7 +454,7 @@ def test_the_gradient_is_the_transposed_rotation_with_its_gain(encoding):
 def test_the_gradient_of_a_bfloat16_rotation_is_bfloat16_and_that_of_the_tables_zero():
     x = jnp.asarray(np.random.default_rng(5).standard_normal((1, 4, 2, 16)), jnp.bfloat16)
     inv_freq, gain = frequencies(Rope(scaling=Yarn(8.0, 1024)), 16)
-    tables = jit_tables(turns_per_position(inv_freq), gain.astype(np.float32), jnp.arange(4)[None])
+    tables = jit_tables(fixed_point_frequencies(inv_freq), gain.astype(np.float32), jnp.arange(4)[None])
     cos, sin = (table[:, :, None] for table in tables)
     d_x, d_cos, d_sin = jax.grad(lambda *a: rotate(*a).astype(jnp.float32).sum(), (0, 1, 2))(x, cos, sin)
     assert d_x.dtype == jnp.bfloat16 and (d_x != 0).all()
@@ -469,7 +471,7 @@ def warp_of(encoding):
 def warped_and_true(encoding, at):
     """Our angles and n * m(n) * w in float64 around the circle, as errors [T, R]; and the multipliers [T]."""
     at, (inv_freq, _) = np.array(at), frequencies(encoding, 64)
-    ours = jit_warped(turns_per_position(inv_freq), at[None], warp_of(encoding))[0]
+    ours = jit_warped(fixed_point_frequencies(inv_freq), at[None], warp_of(encoding))[0]
     assert ours.dtype == jnp.float32
     start = encoding.original_length - encoding.blend
     blended = np.clip((at - start) / (2 * encoding.blend), 0, 1)
@@ -513,7 +515,7 @@ def warped_scores(encoding, at):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 1, 64)), jnp.float32).repeat(len(at), 0)
     inv_freq, gain = frequencies(encoding, 64)
     cos, sin = jax.jit(rotation_tables, static_argnums=3)(
-        turns_per_position(inv_freq), gain.astype(np.float32), np.array(at, np.int32), warp_of(encoding)
+        fixed_point_frequencies(inv_freq), gain.astype(np.float32), np.array(at, np.int32), warp_of(encoding)
     )
     turned = rotate(x, cos[:, :, None], sin[:, :, None])
     return np.asarray(jnp.einsum("bhk,bhk->b", turned[:, 0], turned[:, 1]))
@@ -533,8 +535,10 @@ def test_the_notebooks_yarn_does_not_depend_on_the_distance_alone():
 
 def test_a_warp_of_one_is_rope():
     encoding, at = NotebookYarn(alpha=1.0, beta=1.0), np.array([[0, 1, 111, 112, 113, 128, 144, 145, 4096, 2**20]])
-    turns = turns_per_position(frequencies(encoding, 64)[0])
-    np.testing.assert_allclose(jit_warped(turns, at, warp_of(encoding)), jit_angles(turns, at), rtol=0, atol=1e-6)
+    fixed_freq = fixed_point_frequencies(frequencies(encoding, 64)[0])
+    np.testing.assert_allclose(
+        jit_warped(fixed_freq, at, warp_of(encoding)), jit_angles(fixed_freq, at), rtol=0, atol=1e-6
+    )
 
 
 def test_apply_p_rope_refuses_another_head_dim(x):

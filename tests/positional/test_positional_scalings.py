@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional import (
     NTK,
     PI,
@@ -273,8 +273,8 @@ def test_yarn_ramp_without_rounding(head_dim, base, length, raw):
     low, high = yarn.ramp_bounds(base, head_dim)
     np.testing.assert_allclose((low, high), raw, atol=5e-4 if raw[0] > 4 else 5e-5)
     # The pairs there turn 32 times and once within the training length: that is what the bounds mean.
-    turns = [length / (2 * math.pi) * base ** (-2 * i / head_dim) for i in (low, high)]
-    np.testing.assert_allclose(turns, [32, 1], rtol=1e-9)
+    fixed_freq = [length / (2 * math.pi) * base ** (-2 * i / head_dim) for i in (low, high)]
+    np.testing.assert_allclose(fixed_freq, [32, 1], rtol=1e-9)
     # And the ramp runs between them, not between rounded ones.
     slow = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
     np.testing.assert_allclose(ratio(yarn, head_dim, base), 1 - slow / 2, rtol=1e-12)

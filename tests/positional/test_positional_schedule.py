@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.positional import (
     NTK,
     PI,
@@ -28,7 +28,7 @@ from pe_lab.positional import (
     rotate,
     rotation_tables,
 )
-from pe_lab.positional.rotation import turns_per_position
+from pe_lab.positional.rotation import fixed_point_frequencies
 
 N, H, G, K = 4, 6, 3, 16
 R = K // 2
@@ -50,7 +50,7 @@ def test_shapes_and_dtypes():
     shapes = {
         "inv_freq": ((N, H, R), np.float32),
         "gain": ((N, H, R), np.float32),
-        "turns": ((N, H, R, 2), np.uint32),
+        "fixed_freq": ((N, H, R, 2), np.uint32),
         "alibi_slope": ((N, H), np.float32),
         "logit_scale": ((N,), np.float32),
     }
@@ -73,7 +73,7 @@ def test_arrays_hold_what_the_descriptions_say():
         np.testing.assert_array_equal(schedule.inv_freq[n], np.tile(inv_freq.astype(np.float32), (H, 1)))
         np.testing.assert_array_equal(schedule.gain[n], np.tile(gain.astype(np.float32), (H, 1)))
         # From the float64 frequencies: those of the float32 array would turn too far at large positions.
-        np.testing.assert_array_equal(schedule.turns[n], np.tile(turns_per_position(inv_freq), (H, 1, 1)))
+        np.testing.assert_array_equal(schedule.fixed_freq[n], np.tile(fixed_point_frequencies(inv_freq), (H, 1, 1)))
     np.testing.assert_array_equal(schedule.alibi_slope[1], alibi_slopes(H).astype(np.float32))
     assert (schedule.alibi_slope[[0, 2, 3]] == 0).all()
     np.testing.assert_array_equal(schedule.logit_scale, np.float32([1, 1, 1.5, 1]))
@@ -117,7 +117,7 @@ def counting_model():
         traces.append(schedule.structure)
         for n, structure in enumerate(schedule.structure):
             if structure.rotates:
-                cos, sin = rotation_tables(schedule.turns[n], schedule.gain[n], positions)
+                cos, sin = rotation_tables(schedule.fixed_freq[n], schedule.gain[n], positions)
                 x = rotate(x, cos, sin)
             x = x * schedule.logit_scale[n]
             if structure.slopes:
@@ -224,7 +224,7 @@ def test_dropping_heads_and_then_layers():
     rope = schedule_of("rope")
     one = rope.edit([0], [3], num_kv_heads=G, inv_freq=0.0)
     assert one.structure[0] == LayerStructure(rotates=True, heads="split")
-    assert (one.turns[0, 3] == 0).all() and (one.turns[0, 2] != 0).any()
+    assert (one.fixed_freq[0, 3] == 0).all() and (one.fixed_freq[0, 2] != 0).any()
     layer = rope.edit([0], num_kv_heads=G, inv_freq=0.0)
     assert layer.structure == (LayerStructure(), *[LayerStructure(rotates=True)] * 3)
     assert layer.same_rotation
@@ -243,8 +243,8 @@ def test_an_edit_is_exact_where_it_is_made_and_touches_nothing_else(at_layers, a
     for n in range(N):
         for h in range(H):
             edited = n in at_layers and h in at_heads
-            turns = turns_per_position(np.full(R, value)) if edited else before.turns[n, h]
-            np.testing.assert_array_equal(after.turns[n, h], turns)
+            fixed_freq = fixed_point_frequencies(np.full(R, value)) if edited else before.fixed_freq[n, h]
+            np.testing.assert_array_equal(after.fixed_freq[n, h], fixed_freq)
             freq = np.full(R, np.float32(value)) if edited else before.inv_freq[n, h]
             np.testing.assert_array_equal(after.inv_freq[n, h], freq)
             np.testing.assert_array_equal(after.gain[n, h], 0.5 if edited else before.gain[n, h])
@@ -255,7 +255,7 @@ def test_edit_keeps_all_64_bits_of_a_given_frequency():
     edited = schedule_of("rope").edit(num_kv_heads=G, inv_freq=exact)
     assert same(edited, schedule_of("ntk:factor=2"))
     rounded = schedule_of("rope").edit(num_kv_heads=G, inv_freq=exact.astype(np.float32))
-    assert not np.array_equal(rounded.turns, edited.turns)
+    assert not np.array_equal(rounded.fixed_freq, edited.fixed_freq)
 
 
 def test_edit_values_broadcast_to_layers_heads_and_pairs():

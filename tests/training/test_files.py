@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny_runs import fingerprint, tiny
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.training.files import NoRows, Rows, TensorBoard, claim_workdir, write_json, write_run
 
 

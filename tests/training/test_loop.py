@@ -13,7 +13,8 @@ import pytest
 from tiny_runs import assert_same_training, compilations_kept, fingerprint, rows, tiny, train, trained  # noqa: F401
 
 from pe_lab.checkpoints import find_checkpoints, open_checkpoint
-from pe_lab.config import UserError, config_hash
+from pe_lab.config import config_hash
+from pe_lab.errors import UserError
 from pe_lab.training import Stopped, loop, open_run
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")

@@ -5,7 +5,8 @@ import numpy as np
 import optax
 import pytest
 
-from pe_lab.config import ModelConfig, OptimizerConfig, UserError
+from pe_lab.config import ModelConfig, OptimizerConfig
+from pe_lab.errors import UserError
 from pe_lab.model import Model
 from pe_lab.training import learning_rate, make_optimizer
 from pe_lab.training.optimizer import decays
@@ -73,13 +74,13 @@ def test_decay_is_for_matrices(qk_norm):
         for path, value in jax.tree_util.tree_leaves_with_path(mask)
     }
     assert {name for name, decayed in flat.items() if decayed} == {
-        "trunk.embedding", "trunk.unembedding",
+        "token_embedder.embedding", "token_embedder.unembedding",
         "layers.attention.query", "layers.attention.key", "layers.attention.value", "layers.attention.out",
         "layers.mlp.gate", "layers.mlp.up", "layers.mlp.down",
     }  # fmt: skip
     assert {name for name, decayed in flat.items() if not decayed} == {
-        "trunk.final_norm.scale", "layers.attention_norm.scale", "layers.mlp_norm.scale",
-        "trunk.final_norm.bias", "layers.attention_norm.bias", "layers.mlp_norm.bias",
+        "token_embedder.final_norm.scale", "layers.attention_norm.scale", "layers.mlp_norm.scale",
+        "token_embedder.final_norm.bias", "layers.attention_norm.bias", "layers.mlp_norm.bias",
         "layers.attention.query_norm.scale", "layers.attention.key_norm.scale",
         "layers.attention.query_bias", "layers.attention.key_bias", "layers.attention.value_bias",
         "layers.attention.out_bias", "layers.mlp.gate_bias", "layers.mlp.up_bias", "layers.mlp.down_bias",

@@ -9,7 +9,8 @@ import pytest
 from tiny_runs import compilations_kept, rows, tiny, train, trained  # noqa: F401
 
 from pe_lab.checkpoints import open_checkpoint
-from pe_lab.config import Config, MeshConfig, PhaseConfig, UserError
+from pe_lab.config import Config, MeshConfig, PhaseConfig
+from pe_lab.errors import UserError
 from pe_lab.positional import Layer, NoPE, Rope, Yarn, drop, pattern, rescale, rnope_swa
 from pe_lab.training import open_run
 from pe_lab.training.run import plan_phases

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_runs import compilations_kept, rows, tiny, train  # noqa: F401
 
-from pe_lab.config import UserError
+from pe_lab.errors import UserError
 from pe_lab.training.run import plan_phases
 from pe_lab.training.step import RandomPositions
 

@@ -9,7 +9,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig, UserError
+from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig
+from pe_lab.errors import UserError
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh
 from pe_lab.positional import Rope, build_schedule, layers

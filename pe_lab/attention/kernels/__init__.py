@@ -1,0 +1,1 @@
+"""Attention kernels for TPUs and GPUs: ours, and those of external packages."""

@@ -1,0 +1,203 @@
+"""What a program of our GPU kernel does: a block of queries against the keys it sees; see `pallas_gpu`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pe_lab.attention.key_block import FLOOR, MASKED
+from pe_lab.attention.noise import KEYS, gaussian
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a span is cut. Every side of a product is a power of two, 16 or more.
+
+    Attributes:
+      heads: query heads of a program, all of one key head.
+      rows: queries of a program, over its heads.
+      keys: in a block.
+      warps: of a program, 32 threads each.
+      stages: blocks of keys and values that are under way to shared memory or in use.
+    """
+
+    heads: int
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def filled(head_dim: int) -> int:
+    return max(32, pl.next_power_of_2(head_dim))
+
+
+@dataclass(frozen=True)
+class Static:
+    """What a kernel is compiled for."""
+
+    tiles: Tiles
+    splits: int
+    row_blocks: int
+    queries: int  # T
+    keys: int  # S
+    length: int  # queries of a group of heads
+    head_dim: int
+    window: int | None
+    soft_cap: float | None
+
+    @property
+    def wide(self) -> int:
+        return filled(self.head_dim)
+
+
+def _iota(size: int) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
+
+
+def _load(ref: Any, *at: Any, down: jax.Array | None = None, across: jax.Array | None = None) -> jax.Array:
+    """A block, or a line, of `ref`; zeros where a mask of its first or of its last axis is false."""
+    if sum(isinstance(one, pl.Slice) for one in at) > 1:
+        down, across = (None if down is None else down[:, None]), (None if across is None else across[None])
+    mask = across if down is None else down if across is None else down & across
+    return plgpu.load(ref.at[at], mask=mask, other=None if mask is None else 0)
+
+
+def kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
+    cut, window, K, wide = static.tiles, static.window, static.head_dim, static.wide
+    ref = dict(zip(names, refs, strict=False))
+    out_ref, log_sum_ref = refs[len(names) :]
+    dtype = ref["key"].dtype
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    product = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+    channels = None if wide == K else _iota(wide) < K
+    turn = "block cos" in ref
+    half = wide // 2
+    pairs = None if half == K // 2 else _iota(half) < K // 2
+    # Where the parts of a head begin, how wide they are, and what of them is there.
+    halves = [(0, half, pairs), (K // 2, half, pairs)] if turn else [(0, wide, channels)]
+
+    # The queries of this program.
+    block = static.row_blocks - 1 - pl.program_id(0)
+    rows = block * cut.rows + _iota(cut.rows)
+    there = None if static.length % cut.rows == 0 else rows < static.length
+    layer = ref["layer"][0]
+    start = ref["start"][0] if "start" in ref else 0
+    used = jnp.minimum(ref["used"][0], static.keys) if "used" in ref else static.keys
+    query_index = start + (rows if cut.heads == 1 else jax.lax.rem(rows, static.queries))
+    first_query, last_query = start, start + static.queries - 1
+    if cut.heads == 1:
+        first_query = start + block * cut.rows
+        last_query = jnp.minimum(first_query + cut.rows - 1, last_query)
+    q = [_load(ref["query"], pl.ds(0, cut.rows), pl.ds(c, w), down=there, across=m) for c, w, m in halves]
+    of_rows = {
+        name: _load(ref[name], pl.ds(0, cut.rows), down=there)
+        for name in ("slope", "query positions", "query segments")
+        if name in ref and ref[name].shape[0] > 1
+    }
+    if turn:
+        place_cos, place_sin = (
+            _load(ref[f"place {x}"], pl.ds(0, cut.keys), pl.ds(0, half), across=pairs) for x in ("cos", "sin")
+        )
+
+    # The blocks of keys that it visits: of those that any of its queries sees, its split's part.
+    before = lambda key: jax.lax.div(jnp.maximum(key, 0), cut.keys)  # noqa: E731
+    end = before(jnp.minimum(last_query + 1, used) + cut.keys - 1)
+    begin = 0 if window is None else jnp.minimum(before(first_query - window + 1), end)
+    first, last = begin, end
+    if static.splits > 1:
+        each = jax.lax.div(end - begin + static.splits - 1, static.splits)
+        first = jnp.minimum(begin + pl.program_id(1) * each, end)
+        last = jnp.minimum(first + each, end)
+    # Those that all of its queries see whole.
+    whole_from = first
+    if window is not None:
+        whole_from = jnp.clip(before(last_query - window + cut.keys), first, last)
+    whole_to = jnp.clip(before(jnp.minimum(first_query + 1, used)), whole_from, last)
+
+    def drawn(j: jax.Array, here: jax.Array | None) -> list[jax.Array]:
+        """The noise that a head has for keys."""
+        size = _load(ref["noise size"], pl.ds(j * cut.keys, cut.keys), down=here)
+        position = (j * cut.keys + _iota(cut.keys))[:, None]
+        noise = []
+        for c, w, there_is in halves:
+            one = size[:, None] * gaussian(ref["noise seed"][0], KEYS, position, (c + _iota(w))[None])
+            noise.append((one if there_is is None else jnp.where(there_is[None], one, 0)).astype(dtype))
+        return noise
+
+    def logits(j: jax.Array, here: jax.Array | None) -> jax.Array:
+        span = pl.ds(j * cut.keys, cut.keys)
+        k = [_load(ref["key"], layer, span, pl.ds(c, w), down=here, across=m) for c, w, m in halves]
+        if turn:
+            block_cos, block_sin = (
+                _load(ref[f"block {x}"], pl.ds(j, 1), pl.ds(0, half), across=pairs) for x in ("cos", "sin")
+            )
+            cos = block_cos * place_cos - block_sin * place_sin
+            sin = block_sin * place_cos + block_cos * place_sin
+            left, right = (x.astype(jnp.float32) for x in k)
+            k = [(left * cos - right * sin).astype(dtype), (right * cos + left * sin).astype(dtype)]
+        if "noise seed" in ref:
+            k = jax.lax.cond(ref["noise seed"][0] != 0, functools.partial(drawn, j, here), lambda: k)
+        against = (((1,), (1,)), ((), ()))
+        return functools.reduce(jnp.add, (product(a, b, against) for a, b in zip(q, k, strict=True)))
+
+    def add_block(masked: bool, j: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        out, highest, total = sums
+        key_index = j * cut.keys + _iota(cut.keys)
+        here = key_index < used if masked else None
+        s = logits(j, here)
+        if static.soft_cap is not None:
+            s = static.soft_cap * jnp.tanh(s / static.soft_cap)
+        distance = query_index[:, None] - key_index[None]
+        of_keys = {
+            what: _load(ref[f"key {what}"], pl.ds(j * cut.keys, cut.keys), down=here)
+            for what in ("positions", "segments")
+            if f"key {what}" in ref
+        }
+        if "slope" in ref:
+            far = distance
+            if "positions" in of_keys:
+                far = of_rows["query positions"][:, None] - of_keys["positions"][None]
+            slope = of_rows["slope"][:, None] if cut.heads > 1 else ref["slope"][0]
+            s -= slope * far.astype(jnp.float32)
+        seen = []
+        if masked:
+            seen = [distance >= 0, here[None]] + ([] if window is None else [distance < window])
+        if "segments" in of_keys:
+            seen.append(of_rows["query segments"][:, None] == of_keys["segments"][None])
+        if seen:
+            s = jnp.where(functools.reduce(jnp.logical_and, seen), s, MASKED)
+        # Powers of two: one instruction, and the factor goes into a fused multiply-add.
+        top = jnp.maximum(highest, s.max(1) * LOG2_E)
+        weights, shrink = jnp.exp2(s * LOG2_E - top[:, None]), jnp.exp2(highest - top)
+        v = _load(ref["value"], layer, pl.ds(j * cut.keys, cut.keys), pl.ds(0, wide), down=here, across=channels)
+        new = product(weights.astype(dtype), v, (((1,), (0,)), ((), ())))
+        return out * shrink[:, None] + new, top, total * shrink + weights.sum(1)
+
+    sums = (
+        jnp.zeros((cut.rows, wide), jnp.float32),
+        jnp.full((cut.rows,), FLOOR, jnp.float32),
+        jnp.zeros((cut.rows,), jnp.float32),
+    )
+    if window is not None:
+        sums = jax.lax.fori_loop(first, whole_from, functools.partial(add_block, True), sums)
+    sums = jax.lax.fori_loop(whole_from, whole_to, functools.partial(add_block, False), sums)
+    out, highest, total = jax.lax.fori_loop(whole_to, last, functools.partial(add_block, True), sums)
+
+    some = total > 0
+    total = jnp.where(some, total, 1)
+    logsumexp = jnp.where(some, highest / LOG2_E + jnp.log(total), MASKED)
+    masks = [None if there is None else there[:, None], None if channels is None else channels[None]]
+    masks = [mask for mask in masks if mask is not None]
+    mask = functools.reduce(jnp.logical_and, masks) if masks else None
+    plgpu.store(out_ref.at[:, :], (out / total[:, None]).astype(out_ref.dtype), mask=mask)
+    plgpu.store(log_sum_ref.at[:], logsumexp, mask=there)

@@ -1,0 +1,193 @@
+"""What runs on a TPU core: one block of queries against one block of keys; see `pallas_tpu` for what is around it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pe_lab.attention.key_block import FLOOR, MASKED
+from pe_lab.attention.noise import KEYS, gaussian
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a span is cut.
+
+    Attributes:
+      heads: query heads across a block of logits, all of one key head.
+      queries: of each head in a block.
+      keys: in a block.
+      few: all queries are in one block, and are laid out side by side outside; otherwise blocks are read as they lie.
+    """
+
+    heads: int
+    queries: int
+    keys: int
+    few: bool
+
+    @property
+    def rows(self) -> int:
+        """Queries across, filled up to whole tiles of 16-bit numbers."""
+        return -(-self.heads * self.queries // 16) * 16
+
+
+@dataclass(frozen=True)
+class Static:
+    tiles: Tiles
+    key_blocks: int
+    per_split: int  # key blocks that one split visits, at most
+    window: int | None
+    soft_cap: float | None
+    keys: int  # S
+    split_heads: bool  # each query head turns keys its own way
+    channels_first: bool  # queries, keys and values come as [K, tokens]
+    present: frozenset[str]
+
+    @property
+    def channels(self) -> int:
+        """The axis of channels."""
+        return 0 if self.channels_first else 1
+
+
+def bounds(static: Static, b: Any, p: Any, i: Any, start_ref: Any, used_ref: Any, *_: Any) -> tuple[Any, Any]:
+    """The first key block that a block of queries visits, and the last one (of its split) that it sees any of."""
+    cut = static.tiles
+    first_query = start_ref[b] + i * cut.queries
+    last = jnp.minimum(first_query + cut.queries, used_ref[b]) - 1
+    last = jnp.where(last < 0, -1, jnp.minimum(jax.lax.div(jnp.maximum(last, 0), cut.keys), static.key_blocks - 1))
+    if static.window is None:
+        first = p * static.per_split
+        return first, jnp.minimum(last, first + static.per_split - 1)
+    return jax.lax.div(jnp.maximum(first_query - static.window + 1, 0), cut.keys), last
+
+
+def key_block(static: Static, b: Any, p: Any, i: Any, j: Any, start_ref: Any, used_ref: Any, *_: Any) -> Any:
+    """The key block of a step. Steps beyond the last visible block name it again: nothing is fetched for them."""
+    first, last = bounds(static, b, p, i, start_ref, used_ref)
+    return jnp.clip(first + j, 0, jnp.clip(last, 0, static.key_blocks - 1))
+
+
+def _turned(key: jax.Array, coarse: jax.Array, fine: jax.Array, axis: int) -> jax.Array:
+    """A block of keys turned to its positions; channels along `axis`; coarse [2, K], fine [2, *key.shape]."""
+    cos_at, sin_at = (x if axis else _down(x) for x in (coarse[0:1], coarse[1:2]))
+    cos = cos_at * fine[0] - sin_at * fine[1]
+    sin = sin_at * fine[0] + cos_at * fine[1]
+    wide = key.astype(jnp.float32)
+    first, second = jnp.split(wide, 2, axis)
+    return (wide * cos + jnp.concatenate([-second, first], axis) * sin).astype(key.dtype)
+
+
+def _down(row: jax.Array) -> jax.Array:
+    """[1, n] as [n, 1]."""
+    return jnp.transpose(jnp.broadcast_to(row, (8, row.shape[1])))[:, :1]
+
+
+def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any, _: Any, *refs: Any) -> None:
+    cut, window = static.tiles, static.window
+    ref = dict(zip(names, refs, strict=False))
+    out_ref, log_sum_ref, highest_ref, total_ref, sum_ref = refs[len(names) :]
+    b, group, p, i, j = (pl.program_id(axis) for axis in range(5))
+    first, last = bounds(static, b, p, i, start_ref, used_ref)
+    block = first + j
+    used = used_ref[b]
+    first_query = start_ref[b] + i * cut.queries
+    first_key = block * cut.keys
+    precision = jax.lax.Precision.HIGHEST if ref["query"].dtype == jnp.float32 else None
+    product = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+
+    @pl.when(j == 0)
+    def _() -> None:
+        highest_ref[...] = jnp.full_like(highest_ref, FLOOR)
+        total_ref[...] = jnp.zeros_like(total_ref)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    def noisy(m: int, turned: Any) -> jax.Array:
+        """The keys of a head: turned, or noise."""
+        if "noise seed" not in static.present:
+            return turned(m)
+        seed, shape = ref["noise seed"][group * cut.heads + m], ref["key"].shape
+        position = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1 - static.channels)
+        channel = jax.lax.broadcasted_iota(jnp.int32, shape, static.channels)
+        size = ref["noise size"][...]
+        size = size if static.channels_first else _down(size)
+
+        def drawn() -> jax.Array:
+            return (size * gaussian(seed, KEYS, position, channel)).astype(ref["key"].dtype)
+
+        return jax.lax.cond(seed != 0, drawn, lambda: turned(m))
+
+    def logits() -> jax.Array:
+        k, q_ref, axis = ref["key"][...], ref["query"], 1 - static.channels
+        q = jnp.concatenate([q_ref[m] for m in range(q_ref.shape[0])], axis)
+        against = (((static.channels,), (static.channels,)), ((), ()))
+        if "coarse" not in static.present:
+            return product(k, q, against)
+        turned = lambda m: _turned(k, ref["coarse"][m], ref["fine"][m], static.channels)  # noqa: E731
+        if not static.split_heads:
+            return product(turned(0), q, against)
+        of = [jax.lax.slice_in_dim(q, m * cut.queries, (m + 1) * cut.queries, axis=axis) for m in range(cut.heads)]
+        parts = [product(noisy(m, turned), of[m], against) for m in range(cut.heads)]
+        if cut.rows > cut.heads * cut.queries:
+            parts.append(jnp.zeros((cut.keys, cut.rows - cut.heads * cut.queries), jnp.float32))
+        return jnp.concatenate(parts, axis=1)
+
+    def add_block(masked: bool) -> None:
+        s = logits()
+        if static.soft_cap is not None:
+            s = static.soft_cap * jnp.tanh(s / static.soft_cap)
+        if masked or "slope" in static.present:
+            key_index = first_key + jax.lax.broadcasted_iota(jnp.int32, s.shape, 0)
+            query_index = first_query + jax.lax.broadcasted_iota(jnp.int32, s.shape, 1) % cut.queries
+            distance = query_index - key_index
+        if "slope" in static.present:
+            far = distance
+            if "query positions" in static.present:
+                far = ref["query positions"][...] - _down(ref["key positions"][...])
+            s -= ref["slope"][...] * far.astype(jnp.float32)
+        v = ref["value"][...]
+        if masked:
+            seen = (distance >= 0) & (key_index < used)
+            if window is not None:
+                seen &= distance < window
+            if "query segments" in static.present:
+                seen &= ref["query segments"][...] == _down(ref["key segments"][...])
+            s = jnp.where(seen, s, MASKED)
+            # Weights of what is not there are zero, but zero times NaN is NaN.
+            shape = (1, cut.keys) if static.channels_first else (cut.keys, 1)
+            there = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1 - static.channels) < used
+            v = jnp.where(there, v, jnp.zeros_like(v))
+        before = highest_ref[...]
+        highest = jnp.maximum(before, s.max(0, keepdims=True))
+        weights, shrink = jnp.exp(s - highest), jnp.exp(before - highest)
+        highest_ref[...] = highest
+        total_ref[...] = total_ref[...] * shrink + weights.sum(0, keepdims=True)
+        sum_ref[...] = sum_ref[...] * shrink + product(
+            v, weights.astype(v.dtype), (((1 - static.channels,), (0,)), ((), ()))
+        )
+
+    here = block <= last
+    whole = (first_key + cut.keys - 1 <= first_query) & (first_key + cut.keys <= used)
+    if window is not None:
+        whole &= first_query + cut.queries - 1 - first_key < window
+    if "query segments" in static.present:
+        pl.when(here)(lambda: add_block(True))
+    else:
+        pl.when(here & whole)(lambda: add_block(False))
+        pl.when(here & ~whole)(lambda: add_block(True))
+
+    @pl.when(j == pl.num_programs(4) - 1)
+    def _() -> None:
+        total = total_ref[...]
+        some = total > 0
+        out = (sum_ref[...] / jnp.where(some, total, 1)).astype(out_ref.dtype)
+        logsumexp = jnp.where(some, highest_ref[...] + jnp.log(jnp.where(some, total, 1)), MASKED)
+        along = log_sum_ref.shape[1]
+        for m in range(log_sum_ref.shape[0]):
+            of_head = slice(m * along, (m + 1) * along)
+            out_ref[m] = out[:, of_head] if static.channels_first else jnp.transpose(out[:, of_head])
+            log_sum_ref[m : m + 1, :] = logsumexp[:, of_head]

@@ -1,0 +1,1 @@
+"""The renderer of the report: runs in, one self-contained HTML page out."""

@@ -1,0 +1,375 @@
+"""Line charts as inline SVG, with nothing to download and no script needed to read them.
+
+Each chart is drawn twice, for wide and for narrow screens, so that text keeps its size on a phone; the
+stylesheet shows one of the two. Colours are variables of the stylesheet (`--c-NAME`), so that dark mode
+recolours them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pe_lab.analysis.variants import Style
+from pe_lab.page.markup import Markup, element
+from pe_lab.results.formatting import Number, short_number
+
+Point = tuple[Number, Number]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line. `faint` lines carry no label and no tooltip; `markers` adds a dot a point, `line=False` only
+    dots."""
+
+    name: str
+    points: Sequence[Point]
+    style: Style
+    faint: bool = False
+    markers: bool = False
+    line: bool = True
+
+
+@dataclass(frozen=True)
+class Axis:
+    """`ticks` fixes the ticks (else they are chosen), `domain` the ends (else the data's); both in data
+    units."""
+
+    label: str
+    log: bool = False
+    show: Callable[[Number], str] = short_number
+    ticks: Sequence[Number] | None = None
+    domain: tuple[Number, Number] | None = None
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line with a word on it, such as the training length."""
+
+    x: Number
+    label: str
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One drawing size in pixels: the whole, and the margins left of, right of, above and below the plot."""
+
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+
+
+WIDE = Frame(960, 360, 56, 176, 28, 46)
+HALF = Frame(520, 310, 52, 160, 28, 46)
+NARROW = Frame(358, 280, 44, 14, 28, 44)
+
+
+class Scale:
+    """Data units to pixels along one axis."""
+
+    def __init__(self, low: Number, high: Number, start: Number, end: Number, log: bool) -> None:
+        if log and low <= 0:
+            raise ValueError("a logarithmic axis needs values above 0")
+        if low == high:
+            low, high = (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
+        self.low, self.high, self.start, self.end, self.log = low, high, start, end, log
+
+    def __call__(self, value: Number) -> Number:
+        if self.log:
+            share = math.log(max(value, 1e-300) / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return self.start + (self.end - self.start) * min(max(share, 0.0), 1.0)
+
+
+def linear_ticks(low: Number, high: Number, wanted: int = 5) -> list[Number]:
+    """Round values (1, 2 or 5 times a power of ten apart) within [low, high]."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / wanted
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(size * power for size in (1, 2, 5, 10) if size * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: Number, high: Number, wanted: int = 6) -> list[Number]:
+    """Values 1, 2, 5 times powers of ten within [low, high]; only powers where that is too many; some linear
+    if none."""
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for sizes in ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1, 3), (1,)):
+        ticks = [size * 10.0**e for e in exponents for size in sizes if low * 0.999 <= size * 10.0**e <= high * 1.001]
+        if len(ticks) <= wanted:
+            break
+    every = math.ceil(len(ticks) / wanted)
+    return ticks[::every] if len(ticks) >= 2 else linear_ticks(low, high, 4)
+
+
+def decimate(points: Sequence[Point], limit: int = 240) -> list[Point]:
+    """At most about 2 * `limit` points; of each bin the lowest and the highest are kept, so that spikes
+    survive."""
+    if len(points) <= 2 * limit:
+        return list(points)
+    kept = [points[0]]
+    for index in range(limit):
+        part = points[index * len(points) // limit : (index + 1) * len(points) // limit]
+        if part:
+            ends = {part.index(min(part, key=lambda p: p[1])), part.index(max(part, key=lambda p: p[1]))}
+            kept += [part[i] for i in sorted(ends)]
+    kept.append(points[-1])
+    return kept
+
+
+def smooth(points: Sequence[Point], window: int) -> list[Point]:
+    """A centred running mean over `window` points, narrower at the ends."""
+    half, total, sums = window // 2, 0.0, [0.0]
+    for _, value in points:
+        total += value
+        sums.append(total)
+    result = []
+    for index, (x, _) in enumerate(points):
+        reach = min(half, index, len(points) - 1 - index)
+        result.append((x, (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)))
+    return result
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    x: Axis,
+    y: Axis,
+    marks: Sequence[Mark] = (),
+    caption: object = "",
+    size: str = "wide",
+) -> Markup:
+    """A figure with the chart in two sizes, a legend, and its data for the tooltip. Empty if nothing can be
+    drawn.
+
+    `size`: wide, or half or third of a laptop's page. Points that are not finite, or not positive on a
+    logarithmic axis, are left out.
+    """
+    series = [clean for s in series if (clean := drawable(s, x, y)).points]
+    if not series:
+        return Markup("")
+    xs, ys = extent(series, 0, x, marks), extent(series, 1, y)
+    named = [s for s in series if not s.faint]
+    summary = "; ".join(
+        f"{s.name}: from {y.show(s.points[0][1])} at {x.show(s.points[0][0])} to {y.show(s.points[-1][1])} "
+        f"at "
+        f"{x.show(s.points[-1][0])}"
+        for s in named
+    )
+    description = f"{y.label} against {x.label}. {summary}."
+    data = {
+        "x": x.label,
+        "series": [
+            {
+                "n": s.name,
+                "c": s.style.colour,
+                "p": [[rounded(a), rounded(b), x.show(a), y.show(b)] for a, b in thin(s.points)],
+            }
+            for s in named
+        ],
+    }
+    wide = {"wide": WIDE, "half": HALF}.get(size)
+    drawings = [
+        draw(frame, kind, title, description, series, x, y, marks, xs, ys)
+        for frame, kind in ((wide, "wide"), (NARROW, "narrow"))
+        if frame
+    ]
+    return element(
+        "figure",
+        element("div", title, class_="chart-title"),
+        legend(named),
+        drawings,
+        element("figcaption", caption) if caption else None,
+        class_=f"chart {size}",
+        data_chart=json.dumps(data, separators=(",", ":")),
+    )
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """The points a tooltip knows: at most 160."""
+    return decimate(points, 80)
+
+
+def rounded(value: Number) -> Number:
+    """Six digits: the tooltip needs no more."""
+    return float(f"{value:.6g}")
+
+
+def drawable(series: Series, x: Axis, y: Axis) -> Series:
+    """The series without points that cannot be drawn."""
+    points = [
+        (a, b)
+        for a, b in series.points
+        if math.isfinite(a) and math.isfinite(b) and not (x.log and a <= 0) and not (y.log and b <= 0)
+    ]
+    return Series(series.name, points, series.style, series.faint, series.markers, series.line)
+
+
+def extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Mark] = ()) -> tuple[Number, Number]:
+    """Both ends of an axis."""
+    if axis.domain:
+        return axis.domain
+    values = [point[which] for s in series for point in s.points] + [mark.x for mark in marks]
+    low, high = min(values), max(values)
+    if which == 0:
+        return low, high
+    if axis.log:
+        room = (high / low) ** 0.05
+        return low / room, high * room
+    return low - 0.04 * (high - low), high + 0.06 * (high - low)
+
+
+def legend(series: Sequence[Series]) -> Markup:
+    """Names beside a stroke in each one's colour and dash."""
+    items = []
+    for s in series:
+        stroke = {"stroke": f"var(--c-{s.style.colour})", "stroke_width": s.style.width}
+        swatch = (
+            element("line", x1=1, y1=6, x2=25, y2=6, stroke_dasharray=s.style.dash, **stroke)
+            if s.line
+            else element("circle", cx=13, cy=6, r=4, fill=f"var(--c-{s.style.colour})")
+        )
+        items.append(element("li", element("svg", swatch, width=26, height=12, aria_hidden="true"), s.name))
+    return element("ul", *items, class_="legend")
+
+
+def draw(
+    frame: Frame,
+    size: str,
+    title: str,
+    description: str,
+    series: Sequence[Series],
+    x: Axis,
+    y: Axis,
+    marks: Sequence[Mark],
+    xs: tuple[Number, Number],
+    ys: tuple[Number, Number],
+) -> Markup:
+    """One SVG of a chart."""
+    right, bottom = frame.width - frame.right, frame.height - frame.bottom
+    to_x, to_y = Scale(*xs, frame.left, right, x.log), Scale(*ys, bottom, frame.top, y.log)
+    x_ticks = [t for t in x.ticks or axis_ticks(x, xs, 6 if size == "wide" else 4) if xs[0] <= t <= xs[1]]
+    y_ticks = [t for t in y.ticks or axis_ticks(y, ys, 6) if ys[0] <= t <= ys[1]]
+    shapes: list[Markup] = []
+    for tick in y_ticks:
+        at = to_y(tick)
+        shapes.append(element("line", x1=frame.left, x2=right, y1=at, y2=at, class_="grid"))
+        shapes.append(element("text", tick_text(y, tick), x=frame.left - 8, y=at + 4, text_anchor="end"))
+    last = -math.inf
+    for tick in x_ticks:
+        at, word = to_x(tick), tick_text(x, tick)
+        shapes.append(element("line", x1=at, x2=at, y1=bottom, y2=bottom + 4, class_="axis"))
+        width = 7 * len(word)
+        if at - width / 2 > last:  # a label that would touch its neighbour is left out
+            middle = min(max(at, width / 2), frame.width - width / 2)
+            shapes.append(element("text", word, x=middle, y=bottom + 18, text_anchor="middle"))
+            last = at + width / 2 + 4
+    shapes.append(element("line", x1=frame.left, x2=right, y1=bottom, y2=bottom, class_="axis"))
+    shapes.append(
+        element(
+            "text",
+            x.label,
+            x=(frame.left + right) / 2,
+            y=frame.height - 8,
+            text_anchor="middle",
+            class_="name",
+        )
+    )
+    shapes.append(element("text", y.label, x=4, y=13, class_="name"))
+    for mark in marks:
+        at = to_x(mark.x)
+        shapes.append(element("line", x1=at, x2=at, y1=frame.top, y2=bottom, class_="mark"))
+        after = at < (frame.left + right) / 2
+        shapes.append(
+            element(
+                "text",
+                mark.label,
+                x=at + (5 if after else -5),
+                y=frame.top + 11,
+                text_anchor="start" if after else "end",
+                class_="marked",
+            )
+        )
+    for s in sorted(series, key=lambda one: not one.faint):
+        shapes.append(stroke(s, to_x, to_y))
+    if size == "wide":
+        shapes += end_labels(frame, [s for s in series if not s.faint], to_y, right)
+    return element(
+        "svg",
+        element("title", title),
+        element("desc", description),
+        *shapes,
+        viewBox=f"0 0 {frame.width} {frame.height}",
+        class_=size,
+        role="img",
+        aria_label=f"{title}. {description}",
+        data_plot=json.dumps([frame.left, right, frame.top, bottom, *xs, int(x.log), *ys, int(y.log)]),
+    )
+
+
+def axis_ticks(axis: Axis, ends: tuple[Number, Number], wanted: int) -> list[Number]:
+    """Ticks of our choice."""
+    return log_ticks(*ends, wanted) if axis.log else linear_ticks(*ends, wanted)
+
+
+def tick_text(axis: Axis, tick: Number) -> str:
+    """A tick's label: round values without decimals that say nothing."""
+    word = axis.show(tick)
+    return word.rstrip("0").rstrip(".") if re.fullmatch(r"-?\d+\.\d+", word) else word
+
+
+def stroke(series: Series, to_x: Scale, to_y: Scale) -> Markup:
+    """The line and the dots of a series."""
+    colour = f"var(--c-{series.style.colour})"
+    pixels = [(to_x(a), to_y(b)) for a, b in series.points]
+    shapes = []
+    if series.line and len(pixels) > 1:
+        path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in pixels)
+        shapes.append(
+            element(
+                "path",
+                element("title", series.name),
+                d=path,
+                stroke=colour,
+                fill="none",
+                stroke_width=1.0 if series.faint else series.style.width,
+                stroke_dasharray=series.style.dash,
+                stroke_linejoin="round",
+                stroke_linecap="butt" if series.style.dash else "round",
+                opacity=0.45 if series.faint else None,
+            )
+        )
+    if series.markers or not series.line or len(pixels) == 1:
+        shapes += [element("circle", cx=a, cy=b, r=3.0, fill=colour) for a, b in pixels]
+    return element("g", *shapes)
+
+
+def end_labels(frame: Frame, series: Sequence[Series], to_y: Scale, right: int) -> list[Markup]:
+    """Each line's name beside its last point, moved apart where they would overlap."""
+    gap = 14.0
+    wanted = sorted(((to_y(s.points[-1][1]), s) for s in series if s.line), key=lambda item: item[0])
+    places: list[float] = []
+    for at, _ in wanted:
+        places.append(max(at, places[-1] + gap) if places else max(at, frame.top))
+    overflow = (places[-1] if places else 0.0) - (frame.height - frame.bottom)
+    if overflow > 0:
+        places[-1] -= overflow
+        for index in range(len(places) - 2, -1, -1):
+            places[index] = min(places[index], places[index + 1] - gap)
+    labels = []
+    for (at, s), place in zip(wanted, places, strict=True):
+        colour = f"var(--c-{s.style.colour})"
+        labels.append(element("path", d=f"M{right + 3} {at:.1f}L{right + 11} {place:.1f}", stroke=colour, fill="none"))
+        room = round((frame.right - 12) / 7)  # a generous width for a letter
+        name = s.name if len(s.name) <= room else s.name[: room - 1] + "…"
+        labels.append(element("text", name, x=right + 14, y=place + 4, class_="end", style=f"fill:{colour}"))
+    return labels

@@ -1,0 +1,144 @@
+"""A recipe worked out for a topology: what can be known before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pe_lab.config import Config
+from pe_lab.data.needles import NeedleOptions, needle_vocab
+from pe_lab.data.shards import read_metadata
+from pe_lab.data.tokenizers import load_tokenizer, training_size
+from pe_lab.errors import UserError
+from pe_lab.model import Flops, Model, train_flops_per_token
+from pe_lab.parallel import AxisRules, check_batch, make_mesh
+from pe_lab.parallel.topology import CHIPS, Topology, placeholder_mesh, topology_devices
+from pe_lab.planning.step_memory import Compiled, Estimate, compile_memory, estimate_memory
+from pe_lab.positional import label
+from pe_lab.training.run import PhasePlan, phase_models, plan_phases, vocabulary
+
+
+@dataclass(frozen=True)
+class PhaseNumbers:
+    """One phase, by arithmetic and from shapes."""
+
+    plan: PhasePlan
+    model: Model
+    encoding: str
+    flops: Flops  # per token
+    memory: Estimate
+
+    @property
+    def tokens(self) -> int:
+        return self.plan.config.steps * self.plan.tokens_per_step
+
+    @property
+    def total_flops(self) -> float:
+        """All steps, every query counted against every key."""
+        return self.flops.full * self.tokens
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a recipe on a topology that can be known without a compiler."""
+
+    config: Config
+    topology: Topology
+    model: Model
+    mesh_shape: dict[str, int]
+    phases: tuple[PhaseNumbers, ...]
+
+    @property
+    def embedding_parameters(self) -> int:
+        model = self.model.config
+        return model.vocab_size * model.d_model * (1 if model.tie_embeddings else 2)
+
+    def chip_hours(self, peak: float, mfu: float) -> float:
+        """Of one chip that reaches `mfu` of `peak` FLOP/s, for all phases together."""
+        return sum(phase.total_flops for phase in self.phases) / (peak * mfu) / 3600
+
+
+def make_plan(config: Config, topology: Topology) -> Plan:
+    """Works a recipe out for a topology; reads no data and makes no arrays.
+
+    Raises:
+      UserError: what would stop training too: shapes, encodings, a mesh or a batch that does not divide.
+    """
+    phases = plan_phases(config)
+    mesh = placeholder_mesh(config.mesh, topology.count)
+    for phase in phases:
+        where = f"config.phases[{phase.index}] ('{phase.name}')"
+        check_batch(phase.config.batch_size, phase.config.accumulate, mesh, where)
+    needed = config.model.vocab_size or _data_vocabulary(config)
+    models = phase_models(config, phases, vocabulary(config, needed))
+    numbers = []
+    for phase, model in zip(phases, models, strict=True):
+        flops = train_flops_per_token(model.config, phase.config.sequence_length, phase.schedule.structure)
+        memory = estimate_memory(model, phase, config.data.segments, mesh, AxisRules())
+        names = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))
+        numbers.append(PhaseNumbers(phase, model, names, flops, memory))
+    return Plan(config, topology, models[0], {k: int(v) for k, v in mesh.shape.items()}, tuple(numbers))
+
+
+def _data_vocabulary(config: Config) -> int:
+    """How many tokens the data will have, from the tokenizer's name where that says it, or its file."""
+    data = config.data
+    needles = {NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"}
+    size = training_size(data.tokenizer)
+    try:
+        if data.prepared:
+            size = read_metadata(Path(data.prepared).expanduser()).vocab_size
+        elif size is None:
+            size = load_tokenizer(data.tokenizer).vocab_size
+    except UserError as error:
+        raise UserError(f"The tokenizer has the vocabulary. {error} Or set model.vocab_size.") from None
+    # Needles that share a vocabulary share its symbols.
+    return size + sum(needle_vocab(o) for o in {o.vocabulary: o for o in needles}.values())
+
+
+def compile_phase(plan: Plan, phase: PhaseNumbers) -> Compiled:
+    """The compiler's memory for one phase. Raises `NoCompiler` or `OutOfMemory`."""
+    mesh = make_mesh(plan.config.mesh, topology_devices(plan.topology))
+    return compile_memory(phase.model, phase.plan, plan.config.data.segments, mesh, AxisRules())
+
+
+def choose_phases(plan: Plan, chosen: str | None) -> list[PhaseNumbers]:
+    """The phases to compile: one by name, `all`, or by default the one whose estimate is largest."""
+    names = [phase.plan.name for phase in plan.phases]
+    if chosen is None:
+        # A rotation only adds to what is estimated here, so among equals one that rotates goes first.
+        def size(phase: PhaseNumbers) -> tuple[int, bool]:
+            return phase.memory.total, any(s.rotates for s in phase.plan.schedule.structure)
+
+        return [max(plan.phases, key=size)]
+    if chosen != "all" and chosen not in names:
+        raise UserError(f"--phase={chosen}: the phases are {', '.join(names)}; or say all.")
+    return [phase for phase in plan.phases if chosen in ("all", phase.plan.name)]
+
+
+def plan_json(plan: Plan, mfu: float) -> dict[str, Any]:
+    """The plan as plain JSON; sizes in bytes per chip."""
+    topology = plan.topology
+    return {
+        "name": plan.config.name,
+        "topology": {"text": topology.text, "chips": topology.count, **dataclasses.asdict(topology.chip)},
+        "mesh": plan.mesh_shape,
+        "parameters": {"total": plan.model.num_parameters, "embedding": plan.embedding_parameters},
+        "phases": [
+            {
+                "phase": phase.plan.name,
+                "encoding": phase.encoding,
+                "steps": phase.plan.config.steps,
+                "tokens": phase.tokens,
+                "flops_per_token_full": phase.flops.full,
+                "flops_per_token_causal": phase.flops.causal,
+                "flops": phase.total_flops,
+                "memory_estimate": {**dataclasses.asdict(phase.memory), "total": phase.memory.total},
+            }
+            for phase in plan.phases
+        ],
+        "mfu": mfu,
+        "chip_hours": {name: plan.chip_hours(chip.peak, mfu) for name, chip in CHIPS.items()},
+    }

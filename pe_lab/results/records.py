@@ -1,0 +1,60 @@
+"""The result records of a suite: a file of JSON lines in which a new measurement replaces the old one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pe_lab.storage import read_records, write_records
+
+Record = dict[str, Any]
+KEYS = ("run", "checkpoint", "method", "length", "seed", "source")  # what a record measured
+
+
+def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a record measured. Of two records with equal keys the later one replaces the earlier."""
+    return tuple(record.get(name) for name in KEYS)
+
+
+class RecordFile:
+    """The result records of one suite. Every change is on disk at once, whole.
+
+    Raises:
+      DataError: the file cannot be read, or a line is no record.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.records = self._read()
+
+    def _read(self) -> list[Record]:
+        return list(read_records(self.path, "result record", "Move the file away and evaluate again."))
+
+    def find(self, wanted: Mapping[str, Any], same: Sequence[str]) -> Record | None:
+        """The record of the same measurement that also agrees in the fields `same` (how it was measured)."""
+        for record in self.records:
+            if key(record) == key(wanted) and all(record.get(name) == wanted.get(name) for name in same):
+                return record
+        return None
+
+    def put(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Adds records in place of those that measured the same; records that another process wrote are kept.
+
+        Raises:
+          DataError: the file cannot be written.
+        """
+        new = {key(record): finite(dict(record)) for record in records}
+        kept = [new.pop(key(record), record) for record in self._read()]
+        self.records = [*kept, *new.values()]
+        write_records(self.path, self.records, "Give another directory with --out.")
+
+
+def finite(value: Any) -> Any:
+    """The value with floats rounded to six decimals, and null for those that JSON cannot hold."""
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite(item) for name, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,89 @@
+"""The sample records of a suite: a line of JSON for every answered sample, in the order of the answers.
+
+Records are appended a batch at a time and are on disk before the next batch begins. A process that is killed leaves
+whole lines and perhaps a part of one, which the next process cuts off: no finished sample is answered again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pe_lab.errors import DataError
+from pe_lab.storage import read_records, write_records
+
+SampleRecord = dict[str, Any]
+# "reading" names the variant of the model in the files that users have.
+KEY = ("checkpoint_id", "reading", "suite", "task", "length", "seed", "settings", "index")
+
+
+def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes a record the answer to one question and to no other."""
+    return tuple(record.get(name) for name in KEY)
+
+
+class SampleFile:
+    """The sample records of one suite.
+
+    Raises:
+      DataError: a complete line is no JSON object, or the file cannot be read.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.records = {key(record): record for record in self._read()}
+
+    def _read(self) -> list[SampleRecord]:
+        return list(read_records(self.path, "sample record", "Move the file away and evaluate again.", partial=True))
+
+    def add(self, records: Sequence[SampleRecord]) -> None:
+        """Appends the records that are not in the file; on return they are on disk.
+
+        Raises:
+          DataError: the file cannot be written.
+        """
+        new = [record for record in records if key(record) not in self.records]
+        if not new:
+            return
+        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in new)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a+b") as file:
+                _cut_off_partial_line(file)
+                file.write(lines.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise DataError(
+                f"{self.path} cannot be written ({error.strerror}). Give another directory with --out."
+            ) from None
+        self.records.update({key(record): record for record in new})
+
+    def forget(self, unwanted: Sequence[tuple[Any, ...]]) -> None:
+        """Removes records, so that their samples are answered again."""
+        removed = set(unwanted) & set(self.records)
+        if not removed:
+            return
+        kept = [record for record in self._read() if key(record) not in removed]
+        write_records(self.path, kept)
+        self.records = {key(record): record for record in kept}
+
+
+def _cut_off_partial_line(file: BinaryIO) -> None:
+    """Truncates what a killed process left after the last complete line."""
+    size = file.seek(0, os.SEEK_END)
+    back = 0
+    while back < size:
+        step = min(size - back, 2**16)
+        file.seek(size - back - step)
+        found = file.read(step).rfind(b"\n")
+        if found >= 0:
+            file.truncate(size - back - step + found + 1)
+            break
+        back += step
+    else:
+        file.truncate(0)
+    file.seek(0, os.SEEK_END)

@@ -1,0 +1,71 @@
+"""JSON and JSON lines, read with the errors that users see, and written atomically."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pe_lab.errors import DataError, UserError
+from pe_lab.storage.files import write_file
+
+
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """The JSON object that a text holds; None if it holds anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError:  # UnicodeDecodeError is one
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_json(path: Path, advice: str = "", error: type[UserError] = DataError) -> dict[str, Any]:
+    """The JSON object in a file; `error` with `advice` if the file is missing, unreadable or holds something else."""
+    try:
+        value = json_object(path.read_bytes())
+    except FileNotFoundError:
+        raise error(f"There is no '{path}'. {advice}".rstrip()) from None
+    except OSError as failure:
+        raise error(f"'{path}' cannot be read ({failure.strerror or failure}). {advice}".rstrip()) from None
+    if value is None:
+        raise error(f"'{path}' is damaged: it holds no JSON object. {advice}".rstrip())
+    return value
+
+
+def read_records(path: Path, what: str = "record", advice: str = "", partial: bool = False) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file of JSON lines; nothing if there is no file.
+
+    Args:
+      path: the file.
+      what: what a line holds, for messages.
+      advice: what to do about a damaged file.
+      partial: whether a last line without its line end, which a killed process leaves, is skipped.
+
+    Raises:
+      DataError: the file cannot be read, or a line is no JSON object; names the line.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}).") from None
+    if partial:
+        content = content[: content.rfind(b"\n") + 1]
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if line.strip():
+            record = json_object(line)
+            if record is None:
+                raise DataError(f"{path}, line {number}, is no {what}. {advice}".rstrip())
+            yield record
+
+
+def write_json(path: Path, value: Any, advice: str = "") -> Path:
+    """Writes a value as indented JSON, atomically."""
+    return write_file(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", advice)
+
+
+def write_records(path: Path, records: Iterable[Mapping[str, Any]], advice: str = "") -> Path:
+    """Writes a file of JSON lines, atomically."""
+    return write_file(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), advice)

@@ -1,0 +1,113 @@
+"""What a command shows: errors, tables and progress. Every command and library prints through this module."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pe_lab.errors import TrainingDiverged, UserError
+
+LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
+
+
+def command(main: Callable[..., int]) -> Callable[..., int]:
+    """Wraps a command's `main`: a `UserError` becomes one message on stderr and exit status 2.
+
+    `TrainingDiverged` becomes a message and status 1.
+    """
+
+    @functools.wraps(main)
+    def wrapper(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except (UserError, TrainingDiverged) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2 if isinstance(error, UserError) else 1
+
+    return wrapper
+
+
+def console(quiet: bool = False, stderr: bool = False, markup: bool = False) -> Any:
+    """A rich console that prints text as it is: no wrapping, no highlighting, and markup only on request."""
+    from rich.console import Console
+
+    return Console(quiet=quiet, stderr=stderr, soft_wrap=True, highlight=False, markup=markup)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1, width: int | None = None) -> str:
+    """A table as text, without a frame.
+
+    Args:
+      header: a title for each column.
+      rows: cells.
+      words: how many columns hold words, aligned to the left; the others hold numbers, aligned to the right.
+      width: in characters; longer cells are folded. None: as wide as needed.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    for n, title in enumerate(header):
+        drawn.add_column(Text(title), justify="left" if n < words else "right", overflow="fold", no_wrap=width is None)
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    screen = Console(width=width or 100_000, color_system=None, legacy_windows=False)
+    with screen.capture() as captured:
+        screen.print(drawn)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
+
+
+class Progress:
+    """Progress towards a total: a bar with the time left in a terminal, elsewhere a line every ten seconds.
+
+    Args:
+      out: a rich console.
+      name: what is under way.
+      total: how much there is to do; None if that is not known.
+      done: how much of it was done before.
+    """
+
+    def __init__(self, out: Any, name: str, total: float | None, done: float = 0):
+        self._out, self._name, self._total, self._begun = out, name, total, (time.monotonic(), done)
+        self._next_line = time.monotonic() + LINE_SECONDS / 2
+        self._bar: Any = None
+        if out.is_terminal and not out.quiet:
+            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[text]}")
+            self._bar = Bar(*columns, TimeRemainingColumn(), console=out, refresh_per_second=4, transient=True)
+            self._task = self._bar.add_task(name, total=total, completed=done, text="")
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def update(self, done: float, text: str = "", name: str | None = None) -> None:
+        """Shows that `done` of the total is done; `text` says it in the caller's units, `name` what is under way."""
+        self._name = self._name if name is None else name
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, text=text, description=self._name)
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINE_SECONDS
+            self._out.print(" ".join(filter(None, [self._name, text, self._left(done)])))
+
+    def _left(self, done: float) -> str:
+        start, before = self._begun
+        if self._total is None or done <= before:
+            return ""
+        seconds = (time.monotonic() - start) * (self._total - done) / (done - before)
+        return "{}:{:02d} left".format(*divmod(max(int(seconds), 0), 60))
+
+    def close(self) -> None:
+        """Ends the bar; the terminal is free again."""
+        if self._bar is not None:
+            self._bar.stop()
