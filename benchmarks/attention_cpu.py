@@ -189,7 +189,7 @@ def resident(what: str) -> int:
 
 def read(tokens: int, whole: int) -> dict[str, Any]:
     """Losses of one text of random tokens, as `pe_lab.evaluation` gets them."""
-    from pe_lab.evaluation.forward import WHOLE, Forward
+    from pe_lab.evaluation.scoring.forward import WHOLE, Forward
     from pe_lab.model import Model
     from pe_lab.positional import layers
 

@@ -32,12 +32,12 @@ from train_step import find_peer_python
 
 import pe_lab
 from pe_lab.errors import UserError
-from pe_lab.evaluation.answering import Model
-from pe_lab.evaluation.haystacks import open_haystack
-from pe_lab.evaluation.niah import niah_task
+from pe_lab.evaluation.generation.backend import Model
+from pe_lab.evaluation.generation.prompted import batches
 from pe_lab.evaluation.plan import parse_lengths
-from pe_lab.evaluation.prompted import batches
-from pe_lab.evaluation.tasks import Sample
+from pe_lab.evaluation.tasks.haystacks import open_haystack
+from pe_lab.evaluation.tasks.niah import niah_task
+from pe_lab.evaluation.tasks.task import Sample
 from pe_lab.parallel import start_processes
 from pe_lab.parallel.host_memory import keep_freed_memory
 from pe_lab.terminal import command

@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def score_files(directory: Path) -> list[Record]:
     """RULER's prediction files, scored by its formula, as rows of a table; what lies above the length is the run."""
-    from pe_lab.evaluation.ruler_files import score_predictions
+    from pe_lab.evaluation.tasks.ruler.files import score_predictions
 
     rows = []
     for found in score_predictions(directory):
@@ -164,7 +164,7 @@ def write_files(prompted: Prompted, directory: Path, run: str) -> None:
     """Answers to RULER's tasks as its prediction files, `RUN-CHECKPOINT-READER/LENGTH/pred/TASK.jsonl`, and the prompts
     beside them."""
     from pe_lab.evaluation import terminal
-    from pe_lab.evaluation.ruler_files import write_predictions, write_prompts
+    from pe_lab.evaluation.tasks.ruler.files import write_predictions, write_prompts
 
     for group, samples, lines in prompted.answered():
         if group.task.suite == "ruler":

@@ -17,8 +17,8 @@ import tiny  # noqa: E402
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
 from pe_lab.evaluate import main  # noqa: E402
 from pe_lab.evaluation import readers  # noqa: E402
-from pe_lab.evaluation.longbench_tasks import TASKS  # noqa: E402
-from pe_lab.evaluation.ruler import TASKS as RULER  # noqa: E402
+from pe_lab.evaluation.tasks.longbench.table import TASKS
+from pe_lab.evaluation.tasks.ruler.suite import TASKS as RULER
 
 
 @pytest.fixture(scope="module")

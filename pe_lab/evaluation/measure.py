@@ -13,10 +13,11 @@ from pe_lab.checkpoints.logit_scale import write_logit_scale
 from pe_lab.config import DataConfig
 from pe_lab.data.mixture import open_mixture
 from pe_lab.errors import UserError
-from pe_lab.evaluation import beta as betas
-from pe_lab.evaluation import methods, needles, perplexity
-from pe_lab.evaluation.forward import Forward
+from pe_lab.evaluation import methods
 from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, choose, distinct
+from pe_lab.evaluation.scoring.forward import Forward
+from pe_lab.evaluation.tasks import beta as betas
+from pe_lab.evaluation.tasks import needles, perplexity
 from pe_lab.model.decoder import complete
 from pe_lab.positional import Alibi, Layer
 from pe_lab.results.records import Record, RecordFile, finite

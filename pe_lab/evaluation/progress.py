@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.data.sources import Source
-from pe_lab.evaluation.documents import measure_documents
+from pe_lab.evaluation.generation.prompted import Group, Prompted
 from pe_lab.evaluation.measure import Evaluation
 from pe_lab.evaluation.plan import Unit
-from pe_lab.evaluation.prompted import Group, Prompted
 from pe_lab.evaluation.readers import Reader
+from pe_lab.evaluation.tasks.documents import measure_documents
 from pe_lab.results.records import Record
 
 

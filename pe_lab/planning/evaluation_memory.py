@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pe_lab.config import ModelConfig
-from pe_lab.evaluation.forward import CHUNK_ELSEWHERE, LOGITS
+from pe_lab.evaluation.scoring.forward import CHUNK_ELSEWHERE, LOGITS
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, padded_length, use_mesh
 from pe_lab.planning.step_memory import Compiled, analyze

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tiny
 
-from pe_lab.evaluation import beta as betas
 from pe_lab.evaluation import read_with
-from pe_lab.evaluation.forward import Forward
+from pe_lab.evaluation.scoring.forward import Forward
+from pe_lab.evaluation.tasks import beta as betas
 from pe_lab.model import Model
 from pe_lab.positional import NoPE, layers
 

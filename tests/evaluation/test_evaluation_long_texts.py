@@ -8,9 +8,9 @@ import pytest
 import tiny
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation import forward as forwards
 from pe_lab.evaluation import parse_length
-from pe_lab.evaluation.forward import Forward, Meshes
+from pe_lab.evaluation.scoring import forward as forwards
+from pe_lab.evaluation.scoring.forward import Forward, Meshes
 from pe_lab.model import Model
 from pe_lab.planning.evaluation_memory import cache_bytes, long_text, longest
 from pe_lab.positional import Layer, NoPE, Rope, build_schedule, layers

@@ -9,7 +9,7 @@ import tiny
 from pe_lab.config import SourceConfig
 from pe_lab.errors import UserError
 from pe_lab.evaluation import Evaluation, Plan, Subject, parse_lengths
-from pe_lab.evaluation import perplexity as pp
+from pe_lab.evaluation.tasks import perplexity as pp
 from pe_lab.positional import Alibi, NoPE, Rope
 from pe_lab.results.records import RecordFile
 

@@ -4,8 +4,8 @@ import tiny
 
 from pe_lab.data.pipeline import needle_windows
 from pe_lab.errors import UserError
-from pe_lab.evaluation import needles
-from pe_lab.evaluation.forward import Forward
+from pe_lab.evaluation.scoring.forward import Forward
+from pe_lab.evaluation.tasks import needles
 from pe_lab.model import Model
 from pe_lab.positional import Rope, build_schedule, layers
 

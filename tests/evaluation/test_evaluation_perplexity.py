@@ -9,8 +9,8 @@ import tiny
 
 from pe_lab.data.pipeline import held_out_tokens
 from pe_lab.errors import UserError
-from pe_lab.evaluation import perplexity as pp
-from pe_lab.evaluation.forward import Forward
+from pe_lab.evaluation.scoring.forward import Forward
+from pe_lab.evaluation.tasks import perplexity as pp
 from pe_lab.model import Model
 from pe_lab.positional import NoPE, Rope, build_schedule, layers
 
@@ -59,7 +59,7 @@ def test_devices_share_the_rows_and_agree_with_one(forward):
 
 
 def test_a_large_vocabulary_is_walked_in_chunks(monkeypatch, forward):
-    monkeypatch.setattr("pe_lab.evaluation.forward.LOGITS", 2**12)
+    monkeypatch.setattr("pe_lab.evaluation.scoring.forward.LOGITS", 2**12)
     small = Forward(Model(tiny.MODEL).config, devices=tiny.one_device())
     batch = pp.as_batch(text(1), pp.cut(text(1).score, 16))
     losses = small.losses(tiny.parameters(), batch, ROPE)

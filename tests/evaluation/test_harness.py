@@ -12,13 +12,13 @@ from lm_eval_tasks import TASKS, write_tasks
 
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation import forward as forwards
-from pe_lab.evaluation import harness, task_lists
-from pe_lab.evaluation import likelihood as likelihoods
-from pe_lab.evaluation.likelihood import Likelihoods
-from pe_lab.evaluation.lm_eval import PeLabLM
+from pe_lab.evaluation.lm_eval import PeLabLM, task_lists
+from pe_lab.evaluation.lm_eval import suite as harness
 from pe_lab.evaluation.plan import Subject
 from pe_lab.evaluation.readers import Reader, all_readers
+from pe_lab.evaluation.scoring import forward as forwards
+from pe_lab.evaluation.scoring import likelihood as likelihoods
+from pe_lab.evaluation.scoring.likelihood import Likelihoods
 from pe_lab.language_model import LanguageModel
 
 CHOICES, WORDS, PASSAGES, QUESTIONS = "local_choices", "local_last_words", "local_passages", "local_questions"

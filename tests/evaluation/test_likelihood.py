@@ -8,10 +8,10 @@ import pytest
 import tiny
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation import forward as forwards
-from pe_lab.evaluation import likelihood as likelihoods
-from pe_lab.evaluation.forward import Forward
-from pe_lab.evaluation.likelihood import Likelihood, Likelihoods, padded_length
+from pe_lab.evaluation.scoring import forward as forwards
+from pe_lab.evaluation.scoring import likelihood as likelihoods
+from pe_lab.evaluation.scoring.forward import Forward
+from pe_lab.evaluation.scoring.likelihood import Likelihood, Likelihoods, padded_length
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import Model
 from pe_lab.positional import Alibi, Beta, DynamicNTK, Rope

@@ -17,10 +17,9 @@ from adapters import LM, MAX_LENGTH, language_model, with_beginning
 from lm_eval_tasks import NAMES, TASKS, write_tasks
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation import task_lists
-from pe_lab.evaluation.likelihood import Likelihood
-from pe_lab.evaluation.lm_eval import PeLabLM, evaluate_lm_eval, main, with_defaults
-from pe_lab.evaluation.task_lists import TASK_LISTS, expand_tasks, open_tasks
+from pe_lab.evaluation.lm_eval import PeLabLM, evaluate_lm_eval, main, task_lists, with_defaults
+from pe_lab.evaluation.lm_eval.task_lists import TASK_LISTS, expand_tasks, open_tasks
+from pe_lab.evaluation.scoring.likelihood import Likelihood
 from pe_lab.language_model import LanguageModel, load
 from pe_lab.positional import NoPE, Yarn
 
@@ -170,7 +169,7 @@ def test_a_model_that_knows_the_answers(tasks, monkeypatch, wanted):
                 knows = bytes([*text.tokens[: first + 1], *continuation]) in known
                 yield pair, Likelihood(0.0 if knows == bool(wanted) else -1000.0, False)
 
-    monkeypatch.setattr("pe_lab.evaluation.likelihood.Likelihoods.read", oracle)
+    monkeypatch.setattr("pe_lab.evaluation.scoring.likelihood.Likelihoods.read", oracle)
     rows = evaluate_lm_eval(LM, ["local_choices"], tasks, max_length=300, devices=tiny.one_device())
     assert [row["score"] for row in rows] == [wanted, wanted]
 

@@ -9,9 +9,9 @@ import pytest
 
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation.longbench import LongBenchTask, open_longbench
-from pe_lab.evaluation.longbench_tasks import GROUPS, TASKS, bucket_of, record_bucket_of
-from pe_lab.evaluation.tasks import Sample, Task
+from pe_lab.evaluation.tasks.longbench.suite import LongBenchTask, open_longbench
+from pe_lab.evaluation.tasks.longbench.table import GROUPS, TASKS, bucket_of, record_bucket_of
+from pe_lab.evaluation.tasks.task import Sample, Task
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/scorer_golden.json").read_text(encoding="utf-8"))
 CLASSES = {"trec": ["Food", "Date", "City", "Animal"], "lsht": ["体育", "财经", "科技"]}

@@ -9,9 +9,9 @@ import pytest
 
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation import many_shot
-from pe_lab.evaluation.many_shot import ManyShotTask, final_answer, last_boxed, many_shot_tasks, same_answer
-from pe_lab.evaluation.tasks import Task
+from pe_lab.evaluation.tasks import many_shot
+from pe_lab.evaluation.tasks.many_shot import ManyShotTask, final_answer, last_boxed, many_shot_tasks, same_answer
+from pe_lab.evaluation.tasks.task import Task
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "many_shot_golden.json").read_text(encoding="utf-8"))
 BYTES = ByteTokenizer()

@@ -10,9 +10,9 @@ import pytest
 
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation import haystacks, niah, suites
-from pe_lab.evaluation.haystacks import Haystack
-from pe_lab.evaluation.words import draw, draw_distinct, word_list
+from pe_lab.evaluation.tasks import haystacks, niah, suites
+from pe_lab.evaluation.tasks.haystacks import Haystack
+from pe_lab.evaluation.tasks.words import draw, draw_distinct, word_list
 
 TOKENIZER = ByteTokenizer()
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "niah_golden.json").read_text(encoding="utf-8"))

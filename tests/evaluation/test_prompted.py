@@ -10,12 +10,12 @@ import tiny
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
 from pe_lab.evaluation import Prompted, Subject, all_readers
-from pe_lab.evaluation.answering import Model
-from pe_lab.evaluation.breakdowns import by_length
-from pe_lab.evaluation.haystacks import Haystack
-from pe_lab.evaluation.niah import niah_task
-from pe_lab.evaluation.prompted import batches, read_length
-from pe_lab.evaluation.tasks import Sample
+from pe_lab.evaluation.generation.backend import Model
+from pe_lab.evaluation.generation.prompted import batches, read_length
+from pe_lab.evaluation.scoring.breakdowns import by_length
+from pe_lab.evaluation.tasks.haystacks import Haystack
+from pe_lab.evaluation.tasks.niah import niah_task
+from pe_lab.evaluation.tasks.task import Sample
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import DynamicNTK, NoPE, Rope
 from pe_lab.results.intervals import mean_of, wilson

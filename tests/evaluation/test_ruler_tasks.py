@@ -11,13 +11,13 @@ import pytest
 
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation import ruler_tasks
-from pe_lab.evaluation.haystacks import NOISE, open_haystack
-from pe_lab.evaluation.ruler import NEEDLES, TASKS
-from pe_lab.evaluation.ruler import ruler_tasks as tasks_named
-from pe_lab.evaluation.ruler_qa import qa_task, question_prompt
-from pe_lab.evaluation.ruler_tasks import CommonWords, FrequentWords, VariableTracking
-from pe_lab.evaluation.tasks import Task, random_for
+from pe_lab.evaluation.tasks.haystacks import NOISE, open_haystack
+from pe_lab.evaluation.tasks.ruler import synthetic as ruler_tasks
+from pe_lab.evaluation.tasks.ruler.questions import qa_task, question_prompt
+from pe_lab.evaluation.tasks.ruler.suite import NEEDLES, TASKS
+from pe_lab.evaluation.tasks.ruler.suite import ruler_tasks as tasks_named
+from pe_lab.evaluation.tasks.ruler.synthetic import CommonWords, FrequentWords, VariableTracking
+from pe_lab.evaluation.tasks.task import Task, random_for
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "ruler_golden.json").read_text())
 BYTES = ByteTokenizer()

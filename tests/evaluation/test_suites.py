@@ -3,7 +3,7 @@
 import pytest
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation.suites import Options, open_tasks, parse_depths, parse_suites
+from pe_lab.evaluation.tasks.suites import Options, open_tasks, parse_depths, parse_suites
 
 
 def test_what_follows_a_suite_with_a_task_is_another_task_of_it():

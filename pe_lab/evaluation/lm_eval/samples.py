@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pe_lab.evaluation.lm_eval_requests import Used
+from pe_lab.evaluation.lm_eval.requests import Used
 from pe_lab.results.records import finite
 from pe_lab.results.samples import SampleRecord
 

@@ -15,9 +15,9 @@ from jaxtyping import Int32
 
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import UserError, did_you_mean
-from pe_lab.evaluation import scorers
-from pe_lab.evaluation.longbench_tasks import GROUPS, RECORD_EDGES, TASKS, bucket_of, record_bucket_of
-from pe_lab.evaluation.tasks import HALF_A_PAIR, Lazy, Sample, Scores
+from pe_lab.evaluation.scoring import metrics as scorers
+from pe_lab.evaluation.tasks.longbench.table import GROUPS, RECORD_EDGES, TASKS, bucket_of, record_bucket_of
+from pe_lab.evaluation.tasks.task import HALF_A_PAIR, Lazy, Sample, Scores
 
 URL = "https://huggingface.co/datasets/THUDM/LongBench/resolve/main/data.zip"
 BY_HAND = f"Download {URL}, unzip it, and give the directory with its data/*.jsonl: --longbench=DIR."

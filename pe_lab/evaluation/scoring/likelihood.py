@@ -11,8 +11,8 @@ import numpy as np
 
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
-from pe_lab.evaluation import forward
-from pe_lab.evaluation.forward import Forward
+from pe_lab.evaluation.scoring import forward
+from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import Alibi
 

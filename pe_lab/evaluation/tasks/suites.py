@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pe_lab.errors import UserError, did_you_mean
 from pe_lab.evaluation import plan
-from pe_lab.evaluation.haystacks import Haystack, open_haystack
-from pe_lab.evaluation.tasks import Task
+from pe_lab.evaluation.tasks.haystacks import Haystack, open_haystack
+from pe_lab.evaluation.tasks.task import Task
 
 PROMPTED = ("niah", "ruler", "longbench", "many_shot")
 HARNESS = "lm_eval"
@@ -91,7 +91,7 @@ def open_tasks(
 
 
 def _niah(names: Sequence[str], options: Options, limits: Sequence[int | None]) -> list[Task]:
-    from pe_lab.evaluation.niah import DEFAULT, GRID, niah_task
+    from pe_lab.evaluation.tasks.niah import DEFAULT, GRID, niah_task
 
     haystack, depths = open_haystack(options.haystack), options.depths
     if options.samples is not None and options.samples < len(depths or GRID):
@@ -105,7 +105,7 @@ def _niah(names: Sequence[str], options: Options, limits: Sequence[int | None]) 
 
 
 def _ruler(names: Sequence[str], options: Options, limits: Sequence[int | None]) -> list[Task]:
-    from pe_lab.evaluation.ruler import ruler_tasks
+    from pe_lab.evaluation.tasks.ruler.suite import ruler_tasks
 
     essays: Haystack | None = None
     if options.haystack in ("noise", "needles"):
@@ -118,7 +118,7 @@ def _ruler(names: Sequence[str], options: Options, limits: Sequence[int | None])
 
 
 def _longbench(names: Sequence[str], options: Options, limits: Sequence[int | None]) -> list[Task]:
-    from pe_lab.evaluation.longbench import BY_HAND, open_longbench
+    from pe_lab.evaluation.tasks.longbench.suite import BY_HAND, open_longbench
 
     if options.longbench is None:
         raise UserError(f"--suite=longbench: its files are not here. {BY_HAND}")
@@ -127,7 +127,7 @@ def _longbench(names: Sequence[str], options: Options, limits: Sequence[int | No
 
 
 def _many_shot(names: Sequence[str], options: Options, limits: Sequence[int | None]) -> list[Task]:
-    from pe_lab.evaluation.many_shot import PROBLEMS_BY_HAND, many_shot_tasks
+    from pe_lab.evaluation.tasks.many_shot import PROBLEMS_BY_HAND, many_shot_tasks
 
     if options.problems is None:
         raise UserError(f"--suite=many_shot: there is no file of problems. {PROBLEMS_BY_HAND}")

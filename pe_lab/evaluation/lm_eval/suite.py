@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.evaluation import methods
-from pe_lab.evaluation.lm_eval_adapter import adapter
-from pe_lab.evaluation.lm_eval_requests import Journal
-from pe_lab.evaluation.lm_eval_rows import measure
-from pe_lab.evaluation.lm_eval_samples import document_lines, rank
+from pe_lab.evaluation.lm_eval.adapter import adapter
+from pe_lab.evaluation.lm_eval.records import measure
+from pe_lab.evaluation.lm_eval.requests import Journal
+from pe_lab.evaluation.lm_eval.samples import document_lines, rank
+from pe_lab.evaluation.lm_eval.task_lists import TASK_LISTS, expand_tasks, fingerprint, harness_version, open_tasks
 from pe_lab.evaluation.readers import Reader
-from pe_lab.evaluation.task_lists import TASK_LISTS, expand_tasks, fingerprint, harness_version, open_tasks
 from pe_lab.results.intervals import Z95, wilson
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.samples import SampleFile, key

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation.rouge import common_length, rouge_l
+from pe_lab.evaluation.scoring.rouge import common_length, rouge_l
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")

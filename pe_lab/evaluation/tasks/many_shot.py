@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import UserError, did_you_mean
-from pe_lab.evaluation.ruler_tasks import Draft, size_within
-from pe_lab.evaluation.tasks import HALF_A_PAIR, Lazy, Sample, Scores, random_for
+from pe_lab.evaluation.tasks.ruler.synthetic import Draft, size_within
+from pe_lab.evaluation.tasks.task import HALF_A_PAIR, Lazy, Sample, Scores, random_for
 
 STOP = ("</s>", "<|im_end|>", "<|endoftext|>", "Problem:")
 DEPTHS = (Fraction(0), Fraction(1, 3), Fraction(2, 3), Fraction(1))

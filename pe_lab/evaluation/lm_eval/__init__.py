@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation.lm_eval_adapter import adapter
-from pe_lab.evaluation.lm_eval_rows import evaluate_lm_eval
-from pe_lab.evaluation.task_lists import by_hand
+from pe_lab.evaluation.lm_eval.adapter import adapter
+from pe_lab.evaluation.lm_eval.records import evaluate_lm_eval
+from pe_lab.evaluation.lm_eval.task_lists import by_hand
 from pe_lab.terminal import command
 
 __all__ = ["PeLabLM", "adapter", "evaluate_lm_eval", "main"]  # noqa: F822
@@ -59,7 +59,3 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
     added = [] if given & {"--model", "-M"} else ["--model", "pe_lab"]
     added += [] if given & {"--batch_size", "-b"} else ["--batch_size", "auto"]
     return [*arguments, *added]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

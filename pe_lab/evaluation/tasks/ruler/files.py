@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.errors import UserError, did_you_mean
-from pe_lab.evaluation.ruler import TASKS
-from pe_lab.evaluation.scorers import string_match_all, string_match_part
-from pe_lab.evaluation.tasks import Sample
+from pe_lab.evaluation.scoring.metrics import string_match_all, string_match_part
+from pe_lab.evaluation.tasks.ruler.suite import TASKS
+from pe_lab.evaluation.tasks.task import Sample
 from pe_lab.results.intervals import mean_of
 from pe_lab.storage import write_records
 

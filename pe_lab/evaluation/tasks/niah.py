@@ -12,10 +12,10 @@ from jaxtyping import Int32
 
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import UserError, did_you_mean
-from pe_lab.evaluation.haystacks import Haystack, needle, open_haystack
-from pe_lab.evaluation.scorers import string_match_all
-from pe_lab.evaluation.tasks import Lazy, Sample, Scores, largest_fitting, random_for
-from pe_lab.evaluation.words import draw, draw_distinct
+from pe_lab.evaluation.scoring.metrics import string_match_all
+from pe_lab.evaluation.tasks.haystacks import Haystack, needle, open_haystack
+from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, largest_fitting, random_for
+from pe_lab.evaluation.tasks.words import draw, draw_distinct
 
 # Facts of RULER's scripts/data/synthetic/constants.py and niah.py.
 TEMPLATE = (

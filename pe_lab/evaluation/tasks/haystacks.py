@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation.words import draw
+from pe_lab.evaluation.tasks.words import draw
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 KINDS = ("essays", "noise", "needles")

@@ -10,7 +10,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from pe_lab.evaluation.tasks import Sample
+from pe_lab.evaluation.tasks.task import Sample
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import Statistics
 

@@ -16,9 +16,10 @@ from jaxtyping import Int32
 
 from pe_lab.data.sources import Source
 from pe_lab.errors import UserError
-from pe_lab.evaluation import methods, perplexity
-from pe_lab.evaluation.likelihood import Likelihoods
+from pe_lab.evaluation import methods
 from pe_lab.evaluation.readers import Reader
+from pe_lab.evaluation.scoring.likelihood import Likelihoods
+from pe_lab.evaluation.tasks import perplexity
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
 from pe_lab.training.machine import versions

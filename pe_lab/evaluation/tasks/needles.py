@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 
 from pe_lab.config import DataConfig
 from pe_lab.data.pipeline import needle_windows
-from pe_lab.evaluation.perplexity import standard_error
+from pe_lab.evaluation.tasks.perplexity import standard_error
 
 Predict = Callable[[Int[np.ndarray, "n T"], Int[np.ndarray, "n Q"]], Int[np.ndarray, "n Q"]]
 

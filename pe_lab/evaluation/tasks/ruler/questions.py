@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation.ruler_tasks import Draft, RulerTask
-from pe_lab.evaluation.scorers import string_match_part
-from pe_lab.evaluation.tasks import HALF_A_PAIR, Lazy, Sample, Scores
+from pe_lab.evaluation.scoring.metrics import string_match_part
+from pe_lab.evaluation.tasks.ruler.synthetic import Draft, RulerTask
+from pe_lab.evaluation.tasks.task import HALF_A_PAIR, Lazy, Sample, Scores
 
 PROMPT = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"

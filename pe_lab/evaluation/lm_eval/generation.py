@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pe_lab.evaluation.answering import Model as Answering
+from pe_lab.evaluation.generation.backend import Model as Answering
 from pe_lab.language_model import LanguageModel
 
 

@@ -23,10 +23,10 @@ import numpy as np
 
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation.haystacks import NOISE
-from pe_lab.evaluation.scorers import string_match_all
-from pe_lab.evaluation.tasks import Lazy, Sample, Scores, largest_fitting, random_for
-from pe_lab.evaluation.words import word_list
+from pe_lab.evaluation.scoring.metrics import string_match_all
+from pe_lab.evaluation.tasks.haystacks import NOISE
+from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, largest_fitting, random_for
+from pe_lab.evaluation.tasks.words import word_list
 
 FULL_LENGTH = 4096  # below it, RULER repeats common words less often
 

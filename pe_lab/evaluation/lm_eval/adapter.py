@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from pe_lab.errors import UserError, did_you_mean
-from pe_lab.evaluation import lm_eval_generation as generation
-from pe_lab.evaluation.likelihood import Likelihoods
-from pe_lab.evaluation.lm_eval_requests import Journal, Used
-from pe_lab.evaluation.lm_eval_settings import add_bos, length_of, read_with, texts_at_once, whole_number
+from pe_lab.evaluation.lm_eval import generation
+from pe_lab.evaluation.lm_eval.requests import Journal, Used
+from pe_lab.evaluation.lm_eval.settings import add_bos, length_of, read_with, texts_at_once, whole_number
+from pe_lab.evaluation.scoring.likelihood import Likelihoods
 from pe_lab.language_model import LanguageModel, load
 from pe_lab.positional import label
 

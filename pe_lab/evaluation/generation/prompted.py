@@ -17,10 +17,10 @@ import jax
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import UserError
 from pe_lab.evaluation import methods
-from pe_lab.evaluation.answering import Answerer, Model, Spent
-from pe_lab.evaluation.breakdowns import by_depth, by_length
+from pe_lab.evaluation.generation.backend import Answerer, Model, Spent
 from pe_lab.evaluation.readers import Reader
-from pe_lab.evaluation.tasks import Sample, Task
+from pe_lab.evaluation.scoring.breakdowns import by_depth, by_length
+from pe_lab.evaluation.tasks.task import Sample, Task
 from pe_lab.results.intervals import mean_of
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key

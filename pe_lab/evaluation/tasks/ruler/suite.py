@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pe_lab.errors import UserError, did_you_mean
-from pe_lab.evaluation import niah
-from pe_lab.evaluation.haystacks import Haystack
-from pe_lab.evaluation.ruler_qa import qa_task
-from pe_lab.evaluation.ruler_tasks import CommonWords, FrequentWords, VariableTracking
-from pe_lab.evaluation.tasks import HALF_A_PAIR, Task
+from pe_lab.evaluation.tasks import niah
+from pe_lab.evaluation.tasks.haystacks import Haystack
+from pe_lab.evaluation.tasks.ruler.questions import qa_task
+from pe_lab.evaluation.tasks.ruler.synthetic import CommonWords, FrequentWords, VariableTracking
+from pe_lab.evaluation.tasks.task import HALF_A_PAIR, Task
 
 NEEDLES = tuple(niah.RULER)
 TASKS = (*NEEDLES, "vt", "cwe", "fwe", "qa_1", "qa_2")  # in the order of RULER's tables

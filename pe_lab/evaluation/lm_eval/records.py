@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pe_lab.evaluation.lm_eval_adapter import adapter
-from pe_lab.evaluation.task_lists import expand_tasks, open_tasks
+from pe_lab.evaluation.lm_eval.adapter import adapter
+from pe_lab.evaluation.lm_eval.task_lists import expand_tasks, open_tasks
 from pe_lab.language_model import LanguageModel
 
 Record = dict[str, Any]

@@ -1,0 +1,1 @@
+"""Answers to prompts, in batches, resumed where a killed process stopped."""

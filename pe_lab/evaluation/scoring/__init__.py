@@ -1,0 +1,1 @@
+"""Compiled forward passes, log-likelihoods, and the metrics of answers."""
