@@ -21,7 +21,7 @@ ifneq ($(shell $(PY) -c '' 2>/dev/null && cat $(STAMP) 2>/dev/null),$(CURDIR))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format coverage lock clean
+.PHONY: help setup demo test test-slow test-ci test-all mutants lint format coverage lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,8 +51,25 @@ test: $(STAMP) ## everything that is not slow (ARGS=... goes to pytest)
 	$(FAST_TESTS) $(ARGS)
 
 # One at a time: slow tests measure times and train on all cores.
-test-slow: $(STAMP) ## the slow tests, one after another
-	$(PY) -m pytest -m slow $(ARGS)
+SLOW_TESTS = $(PY) -m pytest -m slow
+
+test-slow: $(STAMP) ## the slow tests, one after another (ARGS=... goes to pytest)
+	$(SLOW_TESTS) $(ARGS)
+
+SLOW_BUDGET ?= 1000
+test-ci: $(STAMP) ## the slow tests of what changed, and others in rotation, in SLOW_BUDGET seconds
+	$(SLOW_TESTS) --slow-budget=$(SLOW_BUDGET) $(ARGS)
+
+test-all: $(STAMP) ## everything, by hand, before an issue is resolved; measures tests/slow_costs.json anew
+	$(FAST_TESTS)
+	$(SLOW_TESTS) --store-durations --clean-durations --durations-path=tests/slow_costs.json
+
+mutants: export OMP_NUM_THREADS = 1
+mutants: $(STAMP) ## draw 200 one-token mutants of pe_lab; about an hour (COUNT=... SEED=...)
+	mkdir -p build
+	$(FAST_TESTS) --cov=pe_lab --cov-context=test --cov-report= --junitxml=build/junit.xml -o junit_family=xunit1
+	mv .coverage build/coverage
+	$(PY) tests/mutants.py --coverage=build/coverage --junit=build/junit.xml --count=$(or $(COUNT),200) --seed=$(or $(SEED),0)
 
 coverage: $(STAMP) ## the same tests, half as long again, and the lines they do not reach; at least 90% must be
 	$(FAST_TESTS) --cov=pe_lab --cov-report=term-missing:skip-covered --cov-fail-under=90 $(ARGS)

@@ -28,6 +28,11 @@ os.environ["XLA_FLAGS"] = " ".join([*filter(None, [_flags_before]), *_missing])
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
+from slow_budget import (  # noqa: E402, F401
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_report_collectionfinish,
+)
 
 # XLA has read its flags once something is compiled. Then they go, so that a command which a test starts finds
 # the machine as its user would.
@@ -43,11 +48,11 @@ gc.freeze()
 gc.set_threshold(200_000, 20, 100)
 
 PACKAGE = pathlib.Path(__file__).parent.parent / "pe_lab"
-# Every call of what builds pages passes through one function of three lines, thousands of times a page: checking its
-# annotations took three quarters of the page's tests. Of `analysis`, what has arrays is checked.
-rooms = [path.stem for path in PACKAGE.iterdir() if path.stem not in ("__init__", "__pycache__", "analysis")]
+# A page calls one function of three lines thousands of times: checking its annotations took three quarters of the time
+# of the page's tests. Of `analysis`, modules with arrays are checked.
+packages = [path.stem for path in PACKAGE.iterdir() if path.stem not in ("__init__", "__pycache__", "analysis", "page")]
 arrays = [path.stem for path in (PACKAGE / "analysis").glob("*.py") if "jaxtyping" in path.read_text("utf-8")]
-checked = [f"pe_lab.{room}" for room in rooms] + [f"pe_lab.analysis.{name}" for name in arrays]
+checked = [f"pe_lab.{name}" for name in packages] + [f"pe_lab.analysis.{name}" for name in arrays]
 jaxtyping.install_import_hook(checked, "type_checks.check")
 
 from pe_lab.positional import Schedule  # noqa: E402
