@@ -102,7 +102,7 @@ def random_model() -> LanguageModel:
     schedule = build_schedule(described, config.heads, config.kv_heads, config.head_dim)
     params = Model(config).init(jax.random.key(0))
     checkpoint = Checkpoint(Path("random"), 0, params, config, described, schedule, {})
-    return LanguageModel(checkpoint, described, schedule.generalize())
+    return LanguageModel(checkpoint, described)
 
 
 def in_float32(lm: LanguageModel) -> LanguageModel:

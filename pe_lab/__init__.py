@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pe_lab.language_model import LanguageModel, load
 
-__all__ = ["LanguageModel", "load"]
+__all__ = ["LanguageModel", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: `import pe_lab` alone stays quick, and a verb can choose its platform before JAX starts.
+    # Imported on first use, so that a command can choose its platform before JAX starts.
+    if name == "__version__":
+        return importlib.metadata.version("pe-lab")
     if name in __all__:
         from pe_lab import language_model
 
         return getattr(language_model, name)
     raise AttributeError(f"module 'pe_lab' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

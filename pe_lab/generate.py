@@ -1,4 +1,4 @@
-"""`python -m pe_lab.generate --from=PATH --prompt=TEXT`: continues a text, as it comes; or many, as JSON lines."""
+"""`python -m pe_lab.generate --from=PATH --prompt=TEXT`: continues a prompt, or many as JSON lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError, DataError, UnsupportedError
 from pe_lab.terminal import command
 
 if TYPE_CHECKING:
@@ -19,102 +19,110 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of this verb."""
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m pe_lab.generate",
-        description="Continues a text with a model. The continuation goes to stdout as it comes, how fast it came to "
-        "stderr.",
+        description="Continues a prompt. The continuation is streamed to stdout, the speed is printed to stderr.",
     )
-    parser.add_argument("--from", dest="source", required=True, help="what pe_lab.load reads: a run, a checkpoint, ...")
+    parser.add_argument("--from", dest="source", required=True, help="a run, a checkpoint, hf:DIR or gguf:FILE")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="the text to continue")
     what.add_argument("--prompt-file", metavar="FILE", help="a file that holds the text to continue")
     what.add_argument(
         "--prompts", metavar="FILE", help="a file of prompts, one per line, continued together; writes JSON lines"
     )
-    parser.add_argument("--batch", type=int, default=16, metavar="N", help="so many of --prompts at once (default: 16)")
+    parser.add_argument("--batch", type=int, default=16, metavar="N", help="prompts in a batch (default: 16)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="per prompt (default: 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this probability")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this; repeatable")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the chat template")
     positional = parser.add_mutually_exclusive_group()
     positional.add_argument(
-        "--positional", help="read the weights under another encoding, such as yarn:factor=2 (of what is there)"
+        "--positional", help="another positional encoding for the same weights, such as yarn:factor=2"
     )
-    positional.add_argument("--drop", action="store_true", help="read the weights without positional encoding")
-    parser.add_argument("--attention", metavar="NAME", help="how to attend: a name python -m pe_lab.attention lists")
+    positional.add_argument("--drop", action="store_true", help="no positional encoding")
+    parser.add_argument("--attention", metavar="NAME", help="an implementation that python -m pe_lab.attention lists")
     parser.add_argument("--cache-length", type=int, help="most tokens of a prompt and its continuation")
     parser.add_argument(
         "--refresh",
         type=int,
         default=1,
-        help="for encodings that follow the length: read the text again after so many tokens of another schedule (1, "
-        "the default, is exact; 0 never does, and is fast)",
+        help="for encodings that depend on the length: recompute the KV cache after so many tokens (1, the default, is "
+        "exact; 0 never recomputes it)",
     )
     return parser
 
 
 def read_text(option: str, path: str) -> str:
-    """The text of a file; `UserError` where it cannot be read."""
+    """The text of a file; `DataError` if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{option}: '{path}' cannot be read as text ({error}).") from None
+        raise DataError(f"{option}: '{path}' cannot be read as text ({error}).") from None
 
 
 def read_prompts(path: str) -> list[str]:
     """The lines of a file that are not blank."""
     prompts = [line for line in read_text("--prompts", path).splitlines() if line.strip()]
     if not prompts:
-        raise UserError(f"--prompts: '{path}' has no line with a prompt.")
+        raise DataError(f"--prompts: '{path}' has no line with a prompt.")
     return prompts
 
 
 def as_chat(lm: LanguageModel, text: str) -> Any:
-    """The ids of a chat in which the user has said `text`, and the model is to answer."""
+    """The token ids of a chat whose last message is the user's `text`."""
     tokenizer = lm.tokenizer
     chat, encode = getattr(tokenizer, "chat", None), getattr(tokenizer, "encode_prompt", None)
     if chat is None or encode is None:
-        raise UserError(f"--chat: the tokenizer of '{lm.checkpoint.path}' has no chat template. Leave --chat out.")
-    # The template has written what begins a text already.
+        raise UnsupportedError(f"--chat: '{lm.checkpoint.path}' has no chat template. Leave --chat out.")
+    # The template has added the special tokens.
     return encode(chat([{"role": "user", "content": text}]), add_special_tokens=False)
 
 
 def speed(statistics: Statistics) -> str:
-    """One line: how much was read and written, and how fast."""
+    """Counts of tokens and their speed, in one line."""
     prefill = statistics.prompt_tokens / max(statistics.prefill_seconds, 1e-9)
     parts = [f"prompt {statistics.prompt_tokens} tokens", f"prefill {prefill:.1f} tokens/s"]
     if statistics.decoded_tokens:
         parts.append(f"decode {statistics.decoded_tokens / max(statistics.decode_seconds, 1e-9):.1f} tokens/s")
     parts.append(f"{statistics.new_tokens} new tokens")
     if statistics.refreshes:
-        parts.append(f"text read again {statistics.refreshes} times")
+        parts.append(f"KV cache recomputed {statistics.refreshes} times")
     return ", ".join(parts) + f" ({statistics.compile_seconds:.1f} s of compiling not counted)"
 
 
-def show(prompt: str, pieces: Iterator[str]) -> None:
-    """Pieces to stdout as they come; a terminal with colours shows the prompt before them, dimmed."""
+def show(prompt: str, pieces: Iterator[str]) -> int:
+    """Streams pieces to stdout, after the dimmed prompt in a terminal with colours; returns their characters."""
     from rich.console import Console
 
     console = Console()
     if console.is_terminal and console.color_system and not console.no_color:
         console.print(prompt, style="dim", end="", markup=False, highlight=False, soft_wrap=True)
+    characters = 0
     for piece in pieces:
+        characters += len(piece)
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
     sys.stdout.flush()
+    return characters
+
+
+def why_empty(new_tokens: int) -> str:
+    """Why a continuation has no characters."""
+    if new_tokens <= 1:
+        return "The continuation is empty: the model's first token ends the text."
+    return f"The continuation is empty: {new_tokens} tokens were generated, all of them special tokens or blank."
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the verb."""
-    args = parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    args = parser().parse_args(argv)
     if args.batch < 1:
-        raise UserError(f"--batch is {args.batch}; continue at least one prompt at a time.")
+        raise ConfigError(f"--batch is {args.batch}; continue at least one prompt at a time.")
     if args.prompts:
         prompts = read_prompts(args.prompts)
     else:
@@ -125,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     lm = load(args.source)
     if lm.tokenizer is None:
-        raise UserError(f"'{args.source}' came without a tokenizer; text cannot be continued.")
+        raise DataError(f"'{args.source}' came without a tokenizer; a prompt cannot be encoded.")
     if args.drop:
         lm = lm.drop_positional()
     if args.positional:
@@ -150,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.prompts:
             for start in range(0, len(given), args.batch):
                 some = slice(start, start + args.batch)
-                # Rows of a batch draw for themselves by their number in it; so do batches.
+                # A sequence samples by the seed and its number in the batch.
                 settings["seed"] = args.seed + start
                 for prompt, text in zip(prompts[some], lm.generate(given[some], text=True, **settings), strict=True):
                     print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
@@ -158,9 +166,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if sys.stderr.isatty():
                     print(f"\r{min(start + args.batch, len(given))} of {len(given)} prompts", end="", file=sys.stderr)
         else:
-            show(prompts[0], lm.stream(given[0], **settings))
+            characters = show(prompts[0], lm.stream(given[0], **settings))
+            if not characters:
+                print(why_empty(statistics.new_tokens), file=sys.stderr)
     except BrokenPipeError:
-        # Whoever was reading has enough. Nothing is left to write, at the interpreter's end either.
+        # The reader of stdout has closed it. The interpreter must not flush to it at its end either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     print(speed(statistics), file=sys.stderr)
     return 0

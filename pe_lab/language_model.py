@@ -1,9 +1,10 @@
-"""A language model in the hand: weights and the positional encoding they are read with, which may be changed."""
+"""The loaded model: weights with a positional encoding, which can be replaced without copying the weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,17 +24,17 @@ from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
 from pe_lab.checkpoints.surgery import change, write_child
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
-from pe_lab.errors import UserError
+from pe_lab.errors import CheckpointError, ConfigError, DataError
 from pe_lab.model import Decoder, Model, Request, Sampling, Schedules, Statistics, Weights, complete
 from pe_lab.parallel import hide_absent_tpu, platform
-from pe_lab.positional import Beta, Layer, Schedule, build_schedule, describe, drop, read_with
+from pe_lab.positional import Beta, Layer, Schedule, build_schedule, describe, drop, label_layers, read_with
 
 Tokens = str | Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
-Prompt = Any  # a text, token ids [n], or several of either, of any lengths
+Prompt = Any  # a string, token ids [n], or several of either with any lengths
 
 
 class _Compiled:
-    """The forward passes of one model shape: one compilation serves every schedule of one structure."""
+    """The forward passes of one model shape, compiled once for every schedule of one structure."""
 
     def __init__(self, config: ModelConfig):
         self.traces = 0
@@ -51,7 +52,7 @@ class _Compiled:
 
 _compiled = functools.cache(_Compiled)
 _decoder = functools.cache(Decoder)
-_weights: dict[int, Weights] = {}  # by checkpoint, as decoding wants them: made once, gone with the checkpoint
+_weights: dict[int, Weights] = {}  # in the form that decoding reads, by the id of a checkpoint that is alive
 
 
 def _weights_of(checkpoint: Checkpoint, decoder: Decoder) -> Weights:
@@ -62,21 +63,46 @@ def _weights_of(checkpoint: Checkpoint, decoder: Decoder) -> Weights:
 
 
 def _mesh_of(params: Any) -> Mesh | None:
-    """The mesh that parameters are spread over; None where one device has them all."""
+    """The mesh that parameters are sharded over; None if one device holds them all."""
     sharding = getattr(params["token_embedder"]["embedding"], "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LanguageModel:
-    """Weights with a schedule. Nothing changes in place: `with_positional` gives another one on the same weights."""
+    """Weights with the positional encoding of every layer. Immutable: `with_positional` returns another model on the
+    same weights.
+
+    Attributes:
+      checkpoint: the weights and their metadata.
+      layers: the encoding of each layer; the schedule is built from it.
+      tokenizer: None if the checkpoint came without one.
+      general: arguments of `Schedule.generalize`; see `for_any_scheme`.
+      fixed_length: tokens; see `at_length`.
+    """
 
     checkpoint: Checkpoint
     layers: tuple[Layer, ...]
-    schedule: Schedule
     tokenizer: Tokenizer | None = None
-    general: Mapping[str, Any] = field(default_factory=dict)  # what `Schedule.generalize` is told, see `for_any_scheme`
-    read_as: int | None = None  # tokens; see `at_length`
+    general: Mapping[str, Any] = field(default_factory=dict)
+    fixed_length: int | None = None
+
+    def __repr__(self) -> str:
+        config = self.config
+        return (
+            f"LanguageModel('{self.checkpoint.path}', step {self.checkpoint.step}, "
+            f"{Model(config).num_parameters:,} parameters, {config.layers} layers, {config.heads} heads on "
+            f"{config.kv_heads} of {config.head_dim} channels, {label_layers(self.layers)}, "
+            f"trained on {self.training_length:,} tokens)"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<b>{html.escape(repr(self))}</b><pre>{html.escape(self.describe())}</pre>"
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The arrays of `layers`, generalized: encodings that fit one structure share one compilation."""
+        return self.build(self.layers, self.fixed_length)
 
     @property
     def config(self) -> ModelConfig:
@@ -84,54 +110,57 @@ class LanguageModel:
 
     @property
     def devices(self) -> int:
-        """How many the weights lie on."""
+        """How many devices hold the weights."""
         mesh = _mesh_of(self.checkpoint.params)
         return 1 if mesh is None else mesh.size
 
     @property
     def training_length(self) -> int:
-        """Tokens per window in training."""
+        """Tokens of a training sequence."""
         return int(self.checkpoint.metadata["training_length"])
 
     def encode(self, text: str) -> Int[np.ndarray, " T"]:
-        """Token ids of a text as the model expects to read it: special tokens in it are recognized, and what the
-        tokenizer puts at the beginning is put there. `UserError` where the checkpoint came without its tokenizer."""
+        """Token ids of a string, with the special tokens in it recognized and the tokenizer's prefix (BOS) added.
+
+        Raises:
+          DataError: the checkpoint came without a tokenizer.
+        """
         if self.tokenizer is None:
-            raise UserError(f"'{self.checkpoint.path}' came without a tokenizer; pass token ids instead of text.")
+            raise DataError(f"'{self.checkpoint.path}' came without a tokenizer; pass token ids instead of text.")
         return np.asarray(self.tokenizer.encode_prompt(text), np.int32)
 
-    def _rows(self, tokens: Tokens) -> Int[np.ndarray, "B T"]:
+    def _sequences(self, tokens: Tokens) -> Int[np.ndarray, "B T"]:
         try:
             ids = self.encode(tokens) if isinstance(tokens, str) else np.asarray(tokens)
-        except ValueError as error:  # rows of different lengths
-            raise UserError(f"tokens are no array of ids: {error}") from None
+        except ValueError as error:  # sequences of different lengths
+            raise DataError(f"tokens are no array of ids: {error}") from None
         if ids.size and not np.issubdtype(ids.dtype, np.integer):
-            raise UserError(f"tokens are of type {ids.dtype}; ids are whole numbers.")
+            raise DataError(f"tokens are of type {ids.dtype}; ids are whole numbers.")
         if ids.ndim not in (1, 2) or ids.size == 0:
-            raise UserError(f"tokens have shape {ids.shape}; give a text, [T] or [B, T] ids, at least one.")
+            raise DataError(f"tokens have shape {ids.shape}; give a string, [T] or [B, T] ids, at least one.")
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            raise UserError(
+            raise DataError(
                 f"tokens range from {ids.min()} to {ids.max()}; the vocabulary has {self.config.vocab_size}."
             )
         return np.atleast_2d(ids).astype(np.int32)
 
     def logits(self, tokens: Tokens) -> Float[Array, "B T V"]:
-        """Next-token logits, float32, of a text, of ids [T] (a batch of one), or of [B, T]."""
-        rows = self._rows(tokens)
-        schedule = self._schedule_for(rows.shape[1])
-        return _compiled(self._at_once()).apply(self.checkpoint.params, rows, None, None, schedule)
+        """Next-token logits, float32, of a string, of ids [T] (a batch of one) or of ids [B, T]."""
+        ids = self._sequences(tokens)
+        schedule = self._schedule_for(ids.shape[1])
+        return _compiled(self._whole_pass_config()).apply(self.checkpoint.params, ids, None, None, schedule)
 
     def loss_by_position(self, tokens: Tokens) -> Float[np.ndarray, "B targets"]:
-        """Nats paid for each token but the first, given those before it."""
-        rows = self._rows(tokens)
-        if rows.shape[1] < 2:
-            raise UserError("loss_by_position needs at least two tokens: the first one is given.")
-        batch = {"tokens": jnp.asarray(rows[:, :-1]), "targets": jnp.asarray(rows[:, 1:])}
-        schedule = self._schedule_for(rows.shape[1] - 1)
-        return np.asarray(_compiled(self._at_once()).token_loss(self.checkpoint.params, batch, schedule))
+        """The negative log-likelihood of each token after the first, given the tokens before it; nats."""
+        ids = self._sequences(tokens)
+        if ids.shape[1] < 2:
+            raise DataError("loss_by_position needs at least two tokens: the first one is not predicted.")
+        batch = {"tokens": jnp.asarray(ids[:, :-1]), "targets": jnp.asarray(ids[:, 1:])}
+        schedule = self._schedule_for(ids.shape[1] - 1)
+        return np.asarray(_compiled(self._whole_pass_config()).token_loss(self.checkpoint.params, batch, schedule))
 
-    def _at_once(self) -> ModelConfig:
-        """The shape for a whole pass. Over several devices XLA cuts it as it likes, which kernels do not bear."""
+    def _whole_pass_config(self) -> ModelConfig:
+        """The config for a pass over whole sequences: XLA shards it, and cannot shard a kernel."""
         named = self.config.attention != "auto" or _mesh_of(self.checkpoint.params) is None
         return self.config if named else dataclasses.replace(self.config, attention="chunked")
 
@@ -151,30 +180,30 @@ class LanguageModel:
         text: bool | None = None,
         statistics: Statistics | None = None,
     ) -> Any:
-        """Continues a prompt, or several at once. Cached decoding: each token is what `logits` of the text would give.
+        """Continues one prompt or several. Each token is the one that `logits` of the whole sequence would give.
 
         Args:
-          prompt: a text, several texts, token ids, or several rows of ids, of any lengths.
-          max_new_tokens: per prompt; a text ends earlier at its end-of-text token or at a stop string.
-          temperature, top_k, top_p, seed: as in `model.Sampling`. By default the likeliest token is taken.
-          stop: strings that end a text. They are not part of what is returned.
-          eos_ids: tokens that end a text; by default the tokenizer's.
-          cache_length: most tokens of prompt and continuation; by default as many as are needed.
-          refresh: for encodings that follow the length, see `model.Request`; 1 is exact, 0 is fast.
-          text: whether texts are returned, or ids. None: what was given.
+          prompt: a string, several strings, token ids, or several sequences of ids, of any lengths.
+          max_new_tokens: per prompt; generation ends earlier at an end-of-text token or a stop string.
+          temperature, top_k, top_p, seed: as in `model.Sampling`. The default takes the likeliest token.
+          stop: strings that end a continuation, and are not part of it.
+          eos_ids: tokens that end a continuation; by default the tokenizer's.
+          cache_length: the largest number of tokens of a prompt and its continuation; by default as many as needed.
+          refresh: for encodings that depend on the length, see `model.Request`; 1 is exact, 0 is fast.
+          text: whether strings or ids are returned. None: what was given.
           statistics: counts and seconds are added to it.
 
         Returns:
-          The continuation: a text for a text, an array of ids for ids, a list of them for several.
+          The continuation: a string for a string, an array of ids for ids, a list of them for several prompts.
 
         Raises:
-          UserError: an empty prompt, ids outside the vocabulary, a setting out of its range, a prompt longer than
-            `cache_length`, text without a tokenizer.
+          UserError: an empty prompt, ids outside the vocabulary, a setting out of range, a prompt longer than
+            `cache_length`, or strings without a tokenizer.
         """
         prompts, several, as_text = self._prompts(prompt)
         as_text = as_text if text is None else text
         if as_text and self.tokenizer is None:
-            raise UserError(f"'{self.checkpoint.path}' came without a tokenizer; ids cannot be read as text.")
+            raise DataError(f"'{self.checkpoint.path}' came without a tokenizer; ids cannot be decoded.")
         request = self._request(
             max_new_tokens, temperature, top_k, top_p, stop, seed, eos_ids, cache_length, refresh
         )  # fmt: skip
@@ -200,13 +229,15 @@ class LanguageModel:
         refresh: int = 1,
         statistics: Statistics | None = None,
     ) -> Iterator[str]:
-        """The text of `generate` in pieces, each as soon as it is final: whole characters, and nothing that could
-        still become a stop string. One prompt; arguments and errors as in `generate`."""
+        """Yields the continuation of one prompt in pieces; arguments and errors as in `generate`.
+
+        A piece is yielded as soon as it is final: it ends with a whole character and cannot become a stop string.
+        """
         prompts, several, _ = self._prompts(prompt)
         if several:
-            raise UserError("stream continues one prompt; use generate for several.")
+            raise ConfigError("stream continues one prompt; use generate for several.")
         if self.tokenizer is None:
-            raise UserError(f"'{self.checkpoint.path}' came without a tokenizer; use generate with token ids.")
+            raise DataError(f"'{self.checkpoint.path}' came without a tokenizer; use generate with token ids.")
         request = self._request(
             max_new_tokens, temperature, top_k, top_p, stop, seed, eos_ids, cache_length, refresh
         )  # fmt: skip
@@ -216,22 +247,22 @@ class LanguageModel:
         return decoder.stream(weights, prompts[0], self._schedules(), request, self.tokenizer.decode, statistics)
 
     def _prompts(self, prompt: Prompt) -> tuple[list[Int[np.ndarray, " n"]], bool, bool]:
-        """Prompts as ids; whether there are several; whether they were texts."""
+        """The prompts as ids, whether there are several, and whether they were strings."""
         if isinstance(prompt, str):
             return [self.encode(prompt)], False, True
         if not isinstance(prompt, np.ndarray | jax.Array) and not (isinstance(prompt, Sequence) and len(prompt)):
-            raise UserError(f"The prompt is {prompt!r}; give a text, token ids, or several of either.")
+            raise DataError(f"The prompt is {prompt!r}; give a string, token ids, or several of either.")
         if isinstance(prompt[0], str):
             if not all(isinstance(one, str) for one in prompt):
-                raise UserError("The prompts are texts and others; give all as texts, or all as token ids.")
+                raise DataError("Some prompts are strings and some are not; give all as strings, or all as token ids.")
             return [self.encode(one) for one in prompt], True, True
         several = np.ndim(prompt[0]) == 1
-        rows = [np.asarray(one) for one in (prompt if several else [prompt])]
-        for row in rows:
-            if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
-                raise UserError(f"Token ids are rows of whole numbers, not {row.dtype} of shape {row.shape}.")
-        # What no int32 can hold is outside any vocabulary, and stays so.
-        return [np.clip(row, -1, 2**31 - 1).astype(np.int32) for row in rows], several, False
+        sequences = [np.asarray(one) for one in (prompt if several else [prompt])]
+        for ids in sequences:
+            if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+                raise DataError(f"Token ids are sequences of whole numbers, not {ids.dtype} of shape {ids.shape}.")
+        # Ids beyond int32 are outside any vocabulary, and remain so when they are clipped.
+        return [np.clip(ids, -1, 2**31 - 1).astype(np.int32) for ids in sequences], several, False
 
     def _request(
         self,
@@ -253,41 +284,40 @@ class LanguageModel:
         return Request(max_new_tokens, sampling, eos_ids, stop, cache_length, refresh)
 
     def _schedules(self) -> Schedules:
-        if self.read_as is not None:
-            return Schedules.fixed(self._schedule_for(self.read_as))
+        if self.fixed_length is not None:
+            return Schedules.fixed(self.schedule)
         return Schedules(self._schedule_for, tuple(layer.follows_length for layer in self.layers))
 
     @property
     def compilations(self) -> int:
-        """How often forward passes of this shape of model have been compiled in this process."""
-        return _compiled(self._at_once()).traces
+        """How often forward passes of this model shape were compiled in this process."""
+        return _compiled(self._whole_pass_config()).traces
 
     def _schedule_for(self, length: int) -> Schedule:
-        """The schedule for texts of so many tokens: another one only where a layer follows the length."""
-        if not any(layer.follows_length for layer in self.layers):
+        """The schedule for sequences of `length` tokens."""
+        if self.fixed_length is not None or not any(layer.follows_length for layer in self.layers):
             return self.schedule
-        return self.build(self.layers, length if self.read_as is None else self.read_as)
+        return self.build(self.layers, length)
 
     def build(self, described: Sequence[Layer], length: int | None = None) -> Schedule:
-        """The schedule of layers for texts of `length` tokens, in the structure that this model is compiled for."""
+        """The schedule of `described` for sequences of `length` tokens, in the structure this model is compiled for."""
         config = self.config
         schedule = build_schedule(described, config.heads, config.kv_heads, config.head_dim, length)
         return schedule.generalize(**self.general)
 
     def for_any_scheme(self) -> LanguageModel:
-        """The same model, compiled so that ALiBi and heads that differ need no compilation of their own either.
+        """The same model in a structure that also holds ALiBi and heads that differ, without another compilation.
 
         Every layer then takes slopes and rotates keys once per query head, which costs memory where heads share keys.
-        Windows, heads of noise and the notebook's encodings are still programs of their own.
+        Windows, heads of noise and the notebook's encodings need a compilation of their own.
         """
-        general = {"heads": "split", "slopes": True}
-        return dataclasses.replace(self, general=general, schedule=self.schedule.generalize(**general))
+        return dataclasses.replace(self, general={"heads": "split", "slopes": True})
 
     def with_attention(self, name: str) -> LanguageModel:
-        """The same weights, attending by an implementation that `python -m pe_lab.attention` lists.
+        """The same model with an attention implementation that `python -m pe_lab.attention` lists.
 
         Raises:
-          UserError: no such implementation, or one that does not run here or cannot read a cache.
+          UserError: no such implementation, or one that does not run here or cannot attend to a KV cache.
         """
         config = self.config
         asked = AttentionRequest(head_dim=config.head_dim, dtype=config.dtype, platform=platform(), spans=True)
@@ -296,32 +326,34 @@ class LanguageModel:
         return dataclasses.replace(self, checkpoint=checkpoint)
 
     def with_positional(self, description: Any, logit_scale: float | Beta | None = None) -> LanguageModel:
-        """The same weights under another encoding: whatever `positional.read_with` reads, edits included.
+        """The same weights under another encoding.
 
-        `logit_scale` is DroPE's beta, on every layer: a number, or `Beta(...)`, which follows the length.
+        Args:
+          description: as in `positional.read_with`: an encoding, a layer, a string, one per layer, or an edit.
+          logit_scale: DroPE's beta on every layer: a number, or `Beta(...)`, which depends on the length.
         """
         described = read_with(description, self.layers, self.training_length)
         if logit_scale is not None:
             described = tuple(dataclasses.replace(layer, logit_scale=logit_scale) for layer in described)
-        return dataclasses.replace(self, layers=described, schedule=self.build(described))
+        return dataclasses.replace(self, layers=described)
 
     def with_fitted_scale(self) -> LanguageModel:
-        """The same weights with the logit scale that `pe_lab.evaluate --suite=beta` fitted and kept with them."""
+        """The same weights with the logit scale that `pe_lab.evaluate --suite=beta` fitted and stored beside them."""
         scale = read_logit_scale(self.checkpoint)
         if scale is None:
-            raise UserError(f"with_fitted_scale(): {how_to_fit(self.checkpoint)}")
+            raise CheckpointError(f"with_fitted_scale(): {how_to_fit(self.checkpoint)}")
         return self.with_positional(self.layers, logit_scale=scale)
 
     def at_length(self, length: int) -> LanguageModel:
-        """The same model reading every text as if it had `length` tokens: what follows the length stands still.
+        """The same model with the schedule of sequences of `length` tokens, whatever the length of its input.
 
-        Dynamic NTK, dynamic YaRN, LongRoPE and `Beta` then have the factor of that length from the first token on,
-        and a text is continued without being read again. Other encodings are what they were.
+        Dynamic NTK, dynamic YaRN, LongRoPE and `Beta` then have the factor of that length from the first token on, and
+        generation never recomputes the KV cache. Other encodings do not change.
         """
-        return dataclasses.replace(self, read_as=length)
+        return dataclasses.replace(self, fixed_length=length)
 
     def drop_positional(self, chosen: Sequence[int] | None = None) -> LanguageModel:
-        """No positional encoding on all layers, or on the chosen ones (DroPE's drop, before any recalibration)."""
+        """The same weights without positional encoding on all or the chosen layers (DroPE's drop, not recalibrated)."""
         return self.with_positional(drop(chosen))
 
     def describe(self) -> str:
@@ -329,32 +361,31 @@ class LanguageModel:
         return describe(self.schedule, self.layers)
 
     def save(self, directory: str | Path) -> Path:
-        """Writes a child checkpoint into a new directory; training can start from it (`init_from`)."""
+        """Writes a child checkpoint into a new directory and returns its path; `init_from` can name it."""
         what = change(self.checkpoint.layers, self.layers)
         save = None if self.tokenizer is None else functools.partial(save_tokenizer, self.tokenizer)
         return write_child(self.checkpoint, self.layers, directory, what, save_tokenizer=save)
 
 
 def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> LanguageModel:
-    """Opens a checkpoint: a run of ours (its last phase), a phase or one step; a Hugging Face directory; a GGUF file.
+    """Opens a checkpoint: a run (its last phase), a phase or one step; a Hugging Face directory; a GGUF file.
 
     Args:
-      path: the path; `hf:ORG/NAME` comes from the hub, where it can be reached.
-      dtype: to compute in, float32 or bfloat16. None is what the checkpoint's config says; on a CPU, which has no
-        arithmetic of 16 bits, and for other people's checkpoints there, float32.
-      mesh: where the weights go; None is the first device.
+      path: the path; `hf:ORG/NAME` is fetched from the hub.
+      dtype: the compute dtype, float32 or bfloat16. None: the config's; on a CPU, which has no 16-bit arithmetic,
+        float32; for external checkpoints elsewhere, bfloat16.
+      mesh: the devices that hold the weights; None is the first device.
 
     Raises:
-      UserError: no checkpoint there, a damaged one, or one that pe_lab cannot read.
+      CheckpointError: no checkpoint there, a damaged one, or one that pe_lab cannot read.
     """
     hide_absent_tpu()
     checkpoint = open_checkpoint(path, mesh=mesh)
     if dtype is None:
-        foreign = "bfloat16" if checkpoint.converted else checkpoint.model.dtype
-        dtype = "float32" if jax.default_backend() == "cpu" else foreign
+        accelerated = "bfloat16" if checkpoint.converted else checkpoint.model.dtype
+        dtype = "float32" if jax.default_backend() == "cpu" else accelerated
     checkpoint = dataclasses.replace(checkpoint, model=complete(dataclasses.replace(checkpoint.model, dtype=dtype)))
     tokenizer = load_tokenizer(checkpoint.tokenizer) if checkpoint.tokenizer else None
     if tokenizer is not None:
         check_vocabulary(tokenizer, checkpoint.model.vocab_size, str(path))
-    # Generalized, as `with_positional` gives it: switching encodings then compiles nothing.
-    return LanguageModel(checkpoint, checkpoint.layers, checkpoint.schedule.generalize(), tokenizer)
+    return LanguageModel(checkpoint, checkpoint.layers, tokenizer)

@@ -1,4 +1,4 @@
-"""`lm.generate`, `lm.stream` and `python -m pe_lab.generate`: texts in, texts out, and what cannot be."""
+"""`lm.generate`, `lm.stream` and `python -m pe_lab.generate`: strings in, strings out, and bad input."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def greedy(lm, ids, count):
     return ids[-count:]
 
 
-def test_ids_give_ids_and_texts_give_texts(lm):
+def test_ids_give_ids_and_strings_give_strings(lm):
     prompt = lm.encode("needle")
     expected = greedy(lm, prompt, 6)
     ids = lm.generate(prompt, max_new_tokens=6, eos_ids=())
@@ -69,7 +69,7 @@ def test_an_encoding_that_follows_the_length_is_that_of_logits(lm):
     assert statistics.refreshes == 0 and statistics.prompt_tokens == 6 and statistics.new_tokens == 6
 
 
-def test_texts_end_at_eos_and_at_stop_strings(lm):
+def test_generation_ends_at_eos_and_at_stop_strings(lm):
     prompt = lm.encode("needle")
     ids = lm.generate(prompt, max_new_tokens=8, temperature=3.0, seed=2, eos_ids=()).tolist()
     assert len(set(ids)) > 4
@@ -121,9 +121,9 @@ def test_on_a_mesh(lm):
     ("prompt", "settings", "says"),
     [
         ("", {}, "The prompt is empty"),
-        ([], {}, r"The prompt is \[\]; give a text"),
+        ([], {}, r"The prompt is \[\]; give a string"),
         (5, {}, "The prompt is 5"),
-        (["a", [1, 2]], {}, "texts and others"),
+        (["a", [1, 2]], {}, "Some prompts are strings and some are not"),
         ([[1, 2], [0.5]], {}, "whole numbers, not float64"),
         ([[[1]]], {}, "whole numbers, not int64 of shape"),
         ([1, 999], {}, "ids from 1 to 999; the vocabulary has 384"),
@@ -146,7 +146,7 @@ def test_without_a_tokenizer_there_are_only_ids(lm):
     assert len(bare.generate([1, 2, 3], max_new_tokens=3)) == 3
     with pytest.raises(UserError, match="came without a tokenizer"):
         bare.generate("needle")
-    with pytest.raises(UserError, match="ids cannot be read as text"):
+    with pytest.raises(UserError, match="ids cannot be decoded"):
         bare.generate([1, 2], text=True)
     with pytest.raises(UserError, match="Stop strings need a tokenizer"):
         bare.generate([1, 2], stop="a")

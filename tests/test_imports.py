@@ -29,6 +29,7 @@ LEVELS: list[set[str]] = [
     {"evaluation", "analysis"},
     {"page", "planning"},  # planning compiles the programs of training and of evaluation
     COMMANDS,
+    {"__main__"},
 ]
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 

@@ -1,4 +1,4 @@
-"""`pe_lab.load`: the weights in the hand, under any encoding, without compiling again."""
+"""`pe_lab.load`: the loaded model under any encoding, compiled once."""
 
 import dataclasses
 import json
@@ -73,7 +73,7 @@ def test_the_loss_of_each_token_given_those_before_it(lm):
     np.testing.assert_allclose(lm.loss_by_position(TOKENS), expected, atol=1e-5)
 
 
-def test_texts_go_through_the_tokenizer(lm):
+def test_strings_go_through_the_tokenizer(lm):
     ids = lm.encode("needle")
     assert ids.tolist() == list(load_tokenizer("bytes").encode("needle"))
     np.testing.assert_array_equal(lm.logits("needle"), lm.logits(ids))
@@ -204,3 +204,20 @@ def test_other_bad_input(lm, tmp_path):
     with pytest.raises(UserError, match="there is no layer 7"):
         lm.drop_positional([7])
     assert json.loads(json.dumps(lm.checkpoint.metadata["phase"])) == "pretrain"
+
+
+def test_a_representation_fits_a_line_and_a_notebook(lm):
+    assert len(repr(lm)) < 300 and "2 layers" in repr(lm) and "rope(base=10000)" in repr(lm)
+    mixed = lm.with_positional([Rope(), NoPE()])
+    assert "rope(base=10000) on layer 0; nope on layer 1" in repr(mixed)
+    assert repr(mixed) in mixed._repr_html_().replace("&#x27;", "'") and "<pre>layers" in mixed._repr_html_()
+
+
+def test_a_saved_model_is_the_one_that_was_measured(lm, tmp_path):
+    """The schedule follows from the layers: they cannot disagree, and saving cannot lose an edit."""
+    with pytest.raises(TypeError):
+        dataclasses.replace(lm, schedule=lm.build(layers(NoPE(), 2)))
+    edited = lm.with_positional([Layer(Rope(50.0), heads=(HeadEdit((1,), Uniform()),)), Layer(NoPE())])
+    again = pe_lab.load(edited.save(tmp_path / "edited"))
+    np.testing.assert_array_equal(again.logits(TOKENS), edited.logits(TOKENS))
+    assert np.abs(again.logits(TOKENS) - lm.logits(TOKENS)).max() > 1e-3

@@ -54,7 +54,7 @@ class Reader:
     def at(self, length: int) -> LanguageModel:
         """The model as texts of `length` tokens are read."""
         layers = self.layers_at(length)
-        return dataclasses.replace(self.lm, layers=layers, schedule=self.lm.build(layers, length)).at_length(length)
+        return dataclasses.replace(self.lm, layers=layers).at_length(length)
 
     def fingerprint(self, length: int) -> str:
         """Of how texts of `length` tokens are read: equal ones read alike."""

@@ -238,6 +238,16 @@ def label(layer: Layer) -> str:
     return text
 
 
+def label_layers(layers: Sequence[Layer]) -> str:
+    """The labels of all layers in one line, equal ones joined: `rope(base=10000) on layers 0-2; nope on layer 3`."""
+    equal: dict[str, list[int]] = {}
+    for n, layer in enumerate(layers):
+        equal.setdefault(label(layer), []).append(n)
+    if len(equal) == 1:
+        return next(iter(equal))
+    return "; ".join(f"{text} on layer{'s' * (len(at) > 1)} {ranges(at)}" for text, at in equal.items())
+
+
 def _name(kind: Any) -> str:
     text = _call(_kind_of(kind), kind, skip=("scaling",))
     scaling = getattr(kind, "scaling", None)

@@ -26,7 +26,7 @@ CHOICES, WORDS, PASSAGES, QUESTIONS = "local_choices", "local_last_words", "loca
 
 def readers(*methods: str, seed: int = 0) -> list[Reader]:
     found = tiny.checkpoint(seed=seed)
-    lm = LanguageModel(found, found.layers, found.schedule.generalize(), ByteTokenizer())
+    lm = LanguageModel(found, found.layers, ByteTokenizer())
     return all_readers([lm], [Subject(found, "tiny", f"pretrain/checkpoints/{seed}")], methods or None, [])
 
 

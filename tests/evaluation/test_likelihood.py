@@ -22,7 +22,7 @@ VOCABULARY = tiny.MODEL.vocab_size
 
 def model(encoding=None) -> LanguageModel:
     found = tiny.checkpoint(encoding)
-    return LanguageModel(found, found.layers, found.schedule.generalize())
+    return LanguageModel(found, found.layers)
 
 
 def pairs(rows: int = 6, length: int = LENGTH) -> list[tuple[list[int], list[int]]]:

@@ -27,7 +27,7 @@ LENGTHS = (600, 700)
 
 def model(encoding=None, **facts) -> LanguageModel:
     found = tiny.checkpoint(encoding, **facts)
-    return LanguageModel(found, found.layers, found.schedule.generalize(), ByteTokenizer())
+    return LanguageModel(found, found.layers, ByteTokenizer())
 
 
 def readers(lm, chosen=None, described=()):

@@ -87,7 +87,7 @@ class Likelihoods:
             # The last one is the larger: a small one would be compiled for fewer rows.
             starts = [size * i for i in range(max(1, len(texts) // size))]
             parts = [texts[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
-            found += [Batch(part, padded, width, read_as or self._lm.read_as) for part in parts]
+            found += [Batch(part, padded, width, read_as or self._lm.fixed_length) for part in parts]
         return found
 
     def _texts_per_batch(self, padded: int) -> int:
@@ -98,7 +98,7 @@ class Likelihoods:
         return STEPS * rows * self._devices
 
     def _follows_length(self) -> bool:
-        return self._lm.read_as is None and any(layer.follows_length for layer in self._lm.layers)
+        return self._lm.fixed_length is None and any(layer.follows_length for layer in self._lm.layers)
 
     def read(self, batch: Batch) -> Iterator[tuple[int, Likelihood]]:
         """(index of a pair, its likelihood) for the pairs of a batch."""

@@ -1,0 +1,41 @@
+"""`pe_lab COMMAND ...` and `python -m pe_lab COMMAND ...`: runs a command, or lists them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.terminal import command
+
+COMMANDS = ("train", "plan", "prepare", "evaluate", "report", "analyze", "surgery", "convert", "generate")
+
+
+def summary(name: str) -> str:
+    """What a command does, from its module's docstring; the module is not imported."""
+    source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+    first = (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
+    return first.rpartition("`: ")[2]
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that the first argument names. Without one, lists the commands."""
+    name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    if name in ("-h", "--help"):
+        print("pe_lab COMMAND [options]; pe_lab COMMAND --help lists the options\n")
+        print("\n".join(f"  {one:10}{summary(one)}" for one in COMMANDS))
+        return 0
+    if name == "--version":
+        print(importlib.import_module("pe_lab").__version__)
+        return 0
+    if name not in COMMANDS:
+        raise ConfigError(f"pe_lab has no command '{name}'. {did_you_mean(name, COMMANDS)}")
+    return importlib.import_module(f"pe_lab.{name}").main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
