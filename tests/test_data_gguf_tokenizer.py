@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from real_material import smollm2_gguf
 
-from pe_lab.data.gguf_tokenizer import CUTS, gguf_tokenizer
 from pe_lab.data.tokenizers import export_tokenizer, load_saved_tokenizer, load_tokenizer, save_tokenizer
+from pe_lab.data.tokenizers.gguf import PRE_TOKENIZERS, gguf_tokenizer
 from pe_lab.errors import UserError
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "tokenizer_gguf_golden.json").read_text())
@@ -25,7 +25,7 @@ def digest(ids):
     return hashlib.sha256(json.dumps(ids.tolist()).encode()).hexdigest()[:12]
 
 
-@pytest.mark.parametrize("pre", sorted(CUTS))
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
 def test_every_way_to_cut_is_llama_cpps(pre):
     tokenizer = gguf_tokenizer(fields(pre=pre), "tiny.gguf")
     golden = GOLDEN["pre"][pre]
@@ -99,7 +99,7 @@ def test_phi_3s_tokens_eat_spaces():
         ("byte_pairs", {"eos_token_id": 10**6}, "eos_token_id is 1000000, and there are"),
         ("byte_pairs", {"bos_token_id": None, "add_bos_token": True}, "there is no bos_token_id"),
         ("pieces", {"scores": PIECES["scores"][:-1]}, "but .* scores"),
-        ("byte_pairs", {"tokens": [1, *BYTE_PAIRS["tokens"][1:]]}, "a token is not a text"),
+        ("byte_pairs", {"tokens": [1, *BYTE_PAIRS["tokens"][1:]]}, "a token is not a string"),
         ("byte_pairs", {"bos_token_id": "<s>"}, "bos_token_id is <s>"),
         (
             "pieces",

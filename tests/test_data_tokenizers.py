@@ -14,9 +14,6 @@ from hypothesis import strategies as st
 from real_material import smollm2_gguf
 from transformers_environments import environment
 
-from pe_lab.data.companions import AddedToken, render_chat
-from pe_lab.data.difficult_text import DIFFICULT
-from pe_lab.data.sentencepiece_tokenizer import split_at_tokens
 from pe_lab.data.tokenizers import (
     KIND_FILE,
     check_vocabulary,
@@ -27,6 +24,8 @@ from pe_lab.data.tokenizers import (
     train_sentencepiece,
     training_size,
 )
+from pe_lab.data.tokenizers.companions import AddedToken, render_chat, split_at_tokens
+from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
 from pe_lab.errors import UserError
 
 TEXT = "def f(x):\n\treturn  x  # naïve ☃\n\n    äöü 12345\n  "
@@ -252,13 +251,13 @@ def test_a_model_of_pieces_is_exported_only_where_the_copy_gives_its_ids(tmp_pat
         for text in (*DIFFICULT, *CORPUS[:20]):
             np.testing.assert_array_equal(copy.encode_prompt(text), tokenizer.encode_prompt(text))
     # The order of the merges is what makes them equal: another one is noticed, and nothing is written.
-    from pe_lab.data import tokenizer_json
+    from pe_lab.data.tokenizers import tokenizer_json
 
     right = tokenizer_json._merges
     monkeypatch.setattr(tokenizer_json, "_merges", lambda *given: right(*given)[::-1])
     with pytest.raises(UserError, match="cannot be written as a tokenizer.json: on .* sentencepiece"):
         export_tokenizer(ours, tmp_path / "refused")
-    assert not list((tmp_path / "refused").iterdir())
+    assert not (tmp_path / "refused").exists()
 
 
 @given(st.text())
