@@ -290,7 +290,7 @@ def test_prepared_data_replaces_the_text_and_the_tokenizer(config, prepared_dire
     ]
     assert next(pipeline)["tokens"].shape == (BATCH, LENGTH)
     pipeline.close()
-    alone = open_mixture(DataConfig(prepared=prepared_directory))  # nothing said of sources: stdlib is replaced
+    alone = open_mixture(DataConfig(prepared=prepared_directory))  # sources are not given: stdlib is replaced
     assert [s.weight for s in alone.sources] == [1.0]
     needles_only = open_mixture(DataConfig(prepared=prepared_directory, sources=config.sources[1:2]))
     assert len(needles_only.sources) == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.config import Config
-from pe_lab.data.needles import NeedleOptions, needle_vocab
+from pe_lab.data.needles import NeedleOptions, place_symbols
 from pe_lab.data.shards import read_metadata
 from pe_lab.data.tokenizers import load_tokenizer, training_size
 from pe_lab.errors import ConfigError, UserError
@@ -86,7 +86,7 @@ def make_plan(config: Config, topology: Topology) -> Plan:
 def _data_vocabulary(config: Config) -> int:
     """The size of the vocabulary of a recipe's data, from the name or the file of its tokenizer."""
     data = config.data
-    needles = {NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"}
+    needles = [NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"]
     size = training_size(data.tokenizer)
     try:
         if data.prepared:
@@ -95,8 +95,7 @@ def _data_vocabulary(config: Config) -> int:
             size = load_tokenizer(data.tokenizer).vocab_size
     except UserError as error:
         raise type(error)(f"The tokenizer determines the vocabulary. {error} Or set model.vocab_size.") from None
-    # Needles sources with equal vocabularies share their symbols.
-    return size + sum(needle_vocab(o) for o in {o.vocabulary: o for o in needles}.values())
+    return place_symbols(dict(enumerate(needles)), size)[1]
 
 
 def compile_phase(plan: Plan, phase: PhaseNumbers) -> Compiled:
