@@ -61,7 +61,7 @@ def test_a_stream_gives_equal_tokens_from_memory_and_by_record(tmp_path, small_r
     out = prepared(tmp_path)
     memory = open_prepared(out).streams["train"]
     m = open_prepared(out).metadata
-    disk = TokenStream(out, m.shards["train"], m.dtype, m.record_tokens, in_memory_bytes=0)
+    disk = TokenStream(out, m, "train", in_memory_bytes=0)
     assert memory.in_memory and not disk.in_memory
     starts = np.random.default_rng(0).integers(0, memory.tokens - 300, 50)
     np.testing.assert_array_equal(memory.gather(starts, 300), disk.gather(starts, 300))
@@ -153,7 +153,7 @@ def test_a_vocabulary_beyond_16_bits(tmp_path):
     metadata = prepare(source, "text", Wide(), "bytes", tmp_path / "wide", 0.1)
     assert metadata.dtype == "uint32"
     m = metadata
-    stream = TokenStream(tmp_path / "wide", m.shards["train"], m.dtype, m.record_tokens)
+    stream = TokenStream(tmp_path / "wide", m, "train")
     assert (stream.read(0, stream.tokens) == 99_999).sum() == m.documents["train"]
 
 

@@ -133,12 +133,7 @@ class NeedleWindows:
     """
 
     def __init__(
-        self,
-        options: NeedleOptions | Mapping[str, Any],
-        length: int,
-        seed: int,
-        split: str,
-        offset_vocab: int,
+        self, options: NeedleOptions | Mapping[str, Any], length: int, seed: int, split: str, offset_vocab: int
     ):
         self.options = options if isinstance(options, NeedleOptions) else NeedleOptions.from_mapping(options)
         self.length = length
@@ -166,20 +161,16 @@ class NeedleWindows:
 
     def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
         """Windows and loss weights."""
-        windows, answers, _ = self._draw(indices)
-        return windows, self._weights(answers > 0)
+        windows, distance = self._draw(indices)
+        return windows, self._weights(distance > 0)
 
-    def window(self, index: int) -> dict[str, np.ndarray]:
-        """One window: `tokens`, `targets`, `weights`, `answers` and `distance`, each of shape [T].
+    def batch(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        """`tokens`, `targets`, `weights`, `answers` and `distance` of windows, each of shape [n, T].
 
         `answers` is true where the target answers a query. `distance` is the number of tokens from that answer back
         to the value in its fact, and 0 elsewhere.
         """
-        return {name: array[0] for name, array in self.batch(np.asarray([index])).items()}
-
-    def batch(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        """Several windows: the arrays of `window`, each of shape [n, T]."""
-        windows, distance, _ = self._draw(indices)
+        windows, distance = self._draw(indices)
         answers = distance > 0
         return {
             "tokens": np.ascontiguousarray(windows[:, :-1]),
@@ -192,8 +183,8 @@ class NeedleWindows:
     def _weights(self, answers: np.ndarray) -> np.ndarray:
         return np.where(answers, np.float32(self.options.answer_weight), np.float32(self.options.filler_weight))
 
-    def _draw(self, indices: Int[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Windows [n, T+1], the distance of each answer [n, T] (0: no answer), the positions of the facts [n, P]."""
+    def _draw(self, indices: Int[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray]:
+        """Windows [n, T+1], and the distance of each answer from its fact [n, T] (0: no answer)."""
         o, size = self.options, self.length + 1
         state = _mix(self._key + _mix(np.asarray(indices).astype(np.uint64)))
         n, rows = len(state), np.arange(len(state))[:, None]
@@ -227,7 +218,7 @@ class NeedleWindows:
         distance = np.zeros((n, self.length), np.int32)
         answer, value = queries + QUERY - 1, np.take_along_axis(facts, asked, 1) + length - 1
         distance[rows, answer - 1] = answer - value
-        return windows, distance, facts
+        return windows, distance
 
     def _places(
         self, state: UInt64[np.ndarray, " n"], lengths: Int[np.ndarray, "#n events"], size: int
@@ -253,9 +244,8 @@ class NeedleWindows:
             return np.zeros((len(state), 0), np.int32)
         run = min(FILLER_RUN, count)
         runs = -(-count // run)
-        draws = _below(
-            _random(state, 7, runs * run).reshape(-1, run), self.options.branches
-        ).T.copy()  # [run, n * runs]
+        random = _random(state, 7, runs * run).reshape(-1, run)
+        draws = _below(random, self.options.branches).T.copy()  # [run, n * runs]
         symbols = np.empty(draws.shape, np.int64)
         symbols[0] = _below(_random(state, 8, runs).ravel(), self.options.filler_symbols)
         for step in range(1, run):

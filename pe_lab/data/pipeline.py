@@ -39,9 +39,8 @@ class Pipeline:
         ]
         self.sources: tuple[MixtureSource, ...] = mixture.sources
         self._dataset, self._about, self._process, self._workers = dataset, about, process, workers
-        self._in_memory = all(
-            s.prepared is None or s.prepared.streams[about["split"]].in_memory for s in mixture.sources
-        )
+        prepared = [s.prepared for s in mixture.sources if s.prepared is not None]
+        self._in_memory = all(p.streams[about["split"]].in_memory for p in prepared)
         self._batches = 0
         self._iterator: Any = None
 
@@ -166,13 +165,8 @@ def build_pipeline(
         "split": split,
         "seed": seed,
     }
-    return Pipeline(
-        mixture,
-        mixed.batch(local, drop_remainder=True, batch_fn=read),
-        about,
-        (process_index, process_count),
-        config.workers,
-    )
+    batches = mixed.batch(local, drop_remainder=True, batch_fn=read)
+    return Pipeline(mixture, batches, about, (process_index, process_count), config.workers)
 
 
 def _local_size(batch_size: int, process_count: int) -> int:

@@ -156,17 +156,11 @@ class ShardWriter:
 class TokenStream:
     """Random access to the tokens of one split; up to `in_memory_bytes` are read into memory on first use."""
 
-    def __init__(
-        self,
-        directory: Path,
-        shards: tuple[Shard, ...],
-        dtype: str,
-        record_tokens: int,
-        in_memory_bytes: int = IN_MEMORY_BYTES,
-    ):
+    def __init__(self, directory: Path, metadata: Metadata, split: str, in_memory_bytes: int = IN_MEMORY_BYTES):
+        shards = metadata.shards[split]
         self._directory, self._shards = directory, shards
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._record_tokens = record_tokens
+        self._dtype = np.dtype(metadata.dtype).newbyteorder("<")
+        self._record_tokens = metadata.record_tokens
         self._first_record = np.cumsum([0] + [s.records for s in shards])
         self.tokens = sum(s.tokens for s in shards)
         self.in_memory = self.tokens * self._dtype.itemsize <= in_memory_bytes
@@ -283,8 +277,5 @@ def open_prepared(directory: Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> Pr
             f"{directory} was prepared with tokenizer {metadata.tokenizer_fingerprint}, but holds "
             f"{tokenizer.fingerprint}. Delete it and prepare the data again."
         )
-    streams = {
-        split: TokenStream(directory, metadata.shards[split], metadata.dtype, metadata.record_tokens, in_memory_bytes)
-        for split in SPLITS
-    }
+    streams = {split: TokenStream(directory, metadata, split, in_memory_bytes) for split in SPLITS}
     return Prepared(directory, metadata, tokenizer, streams)
