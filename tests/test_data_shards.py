@@ -44,7 +44,7 @@ def small_records(monkeypatch):
     monkeypatch.setattr(shards, "RECORDS_PER_SHARD", 10)
 
 
-def test_every_document_is_in_one_split_and_comes_back(tmp_path, small_records):
+def test_every_document_is_in_one_split(tmp_path, small_records):
     opened = open_prepared(prepared(tmp_path))
     train, validation = decoded(opened, "train"), decoded(opened, "validation")
     assert sorted(train + validation) == sorted(DOCUMENTS)
@@ -70,7 +70,7 @@ def test_a_stream_gives_equal_tokens_from_memory_and_by_record(tmp_path, small_r
     assert memory.gather(starts[:0], 7).shape == disk.gather(starts[:0], 7).shape == (0, 7)
 
 
-def test_windows_tile_the_stream_and_targets_are_the_next_tokens(tmp_path):
+def test_windows_cover_the_stream_and_targets_are_the_next_tokens(tmp_path):
     stream = open_prepared(prepared(tmp_path)).streams["train"]
     tokens = stream.read(0, stream.tokens).astype(np.int32)
     windows = TokenWindows(stream, 17)
@@ -107,7 +107,7 @@ def test_neither_split_is_empty_where_two_documents_differ(documents, fraction):
     pairs = list(split_documents(documents, fraction))
     assert sorted(d for _, d in pairs) == sorted(documents)
     sides = {d: {s for s, e in pairs if e == d} for d in documents}
-    assert all(len(s) == 1 for s in sides.values())  # equal documents stay together
+    assert all(len(s) == 1 for s in sides.values())  # equal documents share a split
     assert {s for s, _ in pairs} == {"train", "validation"}
 
 

@@ -60,14 +60,14 @@ def launch(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 
 def dry_run(*options: str, program: list[str] = PROGRAM) -> list[list[str]]:
-    """The commands a dry run prints, each split as a shell would."""
+    """The commands that a dry run prints, each split into words."""
     result = launch(*SLICE, *options, "--dry-run", *(["--", *program] if program else []))
     assert result.returncode == 0, result.stderr
     return [shlex.split(line) for line in result.stdout.splitlines() if not line.startswith("#")]
 
 
 def on_hosts(command: list[str]) -> tuple[str, str]:
-    """Which workers a `gcloud ... ssh` reaches, and what it runs there."""
+    """The workers and the command of a `gcloud ... ssh`."""
     values = dict(word.removeprefix("--").split("=", 1) for word in command if word.startswith("--"))
     return values["worker"], values["command"]
 
@@ -95,7 +95,7 @@ def launch_for_real(sandbox: Path, *options: str, program: list[str] = PROGRAM, 
 
 
 def actions(commands: list[list[str]]) -> list[str]:
-    """`create`, `ssh all`, ...: each command in a word or two."""
+    """A short name for each command: `create`, `ssh all`, ..."""
     return [c[4] + (f" {on_hosts(c)[0]}" if c[4] == "ssh" else "") if c[0] == "gcloud" else "archive" for c in commands]
 
 
@@ -135,7 +135,7 @@ def test_all_hosts_run_one_command_with_its_arguments_unchanged() -> None:
     assert shlex.split(run) == [".venv/bin/python", *PROGRAM[1:]]
 
 
-def test_spot_and_the_queue_reach_gcloud() -> None:
+def test_spot_and_queued_are_passed_to_gcloud() -> None:
     (create,) = [c for c in dry_run("--spot") if c[4] == "create"]
     assert create[3] == "tpu-vm" and "--spot" in create and "--version=v2-alpha-tpuv5-lite" in create
     (create,) = [c for c in dry_run("--queued") if c[4] == "create"]
@@ -161,7 +161,7 @@ def test_an_existing_slice_is_reused(sandbox: Path, options: list[str]) -> None:
     assert actions(calls) == ["describe", *AFTER_CREATION]
 
 
-def test_a_request_that_waits_in_the_queue_is_not_made_twice(sandbox: Path) -> None:
+def test_a_queued_resource_is_not_requested_twice(sandbox: Path) -> None:
     (sandbox / "queued-resources").write_text("ACTIVE")
     result, calls = launch_for_real(sandbox, "--queued")
     assert result.returncode == 0 and "create" not in actions(calls)
@@ -244,7 +244,7 @@ def test_the_slice_can_be_named_by_the_environment() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="runs the commands of a TPU host, which is Linux")
-def test_on_a_host_a_run_outlives_its_shell_and_saves_when_stopped(tmp_path: Path) -> None:
+def test_a_run_survives_its_shell_and_saves_when_stopped(tmp_path: Path) -> None:
     """Runs the commands of the hosts here, in a temporary home: start, busy, follow, stop, status."""
     home = tmp_path / "pe_lab"
     (home / ".venv" / "bin").mkdir(parents=True)

@@ -126,10 +126,10 @@ def test_an_external_directory_is_left_alone(corpus, tmp_path, capsys):
     assert "is not prepared data" in capsys.readouterr().err
     assert [p.name for p in out.iterdir()] == ["thesis.tex"]
     (out / "thesis.tex").unlink()
-    assert main([corpus, "--tokenizer=bytes", f"--out={out}"]) == 0  # an empty one will do
+    assert main([corpus, "--tokenizer=bytes", f"--out={out}"]) == 0  # empty, it is accepted
 
 
-def test_truncated_shards_are_not_called_done(corpus, tmp_path, capsys):
+def test_truncated_shards_are_refused(corpus, tmp_path, capsys):
     arguments = [corpus, "--tokenizer=bytes", f"--out={tmp_path / 'out'}"]
     assert main(arguments) == 0
     shard = next((tmp_path / "out").glob("train-*"))
@@ -152,5 +152,5 @@ def test_as_a_command(corpus, tmp_path):
     out = tmp_path / "out"
     done = subprocess.run([*run, corpus, "--tokenizer=bytes", f"--out={out}"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "documents" in done.stdout and not done.stderr  # too fast for a line of progress
+    assert "documents" in done.stdout
     assert json.loads((out / METADATA_FILE).read_text())["documents"]["train"] > 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, SupportsIndex
 
@@ -164,7 +164,9 @@ class SentencePieceTokenizer(Tokenizer):
         """
         ids = {name: getattr(self._processor, f"{name}_id")() for name in ("bos", "eos", "unk")}
         ids["eos"] = self.eos_id
-        tokens = {f"{name}_token": self._processor.id_to_piece(id) for name, id in ids.items() if id >= 0}
+        tokens = {
+            f"{name}_token": self._processor.id_to_piece(id) for name, id in ids.items() if 0 <= id < self._pieces
+        }
         # tokenizer.json contains these settings; transformers 5 would apply them a second time.
         contained = ("add_bos_token", "add_eos_token", "legacy", "add_prefix_space", "sp_model_kwargs")
         configuration = {k: v for k, v in self.companions.configuration.items() if k not in contained}
@@ -177,9 +179,14 @@ class SentencePieceTokenizer(Tokenizer):
     def _tokenizer_json(self) -> str:
         import tokenizers
 
-        where = self.companions.where
+        where, proto = self.companions.where, _proto(self._model)
+        defined = {
+            piece.piece: AddedToken(piece.piece, i, special=False)
+            for i, piece in enumerate(proto.pieces)
+            if piece.type == proto.SentencePiece.USER_DEFINED
+        }
         try:
-            text = sentencepiece_tokenizer_json(self._model, self._exported_tokens(), *self._frame)
+            text = sentencepiece_tokenizer_json(proto, {**defined, **self._found}.values(), *self._frame)
             read = tokenizers.Tokenizer.from_str(text)
         except Exception as error:
             raise UnsupportedError(
@@ -198,15 +205,6 @@ class SentencePieceTokenizer(Tokenizer):
                         "Export without a tokenizer, and keep the .model."
                     )
         return text
-
-    def _exported_tokens(self) -> list[AddedToken]:
-        proto = _proto(self._model)
-        defined = {
-            piece.piece: AddedToken(piece.piece, i, special=False)
-            for i, piece in enumerate(proto.pieces)
-            if piece.type == proto.SentencePiece.USER_DEFINED
-        }
-        return list({**defined, **self._found}.values())
 
 
 def _proto(model: bytes) -> Any:
@@ -286,17 +284,10 @@ def train_sentencepiece(documents: Iterable[str], size: int, where: str) -> Sent
 def _sample_lines(documents: Iterable[str], characters: int) -> list[str]:
     """About `characters` characters of lines, spread evenly over the first 16 times as many characters."""
     lines, total = [], 0
-    for line in _lines(documents):
-        lines.append(line)
+    for line in (line for document in documents for line in document.split("\n") if line):
+        lines.append(line.replace("\0", " "))  # SentencePiece refuses NUL
         total += len(line)
         if total >= 16 * characters:
             break
     step = max(1, total // characters)
     return lines[::step]
-
-
-def _lines(documents: Iterable[str]) -> Iterator[str]:
-    for document in documents:
-        for line in document.split("\n"):
-            if line:
-                yield line.replace("\0", " ")  # SentencePiece refuses NUL

@@ -96,9 +96,9 @@ def bytes_tokenizer_json(end: AddedToken) -> str:
 
 
 def sentencepiece_tokenizer_json(
-    model: bytes, added: Iterable[AddedToken], before: Sequence[AddedToken], after: Sequence[AddedToken]
+    proto: Any, added: Iterable[AddedToken], before: Sequence[AddedToken], after: Sequence[AddedToken]
 ) -> str:
-    """The nearest `tokenizer.json` to a SentencePiece model of byte pairs or unigrams.
+    """The nearest `tokenizer.json` to a SentencePiece model (its `ModelProto`) of byte pairs or unigrams.
 
     The two may differ: `tokenizers` merges byte pairs by rank, sentencepiece by score and then from left to right.
     The caller compares their ids.
@@ -106,11 +106,7 @@ def sentencepiece_tokenizer_json(
     Raises:
       ValueError: a model of words or characters, for which there is no `tokenizer.json`.
     """
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
-    trainer, normalization = proto.trainer_spec, proto.normalizer_spec
-    kinds = sentencepiece_model_pb2.ModelProto.SentencePiece
+    trainer, normalization, kinds = proto.trainer_spec, proto.normalizer_spec, proto.SentencePiece
     unknown = next((i for i, p in enumerate(proto.pieces) if p.type == kinds.UNKNOWN), None)
     byte_fallback = any(p.type == kinds.BYTE for p in proto.pieces)
     if trainer.model_type == trainer.UNIGRAM:
