@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Creates or reuses a TPU VM slice, copies the commit you are on to every host, installs it, starts the same command
-# on all of them and follows host 0. Environment only: whatever an experiment needs to know is in its config.
+# Creates or reuses a TPU VM slice, copies the current commit to every host, installs it, starts the same command on
+# all hosts and follows the log of host 0. The settings of an experiment are in its config.
 #
-# The run lives on the hosts, in a session of its own: losing the ssh connection, or Ctrl-C here, does not stop it.
+# The run has its own session on the hosts: a lost ssh connection, or Ctrl-C here, does not stop it.
 set -euo pipefail
 
 usage() {
@@ -13,11 +13,11 @@ usage: launch/tpu_slice.sh --name=NAME --zone=ZONE --project=PROJECT --type=TYPE
   --name, --zone, --project   the slice (or: environment variables NAME, ZONE, PROJECT)
   --type=v5litepod-256        accelerator type (TYPE)
   --runtime=VERSION           TPU software version (RUNTIME); known for v4, v5e, v5p and v6e
-  --spot                      cheaper, may be taken away
-  --queued                    ask through a queued resource, and wait for it
-  --before=COMMAND            run this on every host first, such as one that mounts a shared file system
+  --spot                      cheaper, may be preempted
+  --queued                    request a queued resource, and wait for it
+  --before=COMMAND            run this on every host first, for example to mount a shared file system
   --dry-run                   print the commands, run none
-  --attach                    follow the run that is on the slice
+  --attach                    follow the run on the slice
   --stop                      end the run on every host with SIGTERM: it saves a checkpoint first
   --delete                    delete the slice (with --queued: and its queued resource)
 TEXT
@@ -28,7 +28,7 @@ fail() {
   exit 2
 }
 
-# 'a b' -> 'a b' in single quotes, for a POSIX shell; plain words stay as they are.
+# Quotes a word for a POSIX shell, if it needs quotes.
 quote() {
   case $1 in
     '' | *[!A-Za-z0-9_./:=,@%+-]*) printf "'%s'" "$(printf '%s' "$1" | sed "s/'/'\\\\''/g")" ;;
@@ -91,7 +91,7 @@ if [ "$action" = run ]; then
       v5litepod-*) runtime="v2-alpha-tpuv5-lite" ;;
       v5p-*) runtime=v2-alpha-tpuv5 ;;
       v6e-*) runtime=v2-alpha-tpuv6e ;;
-      *) fail "no software version is known here for '$type'. Give --runtime=VERSION." ;;
+      *) fail "the software version for '$type' is unknown. Give --runtime=VERSION." ;;
     esac
   fi
 fi
@@ -109,7 +109,7 @@ note() { if [ -n "$dry" ]; then echo "# $1"; else echo "== $1" >&2; fi; }
 do_it() { if [ -n "$dry" ]; then show "$@"; else "$@"; fi; }
 on_hosts() { do_it "${tpu[@]}" ssh "$name" "${where[@]}" "--worker=$1" "--command=$2"; }
 
-# Sets `state` to what gcloud says of the slice or its queue entry; empty: there is none.
+# Sets `state` to the state of the slice or of its queued resource; empty if it does not exist.
 state=
 get_state() { # FIELD COMMAND ...
   local field=$1 errors
@@ -119,7 +119,7 @@ get_state() { # FIELD COMMAND ...
     if ! grep -qi 'not.\{0,1\}found' "$errors"; then
       cat "$errors" >&2
       rm -f "$errors"
-      echo "error: gcloud could not say whether $name exists in $zone." >&2
+      echo "error: gcloud failed to look up $name in $zone." >&2
       exit 1
     fi
     state=
@@ -133,17 +133,17 @@ create() { do_it "${tpu[@]}" create "$name" "${options[@]}" "--version=$runtime"
 enqueue() { do_it "${queue[@]}" create "$name" "${options[@]}" "--node-id=$name" "--runtime-version=$runtime"; }
 
 make_slice() {
-  note "the slice: reused if there is one"
+  note "the slice, reused if it exists"
   if [ -n "$dry" ]; then
     show "${tpu[@]}" describe "$name" "${where[@]}" "--format=value(state)"
     if [ -n "$queued" ]; then
-      note "if there is none: into the queue, unless it is there already"
+      note "if it does not exist: a queued resource, unless that exists"
       show "${queue[@]}" describe "$name" "${where[@]}" "--format=value(state.state)"
       enqueue
-      note "until it says ACTIVE"
+      note "until its state is ACTIVE"
       show "${queue[@]}" describe "$name" "${where[@]}" "--format=value(state.state)"
     else
-      note "if there is none"
+      note "if it does not exist"
       create
     fi
     return
@@ -173,7 +173,7 @@ make_slice() {
   while [ "$state" != ACTIVE ]; do
     case $state in
       FAILED | SUSPENDING | SUSPENDED | '')
-        echo "error: queued resource $name is ${state:-gone}. Delete it (--queued --delete) and ask again." >&2
+        echo "error: queued resource $name is ${state:-gone}. Delete it (--queued --delete) and request it again." >&2
         exit 1
         ;;
     esac
@@ -183,8 +183,8 @@ make_slice() {
   done
 }
 
-# What runs on the hosts. ~/pe_lab is ours; run.pid is the run's session, run.status its exit status once it ended.
-# shellcheck disable=SC2016 # the hosts expand these
+# Commands for the hosts. In ~/pe_lab, run.pid has the session of the run, and run.status its exit status at the end.
+# shellcheck disable=SC2016 # expanded on the hosts
 busy='if grep -qs run.status "/proc/$(cat ~/pe_lab/run.pid 2>/dev/null)/cmdline"; then echo BUSY; else echo IDLE; fi'
 unpack='mkdir -p ~/pe_lab && cd ~/pe_lab && find . -mindepth 1 -maxdepth 1 ! -name .venv ! -name data ! -name runs ! -name "run.*" -exec rm -rf {} + && tar xzf ~/pe_lab.tar.gz'
 # shellcheck disable=SC2016
@@ -197,9 +197,9 @@ stop='kill -TERM -- "-$(cat ~/pe_lab/run.pid)"'
 
 start_command() {
   local run
-  # The trap lets bash outlive --stop's SIGTERM and write down how the command ended; the command gets the signal too.
+  # With the trap, bash survives --stop's SIGTERM and writes the exit status of the command, which gets the signal too.
   run="trap : TERM; $(line .venv/bin/python "${program[@]:1}") >> run.log 2>&1; echo \$? > run.status"
-  # A background child of the ssh shell leads no process group, so setsid keeps its pid: the one to watch and signal.
+  # A background child of the ssh shell leads no process group, so setsid keeps its pid, which is watched and signalled.
   echo "cd ~/pe_lab && rm -f run.status && { setsid nohup bash -c $(quote "$run") </dev/null >/dev/null 2>&1 & echo \$! > run.pid; }"
 }
 
@@ -220,20 +220,20 @@ copy() {
   local archive=/tmp/pe_lab-$name.tar.gz
   note "the commit, to every host"
   if [ -z "$dry" ] && [ -n "$(git status --porcelain)" ]; then
-    echo "   note: changes that are not committed do not travel" >&2
+    echo "   note: uncommitted changes are not copied" >&2
   fi
   do_it git archive --format=tar.gz "--output=$archive" HEAD
   do_it "${tpu[@]}" scp "$archive" "$name:pe_lab.tar.gz" "${where[@]}" --worker=all
   on_hosts all "$unpack"
 }
 
-# The exit status of the run is read from its file: that of ssh also tells of lost connections.
+# The exit status comes from the run's file: that of ssh may be a lost connection.
 follow_run() {
   local result tries=0
-  note "the log of host 0 (Ctrl-C leaves the run alone; --attach comes back)"
+  note "the log of host 0 (Ctrl-C does not end the run; --attach follows it again)"
   if [ -n "$dry" ]; then
     on_hosts 0 "$follow"
-    note "when the log ends: the run's exit status; if there is none yet, the connection was lost: follow again"
+    note "at the end of the log: the exit status of the run; without one the connection was lost: follow again"
     on_hosts 0 "$status"
     return
   fi
@@ -245,7 +245,7 @@ follow_run() {
     fi
     tries=$((tries + 1))
     if [ $tries -ge 100 ]; then
-      echo "error: host 0 of $name could not be reached $tries times. Was the slice taken away? Try --attach." >&2
+      echo "error: host 0 of $name could not be reached $tries times. Was the slice preempted? Try --attach." >&2
       exit 1
     fi
     echo "== connection lost; following again in $pause s" >&2
@@ -262,7 +262,7 @@ case $action in
     note "Python and the locked packages, on every host"
     on_hosts all "$install"
     if [ -n "$before" ]; then
-      note "what --before asks for, on every host"
+      note "the command of --before, on every host"
       on_hosts all "$before"
     fi
     note "the same command on every host"

@@ -1,15 +1,15 @@
 #!/bin/sh
-# Creates .venv in the root of this checkout and installs what requirements.lock pins, pe_lab itself editable.
+# Creates .venv in the root of this checkout, installs the packages of requirements.lock, and pe_lab as editable.
 # `make setup` runs it on your machine, launch/tpu_slice.sh on every host of a slice.
 #
-#   PYTHON=python3.12       this interpreter and no other; otherwise the first Python >= 3.11 that is found
-#   EXTRA=tpu               and this extra of pyproject.toml, beyond the lock
-#   UV=no                   never use uv, only venv and pip
-#   UV_PYTHON_DOWNLOADS=automatic   let uv fetch a Python where the machine has none that will do
+#   PYTHON=python3.12       use this interpreter; by default the first Python >= 3.11
+#   EXTRA=tpu               also install this extra of pyproject.toml, which the lock does not contain
+#   UV=no                   use venv and pip instead of uv
+#   UV_PYTHON_DOWNLOADS=automatic   let uv download a Python if the machine has no suitable one
 set -eu
 cd "$(dirname "$0")/.."
 here=$(pwd -P)
-stamp=.venv/.installed # holds the path it was made for, and is written last: without it the set-up is not done
+stamp=.venv/.installed # contains the path of .venv, and is written last: without it the set-up is incomplete
 export UV_PYTHON_DOWNLOADS="${UV_PYTHON_DOWNLOADS:-never}"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -24,11 +24,11 @@ new_enough() {
 
 find_python() {
   if [ -n "${PYTHON:-}" ]; then
-    new_enough "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.11 or newer. Name another, or leave PYTHON out."
+    new_enough "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.11 or newer. Name another, or unset PYTHON."
     echo "$PYTHON"
     return
   fi
-  # An interpreter of pyenv may be on the PATH and still refuse to start: new_enough runs it.
+  # A pyenv interpreter may be on the PATH and fail to start: new_enough runs it.
   for candidate in python3 python3.12 python3.11 python3.13 "$HOME"/.pyenv/versions/3.1[123].*/bin/python3; do
     if new_enough "$candidate"; then
       echo "$candidate"
@@ -49,7 +49,7 @@ if [ "${UV:-}" != no ] && uv --version >/dev/null 2>&1; then
   uv=uv
 fi
 
-# A tree that was moved or copied brings a .venv whose scripts point at the old place.
+# In a tree that was moved or copied, the scripts of .venv point to the old path.
 if [ -f $stamp ] && [ "$(cat $stamp)" != "$here" ]; then
   rm -rf .venv
 fi
@@ -76,8 +76,8 @@ fi
 
 echo "setup: $(.venv/bin/python --version) in .venv, packages by ${uv:-pip}"
 if [ -n "$uv" ]; then
-  # Compiled now, as pip does by itself: where PYTHONDONTWRITEBYTECODE is set, as in many containers, every command
-  # would compile all it imports anew, three seconds of each start.
+  # Compile bytecode now, as pip does. Where PYTHONDONTWRITEBYTECODE is set, as in many containers, every command would
+  # otherwise compile its imports at every start, for three seconds.
   "$uv" pip install --quiet --python .venv/bin/python --compile-bytecode -r requirements.lock
   "$uv" pip install --quiet --python .venv/bin/python --no-deps -e .
   [ -z "${EXTRA:-}" ] || "$uv" pip install --quiet --python .venv/bin/python --compile-bytecode -e ".[$EXTRA]"

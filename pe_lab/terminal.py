@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pe_lab.errors import TrainingDiverged, UserError
@@ -59,6 +61,25 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1, 
     with screen.capture() as captured:
         screen.print(drawn)
     return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
+
+
+@contextlib.contextmanager
+def waiting(out: Any, name: str) -> Iterator[None]:
+    """Prints a line now and every ten seconds while a call runs that reports no progress, such as a compiler."""
+    done, begun = threading.Event(), time.monotonic()
+
+    def report() -> None:
+        while not done.wait(LINE_SECONDS):
+            out.print(f"{name}: {time.monotonic() - begun:.0f} s")
+
+    out.print(f"{name} ...")
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        done.set()
+        reporter.join()
 
 
 class Progress:

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file gives llama.cpp's ids, and metadata that do not fit together are refused."""
+"""The tokenizer of a GGUF file gives the ids of llama.cpp, and inconsistent metadata are refused."""
 
 import copy
 import hashlib
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from real_material import smollm2_gguf
 
-from pe_lab.data.gguf_tokenizer import CUTS, gguf_tokenizer
 from pe_lab.data.tokenizers import export_tokenizer, load_saved_tokenizer, load_tokenizer, save_tokenizer
+from pe_lab.data.tokenizers.gguf import PRE_TOKENIZERS, gguf_tokenizer
 from pe_lab.errors import UserError
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "tokenizer_gguf_golden.json").read_text())
@@ -25,12 +25,12 @@ def digest(ids):
     return hashlib.sha256(json.dumps(ids.tolist()).encode()).hexdigest()[:12]
 
 
-@pytest.mark.parametrize("pre", sorted(CUTS))
-def test_every_way_to_cut_is_llama_cpps(pre):
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
+def test_every_pre_tokenizer_splits_as_llama_cpp(pre):
     tokenizer = gguf_tokenizer(fields(pre=pre), "tiny.gguf")
     golden = GOLDEN["pre"][pre]
     for text, prompt, document in zip(TEXTS, golden["prompts"], golden["documents"], strict=True):
-        if text:  # llama.cpp was not asked
+        if text:  # the golden file has no ids of llama.cpp for it
             assert digest(tokenizer.encode_prompt(text)) == prompt, text
             assert digest(tokenizer.encode(text)) == document, text
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -38,7 +38,7 @@ def test_every_way_to_cut_is_llama_cpps(pre):
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_pieces_with_scores_are_llama_cpps(prefix):
+def test_pieces_with_scores_give_the_ids_of_llama_cpp(prefix):
     changes = {"add_space_prefix": prefix, "add_bos_token": prefix, "add_eos_token": not prefix}
     tokenizer = gguf_tokenizer(fields("pieces", **changes), "tiny.gguf")
     golden = GOLDEN["spm"][str(prefix).lower()]
@@ -49,7 +49,7 @@ def test_pieces_with_scores_are_llama_cpps(prefix):
         assert tokenizer.decode(tokenizer.encode(text)) == text.replace("\u2581", " ")  # the sign for a space
 
 
-def test_saved_it_is_the_same_and_knows_where_to_stop(tmp_path):
+def test_a_saved_and_an_exported_one_give_the_same_ids(tmp_path):
     for kind, stops in (("byte_pairs", ("<|im_end|>", "<|endoftext|>", "</s>")), ("pieces", ("</s>", "<|im_end|>"))):
         changes = {"pre": "smollm", "add_bos_token": True, "eot_token_id": 2}
         given = fields(kind, **changes) | {"tokenizer.chat_template": "{{ messages[0].content }}"}
@@ -66,7 +66,7 @@ def test_saved_it_is_the_same_and_knows_where_to_stop(tmp_path):
             np.testing.assert_array_equal(exported.encode_prompt(text), tokenizer.encode_prompt(text))
 
 
-def test_a_control_token_that_was_converted_as_text_is_found_in_prompts_alone():
+def test_a_control_token_with_the_type_of_text_is_found_in_prompts_only():
     tokens = BYTE_PAIRS["tokens"]
     types = [1 if token == "<|im_end|>" else kind for token, kind in zip(tokens, BYTE_PAIRS["token_type"], strict=True)]
     tokenizer = gguf_tokenizer(fields(token_type=types), "tiny.gguf")
@@ -74,7 +74,7 @@ def test_a_control_token_that_was_converted_as_text_is_found_in_prompts_alone():
     assert len(tokenizer.encode("<|im_end|>")) > 1
 
 
-def test_phi_3s_tokens_eat_spaces():
+def test_added_tokens_of_phi_3_absorb_spaces():
     given = fields("pieces", add_bos_token=False)
     plain = gguf_tokenizer(given, "tiny.gguf").encode_prompt("<|im_end|>  \n Hi").tolist()
     eaten = gguf_tokenizer(given | {"general.name": "Phi-3 mini"}, "tiny.gguf").encode_prompt("<|im_end|>  \n Hi")
@@ -99,7 +99,7 @@ def test_phi_3s_tokens_eat_spaces():
         ("byte_pairs", {"eos_token_id": 10**6}, "eos_token_id is 1000000, and there are"),
         ("byte_pairs", {"bos_token_id": None, "add_bos_token": True}, "there is no bos_token_id"),
         ("pieces", {"scores": PIECES["scores"][:-1]}, "but .* scores"),
-        ("byte_pairs", {"tokens": [1, *BYTE_PAIRS["tokens"][1:]]}, "a token is not a text"),
+        ("byte_pairs", {"tokens": [1, *BYTE_PAIRS["tokens"][1:]]}, "a token is not a string"),
         ("byte_pairs", {"bos_token_id": "<s>"}, "bos_token_id is <s>"),
         (
             "pieces",
@@ -109,7 +109,7 @@ def test_phi_3s_tokens_eat_spaces():
         ("pieces", {"scores": None}, "tokenizer.ggml.scores is missing"),
     ],
 )
-def test_metadata_that_do_not_fit_are_refused(kind, changes, says):
+def test_inconsistent_metadata_are_refused(kind, changes, says):
     given = {k: v for k, v in fields(kind, **changes).items() if v is not None}
     with pytest.raises(UserError, match=f"tiny.gguf.*(?:{says})"):
         gguf_tokenizer(given, "tiny.gguf")
@@ -141,7 +141,7 @@ def test_a_file_is_read_and_a_damaged_one_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_smollm2_is_llama_cpps(tmp_path):
+def test_smollm2_gives_the_ids_of_llama_cpp(tmp_path):
     tokenizer = load_tokenizer(f"gguf:{smollm2_gguf()}")
     golden = GOLDEN["smollm2"]
     for text, prompt, document in zip(TEXTS, golden["prompts"], golden["documents"], strict=True):

@@ -1,4 +1,4 @@
-"""Needles: an answer is its fact's value, at any length, and no window is both trained and tested on."""
+"""Needles: an answer is the value of its fact at any length; training and validation share no window."""
 
 import numpy as np
 import pytest
@@ -10,8 +10,8 @@ OFFSET = 1000
 OPTIONS = {"pairs": 4, "queries": 4, "keys": 64, "values": 64}
 
 
-def read_aloud(window, needles):
-    """A window's facts {key: (value, its place)} and queries [(key, answer, its place)]."""
+def facts_and_queries(window, needles):
+    """The facts {key: (value, its position)} and queries [(key, answer, its position)] of a window."""
     facts, queries, i = {}, [], 0
     while i < len(window):
         if window[i] == needles.mark:
@@ -38,7 +38,7 @@ def test_answers_are_the_values_of_their_facts(options, length, queries_at):
     for i in range(40):
         window = needles[i]
         assert len(window) == length + 1
-        facts, queries = read_aloud(window, needles)
+        facts, queries = facts_and_queries(window, needles)
         assert len(facts) == options["pairs"] and len(queries) == options["queries"]
         distance = np.zeros(length, int)
         for key, answer, place in queries:
@@ -58,7 +58,7 @@ def test_queries_at_the_end_ask_for_every_fact_in_random_order():
     needles = NeedleWindows(OPTIONS, 64, 0, "train", OFFSET)
     orders = set()
     for i in range(50):
-        facts, queries = read_aloud(needles[i], needles)
+        facts, queries = facts_and_queries(needles[i], needles)
         assert [place for _, _, place in queries] == [55, 58, 61, 64]
         assert {key for key, _, _ in queries} == set(facts)
         orders.add(tuple(list(facts).index(key) for key, _, _ in queries))
@@ -69,8 +69,8 @@ def test_a_window_does_not_depend_on_its_neighbours():
     needles = NeedleWindows(OPTIONS, 64, 0, "train", OFFSET)
     together = needles.batch(np.array([5, 10**9, 3]))
     for row, index in enumerate([5, 10**9, 3]):
-        for name, array in needles.window(index).items():
-            np.testing.assert_array_equal(array, together[name][row], err_msg=name)
+        for name, array in needles.batch(np.array([index])).items():
+            np.testing.assert_array_equal(array[0], together[name][row], err_msg=name)
     windows, weights = needles.read(np.array([3]))
     np.testing.assert_array_equal(windows[0, :-1], together["tokens"][2])
     np.testing.assert_array_equal(weights[0], together["weights"][2])
@@ -86,7 +86,7 @@ def test_training_and_validation_share_no_window():
     assert not train & validation and not train & other and not validation & other
 
 
-def test_the_filler_is_one_sparse_chain_whatever_the_seed():
+def test_the_filler_is_one_sparse_chain_for_all_seeds():
     following: dict[int, set[int]] = {}
     for seed, split in ((0, "train"), (7, "validation")):
         needles = NeedleWindows({**OPTIONS, "branches": 3, "filler_symbols": 20}, 2048, seed, split, 0)

@@ -1,4 +1,4 @@
-"""The pipeline: one order whatever the processes, resumed exactly, mixed by weight, never held-out text."""
+"""The pipeline: one order for any number of processes, exact resumption, weights, and no held-out text."""
 
 import itertools
 import json
@@ -63,7 +63,7 @@ def assert_same(batches, others):
             np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
 
 
-def test_a_batch_is_what_the_contract_says(config):
+def test_the_arrays_of_a_batch(config):
     pipeline = build(config)
     batch = next(pipeline)
     assert {k: (v.shape, v.dtype.name) for k, v in batch.items()} == {
@@ -82,7 +82,7 @@ def test_a_batch_is_what_the_contract_says(config):
 
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("done", [0, 1, 7, 150])  # 150 batches of 8: several epochs of the small source
-def test_resuming_gives_the_batches_that_would_have_come(config, segments, done):
+def test_resuming_gives_the_batches_of_an_uninterrupted_run(config, segments, done):
     config = replace(config, segments=segments)
     undisturbed = build(config)
     first, rest = take(undisturbed, done), take(undisturbed, 10)
@@ -91,7 +91,7 @@ def test_resuming_gives_the_batches_that_would_have_come(config, segments, done)
     state = json.loads(json.dumps(stopped.get_state()))
     stopped.close()
     resumed = build(config)
-    take(resumed, 3)  # wherever it was
+    take(resumed, 3)
     resumed.set_state(state)
     assert_same(take(resumed, 10), rest)
     assert resumed.get_state()["batches"] == done + 10
@@ -155,7 +155,7 @@ def test_the_mixing_order_is_exact_and_even(weights, period):
 
 
 def addresses(pipeline, windows, batches):
-    """Which windows of a source came, in order, found by their tokens."""
+    """The windows of a source in the order of the batches, found by their tokens."""
     rows, _ = windows.read(np.arange(len(windows)))
     numbers = {row[:-1].tobytes(): i for i, row in enumerate(rows)}
     assert len(numbers) == len(windows)  # all different
@@ -218,7 +218,7 @@ def test_validation_batches_are_fixed_and_named(config):
     assert len({r.tobytes() for r in rows}) == 12
 
 
-def test_a_small_validation_split_is_padded_with_rows_that_do_not_count(config):
+def test_a_small_validation_split_is_padded_with_sequences_of_weight_0(config):
     config = replace(config, sources=config.sources[2:], segments=True)
     (source,) = open_mixture(config).sources
     held_out = source.tokens("validation")
@@ -259,7 +259,7 @@ def test_needles_for_evaluation_use_the_vocabulary_of_training(config):
     pipeline.close()
 
 
-def test_needles_with_other_symbols_get_their_own(config):
+def test_needles_with_another_vocabulary_have_their_own_symbols(config):
     def needles(**options):
         return SourceConfig("needles", options=options)
 
@@ -290,7 +290,7 @@ def test_prepared_data_replaces_the_text_and_the_tokenizer(config, prepared_dire
     ]
     assert next(pipeline)["tokens"].shape == (BATCH, LENGTH)
     pipeline.close()
-    alone = open_mixture(DataConfig(prepared=prepared_directory))  # nothing said of sources: stdlib is replaced
+    alone = open_mixture(DataConfig(prepared=prepared_directory))  # sources are not given: stdlib is replaced
     assert [s.weight for s in alone.sources] == [1.0]
     needles_only = open_mixture(DataConfig(prepared=prepared_directory, sources=config.sources[1:2]))
     assert len(needles_only.sources) == 2

@@ -1,8 +1,6 @@
-"""Prepared shards and the windows on them: nothing lost, nothing leaked, nothing half-written."""
+"""Prepared shards and their windows: every token once, no held-out document in training, no partial directory."""
 
 import json
-import multiprocessing
-import os
 import time
 
 import numpy as np
@@ -46,7 +44,7 @@ def small_records(monkeypatch):
     monkeypatch.setattr(shards, "RECORDS_PER_SHARD", 10)
 
 
-def test_every_document_is_in_one_split_and_comes_back(tmp_path, small_records):
+def test_every_document_is_in_one_split(tmp_path, small_records):
     opened = open_prepared(prepared(tmp_path))
     train, validation = decoded(opened, "train"), decoded(opened, "validation")
     assert sorted(train + validation) == sorted(DOCUMENTS)
@@ -59,11 +57,11 @@ def test_every_document_is_in_one_split_and_comes_back(tmp_path, small_records):
     assert m.dtype == "uint16" and m.eos_id == 256 and m.characters == sum(map(len, DOCUMENTS))
 
 
-def test_a_stream_reads_the_same_from_memory_and_record_by_record(tmp_path, small_records):
+def test_a_stream_gives_equal_tokens_from_memory_and_by_record(tmp_path, small_records):
     out = prepared(tmp_path)
     memory = open_prepared(out).streams["train"]
     m = open_prepared(out).metadata
-    disk = TokenStream(out, m.shards["train"], m.dtype, m.record_tokens, in_memory_bytes=0)
+    disk = TokenStream(out, m, "train", in_memory_bytes=0)
     assert memory.in_memory and not disk.in_memory
     starts = np.random.default_rng(0).integers(0, memory.tokens - 300, 50)
     np.testing.assert_array_equal(memory.gather(starts, 300), disk.gather(starts, 300))
@@ -72,7 +70,7 @@ def test_a_stream_reads_the_same_from_memory_and_record_by_record(tmp_path, smal
     assert memory.gather(starts[:0], 7).shape == disk.gather(starts[:0], 7).shape == (0, 7)
 
 
-def test_windows_tile_the_stream_and_targets_are_the_next_tokens(tmp_path):
+def test_windows_cover_the_stream_and_targets_are_the_next_tokens(tmp_path):
     stream = open_prepared(prepared(tmp_path)).streams["train"]
     tokens = stream.read(0, stream.tokens).astype(np.int32)
     windows = TokenWindows(stream, 17)
@@ -109,7 +107,7 @@ def test_neither_split_is_empty_where_two_documents_differ(documents, fraction):
     pairs = list(split_documents(documents, fraction))
     assert sorted(d for _, d in pairs) == sorted(documents)
     sides = {d: {s for s, e in pairs if e == d} for d in documents}
-    assert all(len(s) == 1 for s in sides.values())  # equal documents stay together
+    assert all(len(s) == 1 for s in sides.values())  # equal documents share a split
     assert {s for s, _ in pairs} == {"train", "validation"}
 
 
@@ -121,7 +119,7 @@ def test_splitting_one_document_and_none():
     assert list(split_documents([], 0.1)) == []
 
 
-def test_held_out_is_decided_by_the_document_alone():
+def test_the_split_depends_on_the_document_alone():
     alone = dict((d, s) for s, d in split_documents(DOCUMENTS, 0.2))
     shuffled = dict((d, s) for s, d in split_documents(["another", *DOCUMENTS[::-1]], 0.2))
     assert all(shuffled[d] == s for d, s in alone.items())
@@ -155,7 +153,7 @@ def test_a_vocabulary_beyond_16_bits(tmp_path):
     metadata = prepare(source, "text", Wide(), "bytes", tmp_path / "wide", 0.1)
     assert metadata.dtype == "uint32"
     m = metadata
-    stream = TokenStream(tmp_path / "wide", m.shards["train"], m.dtype, m.record_tokens)
+    stream = TokenStream(tmp_path / "wide", m, "train")
     assert (stream.read(0, stream.tokens) == 99_999).sum() == m.documents["train"]
 
 
@@ -186,7 +184,7 @@ def test_damage_is_found_and_named(tmp_path):
         (lambda m: {**m, "format": 99}, "format 99"),
         (lambda m: {k: v for k, v in m.items() if k != "shards"}, "shards"),
         (lambda m: {**m, "surprise": 1}, "surprise"),
-        (lambda m: [m], "format None"),
+        (lambda m: [m], "holds no JSON object"),
         (lambda m: {**m, "tokenizer_fingerprint": "hf-other"}, "hf-other"),
     ],
 )
@@ -200,17 +198,16 @@ def test_damaged_metadata(tmp_path, change, says):
     with pytest.raises(UserError, match=METADATA_FILE):
         open_prepared(out)
     path.unlink()
-    with pytest.raises(UserError, match=f"no {METADATA_FILE}"):
-        open_prepared(out)
-    with pytest.raises(UserError, match="no prepared data directory"):
-        open_prepared(tmp_path / "nowhere")
+    for missing in (out, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match=f"There is no '{missing}/{METADATA_FILE}'. Prepare the data"):
+            open_prepared(missing)
 
 
 @pytest.mark.parametrize(
     ("documents", "fraction", "says"),
     [([], 0.1, "corpus.jsonl.* is empty"), (["", ""], 0.1, "empty"), (["a"], 1.5, "validation_fraction=1.5")],
 )
-def test_nothing_is_left_of_a_failed_preparation(tmp_path, documents, fraction, says):
+def test_a_failed_preparation_leaves_nothing(tmp_path, documents, fraction, says):
     with pytest.raises(UserError, match=says):
         prepared(tmp_path, [*documents], fraction)
     assert [p.name for p in tmp_path.iterdir()] == ["corpus.jsonl"]
@@ -226,24 +223,8 @@ def test_a_failure_half_way_leaves_nothing(tmp_path, small_records, monkeypatch)
     assert [p.name for p in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
-def test_what_an_abandoned_process_left_is_removed(tmp_path, monkeypatch):
-    import socket
-
-    dead = multiprocessing.get_context("spawn").Process(target=int)
-    dead.start()
-    dead.join()
-    abandoned = tmp_path / f".out.preparing-{socket.gethostname()}-{dead.pid}-00000000"
-    other_host = tmp_path / ".out.preparing-elsewhere-1-00000000"
-    for directory in (abandoned, other_host):
-        directory.mkdir()
-        os.utime(directory, (time.time() - 10_000,) * 2)
-    prepared(tmp_path, DOCUMENTS[:3])
-    assert not abandoned.exists()
-    assert other_host.exists()
-
-
 def test_two_processes_may_prepare_the_same_directory(tmp_path):
-    """The second finishes while the first is at work: the first drops its own and takes what is there."""
+    """The second finishes while the first is at work: the first removes its own directory and uses the other."""
     from pe_lab.data.sources import open_source
 
     config = jsonl(tmp_path / "corpus.jsonl", DOCUMENTS)
@@ -265,7 +246,7 @@ def test_two_processes_may_prepare_the_same_directory(tmp_path):
     open_prepared(tmp_path / "out")
 
 
-def test_the_cache_is_used_and_follows_what_it_depends_on(tmp_path):
+def test_the_cache_is_used_until_its_inputs_change(tmp_path):
     config = jsonl(tmp_path / "corpus.jsonl", DOCUMENTS)
     cache = tmp_path / "cache"
     first = ensure_prepared(config, ByteTokenizer(), "bytes", cache, 0.1)
@@ -303,7 +284,7 @@ def test_other_processes_wait_for_process_0(tmp_path, monkeypatch):
         ensure_tokenizer("sentencepiece:train:320", [config], tmp_path / "elsewhere", process_index=1)
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
+def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match="Cannot write"):
+    with pytest.raises(UserError, match="cannot be written"):
         ensure_prepared(jsonl(tmp_path / "c.jsonl", DOCUMENTS), ByteTokenizer(), "bytes", tmp_path / "file", 0.1)

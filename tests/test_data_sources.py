@@ -1,4 +1,4 @@
-"""Sources give every document, in order, and say what is wrong with a corpus by name."""
+"""Sources yield every document in order, and name the file of an error."""
 
 import gzip
 import json
@@ -65,7 +65,7 @@ def test_parquet_streams_every_row_group_of_every_file(tmp_path):
 def tfds_directory(tmp_path_factory):
     import tensorflow_datasets as tfds
 
-    # Not registered, so that it is read as anybody's prepared dataset: from its files.
+    # Not registered, so that it is read from its files, like a dataset prepared elsewhere.
     class TinyPoems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version("1.0.0")
 
@@ -137,10 +137,10 @@ def bad_files(tmp_path):
         ("text:{}", "text", "is a directory"),
         ("text:{}/empty.txt", "text", "empty"),
         ("text:{}/latin.txt", "text", r"latin.txt is not UTF-8 \(byte 3\)"),
-        ("jsonl:{}/broken.jsonl", "text", "broken.jsonl, line 2 is not JSON"),
+        ("jsonl:{}/broken.jsonl", "text", "broken.jsonl, line 2 is not a JSON object"),
         ("jsonl:{}/column.jsonl", "text", "column.jsonl, line 2 has no column 'text' .*body"),
         ("jsonl:{}/number.jsonl", "text", "number.jsonl, line 1: column 'text' holds a int"),
-        ("jsonl:{}/list.jsonl", "text", "list.jsonl, line 1 .*not an object"),
+        ("jsonl:{}/list.jsonl", "text", "list.jsonl, line 1 is not a JSON object"),
         ("jsonl:{}/cut.jsonl.gz", "text", "cut.jsonl.gz"),
         ("parquet:{}/no.parquet", "text", "no.parquet"),
         ("parquet:{}/column.parquet", "text", "column.parquet has no column 'text' .*body"),

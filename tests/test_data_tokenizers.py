@@ -1,4 +1,4 @@
-"""Every tokenizer gives a text back, knows its end of document, and survives being saved."""
+"""Tokenizers: decoding inverts encoding, special tokens, saving, export, and the ids of the originals."""
 
 import base64
 import json
@@ -14,9 +14,6 @@ from hypothesis import strategies as st
 from real_material import smollm2_gguf
 from transformers_environments import environment
 
-from pe_lab.data.companions import AddedToken, render_chat
-from pe_lab.data.difficult_text import DIFFICULT
-from pe_lab.data.sentencepiece_tokenizer import split_at_tokens
 from pe_lab.data.tokenizers import (
     KIND_FILE,
     check_vocabulary,
@@ -27,6 +24,8 @@ from pe_lab.data.tokenizers import (
     train_sentencepiece,
     training_size,
 )
+from pe_lab.data.tokenizers.companions import AddedToken, render_chat, split_at_tokens
+from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
 from pe_lab.errors import UserError
 
 TEXT = "def f(x):\n\treturn  x  # naïve ☃\n\n    äöü 12345\n  "
@@ -70,11 +69,11 @@ def tokenizer(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("text", [TEXT, "", " ", "\n", "a\0b", "<|endoftext|></s>", "日本語"])
-def test_a_text_comes_back(tokenizer, text):
+def test_decoding_inverts_encoding(tokenizer, text):
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int32
     assert tokenizer.decode(ids) == text
-    assert tokenizer.eos_id not in ids  # no document can end itself
+    assert tokenizer.eos_id not in ids  # a document cannot contain the end of a document
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
     assert tokenizer.decode([*ids, tokenizer.eos_id]) == text
 
@@ -105,7 +104,7 @@ def test_the_fingerprints_in_prepared_data_stay(tmp_path):
     assert style(tmp_path, "llama3").fingerprint == "hf-1-c154545b4eb82e0f"
 
 
-def test_another_tokenizer_in_its_place_is_noticed(tmp_path):
+def test_a_replaced_tokenizer_is_refused(tmp_path):
     save_tokenizer(train_sentencepiece(CORPUS, 400, "corpus"), tmp_path / "a")
     save_tokenizer(train_sentencepiece(CORPUS, 380, "corpus"), tmp_path / "b")
     (tmp_path / "a" / "tokenizer.model").write_bytes((tmp_path / "b" / "tokenizer.model").read_bytes())
@@ -117,7 +116,7 @@ def test_training_is_deterministic_and_keeps_to_its_size():
     first, second = (train_sentencepiece(iter(CORPUS), 400, "corpus") for _ in range(2))
     assert first.fingerprint == second.fingerprint
     assert first.vocab_size == 400
-    assert len(first.encode(CORPUS[0])) < len(CORPUS[0]) / 3  # it did learn something
+    assert len(first.encode(CORPUS[0])) < len(CORPUS[0]) / 3  # it has learned merges
     assert first.fingerprint != train_sentencepiece(CORPUS, 401, "corpus").fingerprint
 
 
@@ -170,7 +169,7 @@ def test_bad_tokenizers_are_named(tmp_path):
         train_sentencepiece([], 400, "none")
 
 
-def test_a_saved_tokenizer_that_is_not_there(tmp_path):
+def test_a_missing_saved_tokenizer(tmp_path):
     with pytest.raises(UserError, match="no saved tokenizer"):
         load_saved_tokenizer(tmp_path)
     (tmp_path / KIND_FILE).write_text(json.dumps({"kind": "runes", "fingerprint": "x"}))
@@ -207,7 +206,7 @@ def style(directory, name, **configuration):
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_a_prompt_is_read_as_transformers_reads_it(name, tmp_path):
+def test_prompts_have_the_ids_of_transformers(name, tmp_path):
     tokenizer = style(tmp_path / "in", name)
     save_tokenizer(tokenizer, tmp_path / "saved")
     export_tokenizer(tokenizer, tmp_path / "out")
@@ -223,7 +222,7 @@ def test_a_prompt_is_read_as_transformers_reads_it(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in SP_GOLDEN if name != "texts"])
-def test_a_model_of_pieces_is_read_as_sentencepiece_and_the_slow_tokenizer_read_it(name, tmp_path):
+def test_a_sentencepiece_model_has_the_ids_of_sentencepiece_and_of_the_slow_tokenizer(name, tmp_path):
     golden, tokenizers = SP_GOLDEN[name], {}
     for label, slow in golden["slow"].items():
         directory = tmp_path / label
@@ -239,7 +238,7 @@ def test_a_model_of_pieces_is_read_as_sentencepiece_and_the_slow_tokenizer_read_
             assert again.encode_prompt(text).tolist() == golden["slow"][label]["prompts"][i], (label, text)
 
 
-def test_a_model_of_pieces_is_exported_only_where_the_copy_gives_its_ids(tmp_path, monkeypatch):
+def test_a_sentencepiece_model_is_exported_only_if_the_ids_stay(tmp_path, monkeypatch):
     ours = train_sentencepiece(CORPUS, 400, "corpus")
     export_tokenizer(ours, tmp_path / "ours")
     (tmp_path / "llama").mkdir()
@@ -251,19 +250,19 @@ def test_a_model_of_pieces_is_exported_only_where_the_copy_gives_its_ids(tmp_pat
         copy = load_tokenizer(f"hf:{tmp_path / directory}/tokenizer.json")
         for text in (*DIFFICULT, *CORPUS[:20]):
             np.testing.assert_array_equal(copy.encode_prompt(text), tokenizer.encode_prompt(text))
-    # The order of the merges is what makes them equal: another one is noticed, and nothing is written.
-    from pe_lab.data import tokenizer_json
+    # With the merges in another order the ids differ: nothing is written.
+    from pe_lab.data.tokenizers import tokenizer_json
 
     right = tokenizer_json._merges
     monkeypatch.setattr(tokenizer_json, "_merges", lambda *given: right(*given)[::-1])
     with pytest.raises(UserError, match="cannot be written as a tokenizer.json: on .* sentencepiece"):
         export_tokenizer(ours, tmp_path / "refused")
-    assert not list((tmp_path / "refused").iterdir())
+    assert not (tmp_path / "refused").exists()
 
 
 @given(st.text())
 @settings(max_examples=200, deadline=None)
-def test_no_byte_is_lost(text):
+def test_byte_level_tokenizers_lose_no_byte(text):
     for tokenizer in BYTE_LEVEL:
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert tokenizer.decode(tokenizer.encode_prompt(text, add_special_tokens=False), False) == text
@@ -288,14 +287,14 @@ def test_the_end_is_found_in_a_prompt_and_not_in_a_document(tokenizer):
     assert tokenizer.stop_ids == (tokenizer.eos_id,)
 
 
-def test_what_a_prompt_begins_with(tmp_path):
+def test_bos_ids(tmp_path):
     assert [style(tmp_path / name, name).bos_id for name in STYLES] == [0, 1, None, 1]
     assert train_sentencepiece(CORPUS, 400, "corpus").bos_id is None and load_tokenizer("bytes").bos_id is None
     (tmp_path / "tokenizer.model").write_bytes(base64.b64decode(SP_GOLDEN["llama"]["model"]))
     assert load_tokenizer(f"hf:{tmp_path}").bos_id == 1
 
 
-def test_where_generation_stops(tmp_path):
+def test_stop_ids(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
     tokenizer = style(tmp_path, "llama3")
     assert (tokenizer.eos_id, tokenizer.stop_ids) == (1, (1, 2))
@@ -329,7 +328,7 @@ def test_a_configuration_that_cannot_be_read(tmp_path, configuration):
         style(tmp_path, "llama3", **configuration)
 
 
-def test_bos_that_no_file_names(tmp_path):
+def test_a_bos_token_without_an_id(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(base64.b64decode(SP_GOLDEN["llama"]["model"]))
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true, "bos_token": "<gone>"}')
     with pytest.raises(UserError, match="add_bos_token, but its bos_token .*<gone>"):
@@ -344,7 +343,7 @@ def test_a_directory_without_a_tokenizer(tmp_path):
         load_tokenizer(f"hf:{tmp_path}")
 
 
-def test_every_file_travels_along(tmp_path):
+def test_every_companion_file_is_saved_and_exported(tmp_path):
     files = {"special_tokens_map.json": "{}", "added_tokens.json": "{}", "generation_config.json": "{}",
              "chat_template.jinja": "x", "vocab.json": "{}", "merges.txt": "#\n", "tokenizer.model": "m"}  # fmt: skip
     for name, text in files.items():
@@ -410,12 +409,12 @@ def test_a_chat_as_transformers_renders_it(tmp_path):
 @pytest.mark.parametrize(
     "template", ["{% if %}", "{{ a.b.c }}", "{{ messages.append(1) }}", "{{ ''.__class__.mro() }}"]
 )
-def test_a_template_that_fails_or_reaches_out_is_refused(template):
+def test_a_template_that_fails_or_leaves_the_sandbox_is_refused(template):
     with pytest.raises(UserError, match="The chat template of x"):
         render_chat(template, MESSAGES, {}, "x")
 
 
-def test_without_jinja2_it_says_what_to_install(monkeypatch):
+def test_without_jinja2_the_message_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UserError, match="pip install jinja2"):
         render_chat("x", MESSAGES, {}, "x")
@@ -437,7 +436,7 @@ print(json.dumps([transformers.__version__, [tokenizer(text)["input_ids"] for te
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["4.56", "5"])
-def test_transformers_reads_what_is_exported(version, tmp_path):
+def test_transformers_gives_the_ids_of_an_exported_tokenizer(version, tmp_path):
     python = environment(version)
     made = {
         "bytes": load_tokenizer("bytes"),

@@ -1,4 +1,4 @@
-"""launch/tpu_slice.sh: the dry run says what it will do; with a stand-in for gcloud it does just that."""
+"""launch/tpu_slice.sh: the commands of a dry run, and the same commands run with a fake gcloud."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ PROGRAM = [
     "--workdir=/mnt/runs/it's a run",
 ]
 
-# Writes its arguments to $ROOM/calls, one line a call; answers `describe` from files that `create` makes.
+# Writes its arguments to $SANDBOX/calls, one line a call; answers `describe` from files that `create` makes.
 FAKE_GCLOUD = """#!{python} -IS
 import os, pathlib, shlex, sys
 argv = sys.argv[1:]
-room = pathlib.Path(os.environ["ROOM"])
-with open(room / "calls", "a") as file:
+sandbox = pathlib.Path(os.environ["SANDBOX"])
+with open(sandbox / "calls", "a") as file:
     file.write(shlex.join(["gcloud", *argv]) + "\\n")
-kind, verb = argv[2], argv[3]
+kind, action = argv[2], argv[3]
 command = next((a for a in argv if a.startswith("--command=")), "")
-if verb == "create":
-    (room / kind).write_text("READY" if kind == "tpu-vm" else "ACTIVE")
-elif verb == "describe":
+if action == "create":
+    (sandbox / kind).write_text("READY" if kind == "tpu-vm" else "ACTIVE")
+elif action == "describe":
     if os.environ.get("DENIED"):
         sys.exit("ERROR: PERMISSION_DENIED")
-    if not (room / kind).exists():
+    if not (sandbox / kind).exists():
         sys.exit("ERROR: NOT_FOUND: no such resource")
-    print((room / kind).read_text())
+    print((sandbox / kind).read_text())
 elif "IDLE" in command:
     print(os.environ.get("HOSTS", "IDLE IDLE").replace(" ", "\\n"))
 elif command.startswith("--command=cat"):
-    answers = room / "statuses"
+    answers = sandbox / "statuses"
     left = answers.read_text().split() if answers.exists() else ["0"]
     if left[1:]:
         answers.write_text(" ".join(left[1:]))
@@ -60,48 +60,48 @@ def launch(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 
 def dry_run(*options: str, program: list[str] = PROGRAM) -> list[list[str]]:
-    """The commands a dry run prints, each split as a shell would."""
+    """The commands that a dry run prints, each split into words."""
     result = launch(*SLICE, *options, "--dry-run", *(["--", *program] if program else []))
     assert result.returncode == 0, result.stderr
     return [shlex.split(line) for line in result.stdout.splitlines() if not line.startswith("#")]
 
 
 def on_hosts(command: list[str]) -> tuple[str, str]:
-    """Which workers a `gcloud ... ssh` reaches, and what it runs there."""
+    """The workers and the command of a `gcloud ... ssh`."""
     values = dict(word.removeprefix("--").split("=", 1) for word in command if word.startswith("--"))
     return values["worker"], values["command"]
 
 
 @pytest.fixture
-def room(tmp_path: Path) -> Path:
+def sandbox(tmp_path: Path) -> Path:
     """A directory with a gcloud that records its calls, and a git that archives nothing."""
     binaries = tmp_path / "bin"
     binaries.mkdir()
     (binaries / "gcloud").write_text(FAKE_GCLOUD.format(python=sys.executable))
     (binaries / "git").write_text(
-        '#!/bin/sh\n[ "$1" = status ] && exit\nprintf "git" >> "$ROOM/calls"\n'
-        'for word; do printf " %s" "$word" >> "$ROOM/calls"; done\necho >> "$ROOM/calls"\n'
+        '#!/bin/sh\n[ "$1" = status ] && exit\nprintf "git" >> "$SANDBOX/calls"\n'
+        'for word; do printf " %s" "$word" >> "$SANDBOX/calls"; done\necho >> "$SANDBOX/calls"\n'
     )
     for binary in binaries.iterdir():
         binary.chmod(0o755)
     return tmp_path
 
 
-def launch_for_real(room: Path, *options: str, program: list[str] = PROGRAM, **variables: str):
-    variables |= {"PATH": f"{room / 'bin'}:{os.environ['PATH']}", "ROOM": str(room), "POLL_SECONDS": "0"}
+def launch_for_real(sandbox: Path, *options: str, program: list[str] = PROGRAM, **variables: str):
+    variables |= {"PATH": f"{sandbox / 'bin'}:{os.environ['PATH']}", "SANDBOX": str(sandbox), "POLL_SECONDS": "0"}
     result = launch(*SLICE, *options, *(["--", *program] if program else []), **variables)
-    calls = room / "calls"
+    calls = sandbox / "calls"
     return result, [shlex.split(line) for line in calls.read_text().splitlines()] if calls.exists() else []
 
 
-def verbs(commands: list[list[str]]) -> list[str]:
-    """`create`, `ssh all`, ...: each command in a word or two."""
+def actions(commands: list[list[str]]) -> list[str]:
+    """A short name for each command: `create`, `ssh all`, ..."""
     return [c[4] + (f" {on_hosts(c)[0]}" if c[4] == "ssh" else "") if c[0] == "gcloud" else "archive" for c in commands]
 
 
 def test_the_steps_come_in_order() -> None:
     commands = dry_run()
-    assert verbs(commands) == ["describe", "create", *AFTER_CREATION]
+    assert actions(commands) == ["describe", "create", *AFTER_CREATION]
     idle, unpack, install, start = (on_hosts(c)[1] for c in commands if c[-2:-1] == ["--worker=all"])
     assert "IDLE" in idle
     assert "tar xzf" in unpack and "! -name .venv" in unpack
@@ -109,14 +109,14 @@ def test_the_steps_come_in_order() -> None:
     assert "pe_lab.train" in start
 
 
-def test_what_comes_before_runs_on_every_host_just_before_the_program(room: Path) -> None:
+def test_the_command_of_before_runs_on_every_host_before_the_program(sandbox: Path) -> None:
     mount = "mountpoint -q /mnt/runs || sudo mount -t nfs '10.0.0.2:/share' /mnt/runs"
     commands = dry_run(f"--before={mount}")
-    told = [on_hosts(c) for c in commands if c[4:5] == ["ssh"]]
-    (place,) = [i for i, (_, command) in enumerate(told) if command == mount]
-    assert told[place][0] == "all"
-    assert "launch/venv.sh" in told[place - 1][1] and "setsid" in told[place + 1][1]
-    result, calls = launch_for_real(room, f"--before={mount}")
+    sent = [on_hosts(c) for c in commands if c[4:5] == ["ssh"]]
+    (place,) = [i for i, (_, command) in enumerate(sent) if command == mount]
+    assert sent[place][0] == "all"
+    assert "launch/venv.sh" in sent[place - 1][1] and "setsid" in sent[place + 1][1]
+    result, calls = launch_for_real(sandbox, f"--before={mount}")
     assert result.returncode == 0 and calls == commands
 
 
@@ -135,7 +135,7 @@ def test_all_hosts_run_one_command_with_its_arguments_unchanged() -> None:
     assert shlex.split(run) == [".venv/bin/python", *PROGRAM[1:]]
 
 
-def test_spot_and_the_queue_reach_gcloud() -> None:
+def test_spot_and_queued_are_passed_to_gcloud() -> None:
     (create,) = [c for c in dry_run("--spot") if c[4] == "create"]
     assert create[3] == "tpu-vm" and "--spot" in create and "--version=v2-alpha-tpuv5-lite" in create
     (create,) = [c for c in dry_run("--queued") if c[4] == "create"]
@@ -144,65 +144,65 @@ def test_spot_and_the_queue_reach_gcloud() -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--spot"], ["--queued"]])
-def test_the_real_path_issues_the_commands_of_the_dry_run(room: Path, options: list[str]) -> None:
-    result, calls = launch_for_real(room, *options)
+def test_the_real_path_issues_the_commands_of_the_dry_run(sandbox: Path, options: list[str]) -> None:
+    result, calls = launch_for_real(sandbox, *options)
     assert result.returncode == 0, result.stderr
     assert calls == dry_run(*options)
 
 
 @pytest.mark.parametrize("options", [[], ["--queued"]])
-def test_an_existing_slice_is_reused(room: Path, options: list[str]) -> None:
-    first, _ = launch_for_real(room, *options)
-    (room / "tpu-vm").write_text("READY")
-    (room / "calls").unlink()
-    second, calls = launch_for_real(room, *options)
+def test_an_existing_slice_is_reused(sandbox: Path, options: list[str]) -> None:
+    first, _ = launch_for_real(sandbox, *options)
+    (sandbox / "tpu-vm").write_text("READY")
+    (sandbox / "calls").unlink()
+    second, calls = launch_for_real(sandbox, *options)
     assert first.returncode == second.returncode == 0
-    assert "create" not in verbs(calls)
-    assert verbs(calls) == ["describe", *AFTER_CREATION]
+    assert "create" not in actions(calls)
+    assert actions(calls) == ["describe", *AFTER_CREATION]
 
 
-def test_a_request_that_waits_in_the_queue_is_not_made_twice(room: Path) -> None:
-    (room / "queued-resources").write_text("ACTIVE")
-    result, calls = launch_for_real(room, "--queued")
-    assert result.returncode == 0 and "create" not in verbs(calls)
+def test_a_queued_resource_is_not_requested_twice(sandbox: Path) -> None:
+    (sandbox / "queued-resources").write_text("ACTIVE")
+    result, calls = launch_for_real(sandbox, "--queued")
+    assert result.returncode == 0 and "create" not in actions(calls)
 
 
-def test_a_run_in_progress_is_left_alone(room: Path) -> None:
-    result, calls = launch_for_real(room, HOSTS="IDLE BUSY")
+def test_a_run_in_progress_is_left_alone(sandbox: Path) -> None:
+    result, calls = launch_for_real(sandbox, HOSTS="IDLE BUSY")
     assert result.returncode == 2 and "--attach" in result.stderr
-    assert "scp" not in verbs(calls)
+    assert "scp" not in actions(calls)
 
 
-def test_a_slice_that_was_taken_away_stops_before_anything_is_copied(room: Path) -> None:
-    (room / "tpu-vm").write_text("PREEMPTED")
-    result, calls = launch_for_real(room)
+def test_a_preempted_slice_is_refused_before_anything_is_copied(sandbox: Path) -> None:
+    (sandbox / "tpu-vm").write_text("PREEMPTED")
+    result, calls = launch_for_real(sandbox)
     assert result.returncode == 1 and "PREEMPTED" in result.stderr and "--delete" in result.stderr
-    assert verbs(calls) == ["describe"]
+    assert actions(calls) == ["describe"]
 
 
-def test_no_slice_is_created_when_gcloud_cannot_say_whether_there_is_one(room: Path) -> None:
-    result, calls = launch_for_real(room, DENIED="1")
+def test_no_slice_is_created_when_gcloud_fails(sandbox: Path) -> None:
+    result, calls = launch_for_real(sandbox, DENIED="1")
     assert result.returncode == 1 and "PERMISSION_DENIED" in result.stderr
-    assert verbs(calls) == ["describe"]
+    assert actions(calls) == ["describe"]
 
 
-def test_a_lost_connection_is_followed_again_and_the_runs_status_is_returned(room: Path) -> None:
-    (room / "statuses").write_text("- - 3")
-    result, calls = launch_for_real(room)
+def test_a_lost_connection_is_followed_again_and_the_runs_status_is_returned(sandbox: Path) -> None:
+    (sandbox / "statuses").write_text("- - 3")
+    result, calls = launch_for_real(sandbox)
     assert result.returncode == 3
-    assert verbs(calls)[-6:] == ["ssh 0"] * 6 and verbs(calls).count("ssh all") == 4
+    assert actions(calls)[-6:] == ["ssh 0"] * 6 and actions(calls).count("ssh all") == 4
     assert result.stderr.count("connection lost") == 2
 
 
-def test_attach_only_follows(room: Path) -> None:
-    result, calls = launch_for_real(room, "--attach", program=[])
-    assert result.returncode == 0 and verbs(calls) == ["ssh 0", "ssh 0"]
+def test_attach_only_follows(sandbox: Path) -> None:
+    result, calls = launch_for_real(sandbox, "--attach", program=[])
+    assert result.returncode == 0 and actions(calls) == ["ssh 0", "ssh 0"]
 
 
-def test_delete_takes_the_queued_resource_with_it(room: Path) -> None:
-    _, calls = launch_for_real(room, "--delete", program=[])
-    assert verbs(calls) == ["delete"] and calls[0][3] == "tpu-vm"
-    _, calls = launch_for_real(room, "--queued", "--delete", program=[])
+def test_delete_takes_the_queued_resource_with_it(sandbox: Path) -> None:
+    _, calls = launch_for_real(sandbox, "--delete", program=[])
+    assert actions(calls) == ["delete"] and calls[0][3] == "tpu-vm"
+    _, calls = launch_for_real(sandbox, "--queued", "--delete", program=[])
     assert calls[1][3] == "queued-resources" and "--force" in calls[1]
 
 
@@ -243,9 +243,9 @@ def test_the_slice_can_be_named_by_the_environment() -> None:
     assert launch("--dry-run", "--", *PROGRAM, **options).stdout == launch(*SLICE, "--dry-run", "--", *PROGRAM).stdout
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="plays a TPU host, which is Linux")
-def test_on_a_host_a_run_outlives_its_shell_and_saves_when_stopped(tmp_path: Path) -> None:
-    """Runs what the hosts are told, here, with a scratch home: start, busy, follow, stop, status."""
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="runs the commands of a TPU host, which is Linux")
+def test_a_run_survives_its_shell_and_saves_when_stopped(tmp_path: Path) -> None:
+    """Runs the commands of the hosts here, in a temporary home: start, busy, follow, stop, status."""
     home = tmp_path / "pe_lab"
     (home / ".venv" / "bin").mkdir(parents=True)
     (home / ".venv" / "bin" / "python").symlink_to(sys.executable)
@@ -256,8 +256,8 @@ def test_on_a_host_a_run_outlives_its_shell_and_saves_when_stopped(tmp_path: Pat
         "print(sys.argv[1:], flush=True)\ntime.sleep(50)\n"
     )
     arguments = ["it's a run", "$HOME", "--x=1"]
-    told = [on_hosts(c)[1] for c in dry_run(program=["python", "-m", "program", *arguments]) if c[4:5] == ["ssh"]]
-    busy, _, _, start, follow, status = told
+    sent = [on_hosts(c)[1] for c in dry_run(program=["python", "-m", "program", *arguments]) if c[4:5] == ["ssh"]]
+    busy, _, _, start, follow, status = sent
     ((_, stop),) = [on_hosts(c) for c in dry_run("--stop", program=[])]
 
     def host(command: str) -> str:

@@ -1,19 +1,23 @@
-"""The plan: its arithmetic by hand, its errors, and the compilers it asks."""
+"""The plan: its numbers by hand, its errors, and the compilers."""
 
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from pe_lab import plan as verb
+from pe_lab import plan as command
 from pe_lab.config import Config, from_dict, load_config
-from pe_lab.parallel import AxisRules, topology
+from pe_lab.parallel import AxisRules, make_mesh, topology
 from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
-from pe_lab.planning import step_memory as memory
-from pe_lab.planning.evaluation_memory import long_text
+from pe_lab.planning import compiled_memory
+from pe_lab.planning.compiled_memory import OutOfMemory
+from pe_lab.planning.estimate import estimate_memory, step_inputs
+from pe_lab.planning.evaluation_memory import sequence_memory
 from pe_lab.planning.plan import choose_phases, compile_phase, make_plan
-from pe_lab.planning.step_memory import OutOfMemory, estimate_memory
+from pe_lab.training.optimizer import make_optimizer
+from pe_lab.training.step import compile_train_step
 
 DROPE = "configs/drope_16b.py"
 
@@ -71,13 +75,13 @@ def test_untied_embeddings_count_twice():
 
 def test_estimate_of_the_state_is_its_size():
     estimate = _plan().phases[0].memory
-    assert estimate.parameters == estimate.gradients == 4 * 494_005_120 // 8  # everything is cut over fsdp = 8
+    assert estimate.parameters == estimate.gradients == 4 * 494_005_120 // 8  # all parameters are sharded over fsdp = 8
     assert estimate.optimizer - 2 * estimate.parameters in range(4, 17)  # two moments and a step count or two
     assert estimate.batch == 3 * 4 * 4 * 1024  # three arrays of four windows
     assert _plan(**{"data.segments": "True"}).phases[0].memory.batch == 5 * 4 * 4 * 1024
 
 
-def test_estimate_follows_what_shrinks_a_step():
+def test_estimate_follows_the_settings_that_shrink_a_step():
     base = _plan().phases[0].memory
     by_remat = [_plan(**{"model.remat": r}).phases[0].memory.activations for r in ("none", "dots", "full")]
     assert by_remat[0] > by_remat[1] > by_remat[2] == 24 * 4 * 1024 * 896 * 2  # the layers' inputs, in bfloat16
@@ -95,7 +99,7 @@ def test_estimate_follows_what_shrinks_a_step():
     assert reference.working > base.working
 
 
-def test_estimate_cuts_heads_and_mlp_over_tensor():
+def test_estimate_shards_heads_and_mlp_over_tensor():
     base = from_dict(Config, {"model": {"vocab_size": 1024, "remat": "none"}, "mesh": {"tensor": 2, "data": 1}})
     plan = make_plan(base, parse_topology("h100:2"))
     one = estimate_memory(plan.model, plan.phases[0].plan, False, placeholder_mesh(Config().mesh, 1), AxisRules())
@@ -111,7 +115,7 @@ def test_largest_phase_is_compiled_and_rotation_breaks_ties(recipe):
     assert [p.plan.name for p in choose_phases(longer, None)] == ["first"]
 
 
-def test_vocabulary_comes_from_the_tokenizer_where_its_name_says_it():
+def test_vocabulary_size_comes_from_the_tokenizers_name():
     needles = [{"source": "needles", "options": {"keys": 64, "values": 64}}] * 2
     config = from_dict(
         Config,
@@ -127,20 +131,20 @@ def _filler() -> int:
     return NeedleOptions().filler_symbols
 
 
-# -- the verb ----------------------------------------------------------------------------------------------
+# -- the command ----------------------------------------------------------------------------------------------
 
 
 def test_no_compile_prints_the_numbers(capsys, tmp_path):
     out = tmp_path / "plan.json"
     argv = [f"--config={DROPE}", "--topology=v5e:16x16", "--no-compile", f"--json={out}"]
-    assert verb.main(argv) == 0
+    assert command.main(argv) == 0
     text = capsys.readouterr().out
     for part in (
         "256 x TPU v5e, 16 GiB each, mesh data 32 x fsdp 8 x tensor 1",
         "parameters 494,005,120: embedding 136,134,656 (tied), others 357,870,464",
         "rope(base=1e+06)",
-        "14.68B",
-        "16.78B",
+        "14.7B",
+        "16.8B",
         "3.228e+09",
         "3.096e+09",
         "5.416e+19",
@@ -156,16 +160,16 @@ def test_no_compile_prints_the_numbers(capsys, tmp_path):
     assert [p["tokens"] for p in numbers["phases"]] == [14_000 * 2**20, 2_000 * 2**20]
 
 
-def test_without_libtpu_the_estimate_stands_and_says_how_to_get_it(capsys, monkeypatch):
+def test_without_libtpu_there_is_an_estimate_and_advice(capsys, monkeypatch):
     monkeypatch.setattr(topology, "libtpu_version", lambda: "")
-    assert verb.main([f"--config={DROPE}", "--topology=v5e:16x16"]) == 0
+    assert command.main([f"--config={DROPE}", "--topology=v5e:16x16"]) == 0
     text = capsys.readouterr().out
     assert "not compiled: libtpu is not installed: pip install 'pe-lab[aot]'" in text
     assert "estimated from shapes" in text and "FIT" not in text
 
 
-def test_gpus_are_estimated_only(capsys):
-    assert verb.main([f"--config={DROPE}", "--topology=gpu:8"]) == 0
+def test_gpus_are_only_estimated(capsys):
+    assert command.main([f"--config={DROPE}", "--topology=gpu:8"]) == 0
     text = capsys.readouterr().out
     assert "8 x NVIDIA H100 80GB, 80 GiB each, mesh data 1 x fsdp 8" in text
     assert "not compiled: a GPU's compiler needs the GPU" in text and "FIT" not in text
@@ -181,7 +185,7 @@ def test_gpus_are_estimated_only(capsys):
         (["--topology=v5e:2x2"], "config.mesh so that data * fsdp * tensor * context = 4"),
         (["--topology=v5e:16x16", "--config.phases.1.batch_size=1000"], "'recalibrate'): batch_size 1000"),
         (["--topology=v5e:16x16", "--config.mesh.fsdp=256"], "Choose a mesh whose 'fsdp' divides 896"),
-        (["--topology=v5e:16x16", "--phase=recalibrat"], "the phases are pretrain, recalibrate; or say all"),
+        (["--topology=v5e:16x16", "--phase=recalibrat"], "the phases are pretrain, recalibrate; or use all"),
         (["--topology=v5e:16x16", "--mfu=40"], "a share of the peak lies above 0 and is at most 1"),
         (["--topology=v5e:16x16", "--json=nowhere/plan.json"], "there is no directory 'nowhere'"),
         (["--topology=v5e:16x16", "--config.model.vocab_size=0"], "model.vocab_size"),
@@ -193,7 +197,7 @@ def test_gpus_are_estimated_only(capsys):
     ],
 )
 def test_bad_input_is_one_message_and_status_2(arguments, message, capsys):
-    assert verb.main([f"--config={DROPE}", "--no-compile", *arguments]) == 2
+    assert command.main([f"--config={DROPE}", "--no-compile", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert message in captured.err
@@ -208,13 +212,13 @@ def test_slice_of_a_shape_that_does_not_exist(capsys):
         "--config.mesh.fsdp=1",
         "--config.phases.0.batch_size=1200",
     ]
-    assert verb.main([*argv, "--config.phases.1.batch_size=1200"]) == 2
+    assert command.main([*argv, "--config.phases.1.batch_size=1200"]) == 2
     assert "no slice is 'v5e:3x4'" in capsys.readouterr().err
 
 
-def test_reading_long_texts_by_arithmetic(capsys):
+def test_evaluating_many_tokens_by_hand(capsys):
     argv = [f"--config={DROPE}", "--topology=v5e:4x4", "--evaluate-length=128k", "--no-compile"]
-    assert verb.main(argv) == 0
+    assert command.main(argv) == 0
     text = capsys.readouterr().out
     # 24 layers x keys and values x 2 heads x 64 channels x 2 bytes: 12 KiB a token.
     assert "bfloat16: 512 bytes; 24 layers" in text
@@ -223,10 +227,10 @@ def test_reading_long_texts_by_arithmetic(capsys):
     assert text.count("longest") == 1 and "not compiled: --no-compile" in text
 
 
-def test_reading_long_texts_that_do_not_fit(capsys):
+def test_weights_that_do_not_fit(capsys):
     """Llama2-7B in float32 is larger than a v5e's memory."""
     argv = ["--config=configs/drope_llama2.py", "--topology=v5e:4x4", "--evaluate-length=8k", "--no-compile"]
-    assert verb.main([*argv, "--config.mesh.fsdp=-1", "--config.mesh.data=1"]) == 0
+    assert command.main([*argv, "--config.mesh.fsdp=-1", "--config.mesh.data=1"]) == 0
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
@@ -235,11 +239,13 @@ def test_reading_long_texts_that_do_not_fit(capsys):
 
 def test_compiles_for_virtual_cpus_the_step_that_trains(recipe, capsys, tmp_path):
     out = tmp_path / "plan.json"
-    assert verb.main([f"--config={recipe}", "--topology=cpu:8", f"--json={out}"]) == 0
+    assert command.main([f"--config={recipe}", "--topology=cpu:8", f"--json={out}"]) == 0
     captured = capsys.readouterr()
-    assert "compiling 'second' for 8 x CPU device ..." in captured.err
+    assert "compiling the step that trains 'second', for 8 x CPU device ..." in captured.err
     assert "memory, compiled: the step that trains 'second', for cpu:8 by XLA of jax" in captured.out
-    assert "'second' needs" in captured.out and "Not compiled: first, estimated above" in captured.out
+    assert (
+        "the step that trains 'second' needs" in captured.out and "Not compiled: first, estimated above" in captured.out
+    )
     numbers = json.loads(out.read_text())
     compiled, estimated = numbers["compiled"]["second"], numbers["phases"][1]["memory_estimate"]
     state = estimated["parameters"] + estimated["optimizer"]
@@ -258,19 +264,19 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_a_compiler_that_refuses_is_read(refusal, recipe, capsys, monkeypatch):
+def test_the_numbers_of_a_refusal(refusal, recipe, capsys, monkeypatch):
     def refuse(*_):
-        raise memory._out_of_memory(refusal)
+        raise compiled_memory.out_of_memory(refusal)
 
-    monkeypatch.setattr(verb, "compile_phase", refuse)
-    assert verb.main([f"--config={recipe}", "--topology=v5e:2x2", "--config.model.remat=dots"]) == 1
+    monkeypatch.setattr(command, "compile_phase", refuse)
+    assert command.main([f"--config={recipe}", "--topology=v5e:2x2", "--config.model.remat=dots"]) == 1
     text = capsys.readouterr().out
-    assert "DOES NOT FIT: 'second' needs 17.29 GiB of 15.75 GiB a chip" in text
+    assert "DOES NOT FIT: the step that trains 'second' needs 17.29 GiB of 15.75 GiB a chip" in text
     assert "--config.model.remat=full, a larger --config.mesh.fsdp" in text
 
 
 def test_a_refusal_without_numbers_is_quoted():
-    refused = memory._out_of_memory("RESOURCE_EXHAUSTED: no numbers")
+    refused = compiled_memory.out_of_memory("RESOURCE_EXHAUSTED: no numbers")
     assert (refused.used, refused.capacity) == (None, None)
     assert str(refused) == "RESOURCE_EXHAUSTED: no numbers"
 
@@ -290,7 +296,7 @@ SMALL = {
 
 
 @pytest.mark.slow
-def test_tpu_compiler_sees_fsdp_cut_the_state():
+def test_tpu_compiler_shards_the_state_over_fsdp():
     compiled = {}
     for fsdp in (1, 4):
         config = from_dict(Config, {**SMALL, "mesh": {"data": -1, "fsdp": fsdp}})
@@ -303,7 +309,7 @@ def test_tpu_compiler_sees_fsdp_cut_the_state():
 
 
 @pytest.mark.slow
-def test_tpu_compiler_refuses_what_does_not_fit():
+def test_tpu_compiler_refuses_a_step_that_does_not_fit():
     # 131,072 tokens x 65,536 logits in float32: 32 GiB on a chip of 16.
     model = {**SMALL["model"], "vocab_size": 65536, "layers": 1}
     phases = [{**SMALL["phases"][0], "batch_size": 256, "sequence_length": 512}]
@@ -314,26 +320,39 @@ def test_tpu_compiler_refuses_what_does_not_fit():
 
 
 @pytest.mark.slow
+def test_wrap_around_links_let_the_compiler_gather():
+    """Without the links of the torus, libtpu compiles every gather of this step as an all-reduce."""
+    phases = [{**SMALL["phases"][0], "batch_size": 64}]
+    config = from_dict(Config, {**SMALL, "phases": phases, "mesh": {"data": 1, "fsdp": -1}})
+    plan = make_plan(config, parse_topology("v5p:4x4x4"))
+    mesh, phase = make_mesh(config.mesh, topology.topology_devices(plan.topology)), plan.phases[0]
+    optimizer = make_optimizer(phase.plan.config.optimizer, phase.plan.config.steps, phase.model.axes)
+    inputs = step_inputs(phase.model, optimizer, phase.plan, False)
+    program = compile_train_step(phase.model, optimizer, mesh, AxisRules(), 1).lower(*inputs).compile().as_text()
+    assert len(re.findall(r" all-gather(?:-start)?\(", program)) >= 8
+
+
+@pytest.mark.slow
 def test_drope_16b_fits_v5e_16x16(capsys):
-    assert verb.main([f"--config={DROPE}", "--topology=v5e:16x16"]) == 0
+    assert command.main([f"--config={DROPE}", "--topology=v5e:16x16"]) == 0
     text = capsys.readouterr().out
     assert "memory, compiled: the step that trains 'pretrain', for v5e:16x16 by libtpu" in text
-    assert "FITS: 'pretrain' needs" in text and "of 16.00 GiB a chip" in text
-    needed = float(text.split("FITS: 'pretrain' needs ")[1].split()[0])
+    assert "\nFITS: the step that trains 'pretrain' needs" in text and "of 16.00 GiB a chip" in text
+    needed = float(text.split("trains 'pretrain' needs ")[1].split()[0])
     estimate = _plan().phases[0].memory.total / GIB
     assert needed < 6 and needed == pytest.approx(estimate, rel=0.25)
 
 
 @pytest.mark.slow
-def test_drope_16b_reads_128k_tokens_on_sixteen_chips(capsys, tmp_path):
+def test_drope_16b_evaluates_128k_tokens_on_sixteen_chips(capsys, tmp_path):
     out = tmp_path / "plan.json"
     argv = [f"--config={DROPE}", "--topology=v5e:4x4", "--evaluate-length=128k", f"--json={out}"]
-    assert verb.main(argv) == 0
+    assert command.main(argv) == 0
     text = capsys.readouterr().out
-    assert "FITS: a pass over 131,072 tokens, cut over 16, needs" in text
+    assert "\nFITS: a pass over 131,072 tokens, sharded over 16 (attention by pallas_tpu) needs" in text
     found = json.loads(out.read_text())["compiled"]["pretrain"]
     assert found["fits"] and found["attention"] == ["pallas_tpu"]
-    estimate = long_text(
+    estimate = sequence_memory(
         _plan("v5e:4x4").phases[0].model, _plan("v5e:4x4").phases[0].plan.schedule.structure, 2**17, 16
     )
     assert found["temporaries"] == pytest.approx(estimate.at_once, rel=0.25)

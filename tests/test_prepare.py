@@ -1,4 +1,4 @@
-"""`python -m pe_lab.prepare`: writes, says what is already done, refuses what it should not touch."""
+"""`python -m pe_lab.prepare`: writes prepared data once, and refuses other directories."""
 
 import json
 import subprocess
@@ -27,13 +27,14 @@ def test_it_writes_shards_metadata_and_tokenizer(corpus, tmp_path, capsys):
     assert sum(prepared.metadata.documents.values()) == 120
     assert 10 < prepared.metadata.documents["validation"] < 40
     assert prepared.tokenizer.vocab_size == 300
-    said = capsys.readouterr().out
-    assert f"data.prepared={out}" in said and "120" not in prepared.metadata.source
-    assert f"{prepared.metadata.tokens['train']:,} tokens" in said
+    printed = capsys.readouterr().out
+    assert f"data.prepared={out}" in printed and "120" not in prepared.metadata.source
+    (train,) = [line.split() for line in printed.splitlines() if line.startswith("train")]
+    assert train == ["train", *(f"{getattr(prepared.metadata, n)['train']:,}" for n in ("documents", "tokens")), "1"]
     assert sorted(p.name for p in out.parent.iterdir()) == ["out"]
 
 
-def test_it_says_when_there_is_nothing_to_do(corpus, tmp_path, capsys):
+def test_a_second_call_changes_nothing(corpus, tmp_path, capsys):
     arguments = [corpus, "--tokenizer=bytes", f"--out={tmp_path / 'out'}"]
     assert main(arguments) == 0
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")}
@@ -117,7 +118,7 @@ def test_bad_input_is_one_message_and_nothing_is_written(corpus, tmp_path, capsy
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_foreign_directory_is_left_alone(corpus, tmp_path, capsys):
+def test_an_external_directory_is_left_alone(corpus, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
@@ -125,10 +126,10 @@ def test_a_foreign_directory_is_left_alone(corpus, tmp_path, capsys):
     assert "is not prepared data" in capsys.readouterr().err
     assert [p.name for p in out.iterdir()] == ["thesis.tex"]
     (out / "thesis.tex").unlink()
-    assert main([corpus, "--tokenizer=bytes", f"--out={out}"]) == 0  # an empty one will do
+    assert main([corpus, "--tokenizer=bytes", f"--out={out}"]) == 0  # empty, it is accepted
 
 
-def test_truncated_shards_are_not_called_done(corpus, tmp_path, capsys):
+def test_truncated_shards_are_refused(corpus, tmp_path, capsys):
     arguments = [corpus, "--tokenizer=bytes", f"--out={tmp_path / 'out'}"]
     assert main(arguments) == 0
     shard = next((tmp_path / "out").glob("train-*"))
@@ -142,8 +143,8 @@ def test_help_and_missing_arguments(capsys, arguments, status, says):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == status
-    said = capsys.readouterr()
-    assert says in (said.err if status else said.out)
+    printed = capsys.readouterr()
+    assert says in (printed.err if status else printed.out)
 
 
 def test_as_a_command(corpus, tmp_path):
@@ -151,5 +152,5 @@ def test_as_a_command(corpus, tmp_path):
     out = tmp_path / "out"
     done = subprocess.run([*run, corpus, "--tokenizer=bytes", f"--out={out}"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "tokens" in done.stderr  # the progress bar
+    assert "documents" in done.stdout
     assert json.loads((out / METADATA_FILE).read_text())["documents"]["train"] > 100

@@ -13,7 +13,7 @@ from real_material import essays, smollm2_gguf
 from transformers_environments import environment, read, tokenize
 
 import pe_lab
-from pe_lab.data.difficult_text import DIFFICULT
+from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
 from pe_lab.positional import Yarn, rescale
 
 pytestmark = pytest.mark.slow

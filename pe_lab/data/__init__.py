@@ -1,1 +1,1 @@
-"""Sources, tokenizers, prepared token shards, windows, and the Grain pipeline over them."""
+"""Data: sources, tokenizers, prepared token shards, mixtures, and the Grain pipeline."""

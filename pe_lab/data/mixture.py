@@ -1,4 +1,4 @@
-"""Opening what a config reads: the tokenizer, every source's shards, and the vocabulary they share."""
+"""The data of a config: the tokenizer, the shards of every source, and their common vocabulary."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.config import DataConfig, SourceConfig
-from pe_lab.data.needles import NeedleOptions, NeedleWindows, needle_vocab
+from pe_lab.data.needles import NeedleOptions, NeedleWindows, place_symbols
 from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer
 from pe_lab.data.shards import Prepared, open_prepared
 from pe_lab.data.sources import open_source
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.data.windows import TokenWindows
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
 class MixtureSource:
-    """One source, open: prepared text, or needles with the place of their symbols in the vocabulary."""
+    """One open source: prepared text, or needles with the first id of their symbols."""
 
     name: str
     weight: float
@@ -28,17 +28,17 @@ class MixtureSource:
 
     @property
     def fingerprint(self) -> Any:
-        """JSON that is equal where the windows are."""
+        """JSON that is equal for equal windows."""
         if self.needles is not None:
             return ["needles", *(f"{k}={v}" for k, v in vars(self.needles).items())]
         return self.prepared.metadata.fingerprint
 
     def tokens(self, split: str) -> int | None:
-        """Tokens of a split; None for needles, which never end."""
+        """The number of tokens of a split; None for needles, which are endless."""
         return None if self.prepared is None else self.prepared.metadata.tokens[split]
 
     def windows(self, length: int, seed: int, split: str) -> TokenWindows | NeedleWindows:
-        """The windows of T = `length` of a split. Only needles depend on the seed."""
+        """The windows of T = `length` tokens of a split. Only needles depend on the seed."""
         if self.needles is not None:
             return NeedleWindows(self.needles, length, seed, split, self.offset_vocab)
         return TokenWindows(self.prepared.streams[split], length)
@@ -46,19 +46,18 @@ class MixtureSource:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Everything a config reads, open."""
+    """The open sources of a config."""
 
     tokenizer: Tokenizer
     sources: tuple[MixtureSource, ...]
-    vocab_size: int  # the tokenizer's, and after it the needles' symbols
+    vocab_size: int  # of the tokenizer, plus the symbols of needles
 
 
 def open_mixture(config: DataConfig, process_index: int = 0) -> Mixture:
-    """Opens every source of a config, preparing shards that do not exist yet.
+    """Opens every source of a config, and prepares the shards that do not exist yet.
 
-    A source `prepared:DIR` is a directory written by `pe_lab.prepare`; its tokenizer is then the tokenizer of
-    the whole mixture. `config.prepared` stands for one such source in the place of the text sources; needles
-    stay.
+    A source `prepared:DIR` is a directory written by `pe_lab.prepare`; its tokenizer is then the tokenizer of the
+    whole mixture. `config.prepared` replaces the text source by such a directory; needles remain.
 
     Raises:
       UserError: a source, the tokenizer or a shard is missing, empty, damaged, or does not fit the others.
@@ -72,7 +71,7 @@ def open_mixture(config: DataConfig, process_index: int = 0) -> Mixture:
     }
     text = [i for i in range(len(configs)) if i not in options and i not in prepared]
     for i in text:
-        open_source(configs[i])  # all of them exist, before the first is prepared
+        open_source(configs[i])  # finds a bad source before the first one is prepared
     cache_dir = Path(config.cache_dir).expanduser()
     if prepared:
         tokenizer = next(iter(prepared.values())).tokenizer
@@ -87,12 +86,12 @@ def open_mixture(config: DataConfig, process_index: int = 0) -> Mixture:
         prepared[i] = open_prepared(directory)
     for i, opened in prepared.items():
         if opened.tokenizer.fingerprint != tokenizer.fingerprint:
-            raise UserError(
+            raise DataError(
                 f"data source {configs[i].source!r} was prepared with tokenizer "
                 f"{opened.tokenizer.fingerprint}, the mixture uses {tokenizer.fingerprint}. "
                 "Prepare all sources with one tokenizer."
             )
-    offsets, vocab_size = _vocabulary(options, tokenizer.vocab_size)
+    offsets, vocab_size = place_symbols(options, tokenizer.vocab_size)
     names = _unique_names([c.source for c in configs])
     sources = tuple(
         MixtureSource(names[i], float(c.weight), prepared.get(i), options.get(i), offsets.get(i, 0))
@@ -106,9 +105,9 @@ def _source_configs(config: DataConfig) -> list[SourceConfig]:
     if config.prepared:
         text = [c for c in configs if c.source != "needles"]
         if len(text) > 1:
-            raise UserError(
-                f"data.prepared={config.prepared!r} stands for one text source, but data.sources has "
-                f"{len(text)}. Use sources 'prepared:DIR', one each."
+            raise ConfigError(
+                f"data.prepared={config.prepared!r} replaces one text source, but data.sources has {len(text)}. "
+                "Use a source 'prepared:DIR' for each."
             )
         weight = text[0].weight if text else 1.0
         replacement = SourceConfig(source=f"prepared:{config.prepared}", weight=weight)
@@ -116,22 +115,11 @@ def _source_configs(config: DataConfig) -> list[SourceConfig]:
         if not text:
             configs.insert(0, replacement)
     if not configs:
-        raise UserError("data.sources is empty. Name at least one source, for example 'stdlib'.")
+        raise ConfigError("data.sources is empty. Name at least one source, for example 'stdlib'.")
     for c in configs:
         if not 0 < c.weight < float("inf"):
-            raise UserError(f"data source {c.source!r} has weight {c.weight}; a weight must be a number above 0.")
+            raise ConfigError(f"data source {c.source!r} has weight {c.weight}; a weight must be a number above 0.")
     return configs
-
-
-def _vocabulary(options: dict[int, NeedleOptions], size: int) -> tuple[dict[int, int], int]:
-    """Where each needles source's symbols start, and the size of it all; equal vocabularies are shared."""
-    offsets, taken = {}, {}
-    for i, option in options.items():
-        if option.vocabulary not in taken:
-            taken[option.vocabulary] = size
-            size += needle_vocab(option)
-        offsets[i] = taken[option.vocabulary]
-    return offsets, size
 
 
 def _unique_names(names: list[str]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Needles: key-value facts in filler, asked for later in the same window, made on the fly from (seed, index).
+"""Needles: synthetic windows of key-value facts in filler, with queries at a distance, made from (seed, index).
 
-A window reads like `f f [MARK key value] f f f [MARK key value] f ... [ASK key value] [ASK key value]`; or, with
-`facts="symbol"`, states a fact in one symbol that names its key and its value: `[MARK key+value]`. Its symbols are
-none of the tokenizer's: they follow the tokenizer's vocabulary, so that any tokenizer can be mixed with needles.
+A window is `f f [MARK key value] f f f [MARK key value] f ... [ASK key value] [ASK key value]`. With
+`facts="symbol"` a fact has one symbol for its key and its value: `[MARK key+value]`. The ids of the symbols follow
+the tokenizer's vocabulary, so needles can be mixed with any tokenizer.
 """
 
 from __future__ import annotations
@@ -16,53 +16,53 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int, Int32, UInt64
 
-from pe_lab.errors import UserError, did_you_mean
+from pe_lab.errors import ConfigError, did_you_mean
 
 QUERY = 3  # tokens of a query, [ASK key value]
 FACTS = {"pair": 3, "symbol": 2}  # tokens of a fact: [MARK key value] or [MARK key+value]
-FILLER_RUN = 32  # the filler's chain starts anew after this many tokens, so that runs are drawn side by side
+FILLER_RUN = 32  # the chain of the filler starts anew after this many tokens, so that runs are drawn in parallel
 WINDOWS = 2**40
 
 
 @dataclass(frozen=True)
 class NeedleOptions:
-    """What a window of needles holds, and what the loss weighs.
+    """The options of a needles source.
 
     Raises:
-      UserError: an option is unknown or impossible.
+      ConfigError: an option is unknown or impossible.
     """
 
-    pairs: int = 4  # facts a window
-    queries: int = 4  # questions a window; with queries_at="end" each fact is asked once before any is asked twice
+    pairs: int = 4  # facts per window
+    queries: int = 4  # per window; with queries_at="end" each fact is asked for once before any is asked for twice
     keys: int = 64  # key symbols; the keys of one window differ
     values: int = 64
     filler_symbols: int = 64
     branches: int = 4  # a filler symbol is followed by one of this many, all equally likely
-    filler_seed: int = 0  # which chain: the same for training, validation and evaluation
-    answer_weight: float = 4.0  # loss weight of the tokens that answer a query
-    filler_weight: float = 0.2  # and of all others
+    filler_seed: int = 0  # of the chain; the same for training, validation and evaluation
+    answer_weight: float = 4.0  # loss weight of the answers to queries
+    filler_weight: float = 0.2  # loss weight of all other tokens
     queries_at: str = "end"  # end | anywhere (each after its fact)
-    facts: str = "pair"  # pair | symbol. A pair takes a head that looks one token back; a symbol takes none
+    facts: str = "pair"  # pair | symbol. A pair needs a previous-token head, a symbol does not
 
     def __post_init__(self) -> None:
         for name in ("pairs", "queries", "keys", "values", "filler_symbols", "branches"):
             if getattr(self, name) < 1:
-                raise UserError(f"needles option {name}={getattr(self, name)} must be at least 1.")
+                raise ConfigError(f"needles option {name}={getattr(self, name)} must be at least 1.")
         if self.pairs > self.keys:
-            raise UserError(
+            raise ConfigError(
                 f"needles option pairs={self.pairs} is more than keys={self.keys}: the keys of a window differ."
             )
         if self.branches > self.filler_symbols:
-            raise UserError(
+            raise ConfigError(
                 f"needles option branches={self.branches} is more than filler_symbols={self.filler_symbols}."
             )
         for name in ("answer_weight", "filler_weight"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise UserError(f"needles option {name}={getattr(self, name)} must be a number of at least 0.")
+                raise ConfigError(f"needles option {name}={getattr(self, name)} must be a number of at least 0.")
         if self.queries_at not in ("end", "anywhere"):
-            raise UserError(f"needles option queries_at={self.queries_at!r} must be 'end' or 'anywhere'.")
+            raise ConfigError(f"needles option queries_at={self.queries_at!r} must be 'end' or 'anywhere'.")
         if self.facts not in FACTS:
-            raise UserError(f"needles option facts={self.facts!r} must be 'pair' or 'symbol'.")
+            raise ConfigError(f"needles option facts={self.facts!r} must be 'pair' or 'symbol'.")
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> NeedleOptions:
@@ -70,31 +70,31 @@ class NeedleOptions:
         values = {}
         for name, value in options.items():
             if name not in kinds:
-                raise UserError(f"needles has no option {name!r}. {did_you_mean(name, list(kinds))}")
+                raise ConfigError(f"needles has no option {name!r}. {did_you_mean(name, list(kinds))}")
             if kinds[name] is float and type(value) is int:
                 value = float(value)
             if type(value) is not kinds[name]:
-                raise UserError(f"needles option {name}={value!r} must be of type {kinds[name].__name__}.")
+                raise ConfigError(f"needles option {name}={value!r} must be of type {kinds[name].__name__}.")
             values[name] = value
         return cls(**values)
 
     @property
     def vocabulary(self) -> tuple[int | str, ...]:
-        """Equal vocabularies may share their symbols."""
+        """Needles sources with equal values share their symbols."""
         return (self.keys, self.values, self.filler_symbols, self.branches, self.filler_seed, self.facts)
 
     @property
     def shortest(self) -> int:
-        """The smallest window length T that holds all facts and queries."""
+        """The smallest window length T with space for all facts and queries."""
         return FACTS[self.facts] * self.pairs + QUERY * self.queries - 1
 
     @property
     def guessing(self) -> float:
-        """Mean accuracy of a model that knows which values its window holds, and tells no fact from another.
+        """The mean accuracy of guessing: of a model that knows the values in its window, but not their keys.
 
-        With queries at the end it also knows which values it has answered since all were asked last: of P facts,
-        the questions of a round are answered right with probability 1/P, 1/(P-1) ... 1. With queries anywhere, it
-        takes any of the facts so far; their number is as good as uniform.
+        With queries at the end, the model excludes the values it has given since the last round: of P facts, the
+        queries of a round are answered with probability 1/P, 1/(P-1) ... 1. With queries anywhere, it picks any of
+        the facts so far, whose number is nearly uniform.
         """
         left = [self.pairs - q % self.pairs for q in range(self.queries)]
         if self.queries_at == "anywhere":
@@ -103,33 +103,42 @@ class NeedleOptions:
 
 
 def needle_vocab(options: NeedleOptions) -> int:
-    """How many symbols needles add to the vocabulary: MARK, ASK, keys, values, filler, and facts that are one."""
+    """The number of symbols of needles: MARK, ASK, keys, values, filler, and with facts="symbol" the facts."""
     facts = options.keys * options.values if options.facts == "symbol" else 0
     return 2 + options.keys + options.values + options.filler_symbols + facts
+
+
+def place_symbols(options: Mapping[int, NeedleOptions], size: int) -> tuple[dict[int, int], int]:
+    """The first id of each needles source's symbols, after a vocabulary of `size`, and the size of both together.
+
+    Sources with equal vocabularies share their symbols.
+    """
+    offsets, placed = {}, {}
+    for i, option in options.items():
+        if option.vocabulary not in placed:
+            placed[option.vocabulary] = size
+            size += needle_vocab(option)
+        offsets[i] = placed[option.vocabulary]
+    return offsets, size
 
 
 class NeedleWindows:
     """Random access to windows of T + 1 tokens of needles, T = `length`.
 
-    The same (options, length, seed, split, index) is always the same window, whatever it is read together
-    with. Training and validation windows are drawn from different random streams.
+    Equal (options, length, seed, split, index) give equal windows. Training and validation windows are drawn from
+    different random streams.
 
     Raises:
-      UserError: the window is too short for its facts and queries.
+      ConfigError: the window is too short for its facts and queries.
     """
 
     def __init__(
-        self,
-        options: NeedleOptions | Mapping[str, Any],
-        length: int,
-        seed: int,
-        split: str,
-        offset_vocab: int,
+        self, options: NeedleOptions | Mapping[str, Any], length: int, seed: int, split: str, offset_vocab: int
     ):
         self.options = options if isinstance(options, NeedleOptions) else NeedleOptions.from_mapping(options)
         self.length = length
         if length < self.options.shortest:
-            raise UserError(
+            raise ConfigError(
                 f"sequence_length={length} is too short for needles with pairs={self.options.pairs} and "
                 f"queries={self.options.queries}: they need {self.options.shortest}."
             )
@@ -152,20 +161,16 @@ class NeedleWindows:
 
     def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
         """Windows and loss weights."""
-        windows, answers, _ = self._draw(indices)
-        return windows, self._weights(answers > 0)
-
-    def window(self, index: int) -> dict[str, np.ndarray]:
-        """One window: `tokens`, `targets`, `weights`, `answers` and `distance`, each of shape [T].
-
-        `answers` is true where the target answers a query; `distance` is there the number of tokens from the
-        answer back to the value in its fact, and 0 elsewhere.
-        """
-        return {name: rows[0] for name, rows in self.batch(np.asarray([index])).items()}
+        windows, distance = self._draw(indices)
+        return windows, self._weights(distance > 0)
 
     def batch(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        """What `window` returns for several windows at once, each array of shape [n, T]."""
-        windows, distance, _ = self._draw(indices)
+        """`tokens`, `targets`, `weights`, `answers` and `distance` of windows, each of shape [n, T].
+
+        `answers` is true where the target answers a query. `distance` is the number of tokens from that answer back
+        to the value in its fact, and 0 elsewhere.
+        """
+        windows, distance = self._draw(indices)
         answers = distance > 0
         return {
             "tokens": np.ascontiguousarray(windows[:, :-1]),
@@ -178,12 +183,12 @@ class NeedleWindows:
     def _weights(self, answers: np.ndarray) -> np.ndarray:
         return np.where(answers, np.float32(self.options.answer_weight), np.float32(self.options.filler_weight))
 
-    def _draw(self, indices: Int[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Windows [n, T+1], each answer's distance [n, T] (0: no answer), the facts' places [n, P]."""
+    def _draw(self, indices: Int[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray]:
+        """Windows [n, T+1], and the distance of each answer from its fact [n, T] (0: no answer)."""
         o, size = self.options, self.length + 1
         state = _mix(self._key + _mix(np.asarray(indices).astype(np.uint64)))
         n, rows = len(state), np.arange(len(state))[:, None]
-        # A random ranking of all keys, its first `pairs`.
+        # The first `pairs` of a random ranking of all keys.
         keys = self.first_key + _ranking(_random(state, 1, o.keys), o.pairs)
         values = self.first_value + _below(_random(state, 2, o.pairs), o.values)
         length = FACTS[o.facts]
@@ -208,23 +213,23 @@ class NeedleWindows:
             for step, symbol in enumerate(event):
                 windows[rows, place + step] = symbol
                 free[rows, place + step] = False
-        # Every window has the same number of free places, so that the filler fits row by row.
+        # All windows have the same number of free positions, so a mask assigns the filler of all of them.
         windows[free] = self._filler(state, size - length * o.pairs - QUERY * o.queries).ravel()
         distance = np.zeros((n, self.length), np.int32)
         answer, value = queries + QUERY - 1, np.take_along_axis(facts, asked, 1) + length - 1
         distance[rows, answer - 1] = answer - value
-        return windows, distance, facts
+        return windows, distance
 
     def _places(
         self, state: UInt64[np.ndarray, " n"], lengths: Int[np.ndarray, "#n events"], size: int
     ) -> Int[np.ndarray, "n events"]:
-        """Sorted starts of events of these lengths that do not overlap in `size` tokens."""
+        """Sorted starts of events of these lengths, which do not overlap, within `size` tokens."""
         events, total = lengths.shape[1], int(lengths[0].sum())
         gaps = np.sort(_below(_random(state, 4, events), size - total + 1), axis=1)
         return gaps + np.cumsum(lengths, axis=1) - lengths
 
     def _interleaved(self, state: UInt64[np.ndarray, " n"], size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Facts and queries in random order, a fact first; a query asks for any fact before it."""
+        """Facts and queries in random order, a fact first; each query asks for a fact before it."""
         o, n = self.options, len(state)
         ranks = np.argsort(np.argsort(_random(state, 5, o.pairs + o.queries - 1), axis=1), axis=1)
         is_fact = np.concatenate([np.ones((n, 1), bool), ranks < o.pairs - 1], axis=1)
@@ -234,14 +239,13 @@ class NeedleWindows:
         return places[is_fact].reshape(n, o.pairs), places[~is_fact].reshape(n, o.queries), asked
 
     def _filler(self, state: UInt64[np.ndarray, " n"], count: int) -> Int[np.ndarray, "n count"]:
-        """`count` tokens of the chain per window."""
+        """`count` tokens of the filler's chain per window."""
         if not count:
             return np.zeros((len(state), 0), np.int32)
         run = min(FILLER_RUN, count)
         runs = -(-count // run)
-        draws = _below(
-            _random(state, 7, runs * run).reshape(-1, run), self.options.branches
-        ).T.copy()  # [run, n * runs]
+        random = _random(state, 7, runs * run).reshape(-1, run)
+        draws = _below(random, self.options.branches).T.copy()  # [run, n * runs]
         symbols = np.empty(draws.shape, np.int64)
         symbols[0] = _below(_random(state, 8, runs).ravel(), self.options.filler_symbols)
         for step in range(1, run):
@@ -250,33 +254,33 @@ class NeedleWindows:
 
 
 def _transitions(options: NeedleOptions) -> Int[np.ndarray, " transitions"]:
-    """Flattened [symbol, branch] -> the next symbol; a symbol's branches differ."""
+    """The next symbol, by flattened [symbol, branch]; the branches of a symbol differ."""
     rng = np.random.Generator(np.random.PCG64(options.filler_seed))
     rows = [rng.permutation(options.filler_symbols)[: options.branches] for _ in range(options.filler_symbols)]
     return np.concatenate(rows).astype(np.int64)
 
 
 def _mix(x: UInt64[np.ndarray, "*shape"]) -> UInt64[np.ndarray, "*shape"]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): a bijection that scrambles 64 bits."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64-bit numbers."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _random(state: UInt64[np.ndarray, " n"], stream: int, count: int) -> UInt64[np.ndarray, "n count"]:
-    """`count` random 64-bit numbers per window: SplitMix64, seeded by the window and a stream number."""
+    """`count` random 64-bit numbers per window: SplitMix64, seeded by the window's state and a stream number."""
     start = _mix(state + np.uint64(stream) * np.uint64(0x632BE59BD9B4E019 >> 8))
     steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return _mix(start[:, None] + steps)
 
 
 def _below(random: UInt64[np.ndarray, "*shape"], bound: Any) -> Int[np.ndarray, "*shape"]:
-    """Random integers in 0..bound - 1."""
+    """Integers in 0..bound - 1 from random 64-bit numbers."""
     return (((random >> np.uint64(32)) * np.asarray(bound).astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
 
 
 def _ranking(random: UInt64[np.ndarray, "n m"], count: int) -> Int[np.ndarray, "n count"]:
-    """`count` different numbers in 0..m - 1 per row, in random order."""
+    """`count` different numbers in 0..m - 1 per window, in random order."""
     m = random.shape[1]
     if count < m:
         chosen = np.argpartition(random, count, axis=1)[:, :count]

@@ -1,7 +1,6 @@
-"""The Grain pipeline: shuffled windows of every source, mixed by weight, in global batches.
+"""The Grain pipeline: shuffled windows of all sources, mixed by weight, in global batches; and held-out data.
 
-Batches do not depend on how many processes read them. Beside them, the held-out batches and tokens that
-measure a model.
+The global batches do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from pe_lab.data.mixture import Mixture, MixtureSource, open_mixture
 from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.data.windows import TokenWindows, make_batch
-from pe_lab.errors import UserError
+from pe_lab.errors import CheckpointError, ConfigError, DataError
 
 Batch = dict[str, np.ndarray]
 ENDLESS = 2**62
 
 
 class Pipeline:
-    """An endless iterator of this process's rows of each global batch.
+    """An endless iterator over this process's sequences of each global batch.
 
-    Its position is one number, the global batches consumed: a run that stops on one process continues on two.
+    Its position is the number of global batches so far: a run that stops on one process may continue on two.
     """
 
     def __init__(self, mixture: Mixture, dataset: Any, about: dict[str, Any], process: tuple[int, int], workers: int):
@@ -40,9 +39,8 @@ class Pipeline:
         ]
         self.sources: tuple[MixtureSource, ...] = mixture.sources
         self._dataset, self._about, self._process, self._workers = dataset, about, process, workers
-        self._in_memory = all(
-            s.prepared is None or s.prepared.streams[about["split"]].in_memory for s in mixture.sources
-        )
+        prepared = [s.prepared for s in mixture.sources if s.prepared is not None]
+        self._in_memory = all(p.streams[about["split"]].in_memory for p in prepared)
         self._batches = 0
         self._iterator: Any = None
 
@@ -60,15 +58,15 @@ class Pipeline:
         import grain
 
         index, count = self._process
-        # The dataset's batches are already of one process's size: every count-th, from ours on.
+        # The batches of the dataset have one process's size; process i takes every count-th one, from i on.
         mine = self._dataset[index + batch * count :: count]
-        # From memory one thread is quick enough, and more would only fight over the interpreter's lock.
+        # Data in memory need one thread; more would compete for the interpreter's lock.
         threads = 1 if self._in_memory else 8
         batches = mine.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads + 2))
         if self._workers:
             from absl import flags
 
-            if not flags.FLAGS.is_parsed():  # Grain's workers read flags that only absl programs parse
+            if not flags.FLAGS.is_parsed():  # Grain's workers use absl flags, which only absl programs parse
                 flags.FLAGS.mark_as_parsed()
             batches = batches.mp_prefetch(
                 grain.MultiprocessingOptions(num_workers=self._workers, per_worker_buffer_size=2)
@@ -76,19 +74,19 @@ class Pipeline:
         return iter(batches)
 
     def get_state(self) -> dict[str, Any]:
-        """The position, as JSON: how many global batches were handed out, and of what."""
+        """The position as JSON: the number of global batches so far, and the data they are from."""
         return {"batches": self._batches, "data": self._about}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues after `state["batches"]` global batches.
 
         Raises:
-          UserError: the state belongs to another data config; says what differs.
+          CheckpointError: the state belongs to another data config; the message names the difference.
         """
         saved = dict(state.get("data", {}))
         for name in {**self._about, **saved}:
             if saved.get(name) != self._about.get(name):
-                raise UserError(
+                raise CheckpointError(
                     f"The checkpoint's data position does not fit this config: {name} was "
                     f"{saved.get(name)!r}, is {self._about.get(name)!r}. "
                     "Resume with the same data, or start a new workdir."
@@ -103,8 +101,8 @@ class Pipeline:
         self._iterator = None
 
 
-class _ReadRows:
-    """Window addresses to a batch. Those of source i are starts[i] .. starts[i + 1] - 1."""
+class _ReadBatch:
+    """A function from window addresses to a batch. Source i has the addresses starts[i] .. starts[i + 1] - 1."""
 
     def __init__(self, windows: Sequence[TokenWindows | NeedleWindows], length: int, segments: bool, eos_id: int):
         self._windows, self._length, self._segments, self._eos_id = windows, length, segments, eos_id
@@ -112,14 +110,14 @@ class _ReadRows:
 
     def __call__(self, addresses: Sequence[int]) -> Batch:
         at = np.asarray(addresses, np.int64)
-        rows = np.empty((len(at), self._length + 1), np.int32)
+        tokens = np.empty((len(at), self._length + 1), np.int32)
         weights = np.empty((len(at), self._length), np.float32)
         source = np.searchsorted(self.starts, at, side="right") - 1
         for i, windows in enumerate(self._windows):
             mine = np.flatnonzero(source == i)
             if len(mine):
-                rows[mine], weights[mine] = windows.read(at[mine] - self.starts[i])
-        return make_batch(rows, weights, segments=self._segments, eos_id=self._eos_id)
+                tokens[mine], weights[mine] = windows.read(at[mine] - self.starts[i])
+        return make_batch(tokens, weights, segments=self._segments, eos_id=self._eos_id)
 
 
 def build_pipeline(
@@ -132,28 +130,28 @@ def build_pipeline(
     process_count: int = 1,
     seed: int | None = None,
 ) -> Pipeline:
-    """The pipeline of a data config. `batch_size` is the global one; `seed` is the config's unless given.
+    """The pipeline of a data config. `batch_size` is the global one; `seed` is the config's by default.
 
     Raises:
-      UserError: the data cannot be opened, a split has not one window, or the batch does not divide.
+      UserError: the data cannot be opened, a split is shorter than a window, or the batch does not divide.
     """
     import grain
 
     seed = config.seed if seed is None else seed
-    local = _local_rows(batch_size, process_count)
+    local = _local_size(batch_size, process_count)
     mixture = open_mixture(config, process_index)
     windows = [s.windows(sequence_length, seed, split) for s in mixture.sources]
     for source, w in zip(mixture.sources, windows, strict=True):
         if not len(w):
-            raise UserError(
+            raise DataError(
                 f"data source {source.name!r}: its {split} split has {source.tokens(split)} tokens, less "
                 f"than one window of sequence_length={sequence_length} + 1. Use more text or shorter windows."
             )
-    read = _ReadRows(windows, sequence_length, config.segments, mixture.tokenizer.eos_id)
+    read = _ReadBatch(windows, sequence_length, config.segments, mixture.tokenizer.eos_id)
     addresses = []
     for i, w in enumerate(windows):
         dataset = grain.MapDataset.range(int(read.starts[i]), int(read.starts[i + 1]))
-        # Needles are random as they are. Grain shuffles epoch e by seed + e: sources get seeds far apart.
+        # Needles are random already. Grain shuffles epoch e by seed + e, so the seeds of sources are far apart.
         addresses.append(dataset if isinstance(w, NeedleWindows) else dataset.shuffle(seed=_seed32(seed, i)).repeat())
     mixed = addresses[0]
     if len(addresses) > 1:
@@ -167,18 +165,14 @@ def build_pipeline(
         "split": split,
         "seed": seed,
     }
-    return Pipeline(
-        mixture,
-        mixed.batch(local, drop_remainder=True, batch_fn=read),
-        about,
-        (process_index, process_count),
-        config.workers,
-    )
+    batches = mixed.batch(local, drop_remainder=True, batch_fn=read)
+    return Pipeline(mixture, batches, about, (process_index, process_count), config.workers)
 
 
-def _local_rows(batch_size: int, process_count: int) -> int:
+def _local_size(batch_size: int, process_count: int) -> int:
+    """The number of sequences of one process."""
     if batch_size < 1 or batch_size % process_count:
-        raise UserError(
+        raise ConfigError(
             f"batch_size={batch_size} does not divide into {process_count} processes. Make it a multiple of "
             f"{process_count}."
         )
@@ -190,9 +184,9 @@ def _seed32(seed: int, source: int) -> int:
 
 
 class _Selection:
-    """Which source gives element k of the mixture, and its how-manieth: exact by weight over each period.
+    """Maps element k of the mixture to (source, index in the source), with exact weights over each period.
 
-    Grain's own mixing rounds weights to 1 in 100 of the smallest.
+    Grain's own mixing rounds weights to hundredths of the smallest.
     """
 
     def __init__(self, weights: Sequence[float]):
@@ -213,10 +207,10 @@ class _Selection:
 
 
 def mixing_order(weights: Sequence[float]) -> Int32[np.ndarray, " period"]:
-    """One period of the mixture: the source of each element, as evenly spread as whole elements can be.
+    """The source of each element of one period of the mixture; the elements of a source are spread evenly.
 
-    Weights are taken as ratios of whole numbers, exactly where the period stays below 100,000, else to 1 in
-    10,000.
+    Weights become ratios of whole numbers: exactly if the period has at most 100,000 elements, else rounded to
+    1 in 10,000.
     """
     ratios = [Fraction(w).limit_denominator(10_000) for w in weights]
     shares = [int(r * math.lcm(*(x.denominator for x in ratios))) for r in ratios]
@@ -224,7 +218,7 @@ def mixing_order(weights: Sequence[float]) -> Int32[np.ndarray, " period"]:
     if min(shares) < 1 or sum(shares) > 100_000:
         shares = [max(1, round(10_000 * w / sum(weights))) for w in weights]
     period = sum(shares)
-    # Element j of a source's s belongs at (j + 1/2) / s of the period; ties go to the first source.
+    # Element j of the s elements of a source belongs at (j + 1/2) / s of the period; ties go to the first source.
     places = [((2 * j + 1) * period / (2 * s), i) for i, s in enumerate(shares) for j in range(s)]
     order = np.asarray([i for _, i in sorted(places)], np.int32)
     assert len(order) == period
@@ -241,20 +235,20 @@ def validation_batches(
     process_count: int = 1,
     source: str | None = None,
 ) -> dict[str, list[Batch]]:
-    """Up to `count` held-out batches per source (or of one), this process's rows; the same at every call.
+    """This process's part of up to `count` held-out batches of every source, or of one; equal at every call.
 
-    Windows are spread evenly over the split. A split of fewer windows gives fewer batches, the last one
-    filled with rows of weight 0. A source that holds out nothing (`validation_fraction=0`) is left out.
+    The windows are spaced evenly over the split. A shorter split gives fewer batches, the last one padded with
+    sequences of weight 0. A source without held-out data (`validation_fraction=0`) is left out.
 
     Raises:
       UserError: the data cannot be opened, the batch does not divide, or there is no such source.
     """
-    local = _local_rows(batch_size, process_count)
+    local = _local_size(batch_size, process_count)
     mixture = open_mixture(config, process_index)
     names = [s.name for s in mixture.sources]
     if source is not None and source not in names:
-        raise UserError(f"There is no data source {source!r} to validate on. The sources are: {', '.join(names)}.")
-    found = {}
+        raise ConfigError(f"There is no data source {source!r} to validate on. The sources are: {', '.join(names)}.")
+    found, eos_id = {}, mixture.tokenizer.eos_id
     for s in mixture.sources:
         if source not in (None, s.name) or s.tokens("validation") == 0:
             continue
@@ -262,59 +256,51 @@ def validation_batches(
         wanted = count * batch_size
         if len(windows):
             chosen = np.arange(min(wanted, len(windows))) * (max(1, len(windows) // wanted) if s.needles is None else 1)
-            rows, weights = windows.read(chosen)
+            tokens, weights = windows.read(chosen)
         else:  # less than one window: padded
-            tokens = s.prepared.tokens("validation", 0, sequence_length + 1)
-            rows = np.full((1, sequence_length + 1), mixture.tokenizer.eos_id, np.int32)
-            rows[0, : len(tokens)] = tokens
-            weights = (np.arange(sequence_length)[None] < len(tokens) - 1).astype(np.float32)
-        missing = -len(rows) % batch_size
-        rows = np.concatenate([rows, np.full((missing, rows.shape[1]), mixture.tokenizer.eos_id, np.int32)])
-        weights = np.concatenate([weights, np.zeros((missing, weights.shape[1]), np.float32)])
-        starts = range(process_index * local, len(rows), batch_size)
+            found_tokens = s.prepared.tokens("validation", 0, sequence_length + 1)
+            tokens = np.pad(found_tokens, (0, sequence_length + 1 - len(found_tokens)), constant_values=eos_id)[None]
+            weights = (np.arange(sequence_length)[None] < len(found_tokens) - 1).astype(np.float32)
+        missing = ((0, -len(tokens) % batch_size), (0, 0))
+        tokens, weights = np.pad(tokens, missing, constant_values=eos_id), np.pad(weights, missing)
         found[s.name] = [
-            make_batch(
-                rows[i : i + local],
-                weights[i : i + local],
-                segments=config.segments,
-                eos_id=mixture.tokenizer.eos_id,
-            )
-            for i in starts
+            make_batch(tokens[i : i + local], weights[i : i + local], segments=config.segments, eos_id=eos_id)
+            for i in range(process_index * local, len(tokens), batch_size)
         ]
     return found
 
 
 def held_out_tokens(config: DataConfig, source_index: int, n_tokens: int) -> Int32[np.ndarray, " n"]:
-    """The first `n_tokens` (or all, if fewer) of a text source's held-out tokens, documents joined by EOS.
+    """The first `n_tokens` held-out tokens of a text source, or all if it has fewer; EOS ends every document.
 
     Raises:
-      UserError: the source is needles (use `needle_windows`), or holds out nothing.
+      ConfigError: the source is needles (use `needle_windows`), or has no held-out data.
     """
     source = _source(config, source_index)
     if source.prepared is None:
-        raise UserError("data source 'needles' has no held-out text: its windows are made to length.")
+        raise ConfigError("data source 'needles' has no held-out text: its windows are made for every length.")
     tokens = source.prepared.tokens("validation", 0, n_tokens)
     if not len(tokens):
-        raise UserError(f"data source {source.name!r} holds out nothing. Set data.validation_fraction above 0.")
+        raise ConfigError(f"data source {source.name!r} holds out nothing. Set data.validation_fraction above 0.")
     return tokens
 
 
 def needle_windows(
     config: DataConfig, source_index: int, length: int, seed: int | None = None, split: str = "validation"
 ) -> NeedleWindows:
-    """A needles source's windows of any length, in the vocabulary the config trains with.
+    """The windows of a needles source, of any length, in the vocabulary of the config.
 
     Raises:
-      UserError: the source is not needles, or the length is too short for its facts and queries.
+      ConfigError: the source is not needles, or the length is too short for it.
     """
     source = _source(config, source_index)
     if source.needles is None:
-        raise UserError(f"data source {source.name!r} is not needles.")
+        raise ConfigError(f"data source {source.name!r} is not needles.")
     return NeedleWindows(source.needles, length, config.seed if seed is None else seed, split, source.offset_vocab)
 
 
 def _source(config: DataConfig, index: int) -> MixtureSource:
     sources = open_mixture(config).sources
     if not 0 <= index < len(sources):
-        raise UserError(f"There is no data source number {index}: the config has {len(sources)}.")
+        raise ConfigError(f"There is no data source number {index}: the config has {len(sources)}.")
     return sources[index]

@@ -1,4 +1,4 @@
-"""Writing a prepared directory: documents to tokens to shards, beside and then renamed, by one process."""
+"""Preparation of data: the documents of a source become token shards in a new directory, or in the cache."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pe_lab.config import SourceConfig
-from pe_lab.data.shards import (
-    METADATA_FILE,
-    SPLITS,
-    TOKENIZER_DIRECTORY,
-    Metadata,
-    ShardWriter,
-    read_metadata,
-)
+from pe_lab.data.shards import METADATA_FILE, SPLITS, TOKENIZER_DIRECTORY, Metadata, ShardWriter, read_metadata
 from pe_lab.data.sources import Source, open_source
 from pe_lab.data.tokenizers import (
     KIND_FILE,
@@ -34,12 +27,13 @@ from pe_lab.data.tokenizers import (
     train_sentencepiece,
     training_size,
 )
-from pe_lab.errors import UserError
-from pe_lab.storage import new_directory, unfinished
+from pe_lab.errors import ConfigError, DataError
+from pe_lab.storage import new_directory, unfinished, write_file
+from pe_lab.terminal import Progress, console
 
-BATCH_CHARACTERS = 1_000_000  # text handed to the tokenizer at once
-PIECE_CHARACTERS = 4_000_000  # a longer document is encoded in pieces, cut at line ends
-PATIENCE_SECONDS = 600  # a process waiting for another's shards gives up after this long without a sign of work
+BATCH_CHARACTERS = 1_000_000  # of one call of the tokenizer
+PIECE_CHARACTERS = 4_000_000  # longer documents are encoded in pieces that end at line ends
+PATIENCE_SECONDS = 600  # without a change in the directory, until a waiting process gives up
 
 
 def prepare(
@@ -51,15 +45,16 @@ def prepare(
     validation_fraction: float,
     limit_documents: int | None = None,
 ) -> Metadata:
-    """Writes `directory` from the documents of `source`, or leaves nothing behind.
+    """Writes the prepared data of `source` to `directory`, or nothing at an error.
 
-    A document is held out for validation by its hash alone, see `split_documents`.
+    The hash of a document decides its split, see `split_documents`.
 
     Raises:
-      UserError: the corpus is empty or cannot be read, or the fraction or the directory is unusable.
+      DataError: the corpus is empty or cannot be read.
+      ConfigError: the fraction is not in [0, 1], or the directory cannot be written.
     """
     if not 0 <= validation_fraction <= 1:
-        raise UserError(f"validation_fraction={validation_fraction} must lie in [0, 1].")
+        raise ConfigError(f"validation_fraction={validation_fraction} must lie in [0, 1].")
     with new_directory(directory, marker=METADATA_FILE) as building:
         dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
         writers = {split: ShardWriter(building, split, dtype) for split in SPLITS}
@@ -76,16 +71,21 @@ def prepare(
                 characters += len(document)
                 yield document
 
-        with _progress(source, limit_documents) as advance:
+        total = min((n for n in (source.count(), limit_documents) if n is not None), default=None)
+        with Progress(console(stderr=True), f"preparing {source.name}", total) as progress:
+            start = time.perf_counter()
             for batch in _batches(split_documents(counted(), validation_fraction)):
                 texts = [text for _, text in batch]
                 for (split, _), ids in zip(batch, _encode(tokenizer, texts), strict=True):
                     writers[split].add(np.append(ids, np.int32(tokenizer.eos_id)))
-                advance(len(batch), sum(w.tokens for w in writers.values()))
+                documents, tokens = (sum(getattr(w, n) for w in writers.values()) for n in ("documents", "tokens"))
+                seconds = max(time.perf_counter() - start, 1e-9)
+                speed = f"{tokens:,} tokens ({tokens / seconds:,.0f}/s), {seconds:.0f} s"
+                progress.update(documents, f"{documents:,} documents, {speed}")
         for writer in writers.values():
             writer.close()
         if not sum(w.documents for w in writers.values()):
-            raise UserError(f"data source {source.name!r} is empty: it has no document with text in it.")
+            raise DataError(f"data source {source.name!r} is empty: no document has text.")
         metadata = Metadata(
             source=source.name,
             column=column,
@@ -107,16 +107,16 @@ def prepare(
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
         save_tokenizer(tokenizer, building / TOKENIZER_DIRECTORY)
-        (building / METADATA_FILE).write_text(metadata.to_json(), encoding="utf-8")
-    return read_metadata(directory)  # another process may have been first
+        write_file(building / METADATA_FILE, metadata.to_json())
+    return read_metadata(directory)  # of another process, if that was faster
 
 
 def split_documents(documents: Iterable[str], fraction: float) -> Iterator[tuple[str, str]]:
-    """Pairs (split, document), by the document's hash, so that equal documents share a split.
+    """Pairs (split, document). The hash of a document decides, so equal documents share a split.
 
-    Chance may put everything on one side. Then the document nearest to the boundary changes sides, so that
-    with two different documents neither split is empty; of one document alone the end is held out. `fraction`
-    0 holds out nothing.
+    If all documents fall into one split, the one whose hash is nearest to the boundary changes to the other, so that
+    neither split of two different documents is empty. The end of a single document is held out. With `fraction` 0
+    nothing is held out.
     """
     if fraction == 0:
         yield from (("train", document) for document in documents)
@@ -153,7 +153,7 @@ def split_documents(documents: Iterable[str], fraction: float) -> Iterator[tuple
 
 
 def encodable(document: str) -> str:
-    """The document without lone surrogates, which JSON can spell and UTF-8 cannot."""
+    """The document with '?' for lone surrogates, which JSON can encode and UTF-8 cannot."""
     try:
         document.encode()
         return document
@@ -174,7 +174,7 @@ def _batches(pairs: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Token ids of each text."""
+    """The token ids of each text."""
     pieces = [_pieces(text) for text in texts]
     encoded = iter(tokenizer.encode_batch([piece for group in pieces for piece in group]))
     return [np.concatenate([next(encoded) for _ in group]) for group in pieces]
@@ -189,40 +189,6 @@ def _pieces(text: str) -> list[str]:
     return [*pieces, text[start:]]
 
 
-@contextlib.contextmanager
-def _progress(source: Source, limit: int | None) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr. Calls: (documents since the last call, tokens so far)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    count = source.count()
-    total = count if limit is None else min(limit, limit if count is None else count)
-    columns = (
-        TextColumn("preparing {task.description}"),
-        BarColumn(bar_width=10),
-        TextColumn("{task.completed:.0f} documents"),
-        TextColumn("{task.fields[tokens]:,} tokens ({task.fields[speed]:,.0f}/s)"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        name = source.name if len(source.name) <= 24 else "…" + source.name[-23:]
-        task = progress.add_task(name, total=total, tokens=0, speed=0.0)
-        start = time.perf_counter()
-
-        def advance(documents: int, tokens: int) -> None:
-            progress.update(
-                task, advance=documents, tokens=tokens, speed=tokens / max(time.perf_counter() - start, 1e-9)
-            )
-
-        yield advance
-        done = int(progress.tasks[0].completed)
-        progress.update(task, total=done)
-
-
-def _last_touched(building: Path) -> float:
-    return max(p.stat().st_mtime for p in (building, *building.iterdir()))
-
-
 def ensure_prepared(
     config: SourceConfig,
     tokenizer: Tokenizer,
@@ -231,35 +197,29 @@ def ensure_prepared(
     validation_fraction: float,
     process_index: int = 0,
 ) -> Path:
-    """The cached shards of a source, written first if need be: by process 0, while the others wait.
+    """The directory of a source's shards in the cache. If it is missing, process 0 prepares it and the others wait.
 
-    The directory's name has a hash of everything the shards depend on: another corpus is another directory.
+    The name of the directory contains a hash of everything that the shards depend on.
 
     Raises:
-      UserError: the source cannot be prepared, or process 0 shows no sign of preparing it.
+      DataError: the source cannot be prepared, or process 0 does not prepare it.
     """
     source = open_source(config)
-    key = [
-        config.source,
-        config.column,
-        dict(config.options),
-        source.identity(),
-        tokenizer.fingerprint,
-        validation_fraction,
-    ]
-    directory = cache_dir / f"{_slug(config.source)}-{_hash(key)}"
-    if not (directory / METADATA_FILE).is_file():
-        if process_index == 0:
-            prepare(source, config.column, tokenizer, specification, directory, validation_fraction)
-        else:
-            _wait_for(directory, METADATA_FILE)
-    return directory
+    options = dict(config.options)
+    key = [config.source, config.column, options, source.identity(), tokenizer.fingerprint, validation_fraction]
+    name = re.sub(r"[^A-Za-z0-9]+", "-", config.source).strip("-")[:40].lower() or "source"
+    directory = cache_dir / f"{name}-{_hash(key)}"
+
+    def make() -> None:
+        prepare(source, config.column, tokenizer, specification, directory, validation_fraction)
+
+    return _cached(directory, METADATA_FILE, process_index, make)
 
 
 def ensure_tokenizer(
-    specification: str, configs: Iterable[SourceConfig], cache_dir: Path, process_index: int = 0
+    specification: str, configs: Sequence[SourceConfig], cache_dir: Path, process_index: int = 0
 ) -> Tokenizer:
-    """The tokenizer of a specification, trained first (on the sources, by process 0) if it says so.
+    """The tokenizer of a specification; `sentencepiece:train:SIZE` is trained on the sources once, by process 0.
 
     Raises:
       UserError: the tokenizer cannot be read or trained.
@@ -269,39 +229,41 @@ def ensure_tokenizer(
         return load_tokenizer(specification)
     sources = [open_source(config) for config in configs]
     if not sources:
-        raise UserError(
+        raise ConfigError(
             f"data.tokenizer={specification!r} has no text to train on. Add a text source, or use tokenizer=bytes."
         )
     key = [size, [[s.name, c.column, s.identity()] for s, c in zip(sources, configs, strict=True)]]
     directory = cache_dir / f"tokenizer-sentencepiece-{size}-{_hash(key)}"
-    if not (directory / KIND_FILE).is_file():
-        if process_index == 0:
-            documents = (encodable(document) for source in sources for document in source.documents())
-            trained = train_sentencepiece(documents, size, ", ".join(s.name for s in sources))
-            with new_directory(directory, marker=KIND_FILE) as building:
-                save_tokenizer(trained, building)
-        else:
-            _wait_for(directory, KIND_FILE)
-    return load_saved_tokenizer(directory)
+
+    def make() -> None:
+        documents = (encodable(document) for source in sources for document in source.documents())
+        trained = train_sentencepiece(documents, size, ", ".join(s.name for s in sources))
+        with new_directory(directory, marker=KIND_FILE) as building:
+            save_tokenizer(trained, building)
+
+    return load_saved_tokenizer(_cached(directory, KIND_FILE, process_index, make))
 
 
-def _wait_for(directory: Path, marker: str) -> None:
-    last_sign = time.time()
+def _cached(directory: Path, marker: str, process_index: int, make: Callable[[], None]) -> Path:
+    """The directory; if it has no file `marker`, process 0 makes it and the others wait."""
+    if (directory / marker).is_file():
+        return directory
+    if process_index == 0:
+        make()
+        return directory
+    last_change = time.time()
     while not (directory / marker).is_file():
         time.sleep(0.2)
         for building in unfinished(directory):
             with contextlib.suppress(OSError):
-                last_sign = max(last_sign, _last_touched(building))
-        if time.time() - last_sign > PATIENCE_SECONDS:
-            raise UserError(
-                f"Waited {PATIENCE_SECONDS:.0f} s for process 0 to write {directory}, with no sign of it. "
-                "Put data.cache_dir on a file system all hosts share, or run python -m pe_lab.prepare on "
+                last_change = max(last_change, *(p.stat().st_mtime for p in (building, *building.iterdir())))
+        if time.time() - last_change > PATIENCE_SECONDS:
+            raise DataError(
+                f"Waited {PATIENCE_SECONDS:.0f} s for process 0 to write {directory}, without any change there. "
+                "Put data.cache_dir on a file system that all hosts share, or run python -m pe_lab.prepare on "
                 "each host and set data.prepared."
             )
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40].lower() or "source"
+    return directory
 
 
 def _hash(key: Any) -> str:

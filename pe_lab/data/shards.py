@@ -1,7 +1,7 @@
-"""Prepared token shards: ArrayRecord files of fixed-size records, described by one `metadata.json`.
+"""Prepared data: token shards in ArrayRecord files, with a `metadata.json` and the tokenizer.
 
-A prepared directory holds, per split, the documents' tokens one after another, each document ended by EOS,
-cut into records of `RECORD_TOKENS` little-endian unsigned integers. Any token is therefore one record away.
+A prepared directory holds for every split the tokens of all documents, each document ended by EOS, in records of
+`RECORD_TOKENS` little-endian unsigned integers. Reading any token takes one record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import numpy as np
 from jaxtyping import Int, Int32, UInt
 
 from pe_lab.data.tokenizers import Tokenizer, load_saved_tokenizer
-from pe_lab.errors import UserError
+from pe_lab.errors import DataError
+from pe_lab.storage import read_json
 
 FORMAT_VERSION = 1
 METADATA_FILE = "metadata.json"
@@ -27,8 +28,8 @@ TOKENIZER_DIRECTORY = "tokenizer"
 SPLITS = ("train", "validation")
 RECORD_TOKENS = 16_384
 RECORDS_PER_SHARD = 4_096  # 67M tokens a file
-IN_MEMORY_BYTES = 512 * 2**20  # a split up to this size is read into memory once
-CACHED_RECORDS = 256  # of a larger split, 8 to 16 MB
+IN_MEMORY_BYTES = 512 * 2**20  # splits up to this size are kept in memory
+CACHED_RECORDS = 256  # kept of a larger split, 8 to 16 MB
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a prepared directory holds, and what it was made from."""
+    """The description of a prepared directory: its contents and its origin."""
 
     source: str
     column: str
-    identity: Any  # the corpus as it was: file names and sizes, versions
-    tokenizer: str  # the specification it was prepared with
+    identity: Any  # `Source.identity` at that time
+    tokenizer: str  # its specification
     tokenizer_fingerprint: str
     vocab_size: int
     eos_id: int
@@ -56,7 +57,7 @@ class Metadata:
     validation_fraction: float
     limit_documents: int | None
     documents: Mapping[str, int]  # per split
-    tokens: Mapping[str, int]  # per split, EOS counted
+    tokens: Mapping[str, int]  # per split, with EOS
     characters: int
     content: str  # a hash of every document, in order
     record_tokens: int
@@ -70,7 +71,7 @@ class Metadata:
 
     @property
     def fingerprint(self) -> str:
-        """Equal fingerprints: the same tokens in the same order, and the same held-out documents."""
+        """Equal for equal tokens in equal order, with equal held-out documents."""
         return f"{self.content}-{self.tokenizer_fingerprint}-{self.validation_fraction}"
 
 
@@ -78,33 +79,22 @@ def read_metadata(directory: Path) -> Metadata:
     """The description of a prepared directory.
 
     Raises:
-      UserError: the directory or its metadata is missing, damaged, or of another version.
+      DataError: the directory or its metadata is missing, damaged, or of another version.
     """
-    path = directory / METADATA_FILE
-    advice = "Prepare the data again with python -m pe_lab.prepare."
-    if not directory.is_dir():
-        raise UserError(
-            f"There is no prepared data directory {directory}. Write it with python -m pe_lab.prepare "
-            f"--out={directory}."
-        )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{directory} is not a prepared data directory: it has no {METADATA_FILE}. {advice}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}. {advice}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT_VERSION:
-        found = content.get("format") if isinstance(content, dict) else None
-        raise UserError(f"{path} has format {found!r}, this version reads {FORMAT_VERSION}. {advice}")
+    path, advice = directory / METADATA_FILE, f"Prepare the data with python -m pe_lab.prepare --out={directory}."
+    content = read_json(path, advice)
+    if content.get("format") != FORMAT_VERSION:
+        found = content.get("format")
+        raise DataError(f"{path} has format {found!r}, this version reads {FORMAT_VERSION}. {advice}")
     try:
         shards = {split: tuple(Shard(**s) for s in content["shards"][split]) for split in SPLITS}
         return Metadata(**{**content, "shards": shards})
     except (KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged: {error}. {advice}") from error
+        raise DataError(f"{path} is damaged: {error}. {advice}") from error
 
 
 class ShardWriter:
-    """Writes one split: token arrays in, full records out, a new file every `RECORDS_PER_SHARD`."""
+    """Writes the tokens of one split as records, with a new file every `RECORDS_PER_SHARD`."""
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype):
         self._directory, self._split, self._dtype = directory, split, dtype.newbyteorder("<")
@@ -119,7 +109,7 @@ class ShardWriter:
         self.documents = 0
 
     def add(self, document: Int[np.ndarray, " n"]) -> None:
-        """Appends one document, its EOS included."""
+        """Appends one document with its EOS."""
         self._pending.append(document.astype(self._dtype))
         self._pending_tokens += len(document)
         self.tokens += len(document)
@@ -141,7 +131,7 @@ class ShardWriter:
 
         if self._writer is None:
             self._path = self._directory / f"{self._split}-{len(self.shards):05d}.array_record"
-            # One record a chunk, so that a random read decodes nothing else.
+            # One record per chunk: a random read decodes one record.
             self._writer = array_record_module.ArrayRecordWriter(str(self._path), "group_size:1,zstd:1")
         self._writer.write(record.tobytes())
         self._in_file[0] += 1
@@ -158,25 +148,19 @@ class ShardWriter:
         self._in_file = [0, 0]
 
     def close(self) -> None:
-        """Writes what is left. `shards` is complete after it."""
+        """Writes the last record; `shards` is then complete."""
         self._flush(1)
         self._finish_file()
 
 
 class TokenStream:
-    """The tokens of one split, readable anywhere; up to 512 MiB are read into memory on first use."""
+    """Random access to the tokens of one split; up to `in_memory_bytes` are read into memory on first use."""
 
-    def __init__(
-        self,
-        directory: Path,
-        shards: tuple[Shard, ...],
-        dtype: str,
-        record_tokens: int,
-        in_memory_bytes: int = IN_MEMORY_BYTES,
-    ):
+    def __init__(self, directory: Path, metadata: Metadata, split: str, in_memory_bytes: int = IN_MEMORY_BYTES):
+        shards = metadata.shards[split]
         self._directory, self._shards = directory, shards
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._record_tokens = record_tokens
+        self._dtype = np.dtype(metadata.dtype).newbyteorder("<")
+        self._record_tokens = metadata.record_tokens
         self._first_record = np.cumsum([0] + [s.records for s in shards])
         self.tokens = sum(s.tokens for s in shards)
         self.in_memory = self.tokens * self._dtype.itemsize <= in_memory_bytes
@@ -196,19 +180,15 @@ class TokenStream:
         self._reset()
 
     def gather(self, starts: Int[np.ndarray, " n"], length: int) -> UInt[np.ndarray, "n length"]:
-        """The `length` tokens from each of `starts` on. All must lie inside the stream."""
+        """The `length` tokens from each start; all must lie inside the stream."""
+        if not len(starts):
+            return np.zeros((0, length), self._dtype)
         if self.in_memory:
-            if not len(starts):
-                return np.zeros((0, length), self._dtype)
             return np.lib.stride_tricks.sliding_window_view(self._whole(), length)[starts]
-        return (
-            np.stack([self.read(int(s), int(s) + length) for s in starts])
-            if len(starts)
-            else np.zeros((0, length), self._dtype)
-        )
+        return np.stack([self.read(int(s), int(s) + length) for s in starts])
 
     def read(self, start: int, stop: int) -> UInt[np.ndarray, " n"]:
-        """Tokens start..stop, as stored."""
+        """The tokens start..stop - 1, in the stored dtype."""
         stop = min(stop, self.tokens)
         if self.in_memory:
             return self._whole()[start:stop]
@@ -240,7 +220,7 @@ class TokenStream:
         return decoded
 
     def _read(self, shard: int, record: int | None) -> list[bytes]:
-        """One record of a shard file, or (None) all of them."""
+        """One record of a shard file, or (None) all records."""
         from array_record.python import array_record_module
 
         path = self._directory / self._shards[shard].file
@@ -258,14 +238,14 @@ class TokenStream:
             return reader.read([record])
         except (RuntimeError, OSError, IndexError) as error:
             reason = str(error).splitlines()[0]
-            raise UserError(
+            raise DataError(
                 f"{path} is damaged: {reason}. Delete {self._directory} and prepare the data again."
             ) from error
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared directory, checked and open."""
+    """An open prepared directory."""
 
     directory: Path
     metadata: Metadata
@@ -273,31 +253,29 @@ class Prepared:
     streams: Mapping[str, TokenStream]  # per split
 
     def tokens(self, split: str, start: int, stop: int) -> Int32[np.ndarray, " n"]:
+        """The tokens start..stop - 1 of a split."""
         return self.streams[split].read(start, stop).astype(np.int32)
 
 
 def open_prepared(directory: Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> Prepared:
-    """Opens a prepared directory after checking that every file is there and whole.
+    """Opens a prepared directory after checking the size of every file.
 
     Raises:
-      UserError: the metadata, the tokenizer or a shard is missing, truncated or not what the metadata says.
+      DataError: the metadata, the tokenizer or a shard is missing, damaged, or does not fit the others.
     """
     metadata = read_metadata(directory)
     for shard in (s for split in SPLITS for s in metadata.shards[split]):
         path = directory / shard.file
         advice = f"Delete {directory} and prepare the data again, or copy the file again."
         if not path.is_file():
-            raise UserError(f"{path} is missing. {advice}")
+            raise DataError(f"{path} is missing. {advice}")
         if (size := path.stat().st_size) != shard.bytes:
-            raise UserError(f"{path} is truncated or changed: {size} bytes, {shard.bytes} expected. {advice}")
+            raise DataError(f"{path} is truncated or changed: {size} bytes, {shard.bytes} expected. {advice}")
     tokenizer = load_saved_tokenizer(directory / TOKENIZER_DIRECTORY)
     if tokenizer.fingerprint != metadata.tokenizer_fingerprint:
-        raise UserError(
+        raise DataError(
             f"{directory} was prepared with tokenizer {metadata.tokenizer_fingerprint}, but holds "
             f"{tokenizer.fingerprint}. Delete it and prepare the data again."
         )
-    streams = {
-        split: TokenStream(directory, metadata.shards[split], metadata.dtype, metadata.record_tokens, in_memory_bytes)
-        for split in SPLITS
-    }
+    streams = {split: TokenStream(directory, metadata, split, in_memory_bytes) for split in SPLITS}
     return Prepared(directory, metadata, tokenizer, streams)

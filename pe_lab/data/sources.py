@@ -1,21 +1,21 @@
-"""Where text comes from: the standard library, files of text, JSON lines, Parquet, TensorFlow Datasets."""
+"""Corpora: the standard library, text files, JSON lines, Parquet and TensorFlow Datasets."""
 
 from __future__ import annotations
 
 import glob
 import gzip
 import hashlib
-import json
 import os
 import sys
 import sysconfig
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from pe_lab.config import SourceConfig
-from pe_lab.errors import UserError, did_you_mean
+from pe_lab.errors import ConfigError, DataError, did_you_mean
+from pe_lab.storage import json_object
 
 KINDS = ("stdlib", "text", "jsonl", "parquet", "tfds")
 SKIPPED_DIRECTORIES = {
@@ -36,78 +36,58 @@ class Source(Protocol):
     name: str
 
     def documents(self) -> Iterator[str]:
-        """The documents, one after another. Raises UserError at one that cannot be read."""
+        """The documents. Raises `DataError` at one that cannot be read."""
 
     def count(self) -> int | None:
-        """How many documents, where that is known without reading them."""
+        """The number of documents; None if it is not known without reading them."""
 
     def identity(self) -> Any:
-        """JSON that changes when the corpus does (file names and sizes, versions): the key of the cache."""
+        """JSON that changes with the corpus (file names and sizes, versions), as a key of the cache."""
 
 
 def open_source(config: SourceConfig) -> Source:
-    """The source a config names.
+    """The source named in a config.
 
     Raises:
-      UserError: the kind is unknown, nothing matches, or a column or package is missing.
+      ConfigError: the kind or the column is unknown.
+      DataError: no file matches, or a file is not what its kind says.
     """
     kind, _, where = config.source.partition(":")
     if kind == "stdlib" and not where:
         return StandardLibrary()
     if kind not in KINDS:
-        raise UserError(
+        raise ConfigError(
             f"data source {config.source!r}: unknown kind {kind!r}. "
             f"{did_you_mean(kind, (*KINDS, 'needles', 'prepared'))} "
             "Use stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, tfds:NAME[/SPLIT], prepared:DIR or needles."
         )
     if not where or kind == "stdlib":
-        raise UserError(
+        raise ConfigError(
             f"data source {config.source!r} is incomplete. Use stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB "
             "or tfds:NAME."
         )
     if kind == "tfds":
         return TensorFlowDataset(config.source, where, config.column, config.options)
-    files = _matching_files(config.source, where)
-    if kind == "text":
-        return TextFiles(config.source, files)
-    if kind == "jsonl":
-        return JsonLines(config.source, files, config.column)
-    return ParquetFiles(config.source, files, config.column)
+    of_files = {"text": TextFiles, "jsonl": JsonLines, "parquet": ParquetFiles}[kind]
+    return of_files(config.source, _matching_files(config.source, where), config.column)
 
 
 def _matching_files(name: str, pattern: str) -> list[Path]:
-    """Files matching a glob (`~` and `**` allowed), sorted."""
+    """The files that match a glob (`~` and `**` allowed), sorted."""
     expanded = str(Path(pattern).expanduser())
     found = sorted(Path(p) for p in glob.glob(expanded, recursive=True))
     files = [p for p in found if p.is_file()]
     if not files:
         base = Path(glob.glob(expanded)[0]) if found else Path(expanded)
-        hint = (
-            f"{base} is a directory; write {base}/**/* to take what is in it."
-            if found
-            else f"Looked from {Path.cwd()}."
-        )
-        raise UserError(f"No file matches data source {name!r}. {hint}")
+        hint = f"{base} is a directory; {base}/**/* matches the files in it." if found else f"Looked from {Path.cwd()}."
+        raise DataError(f"No file matches data source {name!r}. {hint}")
     if not any(p.stat().st_size for p in files):
-        raise UserError(f"data source {name!r} is empty: its {len(files)} file(s) have 0 bytes.")
+        raise DataError(f"data source {name!r} is empty: its {len(files)} file(s) have 0 bytes.")
     return files
 
 
-def _file_identity(files: list[Path]) -> dict[str, Any]:
-    sizes = [(str(p), p.stat().st_size) for p in files]
-    digest = hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest()
-    return {"files": len(files), "bytes": sum(size for _, size in sizes), "names_and_sizes": digest}
-
-
-def _read_failed(path: Path, error: Exception) -> UserError:
-    if isinstance(error, UnicodeDecodeError):
-        return UserError(f"{path} is not UTF-8 (byte {error.start}). Convert it, or leave it out of the glob.")
-    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return UserError(f"Cannot read {path}: {reason}.")
-
-
 class StandardLibrary:
-    """The running interpreter's standard library: a document a module, and the prose of its help topics."""
+    """The standard library of the running interpreter: one document per module, and one per help topic of pydoc."""
 
     name = "stdlib"
 
@@ -115,9 +95,9 @@ class StandardLibrary:
         self._root = Path(sysconfig.get_paths()["stdlib"])
         self._files = [self._root / name for name in sorted(self._names())]
         if not self._files:
-            raise UserError(
-                f"data source 'stdlib': no Python files under {self._root}. This interpreter ships compiled "
-                "modules only."
+            raise DataError(
+                f"data source 'stdlib': no Python files under {self._root}. This interpreter ships compiled modules "
+                "only: use another source."
             )
 
     def _names(self) -> Iterator[str]:
@@ -125,17 +105,17 @@ class StandardLibrary:
             subdirectories[:] = [d for d in subdirectories if d not in SKIPPED_DIRECTORIES]
             for file in files:
                 name = (Path(directory) / file).relative_to(self._root).as_posix()
-                # The help topics are read as prose below; _sysconfigdata is this machine's build settings.
+                # `_topics` yields the help topics; _sysconfigdata holds the build settings of this machine.
                 if file.endswith(".py") and name != "pydoc_data/topics.py" and not file.startswith("_sysconfigdata"):
                     yield name
 
     def documents(self) -> Iterator[str]:
         for path in self._files:
             try:
-                with tokenize.open(path) as file:  # honours a coding cookie
+                with tokenize.open(path) as file:  # decodes by the coding cookie
                     text = file.read()
             except (OSError, SyntaxError, UnicodeDecodeError):
-                continue  # not source text; the rest of the library is enough
+                continue  # no source text
             if text.strip():
                 yield text
         yield from self._topics()
@@ -159,11 +139,30 @@ class StandardLibrary:
         }
 
 
-class TextFiles:
-    """One UTF-8 file (or .gz of one), one document."""
+class _Files:
+    """The files of a source; `column` names the text in a record."""
 
-    def __init__(self, name: str, files: list[Path]):
-        self.name, self._files = name, files
+    def __init__(self, name: str, files: list[Path], column: str):
+        self.name, self._files, self._column = name, files, column
+
+    def count(self) -> int | None:
+        return None
+
+    def identity(self) -> Any:
+        sizes = [(str(p), p.stat().st_size) for p in self._files]
+        digest = hashlib.blake2b(repr(sizes).encode(), digest_size=8).hexdigest()
+        return {"files": len(self._files), "bytes": sum(size for _, size in sizes), "names_and_sizes": digest}
+
+
+def _read_failed(path: Path, error: Exception) -> DataError:
+    if isinstance(error, UnicodeDecodeError):
+        return DataError(f"{path} is not UTF-8 (byte {error.start}). Convert it, or leave it out of the glob.")
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return DataError(f"Cannot read {path}: {reason}. Check the file, or leave it out of the glob.")
+
+
+class TextFiles(_Files):
+    """UTF-8 files, also gzipped (.gz), one document each."""
 
     def documents(self) -> Iterator[str]:
         for path in self._files:
@@ -179,15 +178,9 @@ class TextFiles:
     def count(self) -> int | None:
         return len(self._files)
 
-    def identity(self) -> Any:
-        return _file_identity(self._files)
 
-
-class JsonLines:
-    """One JSON object a line (or .gz of such), one document: the text in `column`."""
-
-    def __init__(self, name: str, files: list[Path], column: str):
-        self.name, self._files, self._column = name, files, column
+class JsonLines(_Files):
+    """Files of JSON lines, also gzipped (.gz), one document per line."""
 
     def documents(self) -> Iterator[str]:
         for path in self._files:
@@ -196,37 +189,31 @@ class JsonLines:
                     for number, line in enumerate(file, start=1):
                         if line.strip() and (text := self._text(path, number, line)):
                             yield text
-            except (OSError, EOFError, UnicodeDecodeError) as error:
+            except (OSError, EOFError) as error:
                 raise _read_failed(path, error) from error
 
     def _text(self, path: Path, number: int, line: bytes) -> str:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number} is not JSON: {error}.") from error
-        if not isinstance(row, dict) or self._column not in row:
-            has = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
-            raise UserError(
-                f"{path}, line {number} has no column {self._column!r} (it has: {has}). Set the source's column."
-            )
-        text = row[self._column]
+        record = json_object(line)
+        if record is None:
+            raise DataError(f"{path}, line {number} is not a JSON object. Mend it, or leave the file out of the glob.")
+        _check_column(f"{path}, line {number}", self._column, record)
+        text = record[self._column]
         if text is not None and not isinstance(text, str):
-            raise UserError(f"{path}, line {number}: column {self._column!r} holds a {type(text).__name__}, not text.")
+            raise DataError(f"{path}, line {number}: column {self._column!r} holds a {type(text).__name__}, not text.")
         return text or ""
 
-    def count(self) -> int | None:
-        return None
 
-    def identity(self) -> Any:
-        return _file_identity(self._files)
+def _check_column(where: str, column: str, columns: Iterable[str]) -> None:
+    if column not in columns:
+        raise ConfigError(f"{where} has no column {column!r} (it has: {', '.join(columns)}). Set the source's column.")
 
 
-class ParquetFiles:
-    """Rows of Parquet files, streamed a few thousand at a time: the text in `column`."""
+class ParquetFiles(_Files):
+    """Parquet files, one document per row, streamed a few thousand rows at a time."""
 
     def __init__(self, name: str, files: list[Path], column: str):
-        self.name, self._files, self._column = name, files, column
-        self._open(files[0]).close()  # a wrong column is known before any work is done
+        super().__init__(name, files, column)
+        self._open(files[0]).close()  # finds a wrong column early
 
     def _open(self, path: Path) -> Any:
         import pyarrow
@@ -235,15 +222,11 @@ class ParquetFiles:
         try:
             file = pyarrow.parquet.ParquetFile(path)
         except (OSError, pyarrow.ArrowException) as error:
-            raise UserError(
-                f"Cannot read {path} as Parquet: {error}. Check the file, or leave it out of the glob."
-            ) from error
-        if self._column not in file.schema_arrow.names:
-            has = ", ".join(file.schema_arrow.names)
-            raise UserError(f"{path} has no column {self._column!r} (it has: {has}). Set the source's column.")
+            raise _read_failed(path, error) from error
+        _check_column(str(path), self._column, file.schema_arrow.names)
         kind = file.schema_arrow.field(self._column).type
         if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-            raise UserError(f"{path}: column {self._column!r} is of type {kind}, not text. Set the source's column.")
+            raise ConfigError(f"{path}: column {self._column!r} is of type {kind}, not text. Set the source's column.")
         return file
 
     def documents(self) -> Iterator[str]:
@@ -255,9 +238,7 @@ class ParquetFiles:
                     for batch in file.iter_batches(batch_size=2048, columns=[self._column]):
                         yield from filter(None, batch.column(0).to_pylist())
                 except (OSError, pyarrow.ArrowException) as error:
-                    raise UserError(
-                        f"Cannot read {path} as Parquet: {error}. Check the file, or leave it out of the glob."
-                    ) from error
+                    raise _read_failed(path, error) from error
 
     def count(self) -> int | None:
         total = 0
@@ -266,14 +247,11 @@ class ParquetFiles:
                 total += file.metadata.num_rows
         return total
 
-    def identity(self) -> Any:
-        return _file_identity(self._files)
-
 
 class TensorFlowDataset:
-    """`tfds:NAME[/CONFIG][/SPLIT]`, prepared as array_record, read at random without TensorFlow.
+    """`tfds:NAME[/CONFIG][/SPLIT]`, prepared as array_record and read without TensorFlow.
 
-    The split is `train` unless named. `options`: `data_dir`, where TFDS keeps its data.
+    The split is `train` by default. `options`: `data_dir`, the directory of the datasets.
     """
 
     def __init__(self, name: str, where: str, column: str, options: Any):
@@ -281,23 +259,17 @@ class TensorFlowDataset:
 
         self.name, self._column = name, column
         if unknown := set(options) - {"data_dir"}:
-            raise UserError(
+            raise ConfigError(
                 f"data source {name!r}: unknown option {min(unknown)!r}. {did_you_mean(min(unknown), ('data_dir',))}"
             )
         self._builder, self._split = self._find(tfds, where, options.get("data_dir"))
         try:
             self._data = self._builder.as_data_source(split=self._split)
         except Exception as error:
-            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(f"data source {name!r} cannot be read at random: {first_line}") from error
-        features = self._builder.info.features
-        if column not in features:
-            raise UserError(
-                f"data source {name!r} has no column {column!r} (it has: {', '.join(features)}). Set the "
-                "source's column."
-            )
+            raise DataError(f"data source {name!r} has no random access: {_first_line(error)}") from error
+        _check_column(f"data source {name!r}", column, self._builder.info.features)
         if not len(self._data):
-            raise UserError(f"data source {name!r} is empty: split {self._split!r} has no examples.")
+            raise DataError(f"data source {name!r} is empty: split {self._split!r} has no examples.")
 
     def _find(self, tfds: Any, where: str, data_dir: str | None) -> tuple[Any, str]:
         head, _, tail = where.rpartition("/")
@@ -306,25 +278,25 @@ class TensorFlowDataset:
         for dataset, split in candidates:
             try:
                 builder = tfds.builder(dataset, data_dir=data_dir)
-            except Exception as error:  # TFDS raises whatever its registry or the file system does
-                failures.append(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+            except Exception as error:  # of any type: from the registry or the file system
+                failures.append(_first_line(error))
                 continue
             if not builder.info.splits:
-                raise UserError(
+                raise DataError(
                     f"data source {self.name!r}: {dataset} is not prepared under {builder.data_dir}. "
                     f"Run: tfds build {dataset} --file_format=array_record"
                 )
             if split.partition("[")[0] not in builder.info.splits:
                 has = ", ".join(builder.info.splits)
-                raise UserError(f"data source {self.name!r}: {dataset} has no split {split!r} (it has: {has}).")
+                raise ConfigError(f"data source {self.name!r}: {dataset} has no split {split!r} (it has: {has}).")
             return builder, split
-        raise UserError(f"data source {self.name!r}: TensorFlow Datasets finds no such dataset: {failures[0]}")
+        raise ConfigError(f"data source {self.name!r}: TensorFlow Datasets finds no such dataset: {failures[0]}")
 
     def documents(self) -> Iterator[str]:
         for index in range(len(self._data)):
             text = self._data[index][self._column]
             if not isinstance(text, bytes | str):
-                raise UserError(
+                raise ConfigError(
                     f"data source {self.name!r}: column {self._column!r} holds {type(text).__name__}, not text."
                 )
             if text:
@@ -335,9 +307,9 @@ class TensorFlowDataset:
 
     def identity(self) -> Any:
         info = self._builder.info
-        return {
-            "dataset": info.full_name,
-            "split": self._split,
-            "examples": len(self._data),
-            "bytes": int(info.dataset_size),
-        }
+        sizes = {"examples": len(self._data), "bytes": int(info.dataset_size)}
+        return {"dataset": info.full_name, "split": self._split, **sizes}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Windows: a split's tokens cut into pieces of T + 1, and what the loss needs to know of them."""
+"""Windows of T + 1 tokens of a split, and batches made from them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pe_lab.data.shards import TokenStream
 
 
 class TokenWindows:
-    """Random access to the windows of T + 1 tokens that tile a stream: window i is tokens[i*T : i*T + T + 1].
+    """Random access to the windows of T + 1 tokens of a stream: window i is tokens[i*T : i*T + T + 1].
 
-    Neighbours share one token, the last target of one and the first input of the next, so that every token
-    but the first is a target exactly once. What is left at the end, less than T targets, is not read.
+    Consecutive windows share one token, the last target of one and the first input of the next: every token but the
+    first is a target exactly once. The last targets, fewer than T, are left out.
     """
 
     def __init__(self, stream: TokenStream, length: int):
@@ -33,10 +33,10 @@ class TokenWindows:
 def make_batch(
     windows: Int32[np.ndarray, "B W"], weights: Float32[np.ndarray, "B T"], *, segments: bool, eos_id: int
 ) -> dict[str, np.ndarray]:
-    """Tokens, next-token targets and weights; with `segments` also each token's document and place in it.
+    """Tokens, next-token targets and weights; with `segments` also the document of each token and its position there.
 
-    Segments count from 1 in each window and positions from 0 in each segment. The first token of a document
-    is not predicted from the document before it: there the weight is 0.
+    Segments count from 1 in each window, positions from 0 in each segment. Where the target is the first token of
+    the next document, the weight is 0.
     """
     tokens, targets = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
     batch = {"tokens": tokens, "targets": targets, "weights": weights}
@@ -49,7 +49,7 @@ def make_batch(
 def segment_ids(
     tokens: Int32[np.ndarray, "B T"], eos_id: int
 ) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]:
-    """Segment (from 1) and position in it (from 0) of each token; EOS is the last token of its segment."""
+    """The segment (from 1) and the position in it (from 0) of each token; EOS is the last token of its segment."""
     first = np.zeros(tokens.shape, bool)
     first[:, 1:] = tokens[:, :-1] == eos_id
     segments = 1 + np.cumsum(first, axis=1, dtype=np.int32)

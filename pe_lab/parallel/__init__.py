@@ -1,4 +1,4 @@
-"""Mesh, logical axes, multi-process start-up."""
+"""The device mesh, logical axes, and the start of several processes."""
 
 from pe_lab.parallel.context import balanced_order, padded_length
 from pe_lab.parallel.host_memory import keep_freed_memory

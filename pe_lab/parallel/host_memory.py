@@ -1,4 +1,4 @@
-"""What freed memory becomes on a host that computes."""
+"""The C library's allocator, set for training on a CPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 
 def keep_freed_memory() -> bool:
-    """Tells the C library to keep freed memory for its next use. For training on a CPU; call it before JAX starts.
+    """Sets the C library to keep freed memory for its next allocation. Call it before JAX starts.
 
-    XLA on a CPU allocates the scratch memory of a step anew at every step. By default the C library gives pieces as
-    large as that back to the kernel, which then clears and maps every page of them again: a third of the processor
-    time of a small model's step. Kept, they stay mapped, and the process stays as large as it ever was.
+    XLA on a CPU allocates the scratch memory of a step anew at every step. By default the C library returns blocks of
+    that size to the kernel, which then clears and maps every page again: a third of the processor time of a small
+    model's step. With these settings the pages stay mapped, and the process never shrinks.
 
     Returns:
-      Whether the C library took the settings; only GNU's knows them.
+      Whether the C library accepted the settings; only GNU's has them.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -25,6 +25,6 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    # Never map a piece by itself; one heap for all threads, since only the main one can grow past 64 MiB; and never
-    # cut its unused end off.
+    # No block is mapped by itself; all threads share one heap, because only the main heap can grow past 64 MiB; and
+    # the unused end of the heap is never returned.
     return all(mallopt(*setting) == 1 for setting in ((_M_MMAP_MAX, 0), (_M_ARENA_MAX, 1), (_M_TRIM_THRESHOLD, -1)))

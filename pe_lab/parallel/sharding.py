@@ -1,4 +1,4 @@
-"""Which logical axis lives on which mesh axis, in one dataclass, and nothing about any model in particular."""
+"""The mesh axis of each logical axis, in one dataclass, for any model."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from pe_lab.errors import UserError, did_you_mean
+from pe_lab.errors import ConfigError, did_you_mean
 
 MeshAxes = str | tuple[str, ...] | None
-AnyMesh = Mesh | AbstractMesh  # sizes alone are enough to know how an array is cut
+AnyMesh = Mesh | AbstractMesh  # a partition depends on the axis sizes alone
 
 
 @dataclass(frozen=True)
 class AxisRules:
-    """Logical axis -> mesh axis or axes; None replicates.
+    """The mesh axis or axes that each logical axis is sharded over; None replicates.
 
-    Parameters: `embed` (D) is what fsdp cuts, `heads`, `kv_heads`, `mlp` and `vocab` are what tensor cuts.
-    Activations: `batch` is cut by data and fsdp, `length` and the `slots` of a cache by context; `activation_embed`
-    stays whole.
+    Parameters: `embed` (D) is sharded over fsdp; `heads`, `kv_heads`, `mlp` and `vocab` over tensor.
+    Activations: `batch` is sharded over data and fsdp; `length` and the `slots` of a KV cache over context;
+    `activation_embed` is replicated.
     """
 
     batch: MeshAxes = ("data", "fsdp")
@@ -44,18 +44,18 @@ class AxisRules:
         mesh: AnyMesh | None = None,
         name: str = "",
     ) -> PartitionSpec:
-        """The partition of an array whose dimensions carry these logical axes.
+        """The partition of an array with these logical axes.
 
-        With `shape` and `mesh`, checks that every cut is even. Few key-value heads are the one exception: where
-        they do not divide, each device keeps them all, as every grouped-query model is sharded.
+        With `shape` and `mesh`, the shards must be equal. `kv_heads` is the exception: where it does not divide,
+        every device keeps all key-value heads.
 
         Raises:
-          UserError: an unknown logical axis, one mesh axis used twice in an array, or an uneven cut.
+          ConfigError: a logical axis is unknown, a mesh axis is used twice in an array, or the shards are not equal.
         """
         chosen: list[MeshAxes] = []
         for dimension, axis in enumerate(axes):
             if axis is not None and axis not in self.__dataclass_fields__:
-                raise UserError(
+                raise ConfigError(
                     f"{name or 'An array'}: no logical axis is called '{axis}'. "
                     + did_you_mean(axis, list(self.__dataclass_fields__))
                 )
@@ -64,7 +64,7 @@ class AxisRules:
                 parts = _size(mesh, mesh_axes)
                 if shape[dimension] % parts:
                     if axis != "kv_heads":
-                        raise UserError(
+                        raise ConfigError(
                             f"{name or 'An array'} of shape {tuple(shape)}: dimension {dimension} ('{axis}', "
                             f"{shape[dimension]}) does not divide over {parts} devices of mesh axis {mesh_axes!r}. "
                             f"Choose a mesh whose {mesh_axes!r} divides {shape[dimension]}."
@@ -74,7 +74,7 @@ class AxisRules:
         used = [m for axis in chosen if axis for m in ((axis,) if isinstance(axis, str) else axis)]
         twice = sorted({m for m in used if used.count(m) > 1})
         if twice:
-            raise UserError(
+            raise ConfigError(
                 f"{name or 'An array'} with axes {tuple(axes)} uses mesh axis {twice[0]!r} twice; "
                 "change one of its rules in AxisRules."
             )
@@ -83,7 +83,7 @@ class AxisRules:
     def sharding(
         self, mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int] | None = None, name: str = ""
     ) -> NamedSharding:
-        """`spec`, placed on a mesh."""
+        """`spec` on a mesh."""
         return NamedSharding(mesh, self.spec(axes, shape, mesh, name))
 
 
@@ -92,7 +92,7 @@ def _size(mesh: AnyMesh, axes: MeshAxes) -> int:
     size = 1
     for axis in names:
         if axis not in mesh.shape:
-            raise UserError(f"AxisRules name a mesh axis '{axis}'; the mesh has {', '.join(mesh.shape)}.")
+            raise ConfigError(f"AxisRules name a mesh axis '{axis}'; the mesh has {', '.join(mesh.shape)}.")
         size *= mesh.shape[axis]
     return size
 
@@ -102,7 +102,7 @@ _current: ContextVar[tuple[Mesh, AxisRules] | None] = ContextVar("mesh_and_rules
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh, rules: AxisRules) -> Iterator[None]:
-    """While a function is traced inside this, `constrain` speaks of this mesh. Outside, it does nothing."""
+    """Sets the mesh and the rules for the functions below, while a program is traced."""
     token = _current.set((mesh, rules))
     try:
         yield
@@ -111,31 +111,31 @@ def use_mesh(mesh: Mesh, rules: AxisRules) -> Iterator[None]:
 
 
 def current_mesh() -> tuple[Mesh, AxisRules] | None:
-    """The mesh that is being traced for, under `use_mesh`."""
+    """The mesh and the rules of `use_mesh`; None outside."""
     return _current.get()
 
 
 def context_size() -> int:
-    """How many devices hold slices of a text, on the mesh that is being traced for."""
+    """The number of devices that `length` is sharded over, under `use_mesh`; 1 outside."""
     current = _current.get()
     return 1 if current is None else _size(current[0], current[1].length)
 
 
 def slots_are_cut() -> bool:
-    """Whether the slots of a cache lie on several devices, on the mesh that is being traced for."""
+    """Whether the slots of a KV cache are sharded over several devices, under `use_mesh`."""
     current = _current.get()
     return current is not None and _size(current[0], current[1].slots) > 1
 
 
 def platform() -> str:
-    """What is being traced for: cpu, gpu or tpu. A mesh of placeholders stands for what is here."""
+    """The platform of the mesh of `use_mesh`, else of this machine: cpu, gpu or tpu."""
     current = _current.get()
     found = "" if current is None else str(current[0].devices.flat[0].platform)
     return found if found in ("cpu", "gpu", "tpu") else jax.default_backend()
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins the sharding of an activation by its logical axes, under `use_mesh`; elsewhere returns it as it is."""
+    """Constrains the sharding of an activation by its logical axes, under `use_mesh`; the identity outside."""
     current = _current.get()
     if current is None:
         return x

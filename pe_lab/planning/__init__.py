@@ -1,1 +1,1 @@
-"""What a run will need before it runs: memory, FLOPs, chip hours, by arithmetic and by the compiler."""
+"""The needs of a run before it starts: parameters, FLOPs, hours, and memory estimated from shapes or compiled."""

@@ -1,4 +1,4 @@
-"""A recipe worked out for a topology: what can be known before anything runs."""
+"""The plan of a recipe on a topology: its numbers before anything is compiled or run."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.config import Config
-from pe_lab.data.needles import NeedleOptions, needle_vocab
+from pe_lab.data.needles import NeedleOptions, place_symbols
 from pe_lab.data.shards import read_metadata
 from pe_lab.data.tokenizers import load_tokenizer, training_size
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Flops, Model, train_flops_per_token
 from pe_lab.parallel import AxisRules, check_batch, make_mesh
 from pe_lab.parallel.topology import CHIPS, Topology, placeholder_mesh, topology_devices
-from pe_lab.planning.step_memory import Compiled, Estimate, compile_memory, estimate_memory
+from pe_lab.planning.compiled_memory import Compiled, compile_step
+from pe_lab.planning.estimate import Estimate, estimate_memory
 from pe_lab.positional import label
 from pe_lab.training.run import PhasePlan, phase_models, plan_phases, vocabulary
 
 
 @dataclass(frozen=True)
 class PhaseNumbers:
-    """One phase, by arithmetic and from shapes."""
+    """The numbers of one phase, from its config and shapes."""
 
     plan: PhasePlan
     model: Model
@@ -36,13 +37,13 @@ class PhaseNumbers:
 
     @property
     def total_flops(self) -> float:
-        """All steps, every query counted against every key."""
+        """FLOPs of all steps, with every query against every key."""
         return self.flops.full * self.tokens
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a recipe on a topology that can be known without a compiler."""
+    """A recipe on a topology: its phases, mesh and first model."""
 
     config: Config
     topology: Topology
@@ -56,15 +57,15 @@ class Plan:
         return model.vocab_size * model.d_model * (1 if model.tie_embeddings else 2)
 
     def chip_hours(self, peak: float, mfu: float) -> float:
-        """Of one chip that reaches `mfu` of `peak` FLOP/s, for all phases together."""
+        """Hours of one chip at `mfu` times `peak` FLOP/s, for all phases."""
         return sum(phase.total_flops for phase in self.phases) / (peak * mfu) / 3600
 
 
 def make_plan(config: Config, topology: Topology) -> Plan:
-    """Works a recipe out for a topology; reads no data and makes no arrays.
+    """The plan of a recipe on a topology; reads no data and makes no arrays.
 
     Raises:
-      UserError: what would stop training too: shapes, encodings, a mesh or a batch that does not divide.
+      UserError: the recipe would not train: its shapes, encodings, mesh or batch sizes do not fit each other.
     """
     phases = plan_phases(config)
     mesh = placeholder_mesh(config.mesh, topology.count)
@@ -83,9 +84,9 @@ def make_plan(config: Config, topology: Topology) -> Plan:
 
 
 def _data_vocabulary(config: Config) -> int:
-    """How many tokens the data will have, from the tokenizer's name where that says it, or its file."""
+    """The size of the vocabulary of a recipe's data, from the name or the file of its tokenizer."""
     data = config.data
-    needles = {NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"}
+    needles = [NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"]
     size = training_size(data.tokenizer)
     try:
         if data.prepared:
@@ -93,33 +94,32 @@ def _data_vocabulary(config: Config) -> int:
         elif size is None:
             size = load_tokenizer(data.tokenizer).vocab_size
     except UserError as error:
-        raise UserError(f"The tokenizer has the vocabulary. {error} Or set model.vocab_size.") from None
-    # Needles that share a vocabulary share its symbols.
-    return size + sum(needle_vocab(o) for o in {o.vocabulary: o for o in needles}.values())
+        raise type(error)(f"The tokenizer determines the vocabulary. {error} Or set model.vocab_size.") from None
+    return place_symbols(dict(enumerate(needles)), size)[1]
 
 
 def compile_phase(plan: Plan, phase: PhaseNumbers) -> Compiled:
-    """The compiler's memory for one phase. Raises `NoCompiler` or `OutOfMemory`."""
+    """The memory that the compiler assigns to the train step of a phase. Raises `NoCompiler` or `OutOfMemory`."""
     mesh = make_mesh(plan.config.mesh, topology_devices(plan.topology))
-    return compile_memory(phase.model, phase.plan, plan.config.data.segments, mesh, AxisRules())
+    return compile_step(phase.model, phase.plan, plan.config.data.segments, mesh, AxisRules())
 
 
 def choose_phases(plan: Plan, chosen: str | None) -> list[PhaseNumbers]:
-    """The phases to compile: one by name, `all`, or by default the one whose estimate is largest."""
+    """The phases to compile: one by name, `all`, or (None) the one with the largest estimate."""
     names = [phase.plan.name for phase in plan.phases]
     if chosen is None:
-        # A rotation only adds to what is estimated here, so among equals one that rotates goes first.
+        # The estimate does not count the rotation: among equal phases, one that rotates is the largest.
         def size(phase: PhaseNumbers) -> tuple[int, bool]:
             return phase.memory.total, any(s.rotates for s in phase.plan.schedule.structure)
 
         return [max(plan.phases, key=size)]
     if chosen != "all" and chosen not in names:
-        raise UserError(f"--phase={chosen}: the phases are {', '.join(names)}; or say all.")
+        raise ConfigError(f"--phase={chosen}: the phases are {', '.join(names)}; or use all.")
     return [phase for phase in plan.phases if chosen in ("all", phase.plan.name)]
 
 
 def plan_json(plan: Plan, mfu: float) -> dict[str, Any]:
-    """The plan as plain JSON; sizes in bytes per chip."""
+    """The plan as JSON; memory in bytes per chip."""
     topology = plan.topology
     return {
         "name": plan.config.name,

@@ -25,8 +25,8 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 
 from real_material import smollm2_gguf  # noqa: E402
 
-from pe_lab.data.difficult_text import DIFFICULT  # noqa: E402
-from pe_lab.data.gguf_tokenizer import CUTS  # noqa: E402
+from pe_lab.data.tokenizers.difficult_strings import DIFFICULT  # noqa: E402
+from pe_lab.data.tokenizers.gguf import PRE_TOKENIZERS  # noqa: E402
 
 TRAINING = [
     "The quick brown fox jumps over the lazy dog. I'm sure you're not, we'll see: it's 12 or 1234 of them.\n",
@@ -290,7 +290,7 @@ def gguf_golden(arguments) -> dict:
             write_gguf(path, {f"tokenizer.ggml.{k}": v for k, v in fields.items()})
             return ask(arguments.llama_cpp, LLAMA_CPP, str(path))
 
-        for pre in CUTS:
+        for pre in PRE_TOKENIZERS:
             ids = asked({**byte_pairs, "pre": pre})
             out["pre"][pre] = {k: [digest(i) for i in ids[k]] for k in ("prompts", "documents")}
         for prefix in (True, False):

@@ -6,9 +6,9 @@ from typing import Any
 
 import tiny
 
-from pe_lab.data.companions import Companions
-from pe_lab.data.hf_tokenizer import HuggingFaceTokenizer
 from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.data.tokenizers.companions import Companions
+from pe_lab.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from pe_lab.evaluation.lm_eval import PeLabLM
 from pe_lab.language_model import LanguageModel
 

@@ -12,7 +12,7 @@ from pe_lab.evaluation import parse_length
 from pe_lab.evaluation.scoring import forward as forwards
 from pe_lab.evaluation.scoring.forward import Forward, Meshes
 from pe_lab.model import Model
-from pe_lab.planning.evaluation_memory import cache_bytes, long_text, longest
+from pe_lab.planning.evaluation_memory import cache_bytes, longest, sequence_memory
 from pe_lab.positional import Layer, NoPE, Rope, build_schedule, layers
 
 ROPE = layers(Rope(), tiny.MODEL.layers)
@@ -81,15 +81,15 @@ def test_the_arithmetic_of_a_cache_by_hand():
     # 2 layers, keys and values, 2 heads of 8 channels, 2 bytes; the windowed layer keeps 20 tokens.
     assert cache_bytes(config, full, 1000) == 2 * 1000 * 2 * 2 * 8 * 2
     assert cache_bytes(config, windowed, 1000) == (1000 + 20) * 2 * 2 * 8 * 2
-    text = long_text(Model(config), full, 2**20, 16)
+    text = sequence_memory(Model(config), full, 2**20, 16)
     assert text.cache == 2**20 * 128 and text.decoding == text.cache // 16
-    assert text.cache < text.in_chunks and text.at_once < long_text(Model(config), full, 2**20, 4).at_once
+    assert text.cache < text.in_chunks and text.at_once < sequence_memory(Model(config), full, 2**20, 4).at_once
 
 
 def test_the_longest_text_is_the_last_that_fits():
     model, structure = Model(tiny.MODEL), build_schedule(ROPE, 2, 2, 8).structure
     for way in ("at_once", "in_chunks", "decoding"):
-        room = getattr(long_text(model, structure, 300 * 1024, 4), way)
+        room = getattr(sequence_memory(model, structure, 300 * 1024, 4), way)
         assert longest(model, structure, 4, room, way) == 300 * 1024, way
         assert longest(model, structure, 4, 0, way) == 0
 

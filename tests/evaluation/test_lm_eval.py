@@ -16,6 +16,7 @@ import tiny
 from adapters import LM, MAX_LENGTH, language_model, with_beginning
 from lm_eval_tasks import NAMES, TASKS, write_tasks
 
+from pe_lab.data.tokenizers import export_tokenizer
 from pe_lab.errors import UserError
 from pe_lab.evaluation.lm_eval import PeLabLM, evaluate_lm_eval, main, task_lists, with_defaults
 from pe_lab.evaluation.lm_eval.task_lists import TASK_LISTS, expand_tasks, open_tasks
@@ -108,7 +109,7 @@ def test_a_command_that_fails_says_why(raised, message, monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_harnesses_command_line_measures_ours(tasks, tmp_path):
     model = shutil.copytree(ROOT / "tests" / "data" / "hf" / "llama", tmp_path / "model")
-    with_beginning().export(model)
+    export_tokenizer(with_beginning(), model)
     arguments = ["--model_args", f"pretrained={model},positional=yarn:factor=2,max_length=40", "--tasks", "local_group",
                  "--include_path", str(tasks), "--limit", "4", "--output_path", str(tmp_path / "out")]  # fmt: skip
     variables = {"HF_DATASETS_CACHE": str(tmp_path / "datasets"), "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}

@@ -1,4 +1,4 @@
-"""Freed memory that is kept: fewer page faults, and a refusal where the C library has no such setting."""
+"""Freed memory is kept: fewer page faults, and False where the C library has no such setting."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ if {keep}:
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(5):
-        np.ones(64_000_000, np.uint8)  # larger than what the C library would keep by itself
+        np.ones(64_000_000, np.uint8)  # larger than the C library keeps by default
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults()
 print(faults())
@@ -26,15 +26,15 @@ def faults(keep: bool) -> int:
     return int(run.stdout)
 
 
-def test_memory_that_is_kept_is_not_mapped_again():
+def test_kept_memory_is_not_mapped_again():
     assert faults(keep=True) * 10 < faults(keep=False)
 
 
-def test_only_linux_is_asked(monkeypatch):
+def test_only_linux_is_supported(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not keep_freed_memory()
 
 
-def test_a_platform_asked_for_by_name_counts(monkeypatch):
+def test_jax_platforms_selects_the_accelerator(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert not has_accelerator()

@@ -1,4 +1,4 @@
-"""When processes join, and how: by the environment, by a TPU VM's metadata, by hand."""
+"""The start of several processes: from the environment, from a TPU VM's metadata, by hand."""
 
 import socket
 import subprocess
@@ -10,10 +10,10 @@ import jax
 import pytest
 from tiny_runs import REPOSITORY
 
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError
 from pe_lab.parallel import processes, start_processes
 
-SAYS_SO = (
+VARIABLES = (
     "COORDINATOR_ADDRESS",
     "SLURM_NTASKS",
     "OMPI_COMM_WORLD_SIZE",
@@ -25,10 +25,10 @@ SAYS_SO = (
 
 @pytest.fixture
 def joined(monkeypatch):
-    """The arguments of every `jax.distributed.initialize`, on a host that says nothing of others."""
+    """The arguments of every `jax.distributed.initialize`, in an environment that names no other process."""
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *address, **given: calls.append((*address, given)))
-    for name in SAYS_SO:
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return calls
 
@@ -63,7 +63,7 @@ def metadata():
 
 @pytest.fixture
 def tpu_vm(tmp_path, monkeypatch):
-    """Makes this host one with a TPU's device file."""
+    """Gives this host the device file of a TPU."""
     (tmp_path / "accel0").touch()
     monkeypatch.setattr(processes, "_TPU_DEVICES", (str(tmp_path / "accel0"),))
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
@@ -71,22 +71,21 @@ def tpu_vm(tmp_path, monkeypatch):
 
 
 def test_one_process_starts_alone(joined, monkeypatch):
-    """Nothing says that there are others, or that it is one of one: no coordinator is sought."""
     start_processes()
-    for name in SAYS_SO[1:4]:
+    for name in VARIABLES[1:4]:
         monkeypatch.setenv(name, "1")
     start_processes()
     assert joined == []
 
 
-@pytest.mark.parametrize("name", SAYS_SO[1:4])
-def test_a_launcher_that_counts_several_is_believed(joined, monkeypatch, name):
+@pytest.mark.parametrize("name", VARIABLES[1:4])
+def test_a_launcher_that_counts_several_processes(joined, monkeypatch, name):
     monkeypatch.setenv(name, "2")
     start_processes()
     assert joined == [({},)]
 
 
-@pytest.mark.parametrize("name", SAYS_SO[4:])
+@pytest.mark.parametrize("name", VARIABLES[4:])
 def test_hosts_listed_in_the_environment(joined, tpu_vm, monkeypatch, name):
     monkeypatch.setenv(name, "localhost")  # as on a notebook's TPU, which has one host and no metadata
     start_processes()
@@ -110,15 +109,15 @@ def test_a_tpu_vm_asks_its_metadata(joined, tpu_vm, metadata, monkeypatch, attri
     assert bool(joined) == several
 
 
-def test_a_tpu_without_a_metadata_server_is_alone(joined, tpu_vm, metadata, monkeypatch):
-    monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:1")  # nobody listens there
+def test_a_tpu_without_a_metadata_server_is_one_process(joined, tpu_vm, metadata, monkeypatch):
+    monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:1")  # no server listens there
     start_processes()
     assert joined == []
 
 
-def test_without_a_tpu_no_metadata_is_asked(joined, monkeypatch):
+def test_without_a_tpu_no_metadata_is_queried(joined, monkeypatch):
     def refuse(*_, **__):
-        raise AssertionError("asked for metadata")
+        raise AssertionError("queried the metadata server")
 
     monkeypatch.setattr(processes.urllib.request, "urlopen", refuse)
     start_processes()
@@ -127,7 +126,7 @@ def test_without_a_tpu_no_metadata_is_asked(joined, monkeypatch):
 JOIN = """
 import os, sys
 import jax
-os.environ.pop("TPU_SKIP_MDS_QUERY")  # JAX found no chip, and tells itself not to ask
+os.environ.pop("TPU_SKIP_MDS_QUERY")  # set by JAX where it finds no chip
 from pe_lab.parallel import processes
 processes._TPU_DEVICES = (sys.argv[1],)
 jax.config.update("jax_platforms", "cpu")
@@ -138,7 +137,7 @@ print(jax.process_count(), jax.process_index(), jax.device_count())
 
 @pytest.mark.slow
 def test_two_hosts_of_a_slice_join_through_jaxs_own_detection(tmp_path, metadata):
-    """Two real processes that know nothing but their metadata servers, as hosts of a Compute Engine slice."""
+    """Two processes with a metadata server each, as the hosts of a Compute Engine slice have."""
     (tmp_path / "accel0").touch()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -164,8 +163,8 @@ def test_two_hosts_of_a_slice_join_through_jaxs_own_detection(tmp_path, metadata
                 stderr=subprocess.PIPE,
             )
         )
-    said = [process.communicate(timeout=120) for process in started]
-    assert [out for out, _ in said] == ["2 0 2\n", "2 1 2\n"], said
+    printed = [process.communicate(timeout=120) for process in started]
+    assert [out for out, _ in printed] == ["2 0 2\n", "2 1 2\n"], printed
 
 
 def test_processes_join_by_hand(monkeypatch):
@@ -180,9 +179,9 @@ def test_processes_join_by_hand(monkeypatch):
     assert ("jax_cpu_collectives_implementation", "gloo") in joined
 
 
-def test_processes_joined_by_hand_need_to_know_their_number(monkeypatch):
+def test_processes_joined_by_hand_need_their_number(monkeypatch):
     monkeypatch.setenv("COORDINATOR_ADDRESS", "host-0:1234")
     monkeypatch.delenv("PROCESS_COUNT", raising=False)
     monkeypatch.setenv("PROCESS_INDEX", "one")
-    with pytest.raises(UserError, match="PROCESS_COUNT is '' and PROCESS_INDEX 'one'"):
+    with pytest.raises(ConfigError, match="PROCESS_COUNT is '' and PROCESS_INDEX 'one'"):
         start_processes()

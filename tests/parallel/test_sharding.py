@@ -1,4 +1,4 @@
-"""Logical axes on a mesh: a table of partitions, refusals, and the same numbers on any number of devices."""
+"""Logical axes on a mesh: a table of partitions, errors, and equal results on any number of devices."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pe_lab.config import MeshConfig, ModelConfig, from_dict
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError
 from pe_lab.model import Model, preset
 from pe_lab.parallel import AxisRules, constrain, make_mesh, use_mesh
 from pe_lab.positional import build_schedule, layers
@@ -57,7 +57,7 @@ def test_the_partition_of_every_parameter_of_the_494m_model():
     assert Model(DROPE_494M).num_parameters == 24 * layer + 151936 * 896 + 896
 
 
-def test_what_a_family_adds_has_a_partition_too():
+def test_the_optional_parameters_of_a_family_have_a_partition():
     config = dataclasses.replace(DROPE_494M, qk_norm="head", attention_bias=True, tie_embeddings=False)
     added = {
         "token_embedder.unembedding": P("tensor", "fsdp"),
@@ -69,7 +69,7 @@ def test_what_a_family_adds_has_a_partition_too():
     }
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     assert specs(config, mesh) == specs(DROPE_494M, mesh) | added
-    # A flat QK-norm has a scale per head, which lies where the head does.
+    # A flat QK-norm has a scale per head, sharded like the heads.
     config = dataclasses.replace(DROPE_494M, qk_norm="flat")
     flat_scales = {
         "layers.attention.query_norm.scale": P(None, "tensor", None),
@@ -106,7 +106,7 @@ def test_the_partition_of_every_parameter_of_pythia():
     }
 
 
-def test_few_key_value_heads_are_kept_whole():
+def test_few_key_value_heads_are_replicated():
     """Two of them on four tensor devices; with 16 query heads, which do divide."""
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
     found = specs(dataclasses.replace(DROPE_494M, heads=16, head_dim=64, qk_norm="flat"), mesh)
@@ -116,32 +116,32 @@ def test_few_key_value_heads_are_kept_whole():
     assert found["layers.attention.query"] == P(None, "fsdp", "tensor", None)
 
 
-def test_an_uneven_cut_names_the_parameter_and_the_way_out():
+def test_unequal_shards_are_refused():
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
     message = r"layers\.attention\.out of shape \(24, 14, 64, 896\).*'heads', 14.*4 devices.*'tensor'"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ConfigError, match=message):
         specs(DROPE_494M, mesh)
-    with pytest.raises(UserError, match=r"'embed', 896.*256 devices"):
+    with pytest.raises(ConfigError, match=r"'embed', 896.*256 devices"):
         specs(DROPE_494M, AbstractMesh((1, 256, 1), ("data", "fsdp", "tensor")))
 
 
-def test_one_mesh_axis_cannot_cut_two_dimensions():
-    with pytest.raises(UserError, match=r"token_embedder\.embedding.*\('vocab', 'embed'\).*'fsdp' twice"):
+def test_two_dimensions_cannot_use_one_mesh_axis():
+    with pytest.raises(ConfigError, match=r"token_embedder\.embedding.*\('vocab', 'embed'\).*'fsdp' twice"):
         AxisRules(vocab="fsdp").spec(("vocab", "embed"), name="token_embedder.embedding")
-    with pytest.raises(UserError, match="'data' twice"):
+    with pytest.raises(ConfigError, match="'data' twice"):
         AxisRules(activation_embed=("tensor", "data")).spec(("batch", "length", "activation_embed"))
 
 
-def test_names_that_do_not_exist_are_refused():
-    with pytest.raises(UserError, match="'embedd'. Did you mean 'embed'"):
+def test_unknown_names_are_refused():
+    with pytest.raises(ConfigError, match="'embedd'. Did you mean 'embed'"):
         AxisRules().spec(("embedd",))
-    with pytest.raises(UserError, match="no logical axis is called 'spec'"):
+    with pytest.raises(ConfigError, match="no logical axis is called 'spec'"):
         AxisRules().spec(("spec",))
-    with pytest.raises(UserError, match="'fsdq'.*data, fsdp, tensor"):
+    with pytest.raises(ConfigError, match="'fsdq'.*data, fsdp, tensor"):
         AxisRules(embed="fsdq").spec(("embed",), (8,), make_mesh(MeshConfig()))
 
 
-def test_constrain_speaks_only_within_a_mesh():
+def test_constrain_does_nothing_outside_a_mesh():
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     x = jnp.zeros((8, 4))
     assert constrain(x, "batch", "mlp") is x
@@ -206,7 +206,7 @@ def same_on(mesh, args, loss_and_gradients, config: ModelConfig) -> str:
 
 
 def gathered_logits(hlo: str) -> list[str]:
-    """Results of collectives that make an array over the vocabulary for the tokens of a device, or more."""
+    """The shapes of gathered arrays over the whole vocabulary, for at least the tokens of one device."""
     shapes = re.findall(r"= \(?\w+\[([\d,]+)\]\S* all-(?:gather|to-all)(?:-start)?\(", hlo)
     sizes = [[int(n) for n in shape.split(",")] for shape in shapes]
     return [str(size) for size in sizes if V in size and np.prod(size) >= B // 4 * T * V]
@@ -228,15 +228,15 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(mesh, chunks, alone):
     ],
     ids=["flat QK-norm", "parallel block"],
 )
-def test_what_a_family_adds_does_not_depend_on_the_mesh_either(changes):
-    """A flat QK-norm takes its mean over heads that lie on two devices."""
+def test_the_optional_parts_of_a_family_do_not_depend_on_the_mesh(changes):
+    """A flat QK-norm averages over heads on two devices."""
     config, mesh = dataclasses.replace(CONFIG, **changes), make_mesh(MESHES["data 2, fsdp 2, tensor 2"])
     args = arguments(Model(config))
     same_on(mesh, args, value_and_grad(config)(*args), config)
 
 
-def test_gathered_logits_would_be_seen():
-    """The reading of the HLO above, on a program that does collect the vocabulary."""
+def test_gathered_logits_are_found():
+    """`gathered_logits` on a program that gathers the vocabulary."""
     mesh = make_mesh(MESHES["data 2, fsdp 2, tensor 2"])
     whole = NamedSharding(mesh, P(("data", "fsdp")))
     cut = NamedSharding(mesh, P(("data", "fsdp"), None, "tensor"))

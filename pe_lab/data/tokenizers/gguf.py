@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata, after llama.cpp's src/llama-vocab.cpp."""
+"""Tokenizers in the metadata of GGUF files, after llama.cpp's src/llama-vocab.cpp."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pe_lab.data.companions import CHAT_TEMPLATE, CONFIGURATION, GENERATION, AddedToken, Companions
-from pe_lab.data.hf_tokenizer import HuggingFaceTokenizer
-from pe_lab.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from pe_lab.data.tokenizer_json import assemble, bpe, byte_level, sequence
-from pe_lab.errors import UserError
+from pe_lab.data.tokenizers.companions import CHAT_TEMPLATE, CONFIGURATION, GENERATION, AddedToken, Companions
+from pe_lab.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from pe_lab.data.tokenizers.tokenizer_json import assemble, bpe, byte_level, sequence
+from pe_lab.errors import DataError, UnsupportedError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
-# The names by which llama.cpp knows control tokens at which generation ends.
+# The names of control tokens at which llama.cpp ends generation.
 # fmt: off
 ENDS = frozenset([
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "</s>",
@@ -24,7 +24,7 @@ ENDS = frozenset([
 ])
 # fmt: on
 
-# How a text is cut before byte pairs are merged, by tokenizer.ggml.pre.
+# Patterns that split a text before byte pairs are merged, by tokenizer.ggml.pre.
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _WORDS = (
     _CONTRACTIONS + r"|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -33,12 +33,12 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Patterns, each cutting what those before left whole; `whole` words of the vocabulary are not merged anew."""
+class PreTokenizer:
+    """Patterns that split a text one after another, each the parts that the ones before did not match."""
 
     patterns: tuple[str, ...]
-    whole: bool = False
-    add_bos: bool = False  # where tokenizer.ggml.add_bos_token is silent
+    ignore_merges: bool = False  # a word of the vocabulary is one token, whatever the merges
+    add_bos: bool = False  # the default of tokenizer.ggml.add_bos_token
 
 
 _ONE_LLAMA3 = (_WORDS.format(digits=r"\p{N}{1,3}"),)
@@ -53,56 +53,54 @@ _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
     r"""|\s*[\r\n]+|\s+(?!\S)|\s+""",
 )
-CUTS: dict[str, Cut] = {
-    "default": Cut((r"[\p{P}\$\+<=>\^~\|]+", _FALCON, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "falcon": Cut((r"[\p{P}\$\+<=>\^~\|`]+", _FALCON, r"[0-9][0-9][0-9]")),
-    **dict.fromkeys(["gpt-2", "phi-2", "mpt", "olmo", "exaone4", "trillion", "granite-docling"], Cut((_GPT2,))),
-    **dict.fromkeys(
-        ["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"], Cut((r"\p{N}", _GPT2))
-    ),
-    **dict.fromkeys(["llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"], Cut(_ONE_LLAMA3, whole=True, add_bos=True)),
-    **dict.fromkeys(["dbrx", "smaug-bpe"], Cut(_ONE_LLAMA3)),
-    **dict.fromkeys(["qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"], Cut(_ONE_QWEN2)),
-    "qwen35": Cut((_QWEN35,)),
-    "deepseek-coder": Cut((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
-    **dict.fromkeys(["deepseek-v3", "hunyuan-dense"], Cut(_DEEPSEEK3)),
+# fmt: off
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    name: pre_tokenizer
+    for names, pre_tokenizer in (
+        ("default", PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _FALCON, r"\p{N}+", r"[0-9][0-9][0-9]"))),
+        ("falcon", PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _FALCON, r"[0-9][0-9][0-9]"))),
+        ("gpt-2 phi-2 mpt olmo exaone4 trillion granite-docling", PreTokenizer((_GPT2,))),
+        ("smollm starcoder refact command-r codeshell exaone minerva-7b", PreTokenizer((r"\p{N}", _GPT2))),
+        ("llama-bpe llama3 llama-v3 falcon3 lfm2", PreTokenizer(_ONE_LLAMA3, ignore_merges=True, add_bos=True)),
+        ("dbrx smaug-bpe", PreTokenizer(_ONE_LLAMA3)),
+        ("qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan", PreTokenizer(_ONE_QWEN2)),
+        ("qwen35", PreTokenizer((_QWEN35,))),
+        ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"))),
+        ("deepseek-v3 hunyuan-dense", PreTokenizer(_DEEPSEEK3)),
+    )
+    for name in names.split()
 }
+# fmt: on
 
 
 def load_gguf_tokenizer(path: Path) -> HuggingFaceTokenizer | SentencePieceTokenizer:
     """The tokenizer of a GGUF file.
 
     Raises:
-      UserError: the file cannot be read, its tokenizer is of an unknown kind, or its metadata are inconsistent.
-    """
-    return gguf_tokenizer(read_tokenizer_fields(path), str(path))
-
-
-def read_tokenizer_fields(path: Path) -> dict[str, Any]:
-    """The metadata of a GGUF file that begin with `tokenizer.`, and its `general.name`.
-
-    Raises:
-      UserError: gguf is not installed, or the file is missing, truncated, or no GGUF.
+      DataError: the file is missing or damaged, or its metadata are inconsistent.
+      UnsupportedError: the tokenizer is of an unknown kind, or gguf is not installed.
     """
     try:
         import gguf
     except ImportError as error:
-        raise UserError("Reading a GGUF file needs gguf. Install it: pip install gguf") from error
+        raise UnsupportedError("Reading a GGUF file needs gguf. Install it: pip install gguf") from error
     if not path.is_file():
-        raise UserError(f"There is no GGUF file {path}. Check the path.")
+        raise DataError(f"There is no GGUF file {path}. Check the path.")
     try:
         reader = gguf.GGUFReader(path)
         wanted = {n: f for n, f in reader.fields.items() if n.startswith("tokenizer.") or n == "general.name"}
-        return {name: field.contents() for name, field in wanted.items()}
-    except Exception as error:  # of many kinds: the reader checks little before it indexes
-        raise UserError(f"{path} is not a whole GGUF file: {error}. Download it again.") from error
+        fields = {name: field.contents() for name, field in wanted.items()}
+    except Exception as error:  # of many types: the reader checks little before it indexes
+        raise DataError(f"{path} is not a whole GGUF file: {error}. Download it again.") from error
+    return gguf_tokenizer(fields, str(path))
 
 
 def gguf_tokenizer(fields: Mapping[str, Any], where: str) -> HuggingFaceTokenizer | SentencePieceTokenizer:
-    """The tokenizer that a GGUF file's metadata describe; `where` names the file in messages.
+    """The tokenizer that the metadata of a GGUF file describe; `where` names the file in messages.
 
     Raises:
-      UserError: a kind of tokenizer or of pre-tokenizer that is not known, or metadata that do not fit together.
+      UnsupportedError: an unknown kind of tokenizer or of pre-tokenizer.
+      DataError: the metadata are inconsistent.
     """
     metadata = _Metadata(fields, where)
     model = metadata.get("model", str)
@@ -110,11 +108,13 @@ def gguf_tokenizer(fields: Mapping[str, Any], where: str) -> HuggingFaceTokenize
         return _byte_level(metadata)
     if model == "llama":
         return _sentencepiece(metadata)
-    raise UserError(f"The tokenizer in {where} is of kind {model!r}. Known are gpt2 (byte pairs) and llama (SPM).")
+    raise UnsupportedError(
+        f"The tokenizer in {where} is of kind {model!r}. Known are gpt2 (byte pairs) and llama (SPM)."
+    )
 
 
 class _Metadata:
-    """The fields under `tokenizer.ggml.`, checked as they are asked for."""
+    """The fields under `tokenizer.ggml.`. Every method raises `DataError` at a field that does not fit."""
 
     def __init__(self, fields: Mapping[str, Any], where: str):
         self.fields, self.where = fields, where
@@ -123,22 +123,24 @@ class _Metadata:
         if len(self.types) != len(self.tokens):
             raise self.wrong(f"{len(self.tokens)} tokens, but {len(self.types)} token types")
         if not all(isinstance(token, str) for token in self.tokens):
-            raise self.wrong("a token is not a text")
-        if strange := [t for t in self.types if t not in range(1, 7)]:
-            raise self.wrong(f"a token is of type {strange[0]}, and types are 1 to 6")
-        self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self.tokens)]  # as llama.cpp calls them
+            raise self.wrong("a token is not a string")
+        if unknown := [t for t in self.types if t not in range(1, 7)]:
+            raise self.wrong(f"a token is of type {unknown[0]}, and types are 1 to 6")
+        self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self.tokens)]  # llama.cpp's name
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens):
             twice = next(token for i, token in enumerate(self.tokens) if self.ids[token] != i)
             raise self.wrong(f"the token {twice!r} is listed twice")
-        # A faulty conversion calls these something else, and llama.cpp mends that. It mends a normal </s> or <EOT>
-        # too: but that is text (Qwen2 has a piece </s>, and its own tokenizer never finds it whole).
+        # Faulty conversions give these tokens another type, which llama.cpp corrects. It also changes a normal </s> or
+        # <EOT>, which is wrong: Qwen2 has a piece </s>, and its own tokenizer never finds it in a text.
         for i, token in enumerate(self.tokens):
             if token in ENDS and ("|" in token or self.types[i] != NORMAL):
                 self.types[i] = CONTROL
 
-    def wrong(self, what: str) -> UserError:
-        return UserError(f"The tokenizer in {self.where} is inconsistent: {what}. Download or convert the file again.")
+    def wrong(self, reason: str) -> DataError:
+        return DataError(
+            f"The tokenizer in {self.where} is inconsistent: {reason}. Download or convert the file again."
+        )
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
         value = self.fields.get(f"tokenizer.ggml.{name}")
@@ -160,9 +162,9 @@ class _Metadata:
         return AddedToken(self.tokens[value], int(value))
 
     def added(self) -> list[AddedToken]:
-        """What is found in a text before it is cut: user-defined tokens always, the others in prompts alone."""
+        """The tokens found in a text before it is split: user-defined ones always, the others in prompts only."""
         name = str(self.fields.get("general.name", "")).lower()
-        phi3 = "phi-3" in name or "phi3" in name  # its added tokens eat the spaces behind them; no field says so
+        phi3 = "phi-3" in name or "phi3" in name  # its added tokens absorb the spaces after them; no field tells
         return [
             AddedToken(
                 token,
@@ -175,6 +177,7 @@ class _Metadata:
         ]
 
     def frame(self, bos: AddedToken | None, eos: AddedToken | None, add_bos: bool) -> dict[str, list[AddedToken]]:
+        """The tokens `before` and `after` every prompt; `add_bos` is the default of add_bos_token."""
         frame = {}
         for name, token, default in (("before", bos, add_bos), ("after", eos, False)):
             role = "bos" if name == "before" else "eos"
@@ -185,7 +188,7 @@ class _Metadata:
         return frame
 
     def companions(self, roles: Mapping[str, AddedToken | None], **configuration: Any) -> Companions:
-        """What the files beside the original tokenizer would say, as far as the metadata know it."""
+        """The companion files of the original tokenizer, as far as the metadata contain them."""
         named = {f"{name}_token": token.content for name, token in roles.items() if token is not None}
         configuration = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **configuration}
         ends = [token.id for token in (roles["eos"], self.token("eot"), self.token("eom")) if token is not None]
@@ -202,12 +205,12 @@ class _Metadata:
 
 def _byte_level(metadata: _Metadata) -> HuggingFaceTokenizer:
     pre = metadata.get("pre", str, "default")
-    if pre not in CUTS:
-        raise UserError(
-            f"The tokenizer in {metadata.where} cuts texts in a way called {pre!r} (tokenizer.ggml.pre), which is "
-            f"not known here. Known are {', '.join(sorted(CUTS))}. Give the original's tokenizer.json instead."
+    if pre not in PRE_TOKENIZERS:
+        raise UnsupportedError(
+            f"The tokenizer in {metadata.where} has the pre-tokenizer {pre!r} (tokenizer.ggml.pre), which is not "
+            f"known here. Known are {', '.join(sorted(PRE_TOKENIZERS))}. Give the original's tokenizer.json instead."
         )
-    cut = CUTS[pre]
+    pre_tokenizer = PRE_TOKENIZERS[pre]
     merges = [_pair(text, metadata) for text in metadata.get("merges", list)]
     roles = {
         "bos": metadata.token("bos"),
@@ -217,16 +220,16 @@ def _byte_level(metadata: _Metadata) -> HuggingFaceTokenizer:
     }
     if roles["eos"] is None:
         raise metadata.wrong("tokenizer.ggml.eos_token_id is missing")
-    cuts = [
+    splits = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in cut.patterns
+        for pattern in pre_tokenizer.patterns
     ]
     specification = assemble(
-        bpe(metadata.ids, merges, ignore_merges=cut.whole),
+        bpe(metadata.ids, merges, ignore_merges=pre_tokenizer.ignore_merges),
         metadata.added(),
-        pre_tokenizer=sequence("pretokenizers", [*cuts, byte_level(use_regex=False)]),
+        pre_tokenizer=sequence("pretokenizers", [*splits, byte_level(use_regex=False)]),
         decoder=byte_level(use_regex=True),
-        **metadata.frame(roles["bos"], roles["eos"], cut.add_bos),
+        **metadata.frame(roles["bos"], roles["eos"], pre_tokenizer.add_bos),
     )
     return HuggingFaceTokenizer(specification, metadata.companions(roles))
 
@@ -256,7 +259,7 @@ def _sentencepiece(metadata: _Metadata) -> SentencePieceTokenizer:
     }
     unknown = roles["unk"].id
     types = [NORMAL if t == UNKNOWN and i != unknown else t for i, t in enumerate(metadata.types)]
-    types[unknown] = UNKNOWN  # SentencePiece wants one, and one only
+    types[unknown] = UNKNOWN  # SentencePiece requires exactly one
     proto = sentencepiece_model_pb2.ModelProto()
     for token, score, kind in zip(metadata.tokens, scores, types, strict=True):
         proto.pieces.add(piece=token, score=score, type=kind)
@@ -278,6 +281,6 @@ def _sentencepiece(metadata: _Metadata) -> SentencePieceTokenizer:
         roles,
         add_bos_token=bool(frame["before"]),
         add_eos_token=bool(frame["after"]),
-        added_tokens_decoder={str(t.id): {k: v for k, v in t.to_json().items() if k != "id"} for t in metadata.added()},
+        added_tokens_decoder={str(t.id): {"content": t.content, **t.flags()} for t in metadata.added()},
     )
     return SentencePieceTokenizer(proto.SerializeToString(), companions)

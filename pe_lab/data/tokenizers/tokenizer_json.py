@@ -1,4 +1,4 @@
-"""`tokenizer.json` written from a vocabulary: byte-level byte pairs, and what SentencePiece models say."""
+"""The text of a `tokenizer.json`, made from a vocabulary of byte pairs or from a SentencePiece model."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pe_lab.data.companions import AddedToken
+from pe_lab.data.tokenizers.companions import AddedToken
 
 SPACE = "\u2581"  # SentencePiece's visible space
 
 
 def byte_symbols() -> list[str]:
-    """GPT-2's letter for each byte: the byte's own character where it prints, else the next from U+0100 on."""
+    """GPT-2's character for each byte: a printable byte stands for itself, the others for U+0100 and following."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = iter(range(0x100, 0x200))
     return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
 
 
 def byte_level(use_regex: bool) -> dict[str, Any]:
+    """A pre-tokenizer or decoder between bytes and their characters."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
 def sequence(kind: str, steps: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """`steps` as one normalizer, pre-tokenizer or decoder: None, the step itself, or a Sequence."""
+    """`steps` as one normalizer, pre-tokenizer or decoder: None of none, the step itself, or a Sequence."""
     return {"type": "Sequence", kind: list(steps)} if len(steps) > 1 else next(iter(steps), None)
 
 
 def bpe(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> dict[str, Any]:
+    """A model of byte pairs."""
     model = {
         "type": "BPE",
         "dropout": None,
@@ -53,7 +55,7 @@ def assemble(
     before: Sequence[AddedToken] = (),
     after: Sequence[AddedToken] = (),
 ) -> str:
-    """The text of a `tokenizer.json`; `before` and `after` are what a prompt is framed with (BOS, EOS)."""
+    """The text of a `tokenizer.json`; the tokens `before` and `after` (BOS, EOS) are added to every prompt."""
 
     def special(token: AddedToken, type_id: int) -> dict[str, Any]:
         return {"SpecialToken": {"id": token.content, "type_id": type_id}}
@@ -87,28 +89,24 @@ def assemble(
 
 
 def bytes_tokenizer_json(end: AddedToken) -> str:
-    """A tokenizer whose ids are the bytes, and `end`."""
+    """A tokenizer.json with an id for every byte, and one for `end`."""
     vocabulary = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
     vocabulary[end.content] = end.id
     return assemble(bpe(vocabulary, ()), [end], pre_tokenizer=byte_level(False), decoder=byte_level(False))
 
 
 def sentencepiece_tokenizer_json(
-    model: bytes, added: Iterable[AddedToken], before: Sequence[AddedToken], after: Sequence[AddedToken]
+    proto: Any, added: Iterable[AddedToken], before: Sequence[AddedToken], after: Sequence[AddedToken]
 ) -> str:
-    """The nearest `tokenizer.json` to a SentencePiece model of byte pairs or unigrams.
+    """The nearest `tokenizer.json` to a SentencePiece model (its `ModelProto`) of byte pairs or unigrams.
 
-    Not always equal: byte pairs are merged by rank here, and by score and then from left to right there. The
-    caller compares before it relies on it.
+    The two may differ: `tokenizers` merges byte pairs by rank, sentencepiece by score and then from left to right.
+    The caller compares their ids.
 
     Raises:
-      ValueError: a model of words or characters, which `tokenizer.json` cannot say.
+      ValueError: a model of words or characters, for which there is no `tokenizer.json`.
     """
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
-    trainer, normalization = proto.trainer_spec, proto.normalizer_spec
-    kinds = sentencepiece_model_pb2.ModelProto.SentencePiece
+    trainer, normalization, kinds = proto.trainer_spec, proto.normalizer_spec, proto.SentencePiece
     unknown = next((i for i, p in enumerate(proto.pieces) if p.type == kinds.UNKNOWN), None)
     byte_fallback = any(p.type == kinds.BYTE for p in proto.pieces)
     if trainer.model_type == trainer.UNIGRAM:
@@ -116,9 +114,10 @@ def sentencepiece_tokenizer_json(
         body = {"type": "Unigram", "unk_id": unknown, "vocab": vocabulary, "byte_fallback": byte_fallback}
     elif trainer.model_type == trainer.BPE:
         scores = {p.piece: p.score for p in proto.pieces if p.type == kinds.NORMAL}
+        ids = {p.piece: i for i, p in enumerate(proto.pieces)}
         body = bpe(
-            {p.piece: i for i, p in enumerate(proto.pieces)},
-            _merges(scores, {p.piece: i for i, p in enumerate(proto.pieces)}),
+            ids,
+            _merges(scores, ids),
             unk_token=None if unknown is None else proto.pieces[unknown].piece,
             fuse_unk=True,
             byte_fallback=byte_fallback,
@@ -126,7 +125,7 @@ def sentencepiece_tokenizer_json(
     else:
         raise ValueError("it is a model of words or characters")
     if trainer.treat_whitespace_as_suffix:
-        raise ValueError("it writes spaces behind words")
+        raise ValueError("it writes spaces after words")
 
     steps: list[dict[str, Any]] = []
     if normalization.precompiled_charsmap:
@@ -154,7 +153,7 @@ def sentencepiece_tokenizer_json(
 
 
 def _merges(scores: Mapping[str, float], ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, the best piece first."""
+    """Every pair of pieces whose concatenation is a piece, the piece with the highest score first."""
     pairs = [
         (-score, ids[piece[:cut]], ids[piece[cut:]], piece[:cut], piece[cut:])
         for piece, score in scores.items()

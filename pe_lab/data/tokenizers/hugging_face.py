@@ -1,19 +1,18 @@
-"""A `tokenizer.json`, as the `tokenizers` package reads it and as transformers completes it from what lies beside."""
+"""Hugging Face `tokenizer.json`: documents as the `tokenizers` package encodes them, prompts as transformers does."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 from jaxtyping import Int32
 
-from pe_lab.data.companions import CONFIGURATION, AddedToken, Companions
-from pe_lab.data.tokenizer_files import digest, write_kind
-from pe_lab.errors import UserError
+from pe_lab.data.tokenizers.companions import CONFIGURATION, Companions
+from pe_lab.data.tokenizers.tokenizer import TOKENIZER_JSON, Tokenizer, digest, transformers_configuration
+from pe_lab.errors import DataError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -21,33 +20,32 @@ if TYPE_CHECKING:
 COMMON_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]", "<|eos|>")
 
 
-class HuggingFaceTokenizer:
-    """A `tokenizer.json` and the files beside it.
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json` and its companion files.
 
     The end of a document is `eos_token` of tokenizer_config.json (or special_tokens_map.json), else the only
     special token, else the first special token with a common name.
 
-    Documents (`encode`) are read by tokenizer.json alone, and special tokens written out in them are text: no
-    document can contain an end of document. Prompts (`encode_prompt`) are read as transformers' AutoTokenizer
-    reads them: special tokens are found in the text, tokenizer_config.json may add some, and tokenizer.json alone
-    says what a prompt begins and ends with (transformers 4 heeded `add_bos_token` too, but only in a few classes).
+    Documents (`encode`) are encoded by tokenizer.json alone, and the names of special tokens in them are plain text:
+    no document can contain an end of document. Prompts (`encode_prompt`) are encoded as by transformers'
+    AutoTokenizer: special tokens are found in the text, tokenizer_config.json may add some, and tokenizer.json alone
+    determines the first and the last tokens (transformers 4 obeyed `add_bos_token` too, but only in a few classes).
 
     Raises:
-      UserError: a file cannot be read, or no end-of-document symbol is found.
+      DataError: a file cannot be read, or no end-of-document symbol is found.
     """
 
     kind = "hf"
-    filename = "tokenizer.json"
 
     def __init__(self, specification: str, companions: Companions):
         self._specification, self.companions = specification, companions
         self._documents = self._read()
         self._documents.encode_special_tokens = True
         known = self._documents.get_vocab(with_added_tokens=True)
-        # Tokens that only a file beside it knows, by an id. One that is named without an id (a pad_token, say) has
-        # no embedding: transformers would give it the next id, which the model has never seen; here it is text.
+        # Tokens that only a companion file lists, with an id. One without an id (a pad_token, say) has no embedding:
+        # transformers would give it the next id, which the model has never seen; here it is plain text.
         self._added = [token for token in companions.added if token.content not in known and token.id is not None]
-        # Ids may have holes: the embedding needs a row for the largest.
+        # Some ids may be unused: the embedding must contain the largest.
         ids = self._prompts.get_vocab(with_added_tokens=True) if self._added else known
         self.vocab_size = max(ids.values(), default=-1) + 1
         self.eos_id = self._find_eos()
@@ -62,7 +60,7 @@ class HuggingFaceTokenizer:
             read = tokenizers.Tokenizer.from_str(self._specification)
         except Exception as error:
             where = self.companions.where
-            raise UserError(f"{where} is not a Hugging Face tokenizer.json: {error}.") from error
+            raise DataError(f"{where} is not a Hugging Face tokenizer.json: {error}.") from error
         read.no_truncation()
         read.no_padding()
         return read
@@ -79,7 +77,7 @@ class HuggingFaceTokenizer:
         if found is None:
             listed = ", ".join(special) or "none"
             looked = f"its eos_token {name!r} is not in the vocabulary" if name else f"its special tokens are: {listed}"
-            raise UserError(
+            raise DataError(
                 f"No end-of-document symbol found for {where}: {looked}. "
                 f'Put a {CONFIGURATION} with "eos_token" beside it.'
             )
@@ -87,21 +85,22 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _prompts(self) -> tokenizers.Tokenizer:
-        """The tokenizer as transformers completes it; `_documents` stays what it was."""
+        """The tokenizer with the tokens that transformers adds to it."""
+        import tokenizers
 
         read = self._read()
-        # A token that is in the vocabulary keeps its id, and is found in a text from now on.
+        # A token of the vocabulary keeps its id, and is found in a text from now on.
         found = {token.content for token in read.get_added_tokens_decoder().values()}
         more = [t for t in self.companions.added if t.id is not None or read.token_to_id(t.content) is not None]
-        read.add_tokens([_to_tokenizers(token) for token in more if token.content not in found])
+        read.add_tokens([tokenizers.AddedToken(t.content, **t.flags()) for t in more if t.content not in found])
         return read
 
     @cached_property
     def _spelled(self) -> dict[int, list[int]]:
-        """The characters of every special token that the model itself would find in a text.
+        """For every special token that the model itself may find in a text, the ids of its characters.
 
-        That is a model of unigrams: its special tokens are pieces like others, and encode_special_tokens is not
-        heeded there. Byte pairs never merge into a special token.
+        Only models of unigrams do: their special tokens are ordinary pieces, on which encode_special_tokens has no
+        effect. Byte pairs never merge into a special token.
         """
         model = self._documents.model
         if type(model).__name__ != "Unigram":
@@ -131,32 +130,9 @@ class HuggingFaceTokenizer:
         known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]
         return tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
-        return self.companions.chat(messages, add_generation_prompt, **variables)
+    def files(self) -> dict[str, bytes]:
+        return {TOKENIZER_JSON: self._specification.encode(), **self.companions.files}
 
-    def save(self, directory: Path) -> None:
-        write_kind(self, directory)
-        (directory / self.filename).write_text(self._specification, encoding="utf-8", newline="")
-        self.companions.write(directory)
-
-    def export(self, directory: Path) -> None:
-        """Files from which transformers 4 and 5 read these very ids.
-
-        The class is named PreTrainedTokenizerFast: the others rebuild part of what tokenizer.json says, and not
-        in the same way in both.
-        """
-        self.companions.write(directory)
-        (directory / self.filename).write_text(self._specification, encoding="utf-8", newline="")
-        configuration = {**self.companions.configuration, "tokenizer_class": "PreTrainedTokenizerFast"}
-        configuration.pop("auto_map", None)
-        configuration.setdefault("eos_token", self._documents.id_to_token(self.eos_id))
-        configuration.setdefault("clean_up_tokenization_spaces", False)
-        written = json.dumps(configuration, indent=2, ensure_ascii=False) + "\n"
-        (directory / CONFIGURATION).write_text(written, encoding="utf-8")
-
-
-def _to_tokenizers(token: AddedToken) -> tokenizers.AddedToken:
-    import tokenizers
-
-    flags = {k: v for k, v in token.to_json().items() if k not in ("id", "content")}
-    return tokenizers.AddedToken(token.content, **flags)
+    def exported_files(self) -> dict[str, bytes]:
+        eos = self._documents.id_to_token(self.eos_id)
+        return {**self.files(), CONFIGURATION: transformers_configuration(self.companions.configuration, eos_token=eos)}

@@ -1,29 +1,33 @@
-"""The files beside a tokenizer: what they say of its special tokens, of where generation ends, and of chats."""
+"""The companion files of a tokenizer: its special tokens, the ends of generation and the chat template."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pe_lab.errors import UserError
+from pe_lab.errors import DataError, UnsupportedError
+from pe_lab.storage import json_object
 
 CONFIGURATION = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 GENERATION = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-SETTINGS = (CONFIGURATION, SPECIAL_TOKENS, ADDED_TOKENS, GENERATION, CHAT_TEMPLATE)
+COMPANIONS = (CONFIGURATION, SPECIAL_TOKENS, ADDED_TOKENS, GENERATION, CHAT_TEMPLATE)
 VOCABULARIES = ("vocab.json", "merges.txt", "tokenizer.model")  # older forms of the same vocabulary
-NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is found in a text before the text is split; the flags are those of `tokenizers.AddedToken`."""
+    """A token that is found in a text before the text is split, with the flags of `tokenizers.AddedToken`."""
 
     content: str
     id: int | None = None
@@ -34,50 +38,63 @@ class AddedToken:
     special: bool = True
 
     @classmethod
-    def read(cls, given: Any, id: int | None = None) -> AddedToken:
-        """From a configuration, which spells a token as its text or as an object with flags."""
-        if isinstance(given, str):
-            return cls(given, id)
-        flags = {k: bool(given[k]) for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in given}
-        return cls(str(given["content"]), id, **flags)
+    def from_json(cls, value: Any, id: int | None = None) -> AddedToken:
+        """From a configuration: a string, or an object with flags."""
+        if isinstance(value, str):
+            return cls(value, id)
+        return cls(str(value["content"]), id, **{flag: bool(value[flag]) for flag in FLAGS if flag in value})
+
+    def flags(self) -> dict[str, bool]:
+        """The flags by name."""
+        return {flag: getattr(self, flag) for flag in FLAGS}
 
     def to_json(self) -> dict[str, Any]:
-        """As `tokenizer.json` lists it, and tokenizer_config.json (less the id)."""
-        flags = {k: getattr(self, k) for k in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-        return {"id": self.id, "content": self.content, **flags}
+        """The entry of tokenizer.json; in tokenizer_config.json it has no id."""
+        return {"id": self.id, "content": self.content, **self.flags()}
+
+
+def split_at_tokens(text: str, tokens: Mapping[str, AddedToken]) -> list[str | AddedToken]:
+    """The text split at the tokens in it, of which the longest is found first; flags as in transformers."""
+    if not tokens:
+        return [text] if text else []
+    either = "|".join(re.escape(content) for content in sorted(tokens, key=len, reverse=True) if content)
+    parts: list[str] = [part for part in re.split(f"({either})", text) if part]
+    for i, part in enumerate(parts):
+        if part not in tokens:
+            continue
+        token = tokens[part]
+        left, right = parts[i - 1] if i else "", parts[i + 1] if i + 1 < len(parts) else ""
+        if token.rstrip and right:
+            parts[i + 1] = right.lstrip()
+        if token.lstrip and left:
+            parts[i - 1] = left.rstrip()
+        if token.single_word and left and left[-1] != " ":
+            parts[i - 1], parts[i] = parts[i - 1] + part, ""
+        elif token.single_word and right and right[0] != " ":
+            parts[i + 1], parts[i] = part + parts[i + 1], ""
+    return [tokens.get(part, part) for part in parts if part]
 
 
 @dataclass(frozen=True)
 class Companions:
-    """Files beside a tokenizer, by name. `where` names the tokenizer in messages.
-
-    Raises (when asked):
-      UserError: a file is not what its name says.
-    """
+    """Companion files by name. `where` names the tokenizer in messages. Properties raise `DataError` at a bad file."""
 
     where: str
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     @classmethod
-    def beside(cls, path: Path, names: Iterable[str] = SETTINGS) -> Companions:
-        """Those of `names` that lie in the folder of `path`, other than `path` itself."""
+    def beside(cls, path: Path, names: Iterable[str] = COMPANIONS) -> Companions:
+        """The files in the directory of `path` that have one of `names`, without `path` itself."""
         found = [path.with_name(name) for name in names]
         return cls(str(path), {p.name: p.read_bytes() for p in found if p.is_file() and p != path})
-
-    def write(self, directory: Path) -> None:
-        for name, content in self.files.items():
-            (directory / name).write_bytes(content)
 
     def _object(self, name: str) -> dict[str, Any]:
         if name not in self.files:
             return {}
-        try:
-            read = json.loads(self.files[name])
-            if not isinstance(read, dict):
-                raise ValueError(f"it holds a {type(read).__name__}")
-        except ValueError as error:
-            raise UserError(f"{name} beside {self.where} is not a JSON object: {error}.") from error
-        return read
+        value = json_object(self.files[name])
+        if value is None:
+            raise DataError(f"{name} beside {self.where} is not a JSON object. Mend it, or remove it.")
+        return value
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
@@ -85,53 +102,58 @@ class Companions:
 
     @cached_property
     def named(self) -> dict[str, str]:
-        """The tokens with a role: `eos_token` and its like, as far as a file names them."""
+        """The contents of the tokens with a role: `eos_token` and the other `ROLES` that a file names."""
         return {name: token.content for name, token in self._roles.items()}
 
     @cached_property
     def _roles(self) -> dict[str, AddedToken]:
         given = {**self._object(SPECIAL_TOKENS), **{k: v for k, v in self.configuration.items() if v is not None}}
         try:
-            return {name: AddedToken.read(given[name]) for name in NAMES if given.get(name)}
+            return {name: AddedToken.from_json(given[name]) for name in ROLES if given.get(name)}
         except (TypeError, KeyError) as error:
-            raise UserError(
+            raise DataError(
                 f"{CONFIGURATION} or {SPECIAL_TOKENS} beside {self.where} names a special token that is neither a "
-                "text nor an object with 'content'."
+                "string nor an object with 'content'."
             ) from error
 
     @cached_property
     def added(self) -> tuple[AddedToken, ...]:
-        """Every token that a file adds or flags, those with an id first and in its order."""
+        """Every token that a file adds or gives flags: first those with an id, ordered by it."""
         listed = self.configuration.get("added_tokens_decoder")
         try:
             if listed is not None:
-                tokens = [AddedToken.read(given, int(id)) for id, given in listed.items()]
+                tokens = [AddedToken.from_json(value, int(id)) for id, value in listed.items()]
             else:
                 tokens = [AddedToken(str(c), int(id), special=False) for c, id in self._object(ADDED_TOKENS).items()]
             tokens.sort(key=lambda token: token.id)
             more = list(self._roles.values())
             for name in ("additional_special_tokens", "extra_special_tokens"):
                 extra = self.configuration.get(name) or self._object(SPECIAL_TOKENS).get(name) or []
-                more += [AddedToken.read(t) for t in (extra.values() if isinstance(extra, dict) else extra)]
+                more += [AddedToken.from_json(t) for t in (extra.values() if isinstance(extra, dict) else extra)]
         except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise UserError(
+            raise DataError(
                 f"The added tokens in {CONFIGURATION} or {ADDED_TOKENS} beside {self.where} cannot be read: {error!r}."
             ) from error
-        ours = {token.content for token in tokens}
+        known = {token.content for token in tokens}
         special = {token.content for token in more}
-        tokens = [AddedToken(**{**vars(t), "special": t.special or t.content in special}) for t in tokens]
-        return (*tokens, *{t.content: t for t in more if t.content not in ours}.values())
+        tokens = [dataclasses.replace(t, special=t.special or t.content in special) for t in tokens]
+        return (*tokens, *{t.content: t for t in more if t.content not in known}.values())
 
     def stop_ids(self, eos_id: int) -> tuple[int, ...]:
-        """`eos_id`, and what generation_config.json lists as ends: the end of a turn, of a document."""
+        """`eos_id`, and the ends of generation that generation_config.json lists."""
         listed = self._object(GENERATION).get("eos_token_id")
         listed = [] if listed is None else listed if isinstance(listed, list) else [listed]
         if not all(isinstance(id, int) and id >= 0 for id in listed):
-            raise UserError(f"{GENERATION} beside {self.where}: eos_token_id is {listed}, not token ids.")
+            raise DataError(f"{GENERATION} beside {self.where}: eos_token_id is {listed}, not token ids.")
         return tuple(dict.fromkeys([eos_id, *listed]))
 
     def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any) -> str:
-        """The messages as one text, by the chat template, rendered as transformers renders it."""
+        """The messages as one prompt, by the chat template, rendered as transformers renders it.
+
+        Raises:
+          UnsupportedError: there is no template.
+          DataError: the template does not accept the messages.
+        """
         if CHAT_TEMPLATE in self.files:
             template = self.files[CHAT_TEMPLATE].decode("utf-8")
         else:
@@ -139,7 +161,7 @@ class Companions:
         if isinstance(template, list):  # several, by name
             template = {t["name"]: t["template"] for t in template}.get("default")
         if not template:
-            raise UserError(
+            raise UnsupportedError(
                 f"The tokenizer {self.where} has no chat template: its model was not made for chats. Give the prompt "
                 f"as plain text, or put a {CHAT_TEMPLATE} beside it."
             )
@@ -148,26 +170,27 @@ class Companions:
 
 
 def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], where: str) -> str:
-    """A Jinja chat template on messages, in a sandbox, with the helpers that transformers gives to templates.
+    """The messages rendered by a Jinja chat template, in a sandbox, with the functions that transformers provides.
 
     Raises:
-      UserError: jinja2 is not installed, a message has no role, or the template refuses the messages.
+      UnsupportedError: jinja2 is not installed.
+      DataError: a message has no role, or the template refuses the messages.
     """
     try:
         import jinja2
         import jinja2.ext
         import jinja2.sandbox
     except ImportError as error:
-        raise UserError("A chat template needs jinja2. Install it: pip install jinja2") from error
+        raise UnsupportedError("A chat template needs jinja2. Install it: pip install jinja2") from error
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
-            raise UserError(f"Message {i} of the chat is {message!r}: each is {{'role': ..., 'content': ...}}.")
+            raise DataError(f"Message {i} of the chat is {message!r}: each is {{'role': ..., 'content': ...}}.")
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        # Jinja's own escapes for HTML.
+        # Jinja's own filter escapes HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     def strftime_now(format: str) -> str:
@@ -176,7 +199,7 @@ def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables:
         return datetime.now().strftime(format)
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks what an assistant says, for training; it renders as what it encloses."""
+        """`{% generation %}`, which marks the assistant's messages for training, renders its content."""
 
         tags = {"generation"}
 
@@ -193,4 +216,4 @@ def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables:
         values = {"tools": None, "documents": None, **variables}
         return environment.from_string(template).render(messages=list(messages), **values)
     except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-        raise UserError(f"The chat template of {where} does not take these messages: {error}") from error
+        raise DataError(f"The chat template of {where} does not accept these messages: {error}") from error

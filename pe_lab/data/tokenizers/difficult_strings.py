@@ -1,4 +1,4 @@
-"""Texts on which tokenizers that should agree do not: the proof, and the check before a tokenizer is written."""
+"""Strings on which two implementations of a tokenizer often differ, to test them and to check an exported one."""
 
 from __future__ import annotations
 

@@ -1,0 +1,122 @@
+"""Tokenizers by name: loading, saving with a checkpoint, and export for transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pe_lab.data.tokenizers.companions import COMPANIONS, VOCABULARIES, Companions
+from pe_lab.data.tokenizers.gguf import load_gguf_tokenizer
+from pe_lab.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from pe_lab.data.tokenizers.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON, ByteTokenizer, Tokenizer
+from pe_lab.errors import CheckpointError, ConfigError, DataError
+from pe_lab.storage import read_json, write_files
+
+KIND_FILE = "kind.json"  # written by `save_tokenizer`
+
+
+def load_tokenizer(specification: str) -> Tokenizer:
+    """The tokenizer named by `bytes`, `hf:PATH`, `sentencepiece:PATH`, `gguf:PATH`, or `saved:DIR` of a checkpoint.
+
+    `hf:` takes a tokenizer.json, or a directory with a tokenizer.json or a tokenizer.model. The companion files in
+    the same directory (tokenizer_config.json, generation_config.json, chat_template.jinja, ...) are loaded too.
+
+    Raises:
+      ConfigError: the specification is unknown.
+      DataError: the file is missing or unreadable.
+    """
+    if specification == "bytes":
+        return ByteTokenizer()
+    kind, _, where = specification.partition(":")
+    if kind not in ("saved", "hf", "sentencepiece", "gguf") or not where:
+        raise ConfigError(
+            f"data.tokenizer={specification!r} is not a tokenizer. "
+            "Use bytes, hf:PATH/tokenizer.json, hf:DIR, gguf:FILE, sentencepiece:PATH.model or "
+            "sentencepiece:train:SIZE."
+        )
+    path = Path(where).expanduser()
+    if kind == "saved":
+        return load_saved_tokenizer(path)
+    if kind == "gguf":
+        return load_gguf_tokenizer(path)
+    if kind == "hf" and path.is_dir():
+        path = _in_directory(path)
+        kind = "hf" if path.suffix == ".json" else "sentencepiece"
+    try:
+        content = path.read_bytes()
+        companions = Companions.beside(path, (*COMPANIONS, *VOCABULARIES) if kind == "hf" else COMPANIONS)
+    except OSError as error:
+        raise DataError(
+            f"Cannot read the tokenizer {path}: {error.strerror or error}. Check data.tokenizer={specification!r}."
+        ) from error
+    if kind == "sentencepiece":
+        return SentencePieceTokenizer(content, companions)
+    try:
+        return HuggingFaceTokenizer(content.decode("utf-8"), companions)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not a Hugging Face tokenizer.json: it is not UTF-8.") from error
+
+
+def _in_directory(directory: Path) -> Path:
+    for name in (TOKENIZER_JSON, SENTENCEPIECE_MODEL):
+        if (directory / name).is_file():
+            return directory / name
+    older = [name for name in ("vocab.json", "vocab.txt", "tekken.json") if (directory / name).is_file()]
+    found = f"It holds {', '.join(older)}, which is not read: have transformers" if older else "Have transformers"
+    raise DataError(
+        f"{directory} holds no tokenizer.json and no tokenizer.model. {found} write a tokenizer.json with "
+        f"AutoTokenizer.from_pretrained(...).save_pretrained({str(directory)!r})."
+    )
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Writes the tokenizer and its companion files, for `load_saved_tokenizer`."""
+    about = {name: getattr(tokenizer, name) for name in ("kind", "fingerprint", "vocab_size", "eos_id")}
+    files = {**tokenizer.files(), KIND_FILE: (json.dumps(about, indent=2) + "\n").encode()}
+    write_files({directory / name: content for name, content in files.items()})
+
+
+def export_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Writes the files from which `transformers.AutoTokenizer`, of major version 4 or 5, gives the same ids.
+
+    Raises:
+      UnsupportedError: a SentencePiece model that no tokenizer.json is equal to.
+    """
+    write_files({directory / name: content for name, content in tokenizer.exported_files().items()})
+
+
+def load_saved_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer written by `save_tokenizer`.
+
+    Raises:
+      DataError: a file is missing, or the tokenizer is not the one that was saved.
+    """
+    about = read_json(directory / KIND_FILE, f"{directory} holds no saved tokenizer. Prepare the data again.")
+    kind = about.get("kind")
+    if kind == "bytes":
+        tokenizer: Tokenizer = ByteTokenizer()
+    elif kind == "sentencepiece":
+        tokenizer = load_tokenizer(f"sentencepiece:{directory / SENTENCEPIECE_MODEL}")
+    elif kind == "hf":
+        tokenizer = load_tokenizer(f"hf:{directory / TOKENIZER_JSON}")
+    else:
+        raise DataError(f"{directory / KIND_FILE} names an unknown kind of tokenizer, {kind!r}.")
+    if tokenizer.fingerprint != about.get("fingerprint"):
+        raise DataError(
+            f"The tokenizer in {directory} is not the one that was saved there: fingerprint "
+            f"{tokenizer.fingerprint}, expected {about.get('fingerprint')}. Prepare the data again."
+        )
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
+    """Raises `CheckpointError` if the tokenizer has more ids than the model `where` has embeddings.
+
+    Fewer are allowed: the other embeddings are padding.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"{where} has {vocab_size} embeddings, but its tokenizer has ids up to {tokenizer.vocab_size - 1}: it is "
+            "a tokenizer with another vocabulary. Give the one that the model was trained with."
+        )

@@ -1,0 +1,106 @@
+"""The interface of a tokenizer, and the tokenizer of bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int32
+
+from pe_lab.data.tokenizers.companions import CONFIGURATION, AddedToken, Companions, split_at_tokens
+from pe_lab.data.tokenizers.tokenizer_json import bytes_tokenizer_json
+
+TOKENIZER_JSON = "tokenizer.json"
+SENTENCEPIECE_MODEL = "tokenizer.model"
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to token ids and back. `eos_id` ends every document and is never returned by `encode`.
+
+    `encode` is for documents to train on: the names of special tokens are plain text there, and nothing is added.
+    `encode_prompt` is for prompts: special tokens are found in the text, and BOS is added where the original
+    tokenizer adds it, unless add_special_tokens=False (after a chat template, which contains it).
+    """
+
+    kind: str  # "bytes" | "hf" | "sentencepiece"
+    vocab_size: int  # the largest id, plus one
+    eos_id: int
+    bos_id: int | None  # the first token of a prompt, if there is one
+    stop_ids: tuple[int, ...]  # generation ends at these: eos_id, and those of generation_config.json
+    fingerprint: str  # equal fingerprints encode documents equally
+    companions: Companions
+
+    def encode(self, text: str) -> Int32[np.ndarray, " n"]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        return [self.encode(text) for text in texts]
+
+    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]: ...
+
+    def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str: ...
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The messages as a prompt, by the tokenizer's chat template; see `Companions.chat`."""
+        return self.companions.chat(messages, add_generation_prompt, **variables)
+
+    def files(self) -> dict[str, bytes]:
+        """The files from which `load_saved_tokenizer` makes this tokenizer, by name."""
+        ...
+
+    def exported_files(self) -> dict[str, bytes]:
+        """The files from which `transformers.AutoTokenizer` makes an equal tokenizer, by name."""
+        ...
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes, 0 to 255, and the end of a document, 256, which a prompt spells <|endoftext|>."""
+
+    kind = "bytes"
+    vocab_size = 257
+    eos_id = 256
+    bos_id = None
+    stop_ids = (256,)
+    fingerprint = "bytes-257"
+    companions = Companions("bytes")
+    end = AddedToken("<|endoftext|>", 256)
+
+    def encode(self, text: str) -> Int32[np.ndarray, " n"]:
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
+        parts = split_at_tokens(text, {self.end.content: self.end})
+        ids = [[self.eos_id] if isinstance(part, AddedToken) else self.encode(part) for part in parts]
+        return np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int32)
+
+    def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str:
+        end = b"" if skip_special_tokens else self.end.content.encode()
+        known = (int(i) for i in ids if 0 <= int(i) <= 256)
+        return b"".join(bytes([i]) if i < 256 else end for i in known).decode("utf-8", errors="replace")
+
+    def files(self) -> dict[str, bytes]:
+        return {}
+
+    def exported_files(self) -> dict[str, bytes]:
+        configuration = transformers_configuration({}, eos_token=self.end.content)
+        return {TOKENIZER_JSON: bytes_tokenizer_json(self.end).encode(), CONFIGURATION: configuration}
+
+
+def transformers_configuration(configuration: Mapping[str, Any], **defaults: Any) -> bytes:
+    """A tokenizer_config.json with which transformers 4 and 5 take every id from tokenizer.json.
+
+    The other tokenizer classes rebuild parts of tokenizer.json, each version in its own way.
+    """
+    written = {**configuration, "tokenizer_class": "PreTrainedTokenizerFast"}
+    written.pop("auto_map", None)
+    for name, value in {**defaults, "clean_up_tokenization_spaces": False}.items():
+        written.setdefault(name, value)
+    return (json.dumps(written, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def digest(content: bytes) -> str:
+    """A hash of a tokenizer's file, for fingerprints."""
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

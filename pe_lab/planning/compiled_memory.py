@@ -1,0 +1,97 @@
+"""The memory of one chip that the compiler assigns to a program."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from pe_lab.model import Model
+from pe_lab.parallel import AxisRules
+from pe_lab.planning.estimate import step_inputs
+from pe_lab.training.optimizer import make_optimizer
+from pe_lab.training.run import PhasePlan
+from pe_lab.training.step import compile_train_step
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Bytes per chip of a compiled program. `aliased` outputs share the memory of arguments."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+    peak: int
+    seconds: float
+
+    @property
+    def needed(self) -> int:
+        """The larger of the compiler's peak and the sum of the parts: each omits something."""
+        return max(self.peak, self.arguments + self.outputs - self.aliased + self.temporaries + self.code)
+
+
+class OutOfMemory(Exception):
+    """The compiler found no layout that fits the chip. `used` and `capacity` in bytes; None if it gave no numbers."""
+
+    def __init__(self, message: str, used: int | None, capacity: int | None):
+        super().__init__(message)
+        self.used, self.capacity = used, capacity
+
+
+def compile_step(model: Model, phase: PhasePlan, segments: bool, mesh: Mesh, rules: AxisRules) -> Compiled:
+    """Compiles the train step of a phase for the devices of `mesh`, which need not exist.
+
+    Raises:
+      OutOfMemory: the compiler found no layout that fits the chip.
+    """
+    optimizer = make_optimizer(phase.config.optimizer, phase.config.steps, model.axes)
+    inputs = step_inputs(model, optimizer, phase, segments)
+    start = time.perf_counter()
+    return analyze(compile_train_step(model, optimizer, mesh, rules, phase.config.accumulate).lower(*inputs), start)
+
+
+def analyze(lowered: Any, start: float) -> Compiled:
+    """Compiles a lowered program; `seconds` counts from `start`, of `time.perf_counter`.
+
+    Raises:
+      OutOfMemory: the compiler found no layout that fits the chip.
+    """
+    try:
+        analysis = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise out_of_memory(str(error)) from None
+    return Compiled(
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        code=analysis.generated_code_size_in_bytes,
+        peak=getattr(analysis, "peak_memory_in_bytes", 0),
+        seconds=time.perf_counter() - start,
+    )
+
+
+# libtpu 0.0.51 writes "... (32.57G) exceeds available HBM (15.75G)", earlier ones "Used 32.57G of 15.75G hbm".
+_REFUSALS = (
+    r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)",
+    r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm",
+)
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def out_of_memory(message: str) -> OutOfMemory:
+    """The error with the numbers that a compiler's message contains."""
+    first = message.splitlines()[0][:300]
+    for pattern in _REFUSALS:
+        if found := re.search(pattern, message):
+            used, used_unit, capacity, unit = found.groups()
+            return OutOfMemory(first, int(float(used) * _UNITS[used_unit]), int(float(capacity) * _UNITS[unit]))
+    return OutOfMemory(first, None, None)

@@ -1,0 +1,140 @@
+"""The plan as text: tables and verdicts."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from pe_lab.parallel.topology import CHIPS, GIB
+from pe_lab.planning.compiled_memory import Compiled
+from pe_lab.planning.evaluation_memory import cache_bytes_per_token, longest, sequence_memory, weight_bytes
+from pe_lab.planning.plan import PhaseNumbers, Plan
+from pe_lab.results.formatting import count
+from pe_lab.terminal import table
+
+
+def training_text(plan: Plan, mfu: float) -> str:
+    """Parameters, tokens, FLOPs, hours, and the estimated memory per chip."""
+    model, topology = plan.model, plan.topology
+    memory = f", {topology.chip.memory / GIB:.4g} GiB each" if topology.chip.memory else ""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh_shape.items())
+    tied = "tied" if model.config.tie_embeddings else "in and out"
+    work = []
+    for phase in plan.phases:
+        numbers = (phase.flops.full, phase.flops.causal, phase.total_flops)
+        steps = f"{phase.plan.config.steps:,}"
+        work.append((phase.plan.name, phase.encoding, steps, count(phase.tokens), *(f"{n:.4g}" for n in numbers)))
+    if len(plan.phases) > 1:
+        steps = f"{sum(phase.plan.config.steps for phase in plan.phases):,}"
+        tokens, total = (sum(getattr(phase, name) for phase in plan.phases) for name in ("tokens", "total_flops"))
+        work.append(("all", "", steps, count(tokens), "", "", f"{total:.4g}"))
+    hours = [(chip.name, _hours(plan.chip_hours(chip.peak, mfu))) for chip in CHIPS.values()]
+    lines = [
+        f"{plan.config.name} on {topology.text}: {topology.count} x {topology.chip.name}{memory}, mesh {mesh}\n",
+        f"parameters {model.num_parameters:,}: embedding {plan.embedding_parameters:,} ({tied}), "
+        f"others {model.num_parameters - plan.embedding_parameters:,}\n",
+        _indented(("phase", "encoding", "steps", "tokens", "FLOPs/token full", "causal", "FLOPs"), work, words=2),
+        "  full: every query against every key; causal: the pairs under the mask.",
+        "  Rematerialization is not counted.\n",
+        f"time at an assumed {mfu:.0%} MFU of bf16 peaks (full); not measured",
+        _indented(("chip", "chip-hours"), hours),
+    ]
+    if topology.chip.peak:
+        elapsed = _hours(plan.chip_hours(topology.chip.peak, mfu) / topology.count)
+        lines.append(f"  {topology.text}: {elapsed} hours of {topology.count} x {topology.chip.name}")
+    chunks = f"logits in {model.config.loss_chunks} chunk{'s' if model.config.loss_chunks > 1 else ''}"
+    parts = {
+        "parameters": "parameters, float32",
+        "optimizer": "optimizer",
+        "batch": "batch",
+        "gradients": "gradients",
+        "activations": f"kept activations, remat={model.config.remat}",
+        "working": f"working set (a layer, or {chunks})",
+        "total": "total",
+    }
+    estimates = [(title, *(size(getattr(p.memory, part)) for p in plan.phases)) for part, title in parts.items()]
+    header = ("per chip", *(phase.plan.name for phase in plan.phases))
+    return "\n".join([*lines, "\nmemory, estimated from shapes", _indented(header, estimates), ""])
+
+
+def evaluation_text(plan: Plan, phase: PhaseNumbers, length: int) -> str:
+    """The estimated memory to evaluate one sequence: of `length`, and of powers of two up to a million tokens."""
+    model, structure = phase.model, phase.plan.schedule.structure
+    config, chip, chips = model.config, plan.topology.chip, plan.topology.count
+    weights = weight_bytes(model, "float32")
+    available = chip.memory - weights
+    windows = sorted({layer.window for layer in structure if layer.window is not None})
+    unlimited = sum(layer.window is None for layer in structure)
+    layers = f"{unlimited} layers" if unlimited else "no layer"
+    if windows:
+        last = " or ".join(map(str, windows))
+        layers += f" keep all tokens, {config.layers - unlimited} the last {last}"
+
+    def cell(needed: int) -> str:
+        verdict = "" if not chip.memory else "  fits" if needed <= available else "  DOES NOT FIT"
+        return size(needed) + verdict
+
+    rows = []
+    for tokens in sorted({length, *(2**n for n in range(13, 21)), phase.plan.config.sequence_length}):
+        one = sequence_memory(model, structure, tokens, chips)
+        rows.append((f"{tokens:,}", size(one.cache), *map(cell, (one.at_once, one.in_chunks, one.decoding))))
+    if chip.memory:
+        modes = (longest(model, structure, chips, available, mode) for mode in ("at_once", "in_chunks", "decoding"))
+        rows.append(("longest", "", *(f"{tokens:,} tokens" for tokens in modes)))
+    header = ("tokens", "KV cache", f"at once, over {chips}", "in chunks, on one", f"decoding, over {chips}")
+    left = f", which leaves {size(available)}" if chip.memory else ""
+    return "\n".join([
+        f"evaluating one sequence on {plan.topology.text}, encoding {phase.encoding}, estimated",
+        f"  weights, float32, on each chip: {size(weights)}{left}",
+        f"  keys and values of a token on a layer: 2 x {config.kv_heads} heads x {config.head_dim} channels, "
+        f"{config.dtype}: {cache_bytes_per_token(config):,} bytes; {layers}",
+        _indented(header, rows, words=0),
+        "  at once: activations of one pass over the sequence, sharded over the chips of a context axis.",
+        "  in chunks: the KV cache and the activations of a chunk. decoding: the KV cache, sharded over the chips.",
+        "",
+    ])  # fmt: skip
+
+
+def compiled_text(plan: Plan, program: str, compiled: Compiled, compiler: str) -> str:
+    """The memory per chip that the compiler assigns to a program."""
+    rows = [
+        ("arguments", size(compiled.arguments)),
+        ("outputs", size(compiled.outputs)),
+        ("outputs in the memory of arguments", size(compiled.aliased)),
+        ("temporaries", size(compiled.temporaries)),
+        ("program", size(compiled.code)),
+        ("needed", size(compiled.needed)),
+    ]
+    title = f"memory, compiled: {program}, for {plan.topology.text} by {compiler}, in {compiled.seconds:.0f} s"
+    return f"{title}\n{_indented(('per chip', ''), rows)}\n"
+
+
+def step_advice(plan: Plan) -> str:
+    """Settings that reduce the memory of a step, of those that the recipe does not use yet."""
+    model, mesh = plan.model.config, plan.mesh_shape
+    parts = []
+    if model.remat != "full":
+        parts.append("--config.model.remat=full")
+    if mesh["data"] > 1:
+        parts.append("a larger --config.mesh.fsdp")
+    devices = mesh["data"] * mesh["fsdp"]
+    if any(p.plan.config.batch_size // p.plan.config.accumulate > devices for p in plan.phases):
+        parts.append("--config.phases.N.accumulate (smaller micro-batches)")
+    if model.loss_chunks < 8:
+        parts.append("--config.model.loss_chunks=8")
+    return "Try " + ", ".join(parts or ["more chips"]) + "."
+
+
+def size(number: int) -> str:
+    """Bytes: 3.79 GiB, 74.2 MiB."""
+    if number >= 0.1 * GIB:
+        return f"{number / GIB:.2f} GiB"
+    return f"{number / 2**20:.1f} MiB" if number >= 2**20 else f"{number / 2**10:.1f} KiB"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2f}" if hours >= 0.01 else f"{hours:.1e}"
+
+
+def _indented(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
+    return textwrap.indent(table(header, rows, words), "  ")
