@@ -38,9 +38,9 @@ epsilon (Qwen2's 1e-6). Its code appends EOS to a document and lets attention cr
 
 from ml_collections import ConfigDict
 
-from pe_lab.config import recipe_arguments
 from pe_lab.errors import UserError
 from pe_lab.positional import NoPE, Rope
+from pe_lab.recipes import recipe_arguments
 
 PERPLEXITY = {14_000: "21.73", 0: "23.77", 8_000: "22.42", 16_000: "21.72"}
 

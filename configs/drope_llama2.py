@@ -35,9 +35,9 @@ tokens. Left open, and decided here: where the cosine ends (0), AdamW's constant
 
 from ml_collections import ConfigDict
 
-from pe_lab.config import recipe_arguments
 from pe_lab.model import preset
 from pe_lab.positional import NoPE
+from pe_lab.recipes import recipe_arguments
 
 
 def get_config(arg: str = "") -> ConfigDict:

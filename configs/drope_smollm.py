@@ -60,10 +60,10 @@ Left open, and decided here: where the cosine ends (0), gradient clipping (1.0),
 
 from ml_collections import ConfigDict
 
-from pe_lab.config import recipe_arguments
 from pe_lab.errors import UserError
 from pe_lab.model import preset
 from pe_lab.positional import NoPE
+from pe_lab.recipes import recipe_arguments
 
 # model -> {tokens: (steps, v5e chip-hours at 40% MFU)}, the first the default
 BUDGETS = {

@@ -42,9 +42,9 @@ paper's in their order alone. Windows are packed, and attention crosses the ends
 
 from ml_collections import ConfigDict
 
-from pe_lab.config import recipe_arguments
 from pe_lab.model import preset
 from pe_lab.positional import NoPE, Rope
+from pe_lab.recipes import recipe_arguments
 
 BASE = 10_000.0
 ENCODINGS = {

@@ -51,10 +51,10 @@ documents (segments=False). Ours alone: the output projections start smaller, by
 
 from ml_collections import ConfigDict
 
-from pe_lab.config import recipe_arguments
 from pe_lab.errors import UserError
 from pe_lab.model import preset
 from pe_lab.positional import NoPE, PartialRope
+from pe_lab.recipes import recipe_arguments
 
 # appendix A, Table 1
 PERCENTS = {

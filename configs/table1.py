@@ -59,9 +59,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from pe_lab.config import recipe_arguments
 from pe_lab.model import preset
 from pe_lab.positional import Alibi, NoPE, PartialRope, Rope, rnope_swa
+from pe_lab.recipes import recipe_arguments
 
 EXPECTED = {
     "rope": "validation perplexity 21.72; needles at 2x 0 / 0 / 0 (multi-query / key / value)",

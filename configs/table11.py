@@ -43,9 +43,9 @@ to a document and lets attention cross it: so do we (segments=False).
 
 from ml_collections import ConfigDict
 
-from pe_lab.config import recipe_arguments
 from pe_lab.model import preset
 from pe_lab.positional import NoPE
+from pe_lab.recipes import recipe_arguments
 
 # (with QK-norm, without)
 LOSSES = {"1e-3": ("2.496", "6.334"), "3e-4": ("2.555", "2.530"), "3e-5": ("3.102", "2.713")}

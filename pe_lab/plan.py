@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from pe_lab.config import MeshConfig, load_config, split_overrides
+from pe_lab.config import MeshConfig
 from pe_lab.errors import UserError
 from pe_lab.evaluation import parse_length
 from pe_lab.model import Model
@@ -34,6 +34,7 @@ from pe_lab.planning.evaluation_memory import cache_bytes_per_token, compile_lon
 from pe_lab.planning.plan import PhaseNumbers, Plan, choose_phases, compile_phase, make_plan, plan_json
 from pe_lab.planning.step_memory import Compiled, OutOfMemory
 from pe_lab.positional import build_schedule
+from pe_lab.recipes import load_config, split_overrides
 from pe_lab.terminal import command
 
 DESCRIPTION = """\

@@ -12,12 +12,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from pe_lab.config import Config, load_config, recipe_arguments, split_overrides, to_json
+from pe_lab.config import Config, to_json
 from pe_lab.errors import UserError
 from pe_lab.parallel import AxisRules, check_batch
 from pe_lab.parallel.topology import CHIPS, parse_topology, placeholder_mesh
 from pe_lab.planning.plan import Plan, make_plan
 from pe_lab.planning.step_memory import step_inputs
+from pe_lab.recipes import load_config, recipe_arguments, split_overrides
 from pe_lab.training import compile_train_step, make_optimizer
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from pe_lab.checkpoints import open_checkpoint
-from pe_lab.config import Config, load_config
+from pe_lab.config import Config
 from pe_lab.errors import UserError
 from pe_lab.model import Model
 from pe_lab.planning.plan import plan_phases
 from pe_lab.positional import Alibi, Layer, NoPE, PartialRope, Rope, build_schedule, layers
+from pe_lab.recipes import load_config
 from pe_lab.train import main as train
 
 CONFIGS = Path(__file__).parent.parent / "configs"

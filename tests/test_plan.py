@@ -7,13 +7,14 @@ import json
 import pytest
 
 from pe_lab import plan as verb
-from pe_lab.config import Config, from_dict, load_config
+from pe_lab.config import Config, from_dict
 from pe_lab.parallel import AxisRules, topology
 from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
 from pe_lab.planning import step_memory as memory
 from pe_lab.planning.evaluation_memory import long_text
 from pe_lab.planning.plan import choose_phases, compile_phase, make_plan
 from pe_lab.planning.step_memory import OutOfMemory, estimate_memory
+from pe_lab.recipes import load_config
 
 DROPE = "configs/drope_16b.py"
 
