@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pe_lab.config import load_config
+from pe_lab.recipes import load_config
 
 FIT = (4096, 8192, 16384, 32768, 65536)  # tokens whose memory is looked at
 READ = 32768  # tokens that the demo's model reads

@@ -17,9 +17,10 @@ import numpy as np
 from attention_tools import Plan, Table, TorchPeer, number, ratios, reason, tell
 from train_step import HERE, OPTIMIZER, Ours, Shape, llama_config, llama_names, measure, prepare
 
-from pe_lab.config import ModelConfig, load_config
+from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model, train_flops_per_token
+from pe_lab.recipes import load_config
 from pe_lab.training.machine import peak_flops
 
 TINY = ModelConfig(640, 2, 64, 128, 4, 2, dtype="bfloat16", loss_chunks=8)

@@ -13,10 +13,10 @@ from pathlib import Path
 import jax
 
 from benchmarks.document import Place
-from pe_lab.config import load_config
 from pe_lab.parallel.topology import GIB, parse_topology
 from pe_lab.planning.evaluation_memory import cache_bytes, longest, weight_bytes
 from pe_lab.planning.plan import make_plan
+from pe_lab.recipes import load_config
 from pe_lab.terminal import command
 
 RECIPES = (

@@ -27,11 +27,12 @@ sys.path.insert(0, str(HERE.parent))  # from a checkout that is not installed
 import jax
 import numpy as np
 
-from pe_lab.config import Config, MeshConfig, load_config
+from pe_lab.config import Config, MeshConfig
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh, start_processes
 from pe_lab.parallel.host_memory import keep_freed_memory
 from pe_lab.positional import build_schedule, layers
+from pe_lab.recipes import load_config
 from pe_lab.terminal import command
 from pe_lab.training import compile_train_step, init_state, make_optimizer, make_shardings, place_batch
 from pe_lab.training.machine import machine, versions

@@ -5,10 +5,10 @@ Command: python -m pe_lab.train --config=configs/drope_laptop.py   (`make demo` 
 Arguments: `:quick` trains for seconds, to see that everything works; `:full` adds a NoPE model trained for as many
     steps as the other two phases together.
 Cost: about 4 minutes on 2 cores; twice that with `:full`.
-Expected: RoPE finds every needle at 64 tokens, two thirds at 128, hardly any at 512; the dropped model with the
-    paper's logit scale finds all of them up to 2,048. So does YaRN up to 512. On text the dropped model is worse than
-    RoPE up to 4x, and worse than YaRN everywhere: three layers of width 64 lean on positions more than the paper's 24
-    do. docs/log.md tells what else was tried.
+Expected: RoPE finds every needle at 64 tokens, two thirds at 128, hardly any at 512. The dropped model with the
+    paper's logit scale finds all of them up to 2,048; YaRN does up to 512. On text the dropped model is worse than
+    RoPE up to 4x, and worse than YaRN at every length: three layers of width 64 depend on positions more than the
+    paper's 24 layers. docs/log.md lists other settings that were tried.
 
 Half of the windows are synthetic needles (facts in filler, asked for at the end of the window): a model this small
 learns retrieval from nothing else in minutes. The other half is the source code of the Python standard library.
@@ -16,8 +16,9 @@ learns retrieval from nothing else in minutes. The other half is the source code
 
 from ml_collections import ConfigDict
 
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError
 from pe_lab.positional import NoPE, Rope
+from pe_lab.recipes import phase
 
 LENGTH = 64
 STEPS = {"": (4000, 2000), "full": (4000, 2000), "quick": (120, 60)}
@@ -25,7 +26,7 @@ STEPS = {"": (4000, 2000), "full": (4000, 2000), "quick": (120, 60)}
 
 def get_config(arg: str = "") -> ConfigDict:
     if arg not in STEPS:
-        raise UserError(f"configs/drope_laptop.py knows no '{arg}'; it takes quick, full, or nothing.")
+        raise ConfigError(f"configs/drope_laptop.py knows no '{arg}'; it takes quick, full, or nothing.")
     pretrain, recalibrate = STEPS[arg]
 
     config = ConfigDict()
@@ -36,52 +37,30 @@ def get_config(arg: str = "") -> ConfigDict:
         cost="about 4 minutes on 2 CPU cores" + (", and 4 more for the NoPE model" if arg == "full" else ""),
         expected="RoPE loses the needles beyond 64 tokens, the dropped model keeps them; on text it is worse than YaRN",
     )
-    config.model = dict(
-        layers=3,
-        d_model=64,
-        d_ff=256,
-        heads=4,
-        kv_heads=4,
-        qk_norm=True,
-        # The usual 0.02 suits widths near 1000, where it is near 1 / sqrt(width); at 64 that is 0.1.
-        init_std=0.1,
-        dtype="float32",
-        scan=False,
-    )
-    needles = dict(
-        facts="symbol",
-        pairs=8,
-        queries=4,
-        keys=16,
-        values=16,
-        filler_symbols=16,
-        answer_weight=8.0,
-        filler_weight=0.02,
-    )
+    # The usual init_std of 0.02 suits widths near 1000, where it is about 1 / sqrt(width); at 64 that is 0.1.
+    small = dict(layers=3, d_model=64, d_ff=256, heads=4, kv_heads=4, qk_norm="head", init_std=0.1)
+    config.model = dict(dtype="float32", scan=False, **small)
+    needles = dict(facts="symbol", pairs=8, queries=4, keys=16, values=16, filler_symbols=16)
+    needles |= dict(answer_weight=8.0, filler_weight=0.02)
     config.data = dict(
-        sources=[
-            dict(source="stdlib", weight=0.5),
-            dict(source="needles", weight=0.5, options=needles),
-        ],
+        sources=[dict(source="stdlib", weight=0.5), dict(source="needles", weight=0.5, options=needles)],
         tokenizer="sentencepiece:train:512",
         validation_fraction=0.04,
     )
 
-    def adamw(rate: float) -> dict:
-        return dict(learning_rate=rate, warmup_steps=50, weight_decay=0.05)
-
-    # Base 10000 belongs to windows of 2048 tokens: 15% of its pairs turn less than once in eight windows. At 64 tokens
-    # that share takes base 200; with 10000, half of the pairs would stand still and play NoPE.
+    # Base 10000 belongs to windows of 2048 tokens: 15% of its pairs rotate less than once in eight windows. At 64
+    # tokens, base 200 has that fraction; with 10000, half of the pairs would hardly rotate, as in NoPE.
     rope = Rope(base=200.0)
-    window = dict(sequence_length=LENGTH, batch_size=32)
+    adamw = dict(learning_rate=3e-3, warmup_steps=50, weight_decay=0.05)
+    window = dict(sequence_length=LENGTH, batch_size=32, optimizer=adamw)
     config.phases = [
-        dict(name="pretrain", steps=pretrain, positional=rope, optimizer=adamw(3e-3), **window),
-        dict(name="recalibrate", steps=recalibrate, positional=NoPE(), optimizer=adamw(3e-3), **window),
+        phase(name="pretrain", steps=pretrain, positional=rope, **window),
+        phase(name="recalibrate", steps=recalibrate, positional=NoPE(), **window),
     ]
     if arg == "full":
-        nope = dict(name="nope", steps=pretrain + recalibrate, positional=NoPE(), init_from="random")
-        config.phases.append(dict(**nope, optimizer=adamw(3e-3), **window))
-    config.log = dict(every_steps=10, validate_every_steps=250, validation_batches=8)
+        steps = pretrain + recalibrate
+        config.phases.append(phase(name="nope", steps=steps, positional=NoPE(), init_from="random", **window))
+    config.log = dict(every_steps=10, validate_every_steps=250)
     config.checkpoint = dict(every_steps=500)
     config.evaluation = dict(factors=[1, 2, 4, 8, 32])
     return config

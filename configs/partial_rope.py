@@ -1,4 +1,4 @@
-"""Which share of each head must turn? Models of 1B and 8B from scratch, with RoPE on 0% to 100% of their channels.
+"""Partial RoPE from scratch: models of 1B and 8B with RoPE on 0% to 100% of the channels of each head.
 
 Paper: "Fractional Rotation, Full Potential? Investigating Performance and Convergence of Partial RoPE" (Khan et
 al. 2026), sections 3 to 5 and appendices A and B, and its code, github.com/aflah02/Partial_RoPE_Analysis.
@@ -6,8 +6,8 @@ Reproduces Figures 2 to 5 and 7 and Table 4: 10% is enough; without positions th
 queries and keys are normalized.
 
 Arguments: model=llama_1b (or pythia_1b, llama_8b), percent=100 (or 0, 10, 25, 50, 75; also 4 for llama_1b and 1
-for pythia_1b: two channels), length=2048 (or 1024, 4096, 8192), data=fineweb (or fineweb_edu, which pythia_1b
-has unless told), qk_norm=none (or head).
+for pythia_1b: two channels), length=2048 (or 1024, 4096, 8192), data=fineweb (or fineweb_edu, the default of
+pythia_1b), qk_norm=none (or head).
 
 Prepare (the tokenizer is Pythia's, huggingface.co/EleutherAI/pythia-1b; all of the 100B-token sample):
   python -m pe_lab.prepare --source=parquet:'fineweb/sample/100BT/*.parquet' \\
@@ -30,31 +30,31 @@ Cost in v5e chip-hours at 40% MFU:
   llama_1b          2434    2577    2863    3434
   pythia_1b         2077    2220    2505    3077
   llama_8b         17799   18442   19728   22299
-which v5e:16x16 does in a 256th of these hours: llama_1b at 2048 in 10. There a chip takes 8192 tokens of each of
-the four micro-batches. A node of 8 H200: --config.mesh.fsdp=8 --config.phases.0.accumulate=64. Does it fit?
+v5e:16x16 takes a 256th of these hours: 10 for llama_1b at 2048. A chip of it has 8192 tokens of each of the four
+micro-batches. A node of 8 H200: --config.mesh.fsdp=8 --config.phases.0.accumulate=64. Does it fit?
   python -m pe_lab.plan --config=configs/partial_rope.py:percent=10 --topology=v5e:16x16
   python -m pe_lab.plan --config=configs/partial_rope.py:model=llama_8b,percent=10 --topology=v5e:16x16
 
-Expected (Table 4): perplexities on LAMBADA, which are in the code below; losses are in the paper's figures alone.
+Expected (Table 4): perplexities on LAMBADA, listed in the code below; the paper gives losses only in figures.
 On 2048 tokens of FineWeb llama_1b has 26.03 at 0%, 25.75 at 4%, 19.89 at 10% and 20.26 at 100%. Spikes are part of the
 result: without QK-norm, NoPE diverges in llama_1b at 8192 (237.85; with it 33.49) and in pythia_1b (2029213; 94.31).
 
 Appendix B: AdamW at 4e-4, 5% of the steps warm-up, cosine to a tenth, 4096 windows of 2048 tokens a step and
-100B tokens; at other lengths as many tokens a step. QK-norm is per head. From the code, as the paper does not
-say: 12,000 steps, Adam's constants, weight decay 0.1, gradient clipping 1.0, input and output embeddings apart
-(Llama-3.2-1B's are one), initialization 0.02, and RoPE's base: it sets none, so it is GPT-NeoX's 10,000, for the
-Llamas too (500,000 where they come from).
-Decided here: Pythia-1B's published block (parallel, LayerNorm, GELU, biases), which is what the paper's text
-says; the code's file for it has a sequential one with RMSNorm and SwiGLU. Attention crosses the ends of
-documents (segments=False). Ours alone: the output projections start smaller, by 1 / sqrt(2 x layers).
+100B tokens; at other lengths as many tokens a step. QK-norm is per head. From the code, since the
+paper does not give them: 12,000 steps, Adam's constants, weight decay 0.1, gradient clipping 1.0, untied embeddings
+(Llama-3.2-1B's are tied), initialization with 0.02 for all weights, output projections included
+(scaled_residual_init=False), and RoPE's base: the code sets none, so it is GPT-NeoX's 10,000, also for the Llamas
+(500,000 in the published models).
+Decided here: Pythia-1B's published block (parallel, LayerNorm, GELU, biases), as in the paper's text; the code's
+file for it has a sequential one with RMSNorm and SwiGLU. Attention crosses the ends of documents (segments=False).
 """
 
 from ml_collections import ConfigDict
 
-from pe_lab.config import recipe_arguments
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError
 from pe_lab.model import preset
 from pe_lab.positional import NoPE, PartialRope
+from pe_lab.recipes import phase, recipe_arguments
 
 # appendix A, Table 1
 PERCENTS = {
@@ -96,43 +96,33 @@ def get_config(arg: str = "") -> ConfigDict:
     )
     model, percent, length, kind = (arguments[key] for key in ("model", "percent", "length", "qk_norm"))
     if percent not in PERCENTS[model]:
-        raise UserError(f"The paper has no {percent}% of {model}; it has {', '.join(PERCENTS[model])}.")
+        raise ConfigError(f"The paper has no {percent}% of {model}; it has {', '.join(PERCENTS[model])}.")
     data = arguments["data"] or ("fineweb_edu" if model == "pythia_1b" else "fineweb")
 
     config = ConfigDict()
     config.name = f"partial_rope_{model}_{percent}_{length}_{data}" + ("_qk_norm" if kind == "head" else "")
-    config.seed = 0
-    small = dict(remat="full", loss_chunks=8, qk_norm=kind)
+    common = dict(remat="full", loss_chunks=8, qk_norm=kind, scaled_residual_init=False)
     config.model = {
-        "llama_1b": preset("llama_1b", tie_embeddings=False, **small),
-        "pythia_1b": preset("pythia_1b", **small),
-        "llama_8b": preset("llama_8b_36", **small),
+        "llama_1b": preset("llama_1b", tie_embeddings=False, **common),
+        "pythia_1b": preset("pythia_1b", **common),
+        "llama_8b": preset("llama_8b_36", **common),
     }[model]
     config.data = dict(prepared=f"data/{data.replace('_', '-')}-pythia", segments=False)
     config.mesh = dict(data=-1, fsdp=64 if model == "llama_8b" else 8)
+    adamw = dict(schedule="cosine", final_fraction=0.1, b1=0.9, b2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
     config.phases = [
-        dict(
+        phase(
             name="pretrain",
             steps=12_000,  # 100.7B tokens
             positional=PartialRope(base=10_000.0, fraction=int(percent) / 100) if percent != "0" else NoPE(),
             sequence_length=int(length),
             batch_size=4096 * 2048 // int(length),  # 8.4M tokens a step
             accumulate=4,
-            optimizer=dict(
-                learning_rate=4e-4,
-                warmup_steps=600,
-                schedule="cosine",
-                final_fraction=0.1,
-                b1=0.9,
-                b2=0.95,
-                epsilon=1e-8,
-                weight_decay=0.1,
-                clip_norm=1.0,
-            ),
+            optimizer=dict(learning_rate=4e-4, warmup_steps=600, **adamw),
         )
     ]
-    config.checkpoint = dict(every_steps=1000, keep=2)
-    config.log = dict(every_steps=10, validate_every_steps=500, validation_batches=8)
+    config.checkpoint = dict(every_steps=1000)
+    config.log = dict(every_steps=10)
     config.evaluation = dict(tokens=2**20, fit_tokens=2**18, factors=[1, 2, 4])
 
     paper = (LAMBADA_NORMED if kind == "head" else LAMBADA).get((model, data, length), ())

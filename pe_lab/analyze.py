@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pe_lab.analysis import frequencies
-from pe_lab.config import ModelConfig, from_dict, load_config, split_overrides
+from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import UserError, did_you_mean
 from pe_lab.model import complete, preset
 from pe_lab.positional import build_schedule, describe, layers
+from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import local_path, write_files
 from pe_lab.terminal import command
 from pe_lab.training.run import plan_phases

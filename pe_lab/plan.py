@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from pe_lab.config import MeshConfig, load_config, split_overrides
+from pe_lab.config import MeshConfig
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation import parse_length
 from pe_lab.model import Model
@@ -23,6 +23,7 @@ from pe_lab.planning.evaluation_memory import compile_evaluation
 from pe_lab.planning.plan import PhaseNumbers, Plan, choose_phases, compile_phase, make_plan, plan_json
 from pe_lab.planning.tables import compiled_text, evaluation_text, size, step_advice, training_text
 from pe_lab.positional import build_schedule
+from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import write_json
 from pe_lab.terminal import command, console, waiting
 

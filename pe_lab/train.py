@@ -1,9 +1,8 @@
-"""`python -m pe_lab.train --config=configs/x.py`: trains every phase of a recipe, or goes on where it stopped."""
+"""`python -m pe_lab.train --config=configs/x.py`: trains every phase of a recipe, or continues an interrupted run."""
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,22 +10,21 @@ from pathlib import Path
 
 import jax
 
-from pe_lab.config import load_config, split_overrides
 from pe_lab.data.tokenizers import KIND_FILE, save_tokenizer
 from pe_lab.parallel import has_accelerator, keep_freed_memory, start_processes
+from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import local_path, new_directory
-from pe_lab.terminal import command
+from pe_lab.terminal import command, console
 from pe_lab.training import Stopped, open_run, train_phase
-from pe_lab.training.files import claim_workdir, write_run
-from pe_lab.training.machine import machine, peak_flops, versions
-from pe_lab.training.progress import console
+from pe_lab.training.logs import claim_workdir, write_run
+from pe_lab.training.machine import peak_flops
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of this verb."""
+    """The command line of this command."""
     parser = argparse.ArgumentParser(
         prog="python -m pe_lab.train",
-        description="Trains every phase of a recipe. Run it again and it goes on where it stopped.",
+        description="Trains every phase of a recipe. Run it again to continue an interrupted run.",
         epilog="Any key of the recipe can be set: --config.model.layers=4 --config.phases.0.steps=100",
     )
     parser.add_argument("--config", required=True, help="recipe, with an argument after a colon: configs/x.py:quick")
@@ -43,24 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     workdir = local_path("--workdir", args.workdir) if args.workdir else Path("runs") / config.name
     claim_workdir(workdir, config)
     if not has_accelerator():
-        keep_freed_memory()  # halves the processor time of a small step; before JAX starts
+        keep_freed_memory()  # before JAX starts; halves the processor time of a small step
     start_processes()
     run = open_run(config, workdir)
-    out = console()
-    if jax.process_index() == 0:
-        write_run(
-            workdir,
-            config,
-            shlex.join(["python", "-m", "pe_lab.train", *argv]),
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            versions=versions(),
-            machine=machine(),
-        )
+    first = jax.process_index() == 0
+    out = console(quiet=not first)
+    if first:
+        write_run(workdir, config, shlex.join(["python", "-m", "pe_lab.train", *argv]))
         if not (workdir / "tokenizer").exists():
             with new_directory(workdir / "tokenizer", marker=KIND_FILE) as building:
                 save_tokenizer(run.tokenizer, building)
     out.print(
-        f"[bold]{config.name}[/]: {run.models[0].num_parameters:,} parameters, {len(run.phases)} phases, "
+        f"{config.name}: {run.models[0].num_parameters:,} parameters, {len(run.phases)} phases, "
         f"mesh {dict(run.mesh.shape)}, in {workdir}"
     )
     peak, previous = peak_flops(), None
@@ -70,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as stopped:
         out.print(f"{config.name}: {stopped}")
         return 0
-    out.print(f"[bold]{config.name}[/]: complete, {previous}")
+    out.print(f"{config.name}: complete, {previous}")
     return 0
 
 

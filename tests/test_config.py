@@ -15,12 +15,11 @@ from pe_lab.config import (
     config_hash,
     from_dict,
     identity,
-    load_config,
-    split_overrides,
     to_json,
 )
-from pe_lab.errors import UserError
-from pe_lab.positional import Rope
+from pe_lab.errors import ConfigError, UserError
+from pe_lab.positional import NoPE, Rope
+from pe_lab.recipes import load_config, split_overrides
 from pe_lab.terminal import command
 
 
@@ -38,6 +37,9 @@ from pe_lab.terminal import command
         ("log.validate_every", "validate_every_steps"),
         ("evaluation.factor", "factors"),
         ("notes.papers", "paper"),
+        ("phases.0.optimizer.lr", "learning_rate"),
+        ("phases.0.seq_len", "sequence_length"),
+        ("model.num_hidden_layers", "layers"),
     ],
 )
 def test_a_misspelt_key_names_the_nearest_one(tmp_path, key, nearest):
@@ -137,6 +139,32 @@ def test_recipes_that_are_none(tmp_path):
         load_config(str(tmp_path / "number.py"), {"seed": "1"})
 
 
+RECIPE_THAT_EDITS = """
+from pe_lab.positional import NoPE
+from pe_lab.recipes import phase
+from .tiny import get_config as tiny
+
+
+def get_config(arg=""):
+    config = tiny()
+    if not arg:
+        config.phases = [phase(**keys) for keys in config.phases]
+    config.phases[1].positional = NoPE()
+    config.phases[1].optimizer.learning_rate = 1
+    return config
+"""
+
+
+def test_a_recipe_edits_the_phases_of_another(tmp_path):
+    before = load_config(str(write_recipe(tmp_path)))
+    (tmp_path / "edited.py").write_text(RECIPE_THAT_EDITS)
+    edited = load_config(str(tmp_path / "edited.py")).phases
+    optimizer = dataclasses.replace(before.phases[1].optimizer, learning_rate=1.0)
+    assert edited == (before.phases[0], dataclasses.replace(before.phases[1], positional=NoPE(), optimizer=optimizer))
+    with pytest.raises(ConfigError, match=r"sets an attribute of a dict .* Make phases with pe_lab.recipes.phase"):
+        load_config(f"{tmp_path / 'edited.py'}:dicts")
+
+
 def test_the_argument_after_the_colon_reaches_the_recipe(tmp_path):
     (tmp_path / "a.py").write_text(
         textwrap.dedent("""
@@ -193,13 +221,13 @@ def test_configs_are_frozen():
 
 def test_a_command_says_bad_input_on_one_line_and_exits_with_2(capsys):
     @command
-    def verb(argv):
+    def example(argv):
         if argv:
             raise UserError("no such thing.")
         return 0
 
-    assert verb(["x"]) == 2
+    assert example(["x"]) == 2
     assert capsys.readouterr().err == "error: no such thing.\n"
-    assert verb([]) == 0
+    assert example([]) == 0
     with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback
         command(lambda argv: 1 // 0)([])

@@ -1,4 +1,4 @@
-"""Every recipe in configs/, under every argument that its text mentions. What the papers say: test_configs_papers."""
+"""Every recipe in configs/, under every argument in its docstring. The papers' numbers are in test_configs_papers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from pe_lab.config import Config, load_config, recipe_arguments, split_overrides, to_json
+from pe_lab.config import Config, to_json
 from pe_lab.errors import UserError
 from pe_lab.parallel import AxisRules, check_batch
 from pe_lab.parallel.topology import CHIPS, parse_topology, placeholder_mesh
 from pe_lab.planning.estimate import step_inputs
 from pe_lab.planning.plan import Plan, make_plan
+from pe_lab.recipes import load_config, recipe_arguments, split_overrides
 from pe_lab.training import compile_train_step, make_optimizer
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -71,7 +72,7 @@ def test_references_include_documented_arguments():
 
 
 @pytest.mark.parametrize("reference", _references())
-def test_recipe_says_what_it_reproduces(reference):
+def test_recipe_has_notes_and_a_docstring(reference):
     config = _load(reference)
     for field, text in to_json(config.notes).items():
         assert text.strip(), f"config.notes.{field} of {reference} is empty"
@@ -122,21 +123,21 @@ def test_costs_are_what_the_plan_computes(reference):
 
 
 @pytest.mark.parametrize("path", [p.name for p in sorted(CONFIGS.glob("*.py")) if p.name != "drope_laptop.py"])
-def test_texts_say_what_a_run_costs(path):
-    """FLOPs, hours of v5e:16x16 and H100-hours, where the text gives them: of the recipe without arguments."""
+def test_docstrings_have_the_costs_of_the_plan(path):
+    """FLOPs, hours of v5e:16x16 and H100-hours of the recipe without arguments, if the docstring has them."""
     text, plan = _text(path), _plan(path)
     flops = sum(phase.total_flops for phase in plan.phases)
-    for said in re.findall(r"([\d.]+e\d+) FLOPs", text):
-        assert said == f"{flops:.2e}".replace("+", "")
-    for said in re.findall(r"(\d+) H100-hours", text):
-        assert said == f"{plan.chip_hours(CHIPS['h100'].peak, 0.4):.0f}"
+    for figure in re.findall(r"([\d.]+e\d+) FLOPs", text):
+        assert figure == f"{flops:.2e}".replace("+", "")
+    for figure in re.findall(r"(\d+) H100-hours", text):
+        assert figure == f"{plan.chip_hours(CHIPS['h100'].peak, 0.4):.0f}"
     hours = plan.chip_hours(CHIPS["v5e"].peak, 0.4) / 256
-    for said, unit in re.findall(r"MFU \(([\d.]+) (minutes|hours) of v5e:16x16\)", text):
-        assert abs(float(said) / (60 if unit == "minutes" else 1) - hours) <= 0.03 * hours
+    for figure, unit in re.findall(r"MFU \(([\d.]+) (minutes|hours) of v5e:16x16\)", text):
+        assert abs(float(figure) / (60 if unit == "minutes" else 1) - hours) <= 0.03 * hours
 
 
 @pytest.mark.parametrize(("path", "line"), _plan_commands())
-def test_what_the_texts_plan_fits_by_estimate(path, line):
+def test_planned_commands_fit_by_estimate(path, line):
     rest, overrides = split_overrides(line.split())
     options = dict(option.removeprefix("--").split("=", 1) for option in rest)
     assert options["config"].startswith(f"configs/{path}")
@@ -147,7 +148,7 @@ def test_what_the_texts_plan_fits_by_estimate(path, line):
         assert phase.memory.total < 0.75 * plan.topology.chip.memory  # a compiler takes more than an estimate says
 
 
-# What the texts say of nodes with 8 GPUs, and of one.
+# The docstrings' settings for nodes with 8 GPUs, and for one GPU.
 ON_EIGHT = [
     ("drope_16b.py", "h100:8", {"phases.0.accumulate": "16", "phases.1.accumulate": "16"}),
     ("drope_16b.py", "h100:1", {"mesh.fsdp": "1", "phases.0.accumulate": "128", "phases.1.accumulate": "128"}),
@@ -163,7 +164,7 @@ ON_EIGHT = [
 
 
 @pytest.mark.parametrize(("reference", "topology", "overrides"), ON_EIGHT)
-def test_recipes_cut_evenly_on_a_node_as_their_texts_say(reference, topology, overrides):
+def test_recipes_fit_a_node_with_the_settings_of_their_docstrings(reference, topology, overrides):
     plan = make_plan(load_config(f"{CONFIGS}/{reference}", overrides), parse_topology(topology))
     assert all(phase.memory.total < 0.5 * plan.topology.chip.memory for phase in plan.phases)
     if topology.endswith(":8"):

@@ -21,7 +21,7 @@ COMMANDS = {"train", "prepare", "surgery", "convert", "generate", "evaluate", "a
 LEVELS: list[set[str]] = [
     {"errors"},
     {"config", "storage", "terminal"},
-    {"positional", "parallel"},
+    {"positional", "parallel", "recipes"},
     {"attention"},
     {"model"},
     {"data", "checkpoints", "training", "results"},

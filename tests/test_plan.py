@@ -8,7 +8,7 @@ import re
 import pytest
 
 from pe_lab import plan as command
-from pe_lab.config import Config, from_dict, load_config
+from pe_lab.config import Config, from_dict
 from pe_lab.parallel import AxisRules, make_mesh, topology
 from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
 from pe_lab.planning import compiled_memory
@@ -16,6 +16,7 @@ from pe_lab.planning.compiled_memory import OutOfMemory
 from pe_lab.planning.estimate import estimate_memory, step_inputs
 from pe_lab.planning.evaluation_memory import sequence_memory
 from pe_lab.planning.plan import choose_phases, compile_phase, make_plan
+from pe_lab.recipes import load_config
 from pe_lab.training.optimizer import make_optimizer
 from pe_lab.training.step import compile_train_step
 

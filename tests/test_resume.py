@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import REPOSITORY, assert_same_training, rows, start, write_recipe
 
-from pe_lab.config import load_config
+from pe_lab.recipes import load_config
 
 pytestmark = pytest.mark.slow
 PATIENCE = 400  # seconds for one process

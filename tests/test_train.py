@@ -1,4 +1,4 @@
-"""`python -m pe_lab.train`: what it writes, what it refuses, and what it says."""
+"""`python -m pe_lab.train`: its files, its messages, and the input that it refuses."""
 
 import functools
 import json
@@ -8,7 +8,10 @@ import pytest
 from tiny_runs import compilations_kept, fingerprint, write_recipe  # noqa: F401
 
 import pe_lab.train
+from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.store import steps_in
 from pe_lab.data.tokenizers import load_saved_tokenizer
+from pe_lab.errors import TrainingDiverged
 from pe_lab.train import main
 from pe_lab.training import open_run
 
@@ -25,7 +28,12 @@ def one_device(monkeypatch):
     monkeypatch.setattr(pe_lab.train, "open_run", functools.partial(open_run, devices=jax.devices()[:1]))
 
 
-SHORT = ["--config.checkpoint.every_steps=3", "--config.log.validate_every_steps=3"]
+SHORT = [
+    "--config.checkpoint.every_steps=3",
+    "--config.checkpoint.keep=1",
+    "--config.checkpoint.milestones=[4]",
+    "--config.log.validate_every_steps=3",
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +54,40 @@ def test_a_run_says_what_it_was(finished, recipe):
     assert run["machine"]["platform"] == "cpu" and run["machine"]["cpus"] >= 1
     assert load_saved_tokenizer(finished / "tokenizer").vocab_size > 255
     assert sorted(p.name for p in finished.iterdir()) == ["pretrain", "recalibrate", "run.json", "tokenizer"]
+
+
+def test_milestones_are_saved_and_kept(finished):
+    """Step 4 is no multiple of every_steps, and keep=1 deletes 3 and 6."""
+    saved = {phase: steps_in(finished / phase / "checkpoints") for phase in ("pretrain", "recalibrate")}
+    assert saved == {"pretrain": [4, 8], "recalibrate": [4, 6]}
+
+
+def test_a_branch_starts_at_a_milestone(finished, recipe, one_device, tmp_path):
+    """As drope_16b:from=... does at the milestones of table1."""
+    start = f"'init_from': '{finished}/pretrain/checkpoints/4', 'positional': 'nope'"
+    shape = "'sequence_length': 16, 'batch_size': 8, 'optimizer': {'warmup_steps': 1}"
+    phases = f"--config.phases=[{{'name': 'recalibrate', 'steps': 2, {start}, {shape}}}]"
+    assert main([f"--config={recipe}", f"--workdir={tmp_path / 'run'}", phases]) == 0
+    lineage = open_checkpoint(tmp_path / "run").metadata["lineage"]
+    assert [entry["what"].split(" with ")[0] for entry in lineage[1:]] == [
+        "trained 4 steps of 'pretrain'", "rope(base=10000) -> nope on layers 0-1", "trained 2 steps of 'recalibrate'"
+    ]  # fmt: skip
+
+
+def test_a_cpu_has_no_mfu(finished):
+    phase = json.loads((finished / "pretrain" / "phase.json").read_text())
+    assert (phase["peak_flops"], phase["peak_source"]) == (None, "unknown for a CPU")
+    speed = [json.loads(line) for line in (finished / "pretrain" / "speed.jsonl").read_text().splitlines()]
+    assert speed and all(record["mfu_full"] is record["mfu_causal"] is None for record in speed)
+
+
+def test_a_diverged_loss_is_no_bad_input(recipe, one_device, tmp_path, monkeypatch, capsys):
+    def diverge(*args):
+        raise TrainingDiverged("The loss is nan.")
+
+    monkeypatch.setattr(pe_lab.train, "train_phase", diverge)
+    assert main([f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]) == 1
+    assert capsys.readouterr().err.endswith("error: The loss is nan.\n")
 
 
 def test_the_same_command_again_says_that_all_is_done(finished, recipe, one_device, capsys):
@@ -102,6 +144,8 @@ BAD = {
     "steps": (["--config.phases.0.steps=0"], "steps is 0; it must be positive"),
     "interval": (["--config.log.every_steps=0"], "config.log.every_steps is 0; it must be positive"),
     "checkpoints": (["--config.checkpoint.keep=0"], "config.checkpoint.keep is 0; it must be positive"),
+    "milestone": (["--config.checkpoint.milestones=[0]"], "config.checkpoint.milestones[0] is 0; it must be positive"),
+    "start of the QK-norm": (["--config.phases.1.qk_norm_init=zeros"], "qk_norm_init is 'zeros'; it must be matched"),
     "no phases": (["--config.phases=[]"], "each phase needs a name of its own"),
     "two of a name": (["--config.phases.1.name=pretrain"], "each phase needs a name of its own"),
     "encoding": (["--config.phases.0.positional=roep"], "no encoding is called 'roep'. Did you mean 'rope'?"),

@@ -17,8 +17,9 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from pe_lab.config import Config, load_config
+from pe_lab.config import Config
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
+from pe_lab.recipes import load_config
 from pe_lab.training import open_run, train_phase
 from pe_lab.training.machine import Peak
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, SingleDeviceSharding
+from orbax.checkpoint import checkpoint_managers as policies
 
 from pe_lab.config import ModelConfig, from_dict, to_json
 from pe_lab.errors import CheckpointError, UserError
@@ -81,10 +82,12 @@ class Checkpoint:
 class Store:
     """The checkpoints of one phase. Saving is asynchronous and atomic; only committed ones are ever seen."""
 
-    def __init__(self, directory: str | Path, keep: int = 2, read_only: bool = False):
+    def __init__(self, directory: str | Path, keep: int = 2, milestones: Sequence[int] = (), read_only: bool = False):
+        """Opens the checkpoints of a directory; `save` deletes all but the latest `keep` and the steps `milestones`."""
         self.directory = Path(directory).absolute()
+        kept = [policies.LatestN(keep), policies.CustomSteps(milestones)]
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else keep,
+            preservation_policy=None if read_only else policies.AnyPreservationPolicy(kept),
             enable_async_checkpointing=True,
             read_only=read_only,
             create=not read_only,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,8 @@ class Layer:
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise UserError(f"Layer.window is {self.window}; give at least 1 token, or None for no window.")
-        if not isinstance(self.logit_scale, Beta) and not 0 < self.logit_scale < math.inf:
+        scale = self.logit_scale
+        if not isinstance(scale, Beta) and not (isinstance(scale, numbers.Real) and 0 < scale < math.inf):
             raise UserError(f"Layer.logit_scale is {self.logit_scale}; it must be above 0 and finite, or Beta(...).")
         object.__setattr__(self, "heads", tuple(self.heads))
         if self.heads and isinstance(self.encoding, NotebookYarn | NotebookBias):

@@ -1,9 +1,9 @@
-"""A config made ready to train: phases planned, data open, model and mesh chosen; nothing written yet."""
+"""A run before training: its phases are planned, its data is open, its models and mesh are made."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,26 +16,28 @@ from pe_lab.checkpoints.store import DIRECTORY, steps_in
 from pe_lab.checkpoints.surgery import check_same_shape
 from pe_lab.config import Config, PhaseConfig
 from pe_lab.data.needles import NeedleWindows
-from pe_lab.data.pipeline import build_pipeline
+from pe_lab.data.pipeline import Pipeline, build_pipeline, validation_batches
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Model, complete
 from pe_lab.parallel import AxisRules, balanced_order, check_batch, make_mesh, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule, layers
 from pe_lab.positional.codec import ranges
 from pe_lab.training.optimizer import learning_rate
-from pe_lab.training.step import parameter_shardings
+from pe_lab.training.step import Batch, parameter_shardings
+
+QK_NORM_INITS = ("matched", "ones")  # of `PhaseConfig.qk_norm_init`
 
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """One phase, resolved: its place in the run, its encodings, and the schedule made of them."""
+    """A phase with its index in the run, its layers, and their schedule."""
 
     index: int
     config: PhaseConfig
     layers: tuple[Layer, ...]
     schedule: Schedule
-    qk_norm: str  # the phase's own, or what was before
+    qk_norm: str  # the phase's own, or the previous one
 
     @property
     def name(self) -> str:
@@ -47,25 +49,30 @@ class PhasePlan:
 
 
 def plan_phases(config: Config) -> tuple[PhasePlan, ...]:
-    """Resolves and checks every phase before anything runs; a `UserError` names the phase.
+    """Resolves and checks every phase.
 
     Edits (`drop(...)`, `rescale(...)`) and an unset `qk_norm` refer to the phase or the checkpoint that a phase
     starts from.
+
+    Raises:
+      UserError: a key of a phase is wrong; names the phase.
     """
     names = [phase.name for phase in config.phases]
     if not names or len(set(names)) != len(names) or any("/" in n or n.startswith(".") or not n for n in names):
-        raise UserError(f"config.phases: each phase needs a name of its own, a plain word; they are {names}.")
+        raise ConfigError(f"config.phases: each phase needs a name of its own, a plain word; they are {names}.")
     model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or config.model.loss_chunks))
     plans: list[PhasePlan] = []
     for i, phase in enumerate(config.phases):
         try:
             for field in ("steps", "sequence_length", "batch_size", "accumulate"):
                 if getattr(phase, field) < 1:
-                    raise UserError(f"{field} is {getattr(phase, field)}; it must be positive.")
+                    raise ConfigError(f"{field} is {getattr(phase, field)}; it must be positive.")
+            if phase.qk_norm_init not in QK_NORM_INITS:
+                raise ConfigError(f"qk_norm_init is '{phase.qk_norm_init}'; it must be {' or '.join(QK_NORM_INITS)}.")
             if phase.random_positions and phase.random_positions < phase.sequence_length:
-                raise UserError(
+                raise ConfigError(
                     f"random_positions is {phase.random_positions}; {phase.sequence_length} different positions are "
-                    "drawn below it, so it must be at least that (or 0: positions count)."
+                    "drawn below it, so it must be at least that (or 0: positions 0, 1, 2, ...)."
                 )
             continues = plans[-1] if plans and not phase.init_from else None
             described = layers(phase.positional, model.layers, _layers_before(phase, continues))
@@ -74,13 +81,13 @@ def plan_phases(config: Config) -> tuple[PhasePlan, ...]:
             qk_norm = phase.qk_norm or (continues.qk_norm if continues else model.qk_norm)
             complete(dataclasses.replace(model, qk_norm=qk_norm))
         except UserError as error:
-            raise UserError(f"config.phases[{i}] ('{phase.name}'): {error}") from None
+            raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
         plans.append(PhasePlan(i, phase, described, schedule, qk_norm))
     return tuple(plans)
 
 
 def _layers_before(phase: PhaseConfig, continues: PhasePlan | None) -> tuple[Layer, ...] | None:
-    """The layers that an edit of this phase would change; None where there are none to be found."""
+    """The layers that an edit of this phase changes; None if it starts at random or its checkpoint is missing."""
     if continues is not None:
         return continues.layers
     if phase.init_from in ("", "random") or not (is_external(phase.init_from) or Path(phase.init_from).is_dir()):
@@ -90,35 +97,26 @@ def _layers_before(phase: PhaseConfig, continues: PhasePlan | None) -> tuple[Lay
 
 @dataclass(frozen=True)
 class Run:
-    """Everything a run needs that is not in its checkpoints."""
+    """Everything that a run needs beside its checkpoints."""
 
     config: Config
     workdir: Path
-    models: tuple[Model, ...]  # one a phase: they differ in their QK-norm at most
+    models: tuple[Model, ...]  # one per phase; they differ in their QK-norm at most
     mesh: Mesh
     rules: AxisRules
     phases: tuple[PhasePlan, ...]
     mixture: Sequence[dict[str, Any]]
     tokenizer: Tokenizer
 
-    @property
-    def share(self) -> tuple[int, int]:
-        """See `batch_share`."""
-        return batch_share(self.mesh)
-
-    def pipeline(self, phase: PhasePlan) -> Any:
-        """The batches of a phase. Later phases read on in an order of their own, not the same windows again."""
-        return _pipeline(self.config, phase, self.mesh)
-
 
 def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None = None) -> Run:
-    """Checks the whole config, opens (or prepares) its data, and builds the model; writes nothing to `workdir`.
+    """Checks the config, opens (or prepares) its data, and builds the models; writes nothing to `workdir`.
 
     Raises:
-      UserError: anything that would stop the run later: shapes, mesh, batch sizes, data, encodings.
+      UserError: the shapes, mesh, batch sizes, data or encodings would stop the run later.
     """
     workdir, rules = Path(workdir), AxisRules()
-    check_intervals(config)
+    _check_intervals(config)
     phases = plan_phases(config)
     mesh = make_mesh(config.mesh, devices)
     for phase in phases:
@@ -127,25 +125,29 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
         for source in config.data.sources:
             if source.source == "needles":
                 NeedleWindows(source.options, phase.config.sequence_length, 0, "train", 0)  # refuses short windows
-    starts = {phase.name: open_source(phase.config.init_from) for phase in phases if _starts_elsewhere(phase, workdir)}
-    # Of every phase, not of the first alone: a later one's windows may be longer than the text.
-    pipelines = [_pipeline(config, phase, mesh) for phase in phases]
+    parents = {phase.index: open_source(phase.config.init_from) for phase in phases if _has_parent(phase, workdir)}
+    # A later phase may have windows that are longer than the corpus, so the data of every phase is opened.
+    pipelines = [open_pipeline(config, phase, mesh) for phase in phases]
     for pipeline in pipelines:
         pipeline.close()
     first = pipelines[0]
     models = phase_models(config, phases, vocabulary(config, first.vocab_size))
     for phase, model in zip(phases, models, strict=True):
         parameter_shardings(model, mesh, rules)
-        check_context(phase, mesh)
+        try:
+            balanced_order(phase.config.sequence_length, mesh.shape["context"])
+        except UserError as error:
+            where = f"config.phases[{phase.index}] ('{phase.name}').sequence_length"
+            raise type(error)(f"{where}: {error}") from None
         attention_of(model, phase, config, mesh, rules)
-        if phase.name in starts:
-            parent = starts[phase.name]
+        if phase.index in parents:
+            parent = parents[phase.index]
             check_same_shape(parent.model, model.config, f"The checkpoint '{parent.said}'", bool(phase.config.qk_norm))
     return Run(config, workdir, models, mesh, rules, phases, first.mixture, first.tokenizer)
 
 
 def phase_models(config: Config, phases: Sequence[PhasePlan], vocab_size: int) -> tuple[Model, ...]:
-    """The model of each phase; one object where they do not differ."""
+    """The model of each phase. Phases with the same QK-norm share one."""
     known: dict[str, Model] = {}
     for phase in phases:
         if phase.qk_norm not in known:
@@ -154,21 +156,22 @@ def phase_models(config: Config, phases: Sequence[PhasePlan], vocab_size: int) -
     return tuple(known[phase.qk_norm] for phase in phases)
 
 
-def check_intervals(config: Config) -> None:
-    """`UserError` for an interval or a number of checkpoints that is not positive."""
+def _check_intervals(config: Config) -> None:
+    """`ConfigError` for an interval, a number of checkpoints or a milestone that is not positive."""
     for name, value in {
         "log.every_steps": config.log.every_steps,
         "log.validate_every_steps": config.log.validate_every_steps,
         "log.validation_batches": config.log.validation_batches,
         "checkpoint.every_steps": config.checkpoint.every_steps,
         "checkpoint.keep": config.checkpoint.keep,
+        **{f"checkpoint.milestones[{i}]": step for i, step in enumerate(config.checkpoint.milestones)},
     }.items():
         if value < 1:
-            raise UserError(f"config.{name} is {value}; it must be positive.")
+            raise ConfigError(f"config.{name} is {value}; it must be positive.")
 
 
-def _starts_elsewhere(phase: PhasePlan, workdir: Path) -> bool:
-    """Whether a phase has yet to start from a checkpoint that is there before this run."""
+def _has_parent(phase: PhasePlan, workdir: Path) -> bool:
+    """Whether a phase has no checkpoint yet, and will start from one that this run does not write."""
     if phase.config.init_from in ("", "random") or steps_in(workdir / phase.name / DIRECTORY):
         return False
     if is_external(phase.config.init_from):
@@ -177,10 +180,10 @@ def _starts_elsewhere(phase: PhasePlan, workdir: Path) -> bool:
 
 
 def attention_of(model: Model, phase: PhasePlan, config: Config, mesh: Mesh, rules: AxisRules) -> str:
-    """What attention of a phase is computed by, `chunked on layers 0-23`.
+    """The attention implementations of a phase, such as `chunked on layers 0-23`.
 
     Raises:
-      UserError: the config names an implementation that cannot serve a layer.
+      UserError: the config names an implementation that cannot compute a layer.
     """
     with use_mesh(mesh, rules):
         structure, length = phase.schedule.structure, phase.config.sequence_length
@@ -189,17 +192,10 @@ def attention_of(model: Model, phase: PhasePlan, config: Config, mesh: Mesh, rul
     return ", ".join(f"{name} on layers {ranges(where)}" for name, where in layers.items())
 
 
-def check_context(phase: PhasePlan, mesh: Mesh) -> None:
-    """`UserError` unless windows cut evenly, and in balance, over the mesh's context axis."""
-    try:
-        balanced_order(phase.config.sequence_length, mesh.shape["context"])
-    except UserError as error:
-        raise UserError(f"config.phases[{phase.index}] ('{phase.name}').sequence_length: {error}") from None
-
-
-def _pipeline(config: Config, phase: PhasePlan, mesh: Mesh) -> Any:
+def open_pipeline(config: Config, phase: PhasePlan, mesh: Mesh, state: Mapping[str, Any] | None = None) -> Pipeline:
+    """The training batches of a phase from the position `state`. Each phase has its own order of the windows."""
     index, count = batch_share(mesh)
-    return build_pipeline(
+    pipeline = build_pipeline(
         config.data,
         sequence_length=phase.config.sequence_length,
         batch_size=phase.config.batch_size,
@@ -207,37 +203,53 @@ def _pipeline(config: Config, phase: PhasePlan, mesh: Mesh) -> Any:
         process_count=count,
         seed=config.data.seed + phase.index,
     )
+    if state is not None:
+        pipeline.set_state(state)
+    return pipeline
+
+
+def held_out_batches(config: Config, phase: PhasePlan, mesh: Mesh, count: int) -> dict[str, list[Batch]]:
+    """At most `count` batches of held-out text for each source, with the shape of a micro-batch of the phase."""
+    index, process_count = batch_share(mesh)
+    return validation_batches(
+        config.data,
+        sequence_length=phase.config.sequence_length,
+        batch_size=phase.config.batch_size // phase.config.accumulate,
+        count=count,
+        process_index=index,
+        process_count=process_count,
+    )
 
 
 def batch_share(mesh: Mesh) -> tuple[int, int]:
-    """(index, count): which of how many equal parts of a batch this process feeds to its devices.
+    """(index, count): this process feeds part `index` of `count` equal parts of a batch to its devices.
 
-    Processes that differ only along `tensor` or `context` hold the same rows of a batch, so they read the same part.
+    Processes that differ only along `tensor` or `context` have the same sequences of a batch, so they read one part.
     """
     if jax.process_count() == 1:
         return 0, 1
     rows = mesh.devices.reshape(-1, mesh.shape["tensor"] * mesh.shape["context"])
-    held = {device.process_index: set() for device in rows.flat}
+    by_process = {device.process_index: set() for device in rows.flat}
     for row, devices in enumerate(rows):
         for device in devices:
-            held[device.process_index].add(row)
-    parts = sorted({tuple(sorted(rows)) for rows in held.values()})
+            by_process[device.process_index].add(row)
+    parts = sorted({tuple(sorted(rows)) for rows in by_process.values()})
     if sum(map(len, parts)) != len(rows) or len({len(part) for part in parts}) != 1:
-        raise UserError(
-            f"mesh {dict(mesh.shape)}: the {len(held)} processes hold parts of a batch that overlap. Choose tensor "
-            "and context so that their product divides the devices of one process, or is a multiple of them."
+        raise ConfigError(
+            f"mesh {dict(mesh.shape)}: the {len(by_process)} processes have parts of a batch that overlap. Choose "
+            "tensor and context so that their product divides the devices of one process, or is a multiple of them."
         )
-    return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
+    return parts.index(tuple(sorted(by_process[jax.process_index()]))), len(parts)
 
 
 def vocabulary(config: Config, needed: int) -> int:
-    """The model's vocabulary: the config's, or what the data needs, rounded up to a multiple of 128."""
+    """The size of the model's vocabulary: the config's, or else `needed`, rounded up to a multiple of 128."""
     given = config.model.vocab_size
     if given == 0:
         step = 128 * config.model.loss_chunks
         return -(-needed // step) * step
     if given < needed:
-        raise UserError(
+        raise ConfigError(
             f"config.model.vocab_size is {given}, but the data has {needed} tokens; set it to at least that, or 0."
         )
     return given

@@ -17,14 +17,14 @@ from pe_lab.parallel import AxisRules, use_mesh
 from pe_lab.positional import Schedule
 
 Batch = Mapping[str, Any]  # tokens, targets, weights [B, T]; segments and positions [B, T] where documents are masked
-BATCH_AXES = ("batch", None)  # a context axis cuts activations; token ids are small, and wanted in another order
+BATCH_AXES = ("batch", None)  # only activations are sharded over a context axis, and in another order
 
 
 class RandomPositions(NamedTuple):
-    """Positions drawn anew each step: as many as there are tokens, below `longest`, ascending (Ruoss et al. 2023).
+    """Positions drawn in each step: one per token, ascending, below `longest` (Ruoss et al. 2023).
 
-    `seed` is the run's and the phase's number: the draw is a function of it and of the step, so a resumed run draws
-    the same.
+    `seed` is the seed of the run and the index of the phase. The draw is a function of it and of the step, so a resumed
+    run draws the same positions.
     """
 
     longest: int
@@ -38,7 +38,7 @@ class RandomPositions(NamedTuple):
         return jnp.sort(jax.random.choice(key, self.longest, (length,), replace=False))[None].astype(jnp.int32)
 
     def replace(self, batch: Batch, step: jax.Array) -> Batch:
-        """The batch with drawn positions. Documents packed into one window still begin at position 0 each."""
+        """The batch with drawn positions. Every document of a window still begins at position 0."""
         drawn = self.draw(step, batch["tokens"].shape[1])
         if "positions" in batch:
             start = jnp.arange(drawn.shape[1]) - batch["positions"]  # of each token's document
@@ -47,7 +47,7 @@ class RandomPositions(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """All that training changes."""
+    """The state that a train step updates."""
 
     step: jax.Array  # int32 scalar: steps done
     params: Params
@@ -60,7 +60,7 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, params: Pa
 
 
 def loss_sum(model: Model, params: Params, batch: Batch, schedule: Schedule) -> jax.Array:
-    """Sum over tokens of weight times cross-entropy; float32 scalar."""
+    """Sum over tokens of weight times cross-entropy, in nats; float32 scalar."""
     return (model.token_loss(params, batch, schedule) * batch["weights"]).sum()
 
 
@@ -74,8 +74,8 @@ def train_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update on the mean loss per unit of weight over the whole batch.
 
-    With `accumulate` micro-batches, gradients of weighted sums are added up and divided once, by the weight of the
-    whole batch: the result is that of one large batch, however the weights are spread.
+    With `accumulate` micro-batches, the gradients of weighted sums are added and divided once, by the weight of the
+    whole batch. The result is that of one large batch, also where micro-batches have different weights.
     """
     total = batch["weights"].sum()
     gradient = jax.value_and_grad(functools.partial(loss_sum, model))
@@ -83,7 +83,7 @@ def train_step(
     if accumulate == 1:
         loss, grads = gradient(state.params, batch, schedule)
     else:
-        # Rows are dealt out in turn, so that every micro-batch spreads over all devices as the batch does.
+        # Micro-batch i has the sequences i, i + accumulate, ...: it is sharded over all devices, as the batch is.
         micro = {k: jnp.moveaxis(v.reshape(-1, accumulate, *v.shape[1:]), 1, 0) for k, v in batch.items()}
 
         def add(carry: tuple[jax.Array, Params], part: Batch) -> tuple[tuple[jax.Array, Params], None]:
@@ -101,7 +101,7 @@ def train_step(
 
 
 class Shardings(NamedTuple):
-    """Where everything of a run lives on its mesh."""
+    """The shardings of a run."""
 
     state: TrainState
     batch: NamedSharding
@@ -109,7 +109,7 @@ class Shardings(NamedTuple):
 
 
 def parameter_shardings(model: Model, mesh: Mesh, rules: AxisRules) -> Params:
-    """Where each parameter lives; a `UserError` names one that does not divide over the mesh."""
+    """The sharding of each parameter; a `UserError` names one that does not divide over the mesh."""
 
     def place(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> NamedSharding:
         return rules.sharding(
@@ -120,7 +120,7 @@ def parameter_shardings(model: Model, mesh: Mesh, rules: AxisRules) -> Params:
 
 
 def make_shardings(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, rules: AxisRules) -> Shardings:
-    """Shardings of state and batch from logical axes; optimizer moments lie where their parameters do."""
+    """Shardings of state and batch from logical axes. Optimizer moments are sharded as their parameters."""
     replicated = NamedSharding(mesh, PartitionSpec())
     params = parameter_shardings(model, mesh, rules)
     optimizer_state = optax.tree_map_params(
@@ -142,7 +142,7 @@ def compile_train_step(
     accumulate: int = 1,
     random_positions: RandomPositions | None = None,
 ) -> Any:
-    """The jitted step: (state, batch, schedule) -> (state, metrics). The old state's memory is given to the new one."""
+    """The jitted step: (state, batch, schedule) -> (state, metrics). The old state is donated."""
     shardings = make_shardings(model, optimizer, mesh, rules)
 
     def step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -174,5 +174,5 @@ def compile_loss(model: Model, mesh: Mesh, rules: AxisRules, shardings: Sharding
 
 
 def place_batch(batch: Mapping[str, np.ndarray], sharding: NamedSharding) -> dict[str, jax.Array]:
-    """This process's rows of a global batch, onto the devices."""
+    """Puts this process's sequences of a global batch onto the devices."""
     return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}

@@ -14,7 +14,7 @@ from tiny_runs import assert_same_training, compilations_kept, fingerprint, rows
 
 from pe_lab.checkpoints import find_checkpoints, open_checkpoint
 from pe_lab.config import config_hash
-from pe_lab.errors import UserError
+from pe_lab.errors import CheckpointError, DataError, TrainingDiverged, UserError
 from pe_lab.training import Stopped, loop, open_run
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
@@ -76,13 +76,13 @@ def test_the_log_of_a_run(whole):
         validated = [row for row in log if "validation_loss" in row]
         assert [row["step"] for row in validated] == [0, 4, steps]
         assert validated[0]["validation_loss/needles"] == validated[0]["validation_loss"]
-        facts = json.loads((whole / phase / "phase.json").read_text())
-        assert (facts["status"], facts["started_step"], facts["steps"]) == ("complete", 0, steps)
-        assert facts["mixture"][0]["source"] == "needles"
+        record = json.loads((whole / phase / "phase.json").read_text())
+        assert (record["status"], record["started_step"], record["steps"]) == ("complete", 0, steps)
+        assert record["mixture"][0]["source"] == "needles"
         assert any((whole / phase / "tensorboard").iterdir())
     first, second = (rows(whole / p / "metrics.jsonl") for p in ("pretrain", "recalibrate"))
     assert first[-1]["validation_loss"] < first[0]["validation_loss"] - 0.5  # it learns
-    # The drop happens at the border: the same weights, read without positions.
+    # The drop happens between the phases: the same weights, without positions.
     assert abs(second[0]["validation_loss"] - first[-1]["validation_loss"]) < 0.5
     assert second[0]["validation_loss"] != first[-1]["validation_loss"]
 
@@ -110,7 +110,7 @@ def test_the_second_phase_is_a_child_of_the_first(whole, config):
 def test_a_run_killed_at_every_kind_of_moment_ends_in_the_same_bytes(config, whole, tmp_path, monkeypatch):
     moments = [
         (2, "pretrain"),  # before the first checkpoint: from random again
-        (6, "pretrain"),  # checkpoint 4 is there, and the log has a later row
+        (6, "pretrain"),  # checkpoint 4 is there, and the log has a later record
         (6, "recalibrate"),  # four steps to the end of pretrain; then from the child
         (5, "recalibrate"),  # from recalibrate's checkpoint 4
     ]
@@ -134,11 +134,11 @@ def test_a_complete_run_is_left_as_it_is(config, whole, copy, capsys):
     assert capsys.readouterr().out.count("nothing to do") == 2
 
 
-def test_a_run_that_died_before_it_could_say_complete_says_so_later(config, copy):
-    facts = copy / "recalibrate" / "phase.json"
-    facts.write_text(facts.read_text().replace('"complete"', '"running"'))
+def test_a_run_that_died_before_it_marked_the_phase_complete_marks_it_later(config, copy):
+    path = copy / "recalibrate" / "phase.json"
+    path.write_text(path.read_text().replace('"complete"', '"running"'))
     train(config, copy)
-    assert json.loads(facts.read_text())["status"] == "complete"
+    assert json.loads(path.read_text())["status"] == "complete"
 
 
 def truncate(checkpoint: Path) -> None:
@@ -156,7 +156,7 @@ def without(item: str):
 @pytest.mark.parametrize(
     "damage",
     [truncate, *(pytest.param(without(item), marks=pytest.mark.slow) for item in ("optimizer", "metadata"))],
-    ids=["cut", "no optimizer", "no metadata"],
+    ids=["truncated", "no optimizer", "no metadata"],
 )
 def test_a_damaged_checkpoint_is_passed_over_and_its_steps_done_again(config, whole, copy, capsys, damage):
     phase = copy / "recalibrate"
@@ -172,12 +172,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_steps_done_again(config, wh
     assert open_checkpoint(phase / "checkpoints" / "4").step == 4  # written anew
 
 
-def test_a_phase_without_one_readable_checkpoint_says_what_to_delete(config, copy):
+def test_a_phase_without_a_readable_checkpoint_names_the_directory_to_delete(config, copy):
     phase = copy / "recalibrate"
     shutil.rmtree(phase / "checkpoints" / "6")
     for step in (2, 4):
         truncate(phase / "checkpoints" / str(step))
-    with pytest.raises(UserError, match=f"No checkpoint of '{phase}' can be read. Delete that directory"):
+    with pytest.raises(CheckpointError, match=f"No checkpoint of '{phase}' can be read. Delete that directory"):
         train(config, copy)
 
 
@@ -233,15 +233,14 @@ def test_data_that_changed_between_two_sessions_is_refused(config, copy, tmp_pat
 def test_data_that_changed_between_two_phases_is_refused(copy, tmp_path):
     shutil.rmtree(copy / "recalibrate")
     other = tiny(tmp_path / "recipe", data__sources__0__options__queries=2)
-    with pytest.raises(UserError, match="The data has changed since 'pretrain': sources was"):
+    with pytest.raises(DataError, match="The data has changed since 'pretrain': sources was"):
         train(other, copy)
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     config = tiny(tmp_path / "recipe", phases__0__optimizer__learning_rate=1e30, model__qk_norm=False)
-    with pytest.raises(
-        UserError, match=r"The loss is \S+ and its gradient's norm (nan|inf) at step \d.*Lower the learning rate"
-    ):
+    diverged = r"The loss is \S+ and the norm of its gradient (nan|inf) at step \d.*Lower the learning rate"
+    with pytest.raises(TrainingDiverged, match=diverged):
         train(config, tmp_path / "run")
     assert find_checkpoints(tmp_path / "run") == []  # step 2 would have been saved, and be worth nothing
 

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from pe_lab.config import ModelConfig, OptimizerConfig
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError
 from pe_lab.model import Model
 from pe_lab.training import learning_rate, make_optimizer
 from pe_lab.training.optimizer import decays
@@ -40,13 +40,13 @@ def test_wsd_holds_the_peak_and_then_falls_in_a_line():
     ("config", "says"),
     [
         (OptimizerConfig(warmup_steps=10), "warmup_steps is 10, but the phase has 10 steps"),
-        (OptimizerConfig(warmup_steps=9, schedule="wsd"), "leaves no room beside 9 warm-up steps"),
-        (OptimizerConfig(warmup_steps=1, schedule="wsd", decay_fraction=0.01), "leaves no room"),
+        (OptimizerConfig(warmup_steps=9, schedule="wsd"), "does not fit beside 9 warm-up steps"),
+        (OptimizerConfig(warmup_steps=1, schedule="wsd", decay_fraction=0.01), "does not fit beside 1 warm-up steps"),
         (OptimizerConfig(warmup_steps=1, schedule="linear"), "must be cosine, wsd or constant"),
     ],
 )
 def test_schedules_that_cannot_be(config, says):
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(ConfigError, match=says):
         learning_rate(config, 10)
 
 

@@ -73,11 +73,11 @@ def test_a_phase_adds_a_qk_norm_and_says_what_that_did(config, tmp_path):
     same = {k: v for k, v in child.params["layers"]["attention"].items() if not k.endswith("_norm")}
     for name, weights in same.items():
         np.testing.assert_array_equal(weights, before.params["layers"]["attention"][name])
-    said = child.metadata["lineage"][-1]["what"]
-    assert "rope(base=10000) -> nope on layers 0-3; QK-norm none -> head: loss " in said
+    what = child.metadata["lineage"][-1]["what"]
+    assert "rope(base=10000) -> nope on layers 0-3; QK-norm none -> head: loss " in what
     # The first row of the phase is the loss of the normed child; resumed, the phase goes on as it was.
     assert rows(tmp_path / "run/recalibrate/metrics.jsonl")[0]["validation_loss"] == pytest.approx(
-        float(said.rpartition(" on ")[0].rpartition("-> ")[2]), abs=2e-2
+        float(what.rpartition(" on ")[0].rpartition("-> ")[2]), abs=2e-2
     )
     again = train(normed, tmp_path / "run")
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), open_checkpoint(again).params, after.params))
@@ -105,10 +105,10 @@ def test_a_checkpoint_of_another_qk_norm_needs_the_phases_own(trained, tmp_path)
 
 @pytest.mark.slow
 def test_a_qk_norm_is_fitted_alike_on_a_mesh(tmp_path):
-    """Over fsdp and tensor, where heads and text are cut, the constants and the losses are those of one device."""
+    """On fsdp and tensor axes, which shard heads and sequences, constants and losses are those of one device."""
     config = tiny(tmp_path / "recipe", model__qk_norm="none")
     first, second = (dataclasses.replace(phase, steps=3) for phase in config.phases)
-    told = {}
+    found = {}
     for name, mesh, devices in (("one", {}, 1), ("four", {"fsdp": 2, "tensor": 2}, 4)):
         changed = with_phases(
             dataclasses.replace(config, mesh=MeshConfig(**mesh)),
@@ -118,11 +118,18 @@ def test_a_qk_norm_is_fitted_alike_on_a_mesh(tmp_path):
         train(changed, tmp_path / name, jax.devices()[:devices])
         child = open_checkpoint(tmp_path / name / "recalibrate/checkpoints/0")
         scale = child.params["layers"]["attention"]["query_norm"]["scale"]
-        told[name] = np.asarray(scale), child.metadata["lineage"][-1]["what"]
-    scale = told["one"][0]
+        found[name] = np.asarray(scale), child.metadata["lineage"][-1]["what"]
+    scale = found["one"][0]
     assert scale.shape == (2, 2, 8) and len(np.unique(scale.round(4))) == 4  # one constant a head, not one in all
-    np.testing.assert_allclose(told["four"][0], told["one"][0], rtol=1e-4)
+    np.testing.assert_allclose(found["four"][0], found["one"][0], rtol=1e-4)
     losses = {
-        name: [float(x) for x in re.findall(r"loss ([\d.]+) -> ([\d.]+)", what)[0]] for name, (_, what) in told.items()
+        name: [float(x) for x in re.findall(r"loss ([\d.]+) -> ([\d.]+)", what)[0]] for name, (_, what) in found.items()
     }
     assert losses["four"] == pytest.approx(losses["one"], abs=2e-4)
+
+
+def test_a_logit_scale_that_is_no_number_is_refused():
+    layer = Layer(NoPE())
+    object.__setattr__(layer, "logit_scale", abs)  # Layer(...) itself checks its types, but only under test
+    with pytest.raises(UserError, match="Layer.logit_scale is <built-in .*must be above 0 and finite, or Beta"):
+        layer.__post_init__()

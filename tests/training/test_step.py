@@ -124,7 +124,7 @@ def test_moments_lie_where_their_parameters_do():
     assert shardings.batch.spec == PartitionSpec(("data", "fsdp"), None)
 
 
-def test_an_uneven_cut_names_the_parameter():
+def test_an_uneven_division_names_the_parameter():
     model = Model(ModelConfig(vocab_size=32, layers=1, d_model=16, d_ff=33, heads=2, kv_heads=2))
     mesh = make_mesh(MeshConfig(tensor=2))
     with pytest.raises(UserError, match=r"parameter layers.mlp.down of shape \(1, 33, 16\)"):

@@ -1,0 +1,144 @@
+"""Recipes: Python files that build an `ml_collections.ConfigDict`, converted into a `Config` here.
+
+No other module sees a ConfigDict, except the recipes.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from pe_lab.config import Config, from_dict
+from pe_lab.errors import ConfigError, did_you_mean
+
+
+def load_config(reference: str, overrides: Mapping[str, str] | None = None) -> Config:
+    """Reads a recipe: `configs/x.py`, or `configs/x.py:ARG` to pass ARG to its `get_config`.
+
+    Args:
+      reference: the file, with its argument after a colon.
+      overrides: `{"model.layers": "4", "phases.0.steps": "10"}`; a value is a Python literal or else a text.
+
+    Raises:
+      ConfigError: there is no such file or no `get_config` in it, a key is unknown, a value has another type.
+    """
+    name, _, arg = reference.partition(":")
+    get_config = getattr(_recipe_module(Path(name)), "get_config", None)
+    if get_config is None:
+        raise ConfigError(f"--config: '{name}' defines no get_config(arg).")
+    try:
+        tree = _plain(get_config(arg))
+    except ValueError as error:  # a recipe refuses its argument
+        raise ConfigError(f"--config: '{name}': {error}") from None
+    except AttributeError as error:
+        if "'dict' object" not in str(error):
+            raise
+        raise ConfigError(
+            f"--config: '{name}' sets an attribute of a dict ({error}). Make phases with pe_lab.recipes.phase(...), or "
+            "write config.phases[0]['steps'] = ..."
+        ) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"--config: get_config of '{name}' returns {tree!r}; it must return a ConfigDict.")
+    for key, text in (overrides or {}).items():
+        _override(tree, key, text)
+    return from_dict(Config, tree)
+
+
+def _recipe_module(path: Path) -> types.ModuleType:
+    """The module of a recipe, which may import other recipes of its directory: `from .table1 import get_config`."""
+    if not path.is_file():
+        raise ConfigError(f"--config: there is no file '{path}'. Recipes are like configs/drope_laptop.py.")
+    package = types.ModuleType(f"pe_lab_recipes_{hashlib.sha256(str(path.parent.resolve()).encode()).hexdigest()[:8]}")
+    package.__path__ = [str(path.parent.resolve())]
+    sys.modules.setdefault(package.__name__, package)
+    spec = importlib.util.spec_from_file_location(f"{package.__name__}.{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--config: '{path}' is not a Python file. Recipes are, such as configs/drope_laptop.py.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def phase(**keys: Any) -> ConfigDict:
+    """A phase of a recipe. Its keys can be set later: `config.phases[0].positional = NoPE()`."""
+    return ConfigDict(keys, type_safe=False)
+
+
+def _plain(value: Any) -> Any:
+    """The value with dicts for ConfigDicts, and lists for tuples."""
+    if isinstance(value, ConfigDict | Mapping):
+        return {key: _plain(value[key]) for key in value}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _override(tree: Any, key: str, text: str) -> None:
+    """Sets one dotted key of a recipe's tree; items of lists by number. `from_dict` checks the names."""
+    *path, last = key.split(".")
+
+    def index(items: list[Any] | dict[str, Any], name: str) -> Any:
+        if isinstance(items, dict):
+            return name
+        if not name.isdigit() or int(name) >= len(items):
+            raise ConfigError(f"--config.{key}: '{name}' is not one of the {len(items)} items, numbered from 0.")
+        return int(name)
+
+    for name in path:
+        if isinstance(tree, dict):
+            tree.setdefault(name, {})
+        tree = tree[index(tree, name)]
+        if not isinstance(tree, dict | list):
+            raise ConfigError(f"--config.{key}: '{name}' is a single value and has nothing inside.")
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = {"true": True, "false": False}.get(text.lower(), text)
+    tree[index(tree, last)] = value
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Splits a command line into the other arguments and `{"a.b": "value"}`, given as `--config.a.b=value`."""
+    rest: list[str] = []
+    overrides: dict[str, str] = {}
+    items = iter(argv)
+    for item in items:
+        if not item.startswith("--config."):
+            rest.append(item)
+            continue
+        key, equals, text = item.removeprefix("--config.").partition("=")
+        if not equals:
+            text = next(items, "")
+            if not text or text.startswith("--"):
+                raise ConfigError(f"{item}: give a value, as in {item}=VALUE.")
+        overrides[key] = text
+    return rest, overrides
+
+
+def recipe_arguments(arg: str, **allowed: str | Sequence[str]) -> dict[str, str]:
+    """The values of a recipe's argument `key=value,key=value`, completed with defaults.
+
+    Args:
+      arg: the argument.
+      **allowed: for each key its choices, of which the first is the default ("": the recipe has to choose), or a text,
+        the default of a key that takes any value.
+
+    Raises:
+      ConfigError: a key or a value is not allowed.
+    """
+    listed = {key: [c for c in choices if c] for key, choices in allowed.items() if not isinstance(choices, str)}
+    found = {key: choices if isinstance(choices, str) else choices[0] for key, choices in allowed.items()}
+    usage = ", ".join(f"{key}={'|'.join(listed.get(key, ['TEXT']))}" for key in allowed)
+    for item in filter(None, arg.split(",")):
+        key, _, value = item.partition("=")
+        if key not in allowed or not value or value not in listed.get(key, [value]):
+            near = did_you_mean(value, listed[key]) if key in listed else did_you_mean(key, list(allowed))
+            raise ConfigError(f"'{item}' is no argument of this recipe. {near} It takes {usage}.")
+        found[key] = value
+    return found

@@ -1,0 +1,154 @@
+"""The state that a phase starts with: its own last checkpoint, a child of another one, or random parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.qk_norm import change_qk_norm
+from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, first_line, new_id, templates
+from pe_lab.checkpoints.surgery import NOTHING, change, check_same_shape, lineage_entry
+from pe_lab.errors import CheckpointError, DataError
+from pe_lab.model import Model, Params
+from pe_lab.positional import Schedule
+from pe_lab.training.logs import checkpoint_metadata
+from pe_lab.training.run import PhasePlan, Run, held_out_batches, open_pipeline
+from pe_lab.training.step import Shardings, TrainState, init_state, place_batch
+
+
+class Start(NamedTuple):
+    """The state of a phase at the start of a session.
+
+    Attributes:
+      state: parameters, optimizer state and step.
+      lineage: of the phase's first state.
+      data_state: the position in the data; None: the beginning.
+    """
+
+    state: TrainState
+    lineage: list[dict[str, Any]]
+    data_state: dict[str, Any] | None
+
+
+def start_phase(
+    run: Run,
+    phase: PhasePlan,
+    previous: Path | None,
+    store: Store,
+    optimizer: optax.GradientTransformation,
+    shardings: Shardings,
+    schedule: Schedule,
+    show: Callable[[str], None],
+) -> Start:
+    """Reads or makes the state that a phase starts with.
+
+    In this order: the last readable checkpoint in `store`; a child of `init_from` or of `previous`, which is saved as
+    step 0; random parameters.
+
+    Args:
+      run: the run.
+      phase: one of `run.phases`.
+      previous: the last checkpoint of the previous phase, if there is one.
+      store: the phase's own checkpoints.
+      optimizer, shardings: of the phase.
+      schedule: of the phase, on the devices.
+      show: prints a line on the terminal.
+
+    Raises:
+      CheckpointError: a checkpoint is damaged or does not fit.
+      DataError: the data has changed since the previous phase.
+    """
+    model = run.models[phase.index]
+    # The optimizer's first state is made in the same program as random parameters, and sharded there.
+    around = functools.partial(init_state, model, optimizer)
+    if store.steps():
+        return _resume(phase, store, model, around, shardings, show)
+    source = phase.config.init_from or previous
+    if not source or source == "random":
+        make = jax.jit(lambda key: around(model.init(key)), out_shardings=shardings.state)
+        entry = lineage_entry(f"initialized at random, seed {run.config.seed}", new_id(), "", 0)
+        return Start(make(jax.random.key(run.config.seed)), [entry], None)
+
+    parent = open_checkpoint(source, mesh=run.mesh, rules=run.rules)
+    if source == previous:
+        _check_same_data(run, phase, parent)
+    check_same_shape(parent.model, model.config, f"The checkpoint '{parent.path}'", bool(phase.config.qk_norm))
+    params, what = parent.params, change(parent.layers, phase.layers)
+    if parent.model.qk_norm != model.config.qk_norm:
+        params, changed = _change_qk_norm(run, phase, parent, shardings, schedule)
+        what = changed if what == NOTHING else f"{what}; {changed}"
+    path = run.workdir / phase.name / DIRECTORY / "0"
+    lineage = [*parent.metadata["lineage"], lineage_entry(what, new_id(), str(path), 0)]
+    show(f"{phase.name}: from {parent.path}: {what}")
+    store.save(0, params, None, checkpoint_metadata(run, phase, lineage, None))
+    store.wait()
+    return Start(jax.jit(around, out_shardings=shardings.state)(params), lineage, None)
+
+
+def _resume(
+    phase: PhasePlan,
+    store: Store,
+    model: Model,
+    around: Callable[[Params], TrainState],
+    shardings: Shardings,
+    show: Callable[[str], None],
+) -> Start:
+    """The state of the last checkpoint that can be read. Later ones are moved away, and their steps trained again."""
+    template = templates(jax.eval_shape(around, model.shapes), shardings.state)
+    for step in reversed(store.steps()):
+        try:
+            metadata = store.metadata(step)
+            params, optimizer = store.restore(step, template.params, template.optimizer if step else None)
+        except Exception as error:
+            show(f"checkpoint {step} of {phase.name} cannot be read, going back ({first_line(error)})")
+            continue
+        store.set_aside_after(step)
+        show(f"{phase.name}: resuming at step {step}")
+        if step == 0:  # a child, which has no optimizer state
+            return Start(jax.jit(around, out_shardings=shardings.state)(params), metadata["lineage"], None)
+        state = TrainState(jax.device_put(np.int32(step), shardings.replicated), params, optimizer)
+        return Start(state, metadata["lineage"][:-1], metadata["data_state"])
+    raise CheckpointError(
+        f"No checkpoint of '{store.directory.parent}' can be read. Delete that directory to train it again."
+    )
+
+
+def _check_same_data(run: Run, phase: PhasePlan, parent: Checkpoint) -> None:
+    """Refuses data that has changed since the previous phase. Within a phase, the pipeline checks it."""
+    before = parent.metadata["data_state"]["data"]
+    with contextlib.closing(open_pipeline(run.config, phase, run.mesh)) as pipeline:
+        now = pipeline.get_state()["data"]
+    for name in ("sources", "tokenizer"):
+        if before[name] != now[name]:
+            raise DataError(
+                f"The data has changed since '{parent.metadata['phase']}': {name} was {before[name]}, is {now[name]}. "
+                "Restore it, or start a new workdir."
+            )
+
+
+def _change_qk_norm(
+    run: Run, phase: PhasePlan, parent: Checkpoint, shardings: Shardings, schedule: Schedule
+) -> tuple[Params, str]:
+    """The parent's parameters under this phase's QK-norm, fitted on a held-out batch; what was changed."""
+    held_out = held_out_batches(run.config, phase, run.mesh, count=1)
+    batch = next((batches[0] for batches in held_out.values() if batches), None)
+    if batch is None:
+        raise DataError(f"Changing the QK-norm of '{parent.path}' needs held-out text, and the data has none.")
+    _, params, changed = change_qk_norm(
+        dataclasses.replace(run.models[phase.index].config, qk_norm=parent.model.qk_norm),
+        parent.params,
+        phase.qk_norm,
+        schedule,
+        place_batch(batch, shardings.batch),
+        lambda _: (shardings.state.params, shardings.replicated),
+    )
+    return params, str(changed)
