@@ -188,6 +188,7 @@ class _PhaseTraining:
             self.schedule,
             place_batch(batch, self.shardings.batch),
             lambda _: (self.shardings.state.params, self.shardings.replicated),
+            self.phase.config.qk_norm_init,
         )
         return params, str(told)
 

@@ -140,7 +140,9 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
         attention_of(model, phase, config, mesh, rules)
         if phase.name in starts:
             parent = starts[phase.name]
-            check_same_shape(parent.model, model.config, f"The checkpoint '{parent.said}'", bool(phase.config.qk_norm))
+            check_same_shape(
+                parent.model, model.config, f"The checkpoint '{parent.display_name}'", bool(phase.config.qk_norm)
+            )
     return Run(config, workdir, models, mesh, rules, phases, first.mixture, first.tokenizer)
 
 

@@ -5,7 +5,7 @@ import os
 import gguf
 import numpy as np
 import pytest
-from checkpoints.foreign import DATA, as_array, golden, logits, read_tensors
+from checkpoints.external import DATA, as_array, golden, logits, read_tensors
 
 from pe_lab.checkpoints import open_checkpoint, source
 from pe_lab.checkpoints.gguf_file import GgufSource

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from checkpoints.foreign import DATA, copy_of, edit_config, golden, logits
+from checkpoints.external import DATA, copy_of, edit_config, golden, logits
 
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.checkpoints.families import FAMILIES

@@ -174,7 +174,7 @@ def test_a_schedule_comes_back_bit_by_bit(tmp_path, description):
     params = model.init(jax.random.key(1))
     schedule = build_schedule(described, 2, 1, 8)
     store = Store(tmp_path / "checkpoints")
-    store.save(0, params, None, metadata_of(config, described))
+    store.save(0, params, None, metadata_of(config, described, training_length=16))
     store.wait()
     store.close()
     back = open_checkpoint(tmp_path)
@@ -249,9 +249,9 @@ def test_a_checkpoint_of_another_layout_opens_in_ours(run, tmp_path, layout):
         scale = attention[f"{name}_norm"]["scale"] + np.arange(8, dtype=np.float32)  # so that its order matters
         ours.params["layers"]["attention"][f"{name}_norm"]["scale"] = jnp.asarray(scale)
         attention[f"{name}_norm"]["scale"] = from_canonical(scale, layout)
-    facts = {k: ours.metadata[k] for k in ("lineage", "training_length")}
+    metadata = {k: ours.metadata[k] for k in ("lineage", "training_length")}
     store = Store(tmp_path / "other" / "checkpoints")
-    store.save(0, theirs, None, metadata_of(ours.model, ours.layers, layout, **facts))
+    store.save(0, theirs, None, metadata_of(ours.model, ours.layers, layout, **metadata))
     store.wait()
     store.close()
     opened = open_checkpoint(tmp_path / "other")

@@ -114,8 +114,8 @@ def test_swan_without_a_coefficient_scales_nothing_at_any_length():
         (PI(2.0), 4, "PI(factor=2.0) does not describe a layer"),
         (["rope", drop()], 4, "Drop(layers=None) does not describe a layer"),
         (["rope", pattern(["nope"])], 4, "Pattern(items=('nope',), cut=False) does not describe a layer"),
-        (pattern(["rope", "nop"], cut=True), 3, "no encoding is called 'nop'"),
-        (["drop"], 4, "no encoding is called 'drop'"),
+        (pattern(["rope", "nop"], cut=True), 3, "there is no encoding 'nop'"),
+        (["drop"], 4, "there is no encoding 'drop'"),
     ],
 )
 def test_a_bad_pattern_is_refused(description, count, says):
@@ -218,7 +218,7 @@ def test_an_edit_with_nothing_before_it_says_what_to_do(edit):
     message = str(error.value)
     assert message.startswith("rescale(...)" if isinstance(edit, Rescale) else "drop(...)")
     assert "edits the layers of the phase or checkpoint before, and there is none" in message
-    assert "Give this phase its encodings outright, or an init_from whose checkpoint is there" in message
+    assert "Give this phase its own encodings, or an init_from whose checkpoint exists" in message
 
 
 @pytest.fixture

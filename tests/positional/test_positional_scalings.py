@@ -511,7 +511,7 @@ NAN = float("nan")
         ),
         (lambda: frequencies(Rope(scaling=NTK(2.0)), 2), "NTK needs at least 4 rotated channels"),
         (lambda: frequencies(Rope(scaling=DynamicNTK(L)), 2, 2 * L), "DynamicNTK needs at least 4 rotated channels"),
-        (lambda: frequencies(PartialRope(fraction=0.01, scaling=NTK(2.0)), 256), "here there are 2"),
+        (lambda: frequencies(PartialRope(fraction=0.01, scaling=NTK(2.0)), 256), "and there are 2"),
         (lambda: frequencies(Rope(scaling=Yarn(2.0, 2)), 64), "nothing to interpolate. Check original_length"),
         (lambda: frequencies(Rope(scaling=DynamicYarn(L)), 64, 0), "length is 0"),
         (lambda: frequencies(Rope(scaling=DynamicYarn(L)), 64, -5), "length is -5"),

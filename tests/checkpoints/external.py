@@ -100,7 +100,7 @@ class Memory:
         self, model: ModelConfig, layers: tuple[Layer, ...], training_length: int = 32, dtype: Any = "float32"
     ):
         self.model, self.layers, self.training_length = Model(model).config, layers, training_length
-        self.path, self.said, self.dtype = Path("memory"), "memory", np.dtype(dtype)
+        self.path, self.display_name, self.dtype = Path("memory"), "memory", np.dtype(dtype)
         self.reads: list[tuple[str, int | None, slice]] = []
         rng = np.random.default_rng(0)
         self.arrays = {
