@@ -1,4 +1,4 @@
-"""Other people's checkpoints for tests: the committed ones, edited copies of them, and a model held in memory."""
+"""External checkpoints for tests: the committed ones, edited copies of them, and a model in memory."""
 
 from __future__ import annotations
 

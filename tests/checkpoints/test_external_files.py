@@ -1,4 +1,4 @@
-"""Damaged files of other people's: each one message, before anything is computed or written."""
+"""Damaged external files: each gives one message, before anything is computed or written."""
 
 import json
 import os

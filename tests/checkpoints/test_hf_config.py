@@ -1,4 +1,4 @@
-"""config.json read as transformers reads it: what is left out, what changes the computation, what edits mean."""
+"""Reading config.json with transformers' defaults and contradictions, refused keys, and edits by hand."""
 
 import json
 

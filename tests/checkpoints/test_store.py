@@ -1,4 +1,4 @@
-"""What is in a checkpoint, how it is found again, and what is said when it cannot be read."""
+"""The content of a checkpoint, the paths that name it, and the errors for one that cannot be read."""
 
 import json
 import shutil
@@ -112,17 +112,17 @@ def test_nothing_there(tmp_path, copy):
         open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UserError, match="Give a run directory, a phase of it, or one step's directory"):
         open_checkpoint(tmp_path)
-    foreign = tmp_path / "foreign" / "checkpoints" / "7"
-    foreign.mkdir(parents=True)
-    (foreign / "model.safetensors").touch()
-    for path in (foreign, tmp_path / "foreign"):
+    external = tmp_path / "external" / "checkpoints" / "7"
+    external.mkdir(parents=True)
+    (external / "model.safetensors").touch()
+    for path in (external, tmp_path / "external"):
         with pytest.raises(UserError, match="There is no checkpoint at"):
             open_checkpoint(path)
-    assert find_checkpoints(tmp_path / "foreign") == []
+    assert find_checkpoints(tmp_path / "external") == []
     for item in ("metadata", "params"):
-        (foreign / item).mkdir()
-    with pytest.raises(UserError, match=r"foreign/checkpoints/7' cannot be read \("):
-        open_checkpoint(foreign)
+        (external / item).mkdir()
+    with pytest.raises(UserError, match=r"external/checkpoints/7' cannot be read \("):
+        open_checkpoint(external)
 
 
 def data_files(directory: Path) -> list[Path]:

@@ -89,8 +89,8 @@ def as_users_run_it():
 def head_scores(fixed_freq, gain, query, key, at):
     """[B, H]: logits of queries and keys [H, K], keys rotated per query head, at pairs of positions `at` [B, 2]."""
     cos, sin = rotation_tables(fixed_freq, gain, at)
-    turned = rotate(jnp.stack([query, key])[None].repeat(len(at), 0), cos, sin)
-    return jnp.einsum("bhk,bhk->bh", turned[:, 0], turned[:, 1])
+    rotated = rotate(jnp.stack([query, key])[None].repeat(len(at), 0), cos, sin)
+    return jnp.einsum("bhk,bhk->bh", rotated[:, 0], rotated[:, 1])
 
 
 QUERY, KEY = np.random.default_rng(0).standard_normal((2, H, K)).astype(np.float32)
@@ -102,7 +102,7 @@ def scores_of(schedule):
 
 
 def expected_scores(pairs_kept, head, inv_freq, gain=1.0):
-    """The logits [B] of one head by hand: each pair's product turned by the distance, the kept pairs added up."""
+    """The logits [B] of one head by hand: each pair's product rotated by the distance, the kept pairs added up."""
     query, key = (x[head, :R] + 1j * x[head, R:] for x in (QUERY.astype(float), KEY.astype(float)))
     distance = (AT[:, 0] - AT[:, 1])[:, None]
     products = (query * key.conj() * np.exp(1j * distance * inv_freq)).real
@@ -454,7 +454,7 @@ def test_dope_by_parts_removes_the_bands_beyond_two_pi_over_the_training_length(
         inv_freq, gain = frequencies(encoding, K)
     except UserError:  # a base at which YaRN has nothing to interpolate
         return
-    # What turns once or more within the training window is fast; by wavelength, so that the test has its own formula.
+    # A pair that makes one rotation or more within the training window is fast; by wavelength, so that the test has its own formula.
     fast = np.array([w > 0 and 2 * math.pi / w < training for w in inv_freq])
     heads = [(1, 0), (1, 5), (3, 2)]
     kept = {}

@@ -104,7 +104,7 @@ def described(scaling, denoised=()):
     edits = st.lists(st.builds(HeadEdit, heads, st.one_of(per_head, *denoised)), max_size=3).map(tuple)
     window = st.none() | st.integers(1, 1 << 20)
     scale = st.one_of(st.floats(0.1, 10), st.builds(Beta, st.floats(-1, 1), LENGTH))
-    # The notebook's are whole layers': what an edited head would be under them nobody has said.
+    # The notebook's are whole layers'; edits of single heads are not defined for them.
     edited = st.builds(Layer, per_head, window, scale, edits)
     return st.one_of(edited, st.builds(Layer, whole_layer, window, scale))
 

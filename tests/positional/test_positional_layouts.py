@@ -1,4 +1,4 @@
-"""Channel layouts: other people's rotations become ours by one permutation of channels, and nothing else changes."""
+"""Channel layouts: external rotations become canonical by one permutation of channels, and nothing else changes."""
 
 import json
 from pathlib import Path

@@ -69,7 +69,7 @@ def test_arrays_hold_what_the_descriptions_say():
         inv_freq, gain = frequencies(layer.encoding, K)
         np.testing.assert_array_equal(schedule.inv_freq[n], np.tile(inv_freq.astype(np.float32), (H, 1)))
         np.testing.assert_array_equal(schedule.gain[n], np.tile(gain.astype(np.float32), (H, 1)))
-        # From the float64 frequencies: those of the float32 array would turn too far at large positions.
+        # From the float64 frequencies: those of the float32 array would rotate too far at large positions.
         np.testing.assert_array_equal(schedule.fixed_freq[n], np.tile(fixed_point_frequencies(inv_freq), (H, 1, 1)))
     np.testing.assert_array_equal(schedule.alibi_slope[1], alibi_slopes(H).astype(np.float32))
     assert (schedule.alibi_slope[[0, 2, 3]] == 0).all()
