@@ -1,10 +1,10 @@
-"""Peak memory of pe_lab.convert on an 8B checkpoint, in and out, against its largest shard.
+"""Peak memory of pe_lab.convert on an 8B checkpoint, import and export, against its largest shard.
 
     python benchmarks/convert_memory.py                      # Llama-3.1-8B's shape in bfloat16, zeros, in four shards
-    python benchmarks/convert_memory.py --layers=4 --random  # weights that do not compress; 3 GB of disk a layer
+    python benchmarks/convert_memory.py --layers=4 --random  # weights that do not compress; 3 GB of disk per layer
 
-The bound is the largest shard plus 2 GB. Zeros are a file with holes: they take no disk, and reading them costs as much
-memory as anything else. The peak is the kernel's (ru_maxrss) of the process that runs the verb, mapped files included.
+The bound is the largest shard plus 2 GB. Zeros are stored as a sparse file, which takes no disk, and take as much memory
+as other values. The peak is ru_maxrss of the command's process, mapped files included.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def write(directory: Path, layers: int, random: bool, shard: float) -> int:
 
 
 def measure(what: str, largest: int, arguments: list[str]) -> None:
-    """Runs the verb in a process of its own and prints its peak."""
+    """Runs the command in its own process and prints its peak memory."""
     started = time.monotonic()
     child = subprocess.Popen(
         [sys.executable, "-m", "pe_lab.convert", *arguments, "--gate=off"], stdout=subprocess.DEVNULL

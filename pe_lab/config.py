@@ -6,9 +6,9 @@ import dataclasses
 import hashlib
 import json
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pe_lab.errors import ConfigError, did_you_mean
 
@@ -103,7 +103,7 @@ class PhaseConfig:
     steps: int = 1000
     positional: Any = "rope"  # an encoding, its text ("rope:base=10000"), a list for the layers, or an edit
     qk_norm: str = ""  # model.qk_norm from this phase on; "" keeps the previous one
-    qk_norm_init: str = "matched"  # matched | ones
+    qk_norm_init: Literal["matched", "ones"] = "matched"  # scales of an added norm: fitted to the logits, or 1 (DroPE)
     random_positions: int = 0  # each step draws its positions below this number (Ruoss et al. 2023); 0: 0, 1, 2, ...
     init_from: str = ""  # a checkpoint, hf:DIR, gguf:FILE, or "random"; "": the previous phase's last, else random
     sequence_length: int = 1024
@@ -212,6 +212,12 @@ def from_dict(kind: type, value: Any, where: str = "config") -> Any:
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is Any:
+        if isinstance(value, list | tuple):
+            return [_convert(hint, item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return _read_description(value) if isinstance(value, Mapping) else value
+    if typing.get_origin(hint) is Literal:
+        if value not in (allowed := typing.get_args(hint)):
+            raise UserError(f"{where} is {value!r}. {did_you_mean(str(value), allowed)}")
         return value
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
@@ -238,11 +244,28 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 # Back to plain data
 
 
+# Positional encodings, patterns and edits are dataclasses of `pe_lab.positional`, which registers them here.
+_KINDS: dict[type, str] = {}
+_read_description: Callable[[Mapping[str, Any]], Any] = dict
+OMIT_DEFAULT = {"omit_default": True}  # metadata of a field that JSON has only where it is not the default
+
+
+def register_descriptions(kinds: Mapping[str, type], read: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Lets configs hold dataclasses from outside: `kinds` by their names in JSON, and the function that reads them."""
+    global _read_description
+    _KINDS.update({kind: name for name, kind in kinds.items()})
+    _read_description = read
+
+
 def to_json(value: Any) -> Any:
-    """A config, or a part of one, as plain JSON. Other dataclasses (encodings) become {"kind": name, fields}."""
+    """A config, a part of one, or a description as plain JSON; registered kinds become {"kind": name, fields}."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return fields if type(value).__module__ == __name__ else {"kind": type(value).__name__, **fields}
+        fields = {
+            f.name: to_json(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if not (f.metadata.get("omit_default") and getattr(value, f.name) == f.default)
+        }
+        return {"kind": _KINDS[type(value)], **fields} if type(value) in _KINDS else fields
     if isinstance(value, Mapping):
         return {key: to_json(item) for key, item in value.items()}
     return [to_json(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""`python -m pe_lab.convert`: Hugging Face and GGUF checkpoints in, Hugging Face checkpoints out."""
+"""`python -m pe_lab.convert`: imports checkpoints from Hugging Face and GGUF, and exports them to Hugging Face."""
 
 from __future__ import annotations
 
@@ -16,58 +16,64 @@ import numpy as np
 from pe_lab.checkpoints import Checkpoint, is_external, open_checkpoint, open_source
 from pe_lab.checkpoints.families import FAMILIES, leaf_paths
 from pe_lab.checkpoints.hf_write import DTYPES, Export, plan_export, token_ids, write_huggingface
-from pe_lab.checkpoints.logit_gate import Verdict, compare, gate_python, held
 from pe_lab.checkpoints.native import write_checkpoint
+from pe_lab.checkpoints.parity import Verdict, compare, find_python, fits_twice
 from pe_lab.checkpoints.source import Source, nested
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, export_tokenizer, load_tokenizer, save_tokenizer
-from pe_lab.errors import UserError
+from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.model import Model
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import build_schedule, describe
 from pe_lab.storage import local_path, new_directory
-from pe_lab.terminal import command
+from pe_lab.terminal import Progress, command, console
 
 EXAMPLES = """\
-in:
-  python -m pe_lab.convert --from=hf:SmolLM-360M --to=runs/smollm_360m           a directory of Hugging Face's
-  python -m pe_lab.convert --from=hf:Qwen/Qwen3-0.6B --to=runs/qwen3             from the hub, where it is reachable
+import:
+  python -m pe_lab.convert --from=hf:SmolLM-360M --to=runs/smollm_360m           a Hugging Face directory
+  python -m pe_lab.convert --from=hf:Qwen/Qwen3-0.6B --to=runs/qwen3             from the hub, if it is reachable
   python -m pe_lab.convert --from=gguf:SmolLM2.Q8_0.gguf --to=runs/smollm2       a GGUF file of the llama family
-out:
+export:
   python -m pe_lab.convert --from=runs/drope/recalibrate --to=hf:exports/drope
   python -m pe_lab.convert --from=runs/drope --to=hf:exports/drope --length=16384 --dtype=bfloat16
 
-Weights keep their number format; training and evaluation read them as float32. Where transformers and torch are
-installed (or --gate-python names an interpreter that has them), a fixed batch is read on both sides, and a result that
-differs is not kept. docs/checkpoints.md has the families and what of an edited model each can say.
+Weights keep their dtype; training and evaluation use float32. If transformers and torch are installed (or
+--parity-python names an interpreter that has them), the parity check compares the logits of a fixed batch, and a result
+that differs is removed. docs/checkpoints.md lists the families, and the edits that each can express.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     p = argparse.ArgumentParser(
         prog="python -m pe_lab.convert",
-        description="Brings a checkpoint in from Hugging Face or GGUF, or takes one out to Hugging Face.",
+        description="Imports a checkpoint from Hugging Face or GGUF, or exports one to Hugging Face.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument(
         "--from", dest="source", required=True, help="hf:DIR, hf:ORG/NAME, gguf:FILE, or a checkpoint of pe_lab"
     )
-    p.add_argument("--to", required=True, help="a new directory; hf:DIR to take it out")
+    p.add_argument("--to", required=True, help="a new directory; hf:DIR to export")
     p.add_argument(
-        "--family", choices=FAMILIES, help="the architecture to take it out as (default: the first that can)"
+        "--family",
+        choices=FAMILIES,
+        help="the architecture of an export (default: the first that can express the model)",
     )
-    p.add_argument("--dtype", choices=DTYPES, help="of the weights taken out (default: as they are)")
+    p.add_argument("--dtype", choices=DTYPES, help="of exported weights (default: unchanged)")
     p.add_argument(
-        "--length", type=int, metavar="TOKENS", help="fix what follows the length (beta, dynamic YaRN) at this one"
+        "--length",
+        type=int,
+        metavar="TOKENS",
+        help="fix encodings that depend on the length (beta, dynamic YaRN) at this one",
     )
     p.add_argument(
-        "--gate",
+        "--parity",
         default="auto",
         choices=("auto", "require", "off"),
-        help="compare logits with transformers: where it can be (auto), always, or not",
+        help="compare logits with transformers: if possible (auto), always, or never",
     )
-    p.add_argument("--gate-python", metavar="PYTHON", help="an interpreter with transformers and torch, for the gate")
+    p.add_argument("--parity-python", metavar="PYTHON", help="an interpreter with transformers and torch")
+    p.add_argument("--gate", dest="parity", choices=("auto", "require", "off"), help=argparse.SUPPRESS)  # former names
+    p.add_argument("--gate-python", dest="parity_python", help=argparse.SUPPRESS)
     return p
 
 
@@ -75,88 +81,92 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     if args.length is not None and args.length < 1:
-        raise UserError(f"--length is {args.length}; give a positive number of tokens.")
+        raise ConfigError(f"--length is {args.length}; give a positive number of tokens.")
     hide_absent_tpu()
     source = open_source(args.source)
     needs = ("transformers", "torch", *(("gguf",) if source.path.suffix == ".gguf" else ()))
-    python = None if args.gate == "off" else gate_python(args.gate_python, needs)
-    if args.gate == "require" and python is None:
-        raise UserError(f"--gate=require: {' and '.join(needs)} are not installed here; give --gate-python=PYTHON.")
+    python = None if args.parity == "off" else find_python(args.parity_python, needs)
+    if args.parity == "require" and python is None:
+        raise UnsupportedError(
+            f"--parity=require: {' and '.join(needs)} are not installed; give --parity-python=PYTHON."
+        )
     tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer else None
     if tokenizer is not None:
-        check_vocabulary(tokenizer, source.model.vocab_size, source.said)
+        check_vocabulary(tokenizer, source.model.vocab_size, source.display_name)
     if args.to.startswith("hf:"):
-        take_out(source, tokenizer, local_path("--to", args.to.removeprefix("hf:")), args, python)
+        export_checkpoint(source, tokenizer, local_path("--to", args.to.removeprefix("hf:")), args, python)
     else:
-        bring_in(source, tokenizer, local_path("--to", args.to), args, python)
+        import_checkpoint(source, tokenizer, local_path("--to", args.to), args, python)
     return 0
 
 
-def bring_in(
+def import_checkpoint(
     source: Source, tokenizer: Tokenizer | None, to: Path, args: argparse.Namespace, python: str | None
 ) -> None:
-    """Somebody else's checkpoint as one of ours."""
+    """Writes an external checkpoint as a native one."""
     if not is_external(args.source):
-        raise UserError(
-            f"--from '{args.source}' is a checkpoint of pe_lab already. Edit it with pe_lab.surgery, or take it out "
-            "with --to=hf:DIR."
+        raise ConfigError(
+            f"--from '{args.source}' is a checkpoint of pe_lab already. Edit it with pe_lab.surgery, or export it with "
+            "--to=hf:DIR."
         )
     for option in ("family", "dtype", "length"):
         if getattr(args, option) is not None:
-            raise UserError(f"--{option} goes with --to=hf:DIR; what comes in is kept as it is.")
+            raise ConfigError(f"--{option} goes with --to=hf:DIR; an import changes nothing.")
     model = Model(source.model)
     size = model.num_parameters * source.dtype.itemsize
     trained = f"trained on {source.training_length:,} tokens"
-    print(f"{source.said}: {model.num_parameters:,} parameters, {source.dtype}, {trained}")
+    print(f"{source.display_name}: {model.num_parameters:,} parameters, {source.dtype}, {trained}")
     print(describe(_schedule(source), source.layers))
-    with new_directory(to, "--to") as beside:
-        facts = {} if tokenizer is None else {"tokenizer": tokenizer.fingerprint}
-        with progress("converting", size) as done:
-            where = write_checkpoint(source, beside, to, facts, done)
+    with new_directory(to, "--to") as temporary:
+        metadata = {} if tokenizer is None else {"tokenizer": tokenizer.fingerprint}
+        with progress(size) as done:
+            where = write_checkpoint(source, temporary, to, metadata, done)
         if tokenizer is not None:
-            save_tokenizer(tokenizer, beside / "tokenizer")
+            save_tokenizer(tokenizer, temporary / "tokenizer")
         gguf_file = source.path.name if source.path.is_file() else None
-        theirs = source.path.parent if gguf_file else source.path
+        external = source.path.parent if gguf_file else source.path
         family = getattr(source, "family", None)
-        if family is not None and not family.stock and args.gate != "require":
-            print(f"Logits not compared: transformers has no {family.architecture} without code of its own.")
+        if family is not None and not family.stock and args.parity != "require":
+            print(f"Logits not compared: transformers has no {family.architecture} without remote code.")
         else:
-            _gate(args, python, model, lambda p: compare(open_checkpoint(where), theirs, p, gguf_file))
-    note = "" if tokenizer else " It came without a tokenizer."
-    print(f"{to}: converted from {source.said}.{note}")
+            _check_parity(args, python, model, lambda p: compare(open_checkpoint(where), external, p, gguf_file))
+    note = "" if tokenizer else " It has no tokenizer."
+    print(f"{to}: converted from {source.display_name}.{note}")
 
 
-def take_out(
+def export_checkpoint(
     source: Source, tokenizer: Tokenizer | None, to: Path, args: argparse.Namespace, python: str | None
 ) -> None:
-    """Any checkpoint as a Hugging Face directory."""
+    """Writes any checkpoint as a Hugging Face directory."""
     export = plan_export(source, args.family, args.dtype, args.length)
     if tokenizer is not None:
         config = token_ids(export.config, getattr(tokenizer, "bos_id", None), tokenizer.eos_id)
         export = dataclasses.replace(export, config=config)
-    print(f"{source.said}: as {export.family.architecture}, {export.dtype}, {export.size / 1e9:.2f} GB")
+    print(f"{source.display_name}: as {export.family.architecture}, {export.dtype}, {export.size / 1e9:.2f} GB")
     for note in export.notes:
         print(note)
     if export.family.model_type == "qwen2" and tokenizer is not None and tokenizer.kind != "hf":
         print(
-            "transformers 5 takes every tokenizer beside a qwen2 model for Qwen's own, with other ids: load this one "
-            "with PreTrainedTokenizerFast."
+            "transformers 5 loads every tokenizer of a qwen2 model as Qwen's, with other ids: load this one with "
+            "PreTrainedTokenizerFast."
         )
     if not export.family.stock:
         print(f"transformers has no {export.family.architecture}: DroPE's own code reads this.")
-    with new_directory(to, "--to") as beside:
-        with progress("converting", export.size) as done:
-            write_huggingface(source, export, beside, done)
+    with new_directory(to, "--to") as temporary:
+        with progress(export.size) as done:
+            write_huggingface(source, export, temporary, done)
         if tokenizer is not None:
-            export_tokenizer(tokenizer, beside)
+            export_tokenizer(tokenizer, temporary)
         if export.family.stock:
-            _gate(args, python, Model(source.model), lambda p: compare(_as_exported(args, export), beside, p))
-    note = "" if tokenizer else " The checkpoint came without a tokenizer."
-    print(f"{to}: written from {source.said}.{note}")
+            _check_parity(
+                args, python, Model(source.model), lambda p: compare(_as_exported(args, export), temporary, p)
+            )
+    note = "" if tokenizer else " The checkpoint has no tokenizer."
+    print(f"{to}: written from {source.display_name}.{note}")
 
 
 def _as_exported(args: argparse.Namespace, export: Export) -> Checkpoint:
-    """What the export should compute: the source, its logit scale beside its weights, or rounded with them."""
+    """The model that the export should equal: with logit scales as such in float32, else folded and rounded."""
     checkpoint = open_checkpoint(args.source)
     if export.dtype == "float32":
         pairs = zip(export.layers, export.scales, strict=True)
@@ -171,25 +181,25 @@ def _as_exported(args: argparse.Namespace, export: Export) -> Checkpoint:
     return dataclasses.replace(checkpoint, params=nested(leaves), layers=export.layers)
 
 
-def _gate(args: argparse.Namespace, python: str | None, model: Model, judge: Callable[[str], Verdict]) -> None:
-    """Prints the verdict, or why there is none; `UserError` where the two sides differ."""
-    if args.gate == "off":
-        print("Logits not compared: --gate=off.")
+def _check_parity(args: argparse.Namespace, python: str | None, model: Model, judge: Callable[[str], Verdict]) -> None:
+    """Prints the verdict of the parity check, or why it was not made; `CheckpointError` if the logits differ."""
+    if args.parity == "off":
+        print("Logits not compared: --parity=off.")
         return
     if python is None:
         print(
-            "Logits not compared: transformers and torch are not installed here (--gate-python=PYTHON names another)."
+            "Logits not compared: transformers and torch are not installed here (--parity-python=PYTHON names another)."
         )
         return
-    if args.gate == "auto" and not held(4 * model.num_parameters):
-        print("Logits not compared: memory does not hold the model twice (--gate=require tries all the same).")
+    if args.parity == "auto" and not fits_twice(4 * model.num_parameters):
+        print("Logits not compared: memory cannot hold the model twice (--parity=require tries nevertheless).")
         return
     started = time.monotonic()
     verdict = judge(python)
     if not verdict.passed:
-        raise UserError(
-            f"The logits differ from transformers': {verdict}. The result was not kept. This is a fault of the "
-            "conversion or of the checkpoint, not of rounding; please report it (--gate=off keeps the result)."
+        raise CheckpointError(
+            f"The logits differ from transformers': {verdict}. The result was removed. The cause is the conversion or "
+            "the checkpoint, not rounding; please report it (--parity=off keeps the result)."
         )
     print(f"Logits compared with transformers': {verdict}; {time.monotonic() - started:.0f} s.")
 
@@ -200,24 +210,15 @@ def _schedule(source: Source) -> Any:
 
 
 @contextmanager
-def progress(what: str, size: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes on a terminal, a line now and then in a log."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    written, next_line = 0, time.monotonic() + 10
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=size)
+def progress(size: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar of bytes; the function is called with the number of bytes after each write."""
+    written = 0
+    with Progress(console(stderr=True), "converting", size) as bar:
 
         def done(more: int) -> None:
-            nonlocal written, next_line
+            nonlocal written
             written += more
-            bar.update(task, completed=written)
-            if not console.is_terminal and time.monotonic() >= next_line:
-                next_line = time.monotonic() + 10
-                console.print(f"{what}: {written / 1e9:.1f} of {size / 1e9:.1f} GB", highlight=False)
+            bar.update(written, f"{written / 1e9:.1f} of {size / 1e9:.1f} GB")
 
         yield done
 

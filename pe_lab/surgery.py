@@ -20,29 +20,30 @@ from pe_lab.checkpoints.surgery import NOTHING, change, write_child
 from pe_lab.config import DataConfig, from_dict
 from pe_lab.data.pipeline import validation_batches
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
-from pe_lab.errors import UserError
+from pe_lab.errors import CheckpointError, ConfigError, DataError, UserError
 from pe_lab.parallel import start_processes
 from pe_lab.positional import Beta, Layer, build_schedule, denoise, describe, drop, read_scores, read_with
+from pe_lab.positional.codec import numbers_and_ranges
 from pe_lab.storage import local_path
 from pe_lab.terminal import command
 
-# --dope: how chosen heads are denoised. Both readings of the paper where its equations and its text disagree.
+# --dope: how chosen heads are denoised, with each variant of the paper where its parts contradict each other.
 DOPE: dict[str, tuple[str, dict[str, Any]]] = {
     "all-nope": ("all", {"reading": "nope"}),
     "all-uniform": ("all", {"reading": "uniform"}),
     "parts-fast": ("parts", {"keep": "fast"}),
     "parts-slow": ("parts", {"keep": "slow"}),
     "gaussian": ("gaussian", {}),
+    "gaussian-unit": ("gaussian", {"seed": 42, "sigma": 1.0, "one_seed": True}),  # appendix A.2
 }
-FIT_ROWS, FIT_LENGTH = 8, 1024  # windows of text that a QK-norm's constants are fitted on, and their tokens at most
+FIT_WINDOWS, FIT_LENGTH = 8, 1024  # windows to fit a QK-norm's constants on, and the most tokens of each
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of this verb."""
     parser = argparse.ArgumentParser(
         prog="python -m pe_lab.surgery",
         description="Writes a child of a checkpoint with another positional encoding, another QK-norm, or both. "
-        "The source is never touched; a phase can start from the child by init_from.",
+        "The source is not changed; a phase can start from the child by init_from.",
     )
     parser.add_argument(
         "--from", dest="source", required=True, help="a run, a phase, a checkpoint, hf:DIR or gguf:FILE"
@@ -51,21 +52,26 @@ def parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--drop", action="store_true", help="remove the positional encoding (DroPE)")
     what.add_argument(
-        "--positional", help="another one: rope:base=10000; yarn:factor=4 stretches what is there; A+B is a pattern"
+        "--positional",
+        help="another encoding: rope:base=10000; yarn:factor=4 rescales the old one; A+B is a pattern",
     )
     what.add_argument("--mask-heads", metavar="SCORES.json", help="denoise heads by their scores (DoPE)")
     parser.add_argument(
         "--logit-scale",
         metavar="C",
-        help="DroPE's beta, 1 + C ln(n / training length), on every layer; `fitted`: what --suite=beta of "
-        "pe_lab.evaluate kept with the checkpoint",
+        help="DroPE's beta, 1 + C ln(n / training length), on every layer; `fitted`: the fit of pe_lab.evaluate "
+        "--suite=beta",
     )
-    parser.add_argument("--layers", help="which layers, such as 0,2,8-11; all by default (with --drop)")
-    parser.add_argument("--count", type=int, default=1, help="how many heads of all (with --mask-heads)")
+    parser.add_argument("--layers", help="layers to drop, such as 0,2,8-11; all by default (with --drop)")
+    parser.add_argument("--count", type=int, default=1, help="number of heads to denoise (with --mask-heads)")
     parser.add_argument(
         "--order", default="ascending", choices=("ascending", "descending"), help="the lowest scores, or the highest"
     )
-    parser.add_argument("--dope", default="all-nope", choices=DOPE, help="what becomes of them (all-nope by default)")
+    parser.add_argument("--dope", default="all-nope", choices=DOPE, help="method for these heads (all-nope by default)")
+    parser.add_argument("--dope-seed", type=int, metavar="N", help="seed of --dope=gaussian (0) and gaussian-unit (42)")
+    parser.add_argument(
+        "--dope-sigma", type=float, metavar="X", help="standard deviation of that noise (the other heads'; 1)"
+    )
     norm = parser.add_mutually_exclusive_group()
     norm.add_argument(
         "--add-qk-norm",
@@ -74,30 +80,28 @@ def parser() -> argparse.ArgumentParser:
         metavar="KIND",
         help="head (default), flat, query_head or query_flat; its constants are fitted on held-out text",
     )
-    norm.add_argument("--remove-qk-norm", action="store_true", help="fold it into the projections, as well as can be")
-    parser.add_argument("--text", help="a text file to fit a QK-norm on, instead of what the run holds out")
+    norm.add_argument("--remove-qk-norm", action="store_true", help="fold it into the projections, approximately")
+    parser.add_argument(
+        "--qk-norm-init",
+        default="matched",
+        choices=("matched", "ones"),
+        help="scales of an added QK-norm: fitted to the logits (default), or 1 as in DroPE's code",
+    )
+    parser.add_argument("--text", help="a text file to fit a QK-norm on, instead of the run's held-out text")
     return parser
 
 
-def parse_layers(text: str) -> list[int]:
-    """`0,2,8-11` as a list of layer numbers."""
-    chosen: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        last = last if dash else first
-        if not first.isdigit() or not last.isdigit() or int(last) < int(first):
-            raise UserError(f"--layers: '{part}' is not a layer or a range such as 8-11.")
-        chosen.extend(range(int(first), int(last) + 1))
-    return chosen
-
-
 def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, ...]:
-    """The parent's layers under the edit that the command line asks for."""
+    """The parent's layers after the edit of the command line."""
     if args.layers and not args.drop:
         raise UserError("--layers goes with --drop; --positional takes one encoding per layer as a pattern.")
+    chosen = {"seed": args.dope_seed, "sigma": args.dope_sigma}
+    noise = {key: value for key, value in chosen.items() if value is not None}
+    if noise and not (args.mask_heads and args.dope.startswith("gaussian")):
+        raise ConfigError("--dope-seed and --dope-sigma go with --mask-heads and --dope=gaussian or gaussian-unit.")
     length = int(parent.metadata["training_length"])
     if args.drop:
-        return drop(parse_layers(args.layers) if args.layers else None).apply(parent.layers)
+        return drop(numbers_and_ranges(args.layers, "--layers") if args.layers else None).apply(parent.layers)
     if args.positional:
         items = args.positional.split("+")
         return read_with(items if len(items) > 1 else items[0], parent.layers, length)
@@ -106,50 +110,51 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
         method, options = DOPE[args.dope]
         if method == "parts":
             options = {**options, "training_length": length}
-        return denoise(parent.layers, scores, method, args.count, args.order, **options)
+        return denoise(parent.layers, scores, method, args.count, args.order, **{**options, **noise})
     return parent.layers
 
 
 def logit_scale(parent: Checkpoint, text: str) -> Beta:
-    """What `--logit-scale` means for this checkpoint."""
+    """The value of `--logit-scale` for this checkpoint."""
     if text != "fitted":
         try:
             return Beta(float(text), int(parent.metadata["training_length"]))
         except ValueError:
-            raise UserError(f"--logit-scale='{text}' is no number. Write C, such as 0.103, or fitted.") from None
+            raise ConfigError(f"--logit-scale='{text}' is no number. Give C, such as 0.103, or fitted.") from None
     scale = read_logit_scale(parent)
     if scale is None:
-        raise UserError(f"--logit-scale=fitted: {how_to_fit(parent)}")
+        raise ConfigError(f"--logit-scale=fitted: {how_to_fit(parent)}")
     return scale
 
 
-def fitting_text(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarray]:
-    """A batch of windows, of at most `FIT_LENGTH` tokens: from a file, or from what the checkpoint's data holds out."""
+def fitting_batch(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarray]:
+    """A batch of windows of at most `FIT_LENGTH` tokens, from a text file or from the checkpoint's held-out data."""
     length = min(int(parent.metadata["training_length"]), FIT_LENGTH)
     if text:
         if not parent.tokenizer:
-            raise UserError(f"'{parent.path}' came without a tokenizer; --text cannot be read.")
+            raise CheckpointError(f"'{parent.path}' has no tokenizer; --text cannot be used.")
         try:
             ids = load_tokenizer(parent.tokenizer).encode(Path(text).read_text())
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--text: '{text}' cannot be read as text ({error}).") from None
-        rows = min(FIT_ROWS, (len(ids) - 1) // length)
-        if rows < 1:
-            raise UserError(f"--text: '{text}' has {len(ids)} tokens; one window needs {length + 1}.")
-        windows = np.asarray(ids[: rows * length + 1], np.int32)
-        tokens, targets = windows[:-1].reshape(rows, length), windows[1:].reshape(rows, length)
+            raise DataError(f"--text: '{text}' is no text ({error}).") from None
+        count = min(FIT_WINDOWS, (len(ids) - 1) // length)
+        if count < 1:
+            raise DataError(f"--text: '{text}' has {len(ids)} tokens; one window needs {length + 1}.")
+        windows = np.asarray(ids[: count * length + 1], np.int32)
+        tokens, targets = windows[:-1].reshape(count, length), windows[1:].reshape(count, length)
         return {"tokens": tokens, "targets": targets, "weights": np.ones(tokens.shape, np.float32)}
     if parent.converted:
-        raise UserError(f"A QK-norm is fitted on text, and '{parent.path}' says nothing of its own; give --text=FILE.")
+        raise ConfigError(f"A QK-norm is fitted on text, and '{parent.path}' names no data; give --text=FILE.")
     data = from_dict(DataConfig, parent.metadata["config"]["data"], f"{parent.path}: config.data")
     try:
-        found = validation_batches(data, sequence_length=length, batch_size=FIT_ROWS, count=1)
+        found = validation_batches(data, sequence_length=length, batch_size=FIT_WINDOWS, count=1)
     except UserError as error:
-        raise UserError(f"A QK-norm is fitted on text, and the data of '{parent.path}' is not here: {error} Or give "
-                        "--text=FILE.") from None  # fmt: skip
+        raise DataError(
+            f"A QK-norm is fitted on text, and the data of '{parent.path}' cannot be read: {error} Or give --text=FILE."
+        ) from None
     batch = next((batches[0] for batches in found.values() if batches), None)
     if batch is None:
-        raise UserError(f"The data of '{parent.path}' holds no text out to fit a QK-norm on; give --text=FILE.")
+        raise DataError(f"The data of '{parent.path}' has no held-out text to fit a QK-norm on; give --text=FILE.")
     return batch
 
 
@@ -158,10 +163,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     kind = "none" if args.remove_qk_norm else args.add_qk_norm
     if not (args.drop or args.positional or args.mask_heads or args.logit_scale or kind):
-        raise UserError(
+        raise ConfigError(
             "Nothing to do: give --drop, --positional, --mask-heads, --logit-scale, --add-qk-norm or --remove-qk-norm "
             "(see --help)."
         )
+    if args.qk_norm_init == "ones" and not args.add_qk_norm:
+        raise ConfigError("--qk-norm-init=ones goes with --add-qk-norm.")
     to = local_path("--to", args.to)
     start_processes()
     parent = open_checkpoint(args.source)
@@ -171,11 +178,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         after = tuple(dataclasses.replace(layer, logit_scale=scale) for layer in after)
     what, edited = change(parent.layers, after), None
     if what == NOTHING and not kind:
-        raise UserError(f"'{parent.path}' already has these encodings; there is nothing to change.")
+        raise ConfigError(f"'{parent.path}' already has these encodings; there is nothing to change.")
     schedule = build_schedule(after, model.heads, model.kv_heads, model.head_dim)
     if kind:
-        model, params, told = change_qk_norm(model, parent.params, kind, schedule, fitting_text(parent, args.text))
-        what, edited = str(told) if what == NOTHING else f"{what}; {told}", (model, params)
+        batch = fitting_batch(parent, args.text)
+        model, params, effect = change_qk_norm(model, parent.params, kind, schedule, batch, init=args.qk_norm_init)
+        what, edited = str(effect) if what == NOTHING else f"{what}; {effect}", (model, params)
     tokenizer = load_tokenizer(parent.tokenizer) if parent.tokenizer else None
     save = None if tokenizer is None else functools.partial(save_tokenizer, tokenizer)
     where = write_child(parent, after, to, what, edited, save)

@@ -41,11 +41,11 @@ LIMIT = 2e-4
 TRAINED = 16  # tokens that the edits stretch from: far below the 40 of the stored batches
 
 
-def verb(*arguments: str) -> str:
+def command(*arguments: str) -> str:
     """Runs pe_lab.convert and returns what it printed; an error is one of the test."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = convert([*arguments, "--gate=off"])
+        status = convert([*arguments, "--parity=off"])
     assert status == 0, err.getvalue()
     return out.getvalue()
 
@@ -124,8 +124,8 @@ def edited(edit: Edit, scratch: Path) -> tuple[LanguageModel, Path, str]:
     lm = edit.apply(pe_lab.load(f"hf:{HF / edit.base}"))
     child, out = scratch / "child" / _slug(edit.name), scratch / "out" / _slug(edit.name)
     lm.save(child)
-    said = verb(f"--from={child}", f"--to=hf:{out}", *edit.options)
-    return lm, out, re.search(r"as (\w+),", said)[1]
+    printed = command(f"--from={child}", f"--to=hf:{out}", *edit.options)
+    return lm, out, re.search(r"as (\w+),", printed)[1]
 
 
 def expected(edit: Edit, lm: LanguageModel, tokens: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from checkpoint_tables import (
     EDITS,
     HF,
     LIMIT,
+    command,
     document,
     documented,
     edited,
@@ -21,7 +22,6 @@ from checkpoint_tables import (
     stored,
     table,
     tensors,
-    verb,
     without_numbers,
 )
 from transformers_environments import read_several
@@ -61,13 +61,13 @@ def test_every_family_comes_in_and_goes_out(tmp_path: Path) -> None:
     rows, outs, facts = [], {}, {}
     for name in families():
         ours, out, again = tmp_path / "ours" / name, tmp_path / "out" / name, tmp_path / "again" / name
-        verb(f"--from=hf:{HF / name}", f"--to={ours}")
+        command(f"--from=hf:{HF / name}", f"--to={ours}")
         lm = pe_lab.load(ours)
         tokens, logits = stored(name)
         difference = float(np.abs(np.asarray(lm.logits(tokens)) - logits).max())
         drope = name == "llama_drope"
-        verb(f"--from={ours}", f"--to=hf:{out}", *(["--family=llama_drope"] if drope else []))
-        verb(f"--from=hf:{out}", f"--to={again}")
+        command(f"--from={ours}", f"--to=hf:{out}", *(["--family=llama_drope"] if drope else []))
+        command(f"--from=hf:{out}", f"--to={again}")
         round_trip = same_bytes(tensors(HF / name), tensors(out)) and pe_lab.load(again).layers == lm.layers
         facts[name] = (difference, round_trip, decode_difference(lm, tokens[0]))
         if not drope:

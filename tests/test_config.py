@@ -179,7 +179,7 @@ def test_the_argument_after_the_colon_reaches_the_recipe(tmp_path):
 def test_plain_json_comes_back_as_the_same_config(tmp_path):
     config = tiny(tmp_path)
     assert from_dict(Config, to_json(config)) == config
-    assert to_json(Rope(base=5.0))["kind"] == "Rope"
+    assert to_json(Rope(base=5.0))["kind"] == "rope"
     assert dataclasses.asdict(from_dict(SourceConfig, {"source": "stdlib"}))["weight"] == 1.0
 
 

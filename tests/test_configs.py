@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import json
 import math
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from pe_lab.config import Config, to_json
+from pe_lab.config import Config, config_hash, from_dict, to_json
 from pe_lab.errors import UserError
 from pe_lab.parallel import AxisRules, check_batch
 from pe_lab.parallel.topology import CHIPS, parse_topology, placeholder_mesh
@@ -20,6 +21,7 @@ from pe_lab.planning.estimate import step_inputs
 from pe_lab.planning.plan import Plan, make_plan
 from pe_lab.recipes import load_config, recipe_arguments, split_overrides
 from pe_lab.training import compile_train_step, make_optimizer
+from pe_lab.training.run import plan_phases
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -69,6 +71,30 @@ def test_references_include_documented_arguments():
     assert {"table1.py:method=rnope_swa", "table1.py:method=drope,size=laptop"} <= found
     assert "drope_smollm.py:model=135m,from=runs/smollm2_135m,data=data/my-text" in found
     assert {path.name for path in CONFIGS.glob("*.py")} - {"drope_laptop.py"} == {name for name, _ in _plan_commands()}
+
+
+def _earlier(value: object) -> object:
+    """A description as JSON with the kinds that earlier versions wrote: the names of the classes."""
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: _earlier(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"kind": type(value).__name__, **{k: v for k, v in fields.items() if k != "sigma"}}
+    return [_earlier(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.parametrize("path", [path.name for path in sorted(CONFIGS.glob("*.py"))])
+def test_a_recipe_read_from_its_json_is_the_same_experiment(path):
+    """Also from the JSON of earlier versions, whose runs must go on."""
+    for reference in [r for r in _references() if r.partition(":")[0] == path]:
+        config = _load(reference)
+        plain = json.loads(json.dumps(to_json(config)))
+        earlier = {**plain, "phases": [dict(phase) for phase in plain["phases"]]}
+        for phase, written in zip(config.phases, earlier["phases"], strict=True):
+            written["positional"] = _earlier(phase.positional)
+        wanted = [(plan.config, plan.layers, plan.qk_norm) for plan in plan_phases(config)]
+        for tree in (plain, json.loads(json.dumps(earlier))):
+            read = from_dict(Config, tree)
+            assert config_hash(read) == config_hash(config)
+            assert [(plan.config, plan.layers, plan.qk_norm) for plan in plan_phases(read)] == wanted
 
 
 @pytest.mark.parametrize("reference", _references())

@@ -1,4 +1,4 @@
-"""`python -m pe_lab.convert`: in, edited, out; the logit gate; what training and surgery make of foreign weights."""
+"""`python -m pe_lab.convert`: import, edit, export; the parity check; training and surgery from external weights."""
 
 import dataclasses
 import json
@@ -8,11 +8,11 @@ import sys
 import jax
 import numpy as np
 import pytest
-from checkpoints.foreign import DATA, NAMES, Memory, copy_of, golden, logits, read_tensors
+from checkpoints.external import DATA, NAMES, Memory, copy_of, golden, logits, read_tensors
 from tiny_runs import arrays, compilations_kept, tiny, train  # noqa: F401
 
 from pe_lab import surgery
-from pe_lab.checkpoints import logit_gate, open_checkpoint
+from pe_lab.checkpoints import open_checkpoint, parity
 from pe_lab.checkpoints.hf_write import plan_export, write_huggingface
 from pe_lab.config import ModelConfig
 from pe_lab.convert import main
@@ -26,16 +26,16 @@ def listing(directory):
 
 
 @pytest.mark.parametrize("name", ["llama_sharded", "llama_tied_bf16", "qwen3", "gpt_neox", "smollm3_window"])
-def test_in_and_out_again_changes_no_byte(name, tmp_path, capsys):
-    assert main([f"--from=hf:{DATA / name}", f"--to={tmp_path / 'ours'}", "--gate=off"]) == 0
+def test_import_and_export_change_no_byte(name, tmp_path, capsys):
+    assert main([f"--from=hf:{DATA / name}", f"--to={tmp_path / 'ours'}", "--parity=off"]) == 0
     out = capsys.readouterr().out
-    assert "parameters" in out and "It came without a tokenizer." in out and "--gate=off" in out
+    assert "parameters" in out and "It has no tokenizer." in out and "--parity=off" in out
     tokens, expected = golden(name)
     converted = open_checkpoint(tmp_path / "ours")
     assert converted.converted and converted.tokenizer == ""
     assert np.abs(logits(converted, tokens) - expected).max() <= 2e-4
     assert [entry["what"] for entry in converted.metadata["lineage"]] == [f"converted from hf:{DATA / name}"]
-    assert main([f"--from={tmp_path / 'ours'}", f"--to=hf:{tmp_path / 'theirs'}", "--gate=off"]) == 0
+    assert main([f"--from={tmp_path / 'ours'}", f"--to=hf:{tmp_path / 'theirs'}", "--parity=off"]) == 0
     assert read_tensors(tmp_path / "theirs") == read_tensors(DATA / name)
     config = json.loads((tmp_path / "theirs/config.json").read_text())
     before = json.loads((DATA / name / "config.json").read_text())
@@ -44,13 +44,13 @@ def test_in_and_out_again_changes_no_byte(name, tmp_path, capsys):
     assert listing(tmp_path) == ["ours", "theirs"]  # and nothing beside them
 
 
-def test_dropped_by_surgery_and_taken_out(tmp_path, capsys):
+def test_dropped_by_surgery_and_exported(tmp_path, capsys):
     assert surgery.main([f"--from={LLAMA}", f"--to={tmp_path / 'dropped'}", "--drop", "--layers=1"]) == 0
     child = open_checkpoint(tmp_path / "dropped")
     assert child.layers == (Layer(Rope(500.0)), Layer(NoPE()))
     whats = [entry["what"] for entry in child.metadata["lineage"]]
     assert whats == [f"read from {LLAMA}", "rope(base=500) -> nope on layer 1"]
-    assert main([f"--from={tmp_path / 'dropped'}", f"--to=hf:{tmp_path / 'out'}", "--gate=off"]) == 0
+    assert main([f"--from={tmp_path / 'dropped'}", f"--to=hf:{tmp_path / 'out'}", "--parity=off"]) == 0
     assert "as SmolLM3ForCausalLM, float32" in capsys.readouterr().out
     tokens, expected = golden("llama")
     found = logits(open_checkpoint(tmp_path / "out"), tokens)
@@ -59,9 +59,9 @@ def test_dropped_by_surgery_and_taken_out(tmp_path, capsys):
 
 
 def test_another_type_and_another_family(tmp_path):
-    assert main([f"--from={LLAMA}", f"--to=hf:{tmp_path / 'out'}", "--gate=off", "--dtype=bfloat16"]) == 0
+    assert main([f"--from={LLAMA}", f"--to=hf:{tmp_path / 'out'}", "--parity=off", "--dtype=bfloat16"]) == 0
     assert {kind for kind, _, _ in read_tensors(tmp_path / "out").values()} == {"BF16"}
-    options = ["--family=smollm3", "--gate=off"]
+    options = ["--family=smollm3", "--gate=off"]  # the former name of --parity
     assert main([f"--from=hf:{tmp_path / 'out'}", f"--to=hf:{tmp_path / 'again'}", *options]) == 0
     assert json.loads((tmp_path / "again/config.json").read_text())["model_type"] == "smollm3"
     tokens, expected = golden("llama")  # whose weights bfloat16 holds
@@ -69,18 +69,18 @@ def test_another_type_and_another_family(tmp_path):
 
 
 WRONG = {
-    "a directory that is not empty": (["--to={full}"], r"--to '.*full' is there and not empty"),
-    "one to take out to": (["--to=hf:{full}"], r"--to '.*full' is there and not empty"),
-    "a file in the way": (["--to={full}/file"], r"--to '.*file' is there and not empty"),
+    "a directory that is not empty": (["--to={full}"], r"--to '.*full' exists and is not empty"),
+    "the same for an export": (["--to=hf:{full}"], r"--to '.*full' exists and is not empty"),
+    "a file in the way": (["--to={full}/file"], r"--to '.*file' exists and is not empty"),
     "below a file": (["--to={full}/file/new"], r"--to '.*new' cannot be written"),
     "an object store": (["--to=gs://bucket/x"], "is an address, and a path is needed"),
-    "a family for what comes in": (["--to={new}", "--family=llama"], "--family goes with --to=hf:DIR"),
-    "a type for what comes in": (["--to={new}", "--dtype=float16"], "--dtype goes with --to=hf:DIR"),
+    "a family for an import": (["--to={new}", "--family=llama"], "--family goes with --to=hf:DIR"),
+    "a dtype for an import": (["--to={new}", "--dtype=float16"], "--dtype goes with --to=hf:DIR"),
     "a length of nothing": (["--to=hf:{new}", "--length=0"], "--length is 0; give a positive number"),
     "a family that cannot": (["--to=hf:{new}", "--family=qwen3"], "qwen3 cannot hold this model: qk_norm is 'none'"),
-    "no such interpreter": (["--to={new}", "--gate-python=/nowhere/python"], "'/nowhere/python' cannot be run"),
+    "no such interpreter": (["--to={new}", "--parity-python=/nowhere/python"], "'/nowhere/python' cannot be run"),
     "an interpreter without packages": (
-        ["--to={new}", "--gate-python={false}"],
+        ["--to={new}", "--parity-python={false}"],
         "cannot import transformers and torch",
     ),
 }
@@ -92,7 +92,7 @@ def test_what_cannot_be_is_one_message_and_leaves_nothing(case, tmp_path, capsys
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").write_text("kept")
     places = {"full": tmp_path / "full", "new": tmp_path / "new", "false": "/bin/false"}
-    assert main([f"--from={LLAMA}", "--gate=auto", *(a.format(**places) for a in arguments)]) == 2
+    assert main([f"--from={LLAMA}", "--parity=auto", *(a.format(**places) for a in arguments)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and len(err.splitlines()) == 1
     import re
@@ -103,14 +103,14 @@ def test_what_cannot_be_is_one_message_and_leaves_nothing(case, tmp_path, capsys
 
 
 def test_what_a_killed_process_left_is_replaced(tmp_path):
-    (tmp_path / ".ours.partial/checkpoints").mkdir(parents=True)
+    (tmp_path / ".ours.partial-1234/checkpoints").mkdir(parents=True)
     (tmp_path / "ours").mkdir()  # empty
-    assert main([f"--from={LLAMA}", f"--to={tmp_path / 'ours'}", "--gate=off"]) == 0
+    assert main([f"--from={LLAMA}", f"--to={tmp_path / 'ours'}", "--parity=off"]) == 0
     assert listing(tmp_path) == ["ours"]
-    assert main([f"--from={tmp_path / 'ours'}", f"--to={tmp_path / 'copy'}", "--gate=off"]) == 2  # ours already
+    assert main([f"--from={tmp_path / 'ours'}", f"--to={tmp_path / 'copy'}", "--parity=off"]) == 2  # ours already
 
 
-# The gate, with an interpreter that has given logits for an answer.
+# The parity check, with an interpreter that returns given logits.
 SCRIPT = """#!{python}
 import sys
 import numpy as np
@@ -130,7 +130,7 @@ def fake(tmp_path):
     """Makes an interpreter that answers with the right logits plus an error."""
     here = tmp_path / "fake"
     here.mkdir()
-    tokens = logit_gate.fixed_batch(64)
+    tokens = parity.fixed_batch(64)
     right = logits(open_checkpoint(LLAMA), tokens)
 
     def make(error=0.0, then=""):
@@ -140,30 +140,30 @@ def fake(tmp_path):
         np.save(here / "logits.npy", found)
         (here / "python").write_text(SCRIPT.format(python=sys.executable, here=here, then=then))
         (here / "python").chmod(stat.S_IRWXU)
-        return f"--gate-python={here / 'python'}"
+        return f"--parity-python={here / 'python'}"
 
     return make
 
 
-def test_the_gate_passes_what_computes_the_same(fake, tmp_path, capsys):
+def test_the_parity_check_passes_equal_logits(fake, tmp_path, capsys):
     for to, error in ((tmp_path / "ours", 0.0), (f"hf:{tmp_path / 'out'}", 1.5e-4)):
-        assert main([f"--from={LLAMA}", f"--to={to}", fake(error), "--gate=require"]) == 0
+        assert main([f"--from={LLAMA}", f"--to={to}", fake(error), "--parity=require"]) == 0
         out = capsys.readouterr().out
         assert "Logits compared with transformers': largest difference of a logit" in out
         assert "most probable next tokens equal at 100.0% of 128 positions" in out
     assert listing(tmp_path) == ["fake", "ours", "out"]
 
 
-def test_the_gate_keeps_nothing_that_differs(fake, tmp_path, capsys):
-    for to, error, said in ((tmp_path / "ours", 1e-3, "0.001"), (f"hf:{tmp_path / 'out'}", np.nan, "nan")):
+def test_the_parity_check_removes_a_result_that_differs(fake, tmp_path, capsys):
+    for to, error, shown in ((tmp_path / "ours", 1e-3, "0.001"), (f"hf:{tmp_path / 'out'}", np.nan, "nan")):
         assert main([f"--from={LLAMA}", f"--to={to}", fake(error)]) == 2
         err = capsys.readouterr().err
-        assert f"The logits differ from transformers': largest difference of a logit {said} " in err
-        assert "The result was not kept" in err
+        assert f"The logits differ from transformers': largest difference of a logit {shown} " in err
+        assert "The result was removed" in err
     assert listing(tmp_path) == ["fake"]
 
 
-def test_the_gate_says_in_a_line_why_transformers_could_not(fake, tmp_path, capsys):
+def test_a_failure_of_transformers_is_one_line(fake, tmp_path, capsys):
     python = fake(then="print('loading', file=sys.stderr); raise ValueError('no such kernel')")
     assert main([f"--from={LLAMA}", f"--to={tmp_path / 'ours'}", python]) == 2
     err = capsys.readouterr().err
@@ -172,24 +172,24 @@ def test_the_gate_says_in_a_line_why_transformers_could_not(fake, tmp_path, caps
     assert listing(tmp_path) == ["fake"]
 
 
-def test_the_gate_is_left_out_where_it_may_be(fake, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(logit_gate.importlib.util, "find_spec", lambda name: None)
-    assert main([f"--from={LLAMA}", f"--to={tmp_path / 'ours'}", "--gate=require"]) == 2
-    assert "--gate=require: transformers and torch are not installed here" in capsys.readouterr().err
+def test_the_parity_check_may_be_left_out(fake, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(parity.importlib.util, "find_spec", lambda name: None)
+    assert main([f"--from={LLAMA}", f"--to={tmp_path / 'ours'}", "--parity=require"]) == 2
+    assert "--parity=require: transformers and torch are not installed" in capsys.readouterr().err
     assert main([f"--from={LLAMA}", f"--to={tmp_path / 'ours'}"]) == 0
     assert "Logits not compared: transformers and torch are not installed here" in capsys.readouterr().out
-    assert main([f"--from={LLAMA}", f"--to={tmp_path / 'off'}", "--gate=off", fake(1.0)]) == 0
-    assert "Logits not compared: --gate=off." in capsys.readouterr().out
+    assert main([f"--from={LLAMA}", f"--to={tmp_path / 'off'}", "--parity=off", fake(1.0)]) == 0
+    assert "Logits not compared: --parity=off." in capsys.readouterr().out
 
 
-def test_the_batch_of_the_gate_never_changes():
-    batch = logit_gate.fixed_batch(49152)
+def test_the_batch_of_the_parity_check_never_changes():
+    batch = parity.fixed_batch(49152)
     assert batch.shape == (2, 64) and batch.dtype == np.int32 and batch.min() >= 0 and batch.max() < 49152
-    assert (batch == logit_gate.fixed_batch(49152)).all()
+    assert (batch == parity.fixed_batch(49152)).all()
     assert batch[0, :4].tolist() == [41809, 31307, 25123, 13260]
 
 
-# Foreign weights as a beginning.
+# External weights as a beginning.
 
 
 @pytest.mark.usefixtures("compilations_kept")
@@ -223,15 +223,15 @@ def test_every_committed_model_has_its_files():
 def test_a_source_is_never_touched(tmp_path, capsys):
     theirs = copy_of("llama", tmp_path / "theirs")
     before = {path.name: path.read_bytes() for path in theirs.iterdir()}
-    assert main([f"--from=hf:{theirs}", f"--to={tmp_path / 'ours'}", "--gate=off"]) == 0
-    assert main([f"--from={theirs}", f"--to=hf:{theirs}", "--gate=off"]) == 2
+    assert main([f"--from=hf:{theirs}", f"--to={tmp_path / 'ours'}", "--parity=off"]) == 0
+    assert main([f"--from={theirs}", f"--to=hf:{theirs}", "--parity=off"]) == 2
     assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
 
 
-def test_the_gate_does_not_ask_transformers_for_what_it_does_not_have(fake, tmp_path, capsys):
-    """DroPE's layout needs DroPE's own code, which nobody runs here; its checkpoints come in all the same."""
+def test_the_parity_check_skips_architectures_with_remote_code(fake, tmp_path, capsys):
+    """DroPE's layout needs DroPE's own code, which is not installed; its checkpoints are imported nevertheless."""
     refuses = fake(then="raise ValueError('trust_remote_code')")
     assert main([f"--from=hf:{DATA / 'llama_drope'}", f"--to={tmp_path / 'ours'}", refuses]) == 0
     assert "Logits not compared: transformers has no DroPELlamaForCausalLM" in capsys.readouterr().out
-    assert main([f"--from=hf:{DATA / 'llama_drope'}", f"--to={tmp_path / 'must'}", refuses, "--gate=require"]) == 2
+    assert main([f"--from=hf:{DATA / 'llama_drope'}", f"--to={tmp_path / 'must'}", refuses, "--parity=require"]) == 2
     assert listing(tmp_path) == ["fake", "ours"]

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 PROMPT = "The capital of France is"
 
 
-def verb(name: str, *arguments: str) -> str:
+def command(name: str, *arguments: str) -> str:
     """A command as a user runs it; what it printed."""
     done = subprocess.run(
         [sys.executable, "-m", f"pe_lab.{name}", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1800
@@ -35,8 +35,10 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint in our own form, past the logit gate."""
     to = tmp_path_factory.mktemp("real") / "smollm2"
     python = environment("5")
-    said = verb("convert", f"--from=gguf:{smollm2_gguf()}", f"--to={to}", "--gate=require", f"--gate-python={python}")
-    assert "most probable next tokens equal at 100.0%" in said, said
+    printed = command(
+        "convert", f"--from=gguf:{smollm2_gguf()}", f"--to={to}", "--parity=require", f"--parity-python={python}"
+    )
+    assert "most probable next tokens equal at 100.0%" in printed, printed
     return to
 
 
@@ -84,14 +86,14 @@ def test_it_continues_a_prompt_sensibly_and_otherwise_once_it_is_dropped(lm: pe_
 
 
 def test_the_generate_verb_streams_it(converted: Path) -> None:
-    said = verb("generate", f"--from={converted}", "--prompt=What is the capital of France?", "--chat",
+    printed = command("generate", f"--from={converted}", "--prompt=What is the capital of France?", "--chat",
                 "--max-new-tokens=24")  # fmt: skip
-    assert "Paris" in said and "<|im_end|>" not in said
+    assert "Paris" in printed and "<|im_end|>" not in printed
 
 
 def test_the_perplexity_of_what_a_drop_costs(converted: Path, tmp_path: Path) -> None:
     """What docs/checkpoints.md shows at full length: a dropped model needs recalibration, a stretched one does not."""
-    verb("evaluate", f"--from={converted}", f"--text={essays()[0].parent}/*.txt", "--suite=perplexity",
+    command("evaluate", f"--from={converted}", f"--text={essays()[0].parent}/*.txt", "--suite=perplexity",
          "--lengths=512,2048", "--methods=as-trained,dropped", "--tokens=4096", f"--out={tmp_path}")  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "perplexity.jsonl").read_text().splitlines()]
     found = {(row["method"], row["length"]): row["perplexity"] for row in rows}
@@ -113,7 +115,7 @@ def test_edits_go_out_to_both_majors(
         source = converted
         if name != "rope":
             source = edited.save(tmp_path / name).parents[1]
-        verb("convert", f"--from={source}", f"--to=hf:{tmp_path / name}_hf", "--gate=off")
+        command("convert", f"--from={source}", f"--to=hf:{tmp_path / name}_hf", "--parity=off")
         wanted = np.asarray(edited.logits(tokens))
         for version in ("4.56", "5"):
             found = read(version, tmp_path / f"{name}_hf", tokens)
@@ -123,7 +125,7 @@ def test_edits_go_out_to_both_majors(
 
 
 def test_its_tokenizer_goes_out(converted: Path, tmp_path: Path) -> None:
-    verb("convert", f"--from={converted}", f"--to=hf:{tmp_path / 'hf'}", "--gate=off")
+    command("convert", f"--from={converted}", f"--to=hf:{tmp_path / 'hf'}", "--parity=off")
     tokenizer = pe_lab.load(converted).tokenizer
     difficult = "\n".join(DIFFICULT)
     for version in ("4.56", "5"):
@@ -141,7 +143,7 @@ def test_surgery_on_it(converted: Path, tmp_path: Path) -> None:
         "norm": ["--drop", "--add-qk-norm", f"--text={book}"],
         "masked": [f"--mask-heads={scores}", "--count=4"],
     }.items():
-        verb("surgery", f"--from={converted}", f"--to={tmp_path / name}", *options)
+        command("surgery", f"--from={converted}", f"--to={tmp_path / name}", *options)
         lm = pe_lab.load(tmp_path / name)
         what = [ancestor["what"] for ancestor in lm.checkpoint.metadata["lineage"]]
         assert what[0].startswith("converted from gguf:") and len(what) == 2, what
@@ -152,9 +154,9 @@ def test_surgery_on_it(converted: Path, tmp_path: Path) -> None:
 
 def test_the_recipe_recalibrates_it(converted: Path, tmp_path: Path) -> None:
     """configs/drope_smollm.py as it is, but for the length of its windows and the number of its steps."""
-    verb("prepare", f"--source=text:{essays()[0].parent}/*.txt", f"--tokenizer=saved:{converted / 'tokenizer'}",
+    command("prepare", f"--source=text:{essays()[0].parent}/*.txt", f"--tokenizer=saved:{converted / 'tokenizer'}",
          f"--out={tmp_path / 'data'}", "--validation-fraction=0.2")  # fmt: skip
-    verb("train", f"--config=configs/drope_smollm.py:model=135m,from={converted},data={tmp_path / 'data'}",
+    command("train", f"--config=configs/drope_smollm.py:model=135m,from={converted},data={tmp_path / 'data'}",
          f"--workdir={tmp_path / 'run'}", "--config.phases.0.steps=3", "--config.phases.0.sequence_length=128",
          "--config.phases.0.batch_size=4", "--config.phases.0.accumulate=1", "--config.log.validation_batches=1",
          "--config.log.every_steps=1", "--config.model.dtype=float32",

@@ -14,7 +14,8 @@ import pe_lab
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.errors import UserError
 from pe_lab.positional import Alibi, Bands, Gaussian, Layer, NoPE, Rope, Uniform, Yarn
-from pe_lab.surgery import main, parse_layers
+from pe_lab.positional.codec import numbers_and_ranges
+from pe_lab.surgery import main
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 
@@ -95,7 +96,7 @@ def test_training_starts_from_the_child(run, tmp_path):
         (["--from=RUN", "--to=full", "--drop"], "'full' is there and not empty"),
         (["--from=RUN", "--to=full/file", "--drop"], "is there and not empty"),
         (["--from=RUN", "--to=b", "--drop", "--layers=2"], "there is no layer 2; the model has layers 0 to 1"),
-        (["--from=RUN", "--to=b", "--drop", "--layers=1-0"], "'1-0' is not a layer or a range"),
+        (["--from=RUN", "--to=b", "--drop", "--layers=1-0"], "'1-0' is not a number or a range"),
         (["--from=RUN", "--to=b", "--positional=rope", "--layers=0"], "--layers goes with --drop"),
         (["--from=RUN", "--to=b", "--positional=rope"], "already has these encodings"),
         (["--from=RUN", "--to=b", "--positional=rpoe"], "Did you mean 'rope'"),
@@ -123,10 +124,10 @@ def test_a_damaged_source_writes_nothing(run, tmp_path, capsys):
 
 
 def test_layers_on_the_command_line():
-    assert parse_layers("0,2,8-11") == [0, 2, 8, 9, 10, 11]
+    assert numbers_and_ranges("0,2,8-11", "--layers") == [0, 2, 8, 9, 10, 11]
     for text in ("", "a", "1-", "-1", "1,,2", "3-2"):
-        with pytest.raises(UserError, match="is not a layer or a range"):
-            parse_layers(text)
+        with pytest.raises(UserError, match="is not a number or a range"):
+            numbers_and_ranges(text, "--layers")
 
 
 def test_metadata_is_plain_json(run):
@@ -142,20 +143,23 @@ def test_the_qk_norm_is_removed_and_added_with_the_change_in_loss(run, tmp_path,
     before = fingerprint(run)
     assert main([f"--from={run}", f"--to={tmp_path / 'bare'}", "--remove-qk-norm"]) == 0
     out = capsys.readouterr().out
-    said = re.search(r"QK-norm head -> none: loss ([\d.]+) -> ([\d.]+) on 128 tokens, logits off by \d+%", out)
-    assert said and fingerprint(run) == before
+    told = re.search(r"QK-norm head -> none: loss ([\d.]+) -> ([\d.]+) on 128 tokens, logits off by \d+%", out)
+    assert told and fingerprint(run) == before
     bare = open_checkpoint(tmp_path / "bare")
     assert bare.model.qk_norm == "none" and "query_norm" not in bare.params["layers"]["attention"]
-    assert said.group(0) in bare.metadata["lineage"][-1]["what"]
+    assert told.group(0) in bare.metadata["lineage"][-1]["what"]
     assert main([f"--from={tmp_path / 'bare'}", f"--to={tmp_path / 'flat'}", "--drop", "--add-qk-norm=flat"]) == 0
     flat = open_checkpoint(tmp_path / "flat")
     assert flat.model.qk_norm == "flat" and flat.layers == (Layer(NoPE()),) * 2
     assert flat.params["layers"]["attention"]["query_norm"]["scale"].shape == (2, 2, 8)
     what = flat.metadata["lineage"][-1]["what"]
     assert what.startswith("rope(base=10000) -> nope on layers 0-1; QK-norm none -> flat: loss ")
-    # The losses are those of the weights under what they are read with: the child's encodings.
+    arguments = [f"--from={tmp_path / 'bare'}", f"--to={tmp_path / 'ones'}", "--add-qk-norm", "--qk-norm-init=ones"]
+    assert main(arguments) == 0
+    assert (open_checkpoint(tmp_path / "ones").params["layers"]["attention"]["key_norm"]["scale"] == 1).all()
+    # The losses are those of the child's encodings.
     loss = re.findall(r"loss ([\d.]+) -> ([\d.]+)", what)[0]
-    assert float(loss[0]) != pytest.approx(float(said.group(2)), abs=1e-4)
+    assert float(loss[0]) != pytest.approx(float(told.group(2)), abs=1e-4)
 
 
 def test_a_text_to_fit_on(run, tmp_path, capsys):
@@ -174,6 +178,9 @@ def test_a_text_to_fit_on(run, tmp_path, capsys):
         (["--remove-qk-norm", "--text=nowhere.txt"], "'nowhere.txt' cannot be read"),
         (["--remove-qk-norm", "--text=short.txt"], "has 5 tokens; one window needs 17"),
         ([], "Nothing to do: give --drop"),
+        (["--drop", "--dope-seed=3"], "--dope-seed and --dope-sigma go with --mask-heads"),
+        (["--mask-heads=scores.json", "--dope=gaussian", "--dope-sigma=0"], "Gaussian.sigma is 0.0"),
+        (["--drop", "--qk-norm-init=ones"], "--qk-norm-init=ones goes with --add-qk-norm"),
         (["--mask-heads=nowhere.json"], "'nowhere.json' cannot be read"),
         (["--mask-heads=scores.json", "--count=5"], "count is 5; there are 4 heads"),
         (["--mask-heads=wrong.json"], "this model needs 2 lists of 2 numbers"),
@@ -202,13 +209,15 @@ def test_bad_edits_of_heads_and_norms_write_nothing(run, tmp_path, monkeypatch, 
         ("parts-fast", "ascending", (1, 1), Bands(2 * math.pi / 16, "fast")),
         pytest.param("parts-slow", "ascending", (1, 1), Bands(2 * math.pi / 16, "slow"), marks=pytest.mark.slow),
         ("gaussian", "ascending", (1, 1), None),
+        ("gaussian-unit", "ascending", (1, 1), Gaussian(42, 1.0)),
+        ("gaussian-unit --dope-seed=7 --dope-sigma=0.5", "ascending", (1, 1), Gaussian(7, 0.5)),
     ],
 )
 def test_heads_are_masked_by_their_scores(run, tmp_path, capsys, dope, order, head, kind):
     scores = tmp_path / "scores.json"
     scores.write_text(json.dumps({"scores": [[1.0, 2.0], [3.0, 0.5]], "of": "truncated entropy"}))
-    assert main([f"--from={run}", f"--to={tmp_path / 'b'}", f"--mask-heads={scores}", f"--dope={dope}",
-                 f"--order={order}"]) == 0  # fmt: skip
+    assert main([f"--from={run}", f"--to={tmp_path / 'b'}", f"--mask-heads={scores}", f"--order={order}",
+                 *f"--dope={dope}".split()]) == 0  # fmt: skip
     child = open_checkpoint(tmp_path / "b")
     (edit,) = child.layers[head[0]].heads
     assert edit.heads == head[1:] and child.layers[1 - head[0]].heads == ()

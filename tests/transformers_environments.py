@@ -2,7 +2,7 @@
 
 A third has lm-evaluation-harness beside transformers 5, for the test that compares its own backend with ours.
 
-What a user of an exported model will have is a fresh process with somebody else's packages: neither major of
+What a user of an exported model will have is a fresh process with other packages: neither major of
 transformers may share an interpreter with the tests, or with the other. The environments are made on first use in
 $PE_LAB_TEST_CACHE (otherwise ~/.cache/pe_lab_tests), two minutes and 2.2 GB altogether where pip finds the CPU
 build of torch, and stay there until a pin below or the base interpreter changes. `python -m venv` and pip make them,
@@ -245,13 +245,13 @@ def _call(directory: Path, command: list[str]) -> None:
             text=True,
             timeout=SECONDS_TO_INSTALL,
         )
-        said, how = process.stdout, f"exit status {process.returncode}"
+        printed, how = process.stdout, f"exit status {process.returncode}"
         failed = process.returncode != 0
     except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+        printed = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
         how, failed = f"not done after {SECONDS_TO_INSTALL} s", True
     if failed:
-        last = "\n".join(said.strip().splitlines()[-LINES_OF_PIP:])
+        last = "\n".join(printed.strip().splitlines()[-LINES_OF_PIP:])
         raise RuntimeError(
             f"the environment {directory} cannot be made ({how}): {' '.join(command)}\n{last}\n"
             "Its packages come from pip's own configuration (pip config list); without a network, put wheels of the "

@@ -79,7 +79,7 @@ def attention(
     elif row.noise is not None:
         # How large the keys' noise is, is known from turned keys; XLA sums over them without keeping them.
         turned = encode_keys(key, row._replace(noise=None), H, positions)
-        noise = Noise(row.noise, noise_size(turned, row.noise))
+        noise = Noise(row.noise, noise_size(turned, row.noise, row.noise_sigma))
     scale = jnp.float32(K**-0.5) * (1.0 if row.logit_scale is None else row.logit_scale)
     arrays = dict(
         slope=row.slope,

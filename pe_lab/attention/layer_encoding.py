@@ -22,6 +22,7 @@ class Row(NamedTuple):
       slope: [H] ALiBi's penalty per token.
       logit_scale: scalar factor on the logits.
       noise: [H] seeds of heads whose queries and keys are noise, 0 = none; needs cos and sin of H rows.
+      noise_sigma: scalar standard deviation of the noise; None or 0 = that of the other heads' components.
       self_bias: [B or 1, T] added to the logit of a token with itself.
       rotation: what cos and sin are made of, for kernels that turn keys themselves; None where positions are not
         indices, or more than a rotation makes them (the notebook's).
@@ -32,6 +33,7 @@ class Row(NamedTuple):
     slope: Float[Array, " H"] | None = None
     logit_scale: Float[Array, ""] | None = None
     noise: UInt32[Array, " H"] | None = None
+    noise_sigma: Float[Array, ""] | None = None
     diagonal_bias: Float[Array, "#B T"] | None = None
     rotation: Rotation | None = None
 
@@ -47,7 +49,7 @@ def encode_queries(
         if cos.shape[2] not in (1, H):
             cos, sin = jnp.repeat(cos, H // groups, axis=2), jnp.repeat(sin, H // groups, axis=2)
         query = rotate(query, cos, sin)
-    return query if row.noise is None else replace_heads_by_noise(query, row.noise, positions, QUERIES)
+    return query if row.noise is None else replace_heads_by_noise(query, row.noise, positions, QUERIES, row.noise_sigma)
 
 
 def encode_keys(
@@ -64,7 +66,7 @@ def encode_keys(
         return key
     if key.shape[2] != num_heads:
         raise UserError("attention: heads can only become noise where keys are rotated per query head.")
-    return replace_heads_by_noise(key, row.noise, positions, KEYS)
+    return replace_heads_by_noise(key, row.noise, positions, KEYS, row.noise_sigma)
 
 
 def _check_rows(rows: int, groups: int, num_heads: int) -> None:

@@ -13,7 +13,11 @@ QUERIES, KEYS = 0, 1  # whose noise
 
 
 def replace_heads_by_noise(
-    x: Float[Array, "B T H K"], seeds: UInt32[Array, " H"], positions: Int[Array, "#B T"] | None, which: int
+    x: Float[Array, "B T H K"],
+    seeds: UInt32[Array, " H"],
+    positions: Int[Array, "#B T"] | None,
+    which: int,
+    sigma: Float[Array, ""] | None = None,
 ) -> Float[Array, "B T H K"]:
     """Heads with a seed other than 0 get Gaussian queries, or keys (DoPE, eq. 36 and 37).
 
@@ -27,24 +31,28 @@ def replace_heads_by_noise(
       seeds: 0 = the head is kept.
       positions: of the tokens; None counts from 0.
       which: QUERIES or KEYS, whose noise differs.
+      sigma: see `noise_size`.
     """
     if positions is None:
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     channels = jnp.arange(x.shape[-1], dtype=jnp.int32)
-    noise = noise_size(x, seeds)[:, :, None, None] * gaussian(
+    noise = noise_size(x, seeds, sigma)[:, :, None, None] * gaussian(
         seeds[:, None], which, positions[:, :, None, None], channels
     )
     return jnp.where((seeds != 0)[:, None], noise, x.astype(jnp.float32)).astype(x.dtype)
 
 
-def noise_size(x: Float[Array, "B T H K"], seeds: UInt32[Array, " H"]) -> Float[Array, "B T"]:
-    """The standard deviation of a token's components in the heads that are kept, float32."""
+def noise_size(
+    x: Float[Array, "B T H K"], seeds: UInt32[Array, " H"], sigma: Float[Array, ""] | None = None
+) -> Float[Array, "B T"]:
+    """The standard deviation of a token's components in the heads that are kept, float32; or `sigma` if above 0."""
     replaced = (seeds != 0)[:, None]
     kept = jnp.where(replaced.all(), jnp.ones_like(replaced), ~replaced)
     wide = x.astype(jnp.float32)
     count = kept.sum() * x.shape[-1]
     mean = (wide * kept).sum((-2, -1), keepdims=True) / count
-    return jnp.sqrt((((wide - mean) ** 2) * kept).sum((-2, -1)) / count)
+    size = jnp.sqrt((((wide - mean) ** 2) * kept).sum((-2, -1)) / count)
+    return size if sigma is None else jnp.where(sigma > 0, sigma, size)
 
 
 def gaussian(seed: Any, which: int, position: Any, channel: Any) -> jax.Array:

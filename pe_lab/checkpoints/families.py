@@ -1,9 +1,9 @@
-"""Names and shapes of other people's checkpoints: one table per family, read in both directions.
+"""Tensor names and shapes of external checkpoints: one table per family, read in both directions.
 
-A table maps their tensor to ours; `layers.` are the leaves that are stacked over layers, `{n}` is the number of one.
-What happens to the numbers follows from what a leaf is (`LEAVES`): Hugging Face stores a linear layer as [out, in] with
-all heads in one axis, pe_lab as [in, out] with the heads apart. GPT-NeoX fuses queries, keys and values into one
-tensor, which is one line of its table.
+A table maps an external tensor to native leaves of parameters. Leaves below `layers.` are stacked over layers; `{n}` is
+the number of one layer. `LEAVES` has the conversion of each kind of leaf: Hugging Face stores a linear layer as
+[out, in] with all heads in one axis, pe_lab as [in, out] with an axis for heads. GPT-NeoX fuses queries, keys and
+values into one tensor, which is one line of its table.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ import numpy as np
 from jaxtyping import Shaped
 
 from pe_lab.config import ModelConfig
-from pe_lab.errors import UserError
+from pe_lab.errors import UnsupportedError
 from pe_lab.model import Model
 from pe_lab.positional import CANONICAL, Layout, from_canonical, to_canonical
 
-LAYERS = "layers."  # leaves below it have a leading axis over the layers, which their tensors have not
+LAYERS = "layers."  # leaves below it have a leading axis over layers; external tensors do not
 
 Piece = Shaped[np.ndarray, "..."]
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """How a leaf of ours (without the axis over layers) lies in a tensor of theirs.
+    """The conversion of a native leaf (without the axis over layers) from and to an external tensor.
 
     Attributes:
-      flat: the shape of their tensor, from ours.
-      ours, theirs: the one array from the other, given our shape; both only move numbers.
+      external_shape: from the native shape.
+      to_native: the leaf, from the external tensor and the native shape.
+      to_external: the inverse.
     """
 
-    flat: Callable[[tuple[int, ...]], tuple[int, ...]]
-    ours: Callable[[Piece, tuple[int, ...]], Piece]
-    theirs: Callable[[Piece], Piece]
+    external_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
+    to_native: Callable[[Piece, tuple[int, ...]], Piece]
+    to_external: Callable[[Piece], Piece]
 
 
 _SAME = Leaf(lambda s: s, lambda x, s: x, lambda x: x)
@@ -65,8 +66,13 @@ LEAVES: dict[str, Leaf] = {
     "mlp.up": _MATRIX,
     "mlp.down": _MATRIX,
 }
-# Leaves whose last axis is the channels that a rotation pairs; a layout moves them, all alike.
-ROTATED = {f"attention.{side}{what}" for side in ("query", "key") for what in ("", "_bias", "_norm.scale")}
+# Leaves whose last axis is the channels that a rotation pairs: a layout permutes these, and no others.
+ROTATED = {f"attention.{side}{part}" for side in ("query", "key") for part in ("", "_bias", "_norm.scale")}
+
+
+def canonical_leaf(path: str, leaf: Any, layout: Layout) -> Any:
+    """A native leaf, or one layer of it, with the channels of `layout` in canonical order."""
+    return to_canonical(leaf, layout) if path.removeprefix(LAYERS) in ROTATED else leaf
 
 
 def _leaf(path: str, shape: tuple[int, ...]) -> Leaf:
@@ -78,13 +84,13 @@ def _leaf(path: str, shape: tuple[int, ...]) -> Leaf:
 
 @dataclass(frozen=True)
 class Table:
-    """A family's tensors and the leaves they hold: one each, or several whose heads lie side by side."""
+    """A family's tensors and the leaves in each: one, or several that are joined head by head."""
 
     names: Mapping[str, str | tuple[str, ...]]
-    ignored: tuple[str, ...] = ()  # endings of tensors that hold no weights: masks and tables of old files
+    ignored: tuple[str, ...] = ()  # endings of tensors without weights: masks and tables of old files
 
     def tensors(self, model: ModelConfig) -> list[Tensor]:
-        """The tensors that a model of this shape has; `UserError` for leaves the family has no name for."""
+        """The tensors of a model of this shape; `UnsupportedError` for leaves that the family has no name for."""
         shapes = leaf_shapes(model)
         found: list[Tensor] = []
         for name, paths in self.names.items():
@@ -97,13 +103,13 @@ class Table:
                 found.append(Tensor(name.format(n=n), paths, layer, tuple(shapes[path] for path in paths)))
         missing = sorted(set(shapes) - {path for tensor in found for path in tensor.paths})
         if missing:
-            raise UserError(f"has no tensors for {', '.join(missing)}")
+            raise UnsupportedError(f"has no tensors for {', '.join(missing)}")
         return found
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint: its name, the leaves of ours in it, and their shapes without the axis over layers."""
+    """One external tensor: its name, the leaves in it, its layer, and the leaves' shapes without axis over layers."""
 
     name: str
     paths: tuple[str, ...]
@@ -112,37 +118,32 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As it lies in the file."""
-        first = _leaf(self.paths[0], self.shapes[0]).flat(self.shapes[0])
+        """In the file."""
+        first = _leaf(self.paths[0], self.shapes[0]).external_shape(self.shapes[0])
         return (first[0] * len(self.paths), *first[1:])
 
     def split(self, array: Piece, path: str, layout: Layout = CANONICAL) -> Piece:
-        """Our leaf `path` out of their tensor, with its channels where pe_lab pairs them."""
+        """The native leaf `path` of the external tensor, with its channels in canonical order."""
         at = self.paths.index(path)
         shape = self.shapes[at]
         if len(self.paths) > 1:
-            # Rows are [head, part, channel]: GPT-NeoX's query_key_value, all heads equal in number.
+            # The first axis is [head, part, channel] in GPT-NeoX's query_key_value; all parts have equally many heads.
             heads, channels = shape[-2:]
             array = array.reshape(heads, len(self.paths), channels, *array.shape[1:])[:, at]
             array = array.reshape(heads * channels, *array.shape[2:])
-        array = _leaf(path, shape).ours(array, shape)
-        return to_canonical(array, layout) if _moves(path, layout) else array
+        return canonical_leaf(path, _leaf(path, shape).to_native(array, shape), layout)
 
     def join(self, leaves: Sequence[Piece], layout: Layout = CANONICAL) -> Piece:
-        """Their tensor out of our leaves, in the order of `paths`; the inverse of `split`."""
+        """The external tensor of native leaves in the order of `paths`; the inverse of `split`."""
         flat = []
         for path, shape, leaf in zip(self.paths, self.shapes, leaves, strict=True):
-            leaf = from_canonical(leaf, layout) if _moves(path, layout) else leaf
-            flat.append(_leaf(path, shape).theirs(leaf))
+            leaf = from_canonical(leaf, layout) if path.removeprefix(LAYERS) in ROTATED else leaf
+            flat.append(_leaf(path, shape).to_external(leaf))
         if len(flat) == 1:
             return np.ascontiguousarray(flat[0])
         heads, channels = self.shapes[0][-2:]
         parts = [x.reshape(heads, channels, *x.shape[1:]) for x in flat]
         return np.ascontiguousarray(np.stack(parts, axis=1).reshape(self.shape))
-
-
-def _moves(path: str, layout: Layout) -> bool:
-    return layout != CANONICAL and path.removeprefix(LAYERS) in ROTATED
 
 
 def leaf_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -152,7 +153,7 @@ def leaf_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def leaf_paths(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A tree of parameters, or of anything that lies as they do, flat: dotted path to leaf."""
+    """The leaves of a tree with the structure of parameters, by dotted path."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= leaf_paths(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
@@ -161,14 +162,17 @@ def leaf_paths(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of checkpoints: what `config.json` calls it, its tensors, and what all its models have in common.
+    """A family of external checkpoints.
 
     Attributes:
-      model_type, architecture: as transformers names them.
+      model_type, architecture: names in `config.json`.
       table: its tensors.
-      fixed: fields of `ModelConfig` that no model of the family can have otherwise.
-      free: fields of `ModelConfig` that `config.json` says, beside the sizes that every family has.
-      theta, fraction, length, tied: what transformers takes where `config.json` says nothing.
+      fixed: fields of `ModelConfig` with one value in all models of the family.
+      free: fields of `ModelConfig` that `config.json` sets, in addition to the sizes of every family.
+      theta, fraction, length, tied: transformers' defaults for keys that `config.json` does not have.
+      windows: layers may have a sliding window.
+      bare_layers: single layers may be without encoding.
+      stock: transformers reads it without remote code.
     """
 
     model_type: str
@@ -180,12 +184,12 @@ class Family:
     fraction: float = 1.0
     length: int = 2048
     tied: bool = False
-    windows: bool = False  # layers may have a sliding window
-    bare_layers: bool = False  # layers may be without encoding, one by one
-    stock: bool = True  # transformers reads it without code of somebody's own
+    windows: bool = False
+    bare_layers: bool = False
+    stock: bool = True
 
 
-_TRUNK = {
+_EMBEDDER = {
     "model.embed_tokens.weight": "token_embedder.embedding",
     "model.norm.weight": "token_embedder.final_norm.scale",
     "lm_head.weight": "token_embedder.unembedding",
@@ -216,7 +220,7 @@ _QK_NORM = {
     "model.layers.{n}.self_attn.q_norm.weight": "layers.attention.query_norm.scale",
     "model.layers.{n}.self_attn.k_norm.weight": "layers.attention.key_norm.scale",
 }
-_LLAMA = _TRUNK | _BLOCK
+_LLAMA = _EMBEDDER | _BLOCK
 _OLD_TABLES = ("rotary_emb.inv_freq",)
 
 _NEOX = {
@@ -246,7 +250,7 @@ _NEOX = {
     "gpt_neox.layers.{n}.mlp.dense_4h_to_h.bias": "layers.mlp.down_bias",
 }
 
-# GGUF's llama family. Queries and keys lie in the interleaved layout: llama.cpp's converter permutes them.
+# GGUF's llama family. Queries and keys have the interleaved layout: llama.cpp's converter permutes them.
 GGUF_LLAMA = Table(
     {
         "token_embd.weight": "token_embedder.embedding",

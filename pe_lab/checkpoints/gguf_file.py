@@ -1,4 +1,4 @@
-"""A GGUF file of the llama family as a source, its quantized blocks multiplied out by the `gguf` package."""
+"""A GGUF file of the llama family as a source; the `gguf` package dequantizes it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import numpy as np
 from jaxtyping import Shaped
 
 from pe_lab.checkpoints.families import GGUF_LLAMA, Tensor
-from pe_lab.checkpoints.source import check_finite
+from pe_lab.checkpoints.source import check_finite, listing
 from pe_lab.config import ModelConfig
-from pe_lab.errors import UserError
+from pe_lab.errors import CheckpointError, UnsupportedError
 from pe_lab.model import complete
 from pe_lab.positional import PI, Layer, Layout, LongRope, NoPE, Rope, Scaling, Yarn, frequencies
 from pe_lab.positional.rotation import fixed_point_frequencies
 
 ARCHITECTURES = ("llama",)
-# Frequencies divided pair by pair, which llama.cpp's converter writes for Llama 3.1's scaling and for LongRoPE.
+# One divisor for each pair, which llama.cpp's converter writes for Llama 3.1's scaling and for LongRoPE.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
-
-# What metadata may say that changes the computation, and that no llama here has.
+# Metadata keys that change the computation and that pe_lab does not support.
 _REFUSED = (
     "attention.scale",
     "attention.sliding_window",
@@ -42,23 +41,24 @@ class GgufSource:
     """See `Source`.
 
     Raises:
-      UserError: a file that is missing, truncated or not GGUF, an architecture other than llama's, tensors that are
-        missing, misshapen or left over; `gguf` not being installed.
+      CheckpointError: a file that is missing, truncated or not GGUF; tensors that are missing, left over or of another
+        shape.
+      UnsupportedError: another architecture than llama's, or `gguf` is not installed.
     """
 
     metadata: Mapping[str, Any] = {}
 
-    def __init__(self, path: Path, said: str | None = None):
-        self.path, self.said = path, said or f"gguf:{path}"
+    def __init__(self, path: Path, display_name: str | None = None):
+        self.path, self.display_name = path, display_name or f"gguf:{path}"
         self.tokenizer = f"gguf:{path}"
         self._reader = _open(path)
         fields = {name: field.contents() for name, field in self._reader.fields.items() if _is_scalar(name)}
         self.fields: Mapping[str, Any] = fields
         architecture = fields.get("general.architecture")
         if architecture not in ARCHITECTURES:
-            raise UserError(
+            raise UnsupportedError(
                 f"{path}: the architecture is '{architecture}'; pe_lab reads {', '.join(ARCHITECTURES)} from GGUF. "
-                "Others come in through their Hugging Face directories."
+                "Import others from their Hugging Face directories."
             )
         tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._stored = tensors
@@ -68,7 +68,7 @@ class GgufSource:
         encoding, self.training_length = self._rope(fields)
         self.layers = (Layer(encoding),) * self.model.layers
         self._by_leaf = {(leaf, t.layer): t for t in self._match(tensors) for leaf in t.paths}
-        # What was quantized has no type of its own any more.
+        # Quantized tensors become float32.
         kinds = {tensor.tensor_type.name for tensor in tensors.values()} - {"F32"}
         plain = {"BF16": ml_dtypes.bfloat16, "F16": np.float16}
         self.dtype = np.dtype(plain[kinds.pop()] if len(kinds) == 1 and kinds <= set(plain) else np.float32)
@@ -76,32 +76,32 @@ class GgufSource:
     def _match(self, stored: Mapping[str, Any]) -> list[Tensor]:
         try:
             tensors = GGUF_LLAMA.tensors(self.model)
-        except UserError as error:
-            raise UserError(f"{self.path}: GGUF's llama {error}.") from None
+        except UnsupportedError as error:
+            raise CheckpointError(f"{self.path}: GGUF's llama {error}.") from None
         wanted = {tensor.name: tensor for tensor in tensors}
         missing = sorted(set(wanted) - set(stored))
         leftover = sorted(set(stored) - set(wanted) - set(ROPE_FACTORS))
         if missing or leftover:
-            what = [f"lacks {', '.join(missing[:8])}"] if missing else []
-            what += [f"has {', '.join(leftover[:8])}, which pe_lab does not know"] if leftover else []
-            raise UserError(f"{self.path} {' and '.join(what)}.")
+            what = [f"lacks {listing(missing)}"] if missing else []
+            what += [f"has {listing(leftover)}, which pe_lab does not know"] if leftover else []
+            raise CheckpointError(f"{self.path} {' and '.join(what)}.")
         for name, tensor in wanted.items():
             shape = tuple(int(n) for n in reversed(stored[name].shape))  # GGUF counts axes from the innermost
             if shape != tensor.shape:
-                raise UserError(
+                raise CheckpointError(
                     f"{self.path}: tensor '{name}' has shape {shape}; its metadata asks for {tensor.shape}."
                 )
         return tensors
 
     def _rope(self, fields: Mapping[str, Any]) -> tuple[Rope | NoPE, int]:
-        """The encoding, and the length before any stretching."""
+        """The encoding, and the training length before any scaling."""
         model = self.model
         length = int(fields.get("llama.context_length", 2048))
         base = float(fields.get("llama.rope.freq_base", 10000.0))
         rotated = int(fields.get("llama.rope.dimension_count", model.head_dim))
         if rotated != model.head_dim:
-            raise UserError(f"{self.path}: {rotated} of {model.head_dim} channels rotate, which no llama does.")
-        # llama.cpp divides by a factor that has no type beside it, and knows an older name of it.
+            raise UnsupportedError(f"{self.path}: {rotated} of {model.head_dim} channels rotate, which no llama does.")
+        # llama.cpp divides by a factor without a type as well, and by its older name.
         kind = fields.get("llama.rope.scaling.type", "linear")
         factor = float(fields.get("llama.rope.scaling.factor") or fields.get("llama.rope.scale_linear") or 1.0)
         original = int(fields.get("llama.rope.scaling.original_context_length", length))
@@ -111,9 +111,9 @@ class GgufSource:
         gain = float(fields.get("llama.rope.scaling.attn_factor", 1.0))
         divided = kind != "none" and factor != 1
         if (shared and divided) or bool(short) != bool(long) or (gain != 1 and not short):
-            raise UserError(
+            raise CheckpointError(
                 f"{self.path}: its rope scaling is {kind} by {factor:g}, its attention factor {gain:g}, its tables "
-                f"{', '.join(self._tables()) or 'none'}: a combination that is not known here."
+                f"{', '.join(self._tables()) or 'none'}: an unknown combination."
             )
         if short and long:
             scaling = LongRope(short, long, original, max(1.0, length / original), gain)
@@ -125,14 +125,14 @@ class GgufSource:
         elif kind == "yarn":
             betas = [fields.get(f"llama.rope.scaling.yarn_beta_{x}", y) for x, y in (("fast", 32), ("slow", 1))]
             if betas != [32, 1]:
-                raise UserError(
+                raise CheckpointError(
                     f"{self.path}: its yarn_beta_fast and yarn_beta_slow are {betas[0]:g} and {betas[1]:g}, which "
-                    "llama.cpp does not read for a llama: who wrote them meant something else than what it computes."
+                    "llama.cpp ignores for a llama. Remove them, or import the model's Hugging Face directory."
                 )
             scaling, length = Yarn(factor, original), original
         elif kind not in ("none", "linear", "longrope"):
-            raise UserError(
-                f"{self.path}: rope scaling '{kind}' is not known here. Known: none, linear, yarn, longrope."
+            raise CheckpointError(
+                f"{self.path}: rope scaling '{kind}' is unknown. Known: none, linear, yarn, longrope."
             )
         encoding = Rope(base, 1.0, scaling)
         bare = not fixed_point_frequencies(frequencies(encoding, model.head_dim)[0]).any()
@@ -144,13 +144,13 @@ class GgufSource:
     def _factors(self, name: str) -> tuple[float, ...]:
         if name not in self._stored:
             return ()
-        return tuple(float(x) for x in check_finite(self._read(name), name, self.said))
+        return tuple(float(x) for x in check_finite(self._read(name), name, self.display_name))
 
     def _read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         import gguf
 
         stored = self._stored[name]
-        # One axis is one row, which BF16 stores as bytes.
+        # A tensor of one axis is stored as one row, in BF16 as bytes.
         data = stored.data if rows == slice(None) or len(stored.shape) == 1 else stored.data[rows]
         kind = stored.tensor_type.name
         if kind == "BF16":
@@ -161,19 +161,19 @@ class GgufSource:
         try:
             return gguf.dequantize(data, stored.tensor_type)
         except (NotImplementedError, ValueError) as error:
-            raise UserError(
-                f"{self.path}: tensor '{name}' is {kind}, which gguf cannot multiply out ({error})."
+            raise CheckpointError(
+                f"{self.path}: tensor '{name}' is {kind}, which gguf cannot dequantize ({error})."
             ) from None
 
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
         """See `Source`."""
         tensor = self._by_leaf[leaf, layer]
-        array = check_finite(self._read(tensor.name, rows), tensor.name, self.said)
+        array = check_finite(self._read(tensor.name, rows), tensor.name, self.display_name)
         return array if rows != slice(None) else tensor.split(array, leaf, self._layout)
 
 
 def _is_scalar(name: str) -> bool:
-    """Of a tokenizer's vocabulary only the size is wanted here; the tokenizer reads the rest for itself."""
+    """Whether a field is no part of the vocabulary, which only the tokenizer reads."""
     return not name.startswith("tokenizer.ggml.") or name == "tokenizer.ggml.model"
 
 
@@ -181,20 +181,20 @@ def _open(path: Path) -> Any:
     try:
         import gguf
     except ImportError:
-        raise UserError(f"{path}: reading GGUF needs the gguf package: pip install gguf.") from None
+        raise UnsupportedError(f"{path}: reading GGUF needs the gguf package: pip install gguf.") from None
     if not path.is_file():
-        raise UserError(f"There is no GGUF file '{path}'.")
+        raise CheckpointError(f"There is no GGUF file '{path}'.")
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise UserError(f"{path} is not a GGUF file: it does not begin with GGUF.")
+            raise CheckpointError(f"{path} is not a GGUF file: it does not begin with GGUF.")
     try:
         reader = gguf.GGUFReader(path)
-    except Exception as error:  # of many kinds: the reader indexes into whatever is there
-        raise UserError(f"{path} is truncated or damaged ({error}). Download it again.") from None
+    except Exception as error:  # of many kinds: the reader does not check what it reads
+        raise CheckpointError(f"{path} is truncated or damaged ({error}). Download it again.") from None
     size = path.stat().st_size
     for tensor in reader.tensors:
         if tensor.data_offset + tensor.n_bytes > size:
-            raise UserError(f"{path} is truncated: '{tensor.name}' ends beyond its {size:,} bytes. Download it again.")
+            raise CheckpointError(f"{path} is truncated: it ends within '{tensor.name}'. Download it again.")
     return reader
 
 
@@ -202,16 +202,16 @@ def _model(fields: Mapping[str, Any], tensors: Mapping[str, Any], where: str) ->
     def number(key: str, default: Any = None) -> Any:
         value = fields.get(f"llama.{key}", default)
         if not isinstance(value, int | float):
-            raise UserError(f"{where}: its metadata lacks 'llama.{key}', or holds no number there: {value!r}.")
+            raise CheckpointError(f"{where}: its metadata lacks 'llama.{key}', or holds no number there: {value!r}.")
         return value
 
     if fields.get("llama.expert_count"):
-        raise UserError(f"{where} is a mixture of {fields['llama.expert_count']} experts, which pe_lab does not have.")
+        raise UnsupportedError(f"{where} is a mixture of experts, which pe_lab does not support.")
     for key in _REFUSED:
         if fields.get(f"llama.{key}"):
-            raise UserError(f"{where}: llama.{key} is {fields[f'llama.{key}']}, which pe_lab does not have in a llama.")
+            raise UnsupportedError(f"{where}: llama.{key} is {fields[f'llama.{key}']}, which pe_lab does not support.")
     if "token_embd.weight" not in tensors:
-        raise UserError(f"{where} has no tensor 'token_embd.weight'.")
+        raise CheckpointError(f"{where} has no tensor 'token_embd.weight'.")
     heads, width = int(number("attention.head_count")), int(number("embedding_length"))
     biased = {name.removeprefix("blk.0.") for name in tensors if name.startswith("blk.0.") and name.endswith(".bias")}
     return complete(
@@ -227,7 +227,7 @@ def _model(fields: Mapping[str, Any], tensors: Mapping[str, Any], where: str) ->
             output_bias="attn_output.bias" in biased,
             mlp_bias="ffn_up.bias" in biased,
             tie_embeddings="output.weight" not in tensors,
-            # Stored in float32: 1e-5 reads 9.9999997e-06.
+            # Stored in float32: 1e-5 is 9.9999997e-06 there.
             norm_epsilon=float(f"{number('attention.layer_norm_rms_epsilon', 1e-5):.6g}"),
             dtype="float32",
         )

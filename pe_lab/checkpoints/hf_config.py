@@ -1,4 +1,4 @@
-"""`config.json` of Hugging Face, read: a model's shape, the encodings of its layers, its length."""
+"""Reads `config.json` of Hugging Face: the model's shape, the encodings of its layers, its training length."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from pe_lab.checkpoints.families import FAMILIES, Family
 from pe_lab.checkpoints.rope_parameters import read_rope
 from pe_lab.config import ModelConfig
-from pe_lab.errors import UserError, did_you_mean
+from pe_lab.errors import CheckpointError, UnsupportedError, UserError, did_you_mean
 from pe_lab.model import complete
 from pe_lab.positional import CANONICAL, Layer, Layout, NoPE, PartialRope, Rope, frequencies, from_json
 
-OURS = "pe_lab"  # a key of our own in config.json, which transformers ignores: descriptions as pe_lab says them
+PE_LAB_KEY = "pe_lab"  # of config.json, with pe_lab's own descriptions of the layers; transformers ignores it
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -24,8 +24,8 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-# What a config may say and no family here can do, with the values at which it says nothing.
+EXTERNAL_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+# Keys that no family supports, with the values that have no effect.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "use_bidirectional_attention": (None, False),
@@ -38,14 +38,14 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Described:
-    """What a foreign checkpoint says of itself.
+    """The content of a `config.json`.
 
     Attributes:
-      family: whose tensors it has.
+      family: of its tensors.
       model: its shape.
       layers: its encodings.
-      layout: which channels its heads pair.
-      training_length: tokens, before any stretching.
+      layout: of its heads' channels.
+      training_length: tokens of a training window, before any scaling.
     """
 
     family: Family
@@ -56,32 +56,33 @@ class Described:
 
 
 def read_config(config: Mapping[str, Any], tensor_names: Sequence[str], where: str) -> Described:
-    """A `config.json`, of transformers 4 or 5.
+    """Reads a `config.json` of transformers 4 or 5.
 
     Args:
       config: its content.
-      tensor_names: of the checkpoint: of DroPE's layout they say whether it has a QK-norm, where no key does.
+      tensor_names: of the checkpoint; they tell whether a `llama_drope` without `attention_type` has a QK-norm.
       where: the file, for messages.
 
     Raises:
-      UserError: an architecture that pe_lab has no table for, a key that is missing, or a value it cannot honour.
+      UnsupportedError: an architecture without a table, or a value that pe_lab does not support.
+      CheckpointError: a key that is missing or contradicts another.
     """
     kind = str(config.get("model_type", ""))
     if kind not in FAMILIES:
         hint = did_you_mean(kind, list(FAMILIES))
-        raise UserError(f"{where}: model_type is '{kind}', which pe_lab has no table for. {hint}")
+        raise UnsupportedError(f"{where}: model_type is '{kind}', which pe_lab has no table for. {hint}")
     family = FAMILIES[kind]
     if config.get("max_position_embeddings") is None:
         config = {**config, "max_position_embeddings": family.length}
     for key, harmless in _REFUSED.items():
         if config.get(key) not in harmless:
-            raise UserError(f"{where}: {key} is {config[key]!r}, which pe_lab does not have; it would be left out.")
+            raise UnsupportedError(f"{where}: {key} is {config[key]!r}, which pe_lab does not support.")
     model = _model(config, family, tensor_names, where)
     if kind == "llama_drope":
         length = _whole(config, "max_position_embeddings", where)
         scale = config.get("softmax_scale")
         if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0):
-            raise UserError(f"{where}: softmax_scale is {scale!r}; it must be a number above 0.")
+            raise CheckpointError(f"{where}: softmax_scale is {scale!r}; it must be a number above 0.")
         layers = (
             Layer(NoPE(), logit_scale=1.0 if scale is None else float(scale) * model.head_dim**0.5),
         ) * model.layers
@@ -93,14 +94,14 @@ def read_config(config: Mapping[str, Any], tensor_names: Sequence[str], where: s
     partial = next((la.encoding for la in layers if isinstance(la.encoding, PartialRope)), None)
     if partial is not None:
         if kind != "gpt_neox":
-            raise UserError(
+            raise CheckpointError(
                 f"{where}: partial_rotary_factor is {partial.fraction:g}; transformers' {family.architecture} rotates "
-                "whole heads, so it says something that no model of it does."
+                "whole heads, so the key has no meaning."
             )
         layout = Layout("half", partial.rotated_channels(model.head_dim))
-    ours = config.get(OURS)
-    if isinstance(ours, Mapping):
-        layers, length = _as_described(ours, layers, model, length)
+    described = config.get(PE_LAB_KEY)
+    if isinstance(described, Mapping):
+        layers, length = _as_described(described, layers, model, length)
     return Described(family, model, layers, layout, length)
 
 
@@ -111,7 +112,7 @@ def _model(config: Mapping[str, Any], family: Family, tensor_names: Sequence[str
     def epsilon(key: str, default: float) -> float:
         value = config.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise UserError(f"{where}: {key} is {value!r}; it must be a small positive number.")
+            raise CheckpointError(f"{where}: {key} is {value!r}; it must be a small positive number.")
         return float(value)
 
     heads = whole("num_attention_heads")
@@ -139,28 +140,30 @@ def _model(config: Mapping[str, Any], family: Family, tensor_names: Sequence[str
         fields["mlp_bias"] = bool(config.get("mlp_bias", False))
     if "qk_norm" in family.free:
         fields["qk_norm"] = _drope_norm(config, tensor_names, where)
-    said = config.get("hidden_act") or THEIR_ACTIVATIONS[fields.get("activation", "gelu")]
-    if not isinstance(said, str) or said not in _ACTIVATIONS:
-        raise UserError(f"{where}: hidden_act is '{said}'. {did_you_mean(str(said), list(_ACTIVATIONS))}")
-    activation = _ACTIVATIONS[said]
+    name = config.get("hidden_act") or EXTERNAL_ACTIVATIONS[fields.get("activation", "gelu")]
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise UnsupportedError(f"{where}: hidden_act is '{name}'. {did_you_mean(str(name), list(_ACTIVATIONS))}")
+    activation = _ACTIVATIONS[name]
     if family.model_type == "gemma" and activation == "gelu":
-        activation = "gelu_tanh"  # its first files say gelu, and mean the approximation
+        activation = "gelu_tanh"  # its first files have gelu for the approximation
     if "activation" in family.fixed and activation != family.fixed["activation"]:
-        raise UserError(f"{where}: hidden_act is '{said}', and {family.architecture} has {family.fixed['activation']}.")
+        raise CheckpointError(
+            f"{where}: hidden_act is '{name}', and {family.architecture} has {family.fixed['activation']}."
+        )
     fields["activation"] = activation
     try:
         return complete(ModelConfig(**fields))
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise type(error)(f"{where}: {error}") from None
 
 
 def _drope_norm(config: Mapping[str, Any], tensor_names: Sequence[str], where: str) -> str:
-    """The QK-norm of a checkpoint of DroPE's, by `attention_type`, or where that is absent by its tensors."""
+    """The QK-norm of a DroPE checkpoint, by `attention_type`, or if that is absent by its tensors."""
     has = any(name.endswith("self_attn.q_norm.weight") for name in tensor_names)
     kind = config.get("attention_type", "qk_norm_nope" if has else "nope")
     kinds = {"nope": "none", "qk_norm_nope": "flat"}
     if kind not in kinds:
-        raise UserError(
+        raise CheckpointError(
             f"{where}: attention_type is '{kind}'; pe_lab reads {' and '.join(kinds)}. The others store "
             "norms that they do not use."
         )
@@ -170,21 +173,21 @@ def _drope_norm(config: Mapping[str, Any], tensor_names: Sequence[str], where: s
 def _layers(
     config: Mapping[str, Any], family: Family, model: ModelConfig, encoding: Any, where: str
 ) -> tuple[Layer, ...]:
-    """The encodings and windows of all layers, as the families with layers of different kinds write them."""
+    """The encodings and windows of all layers, of families whose layers may differ."""
     count = model.layers
     rotates = [True] * count
     if family.bare_layers:
         interval = _whole(config, "no_rope_layer_interval", where, 4)
-        said = config.get("no_rope_layers")
-        if interval < 1 or not isinstance(said, list | None):
-            raise UserError(f"{where}: no_rope_layers is {said!r}, no_rope_layer_interval {interval}: not a pattern.")
-        rotates = [(n + 1) % interval != 0 for n in range(count)] if said is None else [bool(x) for x in said]
+        flags = config.get("no_rope_layers")
+        if interval < 1 or not isinstance(flags, list | None):
+            raise CheckpointError(f"{where}: no_rope_layers {flags!r} with interval {interval} is no pattern.")
+        rotates = [(n + 1) % interval != 0 for n in range(count)] if flags is None else [bool(x) for x in flags]
         if len(rotates) < count:
-            raise UserError(f"{where}: no_rope_layers has {len(rotates)} entries for {count} layers.")
+            raise CheckpointError(f"{where}: no_rope_layers has {len(rotates)} entries for {count} layers.")
     windows: list[int | None] = [None] * count
     size = config.get("sliding_window", None if family.bare_layers else 4096)
     kinds = config.get("layer_types")
-    # SmolLM3 masks the layers that layer_types names whether or not use_sliding_window says so.
+    # SmolLM3 masks the layers that layer_types names, whatever use_sliding_window is.
     if family.windows and size is not None and (config.get("use_sliding_window") or (family.bare_layers and kinds)):
         window = _whole({"sliding_window": size}, "sliding_window", where)
         if kinds is None and family.bare_layers:
@@ -194,26 +197,26 @@ def _layers(
             kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(count)]
         unknown = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]
         if unknown or len(kinds) != count:
-            raise UserError(f"{where}: layer_types has {len(kinds)} entries for {count} layers, and {unknown}.")
+            raise CheckpointError(f"{where}: layer_types has {len(kinds)} entries for {count} layers, and {unknown}.")
         windows = [window if kind == "sliding_attention" else None for kind in kinds]
     return tuple(Layer(encoding if rotates[n] else NoPE(), windows[n]) for n in range(count))
 
 
 def _as_described(
-    ours: Mapping[str, Any], layers: tuple[Layer, ...], model: ModelConfig, length: int
+    described: Mapping[str, Any], layers: tuple[Layer, ...], model: ModelConfig, length: int
 ) -> tuple[tuple[Layer, ...], int]:
-    """The names under which we exported these encodings, if they still are what the other keys say.
+    """The layers and the training length of pe_lab's own key, if it agrees with the other keys.
 
-    Whoever edits `rope_theta` by hand means it: then the edited keys count, and our own are passed over.
+    If it does not, the other keys were edited after the export, and they count.
     """
     try:
-        kinds = [from_json(layer) for layer in ours["kinds"]]
-        named = tuple(kinds[n] for n in ours["layers"])
-        said = _whole(ours, "training_length", OURS, length)
-        if len(named) != len(layers) or said < 1:
+        kinds = [from_json(layer) for layer in described["kinds"]]
+        named = tuple(kinds[n] for n in described["layers"])
+        written = _whole(described, "training_length", PE_LAB_KEY, length)
+        if len(named) != len(layers) or written < 1:
             return layers, length
         for a, b in set(zip(named, layers, strict=True)):
-            # Only what an export writes: no more than a rotation and a window.
+            # An export writes no more than a rotation and a window.
             if a != Layer(a.encoding, b.window, b.logit_scale) or not isinstance(a.encoding, Rope | PartialRope | NoPE):
                 return layers, length
             for n in (None, 4 * length):
@@ -224,13 +227,13 @@ def _as_described(
                     return layers, length
     except (UserError, KeyError, IndexError, TypeError):
         return layers, length
-    return named, said
+    return named, written
 
 
 def _whole(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int):
-        said = "is missing" if value is None else f"is {value!r}"
-        raise UserError(f"{where}: {key} {said}; it must be a whole number.")
+        found = "is missing" if value is None else f"is {value!r}"
+        raise CheckpointError(f"{where}: {key} {found}; it must be a whole number.")
     return value

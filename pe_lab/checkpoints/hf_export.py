@@ -1,4 +1,4 @@
-"""`config.json` of Hugging Face, written: which architecture can say a model, and how, or why none can."""
+"""Writes `config.json` of Hugging Face: the architecture that can express a model, and its keys."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pe_lab.checkpoints.families import FAMILIES, Family
-from pe_lab.checkpoints.hf_config import OURS, THEIR_ACTIVATIONS
+from pe_lab.checkpoints.hf_config import EXTERNAL_ACTIVATIONS, PE_LAB_KEY
 from pe_lab.checkpoints.rope_parameters import write_rope
 from pe_lab.config import ModelConfig
-from pe_lab.errors import UserError
+from pe_lab.errors import UnsupportedError
 from pe_lab.positional import (
     CANONICAL,
     NTK,
@@ -30,12 +30,12 @@ from pe_lab.positional import (
 def write_config(
     family: Family, model: ModelConfig, layers: Sequence[Layer], training_length: int, dtype: str
 ) -> tuple[dict[str, Any], Layout]:
-    """The `config.json` under which transformers 4 and 5 compute what this model computes, and the heads' layout.
+    """The `config.json` with which transformers 4 and 5 compute the same logits, and the layout of the heads.
 
-    Logit scales must have been folded into the weights (`exported_layers`), so that all are 1 here.
+    All logit scales must be 1, already folded into the weights (`exported_layers`).
 
     Raises:
-      UserError: what the family cannot say, with the nearest that it can.
+      UnsupportedError: the family cannot express the model; names the nearest model that it can.
     """
     _check_shape(family, model)
     config: dict[str, Any] = {
@@ -46,12 +46,11 @@ def write_config(
         "intermediate_size": model.d_ff,
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
-        "hidden_act": THEIR_ACTIVATIONS[model.activation],
+        "hidden_act": EXTERNAL_ACTIVATIONS[model.activation],
         "initializer_range": model.init_std,
         "tie_word_embeddings": model.tie_embeddings,
         "use_cache": True,
-        # Some defaults are ids of one model's vocabulary: SmolLM3's padding lies outside of a smaller one, and torch
-        # refuses it.
+        # Some families' defaults are ids of one vocabulary: SmolLM3's padding exceeds a smaller one, and torch refuses.
         "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -74,13 +73,13 @@ def write_config(
         config |= {key: getattr(model, key) for key in ("attention_bias", "mlp_bias") if key in family.free}
     config |= _positions(family, model, layers, training_length, neox)
     kinds = list(dict.fromkeys(layers))
-    config[OURS] = {
+    config[PE_LAB_KEY] = {
         "kinds": [to_json(layer) for layer in kinds],
-        "layers": [kinds.index(layer) for layer in layers],  # which of the kinds each is
+        "layers": [kinds.index(layer) for layer in layers],  # indices of kinds
         "training_length": training_length,
     }
     partial = next((layer.encoding for layer in layers if isinstance(layer.encoding, PartialRope)), None)
-    # Unless the rotation had to be written as a table over the whole head.
+    # Otherwise the rotation is written as a table over the whole head.
     partial = partial if neox and config["rotary_pct"] != 1 else None
     layout = Layout("half", partial.rotated_channels(model.head_dim)) if partial else CANONICAL
     return config, layout
@@ -99,40 +98,44 @@ def _check_shape(family: Family, model: ModelConfig) -> None:
     if family.model_type in ("gpt_neox", "qwen2") and model.head_dim * model.heads != model.d_model:
         wrong.append(f"head_dim is {model.head_dim}, not d_model / heads")
     if family.model_type == "llama" and model.d_model % model.heads:
-        wrong.append(f"d_model is {model.d_model}, no multiple of its {model.heads} heads, which transformers 5 wants")
+        wrong.append(
+            f"d_model is {model.d_model}, no multiple of its {model.heads} heads, which transformers 5 requires"
+        )
     if family.model_type == "gpt_neox" and model.activation == "silu":
         wrong.append("activation is silu")
     if family.model_type == "llama_drope" and model.qk_norm not in ("none", "flat"):
         wrong.append(f"qk_norm is {model.qk_norm!r}, not flat")
     if wrong:
-        raise UserError(f"{family.model_type} cannot hold this model: {'; '.join(wrong)}.")
+        raise UnsupportedError(f"{family.model_type} cannot hold this model: {'; '.join(wrong)}.")
 
 
 def _positions(
     family: Family, model: ModelConfig, layers: Sequence[Layer], training_length: int, neox: bool
 ) -> dict[str, Any]:
-    """The keys that say what positions do."""
+    """The keys of the positional encoding."""
     for n, layer in enumerate(layers):
         if layer.heads:
-            raise UserError(
-                f"layer {n} has heads that differ ({len(layer.heads)} edits), which transformers has no word for. "
+            raise UnsupportedError(
+                f"layer {n} has heads that differ ({len(layer.heads)} edits), which transformers cannot express. "
                 "Nearest: the same layer with one encoding for all heads."
             )
         if layer.logit_scale != 1.0:
             raise ValueError(f"layer {n} has a logit scale; fold it into the weights first")
         if not isinstance(layer.encoding, Rope | PartialRope | NoPE):
-            raise UserError(
+            raise UnsupportedError(
                 f"layer {n} has {type(layer.encoding).__name__}, which no architecture that pe_lab exports has. "
-                "Nearest: rope, or none at all (drop)."
+                "Nearest: rope, or no encoding (drop)."
             )
     keys: dict[str, Any] = {}
     windows = {layer.window for layer in layers}
     if windows != {None}:
         if not family.windows:
-            raise UserError(f"{family.model_type} has no sliding windows. Nearest: --family=smollm3, or no windows.")
+            raise UnsupportedError(
+                f"{family.model_type} has no sliding windows. Nearest: --family=smollm3, or no windows."
+            )
         sizes = windows - {None}
         if len(sizes) > 1:
-            raise UserError(f"transformers has one window a model, and these layers have {sorted(sizes)}.")
+            raise UnsupportedError(f"transformers has one window per model, and these layers have {sorted(sizes)}.")
         keys |= {
             "use_sliding_window": True,
             "sliding_window": sizes.pop(),
@@ -144,11 +147,11 @@ def _positions(
     rotary = {layer.encoding for layer in layers if not isinstance(layer.encoding, NoPE)}
     if len(rotary) > 1:
         names = " and ".join(sorted(str(encoding) for encoding in rotary))
-        raise UserError(f"transformers has one rotation a model, and these layers have {names}.")
+        raise UnsupportedError(f"transformers has one rotation per model, and these layers have {names}.")
     bare = [isinstance(layer.encoding, NoPE) for layer in layers]
     if family.model_type == "llama_drope":
         if rotary:
-            raise UserError("llama_drope is a model without encoding; drop it, or choose another --family.")
+            raise UnsupportedError("llama_drope is a model without encoding; drop it, or choose another --family.")
         kind = "nope" if model.qk_norm == "none" else "qk_norm_nope"
         return {
             "attention_type": kind,
@@ -165,9 +168,9 @@ def _positions(
         keys["no_rope_layer_interval"] = 4
         encoding = rotary.pop() if rotary else Rope(family.theta)
     elif rotary and any(bare):
-        raise UserError(
+        raise UnsupportedError(
             f"{family.model_type} rotates on all layers or on none, and here {sum(bare)} of {len(bare)} are without. "
-            "Nearest: --family=smollm3, which says it layer by layer (and has no QK-norm)."
+            "Nearest: --family=smollm3, which sets it layer by layer (and has no QK-norm)."
         )
     else:
         encoding = rotary.pop() if rotary else NoPE()
@@ -175,10 +178,10 @@ def _positions(
 
 
 def choose_family(model: ModelConfig, layers: Sequence[Layer]) -> Family:
-    """The family to export to when none is asked for: the first of the stock ones that can say it all.
+    """The first stock family that can express a model.
 
     Raises:
-      UserError: none can; with what each of them lacks.
+      UnsupportedError: none can; with the reason of each.
     """
     reasons = {}
     for family in FAMILIES.values():
@@ -186,35 +189,35 @@ def choose_family(model: ModelConfig, layers: Sequence[Layer]) -> Family:
             try:
                 write_config(family, model, layers, 2048, "float32")
                 return family
-            except UserError as error:
+            except UnsupportedError as error:
                 reasons[family.model_type] = str(error)
-    # Families that cannot even hold the weights say less than one that lacks a word for the encoding.
+    # A family that holds the weights, and cannot express the encoding, is nearer than one that cannot hold them.
     near = {k: v for k, v in reasons.items() if "cannot hold this model" not in v} or reasons
     listed = "\n".join(f"  {name}: {reason}" for name, reason in near.items())
     advice = ""
     if model.qk_norm not in ("none", "head"):
         advice = "\nNearest: surgery --add-qk-norm=head, which Qwen3 has (--family=llama_drope needs DroPE's code)."
-    raise UserError(f"No architecture of transformers can say this model:\n{listed}{advice}")
+    raise UnsupportedError(f"No architecture of transformers can express this model:\n{listed}{advice}")
 
 
 def exported_layers(layers: Sequence[Layer], length: int | None) -> tuple[tuple[Layer, ...], tuple[float, ...]]:
-    """The layers as an architecture without logit scales must say them, and the factors to fold into their queries.
+    """The layers without logit scales, and the scales to fold into the weights of the queries.
 
     Args:
       layers: of the model.
-      length: tokens to fix what follows the length at (Beta, dynamic YaRN); None leaves it, or refuses.
+      length: tokens at which to fix scales and scalings that depend on the length; None keeps the scalings.
 
     Raises:
-      UserError: a scale that follows the length, and no length to fix it at.
+      UnsupportedError: a scale that depends on the length, and no length.
     """
     plain, scales = [], []
     for n, layer in enumerate(layers):
         scale = layer.logit_scale
         if not isinstance(scale, float | int):
             if length is None:
-                raise UserError(
+                raise UnsupportedError(
                     f"layer {n} scales its logits by 1 + {scale.coefficient:g} ln(n / {scale.original_length}), which "
-                    "follows the length n; no architecture of transformers does. Nearest: the scale of one length, "
+                    "depends on the length n, as in no architecture of transformers. Nearest: the scale of one length, "
                     "folded into the weights, which --length=TOKENS does."
                 )
             scale = scale.at(length)
@@ -227,7 +230,7 @@ def exported_layers(layers: Sequence[Layer], length: int | None) -> tuple[tuple[
 
 
 def _at_length(encoding: Any, length: int) -> Any:
-    """A scheme that follows the length as the one it is at `length` tokens; others as they are."""
+    """The encoding with its scaling fixed at `length` tokens."""
     scaling = getattr(encoding, "scaling", None)
     if isinstance(scaling, DynamicNTK):
         growth = scaling.factor * max(1.0, length / scaling.original_length) - (scaling.factor - 1)
@@ -239,14 +242,6 @@ def _at_length(encoding: Any, length: int) -> Any:
         )
     if isinstance(scaling, DynamicYarn):
         factor = max(1.0, length / scaling.original_length)
-        yarn = Yarn(
-            factor,
-            scaling.original_length,
-            scaling.beta_fast,
-            scaling.beta_slow,
-            scaling.mscale,
-            scaling.mscale_all_dim,
-            truncate=scaling.truncate,
-        )
+        yarn = Yarn(factor, **dataclasses.asdict(scaling))
         return dataclasses.replace(encoding, scaling=yarn if factor > 1 else None)
     return encoding

@@ -1,4 +1,4 @@
-"""Any source written as a Hugging Face directory that stock transformers reads: config.json and safetensors."""
+"""Exports any source as a Hugging Face directory for stock transformers: config.json and safetensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pe_lab.checkpoints.families import FAMILIES, Family, Tensor
 from pe_lab.checkpoints.hf_export import choose_family, exported_layers, write_config
 from pe_lab.checkpoints.huggingface import INDEX, SINGLE
 from pe_lab.checkpoints.source import Source
-from pe_lab.errors import UserError, did_you_mean
+from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
 from pe_lab.positional import Layer, Layout
+from pe_lab.storage import write_json
 
 SHARD_BYTES = 5 * 10**9  # as save_pretrained does
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -25,18 +26,18 @@ _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 @dataclass(frozen=True)
 class Export:
-    """What is about to be written.
+    """A planned export.
 
     Attributes:
       family: the architecture.
       config: the content of `config.json`.
-      layers: as the architecture says them.
-      tensors: to be written, in order.
+      layers: with the encodings that the architecture has.
+      tensors: to write, in order.
       layout: of their heads.
       dtype: float32, bfloat16 or float16.
-      scales: factor a layer, folded into its queries; 1 = none.
-      folded: which leaf of a layer takes its factor.
-      notes: sentences for a person: what was folded where, what was fixed at a length.
+      scales: per layer, the factor to fold into its queries.
+      folded: the leaves of a layer that are multiplied by its factor.
+      notes: messages about folded scales and fixed encodings.
     """
 
     family: Family
@@ -58,27 +59,28 @@ class Export:
 def plan_export(
     source: Source, family: str | None = None, dtype: str | None = None, length: int | None = None
 ) -> Export:
-    """Decides how a model is said in Hugging Face's words; reads no weights.
+    """Plans the export of a model without reading its weights.
 
     Args:
       source: the model.
-      family: one of `FAMILIES`, None chooses.
+      family: one of `FAMILIES`; None is the first that can express the model.
       dtype: of the weights; None keeps the source's.
-      length: tokens at which to fix what follows the length.
+      length: tokens at which to fix encodings and scales that depend on the length.
 
     Raises:
-      UserError: what cannot be said, with the nearest thing that can.
+      UnsupportedError: no family, or not this one, can express the model; names the nearest model that it can.
+      ConfigError: an unknown family or dtype.
     """
     dtype = str(source.dtype) if dtype is None else dtype
     if dtype not in DTYPES:
-        raise UserError(f"The weights would be written as {dtype}; give --dtype, one of {', '.join(DTYPES)}.")
+        raise ConfigError(f"The weights would be written as {dtype}; give --dtype, one of {', '.join(DTYPES)}.")
     layers, scales = exported_layers(source.layers, length)
     if family is None:
         chosen = choose_family(source.model, layers)
     elif family in FAMILIES:
         chosen = FAMILIES[family]
     else:
-        raise UserError(f"--family '{family}' is not known. {did_you_mean(family, list(FAMILIES))}")
+        raise ConfigError(f"--family '{family}' is not known. {did_you_mean(family, list(FAMILIES))}")
     config, layout = write_config(chosen, source.model, layers, source.training_length, dtype)
     tensors = tuple(chosen.table.tensors(source.model))
     norm = source.model.qk_norm != "none"
@@ -93,22 +95,22 @@ def plan_export(
             + (f" (its value at {length:,} tokens)." if length else ".")
         )
     if any(a.encoding != b.encoding for a, b in zip(layers, source.layers, strict=True)):
-        notes.append(f"Encodings that follow the length are written as they are at {length:,} tokens.")
+        notes.append(f"Encodings that depend on the length are written for {length:,} tokens.")
     return Export(chosen, config, layers, tensors, layout, dtype, scales, folded, tuple(notes))
 
 
 def write_huggingface(
     source: Source, export: Export, directory: Path, done: Callable[[int], None] = lambda size: None
 ) -> None:
-    """Writes `config.json` and the weights into a directory, a tensor at a time.
+    """Writes `config.json` and the weights into a directory, one tensor at a time.
 
     Args:
       source: the model that `export` was planned for.
       export: see `plan_export`.
       directory: where to write; see `new_directory`.
-      done: told how many bytes were written, as they are.
+      done: called with the number of bytes after each tensor.
     """
-    (directory / "config.json").write_text(json.dumps(export.config, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "config.json", export.config)
     shards = _shards(export)
     names = [SINGLE] if len(shards) == 1 else [
         f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)
@@ -118,11 +120,11 @@ def write_huggingface(
     if len(shards) > 1:
         where = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
         index = {"metadata": {"total_size": export.size}, "weight_map": where}
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(directory / INDEX, index)
 
 
 def _shards(export: Export) -> list[list[Tensor]]:
-    """The tensors in files of at most `SHARD_BYTES`, in order; a larger one is alone in its file."""
+    """The tensors in order, in files of at most `SHARD_BYTES` or one tensor."""
     shards: list[list[Tensor]] = [[]]
     size, itemsize = 0, np.dtype(DTYPES[export.dtype]).itemsize
     for tensor in export.tensors:
@@ -138,9 +140,9 @@ def _shards(export: Export) -> list[list[Tensor]]:
 def _write_shard(
     path: Path, source: Source, export: Export, tensors: list[Tensor], done: Callable[[int], None]
 ) -> None:
-    """One safetensors file, written tensor by tensor, which the safetensors package cannot: it wants them all at once.
+    """Writes one safetensors file, tensor by tensor. The safetensors package needs all tensors in memory.
 
-    The format: the header's length as 8 bytes, the header as JSON, padded to 8 bytes, and the tensors in its order.
+    The format: the header's length in 8 bytes, the header as JSON, padded to 8 bytes, and the tensors in its order.
     """
     kind = np.dtype(DTYPES[export.dtype])
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -180,11 +182,13 @@ def _cast(array: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
     with np.errstate(over="ignore"):
         cast = array.astype(kind)
     if not np.isfinite(cast).all():
-        raise UserError(f"tensor '{name}' does not fit into {kind.name}: some values become infinite. Choose bfloat16.")
+        raise UnsupportedError(
+            f"tensor '{name}' does not fit into {kind.name}: some values become infinite. Choose bfloat16."
+        )
     return cast
 
 
 def token_ids(config: Mapping[str, Any], bos: int | None, eos: int | tuple[int, ...] | None) -> dict[str, Any]:
-    """A `config.json` with the ids that begin and end a text, which generation reads there."""
+    """A `config.json` with the ids that begin and end a sequence, for generation."""
     ids = {"bos_token_id": bos, "eos_token_id": list(eos) if isinstance(eos, tuple) else eos}
     return {**config, **{key: value for key, value in ids.items() if value is not None}}

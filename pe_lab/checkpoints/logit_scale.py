@@ -1,7 +1,7 @@
-"""A fitted logit scale, kept with the checkpoint it was fitted for: DroPE's beta(n) = 1 + c ln(n / L) and its data.
+"""The fitted logit scale of a checkpoint: DroPE's beta(n) = 1 + c ln(n / L), and the data of the fit.
 
-It lies beside the steps of a phase, `PHASE/logit_scale.json`, by checkpoint: fitting touches no weights, and a
-checkpoint that was trained further is another one.
+`PHASE/logit_scale.json` has one entry per checkpoint id: fitting changes no weights, and a checkpoint that is trained
+further has another id.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.checkpoints.store import DIRECTORY, Checkpoint
-from pe_lab.errors import CheckpointError, UserError
+from pe_lab.errors import CheckpointError
 from pe_lab.positional import Beta
 from pe_lab.storage import read_json, write_json
 
@@ -19,24 +19,22 @@ FILE = "logit_scale.json"
 
 
 def place(checkpoint: Checkpoint) -> Path | None:
-    """The file for a checkpoint of ours; None for one that lies elsewhere, in directories that are not ours."""
+    """The file for a native checkpoint; None for an external one."""
     directory = checkpoint.path.parent
     return directory.parent / FILE if directory.name == DIRECTORY else None
 
 
 def write_logit_scale(checkpoint: Checkpoint, coefficient: float, fitted: Mapping[int, float], on: str) -> Path | None:
-    """Keeps a fit.
+    """Writes a fit and returns the file's path; None for an external checkpoint.
 
     Args:
+      checkpoint: that was fitted.
       coefficient: c, common to all lengths.
       fitted: length in tokens -> the scale that was fitted there.
-      on: what it was fitted on, in words.
-
-    Returns:
-      Where; None for a checkpoint that is not ours.
+      on: a description of the data of the fit.
 
     Raises:
-      UserError: the file cannot be written.
+      DataError: the file cannot be written.
     """
     path = place(checkpoint)
     if path is None:
@@ -49,15 +47,15 @@ def write_logit_scale(checkpoint: Checkpoint, coefficient: float, fitted: Mappin
         "fitted_on": on,
         "step": checkpoint.step,
     }
-    write_json(path, kept, "The fitted logit scale was not kept.")
+    write_json(path, kept, "The fitted logit scale is lost.")
     return path
 
 
 def read_logit_scale(checkpoint: Checkpoint) -> Beta | None:
-    """The scale that was fitted for a checkpoint; None where none was.
+    """The scale that was fitted for a checkpoint, or None.
 
     Raises:
-      UserError: the file is damaged.
+      CheckpointError: the file is damaged.
     """
     path = place(checkpoint)
     entry = _read(path).get(str(checkpoint.metadata.get("id"))) if path is not None else None
@@ -66,15 +64,15 @@ def read_logit_scale(checkpoint: Checkpoint) -> Beta | None:
     try:
         return Beta(float(entry["coefficient"]), int(entry["original_length"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error!r}). Remove it, and fit again: --suite=beta.") from None
+        raise CheckpointError(f"{path} is damaged ({error!r}). Remove it, and fit again: --suite=beta.") from None
 
 
 def how_to_fit(checkpoint: Checkpoint) -> str:
-    """For people who ask for a fitted scale where none is: what to do."""
+    """The advice of a message about a checkpoint without a fitted scale."""
     if place(checkpoint) is None:
         return (
-            f"{checkpoint.path} has no fitted logit scale, and none is kept with checkpoints that are not ours. Bring "
-            f"it in first (python -m pe_lab.convert --from={checkpoint.path} --to=runs/NAME), then fit one."
+            f"{checkpoint.path} has no fitted logit scale, and external checkpoints cannot store one. Import "
+            f"it first (python -m pe_lab.convert --from={checkpoint.path} --to=runs/NAME), then fit one."
         )
     return (
         f"no logit scale was fitted for {checkpoint.path} yet. Fit one on held-out text: python -m pe_lab.evaluate "

@@ -1,63 +1,97 @@
-"""Our own checkpoints as a source, and any source written as one of ours: both a tensor at a time."""
+"""Native checkpoints as sources, and any source written as a native checkpoint one tensor at a time."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import Shaped
 
-from pe_lab.checkpoints.families import LAYERS, leaf_paths
+from pe_lab.checkpoints.families import LAYERS, canonical_leaf, leaf_paths
 from pe_lab.checkpoints.source import Source, check_finite, nested, row_blocks
 from pe_lab.checkpoints.store import (
     DIRECTORY,
     FORMER_NAMES,
+    Store,
     first_line,
     metadata_of,
-    model_of,
     new_id,
     read_metadata,
     resolve,
+    templates,
     tokenizer_directory,
 )
 from pe_lab.checkpoints.surgery import lineage_entry
-from pe_lab.errors import UserError
-from pe_lab.model import Model
-from pe_lab.positional import Layout, from_json, to_canonical
+from pe_lab.config import ModelConfig, from_dict
+from pe_lab.errors import CheckpointError
+from pe_lab.model import Model, Params
+from pe_lab.parallel import AxisRules
+from pe_lab.positional import Layout, from_json
 
-_CACHE_BYTES = 2**30  # of decoded chunks: a checkpoint of one device has one chunk a leaf, of which a layer is a part
-_FILE_BYTES = 2**28  # of an Orbax data file: what is written is held in memory until a file is full
+_CACHE_BYTES = (
+    2**30
+)  # of decoded chunks: a checkpoint of one device has one chunk per leaf, and layers are read from it one by one
+_FILE_BYTES = 2**28  # of an Orbax data file: its content stays in memory until the file is full
 
 
 class NativeSource:
-    """See `Source`: one of our checkpoints, any path that `store.resolve` takes.
+    """See `Source`: a native checkpoint at any path that `store.resolve` takes.
 
     Raises:
-      UserError: no checkpoint there, or a damaged one.
+      CheckpointError: there is no checkpoint, or it is damaged.
     """
 
     def __init__(self, path: str | Path):
-        directory, step = resolve(path)
-        self.path = directory / str(step)
-        self.said = str(self.path)
+        directory, self.step = resolve(path)
+        self.path = directory / str(self.step)
+        self.display_name = str(self.path)
         self.metadata = read_metadata(self.path)
-        self.model = Model(model_of(self.metadata, self.path)).config
+        config = from_dict(ModelConfig, self.metadata["model"], f"{self.path}: model")
+        # The attention of the training machine may not exist on this one.
+        self._model = Model(dataclasses.replace(config, attention="auto"))
+        self.model = self._model.config
         self.layers = tuple(from_json(layer) for layer in self.metadata["layers"])
         self.training_length = int(self.metadata["training_length"])
         self._layout = Layout(**self.metadata.get("layout", {}))
+        self.dtype = np.dtype(self.metadata.get("weights_dtype", "float32"))
         self._opened: dict[str, Any] = {}
-        directory_of_tokenizer = tokenizer_directory(self.path)
-        self.tokenizer = f"saved:{directory_of_tokenizer}" if directory_of_tokenizer else ""
-        self.dtype = np.dtype(self._array("token_embedder.embedding").dtype.numpy_dtype)
+        saved = tokenizer_directory(self.path)
+        self.tokenizer = f"saved:{saved}" if saved else ""
+
+    def _damaged(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"The checkpoint '{self.path}' is damaged ({first_line(error)}). Delete it, and training goes on from the "
+            "one before it."
+        )
+
+    def restore(self, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
+        """All parameters, in float32, on the first device or sharded over a mesh."""
+        shapes, axes = self._model.shapes, self._model.axes
+        if mesh is None:
+            shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
+        else:
+            chosen = rules or AxisRules()
+            shardings = jax.tree.map(lambda s, axes: chosen.sharding(mesh, axes, s.shape), shapes, axes)
+        store = Store(self.path.parent, read_only=True)
+        try:
+            params, _ = store.restore(self.step, templates(shapes, shardings))
+        except Exception as error:
+            raise self._damaged(error) from error
+        finally:
+            store.close()
+        return nested({path: canonical_leaf(path, leaf, self._layout) for path, leaf in leaf_paths(params).items()})
 
     def _array(self, leaf: str) -> Any:
-        """The leaf as tensorstore opens it: nothing is read yet."""
+        """The leaf as an open tensorstore, of which nothing is read yet."""
         import tensorstore as ts
 
         if leaf not in self._opened:
@@ -70,9 +104,11 @@ class NativeSource:
                 "context": {"cache_pool": {"total_bytes_limit": _CACHE_BYTES}},
             }
             try:
-                self._opened = {leaf: ts.open(spec, open=True, read=True).result()}  # one at a time, and its cache
-            except Exception as error:  # tensorstore raises ValueError for anything
-                raise UserError(f"The checkpoint '{self.path}' is damaged ({first_line(error)}).") from error
+                self._opened = {
+                    leaf: ts.open(spec, open=True, read=True).result()
+                }  # the last leaf only, with its cache
+            except Exception as error:  # tensorstore raises ValueError for all failures
+                raise self._damaged(error) from error
         return self._opened[leaf]
 
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
@@ -81,31 +117,29 @@ class NativeSource:
         try:
             piece = array[rows if layer is None else layer].read().result()
         except ValueError as error:
-            raise UserError(f"The checkpoint '{self.path}' is damaged ({first_line(error)}).") from error
-        piece = check_finite(np.asarray(piece), leaf, self.said)
-        moved = leaf.removeprefix(LAYERS).startswith(("attention.query", "attention.key"))
-        return to_canonical(piece, self._layout) if moved else piece
+            raise self._damaged(error) from error
+        return canonical_leaf(leaf, check_finite(np.asarray(piece), leaf, self.display_name), self._layout)
 
 
 class _Piecewise:
-    """A leaf that Orbax asks for piece by piece instead of holding it: as wide as an array, as deep as one layer."""
+    """A leaf that Orbax saves piece by piece, without the whole leaf in memory."""
 
     def __init__(
         self,
         source: Source,
         leaf: str,
         shape: tuple[int, ...],
-        turn: asyncio.Lock,
+        lock: asyncio.Lock,
         done: Callable[[int], None],
         failures: list[Exception],
     ):
         self.source, self.leaf, self.shape, self.dtype = source, leaf, shape, source.dtype
-        self.turn, self.done, self.failures = turn, done, failures
+        self.lock, self.done, self.failures = lock, done, failures
         self.ndim, self.size = len(shape), int(np.prod(shape))
         self.nbytes = self.size * self.dtype.itemsize
 
     def pieces(self) -> list[tuple[Any, Callable[[], np.ndarray]]]:
-        """(where in the leaf, how to read it), in order."""
+        """(index in the leaf, function that reads the piece), in order."""
         if self.leaf.startswith(LAYERS):
             return [(slice(n, n + 1), lambda n=n: self.source.read(self.leaf, n)[None]) for n in range(self.shape[0])]
         blocks = row_blocks(self.shape, self.dtype.itemsize)
@@ -113,7 +147,7 @@ class _Piecewise:
 
 
 class _PiecewiseHandler(ocp.type_handlers.NumpyHandler):
-    """Writes a `_Piecewise` as Orbax writes a NumPy array, one piece in memory at a time, one leaf after another."""
+    """Writes a `_Piecewise` as Orbax writes a NumPy array, with one piece in memory at a time, leaf after leaf."""
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
@@ -123,9 +157,9 @@ class _PiecewiseHandler(ocp.type_handlers.NumpyHandler):
 
         pieces = value.pieces()
         rows = pieces[0][0].stop - pieces[0][0].start
-        # A chunk a piece: one that a piece only touched would be read and written again for the next.
+        # One chunk per piece: a chunk of several pieces would be read and written again for each.
         tspec["metadata"]["chunks"] = [rows, *value.shape[1:]]
-        async with value.turn:
+        async with value.lock:
             if value.failures:
                 return
             try:
@@ -136,8 +170,8 @@ class _PiecewiseHandler(ocp.type_handlers.NumpyHandler):
                     value.done(piece.nbytes)
                     del piece  # before the next one is read
             except Exception as error:
-                # Raised here, it would leave the other leaves waiting for their turn in a loop that Orbax closes, and
-                # they say so on stderr, one by one. `write_checkpoint` raises it.
+                # `write_checkpoint` raises it. Raised here, it would leave the other leaves waiting for the lock in a
+                # loop that Orbax closes, and each would write an error to stderr.
                 value.failures.append(error)
 
 
@@ -148,31 +182,31 @@ def write_checkpoint(
     source: Source,
     directory: Path,
     final: Path,
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     done: Callable[[int], None] = lambda size: None,
 ) -> Path:
-    """Writes any source as a checkpoint of ours, a phase's first, in the source's own number format; returns its path.
+    """Writes any source as a native checkpoint, the first of a phase, in the source's dtype; returns its path.
 
-    Memory holds a piece at a time: one layer of one leaf, or some rows of an embedding.
+    Memory holds one piece at a time: one layer of one leaf, or some rows of an embedding.
 
     Args:
-      source: what to read.
+      source: the checkpoint to read.
       directory: where to write; see `new_directory`.
-      final: what the directory will be called, for the lineage.
-      facts: more of the metadata.
-      done: told how many bytes were written, as they are.
+      final: the later name of the directory, for the lineage.
+      metadata: more metadata to write.
+      done: called with the number of bytes after each write.
 
     Raises:
-      UserError: the source cannot be read to its end.
+      CheckpointError: the source cannot be read completely.
     """
     model = source.model
     shapes = leaf_paths(Model(model).shapes)
-    turn = asyncio.Lock()
+    lock = asyncio.Lock()
     failures: list[Exception] = []
-    params = {leaf: _Piecewise(source, leaf, tuple(s.shape), turn, done, failures) for leaf, s in shapes.items()}
+    params = {leaf: _Piecewise(source, leaf, tuple(s.shape), lock, done, failures) for leaf, s in shapes.items()}
     child = new_id()
     parents = list(source.metadata.get("lineage", ()))
-    metadata = metadata_of(
+    written = metadata_of(
         model,
         source.layers,
         id=child,
@@ -184,20 +218,23 @@ def write_checkpoint(
         training_length=source.training_length,
         vocab_size=model.vocab_size,
         weights_dtype=str(source.dtype),
-        lineage=[*parents, lineage_entry(f"converted from {source.said}", child, str(final / DIRECTORY / "0"), 0)],
-        **facts,
+        lineage=[
+            *parents,
+            lineage_entry(f"converted from {source.display_name}", child, str(final / DIRECTORY / "0"), 0),
+        ],
+        **metadata,
     )
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False, create=True)
     manager = ocp.CheckpointManager((directory / DIRECTORY).absolute(), options=options)
     log = logging.getLogger("absl")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # Orbax logs what it raises, over a hundred lines of it
+    log.setLevel(logging.CRITICAL)  # Orbax logs its exceptions, in over a hundred lines
     try:
         manager.save(
             0,
             args=ocp.args.Composite(
                 params=ocp.args.PyTreeSave(nested(params), ocdbt_target_data_file_size=_FILE_BYTES),
-                metadata=ocp.args.JsonSave(metadata),
+                metadata=ocp.args.JsonSave(written),
             ),
         )
         manager.wait_until_finished()
@@ -208,6 +245,6 @@ def write_checkpoint(
         log.setLevel(level)
         manager.close()
     if failures:
-        shutil.rmtree(directory / DIRECTORY, ignore_errors=True)  # Orbax takes what there is for whole
+        shutil.rmtree(directory / DIRECTORY, ignore_errors=True)  # Orbax takes the incomplete one for complete
         raise failures[0]
     return directory / DIRECTORY / "0"

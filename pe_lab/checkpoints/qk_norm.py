@@ -1,4 +1,4 @@
-"""Surgery on QK-norm: added, removed or exchanged, with the constants that keep the attention logits closest."""
+"""Surgery on QK-norm: adds, removes or exchanges it, with constants that keep the attention logits closest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pe_lab.attention import Row
 from pe_lab.config import ModelConfig
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
 from pe_lab.model.decoder import layer_arrays
 from pe_lab.positional import LayerStructure, Schedule, rotate
@@ -25,14 +25,14 @@ Batch = Mapping[str, Any]  # tokens, targets, weights [B, T]; segments and posit
 
 @dataclass(frozen=True)
 class QKNormChange:
-    """What changing the QK-norm did: losses in nats a token, before and after, on the same tokens."""
+    """The effect of a change of QK-norm: losses in nats per token, before and after, on the same tokens."""
 
     before: str
     after: str
     loss_before: float
     loss_after: float
     tokens: int
-    error: float  # of the logits: root of the squared difference over the squared logits, all layers
+    error: float  # root of the summed squared differences of the logits over their summed squares, all layers
 
     def __str__(self) -> str:
         return (
@@ -48,36 +48,45 @@ def change_qk_norm(
     schedule: Schedule,
     batch: Batch,
     shardings: Callable[[Model], tuple[Params, Any]] | None = None,
+    init: Literal["matched", "ones"] = "matched",
 ) -> tuple[ModelConfig, Params, QKNormChange]:
-    """Parameters of the same model under another `qk_norm`.
+    """The model with another `qk_norm`.
 
-    A norm divides queries and keys by their size, which changes from token to token; a constant is all it can give
-    back. It is chosen by least squares over the visible logits of `batch`, each layer reading what it read before:
-    one constant a layer where heads share a scale (head, query_head), one a query head elsewhere. It goes half into
-    the scale of the queries and half into that of the keys. Where no norm is left, the old scale and the constant are
-    multiplied into the projections.
+    A norm divides queries and keys by their size, which differs between tokens; a constant cannot restore it. With
+    `init` "matched" the constant is the least-squares fit over the visible logits of `batch`, with each layer's input
+    as before: one constant per layer where heads share a scale (head, query_head), otherwise one per query head. Its
+    square root multiplies the scales of queries and of keys. Without a new norm, the old scale and the constant
+    multiply the projections. With "ones" all scales of the new norm are 1, as in DroPE's code.
 
     Args:
-      config: of the model as it is.
-      params: its parameters; left as they are.
+      config: of the model before.
+      params: its parameters, which are not changed.
       kind: the new `qk_norm`.
-      schedule: the encodings that the child will be read with.
-      batch: text to fit the constants on and to measure the losses on.
-      shardings: for a mesh: from a model to (where its parameters go, where a replicated array goes).
+      schedule: the encodings of the child.
+      batch: held-out tokens for the fit and for the losses.
+      shardings: for a mesh: a function from a model to (its parameters' shardings, the sharding of replicated arrays).
+      init: initial scales of the new norm.
 
     Returns:
-      The new config, its parameters, and what it did.
+      The new config, its parameters, and the effect.
+
+    Raises:
+      ConfigError: the model has this QK-norm already, or `init` is "ones" without a norm.
     """
     if kind == config.qk_norm:
-        raise UserError(f"The model's qk_norm is '{kind}' already; there is nothing to change.")
+        raise ConfigError(f"The model's qk_norm is '{kind}' already; there is nothing to change.")
+    if init == "ones" and kind == "none":
+        raise ConfigError("qk_norm_init is ones, and no QK-norm is added. Leave it out, or add a QK-norm.")
     before, after = Model(config), Model(dataclasses.replace(config, qk_norm=kind))
     placed, replicated = shardings(after) if shardings else (None, None)
-    bare = jax.jit(functools.partial(_with_norms_of, before, after), out_shardings=placed)(params)
+    bare = jax.jit(functools.partial(_with_norms_of, before, after, init), out_shardings=placed)(params)
     sums = np.stack(_logit_sums(before, params, after, bare, schedule, batch, replicated))  # [N, H, 3]
     shared = kind in ("head", "query_head")
     per_head = np.broadcast_to(sums.sum(1, keepdims=True), sums.shape) if shared else sums
-    some = per_head[..., 1] > 0  # not so where a head's logits are all zero, and any constant will do
-    constants = np.where(some, per_head[..., 1], 1.0) / np.where(some, per_head[..., 2], 1.0)  # <old, new> / <new, new>
+    fitted = (per_head[..., 1] > 0) & (init == "matched")  # a head whose logits are all zero keeps constant 1
+    constants = np.where(fitted, per_head[..., 1], 1.0) / np.where(
+        fitted, per_head[..., 2], 1.0
+    )  # <old, new> / <new, new>
     scaled = jax.jit(functools.partial(_scaled, after), out_shardings=placed)(bare, jnp.asarray(constants))
     squared = sums[..., 0] - 2 * constants * sums[..., 1] + constants**2 * sums[..., 2]
     change = QKNormChange(
@@ -91,8 +100,8 @@ def change_qk_norm(
     return after.config, scaled, change
 
 
-def _with_norms_of(before: Model, after: Model, params: Params) -> Params:
-    """`params` with the norms of `after`. A scale that was learned is kept: in the new norm, or in the projections."""
+def _with_norms_of(before: Model, after: Model, init: str, params: Params) -> Params:
+    """`params` with the norms of `after`. "matched" keeps a learned scale, in the new norm or in the projections."""
     attention = dict(params["layers"]["attention"])
     for side, axis in (("query", before.config.heads), ("key", before.config.kv_heads)):
         norm = attention.pop(f"{side}_norm", None)
@@ -103,7 +112,7 @@ def _with_norms_of(before: Model, after: Model, params: Params) -> Params:
         if shape is None:
             if norm is not None:
                 attention = _multiplied(attention, side, scale)
-        elif norm is None:
+        elif norm is None or init == "ones":
             attention[f"{side}_norm"] = {"scale": jnp.ones(shape["scale"].shape, jnp.float32)}
         else:
             flat = len(shape["scale"].shape) == 3
@@ -131,7 +140,7 @@ def _scaled(after: Model, params: Params, constants: Float[Array, "N H"]) -> Par
         if norm is None:
             attention = _multiplied(attention, side, factor[..., None].astype(jnp.float32))
         else:
-            # Where heads share a scale, all constants of a layer are the same.
+            # Heads that share a scale have the same constant.
             per = factor[..., None] if norm["scale"].ndim == 3 else factor[:, :1]
             attention[f"{side}_norm"] = {"scale": (norm["scale"] * per).astype(jnp.float32)}
     return {**params, "layers": {**params["layers"], "attention": attention}}
@@ -148,7 +157,7 @@ def _logit_sums(
 ) -> list[np.ndarray]:
     """Per layer, [H, 3]: sums over visible logits of old * old, old * new and new * new.
 
-    Layer by layer, from Python: nothing is kept of a layer but these sums and its output.
+    A Python loop over layers keeps only these sums and one layer's output.
     """
     positions = batch.get("positions")
     if positions is None:
@@ -181,7 +190,7 @@ def _compare_logits(
     segments: jax.Array | None,
     window: int | None,
 ) -> Float[Array, "H 3"]:
-    """See `_logit_sums`; one head at a time, so that [B, T, T] is the most there is."""
+    """See `_logit_sums`; one head at a time, so that the largest array is [B, T, T]."""
     H, T = old[0].shape[2], old[0].shape[1]
     index = jnp.arange(T)
     distance = index[:, None] - index[None]
@@ -189,8 +198,8 @@ def _compare_logits(
     if segments is not None:
         visible = visible & (segments[:, :, None] == segments[:, None])
 
-    def spread(x: jax.Array) -> jax.Array:
-        """Rotated, one head for each query head, heads first, float32."""
+    def encoded(x: jax.Array) -> jax.Array:
+        """Queries or keys, rotated, float32, [H, B, T, K]."""
         x = jnp.repeat(x.astype(jnp.float32), H // x.shape[2], axis=2)
         if row.cos is not None and row.sin is not None:
             cos, sin = (jnp.repeat(table, H // table.shape[2], axis=2) for table in (row.cos, row.sin))
@@ -202,11 +211,11 @@ def _compare_logits(
         a, b = (jnp.where(visible, jnp.einsum("btk,bsk->bts", q, k), 0.0) for q, k in ((q_old, k_old), (q_new, k_new)))
         return jnp.stack([(a * a).sum(), (a * b).sum(), (b * b).sum()])
 
-    return jax.lax.map(head, tuple(spread(x) for x in (*old, *new)))
+    return jax.lax.map(head, tuple(encoded(x) for x in (*old, *new)))
 
 
 def _mean_loss(model: Model, params: Params, schedule: Schedule, batch: Batch, replicated: Any) -> float:
-    """Nats a token of weight."""
+    """The weighted mean loss in nats per token."""
 
     @functools.partial(jax.jit, out_shardings=replicated)
     def loss(params: Params, batch: Batch, schedule: Schedule) -> jax.Array:

@@ -1,8 +1,8 @@
-"""Rotary encodings as `config.json` says them, read and written for transformers 4 and 5.
+"""Rotary encodings in `config.json`, read and written for transformers 4 and 5.
 
-transformers 4 has `rope_theta`, `rope_scaling` and `partial_rotary_factor` side by side; transformers 5 has one dict,
-`rope_parameters`. Version 4 does not know that key and silently takes 10,000 for a base that is only there, so both
-are read and both are written. GPT-NeoX calls two of them `rotary_emb_base` and `rotary_pct`.
+transformers 4 has the keys `rope_theta`, `rope_scaling` and `partial_rotary_factor`; transformers 5 has one dict,
+`rope_parameters`. Version 4 ignores that key, and without `rope_theta` silently uses 10,000, so both are read and both
+are written. In GPT-NeoX two keys are `rotary_emb_base` and `rotary_pct`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pe_lab.errors import UserError
+from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.positional import (
     NTK,
     PI,
@@ -31,7 +31,7 @@ from pe_lab.positional import (
 )
 from pe_lab.positional.rotation import fixed_point_frequencies
 
-# A linear factor at which nothing turns any more: in float32, every angle is zero (docs/checkpoints.md).
+# A linear factor that makes every angle zero in float32 (docs/checkpoints.md).
 NO_ROTATION = 1e30
 
 Rotary = Rope | PartialRope | NoPE
@@ -40,27 +40,26 @@ Rotary = Rope | PartialRope | NoPE
 def read_rope(
     config: Mapping[str, Any], head_dim: int, theta: float, where: str, fraction: float = 1.0, neox: bool = False
 ) -> tuple[Rotary, int]:
-    """The encoding of the layers that rotate, and the length the model was trained at before any stretching.
+    """The encoding of the layers that rotate, and the training length before any scaling.
 
-    Where keys contradict each other, transformers 5 decides: `rope_scaling` before `rope_parameters`, and a base
-    inside of them before one beside.
+    Contradictions are resolved as in transformers 5: `rope_scaling` precedes `rope_parameters`, and a base inside them
+    precedes one outside.
 
     Args:
       config: the content of `config.json`.
       head_dim: K.
-      theta, fraction: what the family has where the file says nothing.
+      theta, fraction: the family's defaults.
       where: the file, for messages.
-      neox: read GPT-NeoX's names of what lies beside; it does not look at the others', nor they at its.
+      neox: use GPT-NeoX's key names only; other families use the others only.
 
     Raises:
-      UserError: a rope type that pe_lab has no word for, or one whose numbers are missing or make no sense.
+      UnsupportedError: an unknown rope type.
+      CheckpointError: a number that is missing or not valid.
     """
     try:
         return _read_rope(config, head_dim, theta, where, fraction, neox)
-    except UserError as error:
-        # What an encoding says of its own numbers does not know where they came from.
-        text = str(error)
-        raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
+    except ConfigError as error:  # of an encoding, which does not know the file
+        raise CheckpointError(f"{where}: {error}") from None
 
 
 def _read_rope(
@@ -69,18 +68,18 @@ def _read_rope(
     longest = _length(config, "max_position_embeddings", where, 2048)
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
-        raise UserError(f"{where}: the rope parameters are {given!r}; they must be a set of keys.")
+        raise CheckpointError(f"{where}: the rope parameters are {given!r}; they must be a set of keys.")
     by_layer = [value for value in given.values() if isinstance(value, Mapping)]
     if by_layer and any(value != by_layer[0] for value in given.values()):
-        raise UserError(
+        raise UnsupportedError(
             f"{where}: layers of different types have different rope parameters ({', '.join(given)}), which none of "
             "pe_lab's families has."
         )
     rope = {**(by_layer[0] if by_layer else given)}
-    beside = config.get("rotary_emb_base" if neox else "rope_theta")
-    base = _number(rope, "rope_theta", where, beside if beside is not None else theta)
-    beside = config.get("rotary_pct" if neox else "partial_rotary_factor")
-    part = _number(rope, "partial_rotary_factor", where, beside if beside is not None else fraction)
+    outer = config.get("rotary_emb_base" if neox else "rope_theta")
+    base = _number(rope, "rope_theta", where, outer if outer is not None else theta)
+    outer = config.get("rotary_pct" if neox else "partial_rotary_factor")
+    part = _number(rope, "partial_rotary_factor", where, outer if outer is not None else fraction)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     holder = config if config.get("original_max_position_embeddings") is not None else rope
 
@@ -97,7 +96,7 @@ def _read_rope(
     elif kind == "dynamic":
         scaling = DynamicNTK(longest, number("factor"))
     elif kind == "proportional":
-        # The factor divides the frequencies that are kept, as PI does.
+        # The factor divides the rotated frequencies, as PI does.
         factor = number("factor", 1.0)
         return Rope(base, part, PI(factor) if factor != 1 else None), length
     elif kind in ("yarn", "llama3", "longrope", "su"):
@@ -117,17 +116,17 @@ def _read_rope(
             scaling = Llama3(factor, number("low_freq_factor"), number("high_freq_factor"), length)
         else:
             tables = [_table(rope, key, where) for key in ("short_factor", "long_factor")]
-            # With no attention factor said, transformers 4 takes the one of max_position_embeddings / original.
+            # Without an attention factor, transformers 4 computes it from max_position_embeddings / original.
             scaling = LongRope(*tables, length, max(1.0, factor), optional("attention_factor"))
     elif kind != "default":
-        raise UserError(
-            f"{where}: rope_type '{kind}' is not known here. Known: default, linear, dynamic, yarn, llama3, longrope, "
+        raise UnsupportedError(
+            f"{where}: rope_type '{kind}' is unknown. Known: default, linear, dynamic, yarn, llama3, longrope, "
             "proportional."
         )
     encoding = Rope(base, 1.0, scaling) if part == 1 else PartialRope(base, part, scaling)
     if part != 1 and int(head_dim * part) % 2:
-        raise UserError(
-            f"{where}: {part:g} of {head_dim} channels are {int(head_dim * part)}, an odd number; transformers turns "
+        raise UnsupportedError(
+            f"{where}: {part:g} of {head_dim} channels are {int(head_dim * part)}, an odd number; transformers rotates "
             "one more of them, at frequencies that pe_lab's partial rotary heads do not have."
         )
     fixed_freq = fixed_point_frequencies(frequencies(encoding, head_dim)[0])
@@ -135,20 +134,20 @@ def _read_rope(
 
 
 def write_rope(encoding: Rotary, head_dim: int, length: int, neox: bool = False) -> dict[str, Any]:
-    """The keys of `config.json` for an encoding that all rotating layers share, for both majors of transformers.
+    """The keys of `config.json` for the encoding of all rotating layers, for both majors of transformers.
 
-    What has a name there is written under it. Every other encoding whose frequencies do not change with the length,
-    and whose gain is one number, is written as LongRoPE with equal short and long tables, which is a division of
-    each pair's frequency: p-RoPE and partial RoPE on an architecture that rotates whole heads, for example.
+    An encoding without a name in transformers, whose frequencies do not depend on the length and whose gain is one
+    number, is written as LongRoPE with equal short and long tables, which divide each pair's frequency: p-RoPE, for
+    example, and partial RoPE on an architecture that rotates whole heads.
 
     Args:
-      encoding: what to write.
+      encoding: of the rotating layers.
       head_dim: K.
-      length: tokens a window in training, for `max_position_embeddings`.
-      neox: write GPT-NeoX's names, and partial rotary heads under their own name.
+      length: tokens of a training window, for `max_position_embeddings`.
+      neox: use GPT-NeoX's key names, and partial rotary heads directly.
 
     Raises:
-      UserError: an encoding that transformers cannot be told of, with the nearest that it can.
+      UnsupportedError: transformers cannot express the encoding; names the nearest that it can.
     """
     if isinstance(encoding, NoPE):
         return _keys(10000.0, {"rope_type": "linear", "factor": NO_ROTATION}, length, neox, 1.0)
@@ -163,7 +162,7 @@ def write_rope(encoding: Rotary, head_dim: int, length: int, neox: bool = False)
     if isinstance(scaling, PI):
         rope, reach = {"rope_type": "linear", "factor": scaling.factor}, int(length * min(scaling.factor, 1e6))
     elif isinstance(scaling, NTK):
-        # NTK is another base, exactly.
+        # NTK is exactly another base.
         width = encoding.rotated_channels(head_dim) if isinstance(encoding, PartialRope) else head_dim
         base *= scaling.factor ** (width / (width - 2))
         reach = int(length * scaling.factor)
@@ -189,7 +188,7 @@ def write_rope(encoding: Rotary, head_dim: int, length: int, neox: bool = False)
         }
         reach = int(scaling.factor * scaling.original_length)
     elif isinstance(scaling, DynamicYarn):
-        raise UserError(
+        raise UnsupportedError(
             "transformers has no dynamic YaRN. Nearest: YaRN for one length, which --length=TOKENS writes (a factor of "
             f"TOKENS / {scaling.original_length})."
         )
@@ -199,7 +198,7 @@ def write_rope(encoding: Rotary, head_dim: int, length: int, neox: bool = False)
 
 
 def _even_part(encoding: PartialRope, head_dim: int) -> float:
-    """The fraction from which transformers, which rounds down, gets our even number of channels."""
+    """The fraction for transformers, which rounds down, that gives the encoding's even number of channels."""
     channels = encoding.rotated_channels(head_dim)
     if int(head_dim * encoding.fraction) == channels:
         return encoding.fraction
@@ -212,14 +211,14 @@ def _by_table(encoding: Rope | PartialRope, head_dim: int, length: int, neox: bo
     inv_freq, gain = frequencies(encoding, head_dim)
     far, _ = frequencies(encoding, head_dim, 2**30)
     if (far != inv_freq).any():
-        raise UserError(
-            f"transformers cannot follow the length with {encoding}. Nearest: its frequencies for one length, which "
-            "--length=TOKENS writes."
+        raise UnsupportedError(
+            f"transformers has no {encoding} that depends on the length. Nearest: its frequencies for one length "
+            "(--length=TOKENS)."
         )
     if (gain != gain[0]).any():
-        raise UserError(
-            f"transformers multiplies all channels of a head by one attention factor, and {encoding} only those that "
-            "rotate. Nearest: the same without an attention factor (ntk_by_parts for yarn)."
+        raise UnsupportedError(
+            f"transformers multiplies all channels of a head by one attention factor, {encoding} only the rotary "
+            "ones. Nearest: the same without an attention factor (ntk_by_parts for yarn)."
         )
     full = encoding.base ** (-2.0 * np.arange(head_dim // 2) / head_dim)
     with np.errstate(divide="ignore"):
@@ -236,7 +235,7 @@ def _by_table(encoding: Rope | PartialRope, head_dim: int, length: int, neox: bo
 
 
 def _keys(base: float, rope: dict[str, Any], reach: int, neox: bool, part: float) -> dict[str, Any]:
-    """Both schemas, saying the same."""
+    """The same keys in both schemas."""
     plain = rope["rope_type"] == "default"
     new = {"rope_theta": base, **rope}
     keys: dict[str, Any] = {"max_position_embeddings": reach, "rope_theta": base}
@@ -247,7 +246,7 @@ def _keys(base: float, rope: dict[str, Any], reach: int, neox: bool, part: float
         keys["partial_rotary_factor"] = part
     keys |= {"rope_parameters": new, "rope_scaling": None if plain else dict(rope)}
     if rope["rope_type"] == "longrope":
-        # transformers 4 looks for this beside the others, and not inside.
+        # transformers 4 reads this key outside of the others.
         keys["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     return keys
 
@@ -281,7 +280,7 @@ def _llama3(scaling: Llama3) -> dict[str, Any]:
 
 
 def _mscales(mscale: float | None, mscale_all_dim: float | None) -> tuple[float, float]:
-    """transformers reads neither unless both are there."""
+    """Both, or neither: transformers ignores one alone."""
     return (mscale, mscale_all_dim) if mscale and mscale_all_dim else (0.0, 0.0)
 
 
@@ -289,10 +288,12 @@ def _number(values: Mapping[str, Any], key: str, where: str, default: Any = None
     value = values.get(key)
     if value is None:
         if default is None:
-            raise UserError(f"{where}: the rope parameters need '{key}', and have {', '.join(values) or 'nothing'}.")
+            raise CheckpointError(
+                f"{where}: the rope parameters need '{key}', and have {', '.join(values) or 'nothing'}."
+            )
         value = default
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UserError(f"{where}: {key} is {value!r}; it must be a number.")
+        raise CheckpointError(f"{where}: {key} is {value!r}; it must be a number.")
     return float(value)
 
 
@@ -300,12 +301,14 @@ def _length(values: Mapping[str, Any], key: str, where: str, default: int) -> in
     """A number of tokens."""
     value = _number(values, key, where, default)
     if value < 1 or value != int(value):
-        raise UserError(f"{where}: {key} is {value:g}; it must be a positive number of tokens.")
+        raise CheckpointError(f"{where}: {key} is {value:g}; it must be a positive number of tokens.")
     return int(value)
 
 
 def _table(rope: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
     table = rope.get(key)
     if not isinstance(table, list) or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in table):
-        raise UserError(f"{where}: longrope needs '{key}', a list with one number a pair, and has {table!r}.")
+        raise CheckpointError(
+            f"{where}: longrope needs '{key}', a list with one number for each pair, and has {table!r}."
+        )
     return tuple(float(x) for x in table)

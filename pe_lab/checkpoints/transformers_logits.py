@@ -1,5 +1,5 @@
-"""What transformers computes from a checkpoint, as a script of its own: it needs no pe_lab, and another process frees
-its memory. Run by the logit gate (`logit_gate.py`); never imported.
+"""The logits that transformers computes from a checkpoint. A script that needs no pe_lab and runs in its own process,
+which frees its memory. `parity.py` runs it; it is never imported.
 
     python transformers_logits.py --model=DIR [--gguf-file=NAME] --tokens=tokens.npy --out=logits.npy
 """

@@ -210,7 +210,7 @@ class Model:
           positions: of the tokens.
           tables: cos and sin where they are made already.
         """
-        fixed_freq, gain, slope, logit_scale, noise = arrays
+        fixed_freq, gain, slope, logit_scale, noise, noise_sigma = arrays
         cos, sin, diagonal_bias, rotation = None, None, None, None
         if structure.rotates:
             cos, sin = self.tables(fixed_freq, gain, structure, positions) if tables is None else tables
@@ -220,8 +220,9 @@ class Model:
         if structure.diagonal_bias:
             strength, length = structure.diagonal_bias
             diagonal_bias = jnp.where(positions < length, jnp.float32(strength), 0)
-        slope, noise = slope if structure.slopes else None, noise if structure.noisy else None
-        return Row(cos, sin, slope, logit_scale, noise, diagonal_bias, rotation)
+        slope = slope if structure.slopes else None
+        noise, noise_sigma = (noise, noise_sigma) if structure.noisy else (None, None)
+        return Row(cos, sin, slope, logit_scale, noise, noise_sigma, diagonal_bias, rotation)
 
     def tables(
         self, fixed_freq: jax.Array, gain: jax.Array, structure: LayerStructure, positions: jax.Array
@@ -316,7 +317,14 @@ def _over_context(
 
 def layer_arrays(schedule: Schedule) -> tuple[jax.Array, ...]:
     """What `Model.row` reads of a schedule, stacked over layers."""
-    return (schedule.fixed_freq, schedule.gain, schedule.alibi_slope, schedule.logit_scale, schedule.noise)
+    return (
+        schedule.fixed_freq,
+        schedule.gain,
+        schedule.alibi_slope,
+        schedule.logit_scale,
+        schedule.noise,
+        schedule.noise_sigma,
+    )
 
 
 def _repeat(group: Any, x: jax.Array, data: Any, run: Run, scan: bool) -> jax.Array:

@@ -1,6 +1,7 @@
 """Positional encodings as data: descriptions -> schedule -> one rotation."""
 
-from pe_lab.positional.codec import family, from_json, label, label_layers, parse, to_json
+from pe_lab.config import to_json
+from pe_lab.positional.codec import family, from_json, label, label_layers, parse
 from pe_lab.positional.denoising import denoise, dope_by_all, dope_by_gaussian, dope_by_parts, read_scores, select_heads
 from pe_lab.positional.encodings import (
     Alibi,

@@ -1,7 +1,7 @@
-"""What a positional encoding is: small frozen descriptions, and the pure function that turns one into frequencies.
+"""Positional encodings as small frozen descriptions, and the pure function that makes frequencies of one.
 
-Everything here runs on the host, in float64. The arrays a model reads are laid out by `schedule.py`; scalings of rotary
-frequencies are in `scalings.py`.
+All functions here run on the host, in float64. `schedule.py` lays out the arrays of a model; `scalings.py` has the
+scalings of rotary frequencies.
 """
 
 from __future__ import annotations
@@ -11,21 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pe_lab.errors import UserError
-from pe_lab.positional.scalings import SCALINGS, Scaling, require, require_length
+from pe_lab.errors import ConfigError
+from pe_lab.positional.scalings import SCALINGS, Scaling, check_fields, require
 
 
-def _require_rope(kind: str, base: float, fraction: float, scaling: Scaling | None) -> None:
-    _require_base(kind, base)
-    require(0 <= fraction <= 1, f"{kind}.fraction is {fraction}; it must lie in [0, 1].")
+def _check_rope(encoding: Rope | PartialRope) -> None:
+    check_fields(encoding)
     require(
-        scaling is None or isinstance(scaling, Scaling),
-        f"{kind}.scaling is {scaling!r}; give None or one of {', '.join(s.__name__ for s in SCALINGS.values())}(...).",
+        encoding.scaling is None or isinstance(encoding.scaling, Scaling),
+        f"{type(encoding).__name__}.scaling is {encoding.scaling!r}; give None or one of "
+        f"{', '.join(s.__name__ for s in SCALINGS.values())}(...).",
     )
-
-
-def _require_base(kind: str, base: float) -> None:
-    require(1 < base < math.inf, f"{kind}.base is {base}; it must be finite and above 1.")
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,7 @@ class Rope:
     """Rotary embedding (Su et al. 2021) with an optional scaling.
 
     `fraction` < 1 is p-RoPE (Barbero et al. 2024): the full spectrum over head_dim, of which the lowest frequencies
-    are set to zero. It is not partial RoPE, which squeezes a whole spectrum into the first channels.
+    are set to zero. Partial RoPE instead fits a whole spectrum into the first channels.
     """
 
     base: float = 10000.0
@@ -41,7 +37,7 @@ class Rope:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        _require_rope("Rope", self.base, self.fraction, self.scaling)
+        _check_rope(self)
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class PartialRope:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        _require_rope("PartialRope", self.base, self.fraction, self.scaling)
+        _check_rope(self)
 
     def rotated_channels(self, head_dim: int) -> int:
         channels = int(head_dim * self.fraction)
@@ -65,20 +61,20 @@ class PartialRope:
 
 @dataclass(frozen=True)
 class NoPE:
-    """No positional encoding: the causal mask is all a head knows of order."""
+    """No positional encoding: order enters only through the causal mask."""
 
 
 @dataclass(frozen=True)
 class Alibi:
-    """A penalty of slope * distance on the logits, one slope a head (Press et al. 2022)."""
+    """A penalty of slope * distance on the logits, with one slope per head (Press et al. 2022)."""
 
 
 @dataclass(frozen=True)
 class NotebookYarn:
-    """What the notebook calls YaRN: position n turns as position n * m(n) would, on RoPE's frequencies.
+    """The notebook's "YaRN": RoPE with position n replaced by n * m(n).
 
     m goes from `alpha` to `beta` linearly over `blend` tokens on either side of `original_length`. There is no ramp
-    over frequencies, and scores depend on more than the distance. For comparison with the notebook alone: `Yarn` is
+    over frequencies, and scores depend on more than the distance. Only for comparison with the notebook; `Yarn` is
     YaRN.
     """
 
@@ -89,11 +85,10 @@ class NotebookYarn:
     blend: int = 16
 
     def __post_init__(self) -> None:
-        _require_base("NotebookYarn", self.base)
+        check_fields(self)
         for field in ("alpha", "beta"):
             value = getattr(self, field)
             require(0 < value <= 16, f"NotebookYarn.{field} is {value}; it must be above 0 and at most 16.")
-        require_length("NotebookYarn", self.original_length)
         require(
             0 < self.blend <= self.original_length and self.blend == int(self.blend),
             f"NotebookYarn.blend is {self.blend}; it must lie in [1, original_length], which is "
@@ -103,16 +98,17 @@ class NotebookYarn:
 
 @dataclass(frozen=True)
 class NotebookBias:
-    """What the notebook calls NoPE: `strength` on the logit of a token with itself, at positions below
-    `original_length` only, and no encoding beside it. For comparison with the notebook alone: `NoPE` is NoPE.
+    """The notebook's "NoPE": `strength` added to the diagonal of the logits, at positions below `original_length`.
+
+    There is no other encoding. Only for comparison with the notebook; `NoPE` is NoPE.
     """
 
     strength: float = 2.0
     original_length: int = 128
 
     def __post_init__(self) -> None:
+        check_fields(self)
         require(math.isfinite(self.strength), f"NotebookBias.strength is {self.strength}; it must be finite.")
-        require_length("NotebookBias", self.original_length)
 
 
 Encoding = Rope | PartialRope | NoPE | Alibi | NotebookYarn | NotebookBias
@@ -127,20 +123,20 @@ ENCODINGS: dict[str, type] = {
 
 
 def frequencies(encoding: Encoding, head_dim: int, length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Turns one description into rotation frequencies and amplitudes.
+    """The rotation frequencies and amplitudes of one description.
 
     Args:
       encoding: the description.
       head_dim: K, channels per head; even.
-      length: tokens the model is about to read, for scalings that follow it (see `follows_length`); None is the
-        training length or less.
+      length: tokens of the sequence, for scalings that depend on it (see `follows_length`); None is the training
+        length or less.
 
     Returns:
       `inv_freq` [R] in radians per position and `gain` [R], the amplitude of the pair after rotation; float64,
-      R = K / 2. Pair r is channels r and r + R. Frequency 0 leaves the pair as it is.
+      R = K / 2. Pair r is channels r and r + R. Frequency 0 leaves the pair unrotated.
 
     Raises:
-      UserError: an odd head_dim, no encoding, or a scaling that does not fit the rotated width.
+      ConfigError: an odd head_dim, no encoding, or a scaling that does not fit the rotated width.
     """
     require(head_dim > 0 and head_dim % 2 == 0, f"head_dim is {head_dim}; it must be even and positive.")
     require(length is None or length > 0, f"length is {length}; it must be a positive number of tokens, or None.")
@@ -157,7 +153,7 @@ def frequencies(encoding: Encoding, head_dim: int, length: int | None = None) ->
         return inv_freq, gain
     else:
         names = ", ".join(kind.__name__ for kind in ENCODINGS.values())
-        raise UserError(f"{encoding!r} is not a positional encoding; use one of {names}.")
+        raise ConfigError(f"{encoding!r} is not a positional encoding; use one of {names}.")
     if kept == 0:
         return inv_freq, gain
     spectrum, factor = encoding.base ** (-2.0 * np.arange(dim // 2) / dim), 1.0
@@ -165,21 +161,21 @@ def frequencies(encoding: Encoding, head_dim: int, length: int | None = None) ->
     if scaling is not None:
         spectrum, factor = scaling.scale(spectrum, encoding.base, dim, length)
     inv_freq[:kept] = spectrum[:kept]
-    # The attention factor multiplies cos and sin of the whole rotary width, pairs that stand still included.
+    # The attention factor multiplies cos and sin of the whole rotary width, unrotated pairs of p-RoPE included.
     gain[: dim // 2] = factor
     return inv_freq, gain
 
 
 def follows_length(encoding: object) -> bool:
-    """Whether the frequencies of an encoding depend on how long the text is (dynamic NTK, dynamic YaRN, LongRoPE)."""
+    """Whether the frequencies of an encoding depend on the sequence's length (dynamic NTK, dynamic YaRN, LongRoPE)."""
     scaling = getattr(encoding, "scaling", None)
     return scaling is not None and scaling.dynamic
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """ALiBi's slopes [H], float64: 2^(-8(h+1)/n) for n a power of two.
+    """ALiBi's slopes [H], float64: 2^(-8(h+1)/H) for H a power of two (Press et al. 2022).
 
-    For another n: the slopes of the power of two below, then every second one of the power above.
+    For another H: the slopes of the power of two below, then every second slope of the power above.
     """
     require(num_heads > 0, f"num_heads is {num_heads}; it must be positive.")
     power = 2 ** int(math.log2(num_heads))

@@ -1,25 +1,26 @@
-"""Heads of a layer that differ from the others: another encoding, or one of DoPE's three ways of denoising a head."""
+"""Heads of a layer with another encoding than the layer's, or denoised by one of DoPE's three methods."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from pe_lab.errors import UserError
+from pe_lab.config import OMIT_DEFAULT
+from pe_lab.errors import ConfigError
 from pe_lab.positional.encodings import ENCODINGS, Alibi, Encoding, NotebookBias, NotebookYarn, frequencies
 from pe_lab.positional.scalings import require
 
 
 @dataclass(frozen=True)
 class Bands:
-    """DoPE-by-parts: pairs on one side of a threshold are removed, rotated queries and keys alike (eq. 32 to 34).
+    """DoPE-by-parts (eq. 32 to 34): the pairs on one side of a threshold are removed from queries and keys.
 
-    Equation 32 keeps what turns at most `threshold` radians a position ("slow"); the text around it, and its aim, keep
-    what turns faster ("fast"). The paper's threshold is 2 pi / training length (eq. 33).
+    Equation 32 keeps pairs of at most `threshold` radians a position ("slow"); its text, and the aim of the method,
+    keep the faster ones ("fast"). The paper's threshold is 2 pi / training length (eq. 33).
     """
 
     threshold: float
@@ -35,22 +36,30 @@ class Bands:
 
 @dataclass(frozen=True)
 class Uniform:
-    """DoPE-by-all as eq. 35 says it: queries and keys are zero, so that the head averages what it sees."""
+    """DoPE-by-all as eq. 35 is printed: queries and keys are zero, and the head's attention is uniform."""
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """DoPE-by-Gaussian (eq. 36, 37): queries and keys of the head are noise, as large as the other heads' are.
+    """DoPE-by-Gaussian (eq. 36, 37): queries and keys of the head are noise.
 
-    `seed` is the head's own, in [1, 2^32); the noise is a function of it and of a token's position.
+    Attributes:
+      seed: in [1, 2^32); the noise is a function of it and of a token's position.
+      sigma: the noise's standard deviation, one for all noisy heads of a layer. None: that of the other heads'
+        rotated components, as the paper's body has it; its appendix A.2 has 1.0.
     """
 
     seed: int
+    sigma: float | None = field(default=None, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         require(
             0 < self.seed < 2**32 and self.seed == int(self.seed),
             f"Gaussian.seed is {self.seed}; give a whole number in [1, 2^32).",
+        )
+        require(
+            self.sigma is None or 0 < self.sigma < math.inf,
+            f"Gaussian.sigma is {self.sigma}; it must be finite and above 0, or left out.",
         )
 
 
@@ -60,10 +69,10 @@ HEAD_KINDS: dict[str, type] = {**ENCODINGS, "bands": Bands, "uniform": Uniform, 
 
 @dataclass(frozen=True)
 class HeadEdit:
-    """Some query heads of a layer, and what they have instead of the layer's encoding.
+    """Some query heads of a layer, and the encoding or the denoising that replaces the layer's.
 
-    `NoPE()` takes a head's encoding away (what DoPE-by-all's prose says), another encoding replaces it, and `Bands`,
-    `Uniform` and `Gaussian` change what it is. Query heads that share a key head may differ.
+    `NoPE()` removes a head's encoding (the prose of DoPE-by-all), another encoding replaces it, and `Bands`, `Uniform`
+    and `Gaussian` denoise it. Query heads that share a key head may differ.
     """
 
     heads: tuple[int, ...]
@@ -81,38 +90,35 @@ class HeadEdit:
 
 @dataclass
 class HeadArrays:
-    """One layer's part of a schedule, while it is built: one row a query head."""
+    """One layer's part of a schedule while it is built, per query head."""
 
     inv_freq: np.ndarray  # [H, R]
     gain: np.ndarray  # [H, R]
     slope: np.ndarray  # [H]
-    noise: np.ndarray  # [H] uint32; 0 = none
+    noise: np.ndarray  # [H] uint32 seeds; 0 = none
+    sigma: np.ndarray  # [H] of the noise; 0 = as large as the other heads' components
 
 
 def edit_heads(
-    arrays: HeadArrays,
-    edits: Sequence[HeadEdit],
-    slopes: np.ndarray,
-    length: int | None,
-    where: str,
+    arrays: HeadArrays, edits: Sequence[HeadEdit], slopes: np.ndarray, length: int | None, where: str
 ) -> None:
-    """Writes `edits` into the arrays of one layer, in order.
+    """Applies edits to the arrays of one layer, in order.
 
     Args:
       arrays: changed in place.
-      edits: what to write.
-      slopes: [H] ALiBi's, for heads that get it.
-      length: tokens about to be read, for encodings that follow it.
+      edits: of the layer.
+      slopes: [H] of ALiBi.
+      length: tokens of the sequence, for encodings that depend on it.
       where: the layer, for messages.
 
     Raises:
-      UserError: a head that is not there, an encoding that does not fit the head.
+      ConfigError: no such head, an encoding that does not fit the head, two sigmas in the layer.
     """
     count, pairs = arrays.inv_freq.shape
     for edit in edits:
         for head in edit.heads:
             if not 0 <= head < count:
-                raise UserError(f"{where}: there is no query head {head}; the heads are 0 to {count - 1}.")
+                raise ConfigError(f"{where}: there is no query head {head}; the heads are 0 to {count - 1}.")
         at = list(edit.heads)
         if isinstance(edit.to, Bands):
             slow = arrays.inv_freq[at] <= edit.to.threshold
@@ -120,8 +126,10 @@ def edit_heads(
         elif isinstance(edit.to, Uniform):
             arrays.gain[at] = 0.0
         elif isinstance(edit.to, Gaussian):
-            arrays.noise[at] = edit.to.seed
+            arrays.noise[at], arrays.sigma[at] = edit.to.seed, edit.to.sigma or 0.0
         else:
             arrays.inv_freq[at], arrays.gain[at] = frequencies(edit.to, 2 * pairs, length)
             arrays.slope[at] = slopes[at] if isinstance(edit.to, Alibi) else 0.0
             arrays.noise[at] = 0
+    if len(np.unique(arrays.sigma[arrays.noise != 0])) > 1:
+        raise ConfigError(f"{where}: its Gaussian heads have different sigmas; a layer can have one.")

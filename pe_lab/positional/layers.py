@@ -1,4 +1,4 @@
-"""One layer's way with positions, as a description; edits of a whole stack of them."""
+"""The positional encoding of one layer as a description, and edits of all layers of a model."""
 
 from __future__ import annotations
 
@@ -6,29 +6,22 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from pe_lab.errors import UserError
-from pe_lab.positional.encodings import (
-    Encoding,
-    NoPE,
-    NotebookBias,
-    NotebookYarn,
-    PartialRope,
-    Rope,
-    follows_length,
-)
+from pe_lab.config import OMIT_DEFAULT
+from pe_lab.errors import ConfigError
+from pe_lab.positional.encodings import Encoding, NoPE, NotebookBias, NotebookYarn, PartialRope, Rope, follows_length
 from pe_lab.positional.heads import HeadEdit
-from pe_lab.positional.scalings import SCALINGS, Scaling, require, require_length, stretch
+from pe_lab.positional.scalings import SCALINGS, Scaling, check_fields, require, stretch
 
 
 @dataclass(frozen=True)
 class Beta:
-    """A logit scale that follows the text: 1 + `coefficient` * ln(n / L) for n > L tokens, else 1 (DroPE, App. C.2).
+    """A logit scale that depends on the length: 1 + `coefficient` * ln(n / L) for n > L tokens, else 1.
 
-    The paper fits the coefficient: 0.412 for its model trained from scratch, 0.103 for SmolLM. `pe_lab.evaluation`
-    fits yours (`fit_beta`, `common_coefficient`).
+    DroPE (App. C.2) fits the coefficient: 0.412 for its model trained from scratch, 0.103 for SmolLM.
+    `pe_lab.evaluation` fits it for other models (`fit_beta`, `common_coefficient`).
     """
 
     coefficient: float
@@ -36,10 +29,10 @@ class Beta:
 
     def __post_init__(self) -> None:
         require(math.isfinite(self.coefficient), f"Beta.coefficient is {self.coefficient}; it must be finite.")
-        require_length("Beta", self.original_length)
+        check_fields(self)
 
     def at(self, length: int | None) -> float:
-        """The scale for texts of `length` tokens; `UserError` where a negative coefficient takes it to zero."""
+        """The scale for sequences of `length` tokens; `ConfigError` where a negative coefficient makes it negative."""
         scale = 1 + self.coefficient * math.log(stretch(length, self.original_length))
         require(scale > 0, f"Beta.coefficient {self.coefficient} makes the logit scale {scale:.3g} at {length} tokens.")
         return scale
@@ -47,40 +40,40 @@ class Beta:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's way with positions.
+    """The positional encoding of one layer.
 
     Attributes:
-      encoding: of all its heads, but for those in `heads`.
-      window: a query sees this many tokens, itself included; None sees all. Compiled, where all else is data.
+      encoding: of all its heads except those in `heads`.
+      window: the number of tokens that a query attends to, itself included; None is all. Static: a change recompiles.
       logit_scale: factor on the attention logits, a number or `Beta(...)`.
-      heads: what some of the query heads have instead.
+      heads: edits of single query heads.
     """
 
     encoding: Encoding
     window: int | None = None
     logit_scale: float | Beta = 1.0
-    heads: tuple[HeadEdit, ...] = ()
+    heads: tuple[HeadEdit, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise UserError(f"Layer.window is {self.window}; give at least 1 token, or None for no window.")
+            raise ConfigError(f"Layer.window is {self.window}; give at least 1 token, or None for no window.")
         scale = self.logit_scale
         if not isinstance(scale, Beta) and not (isinstance(scale, numbers.Real) and 0 < scale < math.inf):
-            raise UserError(f"Layer.logit_scale is {self.logit_scale}; it must be above 0 and finite, or Beta(...).")
+            raise ConfigError(f"Layer.logit_scale is {self.logit_scale}; it must be above 0 and finite, or Beta(...).")
         object.__setattr__(self, "heads", tuple(self.heads))
         if self.heads and isinstance(self.encoding, NotebookYarn | NotebookBias):
-            raise UserError(
+            raise ConfigError(
                 f"Layer.heads: {type(self.encoding).__name__} is a whole layer's, and no head of it can have another "
                 "encoding. Leave heads out, or choose another encoding."
             )
 
     def scale_at(self, length: int | None) -> float:
-        """The logit scale for texts of `length` tokens."""
+        """The logit scale for sequences of `length` tokens."""
         return self.logit_scale.at(length) if isinstance(self.logit_scale, Beta) else self.logit_scale
 
     @property
     def follows_length(self) -> bool:
-        """Whether its arrays depend on how long the text is."""
+        """Whether the layer's arrays depend on the sequence's length."""
         return isinstance(self.logit_scale, Beta) or any(
             follows_length(e) for e in (self.encoding, *(edit.to for edit in self.heads))
         )
@@ -88,10 +81,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Drop:
-    """DroPE's drop, as an edit of the layers there are: no encoding on the chosen ones. Windows stay.
-
-    `layers` None is all of them. Edits of single heads go with the encoding they edited.
-    """
+    """DroPE's drop as an edit: the chosen layers (None: all) lose their encoding and head edits, and keep windows."""
 
     layers: tuple[int, ...] | None = None
 
@@ -99,7 +89,7 @@ class Drop:
         object.__setattr__(self, "layers", None if self.layers is None else tuple(self.layers))
 
     def apply(self, before: Sequence[Layer]) -> tuple[Layer, ...]:
-        """The layers after the drop; `UserError` for a layer that is not there."""
+        """The layers after the drop; `ConfigError` for a layer that does not exist."""
         chosen = _chosen("drop", self.layers, len(before))
         return tuple(
             dataclasses.replace(layer, encoding=NoPE(), heads=()) if n in chosen else layer
@@ -109,7 +99,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Rescale:
-    """Another scaling on the rotary layers there are, or the chosen ones, rotary heads included; all else stays."""
+    """An edit that gives the chosen layers (None: all), and their edited heads, another scaling where they rotate."""
 
     scaling: Scaling
     layers: tuple[int, ...] | None = None
@@ -120,7 +110,7 @@ class Rescale:
         require(isinstance(self.scaling, Scaling), f"rescale needs a scaling ({names}), not {self.scaling!r}.")
 
     def apply(self, before: Sequence[Layer]) -> tuple[Layer, ...]:
-        """The layers with the scaling; `UserError` where none of the chosen ones rotates."""
+        """The layers with the scaling; `ConfigError` where none of the chosen ones rotates."""
         chosen = _chosen("rescale", self.layers, len(before))
         after = tuple(self._scaled_layer(layer) if n in chosen else layer for n, layer in enumerate(before))
         rotary = any(isinstance(before[n].encoding, Rope | PartialRope) for n in chosen)
@@ -143,17 +133,17 @@ LayersEdit = Drop | Rescale
 
 
 def drop(layers: Sequence[int] | None = None) -> Drop:
-    """`positional=drop()` or `drop(layers=range(12, 24))` in a phase: the layers before, without their encoding."""
+    """For a phase's `positional`: the layers of the phase before without their encoding; None is all layers."""
     return Drop(None if layers is None else tuple(layers))
 
 
 def rescale(scaling: Any, layers: Sequence[int] | None = None) -> Rescale:
-    """`positional=rescale(Yarn(2, 1024))` in a phase: the layers before, their rotation stretched."""
+    """For a phase's `positional`: the layers of the phase before with another scaling; None is all layers."""
     return Rescale(scaling, None if layers is None else tuple(layers))
 
 
 def _chosen(what: str, layers: Sequence[int] | None, count: int) -> set[int]:
     for n in layers or ():
         if not 0 <= n < count:
-            raise UserError(f"{what}: there is no layer {n}; the model has layers 0 to {count - 1}.")
+            raise ConfigError(f"{what}: there is no layer {n}; the model has layers 0 to {count - 1}.")
     return set(range(count)) if layers is None else set(layers)

@@ -1,4 +1,4 @@
-"""Which layer gets which encoding: patterns, the papers' arrangements, and edits of the layers before."""
+"""The encodings of all layers of a model: patterns, the papers' arrangements, and edits of earlier layers."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pe_lab.errors import UserError
-from pe_lab.positional.codec import from_json, parse
-from pe_lab.positional.encodings import Encoding, NoPE, Rope
+from pe_lab.config import register_descriptions
+from pe_lab.errors import ConfigError
+from pe_lab.positional.codec import from_json, kind_from_json, parse
+from pe_lab.positional.encodings import ENCODINGS, Encoding, NoPE, Rope
+from pe_lab.positional.heads import HEAD_KINDS
 from pe_lab.positional.layers import Beta, Drop, Layer, Rescale
 from pe_lab.positional.scalings import SCALINGS
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Layers that repeat from the bottom up. With `cut`, the last repetition may be a part of one."""
+    """Layers that repeat from the first layer up. With `cut`, the last repetition may be incomplete."""
 
     items: tuple[Any, ...]
     cut: bool = False
 
 
 def pattern(items: Sequence[Any], cut: bool = False) -> Pattern:
-    """`pattern(['rope/window=512'] * 3 + ['nope'])`: what `layers` repeats; items as in `layers`."""
+    """A pattern such as `pattern(['rope/window=512'] * 3 + ['nope'])`; items as in `layers`."""
     return Pattern(tuple(items), cut)
 
 
 def rnope_swa(window: int, base: float = 10000.0) -> Pattern:
     """RNoPE-SWA (Yang et al. 2025, Cohere 2): three rotary layers with a sliding window to one full NoPE layer.
 
-    Layer i is the full one iff (i + 1) % 4 == 0. Choose a window below the training length, or it says nothing.
+    Layer i is the full one iff (i + 1) % 4 == 0. A window of the training length or more has no effect.
     """
     return Pattern((*[Layer(Rope(base), window)] * 3, Layer(NoPE())), cut=True)
 
@@ -43,36 +45,36 @@ def smollm3(base: float = 5_000_000.0) -> Pattern:
 def swan(window: int, original_length: int, coefficient: float = 0.0, base: float = 10000.0) -> Pattern:
     """SWAN (Puvvada et al. 2025): a full NoPE layer, then three rotary layers with a sliding window.
 
-    The logits of the full layers grow with the logarithm of the text's length: 1 + coefficient ln(n / L). The paper
-    fits its curve to a trained model, so the coefficient is yours to fit (see `Beta`); 0 scales nothing.
+    The logits of the full layers are multiplied by 1 + coefficient ln(n / L) for sequences of n > L tokens. The paper
+    fits its curve to a trained model, so the coefficient has to be fitted (see `Beta`); 0 is no scaling.
     """
     scale = Beta(coefficient, original_length) if coefficient else 1.0
     return Pattern((Layer(NoPE(), logit_scale=scale), *[Layer(Rope(base), window)] * 3), cut=True)
 
 
 def layers(description: Any, num_layers: int, before: Sequence[Layer] | None = None) -> tuple[Layer, ...]:
-    """One `Layer` for each of N layers, from whatever a config says.
+    """One `Layer` for each of N layers, from the description in a config.
 
     Args:
-      description: an encoding, a `Layer`, a text (see `parse`), a sequence of these, which is repeated as a pattern
-        and whose length must divide N, `pattern(...)`, or an edit of the layers before: `drop(...)`, `rescale(...)`,
-        the text 'drop'.
+      description: an encoding, a `Layer`, a text (see `parse`), the JSON of one, a sequence of these, which is
+        repeated as a pattern and whose length must divide N, `pattern(...)`, or an edit of earlier layers:
+        `drop(...)`, `rescale(...)`, the text 'drop'.
       num_layers: N.
-      before: the layers that an edit changes; None where there are none.
+      before: the layers that an edit changes; None if there are none.
 
     Raises:
-      UserError: what cannot be read, a pattern that does not tile, an edit with nothing before it.
+      ConfigError: an unknown description, a pattern that does not tile, an edit without layers before it.
     """
     if isinstance(description, str) and description.strip() == "drop":
         description = Drop()
     if isinstance(description, Drop | Rescale):
         if before is None:
-            raise UserError(
+            raise ConfigError(
                 f"{type(description).__name__.lower()}(...) edits the layers of the phase or checkpoint before, and "
-                "there is none. Give this phase its encodings outright, or an init_from whose checkpoint is there."
+                "there is none. Give this phase its own encodings, or an init_from whose checkpoint exists."
             )
         if len(before) != num_layers:
-            raise UserError(f"An edit of {len(before)} layers cannot make {num_layers}: the model has another depth.")
+            raise ConfigError(f"An edit of {len(before)} layers cannot make {num_layers}: the model has another depth.")
         return description.apply(before)
     if isinstance(description, Pattern):
         items, cut = description.items, description.cut
@@ -80,8 +82,8 @@ def layers(description: Any, num_layers: int, before: Sequence[Layer] | None = N
         several = isinstance(description, Sequence) and not isinstance(description, str)
         items, cut = tuple(description) if several else (description,), False
     if not items or (num_layers % len(items) and not cut):
-        raise UserError(
-            f"A pattern of {len(items)} layers does not tile {num_layers} layers; its length must divide, or say "
+        raise ConfigError(
+            f"A pattern of {len(items)} layers does not tile {num_layers} layers; its length must divide, or use "
             "pattern([...], cut=True)."
         )
     period = [_layer(item) for item in items]
@@ -89,15 +91,15 @@ def layers(description: Any, num_layers: int, before: Sequence[Layer] | None = N
 
 
 def read_with(description: Any, before: Sequence[Layer], original_length: int) -> tuple[Layer, ...]:
-    """What weights that are there are read with, as a person says it: as `layers`, but for a scaling by its name alone.
+    """The layers to apply to existing weights: as `layers`, except that a scaling alone rescales `before`.
 
-    `yarn:factor=4` stretches the rotation there is, whatever its base, and takes `original_length` for the length it
-    stretches from; as an encoding of its own it would have the default base, which are not the weights'.
+    `yarn:factor=4` scales the rotation of `before`, with its base and with `original_length` as the length to stretch
+    from. As an encoding of its own it would have the default base instead of the weights' base.
 
     Args:
       description: as in `layers`.
-      before: the layers there are.
-      original_length: tokens a window in training.
+      before: the layers that the weights were trained with.
+      original_length: tokens of a training window.
     """
     if isinstance(description, str) and "+" not in description and "/" not in description:
         name, _, arguments = description.strip().partition(":")
@@ -111,12 +113,28 @@ def read_with(description: Any, before: Sequence[Layer], original_length: int) -
 
 
 def _layer(item: Any) -> Layer:
+    item = description_from_json(item) if isinstance(item, Mapping) else item
     if isinstance(item, Layer):
         return item
     if isinstance(item, str):
         return parse(item)
     if isinstance(item, Encoding):
         return Layer(item)
-    if isinstance(item, Mapping):
-        return from_json(item)
-    raise UserError(f"{item!r} does not describe a layer; give an encoding, a Layer, or a text like 'rope'.")
+    raise ConfigError(f"{item!r} does not describe a layer; give an encoding, a Layer, or a text like 'rope'.")
+
+
+_EDITS: dict[str, type] = {"drop": Drop, "rescale": Rescale}
+
+
+def description_from_json(value: Mapping[str, Any]) -> Any:
+    """A `Layer`, an encoding, a pattern or an edit from the JSON of `config.to_json`, also of earlier versions."""
+    kind, where = value.get("kind", "Layer"), str(dict(value))
+    if kind in ("pattern", "Pattern"):
+        items = value.get("items", ())
+        read = [description_from_json(item) if isinstance(item, Mapping) else item for item in items]
+        return Pattern(tuple(read), bool(value.get("cut", False)))
+    return from_json(value) if kind == "Layer" else kind_from_json(value, {**ENCODINGS, **_EDITS}, where)
+
+
+# Layer, HeadEdit and Beta have no kind: their place and their keys identify them.
+register_descriptions({**HEAD_KINDS, **SCALINGS, "pattern": Pattern, **_EDITS}, description_from_json)

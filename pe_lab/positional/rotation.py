@@ -1,4 +1,4 @@
-"""The one rotation, with angles that are right at every position."""
+"""The rotation of queries and keys, with angles that are exact at every position."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError
 from pe_lab.positional.encodings import Rope, frequencies
 from pe_lab.positional.scalings import PI
 
 
 def fixed_point_frequencies(inv_freq: np.ndarray) -> np.ndarray:
-    """Frequencies as exact fixed-point numbers: a 64-bit fraction of a turn, in two uint32 words.
+    """Frequencies as fixed-point numbers: a 64-bit fraction of a full rotation, in two uint32 words.
 
-    A float32 product of position and frequency is off by hundredths of a radian at a million tokens, because the
-    product is large and only its remainder after whole turns matters. Integer arithmetic that wraps around at one
-    turn keeps precisely that remainder.
+    A float32 product of position and frequency is off by hundredths of a radian at a million tokens: the product is
+    large, and only its remainder modulo 2 pi matters. Integer arithmetic that wraps around at one full rotation keeps
+    exactly that remainder.
 
     Args:
       inv_freq: [...] radians per position, float64, in [0, 2 pi).
@@ -29,13 +29,13 @@ def fixed_point_frequencies(inv_freq: np.ndarray) -> np.ndarray:
       [..., 2] uint32: the high and the low word of inv_freq / 2 pi.
 
     Raises:
-      UserError: if a frequency lies outside that range.
+      ConfigError: if a frequency lies outside that range.
     """
     inv_freq = np.asarray(inv_freq, np.float64)
     outside = inv_freq[~((inv_freq >= 0) & (inv_freq < 2 * math.pi))]
     if outside.size:
-        raise UserError(f"inv_freq has {outside[0]}; a frequency must lie in [0, 2 pi) radians per position.")
-    # 2^64 times a float64 in [0, 1) is exact up to the float64's own 53 bits.
+        raise ConfigError(f"inv_freq has {outside[0]}; a frequency must lie in [0, 2 pi) radians per position.")
+    # 2^64 times a float64 in [0, 1) is exact to the 53 bits of a float64.
     high, low = np.divmod(inv_freq / (2 * math.pi) * 2.0**32, 1.0)
     return np.stack([high.astype(np.uint32), np.floor(low * 2.0**32).astype(np.uint32)], axis=-1)
 
@@ -49,23 +49,23 @@ def _multiply_high(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def angles(fixed_freq: UInt32[Array, "*rows R 2"], positions: Int[Array, "B T"]) -> Float[Array, "B T *rows R"]:
-    """Rotation angles modulo one turn, in [-pi, pi], float32, good to 5e-7 rad at any position below 2^31.
+    """Rotation angles in [-pi, pi], float32, exact to 5e-7 rad at any position below 2^31.
 
     Args:
-      turns: frequencies as `turns_per_position` writes them.
+      fixed_freq: see `fixed_point_frequencies`.
       positions: token positions, not negative.
     """
     position = positions.astype(jnp.uint32).reshape(positions.shape + (1,) * (fixed_freq.ndim - 1))
     high, low = fixed_freq[..., 0], fixed_freq[..., 1]
-    fraction = position * high + _multiply_high(position, low)  # wraps at 2^32 = one turn
+    fraction = position * high + _multiply_high(position, low)  # wraps at 2^32, one full rotation
     signed = jax.lax.bitcast_convert_type(fraction, jnp.int32).astype(jnp.float32)
     return signed * jnp.float32(2 * math.pi / 2**32)
 
 
 class Warp(NamedTuple):
-    """The notebook's "YaRN": position n counts as n * m(n), m going from alpha to beta around a length.
+    """The notebook's "YaRN": position n is replaced by n * m(n).
 
-    m is alpha up to `length` - `blend`, beta from `length` + `blend` on, and a line between them.
+    m is alpha up to `length` - `blend`, beta from `length` + `blend` on, and linear between them.
     """
 
     alpha: float
@@ -77,7 +77,7 @@ class Warp(NamedTuple):
 def warped_angles(
     fixed_freq: UInt32[Array, "*rows R 2"], positions: Int[Array, "B T"], warp: Warp
 ) -> Float[Array, "B T *rows R"]:
-    """Rotation angles at warped positions, float32, good to 1e-6 rad at positions below 2^27 outside the blend.
+    """Rotation angles at warped positions, float32, exact to 1e-6 rad at positions below 2^27 outside the blend.
 
     Within the blend the multiplier is a float32 (1e-7 of a position near `length`).
     """
@@ -86,8 +86,8 @@ def warped_angles(
     between = positions * (warp.alpha * (1 - blended) + warp.beta * blended)
     whole, rest = between.astype(jnp.uint32), between - jnp.floor(between)
     for multiplier, here in ((warp.alpha, blended == 0), (warp.beta, blended == 1)):
-        # In fixed point, as the angles themselves: a float32 product would lose the fraction of a large position. The
-        # multiplier's own fraction has two words; what carries from the lower one's product counts.
+        # In fixed point: a float32 product would lose the fraction of a large position. The multiplier's fraction has
+        # two words; the product of the lower word carries into the upper.
         high, low = (np.uint32(word) for word in divmod(int(multiplier % 1 * 2**64), 2**32))
         upper = position * high
         fraction = upper + _multiply_high(position, jnp.full_like(position, low))
@@ -115,16 +115,16 @@ def rotate(
 ) -> Float[Array, "B T H K"]:
     """Rotates pair r (channels r and r + R) of every head; in float32, returned in the dtype of `x`.
 
-    The tables are outside the gradient: theirs is zero.
+    The gradient of the tables is zero.
     """
-    # Each half meets the other by a shift that leaves zeros behind. Shifts fuse with the products into one loop, on a
-    # CPU too; halves split and concatenated do not, and jnp.roll does not under every XLA (docs/log.md).
-    half, still = x.shape[-1] // 2, [(0, 0, 0)] * (x.ndim - 1)
-    nothing = jnp.zeros((), x.dtype)
-    up = jax.lax.pad(x, nothing, [*still, (half, -half, 0)])
-    down = jax.lax.pad(x, nothing, [*still, (-half, half, 0)])
-    along, across = jnp.concatenate([cos, cos], -1), jnp.concatenate([sin, sin], -1)
-    return (x.astype(jnp.float32) * along + (up - down).astype(jnp.float32) * across).astype(x.dtype)
+    # Zero-filled shifts by half the channels fuse with the products into one loop, on a CPU too. Splitting and
+    # concatenating halves does not, nor does jnp.roll under every XLA (docs/log.md).
+    half, unshifted = x.shape[-1] // 2, [(0, 0, 0)] * (x.ndim - 1)
+    zero = jnp.zeros((), x.dtype)
+    up = jax.lax.pad(x, zero, [*unshifted, (half, -half, 0)])
+    down = jax.lax.pad(x, zero, [*unshifted, (-half, half, 0)])
+    cos, sin = jnp.concatenate([cos, cos], -1), jnp.concatenate([sin, sin], -1)
+    return (x.astype(jnp.float32) * cos + (up - down).astype(jnp.float32) * sin).astype(x.dtype)
 
 
 def _rotate_forward(x, cos, sin):  # noqa: ANN001, ANN202
@@ -132,7 +132,7 @@ def _rotate_forward(x, cos, sin):  # noqa: ANN001, ANN202
 
 
 def _rotate_backward(tables, d_out):  # noqa: ANN001, ANN202
-    # The transpose of a rotation turns back.
+    # The transpose of a rotation is the rotation by the opposite angle.
     cos, sin = tables
     return rotate(d_out, cos, -sin), jnp.zeros_like(cos), jnp.zeros_like(sin)
 
@@ -141,7 +141,7 @@ rotate.defvjp(_rotate_forward, _rotate_backward)
 
 
 def apply_encoding(x: Float[Array, "B T H K"], positions: Int[Array, "B T"], encoding: Rope) -> Float[Array, "B T H K"]:
-    """Rotates queries or keys by one description; what `apply_rope` and `apply_p_rope` are made of."""
+    """Rotates queries or keys by one description."""
     inv_freq, gain = frequencies(encoding, x.shape[-1])
     cos, sin = rotation_tables(
         jnp.asarray(fixed_point_frequencies(inv_freq)), jnp.asarray(gain, jnp.float32), positions
@@ -173,5 +173,5 @@ def apply_p_rope(
     The first int(rope_percentage * head_dim // 2) pairs rotate with the frequencies of full RoPE; the rest do not.
     """
     if inputs.shape[-1] != head_dim:
-        raise UserError(f"apply_p_rope: head_dim is {head_dim}, but the inputs have {inputs.shape[-1]} channels.")
+        raise ConfigError(f"apply_p_rope: head_dim is {head_dim}, but the inputs have {inputs.shape[-1]} channels.")
     return apply_encoding(inputs, positions, Rope(base=float(max_wavelength), fraction=rope_percentage))

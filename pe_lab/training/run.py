@@ -26,8 +26,6 @@ from pe_lab.positional.codec import ranges
 from pe_lab.training.optimizer import learning_rate
 from pe_lab.training.step import Batch, parameter_shardings
 
-QK_NORM_INITS = ("matched", "ones")  # of `PhaseConfig.qk_norm_init`
-
 
 @dataclass(frozen=True)
 class PhasePlan:
@@ -67,8 +65,6 @@ def plan_phases(config: Config) -> tuple[PhasePlan, ...]:
             for field in ("steps", "sequence_length", "batch_size", "accumulate"):
                 if getattr(phase, field) < 1:
                     raise ConfigError(f"{field} is {getattr(phase, field)}; it must be positive.")
-            if phase.qk_norm_init not in QK_NORM_INITS:
-                raise ConfigError(f"qk_norm_init is '{phase.qk_norm_init}'; it must be {' or '.join(QK_NORM_INITS)}.")
             if phase.random_positions and phase.random_positions < phase.sequence_length:
                 raise ConfigError(
                     f"random_positions is {phase.random_positions}; {phase.sequence_length} different positions are "
@@ -142,7 +138,8 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
         attention_of(model, phase, config, mesh, rules)
         if phase.index in parents:
             parent = parents[phase.index]
-            check_same_shape(parent.model, model.config, f"The checkpoint '{parent.said}'", bool(phase.config.qk_norm))
+            what = f"The checkpoint '{parent.display_name}'"
+            check_same_shape(parent.model, model.config, what, bool(phase.config.qk_norm))
     return Run(config, workdir, models, mesh, rules, phases, first.mixture, first.tokenizer)
 
 

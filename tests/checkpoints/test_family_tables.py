@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from checkpoints.foreign import DATA, NAMES, as_array, copy_of, golden, logits, read_tensors
+from checkpoints.external import DATA, NAMES, as_array, copy_of, golden, logits, read_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,11 +91,11 @@ def test_shards_are_filled_in_order_and_indexed(tmp_path, monkeypatch):
 # Mistakes that load and run: (model, leaf, what it is mistaken for).
 def _heads_inside_out(leaf: Leaf) -> Leaf:
     """Channels before heads, where a row is [head, channel]."""
-    return dataclasses.replace(leaf, ours=lambda x, s: x.reshape(s[2], s[1], s[0]).transpose(2, 1, 0))
+    return dataclasses.replace(leaf, to_native=lambda x, s: x.reshape(s[2], s[1], s[0]).transpose(2, 1, 0))
 
 
-def _rows_turned(leaf: Leaf) -> Leaf:
-    return dataclasses.replace(leaf, ours=lambda x, s: np.roll(leaf.ours(x, s), 1, axis=-1))
+def _rows_shifted(leaf: Leaf) -> Leaf:
+    return dataclasses.replace(leaf, to_native=lambda x, s: np.roll(leaf.to_native(x, s), 1, axis=-1))
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def _rows_turned(leaf: Leaf) -> Leaf:
         ("attention.query", _heads_inside_out),
         ("attention.key", _heads_inside_out),
         ("attention.value", _heads_inside_out),
-        ("attention.query", _rows_turned),
-        ("attention.out", _rows_turned),
-        ("mlp.up", _rows_turned),
+        ("attention.query", _rows_shifted),
+        ("attention.out", _rows_shifted),
+        ("mlp.up", _rows_shifted),
     ],
 )
 def test_a_wrong_permutation_is_felt(leaf, mistake, monkeypatch):

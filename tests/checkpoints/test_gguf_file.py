@@ -5,7 +5,7 @@ import os
 import gguf
 import numpy as np
 import pytest
-from checkpoints.foreign import DATA, as_array, golden, logits, read_tensors
+from checkpoints.external import DATA, as_array, golden, logits, read_tensors
 
 from pe_lab.checkpoints import open_checkpoint, source
 from pe_lab.checkpoints.gguf_file import GgufSource
@@ -28,7 +28,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-# Of tests/data/hf/llama; the other models differ where it is said.
+# Of tests/data/hf/llama; the other models differ where stated.
 SHAPE = {
     "llama.block_count": 2,
     "llama.embedding_length": 32,
@@ -218,7 +218,7 @@ def test_scalings_as_llama_cpp_reads_them(tmp_path):
         rope_of(tmp_path, yarn | betas | {f"{key}.yarn_beta_fast": 8.0})
     tables = {f"rope_factors_{which}.weight": np.ones(4, np.float32) for which in ("short", "long")}
     found = rope_of(tmp_path, {f"{key}.type": "longrope"}, tensors_of("llama", 4, 2) | tables)
-    assert isinstance(found.scaling, LongRope) and frequencies(found, 8)[1][0] == 1.0  # no factor said is none
+    assert isinstance(found.scaling, LongRope) and frequencies(found, 8)[1][0] == 1.0  # no factor given is none
 
 
 def without(key):

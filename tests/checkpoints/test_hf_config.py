@@ -1,9 +1,9 @@
-"""config.json read as transformers reads it: what is left out, what changes the computation, what edits mean."""
+"""Reading config.json with transformers' defaults and contradictions, refused keys, and edits by hand."""
 
 import json
 
 import pytest
-from checkpoints.foreign import DATA, copy_of, edit_config, golden, logits
+from checkpoints.external import DATA, copy_of, edit_config, golden, logits
 
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.checkpoints.families import FAMILIES

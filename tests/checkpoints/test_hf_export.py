@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from checkpoints.foreign import Memory, logits
+from checkpoints.external import Memory, logits
 
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.checkpoints.families import FAMILIES

@@ -85,6 +85,22 @@ def test_an_added_norm_is_as_close_as_a_constant_makes_it(batch, kind):
     assert np.linalg.norm(before - after) < np.linalg.norm(before - ones)
 
 
+def test_a_norm_that_starts_at_ones_has_scale_1_and_changes_nothing_else(batch):
+    """As DroPE's code adds it, also where a learned scale was before."""
+    for before in ("none", "flat"):
+        start = dataclasses.replace(CONFIG, qk_norm=before)
+        params = random_params(start)
+        config, child, _ = change_qk_norm(start, params, "head", schedule_of(Rope()), batch, init="ones")
+        attention = dict(child["layers"]["attention"])
+        for side in ("query", "key"):
+            assert (attention.pop(f"{side}_norm")["scale"] == 1).all()
+            assert (attention.pop(side) == params["layers"]["attention"][side]).all()
+        matched = change_qk_norm(start, params, "head", schedule_of(Rope()), batch)[1]["layers"]["attention"]
+        assert (np.abs(matched["query_norm"]["scale"] - 1) > 0.01).any()
+    with pytest.raises(UserError, match="no QK-norm is added"):
+        change_qk_norm(start, params, "none", schedule_of(Rope()), batch, init="ones")
+
+
 def test_losses_are_those_of_parent_and_child(batch):
     params, schedule = random_params(CONFIG), schedule_of(NoPE())
     config, child, told = change_qk_norm(CONFIG, params, "head", schedule, batch)

@@ -99,7 +99,7 @@ def test_every_encoding_comes_back_from_both_schemas_and_from_each_alone(head_di
 def test_p_rope_comes_back_where_transformers_4_has_no_word_for_it(fraction):
     for scaling in [*SCALINGS, *WITH_GAIN]:
         if isinstance(scaling, Yarn) and fraction == 0:
-            continue  # nothing turns, so nothing has a gain
+            continue  # no pair rotates, so none has a gain
         assert_round_trip(Rope(10000.0, fraction, scaling), 64)
 
 
@@ -118,7 +118,7 @@ def test_partial_rope_comes_back_on_neox_and_elsewhere(fraction):
 def test_an_odd_share_of_channels_is_written_as_the_even_one_that_rotates(head_dim, fraction):
     encoding = PartialRope(10000.0, fraction)
     written = write_rope(encoding, head_dim, LENGTH, neox=True)
-    # transformers rounds down, and turns a channel too many at other frequencies where that is odd.
+    # transformers rounds down, and for an odd number rotates one channel too many at other frequencies.
     assert int(head_dim * written["rotary_pct"]) == encoding.rotated_channels(head_dim)
     assert_round_trip(encoding, head_dim, neox=True)
 

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, how it is found again, and what is said when it cannot be read."""
+"""The content of a checkpoint, the paths that name it, and the errors for one that cannot be read."""
 
 import json
 import shutil
@@ -112,17 +112,17 @@ def test_nothing_there(tmp_path, copy):
         open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UserError, match="Give a run directory, a phase of it, or one step's directory"):
         open_checkpoint(tmp_path)
-    foreign = tmp_path / "foreign" / "checkpoints" / "7"
-    foreign.mkdir(parents=True)
-    (foreign / "model.safetensors").touch()
-    for path in (foreign, tmp_path / "foreign"):
+    external = tmp_path / "external" / "checkpoints" / "7"
+    external.mkdir(parents=True)
+    (external / "model.safetensors").touch()
+    for path in (external, tmp_path / "external"):
         with pytest.raises(UserError, match="There is no checkpoint at"):
             open_checkpoint(path)
-    assert find_checkpoints(tmp_path / "foreign") == []
+    assert find_checkpoints(tmp_path / "external") == []
     for item in ("metadata", "params"):
-        (foreign / item).mkdir()
-    with pytest.raises(UserError, match=r"foreign/checkpoints/7' cannot be read \("):
-        open_checkpoint(foreign)
+        (external / item).mkdir()
+    with pytest.raises(UserError, match=r"external/checkpoints/7' cannot be read \("):
+        open_checkpoint(external)
 
 
 def data_files(directory: Path) -> list[Path]:
@@ -174,7 +174,7 @@ def test_a_schedule_comes_back_bit_by_bit(tmp_path, description):
     params = model.init(jax.random.key(1))
     schedule = build_schedule(described, 2, 1, 8)
     store = Store(tmp_path / "checkpoints")
-    store.save(0, params, None, metadata_of(config, described))
+    store.save(0, params, None, metadata_of(config, described, training_length=16))
     store.wait()
     store.close()
     back = open_checkpoint(tmp_path)
@@ -249,9 +249,9 @@ def test_a_checkpoint_of_another_layout_opens_in_ours(run, tmp_path, layout):
         scale = attention[f"{name}_norm"]["scale"] + np.arange(8, dtype=np.float32)  # so that its order matters
         ours.params["layers"]["attention"][f"{name}_norm"]["scale"] = jnp.asarray(scale)
         attention[f"{name}_norm"]["scale"] = from_canonical(scale, layout)
-    facts = {k: ours.metadata[k] for k in ("lineage", "training_length")}
+    metadata = {k: ours.metadata[k] for k in ("lineage", "training_length")}
     store = Store(tmp_path / "other" / "checkpoints")
-    store.save(0, theirs, None, metadata_of(ours.model, ours.layers, layout, **facts))
+    store.save(0, theirs, None, metadata_of(ours.model, ours.layers, layout, **metadata))
     store.wait()
     store.close()
     opened = open_checkpoint(tmp_path / "other")

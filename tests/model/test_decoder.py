@@ -14,6 +14,7 @@ from pe_lab.model import Model
 from pe_lab.positional import (
     PI,
     Alibi,
+    HeadEdit,
     Layer,
     NoPE,
     PartialRope,
@@ -136,7 +137,8 @@ MIXED_MODEL = Model(
 
 
 def mixed_schedule():
-    return schedule_of(MIXED_MODEL, MIXED).edit([1], [1, 2], num_kv_heads=2, inv_freq=0.0)
+    masked = dataclasses.replace(MIXED[1], heads=(HeadEdit((1, 2), NoPE()),))
+    return schedule_of(MIXED_MODEL, [MIXED[0], masked, *MIXED[2:]])
 
 
 def packed_batch(T: int):

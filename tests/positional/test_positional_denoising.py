@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pe_lab.attention.noise import replace_heads_by_noise
 from pe_lab.errors import UserError
 from pe_lab.positional import (
     NTK,
@@ -88,8 +89,8 @@ def as_users_run_it():
 def head_scores(fixed_freq, gain, query, key, at):
     """[B, H]: logits of queries and keys [H, K], keys rotated per query head, at pairs of positions `at` [B, 2]."""
     cos, sin = rotation_tables(fixed_freq, gain, at)
-    turned = rotate(jnp.stack([query, key])[None].repeat(len(at), 0), cos, sin)
-    return jnp.einsum("bhk,bhk->bh", turned[:, 0], turned[:, 1])
+    rotated = rotate(jnp.stack([query, key])[None].repeat(len(at), 0), cos, sin)
+    return jnp.einsum("bhk,bhk->bh", rotated[:, 0], rotated[:, 1])
 
 
 QUERY, KEY = np.random.default_rng(0).standard_normal((2, H, K)).astype(np.float32)
@@ -101,7 +102,7 @@ def scores_of(schedule):
 
 
 def expected_scores(pairs_kept, head, inv_freq, gain=1.0):
-    """The logits [B] of one head by hand: each pair's product turned by the distance, the kept pairs added up."""
+    """The logits [B] of one head by hand: each pair's product rotated by the distance, the kept pairs added up."""
     query, key = (x[head, :R] + 1j * x[head, R:] for x in (QUERY.astype(float), KEY.astype(float)))
     distance = (AT[:, 0] - AT[:, 1])[:, None]
     products = (query * key.conj() * np.exp(1j * distance * inv_freq)).real
@@ -213,6 +214,31 @@ def test_alibi_on_one_head_takes_that_heads_slope():
     np.testing.assert_array_equal(mixed.alibi_slope[0], np.where(np.isin(range(H), [1, 2]), 0, slopes))
 
 
+def test_the_appendix_has_one_seed_and_a_fixed_sigma():
+    """DoPE, appendix A.2: sigma 1.0 and seed 42 for all heads; the body takes the variance of the other heads."""
+    pattern, heads = layers(["rope", "nope"], N), [(0, 1), (0, 4), (3, 2)]
+    body, appendix = (schedule_of(dope_by_gaussian(pattern, heads, *options)) for options in ((0,), (42, 1.0, True)))
+    assert body.noise_sigma.tolist() == [0] * N and len(np.unique(body.noise)) == 4
+    assert appendix.noise_sigma.tolist() == [1, 0, 0, 1] and np.unique(appendix.noise).tolist() == [0, 42]
+    assert jax.tree.structure(body) == jax.tree.structure(appendix)  # they share a compilation
+    assert "2 heads are noise of sigma 1" in describe(appendix) and "sigma" not in describe(body)
+    with pytest.raises(UserError, match="layer 0: its Gaussian heads have different sigmas"):
+        edits = (HeadEdit((0,), Gaussian(7)), HeadEdit((1,), Gaussian(7, 2.0)))
+        schedule_of([Layer(Rope(), heads=edits)])
+
+
+def test_noise_of_a_fixed_sigma_has_that_size():
+    query = jax.random.normal(jax.random.key(0), (1, 256, H, 64)) * 5
+    seeds = jnp.asarray([0, 42, 42, 0, 0, 0], jnp.uint32)
+    fixed, matched = (
+        np.asarray(replace_heads_by_noise(query, seeds, None, 0, sigma)) for sigma in (jnp.float32(2.0), jnp.float32(0))
+    )
+    assert fixed[:, :, 1].std() == pytest.approx(2, rel=0.02) and matched[:, :, 1].std() == pytest.approx(5, rel=0.03)
+    np.testing.assert_array_equal(fixed[:, :, 1], fixed[:, :, 2])  # one seed, one noise
+    np.testing.assert_array_equal(fixed[:, :, 0], query[:, :, 0])
+    np.testing.assert_array_equal(matched, replace_heads_by_noise(query, seeds, None, 0))
+
+
 def test_generalized_to_noise_means_split_heads():
     schedule = schedule_of(layers(["rope", "nope"], N))
     noisy = schedule.generalize(noisy=True)
@@ -271,13 +297,13 @@ def table(text):
     return [dict(zip(header, row, strict=False)) for row in rows]
 
 
-def test_describe_has_a_column_for_what_is_beside_only_where_something_is():
+def test_describe_has_a_column_for_other_properties_only_where_there_are_some():
     pattern = layers(["rope", "nope"], N)
-    assert "beside" not in describe(schedule_of(pattern)) + describe(schedule_of(pattern), pattern)
-    assert "beside" not in describe(schedule_of(dope_by_all(pattern, [(0, 1)])))
+    assert "other" not in describe(schedule_of(pattern)) + describe(schedule_of(pattern), pattern)
+    assert "other" not in describe(schedule_of(dope_by_all(pattern, [(0, 1)])))
     noisy = dope_by_gaussian(pattern, [(1, 0), (1, 5)])
     rows = table(describe(schedule_of(noisy)))
-    assert [(row["layers"], row.get("beside")) for row in rows] == [
+    assert [(row["layers"], row.get("other")) for row in rows] == [
         ("0,2", None),
         ("1", "2 heads are noise"),
         ("3", None),
@@ -288,10 +314,10 @@ def test_describe_has_a_column_for_what_is_beside_only_where_something_is():
 def test_describe_tells_warps_and_biases():
     described = [Layer(NotebookYarn()), Layer(NotebookBias()), Layer(NotebookBias(-0.5, 64))]
     rows = table(describe(schedule_of(described), described))
-    assert [row["beside"] for row in rows] == [
+    assert [row["other"] for row in rows] == [
         "positions times 0.85 .. 1.25",
-        "+2 on itself below 128",
-        "-0.5 on itself below 64",
+        "+2 on the diagonal below 128",
+        "-0.5 on the diagonal below 64",
     ]
     assert [row["encoding"] for row in rows] == [
         "notebook_yarn(base=10000)",
@@ -312,7 +338,7 @@ def test_describe_names_heads_that_differ_and_shows_how():
         "rope(base=10000) + yarn(factor=8, original_length=64) / heads 3: uniform / heads 2: alibi",
         "alibi / heads 0-1: bands(threshold=0.05, keep=slow)",
     ]
-    shown = ("pairs turning", "gain", "slope", "heads")
+    shown = ("rotated pairs", "gain", "slope", "heads")
     assert [tuple(row[name] for name in shown) for row in rows] == [
         ("0-8/8", "1", "none", "split"),
         ("0-8/8", "0 .. 1.208", "0 .. 0.01562", "split"),
@@ -428,7 +454,7 @@ def test_dope_by_parts_removes_the_bands_beyond_two_pi_over_the_training_length(
         inv_freq, gain = frequencies(encoding, K)
     except UserError:  # a base at which YaRN has nothing to interpolate
         return
-    # What turns once or more within the training window is fast; by wavelength, so that the test has its own formula.
+    # A pair that makes one rotation or more within the training window is fast; by wavelength, so that the test has its own formula.
     fast = np.array([w > 0 and 2 * math.pi / w < training for w in inv_freq])
     heads = [(1, 0), (1, 5), (3, 2)]
     kept = {}

@@ -1,4 +1,4 @@
-"""What each encoding does to the frequencies: which pairs turn, which stand still, and how large they are.
+"""The frequencies of each encoding: which pairs rotate, and by how much.
 
 Scalings are in test_positional_scalings.py.
 """

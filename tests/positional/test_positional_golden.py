@@ -1,4 +1,4 @@
-"""Parity with other people's code: positional_golden.json, which make_positional_golden.py writes."""
+"""Parity with external code: positional_golden.json, which make_positional_golden.py writes."""
 
 import json
 from collections import Counter
@@ -143,7 +143,7 @@ def test_transformers_as_it_is_agrees_with_its_float64():
 
 
 def ramp_is_empty(case):
-    """YaRN on a training length within which no pair turns even once, and its bounds not rounded apart."""
+    """YaRN on a training length within which no pair makes a full rotation, and its bounds not rounded apart."""
     settings = case["settings"]
     return "yarn" in case["scheme"] and settings["original_length"] == 6 and not settings.get("truncate", True)
 

@@ -104,7 +104,7 @@ def described(scaling, denoised=()):
     edits = st.lists(st.builds(HeadEdit, heads, st.one_of(per_head, *denoised)), max_size=3).map(tuple)
     window = st.none() | st.integers(1, 1 << 20)
     scale = st.one_of(st.floats(0.1, 10), st.builds(Beta, st.floats(-1, 1), LENGTH))
-    # The notebook's are whole layers': what an edited head would be under them nobody has said.
+    # The notebook's are whole layers'; edits of single heads are not defined for them.
     edited = st.builds(Layer, per_head, window, scale, edits)
     return st.one_of(edited, st.builds(Layer, whole_layer, window, scale))
 
@@ -363,7 +363,7 @@ def test_families_have_the_names_people_use():
         ("partial_rope:fraction=-0.25", ["PartialRope.fraction is -0.25"]),
         ("rope:base=ten", ["'base=ten' is not key=number"]),
         ("rope:base", ["'base' is not key=number"]),
-        ("rope:scaling=2", ["no scaling is called '2'", "Allowed: dynamic_ntk"]),
+        ("rope:scaling=2", ["there is no scaling '2'", "Allowed: dynamic_ntk"]),
         ("yarn:factor=2,original_length=1024.5", ["Yarn.original_length is 1024.5"]),
         ("yarn:factor=2,original_length=inf", ["Yarn.original_length is inf"]),
         ("rope/window=0", ["Layer.window is 0"]),
@@ -375,9 +375,9 @@ def test_families_have_the_names_people_use():
         ("longrope:factor=2,original_length=64", ["LongRope needs short_factor, long_factor"]),
         (
             "longrope:factor=2,original_length=64,short_factor=1,long_factor=2",
-            ["'longrope:factor=2", "LongRope.short_factor is 1.0", "a list of numbers, which only an object can hold"],
+            ["'longrope:factor=2", "LongRope.short_factor is 1.0", "a list of numbers; a text cannot hold one"],
         ),
-        ("rope:scaling=yarm", ["'rope:scaling=yarm'", "no scaling is called 'yarm'", "Did you mean 'yarn'?"]),
+        ("rope:scaling=yarm", ["'rope:scaling=yarm'", "there is no scaling 'yarm'", "Did you mean 'yarn'?"]),
         ("partial_rope:scaling=yarn,factor=2", ["Yarn needs original_length"]),
         ("rope:scaling=pi,factor=2,bse=1e6", ["PI has no 'bse'", "Did you mean 'base'?"]),
         ("pi:scaling=ntk,factor=2", ["pi is a scaling itself", "rope:scaling=pi,... or pi:... alone"]),
@@ -406,8 +406,8 @@ def test_families_have_the_names_people_use():
         ("rope/heads=1-:nope", ["'1-' is not a number or a range"]),
         ("rope/heads=-1:nope", ["'-1' is not a number or a range"]),
         ("rope/heads=a:nope", ["'a' is not a number or a range"]),
-        ("rope/heads=0:nop", ["'rope/heads=0:nop'", "no encoding is called 'nop'", "Did you mean 'nope'?"]),
-        ("rope/heads=0:", ["no encoding is called ''", "Allowed:"]),
+        ("rope/heads=0:nop", ["'rope/heads=0:nop'", "there is no encoding 'nop'", "Did you mean 'nope'?"]),
+        ("rope/heads=0:", ["there is no encoding ''", "Allowed:"]),
         ("rope/heads=0:pi:factor=0.5", ["PI.factor is 0.5"]),
         ("rope/heads=0:notebook_bias", ["HeadEdit.to is NotebookBias", "the notebook's are whole layers'"]),
     ],
@@ -460,7 +460,7 @@ def test_texts_that_must_not_be_read_as_something(text, says):
     ("value", "says"),
     [
         ({"encoding": {"kind": "rop"}}, ["'rop'", "Did you mean 'rope'?"]),
-        ({"encoding": {"base": 1e4}}, ["is of kind ''"]),
+        ({"encoding": {"base": 1e4}}, ["there is no kind ''"]),
         ({"encoding": {"kind": "rope", "bse": 1e4}}, ["Rope has no 'bse'", "Did you mean 'base'?"]),
         ({"encoding": {"kind": "rope", "base": "1e4"}}, ["Rope.base is '1e4'", "number"]),
         ({"encoding": {"kind": "rope", "base": True}}, ["Rope.base is True"]),
@@ -473,9 +473,9 @@ def test_texts_that_must_not_be_read_as_something(text, says):
         ({}, ["'encoding'"]),
         (
             {"encoding": {"kind": "rope", "scaling": {"kind": "rope"}}},
-            ["is of kind 'rope'", "Did you mean"],
+            ["there is no kind 'rope'", "Did you mean"],
         ),
-        ({"encoding": {"kind": "bands", "threshold": 0.1}}, ["is of kind 'bands'", "Allowed: alibi"]),
+        ({"encoding": {"kind": "bands", "threshold": 0.1}}, ["there is no kind 'bands'", "Allowed: alibi"]),
         (rope_with(scaling=LONGROPE | {"short_factor": 1.0}), ["LongRope.short_factor is 1.0", "list of numbers"]),
         (rope_with(scaling=LONGROPE | {"short_factor": "11"}), ["LongRope.short_factor is '11'", "list of numbers"]),
         (rope_with(scaling=LONGROPE | {"long_factor": ["1"]}), ["LongRope.long_factor is '1'; it must be a number"]),
@@ -487,11 +487,11 @@ def test_texts_that_must_not_be_read_as_something(text, says):
         (layer_with(logit_scale={"coefficient": 0.1}), ["Beta needs original_length"]),
         (layer_with(logit_scale={"coeficient": 0.1}), ["Beta has no 'coeficient'", "Did you mean 'coefficient'?"]),
         (layer_with(logit_scale={"coefficient": 0.1, "original_length": "1k"}), ["Beta.original_length is '1k'"]),
-        (edit_with(heads=[0], to={"kind": "nop"}), ["is of kind 'nop'", "Did you mean 'nope'?"]),
+        (edit_with(heads=[0], to={"kind": "nop"}), ["there is no kind 'nop'", "Did you mean 'nope'?"]),
         (edit_with(heads=[0], to=None), ["None is no 'encoding'"]),
         (edit_with(heads=[], to={"kind": "nope"}), ["HeadEdit.heads is empty; name at least one query head"]),
         (edit_with(to={"kind": "nope"}), ["HeadEdit.heads is empty"]),
-        (edit_with(head=[0], to={"kind": "nope"}), ["A head edit has no 'head'", "Did you mean 'heads'?"]),
+        (edit_with(head=[0], to={"kind": "nope"}), ["HeadEdit has no 'head'", "Did you mean 'heads'?"]),
         (edit_with(heads=[0], to={"kind": "notebook_yarn"}), ["HeadEdit.to is NotebookYarn"]),
         (edit_with(heads=[0], to={"kind": "bands"}), ["Bands needs threshold"]),
         (edit_with(heads=[0], to={"kind": "bands", "threshold": 0.0}), ["Bands.threshold is 0.0", "2 pi / training"]),

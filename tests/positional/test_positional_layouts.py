@@ -1,4 +1,4 @@
-"""Channel layouts: other people's rotations become ours by one permutation of channels, and nothing else changes."""
+"""Channel layouts: external rotations become canonical by one permutation of channels, and nothing else changes."""
 
 import json
 from pathlib import Path
@@ -89,10 +89,10 @@ def test_gguf_files_of_the_llama_family_are_interleaved():
     ours = np.random.default_rng(0).standard_normal((heads * head_dim, width))  # rows as transformers has them
     # llama.cpp, convert_hf_to_gguf.py, LlamaModel.permute
     gguf = ours.reshape(heads, 2, head_dim // 2, width).swapaxes(1, 2).reshape(ours.shape)
-    by_head = gguf.reshape(heads, head_dim, width)
-    back = to_canonical(by_head, Layout("interleaved"), axis=1)
-    np.testing.assert_array_equal(back.reshape(ours.shape), ours)
-    np.testing.assert_array_equal(from_canonical(back, Layout("interleaved"), axis=1), by_head)
+    by_head = gguf.reshape(heads, head_dim, width).swapaxes(1, 2)
+    back = to_canonical(by_head, Layout("interleaved"))
+    np.testing.assert_array_equal(back.swapaxes(1, 2).reshape(ours.shape), ours)
+    np.testing.assert_array_equal(from_canonical(back, Layout("interleaved")), by_head)
 
 
 @st.composite
@@ -103,17 +103,15 @@ def heads(draw):
     return 2 * half, Layout(draw(st.sampled_from(["half", "interleaved"])), rotated)
 
 
-@given(heads(), st.integers(-3, 2), st.sampled_from([np.float32, np.float16, np.int8]), st.integers(0, 2**32 - 1))
-def test_there_and_back_is_the_identity(head, axis, dtype, seed):
+@given(heads(), st.sampled_from([np.float32, np.float16, np.int8]), st.integers(0, 2**32 - 1))
+def test_there_and_back_is_the_identity(head, dtype, seed):
     head_dim, layout = head
-    shape = [2, 3, 2]
-    shape[axis] = head_dim
-    x = (np.random.default_rng(seed).standard_normal(shape) * 50).astype(dtype)
-    there = to_canonical(x, layout, axis)
-    back = from_canonical(there, layout, axis)
+    x = (np.random.default_rng(seed).standard_normal((2, 3, head_dim)) * 50).astype(dtype)
+    there = to_canonical(x, layout)
+    back = from_canonical(there, layout)
     assert back.dtype == there.dtype == dtype
     np.testing.assert_array_equal(back, x)
-    np.testing.assert_array_equal(to_canonical(from_canonical(x, layout, axis), layout, axis), x)
+    np.testing.assert_array_equal(to_canonical(from_canonical(x, layout), layout), x)
 
 
 @given(heads(), st.integers(0, 2**32 - 1))

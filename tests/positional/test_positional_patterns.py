@@ -1,10 +1,13 @@
 """Which layer gets which encoding: patterns, the papers' arrangements, edits of the layers before."""
 
+import json
+
 import jaxtyping
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pe_lab.config import PhaseConfig, from_dict, to_json
 from pe_lab.errors import UserError
 from pe_lab.positional import (
     NTK,
@@ -13,14 +16,18 @@ from pe_lab.positional import (
     Bands,
     Beta,
     Drop,
+    DynamicNTK,
     DynamicYarn,
+    Gaussian,
     HeadEdit,
     Layer,
+    LongRope,
     NoPE,
     NotebookYarn,
     PartialRope,
     Rescale,
     Rope,
+    Uniform,
     Yarn,
     build_schedule,
     drop,
@@ -114,8 +121,8 @@ def test_swan_without_a_coefficient_scales_nothing_at_any_length():
         (PI(2.0), 4, "PI(factor=2.0) does not describe a layer"),
         (["rope", drop()], 4, "Drop(layers=None) does not describe a layer"),
         (["rope", pattern(["nope"])], 4, "Pattern(items=('nope',), cut=False) does not describe a layer"),
-        (pattern(["rope", "nop"], cut=True), 3, "no encoding is called 'nop'"),
-        (["drop"], 4, "no encoding is called 'drop'"),
+        (pattern(["rope", "nop"], cut=True), 3, "there is no encoding 'nop'"),
+        (["drop"], 4, "there is no encoding 'drop'"),
     ],
 )
 def test_a_bad_pattern_is_refused(description, count, says):
@@ -218,7 +225,7 @@ def test_an_edit_with_nothing_before_it_says_what_to_do(edit):
     message = str(error.value)
     assert message.startswith("rescale(...)" if isinstance(edit, Rescale) else "drop(...)")
     assert "edits the layers of the phase or checkpoint before, and there is none" in message
-    assert "Give this phase its encodings outright, or an init_from whose checkpoint is there" in message
+    assert "Give this phase its own encodings, or an init_from whose checkpoint exists" in message
 
 
 @pytest.fixture
@@ -286,3 +293,35 @@ def test_all_else_is_read_as_layers_reads_it(description):
 def test_a_scaling_has_nothing_to_stretch_where_nothing_rotates():
     with pytest.raises(UserError, match="none of these layers is rotary"):
         read_with("yarn:factor=4", (Layer(NoPE()),) * 2, 2048)
+
+
+HEADS = tuple(HeadEdit((n,), to) for n, to in enumerate([NoPE(), Gaussian(7, 2.0), Bands(0.1), Uniform()]))
+DESCRIPTIONS = [
+    Rope(1e6, scaling=LongRope((1.0, 2.0), (3.0, 4.0), 64, 8.0)),
+    Layer(PartialRope(scaling=Yarn(2.0, 1024)), 16, Beta(0.1, 64), HEADS),
+    pattern(["rope/window=4", Layer(NoPE()), Alibi()], cut=True),
+    Drop(),
+    Drop((0, 3)),
+    Drop(()),
+    Rescale(DynamicNTK(64), (1,)),
+    ["nope", {"encoding": {"kind": "rope"}}, Layer(NotebookYarn())],
+]
+
+
+@pytest.mark.parametrize("description", DESCRIPTIONS, ids=repr)
+def test_a_config_holds_any_description_and_reads_it_back(description):
+    before = layers("rope", 4)
+    wanted = layers(description, 4, before) if not isinstance(description, list) else layers(description, 3)
+    plain = json.loads(json.dumps(to_json(PhaseConfig(positional=description))))
+    read = from_dict(PhaseConfig, plain).positional
+    assert (layers(read, 4, before) if not isinstance(description, list) else layers(read, 3)) == wanted
+    assert to_json(read) == plain["positional"]
+
+
+def test_a_config_names_what_is_wrong_with_a_description():
+    with pytest.raises(UserError, match="there is no kind 'rop'. Did you mean 'rope'"):
+        from_dict(PhaseConfig, {"positional": {"kind": "rop"}})
+    with pytest.raises(UserError, match="Rescale has no 'scalin'. Did you mean 'scaling'"):
+        from_dict(PhaseConfig, {"positional": {"kind": "rescale", "scalin": {"kind": "pi", "factor": 2}}})
+    with pytest.raises(UserError, match="qk_norm_init is 'one'. Did you mean 'ones'"):
+        from_dict(PhaseConfig, {"qk_norm_init": "one"})

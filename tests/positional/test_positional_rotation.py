@@ -42,25 +42,25 @@ BOUND = 5e-7  # radians; a float32 near pi is itself only good to 1.2e-7
 LENGTHS = {"8k": 2**13, "128k": 2**17, "1M": 2**20, "4M": 2**22, "2G": 2**31}
 PI_50 = Decimal("3.14159265358979323846264338327950288419716939937511")
 jit_angles, jit_tables = jax.jit(angles), jax.jit(rotation_tables)
-ONE_TURN = 1 << 120  # the reference counts in this fraction of a turn, in Python's own integers
+FULL_ROTATION = 1 << 120  # the reference counts in this fraction of a full rotation, in Python's own integers
 
 
 def exact_turns(base, head_dim):
-    """base^(-2r/K) / 2 pi for every pair, from 45 digits, as integers over ONE_TURN."""
+    """base^(-2r/K) / 2 pi for every pair, from 45 digits, as integers over FULL_ROTATION."""
     with localcontext() as context:
         context.prec = 45
         logarithm = Decimal(base).ln()
         exact = [(-logarithm * 2 * r / head_dim).exp() / (2 * PI_50) for r in range(head_dim // 2)]
-        return [int(turn * ONE_TURN) for turn in exact]
+        return [int(fraction * FULL_ROTATION) for fraction in exact]
 
 
 def worst_error(computed, positions, exact):
     """The largest distance, around the circle, of angles [T, R] in radians from the exact ones."""
     worst = 0.0
     for row, position in zip(np.asarray(computed, np.float64), positions, strict=True):
-        for angle, turn in zip(row, exact, strict=True):
-            remainder = int(position) * turn % ONE_TURN
-            difference = abs(float(angle) - remainder / ONE_TURN * 2 * math.pi) % (2 * math.pi)
+        for angle, fraction in zip(row, exact, strict=True):
+            remainder = int(position) * fraction % FULL_ROTATION
+            difference = abs(float(angle) - remainder / FULL_ROTATION * 2 * math.pi) % (2 * math.pi)
             worst = max(worst, min(difference, 2 * math.pi - difference))
     return worst
 
@@ -91,7 +91,7 @@ def test_tables_are_right_far_out(length):
     positions, exact = positions_below(length), exact_turns(10_000, 64)
     inv_freq, gain = frequencies(Rope(), 64)
     cos, sin = jit_tables(fixed_point_frequencies(inv_freq), gain.astype(np.float32), positions[None])
-    true = np.array([[int(p) * t % ONE_TURN / ONE_TURN * 2 * math.pi for t in exact] for p in positions])
+    true = np.array([[int(p) * t % FULL_ROTATION / FULL_ROTATION * 2 * math.pi for t in exact] for p in positions])
     np.testing.assert_allclose(cos[0], np.cos(true), rtol=0, atol=BOUND)
     np.testing.assert_allclose(sin[0], np.sin(true), rtol=0, atol=BOUND)
 
@@ -102,14 +102,14 @@ def test_tables_are_right_far_out(length):
     st.integers(0, 2**31 - 1),
 )
 def test_turns_hold_the_whole_float64(values, position):
-    """Reassembled, the two words are inv_freq / 2 pi to 2^-64 of a turn."""
+    """Reassembled, the two words are inv_freq / 2 pi to 2^-64 of a full rotation."""
     fixed_freq = fixed_point_frequencies(np.array(values))
     assert fixed_freq.dtype == np.uint32 and fixed_freq.shape == (len(values), 2)
     for value, (high, low) in zip(values, fixed_freq.astype(object), strict=True):
         whole = high * 2**32 + low
         numerator, denominator = (value / (2 * math.pi)).as_integer_ratio()
         assert whole == numerator * 2**64 // denominator
-    # And the wrapped 32-bit arithmetic on the device is the exact product, cut to 32 bits of a turn.
+    # And the wrapped 32-bit arithmetic on the device is the exact product, cut to 32 bits of a full rotation.
     computed = np.asarray(jit_angles(fixed_freq, np.full((1, 1), position, np.int32)))[0, 0]
     for angle, (high, low) in zip(computed, fixed_freq.astype(object), strict=True):
         fraction = position * (high * 2**32 + low) % 2**64 >> 32
@@ -147,16 +147,16 @@ POSITIONS = jnp.asarray([[0, 1, 2, 500, 131072, 2**31 - 1], [9, 8, 7, 6, 5, 1 <<
 
 
 @jax.jit
-def jit_turn(x, fixed_freq, gain, positions):
+def jit_rotate(x, fixed_freq, gain, positions):
     cos, sin = rotation_tables(fixed_freq, gain, positions)
     return rotate(x, cos[:, :, None], sin[:, :, None])
 
 
-def turned_at(x, encoding, at, length=None):
+def rotated_at(x, encoding, at, length=None):
     """x [B, T, H, K] rotated by a description at B * T positions."""
     inv_freq, gain = frequencies(encoding, x.shape[-1], length)
     positions = np.array(at, np.int32).reshape(x.shape[:2])
-    return jit_turn(x, fixed_point_frequencies(inv_freq), gain.astype(np.float32), positions)
+    return jit_rotate(x, fixed_point_frequencies(inv_freq), gain.astype(np.float32), positions)
 
 
 def rotated(x, encoding):
@@ -182,7 +182,7 @@ POSITION = st.one_of(st.integers(0, 300), st.integers(0, 2**31 - 1))
 def test_one_is_rope_and_zero_is_nope_bit_for_bit_at_any_base_and_position(base, seed, at):
     x = jnp.asarray(np.random.default_rng(seed).standard_normal((2, 6, 3, 32)), jnp.float32)
     rope, one, zero, partial_one, partial_zero = (
-        turned_at(x, encoding, at)
+        rotated_at(x, encoding, at)
         for encoding in (Rope(base), Rope(base, 1.0), Rope(base, 0.0), PartialRope(base, 1.0), PartialRope(base, 0.0))
     )
     assert same_bits(one, rope) and same_bits(partial_one, rope)
@@ -209,22 +209,22 @@ def test_a_fraction_of_zero_is_nope_for_the_compiled_program_too():
 def test_frequency_zero_is_no_rotation_bit_for_bit_whatever_the_other_pairs_do(inv_freq, at, dtype):
     x = jnp.asarray(np.random.default_rng(3).standard_normal((2, 6, 3, 32)), dtype)
     inv_freq = np.array(inv_freq)
-    turned = jit_turn(
+    result = jit_rotate(
         x, fixed_point_frequencies(inv_freq), np.ones(16, np.float32), np.array(at, np.int32).reshape(2, 6)
     )
     still = np.flatnonzero(np.tile(inv_freq == 0, 2))
-    assert turned.dtype == dtype
-    assert same_bits(turned[..., still].astype(jnp.float32), x[..., still].astype(jnp.float32))
+    assert result.dtype == dtype
+    assert same_bits(result[..., still].astype(jnp.float32), x[..., still].astype(jnp.float32))
 
 
 @pytest.mark.parametrize("encoding", [Rope(fraction=0.25), PartialRope(fraction=0.25)], ids=repr)
 def test_a_pair_of_frequency_zero_is_left_alone_bit_for_bit(x, encoding):
-    inv_freq, turned = rotated(x, encoding)
+    inv_freq, result = rotated(x, encoding)
     still = np.flatnonzero(np.tile(inv_freq == 0, 2))
     assert len(still) == 24
-    assert same_bits(turned[..., still], x[..., still])
+    assert same_bits(result[..., still], x[..., still])
     moving = np.flatnonzero(np.tile(inv_freq != 0, 2))
-    assert (np.asarray(turned[0, 3:])[..., moving] != np.asarray(x[0, 3:])[..., moving]).all()
+    assert (np.asarray(result[0, 3:])[..., moving] != np.asarray(x[0, 3:])[..., moving]).all()
 
 
 def test_position_zero_is_the_identity_bit_for_bit(x):
@@ -246,8 +246,8 @@ def test_the_rotation_keeps_the_norm_of_every_pair(x):
 
 
 def test_yarns_gain_multiplies_cos_and_sin_and_so_every_norm(x):
-    _, turned = rotated(x, Rope(scaling=Yarn(8.0, 1024)))
-    norm, before = (np.linalg.norm(np.asarray(a, np.float64), axis=-1) for a in (turned, x))
+    _, result = rotated(x, Rope(scaling=Yarn(8.0, 1024)))
+    norm, before = (np.linalg.norm(np.asarray(a, np.float64), axis=-1) for a in (result, x))
     np.testing.assert_allclose(norm, before * (0.1 * math.log(8) + 1), rtol=1e-6)
 
 
@@ -291,22 +291,22 @@ def pair_norms(x):
 def test_norms_are_kept_where_there_is_no_gain_and_grow_by_the_gain_where_there_is(rotary, at, seed):
     encoding, length = rotary
     x = jnp.asarray(np.random.default_rng(seed).standard_normal((1, 8, 2, 64)), jnp.float32)
-    turned, gain = turned_at(x, encoding, at, length), frequencies(encoding, 64, length)[1]
+    result, gain = rotated_at(x, encoding, at, length), frequencies(encoding, 64, length)[1]
     if rotary in KEEPS_NORMS:
-        np.testing.assert_allclose(pair_norms(turned), pair_norms(x), rtol=1e-6)
-        lengths = (np.linalg.norm(np.asarray(a, np.float64), axis=-1) for a in (turned, x))
+        np.testing.assert_allclose(pair_norms(result), pair_norms(x), rtol=1e-6)
+        lengths = (np.linalg.norm(np.asarray(a, np.float64), axis=-1) for a in (result, x))
         np.testing.assert_allclose(*lengths, rtol=1e-6)
     else:
         assert abs(gain.max() - 1) > 0.01
-        np.testing.assert_allclose(pair_norms(turned), pair_norms(x) * gain, rtol=1e-6)
+        np.testing.assert_allclose(pair_norms(result), pair_norms(x) * gain, rtol=1e-6)
 
 
 @jax.jit
 def scores(fixed_freq, gain, query, key, at):
     """The logits of one query and one key at pairs of positions `at` [B, 2]."""
     cos, sin = rotation_tables(fixed_freq, gain, at)
-    turned = rotate(jnp.stack([query, key])[None].repeat(len(at), 0)[:, :, None], cos[:, :, None], sin[:, :, None])
-    return jnp.einsum("bhk,bhk->b", turned[:, 0], turned[:, 1])
+    result = rotate(jnp.stack([query, key])[None].repeat(len(at), 0)[:, :, None], cos[:, :, None], sin[:, :, None])
+    return jnp.einsum("bhk,bhk->b", result[:, 0], result[:, 1])
 
 
 @settings(max_examples=120, deadline=None)
@@ -338,8 +338,8 @@ def test_bfloat16_stays_bfloat16_and_loses_one_rounding_only():
     generator = np.random.default_rng(2)
     x = jnp.asarray(generator.standard_normal((1, 3, 2, 64)), jnp.bfloat16)
     positions = np.array([131072, 131073, 131199])
-    turned = apply_rope(x, jnp.asarray(positions)[None])
-    assert turned.dtype == jnp.bfloat16
+    result = apply_rope(x, jnp.asarray(positions)[None])
+    assert result.dtype == jnp.bfloat16
     angle = (positions[:, None] * frequencies(Rope(), 64)[0])[:, None]  # float64: good to 1e-11 here
 
     def rotated(angle):
@@ -349,7 +349,7 @@ def test_bfloat16_stays_bfloat16_and_loses_one_rounding_only():
 
     true = rotated(angle)
     bound = 2.0**-8 * np.abs(true) + 2e-6  # half a unit in the last of 8 bits, and float32's own error
-    assert (np.abs(np.asarray(turned, np.float64) - true) <= bound).all()
+    assert (np.abs(np.asarray(result, np.float64) - true) <= bound).all()
     # Counting the position in bfloat16 (131073 becomes 131072) breaks the bound.
     counted = np.asarray(jnp.asarray(positions, jnp.bfloat16), np.float64)
     coarse = rotated((counted[:, None] * frequencies(Rope(), 64)[0])[:, None])
@@ -387,9 +387,9 @@ def score_errors(way, first_position, seed=0):
         at = generator.integers(first_position, first_position + 128, (2048, 1))
         true.append(turned_64(x, at * inv_freq))  # of the bfloat16 inputs; float64 is good to 1e-11 here
         if way == "ours":
-            turned = turned_at(x[:, None, None], Rope(), at)
-            assert turned.dtype == jnp.bfloat16
-            computed.append(np.asarray(turned[:, 0, 0], np.float64))
+            result = rotated_at(x[:, None, None], Rope(), at)
+            assert result.dtype == jnp.bfloat16
+            computed.append(np.asarray(result[:, 0, 0], np.float64))
         else:
             computed.append(in_bfloat16(ways[way](x, at)))
     error = (computed[0] * computed[1]).sum(-1) - (true[0] * true[1]).sum(-1)
@@ -441,8 +441,8 @@ def test_the_gradient_is_the_transposed_rotation_with_its_gain(encoding):
     inv_freq, gain = frequencies(encoding, 16)
     matrices = [matrix(inv_freq, gain, position) for position in at]
     out = np.einsum("tij,bthj->bthi", matrices, x)
-    np.testing.assert_allclose(turned_at(x, encoding, at), out, rtol=0, atol=2e-5)
-    gradient = jax.grad(lambda x: (turned_at(x, encoding, at) * weights).sum())(x)
+    np.testing.assert_allclose(rotated_at(x, encoding, at), out, rtol=0, atol=2e-5)
+    gradient = jax.grad(lambda x: (rotated_at(x, encoding, at) * weights).sum())(x)
     transposed = np.einsum("tji,bthj->bthi", matrices, weights)
     np.testing.assert_allclose(gradient, transposed, rtol=0, atol=2e-5)
     # The test can fail: rotating on, not back, or back without the gain (its inverse), is another gradient.
@@ -517,8 +517,8 @@ def warped_scores(encoding, at):
     cos, sin = jax.jit(rotation_tables, static_argnums=3)(
         fixed_point_frequencies(inv_freq), gain.astype(np.float32), np.array(at, np.int32), warp_of(encoding)
     )
-    turned = rotate(x, cos[:, :, None], sin[:, :, None])
-    return np.asarray(jnp.einsum("bhk,bhk->b", turned[:, 0], turned[:, 1]))
+    result = rotate(x, cos[:, :, None], sin[:, :, None])
+    return np.asarray(jnp.einsum("bhk,bhk->b", result[:, 0], result[:, 1]))
 
 
 def test_the_notebooks_yarn_does_not_depend_on_the_distance_alone():

@@ -92,7 +92,7 @@ def test_static_schemes_do_not_read_the_length(scaling, base):
 
 
 def test_yarn_at_its_training_length_is_still_yarn():
-    """What decides is the scheme: code that compares the text, or a cache, with the training length turns it off."""
+    """YaRN applies at every length: code that compares the length of a sequence or a cache with L disables it."""
     encoding = Rope(1e6, scaling=Yarn(2.0, L))
     at_training = frequencies(encoding, 64, length=L)
     assert same(at_training, frequencies(encoding, 64)) and same(at_training, frequencies(encoding, 64, length=2 * L))
@@ -272,7 +272,7 @@ def test_yarn_ramp_without_rounding(head_dim, base, length, raw):
     yarn = Yarn(factor=2.0, original_length=length, truncate=False)
     low, high = yarn.ramp_bounds(base, head_dim)
     np.testing.assert_allclose((low, high), raw, atol=5e-4 if raw[0] > 4 else 5e-5)
-    # The pairs there turn 32 times and once within the training length: that is what the bounds mean.
+    # The pairs at the bounds make 32 rotations and one within the training length.
     fixed_freq = [length / (2 * math.pi) * base ** (-2 * i / head_dim) for i in (low, high)]
     np.testing.assert_allclose(fixed_freq, [32, 1], rtol=1e-9)
     # And the ramp runs between them, not between rounded ones.
@@ -511,7 +511,7 @@ NAN = float("nan")
         ),
         (lambda: frequencies(Rope(scaling=NTK(2.0)), 2), "NTK needs at least 4 rotated channels"),
         (lambda: frequencies(Rope(scaling=DynamicNTK(L)), 2, 2 * L), "DynamicNTK needs at least 4 rotated channels"),
-        (lambda: frequencies(PartialRope(fraction=0.01, scaling=NTK(2.0)), 256), "here there are 2"),
+        (lambda: frequencies(PartialRope(fraction=0.01, scaling=NTK(2.0)), 256), "and there are 2"),
         (lambda: frequencies(Rope(scaling=Yarn(2.0, 2)), 64), "nothing to interpolate. Check original_length"),
         (lambda: frequencies(Rope(scaling=DynamicYarn(L)), 64, 0), "length is 0"),
         (lambda: frequencies(Rope(scaling=DynamicYarn(L)), 64, -5), "length is -5"),

@@ -1,4 +1,4 @@
-"""Other people's checkpoints for tests: the committed ones, edited copies of them, and a model held in memory."""
+"""External checkpoints for tests: the committed ones, edited copies of them, and a model in memory."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Memory:
         self, model: ModelConfig, layers: tuple[Layer, ...], training_length: int = 32, dtype: Any = "float32"
     ):
         self.model, self.layers, self.training_length = Model(model).config, layers, training_length
-        self.path, self.said, self.dtype = Path("memory"), "memory", np.dtype(dtype)
+        self.path, self.display_name, self.dtype = Path("memory"), "memory", np.dtype(dtype)
         self.reads: list[tuple[str, int | None, slice]] = []
         rng = np.random.default_rng(0)
         self.arrays = {

@@ -6,11 +6,11 @@ import weakref
 import jax
 import numpy as np
 import pytest
-from checkpoints.foreign import DATA, Memory
+from checkpoints.external import DATA, Memory
 from jax.sharding import Mesh
 from tiny_runs import arrays
 
-from pe_lab.checkpoints import source, store
+from pe_lab.checkpoints import open_checkpoint, source
 from pe_lab.checkpoints.families import leaf_paths, leaf_shapes
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
 from pe_lab.checkpoints.native import NativeSource, write_checkpoint
@@ -58,7 +58,7 @@ def test_what_is_written_in_pieces_is_a_checkpoint_like_any(dtype, tmp_path, mon
     where = write_checkpoint(memory, tmp_path / "new", tmp_path / "run", {"tokenizer": "none"}, told.append)
     assert where == tmp_path / "new/checkpoints/0"
     assert sum(told) == sum(array.nbytes for array in memory.arrays.values())
-    opened = store.open_checkpoint(tmp_path / "new")
+    opened = open_checkpoint(tmp_path / "new")
     assert_holds(opened.params, memory)
     assert opened.layers == LAYERS and opened.model == memory.model
     assert opened.metadata["training_length"] == 32 and opened.metadata["weights_dtype"] == dtype
@@ -75,9 +75,9 @@ def test_what_is_written_in_pieces_is_a_checkpoint_like_any(dtype, tmp_path, mon
 def saved(memory, directory, params, layout=CANONICAL):
     """As training saves."""
     model = memory.model
-    facts = {"training_length": memory.training_length, "lineage": []}
+    metadata = {"training_length": memory.training_length, "lineage": []}
     kept = Store(directory / "checkpoints")
-    kept.save(7, params, None, metadata_of(model, memory.layers, layout, **facts))
+    kept.save(7, params, None, metadata_of(model, memory.layers, layout, **metadata))
     kept.wait()
     kept.close()
     return directory
@@ -95,7 +95,7 @@ def test_pieces_of_what_training_saved_on_one_device_or_a_mesh(fsdp, tensor, tmp
 def test_another_layout_is_undone_as_it_is_for_the_whole(tmp_path):
     memory = Memory(MODEL, LAYERS)
     saved(memory, tmp_path, place(memory), Layout("interleaved"))
-    whole = leaf_paths(store.open_checkpoint(tmp_path).params)
+    whole = leaf_paths(open_checkpoint(tmp_path).params)
     opened, moved = NativeSource(tmp_path), 0
     for path in memory.arrays:
         piece = opened.read(path, 1) if path.startswith("layers.") else opened.read(path)
@@ -117,7 +117,7 @@ def test_a_failure_in_the_middle_is_raised_as_it_is_and_leaves_no_checkpoint(tmp
     with pytest.raises(UserError, match="^memory: tensor 'up' has 1 of 9"):
         write_checkpoint(Failing(MODEL, LAYERS), tmp_path / "new", tmp_path / "run", {})
     with pytest.raises(UserError, match="no checkpoint"):
-        store.open_checkpoint(tmp_path / "new")
+        open_checkpoint(tmp_path / "new")
 
 
 class Watched(Memory):

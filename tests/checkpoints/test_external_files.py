@@ -1,4 +1,4 @@
-"""Damaged files of other people's: each one message, before anything is computed or written."""
+"""Damaged external files: each gives one message, before anything is computed or written."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import os
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints.foreign import as_array, copy_of, edit_config, golden, logits, read_file, write_tensors
+from checkpoints.external import as_array, copy_of, edit_config, golden, logits, read_file, write_tensors
 
 from pe_lab.checkpoints import open_checkpoint, open_source
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
