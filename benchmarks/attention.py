@@ -131,7 +131,7 @@ def accelerator(args: argparse.Namespace, plan: Plan, report: Report, python: st
         if "decode" in args.parts:
             cases = [Case(B, 1, S, H, G, K, "bfloat16") for B, S in ([(1, 96), (2, 96)] if tiny else CACHES)]
             results = [{"case": case._asdict(), "rows": kernels.decode(case, plan)} for case in cases]
-            auto = kernels.taken(cases[0], spans=True)
+            auto = kernels.taken(cases[0], partial=True)
             title = f"Decoding: GB/s of a cache that one query a text reads; {shape}"
             report.add("decode", results, decode_table(title, results, limits["copy"], auto, tiny))
     if "train" in args.parts:

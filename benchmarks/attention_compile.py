@@ -9,7 +9,6 @@ the program needs beside its arguments and its result. No time is measured: ther
 from __future__ import annotations
 
 import argparse
-import functools
 import re
 import sys
 import time
@@ -25,9 +24,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.document import Place
-from pe_lab.attention.kernels import external as libraries
-from pe_lab.attention.kernels import tpu as pallas_tpu
-from pe_lab.attention.key_block import Rotation, Side
+from pe_lab.attention.kernels import external, tpu
+from pe_lab.attention.key_block import AttentionInputs, Rotation, scaled
 from pe_lab.errors import UserError
 from pe_lab.parallel.topology import NoCompiler, libtpu_version, parse_topology, topology_devices
 from pe_lab.terminal import command
@@ -36,17 +34,17 @@ CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LENGTHS = (2**13, 2**15, 2**17, 2**20)
 HEADS = {64: (14, 2), 128: (8, 2)}  # of 64 channels those of drope_16b
 KINDS = {
-    "whole text": "ours, a text to itself",
-    "turning": "ours, keys turned for each query head",
-    "decode": "ours, one token against a cache",
-    "splash": "splash, a text to itself",
+    "whole sequence": "pallas_tpu, whole sequence",
+    "rotating": "pallas_tpu, keys rotated per query head",
+    "decode": "pallas_tpu, one token against a cache",
+    "splash": "splash, whole sequence",
 }
-TOO_SMALL = 2**20  # bytes of VMEM that no kernel here does with
+TOO_SMALL = 2**20  # bytes of VMEM with which no kernel compiles
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one chip. Bytes; `refused` says why there are none."""
+    """The memory of one kernel on one chip, in bytes; `refused` is the reason if it does not compile."""
 
     chip: str
     kind: str
@@ -67,25 +65,25 @@ def _arguments(kind: str, head_dim: int, length: int, place: Any) -> tuple[Any, 
 
     if kind == "splash":
         texts = tuple(shape(1, length, n, head_dim) for n in (H, G, G))
-        absent = dict(slope=None, positions=None, segments=None, window=None)
-        return functools.partial(libraries.splash_attention, **absent), (*texts, shape(dtype=jnp.float32))
+        function = lambda q, k, v, scale: external.splash_attention(scaled(q, scale), k, v, AttentionInputs())  # noqa: E731
+        return function, (*texts, shape(dtype=jnp.float32))
     queries = 1 if kind == "decode" else length
-    side = Side()
+    inputs = AttentionInputs()
     if kind == "decode":
-        side = Side(start=shape(1, dtype=jnp.int32), used=shape(1, dtype=jnp.int32))
-    if kind == "turning":
-        side = Side(
+        inputs = AttentionInputs(start=shape(1, dtype=jnp.int32), used=shape(1, dtype=jnp.int32))
+    if kind == "rotating":
+        inputs = AttentionInputs(
             rotation=Rotation(shape(H, head_dim // 2, 2, dtype=jnp.uint32), shape(H, head_dim // 2, dtype=jnp.float32))
         )
     texts = shape(1, H, queries, head_dim), shape(1, G, length, head_dim), shape(1, G, length, head_dim)
-    return lambda q, k, v, side: pallas_tpu.tpu_span(q, k, v, side).out, (*texts, side)
+    return lambda q, k, v, inputs: tpu.tpu_key_block(q, k, v, inputs).out, (*texts, inputs)
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def compile_one(chip: str, kind: str, head_dim: int, length: int) -> Compiled:
-    """Compiles a kernel for a chip; what does not compile is a result too."""
+    """Compiles a kernel for a chip. A failure to compile is also a result."""
     device = topology_devices(parse_topology(CHIPS[chip]))[0]
     mesh = Mesh(np.array([device]), ("one",))
     place = NamedSharding(mesh, PartitionSpec())
@@ -113,7 +111,7 @@ def _vmem(kind: str, lowered: Any) -> int:
         # Of splash the limit is the compiler's, for all of a program: copies into VMEM may be what is refused.
         options = {"xla_tpu_scoped_vmem_limit_kib": str(limit // 1024)} if kind == "splash" else None
         try:
-            with mock.patch.object(pallas_tpu, "VMEM", limit):
+            with mock.patch.object(tpu, "VMEM", limit):
                 lowered().compile(compiler_options=options)
             return asked
         except jax.errors.JaxRuntimeError as error:

@@ -37,10 +37,10 @@ def speed(plan: Any, lengths: Sequence[int], heads: int, kv_heads: int, longest_
     from attention_tables import failures
     from attention_tools import Table, number, ratios
 
-    from pe_lab.attention import Row, attention
+    from pe_lab.attention import LayerEncoding, attention
 
     def ours(name: str, gradient: bool) -> Any:
-        return lambda q, k, v: attention(q, k, v, Row(), implementation=name, backward=gradient)
+        return lambda q, k, v: attention(q, k, v, LayerEncoding(), implementation=name, backward=gradient)
 
     columns = ("chunked", "dense", "torch grouped", "torch repeated")
     found: list[dict[str, Any]] = []
@@ -110,7 +110,7 @@ def memory(heads: int, kv_heads: int, lengths: Sequence[int] = FIT) -> tuple[dic
     from attention_kernels import gradients
     from attention_tools import Table, tell
 
-    from pe_lab.attention import Row, attention
+    from pe_lab.attention import LayerEncoding, attention
 
     found: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "tokens": list(lengths)}
     table = [["pass", *(f"{T:,}" for T in lengths), "bytes a token", "plus MiB", "R²"]]
@@ -122,7 +122,7 @@ def memory(heads: int, kv_heads: int, lengths: Sequence[int] = FIT) -> tuple[dic
             backward = what != "forward"
 
             def run(q: Any, k: Any, v: Any, backward: bool = backward) -> Any:
-                return attention(q, k, v, Row(), implementation="chunked", backward=backward)
+                return attention(q, k, v, LayerEncoding(), implementation="chunked", backward=backward)
 
             compiled = jax.jit(gradients(run) if backward else run).lower(*given).compile()
             taken.append(compiled.memory_analysis().temp_size_in_bytes)

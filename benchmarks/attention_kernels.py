@@ -16,14 +16,14 @@ import numpy as np
 from attention_cases import Case, arrays, chosen_rows, error, head_frequencies, reference
 from attention_tools import Contestant, Plan, compare, measure, tell, turn_of
 
-from pe_lab.attention import IMPLEMENTATIONS, Rotation, Row, attention
+from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, Rotation, attention
 from pe_lab.attention.capabilities import Request
-from pe_lab.attention.chunked import chunked_span
-from pe_lab.attention.dispatch import choose, whole_text
+from pe_lab.attention.chunked import chunked_key_block
+from pe_lab.attention.dispatch import choose, whole_sequence
 from pe_lab.attention.kernels.external import cudnn_attention, tokamax_attention
-from pe_lab.attention.kernels.gpu import gpu_span
-from pe_lab.attention.kernels.tpu import tpu_span
-from pe_lab.attention.key_block import Side
+from pe_lab.attention.kernels.gpu import gpu_key_block
+from pe_lab.attention.kernels.tpu import tpu_key_block
+from pe_lab.attention.key_block import AttentionInputs, scaled
 from pe_lab.parallel import platform
 from pe_lab.positional import alibi_slopes, rotate, rotation_tables
 from pe_lab.positional.rotation import fixed_point_frequencies
@@ -35,16 +35,16 @@ Run = Callable[..., jax.Array]
 
 
 class Entry(NamedTuple):
-    """Something that attends.
+    """One way to compute attention.
 
     Attributes:
       run: of queries, keys and values, [B, T, H, K], or [B, H, T, K] if `heads_first`.
-      beside: what the right answer has beside: "", slopes, or turns (of each head its own).
+      feature: of the expected result: "", slopes, or rotations (a different one for each head).
     """
 
     name: str
     run: Run
-    beside: str = ""
+    feature: str = ""
     heads_first: bool = False
 
 
@@ -53,8 +53,8 @@ def runs(tiny: bool) -> dict[str, Run]:
     if not tiny:
         return {name: IMPLEMENTATIONS[name].run for name in (OURS, "cudnn", "tokamax", "chunked")}
     return {
-        OURS: whole_text(functools.partial(gpu_span, interpret=True)),
-        "pallas_tpu": whole_text(functools.partial(tpu_span, interpret=True)),
+        OURS: whole_sequence(functools.partial(gpu_key_block, interpret=True)),
+        "pallas_tpu": whole_sequence(functools.partial(tpu_key_block, interpret=True)),
         "cudnn": functools.partial(cudnn_attention, implementation="xla"),
         "tokamax": functools.partial(tokamax_attention, implementation=("xla",)),
         "chunked": functools.partial(IMPLEMENTATIONS["chunked"].run, chunk=32),
@@ -65,9 +65,8 @@ def plain(run: Run, slope: np.ndarray | None = None) -> Run:
     """An implementation as a function of queries, keys and values alone."""
 
     def call(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        scale = jnp.float32(query.shape[-1] ** -0.5)
-        beside = None if slope is None else jnp.asarray(slope, jnp.float32)
-        return run(query, key, value, scale, slope=beside, positions=None, segments=None, window=None)
+        inputs = AttentionInputs(slope=None if slope is None else jnp.asarray(slope, jnp.float32))
+        return run(scaled(query, jnp.float32(query.shape[-1] ** -0.5)), key, value, inputs)
 
     return call
 
@@ -77,40 +76,39 @@ def rotation_of(H: int, K: int) -> Rotation:
     return Rotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.ones(frequencies.shape, jnp.float32))
 
 
-def turning(run: Run, inside: bool) -> Run:
-    """Heads of a group that turn apart: keys turned `inside` the kernel, or before it, in a copy for every head."""
+def rotating(run: Run, inside: bool) -> Run:
+    """Heads of a group that rotate differently: keys are rotated inside the kernel, or before, in a copy per head."""
 
     def call(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         _, T, H, K = query.shape
-        rotation, scale = rotation_of(H, K), jnp.float32(K**-0.5)
+        rotation, inputs = rotation_of(H, K), AttentionInputs()
         cos, sin = rotation_tables(*rotation, jnp.arange(T, dtype=jnp.int32)[None])
-        query = rotate(query, cos, sin)
-        beside: dict[str, Any] = dict(slope=None, positions=None, segments=None, window=None)
+        query = scaled(rotate(query, cos, sin), jnp.float32(K**-0.5))
         if inside:
-            beside["rotation"] = rotation
+            inputs = AttentionInputs(rotation=rotation)
         else:
             key, value = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (key, value))
             key = rotate(key, cos, sin)
-        return run(query, key, value, scale, **beside)
+        return run(query, key, value, inputs)
 
     return call
 
 
 def auto(backward: bool) -> Run:
-    return lambda q, k, v: attention(q, k, v, Row(), implementation="auto", backward=backward)
+    return lambda q, k, v: attention(q, k, v, LayerEncoding(), implementation="auto", backward=backward)
 
 
-def taken(case: Case, backward: bool = False, spans: bool = False) -> str:
-    """The name of what the dispatcher takes."""
-    return choose("auto", Request(frozenset(), platform(), case.K, case.dtype, case.S, backward, spans=spans))
+def taken(case: Case, backward: bool = False, partial: bool = False) -> str:
+    """The name of the implementation that the dispatcher chooses."""
+    return choose("auto", Request(frozenset(), platform(), case.K, case.dtype, case.S, backward, partial=partial))
 
 
 def kernel_alone(tiny: bool) -> Run:
-    """Our kernel without what turns [B, T, H, K] into [B, H, T, K] and back."""
+    """pe_lab's kernel without the transposition of [B, T, H, K] to [B, H, T, K] and back."""
 
     def call(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         query = (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
-        return gpu_span(query, key, value, Side(), interpret=tiny).out
+        return gpu_key_block(query, key, value, AttentionInputs(), interpret=tiny).out
 
     return call
 
@@ -122,8 +120,8 @@ def forward_entries(case: Case, tiny: bool) -> list[Entry]:
         *(Entry(name, plain(run)) for name, run in made.items()),
         Entry(f"{OURS}, heads first", kernel_alone(tiny), heads_first=True),
         Entry(f"{OURS}, ALiBi", plain(made[OURS], alibi_slopes(case.H)), "slopes"),
-        Entry(f"{OURS}, heads turn apart", turning(made[OURS], inside=True), "turns"),
-        Entry("cudnn, heads turn apart", turning(made["cudnn"], inside=False), "turns"),
+        Entry(f"{OURS}, heads turn apart", rotating(made[OURS], inside=True), "rotations"),
+        Entry("cudnn, heads turn apart", rotating(made["cudnn"], inside=False), "rotations"),
     ]
     if tiny or case.T <= CHUNKED_UP_TO:
         return entries
@@ -139,13 +137,13 @@ def rounded(x: jax.Array) -> np.ndarray:
 
 
 def right_answers(case: Case, inputs: Sequence[jax.Array], queries: list[int]) -> Callable[[str], np.ndarray]:
-    """The reference's outputs [B, queries, H, K], as a function of what is beside."""
+    """The reference's outputs [B, queries, H, K], as a function of the feature."""
     given = [rounded(x) for x in inputs]
 
     @functools.cache
-    def answer(beside: str) -> np.ndarray:
-        slope = alibi_slopes(case.H) if beside == "slopes" else None
-        frequencies = head_frequencies(case.H, case.K) if beside == "turns" else None
+    def answer(feature: str) -> np.ndarray:
+        slope = alibi_slopes(case.H) if feature == "slopes" else None
+        frequencies = head_frequencies(case.H, case.K) if feature == "rotations" else None
         return reference(*given, queries, slope, frequencies)
 
     return answer
@@ -162,7 +160,7 @@ def forward(case: Case, plan: Plan, entries: Sequence[Entry]) -> dict[str, dict[
 
         def check() -> float:
             out = call().swapaxes(1, 2) if entry.heads_first else call()
-            return error(rounded(out[:, np.asarray(queries)]), right(entry.beside))
+            return error(rounded(out[:, np.asarray(queries)]), right(entry.feature))
 
         return Contestant(call, check)
 
@@ -210,17 +208,17 @@ def backward_runs(tiny: bool) -> dict[str, Run]:
 def decode_entries(case: Case, tiny: bool) -> list[Entry]:
     """One query [B, H, 1, K] against a cache [B, G, S, K], or, unless `heads_first`, [B, S, G, K]."""
     B, S, H, K = case.B, case.S, case.H, case.K
-    ours = functools.partial(gpu_span, interpret=tiny)
+    ours = functools.partial(gpu_key_block, interpret=tiny)
 
-    def at_the_end(span: Run, apart: bool = False) -> Run:
+    def at_the_end(kernel: Run, apart: bool = False) -> Run:
         def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            side = Side(start=jnp.full(B, S - 1, jnp.int32), used=jnp.full(B, S, jnp.int32))
+            inputs = AttentionInputs(start=jnp.full(B, S - 1, jnp.int32), used=jnp.full(B, S, jnp.int32))
             if apart:
-                side = side._replace(rotation=rotation_of(H, K))
-                tables = rotation_tables(*side.rotation, jnp.full((B, 1), S - 1, jnp.int32))
+                inputs = inputs._replace(rotation=rotation_of(H, K))
+                tables = rotation_tables(*inputs.rotation, jnp.full((B, 1), S - 1, jnp.int32))
                 query = rotate(query.swapaxes(1, 2), *tables).swapaxes(1, 2)
             query = (query.astype(jnp.float32) * K**-0.5).astype(query.dtype)
-            return span(query, key, value, side).out
+            return kernel(query, key, value, inputs).out
 
         return run
 
@@ -232,12 +230,12 @@ def decode_entries(case: Case, tiny: bool) -> list[Entry]:
 
     entries = [
         Entry(OURS, at_the_end(ours), heads_first=True),
-        Entry(f"{OURS}, heads turn apart", at_the_end(ours, apart=True), "turns", heads_first=True),
-        Entry("chunked", at_the_end(chunked_span), heads_first=True),
+        Entry(f"{OURS}, heads turn apart", at_the_end(ours, apart=True), "rotations", heads_first=True),
+        Entry("chunked", at_the_end(chunked_key_block), heads_first=True),
         Entry("cudnn", cudnn),
     ]
     if tiny:
-        tpu = functools.partial(tpu_span, interpret=True)
+        tpu = functools.partial(tpu_key_block, interpret=True)
         entries.append(Entry("pallas_tpu", at_the_end(tpu), heads_first=True))
     return entries
 
@@ -268,7 +266,7 @@ def decode(case: Case, plan: Plan) -> dict[str, dict[str, Any]]:
             return query
 
         def check() -> float:
-            return error(rounded(jax.jit(entry.run)(query, *caches[0]).swapaxes(1, 2)), right(entry.beside))
+            return error(rounded(jax.jit(entry.run)(query, *caches[0]).swapaxes(1, 2)), right(entry.feature))
 
         return Contestant(functools.partial(jax.jit(through), query, caches), check)
 

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention.capabilities import Request as AttentionRequest
 from pe_lab.attention.dispatch import choose
 from pe_lab.checkpoints import Checkpoint, open_checkpoint
 from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
@@ -26,8 +25,18 @@ from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError
 from pe_lab.model import Decoder, Model, Request, Sampling, Schedules, Statistics, Weights, complete
-from pe_lab.parallel import hide_absent_tpu, platform
-from pe_lab.positional import Beta, Layer, Schedule, build_schedule, describe, drop, label_layers, read_with
+from pe_lab.parallel import hide_absent_tpu
+from pe_lab.positional import (
+    Beta,
+    Layer,
+    LayerStructure,
+    Schedule,
+    build_schedule,
+    describe,
+    drop,
+    label_layers,
+    read_with,
+)
 
 Tokens = str | Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
 Prompt = Any  # a string, token ids [n], or several of either with any lengths
@@ -320,8 +329,7 @@ class LanguageModel:
           UserError: no such implementation, or one that does not run here or cannot attend to a KV cache.
         """
         config = self.config
-        asked = AttentionRequest(head_dim=config.head_dim, dtype=config.dtype, platform=platform(), spans=True)
-        choose(name, asked)
+        choose(name, Model(config).attention_request(LayerStructure(), length=1, partial=True))
         checkpoint = dataclasses.replace(self.checkpoint, model=dataclasses.replace(config, attention=name))
         return dataclasses.replace(self, checkpoint=checkpoint)
 

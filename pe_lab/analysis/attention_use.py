@@ -15,15 +15,15 @@ from pe_lab.attention import attention
 from pe_lab.attention.statistics import (
     ArrayLike,
     Indices,
-    Spans,
+    Ranges,
     Statistics,
     Summary,
     attention_rows,
     attention_statistics,
     checked_indices,
-    checked_spans,
+    checked_ranges,
     octaves,
-    refuse_cut_texts,
+    refuse_sharded_sequences,
     summarize,
 )
 from pe_lab.errors import UserError
@@ -37,8 +37,8 @@ class AttentionUse(NamedTuple):
 
     Attributes:
       layers: the L layers looked at, in order.
-      mean: arrays [L, H], `in_spans` [S, L, H].
-      by_octave: arrays [L, H, O], `in_spans` [S, L, H, O], by the query's index; NaN in an octave without any query.
+      mean: arrays [L, H], `in_ranges` [S, L, H].
+      by_octave: arrays [L, H, O], `in_ranges` [S, L, H, O], by the query's index; NaN in an octave without any query.
       octaves: O + 1 indices, where octaves of queries begin and the last one ends: 0, 2, 4, 8, .. T.
       rows: by layer, the weights [B, H, Q, T] of the queries asked for.
     """
@@ -58,7 +58,7 @@ def attention_use(
     *,
     positions: Int[ArrayLike, "#B T"] | None = None,
     segments: Int[ArrayLike, "B T"] | None = None,
-    spans: Spans = (),
+    spans: Ranges = (),
     queries: Indices | None = None,
     layers: Sequence[int] | None = None,
     rows: Mapping[int, Indices] | None = None,
@@ -81,7 +81,7 @@ def attention_use(
         mesh that cuts texts.
     """
     T = tokens.shape[1]
-    refuse_cut_texts()
+    refuse_sharded_sequences()
     # A forward pass that is not computed: it says what is wrong with a schedule.
     jax.eval_shape(functools.partial(model.hidden, schedule=schedule), params, tokens, positions, segments)
     rows = {n: checked_indices(at, T, "rows") for n, at in (rows or {}).items()}
@@ -91,7 +91,7 @@ def attention_use(
             raise UserError(f"There is no layer {n} to measure; the model has {model.config.layers}, counted from 0.")
     if not measured:
         raise UserError("There is no layer to measure: name one in layers or in rows.")
-    spans = checked_spans(spans, T)
+    spans = checked_ranges(spans, T)
     queries = None if queries is None else checked_indices(queries, T, "queries")
     positions, segments = (None if x is None else jnp.asarray(x) for x in (positions, segments))
     stacked = (params["layers"], layer_arrays(jax.tree.map(jnp.asarray, schedule)))
@@ -112,7 +112,7 @@ def attention_use(
 def _stacked(statistics: Sequence[Statistics]) -> Statistics:
     """One set of statistics with an axis over layers before that over heads."""
     columns = zip(Statistics._fields, zip(*jax.device_get(statistics), strict=True), strict=True)
-    return Statistics(*(np.stack(column, int(name == "in_spans")) for name, column in columns))
+    return Statistics(*(np.stack(column, int(name == "in_ranges")) for name, column in columns))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -139,7 +139,7 @@ def _layer(
     # The layer's number is data, and its weights are cut out in here: all layers of a structure share a program.
     params, arrays = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, n, keepdims=False), stacked)
     at = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
-    row = model.row(arrays, structure, at)
+    row = model.layer_encoding(arrays, structure, at)
     common = dict(positions=positions, segments=segments, window=structure.window)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[Summary | None, jax.Array | None]]:
@@ -147,7 +147,7 @@ def _layer(
         out = attention(q, k, v, row, implementation="auto", chunk=chunk, backward=False, **common)
         summary = weights = None
         if measure:
-            statistics = attention_statistics(q, k, row, spans=spans, queries=queries, block=chunk, **common)
+            statistics = attention_statistics(q, k, row, ranges=spans, queries=queries, block=chunk, **common)
             summary = summarize(statistics, x.shape[1], queries)
         if rows is not None:
             weights = attention_rows(q, k, row, rows=rows, **common)

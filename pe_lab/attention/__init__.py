@@ -1,16 +1,16 @@
-"""Attention: queries, keys, values and a row of the schedule in, outputs out."""
+"""Attention of queries, keys and values under the positional encoding of one layer."""
 
 from pe_lab.attention.api import attention
-from pe_lab.attention.cached import Past, cached_attention
 from pe_lab.attention.dispatch import IMPLEMENTATIONS
 from pe_lab.attention.key_block import Rotation
-from pe_lab.attention.layer_encoding import Row, encode_keys, encode_queries
+from pe_lab.attention.kv_cache import CacheView, cached_attention
+from pe_lab.attention.layer_encoding import LayerEncoding, encode_keys, encode_queries
 
 __all__ = [
     "IMPLEMENTATIONS",
-    "Past",
+    "CacheView",
+    "LayerEncoding",
     "Rotation",
-    "Row",
     "attention",
     "cached_attention",
     "encode_keys",

@@ -1,4 +1,4 @@
-"""`python -m pe_lab.attention`: the implementations of attention, and which would serve what, here or elsewhere."""
+"""Prints the implementations of attention, and which of them serves which layer, on this machine or another."""
 
 from __future__ import annotations
 
@@ -10,43 +10,41 @@ import jax
 
 from pe_lab.attention.capabilities import FEATURES, Request
 from pe_lab.attention.dispatch import IMPLEMENTATIONS, choose, reasons_against
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.parallel import hide_absent_tpu
-from pe_lab.terminal import command
+from pe_lab.terminal import command, table
 
-HEADINGS = ("", "is", "runs on", *FEATURES, "turns keys", "gradient", "ring, cache", "head_dim", "dtypes")
+HEADER = ("", "description", "runs on", *FEATURES, "rotates keys", "gradient", "ring, cache", "head_dim", "dtypes")
 REQUESTS = {
     "a RoPE layer": Request(),
     "with a window": Request(needs=frozenset({"windows"})),
     "of packed documents": Request(needs=frozenset({"segments"})),
     "an ALiBi layer": Request(needs=frozenset({"slopes"})),
-    "heads that rotate apart": Request(split_heads=True),
+    "heads that rotate differently": Request(split_heads=True),
     "float32": Request(dtype="float32"),
     "1M tokens": Request(length=2**20),
-    "texts on several devices": Request(spans=True),
+    "sequences on several devices": Request(partial=True),
 }
 
 
-def table() -> list[tuple[str, ...]]:
-    """What every implementation can do, headings first."""
+def capabilities() -> list[tuple[str, ...]]:
+    """The capabilities of every implementation, after a header."""
 
     def mark(yes: bool) -> str:
         return "yes" if yes else "–"
 
-    rows = [HEADINGS]
+    rows = [HEADER]
     for name, one in IMPLEMENTATIONS.items():
         able = one.capabilities
-        honours = [mark(feature in able.honours) for feature in FEATURES]
-        dtypes = ", ".join(able.dtypes)
-        rows.append(
-            (name, one.what, ", ".join(able.platforms), *honours, mark(able.rotates_keys), mark(able.backward),
-             mark(one.span is not None), able.head_dims_text, dtypes)
-        )  # fmt: skip
+        features = [feature in able.honours for feature in FEATURES]
+        features += [able.rotates_keys, able.backward, one.partial is not None]
+        platforms, dtypes = ", ".join(able.platforms), ", ".join(able.dtypes)
+        rows.append((name, one.description, platforms, *map(mark, features), able.head_dims_text, dtypes))
     return rows
 
 
 def choices(platform: str, head_dim: int, length: int) -> list[tuple[str, ...]]:
-    """What `auto` takes for some requests on a platform, headings first."""
+    """The choices of `auto` for some requests on a platform, after a header."""
     rows = [("", "evaluation", "training")]
     for what, request in REQUESTS.items():
         asked = request._replace(platform=platform, head_dim=head_dim)
@@ -56,7 +54,7 @@ def choices(platform: str, head_dim: int, length: int) -> list[tuple[str, ...]]:
         for backward in (False, True):
             try:
                 found.append(choose("auto", asked._replace(backward=backward)))
-            except UserError:
+            except UnsupportedError:
                 found.append("none")
         rows.append((what, *found))
     return rows
@@ -68,29 +66,26 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-
-
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the verb."""
     parser = argparse.ArgumentParser(prog="python -m pe_lab.attention", description=__doc__)
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="other than this machine's")
-    parser.add_argument("--head-dim", type=int, default=64, help="K of the requests (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=8192, help="their tokens (default: %(default)s)")
-    parser.add_argument("--markdown", action="store_true", help="as docs/attention.md has them")
+    parser.add_argument("--head-dim", type=int, default=64, help="channels of a head (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     arguments = parser.parse_args(argv)
     if arguments.head_dim < 2 or arguments.head_dim % 2 or arguments.length < 1:
-        raise UserError("--head-dim must be even and positive, --length positive.")
+        raise ConfigError("--head-dim must be even and positive, --length positive.")
     hide_absent_tpu()
     platform = arguments.platform or jax.default_backend()
-    layout = markdown if arguments.markdown else _aligned
-    print(layout(table()))
+
+    def show(rows: list[tuple[str, ...]]) -> None:
+        print(markdown(rows) if arguments.markdown else table(rows[0], rows[1:], words=len(rows[0])))
+
+    show(capabilities())
     print(
-        "\nEvery one is causal and takes grouped queries. turns keys: rotates them inside, for each query head where "
-        "need be.\nring, cache: gives partial results, which texts and caches on several devices are merged from."
+        "\nAll are causal and take grouped queries. rotates keys: inside the kernel, per query head where needed."
+        "\nring, cache: gives partial results, from which KV caches and sequences on several devices are merged."
     )
     for name, one in IMPLEMENTATIONS.items():
         if one.capabilities.needs:
@@ -98,15 +93,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     print()
     here = f"{jax.devices()[0].device_kind}, " if platform == jax.default_backend() else ""
     print(
-        f"What `auto` takes on {platform} ({here}bfloat16, heads of {arguments.head_dim} channels, "
+        f"The choice of `auto` on {platform} ({here}bfloat16, heads of {arguments.head_dim} channels, "
         f"{arguments.length:,} tokens):\n"
     )
-    print(layout(choices(platform, arguments.head_dim, arguments.length)))
+    show(choices(platform, arguments.head_dim, arguments.length))
     request = Request(platform=platform, head_dim=arguments.head_dim, length=arguments.length)
-    told = [(name, " and ".join(reasons_against(name, request))) for name in IMPLEMENTATIONS]
-    if any(reason for _, reason in told):
-        print("\nWhat does not run there:\n")
-        print("\n".join(f"{name} {reason}." for name, reason in told if reason))
+    reasons = {name: " and ".join(reasons_against(name, request)) for name in IMPLEMENTATIONS}
+    if any(reasons.values()):
+        print("\nThese do not run there:\n")
+        print("\n".join(f"{name} {reason}." for name, reason in reasons.items() if reason))
     return 0
 
 

@@ -1,18 +1,16 @@
-"""The one way to attend: queries, keys, values, a row of the schedule, segments."""
+"""The one public function for attention of whole sequences."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention.capabilities import Request
-from pe_lab.attention.dispatch import IMPLEMENTATIONS, choose
-from pe_lab.attention.key_block import Noise
-from pe_lab.attention.layer_encoding import Row, encode_keys, encode_queries
+from pe_lab.attention.dispatch import IMPLEMENTATIONS, choose, layer_request
+from pe_lab.attention.key_block import AttentionInputs, Noise, scaled
+from pe_lab.attention.layer_encoding import LayerEncoding, check_heads, encode_keys, encode_queries
 from pe_lab.attention.noise import noise_size
 from pe_lab.attention.sharded import on_mesh
-from pe_lab.errors import UserError
-from pe_lab.parallel import context_size, platform
+from pe_lab.positional import LayerStructure
 
 CPU_BLOCK = 256
 
@@ -21,109 +19,73 @@ def attention(
     query: Float[Array, "B T H K"],
     key: Float[Array, "B T G K"],
     value: Float[Array, "B T G K"],
-    row: Row,
+    encoding: LayerEncoding,
     *,
     positions: Int[Array, "#B T"] | None = None,
     segments: Int[Array, "B T"] | None = None,
     window: int | None = None,
-    soft_cap: float | None = None,
     implementation: str = "auto",
     chunk: int = 512,
     backward: bool = True,
 ) -> Float[Array, "B T H K"]:
-    """Causal self-attention with grouped queries, in the positional encoding of `row`.
+    """Causal self-attention with grouped queries, under the positional encoding of one layer.
 
-    On a mesh with a context axis, tokens lie in the order of `parallel.balanced_order`, and the keys go round.
+    On a mesh with a context axis, tokens are in the order of `parallel.balanced_order`, and keys travel around a ring.
 
     Args:
       query, key, value: not rotated, not scaled; G divides H.
-      row: this layer's part of the schedule.
+      encoding: of this layer.
       positions: token positions, for ALiBi's distances; None counts from 0.
-      segments: document of each token; a query sees keys of its own segment only.
+      segments: document of each token; a query sees only keys of its own document.
       window: a query sees the last `window` tokens, itself included; None sees all.
-      soft_cap: logits become cap * tanh(logits / cap), before slopes and masks (Gemma 2).
-      implementation: a name of `IMPLEMENTATIONS`, or auto: the fastest that can.
+      implementation: a name of `IMPLEMENTATIONS`, or auto: the fastest that serves the layer.
       chunk: query and key block of the chunked implementation, in tokens; at most CPU_BLOCK on a CPU.
-      backward: a gradient will be taken; False admits kernels that have none.
+      backward: a gradient will be taken; False admits kernels without one.
 
     Returns:
       [B, T, H, K] in the dtype of `query`.
 
     Raises:
-      UserError: heads that do not divide, or an implementation that cannot do what is asked.
+      ConfigError: heads that do not divide, or an unknown implementation.
+      UnsupportedError: no implementation, or not the given one, serves this layer.
     """
     B, T, H, K = query.shape
     G = key.shape[2]
-    if H % G:
-        raise UserError(f"attention: {H} query heads do not divide into {G} key-value heads.")
-    asked = request(
-        query.shape,
-        query.dtype.name,
-        slopes=row.slope is not None,
-        segments=segments is not None,
+    check_heads(H, G)
+    structure = LayerStructure(
+        rotates=encoding.cos is not None,
+        slopes=encoding.slope is not None,
         window=window,
-        diagonal_bias=row.diagonal_bias is not None,
-        soft_cap=soft_cap,
-        split_heads=row.cos is not None and row.cos.shape[2] == H != G,
-        backward=backward,
+        heads="split" if encoding.cos is not None and encoding.cos.shape[2] == H else "shared",
+        diagonal_bias=None if encoding.diagonal_bias is None else (0.0, T),  # its values are in the encoding
     )
-    name = choose(implementation, asked, chunk)
-    chosen = IMPLEMENTATIONS[name]
-    inside = asked.split_heads and row.rotation is not None and positions is None
-    inside = inside and chosen.capabilities.rotates_keys and not asked.spans
-    query = encode_queries(query, row, G, positions)
-    noise = None
-    if not inside:
-        key = encode_keys(key, row, H, positions)
+    request = layer_request(structure, (H, G, K), query.dtype.name, T, segments=segments is not None, backward=backward)
+    chosen = IMPLEMENTATIONS[choose(implementation, request, chunk)]
+    rotates_inside = request.split_heads and encoding.rotation is not None and positions is None
+    rotates_inside = rotates_inside and chosen.capabilities.rotates_keys and not request.partial
+    query = scaled(encode_queries(query, encoding, G, positions), encoding.scale(K))
+    slope_positions = None if encoding.slope is None else positions
+    inputs = AttentionInputs(
+        slope=encoding.slope,
+        query_positions=slope_positions,
+        key_positions=slope_positions,
+        query_segments=segments,
+        key_segments=segments,
+        diagonal_bias=encoding.diagonal_bias,
+    )
+    if rotates_inside:
+        inputs = inputs._replace(rotation=encoding.rotation)
+        if encoding.noise is not None:
+            # The size of the keys' noise depends on rotated keys; XLA sums over them without keeping them.
+            rotated = encode_keys(key, encoding._replace(noise=None), H, positions)
+            inputs = inputs._replace(
+                noise=Noise(encoding.noise, noise_size(rotated, encoding.noise, encoding.noise_sigma))
+            )
+    else:
+        key = encode_keys(key, encoding, H, positions)
         value = jnp.repeat(value, key.shape[2] // G, axis=2) if key.shape[2] != G else value
-    elif row.noise is not None:
-        # How large the keys' noise is, is known from turned keys; XLA sums over them without keeping them.
-        turned = encode_keys(key, row._replace(noise=None), H, positions)
-        noise = Noise(row.noise, noise_size(turned, row.noise, row.noise_sigma))
-    scale = jnp.float32(K**-0.5) * (1.0 if row.logit_scale is None else row.logit_scale)
-    arrays = dict(
-        slope=row.slope,
-        positions=positions if row.slope is not None else None,
-        segments=segments,
-        diagonal_bias=row.diagonal_bias,
-    )
-    # Blocks of logits that stay in a CPU's caches: training takes three fifths of what blocks of 512 take.
-    block = min(chunk, CPU_BLOCK) if asked.platform == "cpu" else chunk
-    static = dict(window=window, soft_cap=soft_cap, chunk=block)
-    if inside:
-        arrays |= {"rotation": row.rotation, "noise": noise}
-    if asked.spans or chosen.kernel:
-        return on_mesh(chosen, query, key, value, scale, arrays, static)
-    return chosen.run(query, key, value, scale, **arrays, **static)
-
-
-def request(
-    shape: tuple[int, ...],
-    dtype: str,
-    *,
-    slopes: bool,
-    segments: bool,
-    window: int | None,
-    diagonal_bias: bool,
-    soft_cap: float | None,
-    split_heads: bool,
-    backward: bool,
-) -> Request:
-    """What a layer asks of its attention, on the mesh of the moment; `shape` [B, T, H, K] of the queries."""
-    asked = {
-        "slopes": slopes,
-        "segments": segments,
-        "windows": window is not None,
-        "diagonal bias": diagonal_bias,
-        "soft cap": soft_cap is not None,
-    }
-    return Request(
-        needs=frozenset(name for name, wanted in asked.items() if wanted),
-        platform=platform(),
-        head_dim=shape[3],
-        dtype=dtype,
-        length=shape[1],
-        backward=backward,
-        split_heads=split_heads,
-        spans=context_size() > 1,
-    )
+    # Smaller blocks of logits stay in a CPU's caches: training takes three fifths of the time of blocks of 512.
+    block = min(chunk, CPU_BLOCK) if request.platform == "cpu" else chunk
+    if request.partial or chosen.kernel:
+        return on_mesh(chosen, query, key, value, inputs, window=window, chunk=block)
+    return chosen.run(query, key, value, inputs, window=window, chunk=block)

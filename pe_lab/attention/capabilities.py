@@ -1,27 +1,30 @@
-"""What an implementation of attention can do, what a layer asks of it, and whether the one covers the other."""
+"""What an implementation of attention supports, what a layer requests, and whether the first covers the second."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-# What a layer may ask for beside causality and grouped queries, which all implementations have.
-FEATURES = ("slopes", "segments", "windows", "soft cap", "diagonal bias")
+from pe_lab.attention.key_block import AttentionInputs
+from pe_lab.errors import UnsupportedError
+
+# What a layer may request beside causality and grouped queries, which all implementations support.
+FEATURES = ("slopes", "segments", "windows", "diagonal bias")
 
 
 class Capabilities(NamedTuple):
-    """What an implementation takes, beside causality and grouped queries.
+    """What an implementation supports, beside causality and grouped queries.
 
     Attributes:
       honours: of FEATURES.
-      dtypes: of queries, keys and values, all of the same.
-      head_dims: whether it takes heads of K channels; head_dims_text says so in words.
-      backward: has gradients for all that it honours.
+      dtypes: of queries, keys and values, which share one dtype.
+      head_dims: whether it supports heads of K channels; head_dims_text says the same in words.
+      backward: it has gradients for all that it honours.
       platforms: as `jax.default_backend` names them.
-      turns_keys: takes keys as they were projected and turns them inside, once per query head where need be, without
-        making a copy of a key head for every query head of its group.
+      rotates_keys: it takes unrotated keys and rotates them inside, once per query head where needed, without a copy
+        of a key head for every query head of its group.
       needs: of the machine, in words; "" for nothing more.
-      longest: tokens in a text without a window; None for no limit.
+      longest: tokens of a sequence without a window; None for no limit.
     """
 
     honours: frozenset[str]
@@ -36,15 +39,15 @@ class Capabilities(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What is known of a call of attention before anything is computed.
+    """What a layer requires of its attention.
 
     Attributes:
       needs: of FEATURES.
       platform: cpu, gpu or tpu.
-      head_dim, dtype, length: K, of queries, and tokens of the text.
+      head_dim, dtype, length: K, the dtype of queries, and the tokens of a sequence.
       backward: a gradient will be taken.
-      split_heads: heads of a group rotate differently, so that a key is turned once per query head.
-      spans: partial results over parts of the keys are merged, as a context axis of the mesh needs it.
+      split_heads: heads of a group rotate differently, so that a key is rotated once per query head.
+      partial: partial results over blocks of keys will be merged, as KV caches and a context axis of the mesh need it.
     """
 
     needs: frozenset[str] = frozenset()
@@ -54,7 +57,7 @@ class Request(NamedTuple):
     length: int = 1024
     backward: bool = False
     split_heads: bool = False
-    spans: bool = False
+    partial: bool = False
 
 
 def refusals(capabilities: Capabilities, request: Request) -> list[str]:
@@ -73,3 +76,11 @@ def refusals(capabilities: Capabilities, request: Request) -> list[str]:
     if capabilities.longest is not None and request.length > capabilities.longest and "windows" not in request.needs:
         reasons.append(f"reads at most {capabilities.longest:,} tokens, and these are {request.length:,}")
     return reasons
+
+
+def check_inputs(name: str, honours: frozenset[str], inputs: AttentionInputs, window: int | None) -> None:
+    """Raises an `UnsupportedError` if an implementation is called with a feature that it does not honour."""
+    given = (inputs.slope, inputs.query_segments, window, inputs.diagonal_bias)
+    refused = [what for what, x in zip(FEATURES, given, strict=True) if x is not None and what not in honours]
+    if refused:
+        raise UnsupportedError(f"{name} attention has no {' and no '.join(refused)}.")

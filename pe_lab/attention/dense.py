@@ -1,51 +1,41 @@
-"""The reference's result with a gradient of its own: what short windows train with."""
+"""Attention with all logits at once and a hand-written gradient, for training on short sequences."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pe_lab.attention.key_block import MASKED
-from pe_lab.attention.reference import visible
+from pe_lab.attention.key_block import MASKED, AttentionInputs
+from pe_lab.attention.reference import alibi, visible
 
 
 def dense_attention(
     query: Float[Array, "B T H K"],
     key: Float[Array, "B T G K"],
     value: Float[Array, "B T G K"],
-    scale: Float[Array, ""],
+    inputs: AttentionInputs,
     *,
-    slope: Float[Array, " H"] | None,
-    positions: Int[Array, "#B T"] | None,
-    segments: Int[Array, "B T"] | None,
-    window: int | None,
-    diagonal_bias: Float[Array, "#B T"] | None = None,
-    soft_cap: float | None = None,
+    window: int | None = None,
     chunk: int = 0,
 ) -> Float[Array, "B T H K"]:
-    """The reference's softmax over all logits at once; of [T, T] arrays the gradient keeps only the weights.
+    """The softmax over all logits at once; arguments as in `reference_attention`.
 
-    Where the reference's gradient, derived by JAX, turns [T, T] arrays over in memory to multiply them, this one
-    turns over the [T, K] arrays they are multiplied with. And rows are divided by their sums after the product
-    with the values, not before: K divisions instead of T.
+    Of [T, T] arrays, only the weights are kept for the gradient. JAX derives a gradient that transposes [T, T] arrays
+    in memory; this one transposes [T, K] arrays. Outputs are divided by the sums of weights after the product with the
+    values: K divisions a query instead of T.
     """
-    if soft_cap is not None:
-        raise NotImplementedError("dense attention has no soft cap.")
     B, T, H, K = query.shape
     G = key.shape[2]
-    q = (query.astype(jnp.float32) * scale).astype(query.dtype)
-    # Query heads of a group share their keys: to the matrix products they are so many more queries.
-    q = q.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4).reshape(B, G, H // G * T, K)
+    # Query heads of a group share their keys: the matrix products take them as more queries.
+    q = query.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4).reshape(B, G, H // G * T, K)
     k, v = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    index = jnp.arange(T)
-    bias = jnp.where(visible(index, index, segments, segments, window), 0.0, MASKED)[:, None, None]
-    if slope is not None:
-        positions = index[None] if positions is None else positions
-        distance = (positions[:, :, None] - positions[:, None, :]).astype(jnp.float32)
-        bias = bias - slope.reshape(G, H // G, 1, 1) * distance[:, None, None]
-    if diagonal_bias is not None:
-        bias = bias + (jnp.eye(T) * diagonal_bias[:, None])[:, None, None]
+    bias = jnp.where(visible(T, inputs, window), 0.0, MASKED)[:, None, None]
+    penalty = alibi(T, inputs, G)
+    if penalty is not None:
+        bias = bias - penalty
+    if inputs.diagonal_bias is not None:
+        bias = bias + (jnp.eye(T) * inputs.diagonal_bias[:, None])[:, None, None]
     out = _attend(q, k, v, bias)
     return out.reshape(B, G, H // G, T, K).transpose(0, 3, 1, 2, 4).reshape(B, T, H, K).astype(query.dtype)
 
@@ -74,8 +64,8 @@ def _forward_rule(q, k, v, bias):  # noqa: ANN001, ANN202
 
 def _backward_rule(saved, d_out):  # noqa: ANN001, ANN202
     q, k, v, bias, weights, total, out = saved
-    # With p = weights / total: d_v = p^T d_out and d_logits = p (d_out v^T - sum_k d_out out). The division goes
-    # into d_out, which is small.
+    # With p = weights / total: d_v = p^T d_out and d_logits = p (d_out v^T - sum_k d_out out). d_out is divided by
+    # total, because it is the smaller array.
     d_out = d_out / total
     inner = (d_out * out).sum(-1, keepdims=True)
     d_out = d_out.astype(v.dtype)
@@ -88,7 +78,7 @@ def _backward_rule(saved, d_out):  # noqa: ANN001, ANN202
 
 
 def _transposed_product(a: Float[Array, "B G T S"], b: Float[Array, "B G T K"]) -> Float[Array, "B G S K"]:
-    """a^T b, as (b^T a)^T: what is laid out anew is b and the result."""
+    """a^T b, computed as (b^T a)^T: only b and the result are transposed in memory."""
     b = jax.lax.optimization_barrier(b.transpose(0, 1, 3, 2))
     product = jnp.einsum("bgkt,bgts->bgks", b, a, preferred_element_type=jnp.float32)
     return jax.lax.optimization_barrier(product).transpose(0, 1, 3, 2)

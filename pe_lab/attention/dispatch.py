@@ -1,4 +1,4 @@
-"""The table of implementations, and which of them serves a layer."""
+"""The table of implementations, the request of a layer, and the choice of the implementation that serves it."""
 
 from __future__ import annotations
 
@@ -8,107 +8,92 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pe_lab.attention.capabilities import Capabilities, Request, refusals
-from pe_lab.attention.chunked import chunked_attention, chunked_span
+from pe_lab.attention.capabilities import FEATURES, Capabilities, Request, check_inputs, refusals
+from pe_lab.attention.chunked import chunked_attention, chunked_key_block
 from pe_lab.attention.dense import dense_attention
-from pe_lab.attention.kernels import external as libraries
-from pe_lab.attention.kernels.gpu import gpu_span
-from pe_lab.attention.kernels.tpu import tpu_span
-from pe_lab.attention.key_block import Noise, Partial, Rotation, Side
+from pe_lab.attention.kernels import external
+from pe_lab.attention.kernels.gpu import gpu_key_block
+from pe_lab.attention.kernels.tpu import tpu_key_block
+from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel
 from pe_lab.attention.reference import reference_attention
-from pe_lab.errors import UserError, did_you_mean
+from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
+from pe_lab.parallel import context_size, platform, slots_are_cut
+from pe_lab.positional import LayerStructure
 
-EVERYTHING = frozenset({"slopes", "segments", "windows", "diagonal bias", "soft cap"})
-SHORT = 256  # tokens up to which accelerators multiply whole matrices instead of calling a kernel
+EVERYTHING = frozenset(FEATURES)
+SHORT = 256  # up to this many tokens, accelerators multiply whole matrices faster than a kernel runs
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """A way to compute attention.
+    """One way to compute attention.
 
     Attributes:
-      what: it is, in a few words.
-      run: as `reference_attention`, on whole texts; with `turns_keys` it takes `rotation` and `noise` of `span.Side`.
-      capabilities: what it can do.
-      span: as `chunked_span`, on parts of the keys, where it can; what a context axis and caches are served by.
-      kernel: one program of the device: on a mesh it is run on each device's part, for XLA cannot cut it.
+      description: a few words.
+      run: as `reference_attention`, for a whole sequence; with `rotates_keys`, also with rotation and noise.
+      capabilities: what it supports.
+      partial: as `chunked_key_block`, for a block of keys, if it has that; a context axis and KV caches need it.
+      kernel: a program of the device, which XLA cannot shard: on a mesh it runs on each device's part.
     """
 
-    what: str
+    description: str
     run: Callable[..., jax.Array]
     capabilities: Capabilities
-    span: Callable[..., Partial] | None = None
+    partial: KeyBlockKernel | None = None
     kernel: bool = False
 
 
-def whole_text(span: Callable[..., Partial]) -> Callable[..., jax.Array]:
-    """A span's kernel as attention of a text to itself, [B, T, H, K]."""
+def whole_sequence(partial: KeyBlockKernel) -> Callable[..., jax.Array]:
+    """Attention of whole sequences, [B, T, H, K] as `reference_attention`, by a kernel for a block of keys."""
 
     def run(
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
-        scale: jax.Array,
+        inputs: AttentionInputs,
         *,
-        slope: jax.Array | None,
-        positions: jax.Array | None,
-        segments: jax.Array | None,
-        window: int | None,
-        diagonal_bias: jax.Array | None = None,
-        soft_cap: float | None = None,
-        rotation: Rotation | None = None,
-        noise: Noise | None = None,
+        window: int | None = None,
         chunk: int = 0,
     ) -> jax.Array:
-        if diagonal_bias is not None:
-            raise NotImplementedError("attention of spans has no diagonal bias.")
-        q = (query.astype(jnp.float32) * scale).astype(query.dtype)
-        if positions is not None:
-            positions = jnp.broadcast_to(positions, query.shape[:2])
-        side = Side(
-            slope=slope,
-            query_positions=positions,
-            key_positions=positions,
-            query_segments=segments,
-            key_segments=segments,
-            rotation=rotation,
-            noise=noise,
-        )
-        q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, key, value))
-        return span(q, k, v, side, window=window, soft_cap=soft_cap).out.transpose(0, 2, 1, 3)
+        check_inputs("kernel", EVERYTHING - {"diagonal bias"}, inputs, window)
+        if inputs.query_positions is not None:
+            positions = jnp.broadcast_to(inputs.query_positions, query.shape[:2])
+            inputs = inputs._replace(query_positions=positions, key_positions=positions)
+        q, k, v = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
+        return partial(q, k, v, inputs, window=window).out.transpose(0, 2, 1, 3)
 
     return run
 
 
-_OURS = Capabilities(
-    honours=EVERYTHING - {"diagonal bias"},
-    dtypes=("float32", "bfloat16"),
-    head_dims=lambda K: 32 <= K <= 256 and K % 16 == 0,
-    head_dims_text="32 to 256, in steps of 16",
-    backward=False,
-    rotates_keys=True,
-)
+def _pallas(partial: KeyBlockKernel, platform: str, compiler: str) -> Implementation:
+    capabilities = Capabilities(
+        honours=EVERYTHING - {"diagonal bias"},
+        dtypes=("float32", "bfloat16"),
+        head_dims=lambda K: 32 <= K <= 256 and K % 16 == 0,
+        head_dims_text="32 to 256, in steps of 16",
+        backward=False,
+        rotates_keys=True,
+        platforms=(platform,),
+    )
+    return Implementation(f"pe_lab's kernel, by {compiler}", whole_sequence(partial), capabilities, partial, True)
+
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": Implementation("all logits at once, by the formula", reference_attention, Capabilities(EVERYTHING)),
     "dense": Implementation(
-        "all logits at once, with a gradient of its own", dense_attention, Capabilities(EVERYTHING - {"soft cap"})
+        "all logits at once, with a hand-written gradient", dense_attention, Capabilities(EVERYTHING)
     ),
     "chunked": Implementation(
-        "blocks of logits, memory linear in the length", chunked_attention, Capabilities(EVERYTHING), chunked_span
+        "blocks of logits, memory linear in the length", chunked_attention, Capabilities(EVERYTHING), chunked_key_block
     ),
-    "splash": Implementation("JAX's kernel", libraries.splash_attention, libraries.SPLASH, kernel=True),
-    "cudnn": Implementation("NVIDIA's kernel, through jax.nn", libraries.cudnn_attention, libraries.CUDNN, kernel=True),
-    "tokamax": Implementation("OpenXLA's kernels", libraries.tokamax_attention, libraries.TOKAMAX, kernel=True),
-    "pallas_tpu": Implementation(
-        "our kernel, by Mosaic", whole_text(tpu_span), _OURS._replace(platforms=("tpu",)), tpu_span, kernel=True
-    ),
-    "pallas_gpu": Implementation(
-        "our kernel, by Triton", whole_text(gpu_span), _OURS._replace(platforms=("gpu",)), gpu_span, kernel=True
-    ),
-}  # fmt: skip
+    "splash": Implementation("JAX's kernel", external.splash_attention, external.SPLASH, kernel=True),
+    "cudnn": Implementation("NVIDIA's kernel, through jax.nn", external.cudnn_attention, external.CUDNN, kernel=True),
+    "tokamax": Implementation("OpenXLA's kernels", external.tokamax_attention, external.TOKAMAX, kernel=True),
+    "pallas_tpu": _pallas(tpu_key_block, "tpu", "Mosaic"),
+    "pallas_gpu": _pallas(gpu_key_block, "gpu", "Triton"),
+}
 
-# The fastest first, of those that can serve a request.
+# The fastest first.
 _ORDER = {
     "cpu": ("chunked", "reference", "dense"),
     "tpu": ("splash", "pallas_tpu", "chunked", "reference", "dense"),
@@ -116,11 +101,51 @@ _ORDER = {
 }
 
 
+def layer_request(
+    structure: LayerStructure,
+    heads: tuple[int, int, int],
+    dtype: str,
+    length: int,
+    *,
+    segments: bool = False,
+    backward: bool = False,
+    partial: bool | None = None,
+) -> Request:
+    """The request of one layer, for the devices that are being traced for.
+
+    Args:
+      structure: of the layer's positional encoding.
+      heads: query heads H, key-value heads G, and head_dim K.
+      dtype: of queries, keys and values.
+      length: tokens of a sequence.
+      segments: sequences hold several documents.
+      backward: a gradient will be taken.
+      partial: partial results will be merged. None: if the mesh has a context axis.
+    """
+    H, G, K = heads
+    needs = {
+        "slopes": structure.slopes,
+        "segments": segments,
+        "windows": structure.window is not None,
+        "diagonal bias": structure.diagonal_bias is not None,
+    }
+    return Request(
+        needs=frozenset(name for name, needed in needs.items() if needed),
+        platform=platform(),
+        head_dim=K,
+        dtype=dtype,
+        length=length,
+        backward=backward,
+        split_heads=structure.rotates and structure.heads == "split" and H != G,
+        partial=context_size() > 1 if partial is None else partial,
+    )
+
+
 def order(request: Request, chunk: int) -> tuple[str, ...]:
-    """The names that `auto` tries, in their order: the fastest first."""
+    """The names that `auto` tries, the fastest first."""
     names = _ORDER[request.platform]
     if request.split_heads:
-        # A library would read a copy of the keys for every query head.
+        # An external kernel would read a copy of the keys for every query head.
         names = tuple(sorted(names, key=lambda name: not name.startswith("pallas")))
     short = chunk if request.platform == "cpu" else min(chunk, SHORT)
     if request.length <= short:
@@ -129,27 +154,27 @@ def order(request: Request, chunk: int) -> tuple[str, ...]:
 
 
 def reasons_against(name: str, request: Request) -> list[str]:
-    """Why an implementation cannot serve a request on this machine."""
+    """Why an implementation cannot serve a request on this machine; empty if it can."""
     one = IMPLEMENTATIONS[name]
     reasons = refusals(one.capabilities, request)
-    if request.spans and one.span is None:
-        reasons.append("gives no partial results, which caches and texts on several devices are merged from")
-    if request.spans and "diagonal bias" in request.needs:
-        reasons.append("has no diagonal bias for a text that lies on several devices")
-    if name == "tokamax" and (reason := libraries.why_no_tokamax()):
+    if request.partial and one.partial is None:
+        reasons.append("gives no partial results, from which KV caches and sequences on several devices are merged")
+    if request.partial and "diagonal bias" in request.needs:
+        reasons.append("has no diagonal bias for a sequence on several devices")
+    if name == "tokamax" and (reason := external.why_no_tokamax()):
         reasons.append(reason)
     return reasons
 
 
 def choose(name: str, request: Request, chunk: int = 512) -> str:
-    """The name of the implementation that serves a request: the one asked for, or for `auto` the fastest that can.
+    """The name of the implementation that serves a request: the given one, or for `auto` the fastest.
 
     Raises:
-      UserError: no such name, or one that cannot honour the request: nothing is ever left out silently. The message
-        says what refuses what, and what would take it.
+      ConfigError: no implementation has this name.
+      UnsupportedError: the implementation cannot serve the request; the message lists the reasons and alternatives.
     """
     if name not in ("auto", *IMPLEMENTATIONS):
-        raise UserError(
+        raise ConfigError(
             f"attention: no implementation is called '{name}'. " + did_you_mean(name, ["auto", *IMPLEMENTATIONS])
         )
     against = {one: reasons_against(one, request) for one in IMPLEMENTATIONS}
@@ -157,10 +182,20 @@ def choose(name: str, request: Request, chunk: int = 512) -> str:
         for one in order(request, chunk):
             if not against[one]:
                 return one
-        told = "; ".join(f"'{one}' {' and '.join(against[one])}" for one in order(request, chunk))
-        raise UserError(f"attention: no implementation serves this layer on {request.platform}: {told}.")
+        reasons = "; ".join(f"'{one}' {' and '.join(against[one])}" for one in order(request, chunk))
+        raise UnsupportedError(f"attention: no implementation serves this layer on {request.platform}: {reasons}.")
     if against[name]:
         able = [one for one in IMPLEMENTATIONS if not against[one]]
-        take = f"Choose one of {', '.join(['auto', *able])}." if able else "No other would take it."
-        raise UserError(f"attention: '{name}' {'; and '.join(against[name])}. {take}")
+        advice = f"Choose one of {', '.join(['auto', *able])}." if able else "No other one serves it."
+        raise UnsupportedError(f"attention: '{name}' {'; and '.join(against[name])}. {advice}")
     return name
+
+
+def cache_kernel(name: str, request: Request) -> KeyBlockKernel | None:
+    """The kernel that attends to KV caches, for a request with `partial`; None: `cached_attention` in XLA does.
+
+    A name that serves training only is ignored.
+    """
+    named = name != "auto" and IMPLEMENTATIONS[name].partial is not None
+    found = IMPLEMENTATIONS[choose(name if named else "auto", request)]
+    return found.partial if found.kernel or slots_are_cut() else None

@@ -1,21 +1,24 @@
-"""Attention of a span of queries to a span of keys: what a kernel is asked for, what it gives back, and merging."""
+"""Attention of a block of queries to a block of keys: its inputs, its partial result, and how results are merged."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-MASKED = -1e30  # the logit of what is not seen: finite, so that a block without any visible key stays a number
-FLOOR = -5e29  # where running maxima begin: above MASKED, so that what is not seen has a weight of exactly zero
+from pe_lab.positional import angles
+
+MASKED = -1e30  # the logit of an invisible key: finite, so that a block without any visible key has no NaN
+FLOOR = -5e29  # the first value of running maxima: above MASKED, so that an invisible key has weight exactly 0
 
 
 class Rotation(NamedTuple):
-    """What turns keys inside a kernel: frequencies in fixed point and amplitudes, in 1, G or H rows.
+    """Frequencies in fixed point and gains, for kernels that rotate keys inside; one row, G rows or H rows.
 
-    Rotations are relative: a kernel may count positions from any origin, and takes the index of a key in its span.
+    Rotations are relative: a kernel may count positions from any origin, and uses the index of a key in its block.
     """
 
     fixed_freq: UInt32[Array, "rows R 2"]
@@ -23,7 +26,7 @@ class Rotation(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Query heads whose keys a kernel replaces by Gaussian noise (DoPE); their queries are noise already.
+    """Query heads whose keys a kernel replaces by Gaussian noise (DoPE); their queries are replaced already.
 
     Attributes:
       seeds: of each query head; 0 = none.
@@ -34,49 +37,127 @@ class Noise(NamedTuple):
     size: Float[Array, "B S"]
 
 
-class Side(NamedTuple):
-    """What stands beside queries, keys and values. None = absent from the compiled program.
+class AttentionInputs(NamedTuple):
+    """Everything that attention takes beside queries, keys and values. None = absent from the compiled program.
 
     Attributes:
-      start: the index of a row's first query, counted from its key 0; negative where its keys are later. None: 0.
-      used: keys of a row from this index on are not there, whatever they hold. None: all are.
+      start: [B or 1] the index of the first query, counted from key 0; negative if its keys are later. None: 0.
+      used: [B or 1] keys from this index on are ignored, whatever they hold. None: all keys are used.
       slope: [H] ALiBi's penalty per token.
-      query_positions, key_positions: what ALiBi's distances are between; None: the indices.
-      query_segments, key_segments: document of each token; a query sees keys of its own only.
-      rotation: keys come as they were projected, and are to be turned to their index; queries are turned already.
-      noise: keys that are to be noise, a function of their index; only where each query head turns keys its own way.
+      query_positions, key_positions: ALiBi's distances are differences of these; None: of the indices.
+      query_segments, key_segments: document of each token; a query sees only keys of its own document.
+      diagonal_bias: added to the logit of a token with itself; only for a whole sequence.
+      rotation: keys are not rotated yet, and the kernel rotates them by their index; queries are rotated already.
+      noise: keys to replace by noise, a function of their index; requires a rotation of H rows.
     """
 
-    start: Int[Array, " B"] | None = None
-    used: Int[Array, " B"] | None = None
+    start: Int[Array, "#B"] | None = None
+    used: Int[Array, "#B"] | None = None
     slope: Float[Array, " H"] | None = None
-    query_positions: Int[Array, "B T"] | None = None
-    key_positions: Int[Array, "B S"] | None = None
-    query_segments: Int[Array, "B T"] | None = None
-    key_segments: Int[Array, "B S"] | None = None
+    query_positions: Int[Array, "#B T"] | None = None
+    key_positions: Int[Array, "#B S"] | None = None
+    query_segments: Int[Array, "#B T"] | None = None
+    key_segments: Int[Array, "#B S"] | None = None
+    diagonal_bias: Float[Array, "#B T"] | None = None
     rotation: Rotation | None = None
     noise: Noise | None = None
 
 
-class Partial(NamedTuple):
-    """Attention to some of the keys, and what is needed to merge it with attention to others.
+class PartialAttention(NamedTuple):
+    """Attention to some of the keys, with the logsumexp that merging with attention to other keys requires.
 
     Attributes:
-      out: what the keys seen here add up to, divided by their own sum of weights; 0 where none is seen.
-      log_sum: log of the sum over visible keys of exp(logit), float32; MASKED where none is seen.
+      out: the weighted mean of the values of these keys; 0 where none is visible.
+      logsumexp: log of the sum over visible keys of exp(logit), float32; MASKED where none is visible.
     """
 
     out: Float[Array, "B H T K"]
     logsumexp: Float[Array, "B H T"]
 
 
-def merge(parts: Sequence[Partial]) -> Partial:
+KeyBlockKernel = Callable[..., PartialAttention]  # `chunked_key_block`, `tpu_key_block` or `gpu_key_block`
+
+
+def scaled(query: Float[Array, "*axes"], scale: Float[Array, ""]) -> Float[Array, "*axes"]:
+    """Queries times the scale of the logits, multiplied in float32, in their own dtype."""
+    return (query.astype(jnp.float32) * scale).astype(query.dtype)
+
+
+def merge(parts: Sequence[PartialAttention]) -> PartialAttention:
     """Attention to all keys from attention to disjoint parts of them (Dao 2023, flash-decoding); `out` in float32."""
     logsumexps = jnp.stack([part.logsumexp for part in parts])
     highest = logsumexps.max(0)
     weights = jnp.exp(logsumexps - highest)
     total = weights.sum(0)
     out = sum(w[..., None] * part.out.astype(jnp.float32) for w, part in zip(weights, parts, strict=True))
-    # Where no part sees a key all weights are 1 and all outputs 0; the log-sum-exp must not rise by log(parts).
+    # Where no part has a visible key, all weights are 1 and all outputs 0; the logsumexp must not rise by log(parts).
     logsumexp = jnp.where(highest > FLOOR, highest + jnp.log(total), MASKED)
-    return Partial(out / total[..., None], logsumexp)
+    return PartialAttention(out / total[..., None], logsumexp)
+
+
+class OnlineSoftmax(NamedTuple):
+    """The state of an online softmax (Milakov & Gimelshein 2018); sums are relative to the highest logit so far."""
+
+    highest: Float[Array, "*queries"]
+    total: Float[Array, "*queries"]
+    out: Float[Array, "*queries K"]
+
+    def add(
+        self, logits: Float[Array, "*queries S"], weighted: Callable[[jax.Array], Float[Array, "*queries K"]]
+    ) -> OnlineSoftmax:
+        """The state after one more block of keys; `weighted(weights)` is the weighted sum of the block's values."""
+        highest = jnp.maximum(self.highest, logits.max(-1))
+        weights, shrink = jnp.exp(logits - highest[..., None]), jnp.exp(self.highest - highest)
+        update = weighted(weights)
+        return OnlineSoftmax(highest, self.total * shrink + weights.sum(-1), self.out * shrink[..., None] + update)
+
+
+def masked_logits(
+    query: Float[Array, "B G M T K"],
+    key: Float[Array, "B G S K"],
+    distance: Int[Array, "T S"],
+    inputs: AttentionInputs,
+    window: int | None,
+    used: Bool[Array, " S"] | None = None,
+) -> Float[Array, "B G M T S"]:
+    """Float32 logits of a block of queries against a block of keys; MASKED where a key is not visible.
+
+    Args:
+      query, key: rotated; queries scaled.
+      distance: index of each query minus index of each key.
+      inputs: slope, positions, segments and diagonal bias of these tokens; other fields are not read.
+      window: as in `attention`.
+      used: which keys are real; None: all.
+    """
+    logits = jnp.einsum("bgmtk,bgsk->bgmts", query, key, preferred_element_type=jnp.float32)
+    if inputs.slope is not None:
+        far = distance[None]
+        if inputs.query_positions is not None and inputs.key_positions is not None:
+            far = inputs.query_positions[:, :, None] - inputs.key_positions[:, None, :]
+        logits -= inputs.slope.reshape(*logits.shape[1:3], 1, 1) * far[:, None, None].astype(jnp.float32)
+    if inputs.diagonal_bias is not None:
+        logits += jnp.where(distance == 0, inputs.diagonal_bias[:, :, None], 0)[:, None, None]
+    mask = (distance >= 0)[None] if window is None else ((distance >= 0) & (distance < window))[None]
+    if used is not None:
+        mask = mask & used
+    if inputs.query_segments is not None and inputs.key_segments is not None:
+        mask = mask & (inputs.query_segments[:, :, None] == inputs.key_segments[:, None, :])
+    return jnp.where(mask[:, None, None], logits, MASKED)
+
+
+def block_rotations(rotation: Rotation, blocks: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Cosine and sine at the start of each block of positions, gain included, and at each position within a block.
+
+    The angle of a position is the sum of both angles, so a kernel computes rotations by the addition theorems, with
+    the accuracy of float32 at any position.
+
+    Returns:
+      Two arrays [rows, blocks, R], then two arrays [rows, size, R].
+    """
+    gain = rotation.gain[:, None]
+    places = jnp.arange(max(blocks, size), dtype=jnp.int32)
+    coarse, fine = (
+        angles(rotation.fixed_freq, positions[None])[0].swapaxes(0, 1)  # [rows, positions, R]
+        for positions in (places[:blocks] * size, places[:size])
+    )
+    return jnp.cos(coarse) * gain, jnp.sin(coarse) * gain, jnp.cos(fine), jnp.sin(fine)

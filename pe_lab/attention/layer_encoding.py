@@ -1,4 +1,4 @@
-"""A layer's row of the schedule, and what it makes of queries and keys: the one place where they are turned."""
+"""The positional encoding of one layer as arrays, and its application to queries and keys."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from pe_lab.attention.key_block import Rotation
 from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError
 from pe_lab.positional import rotate
 
 
-class Row(NamedTuple):
-    """One layer's row of the schedule, as attention wants it. None = absent from the compiled program.
+class LayerEncoding(NamedTuple):
+    """One layer's part of the schedule. None = absent from the compiled program.
 
     Attributes:
       cos, sin: [B or 1, T, 1 or G or H, R] float32, gain included (see `positional.rotation_tables`). With H rows, keys
-        are rotated once per query head; with G, queries of a group share their key head's row.
+        are rotated once per query head; with G rows, the queries of a group use the row of their key head.
       slope: [H] ALiBi's penalty per token.
       logit_scale: scalar factor on the logits.
-      noise: [H] seeds of heads whose queries and keys are noise, 0 = none; needs cos and sin of H rows.
+      noise: [H] seeds of heads whose queries and keys are noise, 0 = none; requires cos and sin of H rows.
       noise_sigma: scalar standard deviation of the noise; None or 0 = that of the other heads' components.
-      self_bias: [B or 1, T] added to the logit of a token with itself.
-      rotation: what cos and sin are made of, for kernels that turn keys themselves; None where positions are not
-        indices, or more than a rotation makes them (the notebook's).
+      diagonal_bias: [B or 1, T] added to the logit of a token with itself.
+      rotation: the frequencies and gains of cos and sin, for kernels that rotate keys inside; None where positions are
+        not indices, or where cos and sin are no plain rotation (the notebook's warp).
     """
 
     cos: Float[Array, "B T rows R"] | None = None
@@ -37,40 +37,56 @@ class Row(NamedTuple):
     diagonal_bias: Float[Array, "#B T"] | None = None
     rotation: Rotation | None = None
 
+    def scale(self, head_dim: int) -> Float[Array, ""]:
+        """The factor on the product of a query and a key: 1 / sqrt(K) times the logit scale."""
+        return jnp.float32(head_dim**-0.5) * (1.0 if self.logit_scale is None else self.logit_scale)
+
 
 def encode_queries(
-    query: Float[Array, "B T H K"], row: Row, groups: int, positions: Int[Array, "#B T"] | None
+    query: Float[Array, "B T H K"], encoding: LayerEncoding, kv_heads: int, positions: Int[Array, "#B T"] | None
 ) -> Float[Array, "B T H K"]:
-    """Queries as they meet keys: rotated, or noise; `groups` counts the key heads, positions of None count from 0."""
+    """Queries, rotated or replaced by noise. Positions of None count from 0."""
     H = query.shape[2]
-    if row.cos is not None and row.sin is not None:
-        cos, sin = row.cos, row.sin
-        _check_rows(cos.shape[2], groups, H)
+    if encoding.cos is not None and encoding.sin is not None:
+        cos, sin = encoding.cos, encoding.sin
+        _check_rows(cos.shape[2], kv_heads, H)
         if cos.shape[2] not in (1, H):
-            cos, sin = jnp.repeat(cos, H // groups, axis=2), jnp.repeat(sin, H // groups, axis=2)
+            cos, sin = jnp.repeat(cos, H // kv_heads, axis=2), jnp.repeat(sin, H // kv_heads, axis=2)
         query = rotate(query, cos, sin)
-    return query if row.noise is None else replace_heads_by_noise(query, row.noise, positions, QUERIES, row.noise_sigma)
+    if encoding.noise is None:
+        return query
+    return replace_heads_by_noise(query, encoding.noise, positions, QUERIES, encoding.noise_sigma)
 
 
 def encode_keys(
-    key: Float[Array, "B T G K"], row: Row, num_heads: int, positions: Int[Array, "#B T"] | None
+    key: Float[Array, "B T G K"], encoding: LayerEncoding, num_heads: int, positions: Int[Array, "#B T"] | None
 ) -> Float[Array, "B T heads K"]:
-    """Keys as queries meet them: rotated, once per query head (then of H heads) where heads of a group differ."""
+    """Keys, rotated or replaced by noise; of H heads where the heads of a group rotate differently.
+
+    Raises:
+      ConfigError: rotations that fit no heads, or noise without a rotation of H rows.
+    """
     G = key.shape[2]
-    if row.cos is not None and row.sin is not None:
-        _check_rows(row.cos.shape[2], G, num_heads)
-        if row.cos.shape[2] == num_heads != G:
+    if encoding.cos is not None and encoding.sin is not None:
+        _check_rows(encoding.cos.shape[2], G, num_heads)
+        if encoding.cos.shape[2] == num_heads != G:
             key = jnp.repeat(key, num_heads // G, axis=2)
-        key = rotate(key, row.cos, row.sin)
-    if row.noise is None:
+        key = rotate(key, encoding.cos, encoding.sin)
+    if encoding.noise is None:
         return key
     if key.shape[2] != num_heads:
-        raise UserError("attention: heads can only become noise where keys are rotated per query head.")
-    return replace_heads_by_noise(key, row.noise, positions, KEYS, row.noise_sigma)
+        raise ConfigError("attention: heads can only become noise where keys are rotated per query head.")
+    return replace_heads_by_noise(key, encoding.noise, positions, KEYS, encoding.noise_sigma)
 
 
-def _check_rows(rows: int, groups: int, num_heads: int) -> None:
-    if rows not in (1, groups, num_heads):
-        raise UserError(
-            f"attention: {rows} rows of rotations fit neither {groups} key heads nor {num_heads} query heads."
+def check_heads(num_heads: int, kv_heads: int) -> None:
+    """Raises a `ConfigError` if the key-value heads do not divide the query heads."""
+    if num_heads % kv_heads:
+        raise ConfigError(f"attention: {num_heads} query heads do not divide into {kv_heads} key-value heads.")
+
+
+def _check_rows(rows: int, kv_heads: int, num_heads: int) -> None:
+    if rows not in (1, kv_heads, num_heads):
+        raise ConfigError(
+            f"attention: {rows} rows of rotations fit neither {kv_heads} key heads nor {num_heads} query heads."
         )

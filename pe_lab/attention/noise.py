@@ -1,4 +1,4 @@
-"""DoPE-by-Gaussian: heads whose queries and keys are noise instead of what the layer projects."""
+"""DoPE-by-Gaussian: heads whose projected queries and keys are replaced by noise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-QUERIES, KEYS = 0, 1  # whose noise
+QUERIES, KEYS = 0, 1  # values of `which`
 
 
 def replace_heads_by_noise(
@@ -19,18 +19,18 @@ def replace_heads_by_noise(
     which: int,
     sigma: Float[Array, ""] | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Heads with a seed other than 0 get Gaussian queries, or keys (DoPE, eq. 36 and 37).
+    """Replaces the queries or keys of heads with a seed other than 0 by Gaussian noise (DoPE, eq. 36 and 37).
 
-    The noise is as large as what is kept: its variance is that of the other heads' rotated components (of all heads,
-    where none is kept). The paper takes it over the whole text; here it is taken token by token, so that a query
-    knows nothing of later tokens, packed documents nothing of each other, and a cached decode equals a full pass.
-    For the same reason the noise is a function of the head's seed and the token's position.
+    The variance of the noise is that of the other heads' rotated components (of all heads, if none is kept). The paper
+    takes it over the whole sequence. Here it is taken token by token, and the noise is a function of the head's seed
+    and the token's position: so a query does not depend on later tokens, packed documents are independent, and cached
+    decoding equals a full pass.
 
     Args:
       x: queries or keys of every query head, rotated.
       seeds: 0 = the head is kept.
       positions: of the tokens; None counts from 0.
-      which: QUERIES or KEYS, whose noise differs.
+      which: QUERIES or KEYS; their noise differs.
       sigma: see `noise_size`.
     """
     if positions is None:
@@ -45,7 +45,7 @@ def replace_heads_by_noise(
 def noise_size(
     x: Float[Array, "B T H K"], seeds: UInt32[Array, " H"], sigma: Float[Array, ""] | None = None
 ) -> Float[Array, "B T"]:
-    """The standard deviation of a token's components in the heads that are kept, float32; or `sigma` if above 0."""
+    """The standard deviation of each token's components over the heads that are kept, float32; `sigma` if above 0."""
     replaced = (seeds != 0)[:, None]
     kept = jnp.where(replaced.all(), jnp.ones_like(replaced), ~replaced)
     wide = x.astype(jnp.float32)
@@ -58,19 +58,19 @@ def noise_size(
 def gaussian(seed: Any, which: int, position: Any, channel: Any) -> jax.Array:
     """A standard normal number for each seed, position and channel, which broadcast; float32.
 
-    A hash of the three and Box-Muller: a kernel makes the same numbers as XLA does, block by block, in whatever order.
+    A hash of the three arguments and Box-Muller: a kernel computes the same numbers as XLA, for any block.
     """
     word = lambda x: jnp.asarray(x).astype(jnp.uint32)  # noqa: E731
     of_token = _mixed(_mixed(word(seed) + jnp.uint32(0x9E3779B9 * which & 0xFFFFFFFF)) + word(position))
     of_channel = _mixed(of_token ^ (word(channel) * jnp.uint32(0x9E3779B1)))
     first, second = _mixed(of_channel + jnp.uint32(0x7F4A7C15)), _mixed(of_channel + jnp.uint32(0xBF58476D))
-    # 24 bits each, all that a float32 holds; the first in (0, 1], whose logarithm is finite.
+    # 24 bits each, the precision of float32; the first number is in (0, 1], so that its logarithm is finite.
     unit = lambda x: (x >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24  # noqa: E731
     return jnp.sqrt(-2 * jnp.log(unit(first) + 2.0**-24)) * jnp.cos(2 * math.pi * unit(second))
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """A permutation of the 32-bit words that leaves no trace of order (Wellons 2018, `lowbias32`)."""
+    """A pseudo-random permutation of the 32-bit words (Wellons 2018, `lowbias32`)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pe_lab.attention import Row
+from pe_lab.attention import LayerEncoding
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
@@ -168,7 +168,7 @@ def _logit_sums(
     def layer(
         structure: LayerStructure, x: jax.Array, old: Params, new: Params, arrays: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, jax.Array]:
-        row, block = before.row(arrays, structure, positions), before.block(old)
+        row, block = before.layer_encoding(arrays, structure, positions), before.block(old)
         read = block.attention_norm(x)
         pairs = [b.attention.queries_keys_values(read)[:2] for b in (block, after.block(new))]
         sums = _compare_logits(pairs[0], pairs[1], row, segments, structure.window)
@@ -186,7 +186,7 @@ def _logit_sums(
 def _compare_logits(
     old: tuple[jax.Array, jax.Array],
     new: tuple[jax.Array, jax.Array],
-    row: Row,
+    row: LayerEncoding,
     segments: jax.Array | None,
     window: int | None,
 ) -> Float[Array, "H 3"]:

@@ -18,7 +18,7 @@ from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, choose, distinct
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.tasks import beta as betas
 from pe_lab.evaluation.tasks import needles, perplexity
-from pe_lab.model.decoder import complete
+from pe_lab.model import complete
 from pe_lab.positional import Alibi, Layer
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.training.machine import versions

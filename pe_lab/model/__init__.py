@@ -1,13 +1,13 @@
-"""The decoder: init and pure functions of parameters, tokens and a schedule."""
+"""The decoder: its initialization, and pure functions of parameters, tokens and a schedule."""
 
-from pe_lab.model.decoder import REMAT_POLICIES, Model, Params, complete
-from pe_lab.model.flops import Flops, train_flops_per_token
+from pe_lab.model.decoder import Model, Params
 from pe_lab.model.generation import Decoder
 from pe_lab.model.loss import cross_entropy
 from pe_lab.model.presets import PRESETS, preset
 from pe_lab.model.programs import Weights
 from pe_lab.model.request import Request, Schedules, Statistics
 from pe_lab.model.sampling import Sampling
+from pe_lab.model.shape import REMAT_POLICIES, Flops, complete, train_flops_per_token
 
 __all__ = [
     "PRESETS",

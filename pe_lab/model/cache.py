@@ -1,4 +1,4 @@
-"""The cache of keys and values: what each layer keeps, how it is written, and the layers that read it."""
+"""The KV cache of a model: its layout, writing to it, and the forward pass of a chunk of tokens against it."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention import Past, Row, cached_attention, encode_keys, encode_queries
-from pe_lab.attention.cached_span import Span, Stored, attend_to_cache, write_and_attend
+from pe_lab.attention import CacheView, LayerEncoding, cached_attention, encode_keys, encode_queries
+from pe_lab.attention.key_block import KeyBlockKernel
+from pe_lab.attention.kv_cache_kernel import KVCache, attend_to_cache, write_and_attend
 from pe_lab.config import ModelConfig
 from pe_lab.model.decoder import Model, layer_arrays
-from pe_lab.model.pattern import Run, runs
+from pe_lab.model.shape import Run, runs
 from pe_lab.parallel import constrain, slots_are_cut
 from pe_lab.positional import LayerStructure, Schedule
 
 
 def slot_axes(ring: bool) -> tuple[str | None, ...]:
-    """Logical axes of a cache. A ring is small: every device of a context axis holds it whole."""
+    """Logical axes of a cache. A ring is small: every device of a context axis has a whole copy."""
     return ("layers", "batch", "kv_heads", None if ring else "slots", "head_dim")
 
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """What a layer keeps of the tokens it has read.
+    """The KV cache of one layer.
 
     Attributes:
-      structure: what is compiled of its positional encoding.
-      slots: S. A layer with a window keeps a ring of the window's size, where token p lies in slot p % S; others keep
-        the capacity, where token p lies in slot p.
-      heads: of the cached keys: H where heads of a group rotate differently, else G. (Keys of G heads that are turned
-        per query head on the way would be read with rotations of H heads, which are as large as the keys of H heads.)
-      rotated: keys are cached as this schedule turns them. False where the schedule follows the length of the text:
-        they are then cached as projected, G heads, and turned by the schedule of the moment whenever they are read.
-        False also where a kernel turns them for each query head as it reads them: H / G times less is kept and read.
+      structure: the compiled part of the layer's positional encoding.
+      slots: S. A layer with a window has a ring of the window's size, with token p in slot p % S; other layers have
+        the whole capacity, with token p in slot p.
+      heads: of the cached keys: H if heads of a group rotate differently, else G. (Rotating keys of G heads per query
+        head on reading would need rotations of H heads, which are as large as the keys of H heads.)
+      rotated: keys are cached rotated. False if the schedule follows the length: G unrotated heads are cached, and each
+        reading rotates them by the present schedule. False also if a kernel rotates keys per query head as it reads
+        them: the cache is then H / G times smaller.
     """
 
     structure: LayerStructure
@@ -50,7 +51,7 @@ class CachedLayer:
 
 @dataclass(frozen=True)
 class Layout:
-    """What is compiled of a cache: its capacity in tokens, every layer's part, and the runs that a scan repeats."""
+    """The compiled part of a cache: its capacity in tokens, every layer's part, and the runs that a scan repeats."""
 
     capacity: int
     layers: tuple[CachedLayer, ...]
@@ -73,60 +74,60 @@ def plan(
     follows: Sequence[bool],
     capacity: int,
     scan: bool,
-    turning: bool = False,
+    kernel_rotates: bool = False,
 ) -> Layout:
-    """The layout of a cache for texts of at most `capacity` tokens.
+    """The layout of a cache for sequences of at most `capacity` tokens.
 
     Args:
       config: a completed model config.
       structure: of the schedule, one per layer.
-      follows: which layers' schedule may change as the text grows (`Layer.follows_length`).
+      follows: which layers' schedule depends on the length (`Layer.follows_length`).
       capacity: tokens per row.
-      scan: repeat alike layers by a scan; else each is a run of its own.
-      turning: there is a kernel that turns keys as it reads them.
+      scan: repeat equal layers by a scan; else each layer is its own run.
+      kernel_rotates: a kernel reads caches, and it can rotate keys as it reads them.
     """
-    kept = []
+    found = []
     for one, follow in zip(structure, follows, strict=True):
         slots = capacity if one.window is None else min(capacity, one.window)
         split = one.rotates and one.heads == "split"
-        rotated = not follow and not (split and turning and _plain(one) and slots == capacity)
-        kept.append(CachedLayer(one, slots, config.heads if split and rotated else config.kv_heads, rotated))
-    found = runs(kept) if scan else [Run(n, 1, 1) for n in range(len(kept))]
-    return Layout(capacity, tuple(kept), tuple(found))
+        rotated = not follow and not (split and kernel_rotates and _plain(one) and slots == capacity)
+        found.append(CachedLayer(one, slots, config.heads if split and rotated else config.kv_heads, rotated))
+    repeated = runs(found) if scan else [Run(n, 1, 1) for n in range(len(found))]
+    return Layout(capacity, tuple(found), tuple(repeated))
 
 
 def _plain(structure: LayerStructure) -> bool:
-    """Whether a kernel knows all that is beside: noise, warps and a bias on oneself it does not."""
+    """Whether a kernel supports the layer's encoding: not noise, warps or a diagonal bias."""
     return not structure.noisy and structure.warp is None and structure.diagonal_bias is None
 
 
-def _served(span: Span | None, kept: CachedLayer, kv_heads: int, capacity: int, chunk: int) -> bool:
-    """Whether a span's kernel reads this layer's cache. Of a ring, whose slots are out of order, only all at once."""
-    if span is None or not _plain(kept.structure) or kept.heads != kv_heads:
+def _kernel_serves(cached: CachedLayer, kv_heads: int, capacity: int, chunk: int) -> bool:
+    """Whether a kernel can attend to this layer's cache; to a ring, whose slots are out of order, only unmasked."""
+    if not _plain(cached.structure) or cached.heads != kv_heads:
         return False
-    if kept.is_ring(capacity):
-        return chunk == 1 and kept.rotated and not kept.structure.slopes
+    if cached.is_ring(capacity):
+        return chunk == 1 and cached.rotated and not cached.structure.slopes
     return True
 
 
 def allocate(config: ModelConfig, layout: Layout, batch: int) -> Cache:
-    """An empty cache for so many rows, cut over the mesh as the heads and rows of activations are."""
+    """An empty cache for `batch` rows, sharded over the mesh like the heads and rows of activations."""
 
-    def empty(run: Run, heads: int, kept: CachedLayer) -> jax.Array:
-        zeros = jnp.zeros((run.repeats, batch, heads, kept.slots, config.head_dim), jnp.dtype(config.dtype))
-        return constrain(zeros, *slot_axes(kept.is_ring(layout.capacity)))
+    def empty(run: Run, heads: int, cached: CachedLayer) -> jax.Array:
+        zeros = jnp.zeros((run.repeats, batch, heads, cached.slots, config.head_dim), jnp.dtype(config.dtype))
+        return constrain(zeros, *slot_axes(cached.is_ring(layout.capacity)))
 
     return tuple(
         tuple(
-            Slots(empty(run, kept.heads, kept), empty(run, config.kv_heads, kept))
-            for kept in layout.layers[run.start : run.start + run.period]
+            Slots(empty(run, cached.heads, cached), empty(run, config.kv_heads, cached))
+            for cached in layout.layers[run.start : run.start + run.period]
         )
         for run in layout.runs
     )
 
 
 def arrange(stacked: Any, found: Sequence[Run]) -> tuple[tuple[Any, ...], ...]:
-    """Arrays [N, ...] grouped as a cache is: by run, by layer of its pattern, [R, ...] each."""
+    """Arrays [N, ...] in the structure of a cache: by run, by layer of its pattern, [R, ...] each."""
 
     def part(run: Run, i: int) -> Any:
         stop = run.start + run.period * run.repeats
@@ -135,19 +136,19 @@ def arrange(stacked: Any, found: Sequence[Run]) -> tuple[tuple[Any, ...], ...]:
     return tuple(tuple(part(run, i) for i in range(run.period)) for run in found)
 
 
-def held(kept: CachedLayer, capacity: int, counts: Int[Array, " B"]) -> Int[Array, "B S"]:
-    """The position of the token in each slot, after `counts` tokens of each row; negative where there is none."""
-    slot = jnp.arange(kept.slots, dtype=jnp.int32)
-    if kept.is_ring(capacity):
+def slot_positions(cached: CachedLayer, capacity: int, counts: Int[Array, " B"]) -> Int[Array, "B S"]:
+    """The position of the token in each slot, after `counts` tokens of each row; negative for an empty slot."""
+    slot = jnp.arange(cached.slots, dtype=jnp.int32)
+    if cached.is_ring(capacity):
         last = counts[:, None] - 1
-        return last - (last - slot) % kept.slots  # the latest token of this remainder; below 0: none yet
+        return last - (last - slot) % cached.slots  # the latest token with this remainder; negative: none yet
     return jnp.where(slot < counts[:, None], slot, -1)
 
 
 def write(
     slots: Slots,
     at: jax.Array | int,
-    kept: CachedLayer,
+    cached: CachedLayer,
     capacity: int,
     key: Float[Array, "B C heads K"],
     value: Float[Array, "B C G K"],
@@ -155,38 +156,38 @@ def write(
     counts: Int[Array, " B"],
     real: Int[Array, " B"],
 ) -> Slots:
-    """The slots of repetition `at` with C new tokens of each row.
+    """The slots after C new tokens of each row are written to repetition `at`.
 
     Args:
-      slots, at, kept, capacity: of the layer.
-      key, value: as the cache holds them.
-      positions: [1, C] for all rows alike, or [B, 1].
-      counts: tokens of each row before these.
-      real: how many of the C are tokens; the rest is padding. In a ring padding is not written, for it would push out
-        tokens that are still seen; elsewhere it lies where the row's next tokens will.
+      slots, at, cached, capacity: of the layer.
+      key, value: as they are cached.
+      positions: [1, C] for all rows, or [B, 1].
+      counts: earlier tokens of each row.
+      real: how many of the C are tokens; the rest is padding. Padding is not written to a ring, where it would replace
+        visible tokens; elsewhere the row's next tokens will overwrite it.
     """
     B, C = key.shape[:2]
-    ring = kept.is_ring(capacity)
+    ring = cached.is_ring(capacity)
     zero, at = jnp.zeros((), jnp.int32), jnp.asarray(at, jnp.int32)
 
-    def put(cached: jax.Array, new: jax.Array) -> jax.Array:
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
         if C == 1 and B > 1:
             # Index arrays beside a slice: the indexed axes come first, [B, heads, K].
-            return cached.at[at, jnp.arange(B), :, counts % kept.slots].set(new[:, 0])
+            return old.at[at, jnp.arange(B), :, counts % cached.slots].set(new[:, 0])
         if C == 1 or not ring:
             update = new.transpose(0, 2, 1, 3)[None]
-            return jax.lax.dynamic_update_slice(cached, update, (at, zero, zero, positions[0, 0] % kept.slots, zero))
-        before = jax.lax.dynamic_index_in_dim(cached, at, 0, keepdims=False)
-        after = held(kept, capacity, counts + real) - counts[:, None]  # which token of the chunk
+            return jax.lax.dynamic_update_slice(old, update, (at, zero, zero, positions[0, 0] % cached.slots, zero))
+        before = jax.lax.dynamic_index_in_dim(old, at, 0, keepdims=False)
+        after = slot_positions(cached, capacity, counts + real) - counts[:, None]  # which token of the chunk
         taken = jnp.take_along_axis(new, jnp.clip(after, 0, C - 1)[:, :, None, None], axis=1).transpose(0, 2, 1, 3)
         fresh = jnp.where((after >= 0)[:, None, :, None], taken, before)
-        return jax.lax.dynamic_update_slice_in_dim(cached, fresh[None], at, 0)
+        return jax.lax.dynamic_update_slice_in_dim(old, fresh[None], at, 0)
 
     axes = slot_axes(ring)
     return Slots(constrain(put(slots.key, key), *axes), constrain(put(slots.value, value), *axes))
 
 
-def read_on(
+def forward_chunk(
     model: Model,
     params: Any,
     cache: Cache,
@@ -197,63 +198,67 @@ def read_on(
     real: Int[Array, " B"],
     schedule: Schedule,
     block: int,
-    span: Span | None = None,
+    kernel: KeyBlockKernel | None = None,
 ) -> tuple[Float[Array, "B C D"], Cache]:
-    """What the last layer writes for C new tokens of each row, and the cache with them.
+    """The output of the last layer for C new tokens of each row, and the cache after they are written.
 
     Args:
-      params: {"token_embedder": as the model's, "layers": as `arrange` groups the stacked ones}.
-      cache, layout: as `allocate` and `plan` make them.
-      tokens: new ones of each row, real ones first.
-      positions: [1, C] where all rows are read at the same place, or [B, 1].
-      counts, real: tokens of each row in the cache, and among the new ones.
-      schedule: the positional encoding, of the structure that the layout was planned for.
-      block: slots that attention reads at once.
-      span: a kernel that reads caches, where there is one.
+      params: {"token_embedder": as in the model, "layers": from `arrange`}.
+      cache, layout: from `allocate` and `plan`.
+      tokens: new tokens of each row, padding last.
+      positions: [1, C] if all rows have the same positions, or [B, 1].
+      counts, real: the numbers of tokens of each row in the cache, and among the new ones.
+      schedule: the positional encoding, of the structure in the layout.
+      block: slots per block of attention.
+      kernel: attends to caches; None: XLA does.
     """
     B, C = tokens.shape
-    cut = slots_are_cut()
+    sharded = slots_are_cut()
     start = jnp.broadcast_to(positions[:, 0], (B,))
-    tables = _Tables(model, schedule, layout, positions, counts)
+    tables = _SharedTables(model, schedule, layout, positions, counts)
     data = arrange(layer_arrays(schedule), layout.runs)
 
-    def layer(x: jax.Array, slots: Slots, kept: CachedLayer, block_params: Any, arrays: Any, at: Any) -> Any:
-        structure = kept.structure
-        row = model.row(arrays, structure, positions, tables.of_chunk)
-        ring = kept.is_ring(layout.capacity)
-        by_span = _served(span, kept, model.config.kv_heads, layout.capacity, C)
-        scale = jnp.float32(model.config.head_dim**-0.5) * row.logit_scale
+    def layer(x: jax.Array, slots: Slots, cached: CachedLayer, block_params: Any, arrays: Any, at: Any) -> Any:
+        structure = cached.structure
+        encoding = model.layer_encoding(arrays, structure, positions, tables.of_chunk)
+        ring = cached.is_ring(layout.capacity)
+        by_kernel = kernel is not None and _kernel_serves(cached, model.config.kv_heads, layout.capacity, C)
+        rotation = None if cached.rotated else encoding.rotation
+        scale = jnp.float32(model.config.head_dim**-0.5) * encoding.logit_scale
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Slots]:
-            if by_span and cut and not ring:
-                if kept.rotated:
-                    q, k = encode_queries(q, row, k.shape[2], positions), encode_keys(k, row, q.shape[2], positions)
-                stored = Stored(slots.key, slots.value, at, None if kept.rotated else row.rotation)
+            if by_kernel and sharded and not ring:
+                if cached.rotated:
+                    q = encode_queries(q, encoding, k.shape[2], positions)
+                    k = encode_keys(k, encoding, q.shape[2], positions)
+                kv = KVCache(slots.key, slots.value, at, rotation)
                 out, key, value = write_and_attend(
-                    span, q, k, v, stored, scale, row.slope, start, window=structure.window
+                    kernel, q, k, v, kv, scale, encoding.slope, start, window=structure.window
                 )
                 return out, Slots(key, value)
-            where = tables.held(kept)
-            turned = None if kept.rotated else tables.of_slots(kept, arrays)
-            seen = encode_keys(k, row, model.config.heads, positions)
+            of_slots = tables.slot_positions[cached.slots]
+            slots_encoding = None if cached.rotated else tables.slots_encoding(cached, arrays)
+            encoded = encode_keys(k, encoding, model.config.heads, positions)
 
             def written() -> Slots:
-                key = seen if kept.rotated else k
-                return write(slots, at, kept, layout.capacity, key, v, positions, counts, real)
+                key = encoded if cached.rotated else k
+                return write(slots, at, cached, layout.capacity, key, v, positions, counts, real)
 
-            # Written before it is read, a cache is updated in place; XLA would copy one that is read first. A chunk
-            # that goes into a ring overwrites tokens which its own queries still see: that one is read first.
-            early = not ring or C == 1
-            after = written() if early else None
+            # If the cache is written before it is read, XLA updates it in place; else XLA copies it. But a chunk that
+            # is written to a ring replaces tokens that its own queries still see: then the ring is read first.
+            write_first = not ring or C == 1
+            after = written() if write_first else None
             now = after or slots
-            if by_span:
-                full = jnp.minimum(start + C, kept.slots) if ring else start + C
-                stored = Stored(now.key, now.value, at, row.rotation if not kept.rotated else None)
-                window = None if ring else structure.window  # a ring's tokens are all seen, wherever they lie
-                queries = encode_queries(q, row, k.shape[2], positions)
-                return attend_to_cache(span, queries, stored, scale, row.slope, start, full, window=window), now
-            past = Past(now.key, now.value, at, where, jnp.minimum(counts.max(), kept.slots), turned)
-            out = cached_attention(q, seen, v, past, row, positions=positions, window=structure.window, block=block)
+            if by_kernel:
+                used = jnp.minimum(start + C, cached.slots) if ring else start + C
+                kv = KVCache(now.key, now.value, at, rotation)
+                window = None if ring else structure.window  # all tokens in a ring are visible
+                queries = encode_queries(q, encoding, k.shape[2], positions)
+                return attend_to_cache(kernel, queries, kv, scale, encoding.slope, start, used, window=window), now
+            used = jnp.minimum(counts.max(), cached.slots)
+            view = CacheView(now.key, now.value, at, of_slots, used, slots_encoding)
+            window = structure.window
+            out = cached_attention(q, encoded, v, view, encoding, positions=positions, window=window, block=block)
             return out, after or written()
 
         return model.block(block_params).attend_by(x, attend)
@@ -265,8 +270,8 @@ def read_on(
 
         def group(x: Any, slots: Any, parts: Any, at: Any, pattern: Any = pattern) -> Any:
             new = []
-            for kept, one, (block_params, arrays) in zip(pattern, slots, parts, strict=True):
-                x, one = layer(x, one, kept, block_params, arrays, at)
+            for cached, one, (block_params, arrays) in zip(pattern, slots, parts, strict=True):
+                x, one = layer(x, one, cached, block_params, arrays, at)
                 new.append(one)
             return x, tuple(new)
 
@@ -274,8 +279,8 @@ def read_on(
         if run.repeats == 1:
             x, slots = group(x, slots, jax.tree.map(lambda a: a[0], parts), 0)
         else:
-            # The cache goes along as what the loop carries, and is updated in place: as an input and an output of the
-            # scan, all of it would be copied at every token.
+            # The cache is part of the scan's carry and updated in place. As an input and an output of the scan, it
+            # would be copied at every token.
             def step(carry: Any, data: Any, group: Any = group) -> Any:
                 return group(*carry, *data), None
 
@@ -284,35 +289,38 @@ def read_on(
     return x, tuple(after)
 
 
-class _Tables:
-    """Positions and rotations that layers share, made once while a forward pass is traced."""
+class _SharedTables:
+    """Positions and rotations that layers share, computed once while a forward pass is traced.
+
+    Attributes:
+      slot_positions: slots of a layer -> the positions of their tokens.
+      of_chunk: cos and sin of the new tokens, if all layers that rotate share them.
+    """
 
     def __init__(self, model: Model, schedule: Schedule, layout: Layout, positions: jax.Array, counts: jax.Array):
-        self._model, self._layout, self._counts = model, layout, counts
-        self._held: dict[int, jax.Array] = {}
+        self._model, self._layout = model, layout
+        self.slot_positions: dict[int, jax.Array] = {}
         self.of_chunk: tuple[jax.Array, jax.Array] | None = None
-        self._shared: tuple[jax.Array, jax.Array, LayerStructure] | None = None
         self._slots: dict[int, tuple[jax.Array, jax.Array]] = {}
-        for kept in layout.layers:
-            self._held.setdefault(kept.slots, held(kept, layout.capacity, counts))
+        for cached in layout.layers:
+            self.slot_positions.setdefault(cached.slots, slot_positions(cached, layout.capacity, counts))
         if schedule.same_rotation:
             n = next(i for i, s in enumerate(schedule.structure) if s.rotates)
             structure = schedule.structure[n]
             fixed_freq, gain = jnp.asarray(schedule.fixed_freq)[n], jnp.asarray(schedule.gain)[n]
             self.of_chunk = model.tables(fixed_freq, gain, structure, positions)
-            for kept in layout.layers:
-                if not kept.rotated and kept.slots not in self._slots:
-                    self._slots[kept.slots] = model.tables(fixed_freq, gain, structure, self._turned_at(kept))
+            for cached in layout.layers:
+                if not cached.rotated and cached.slots not in self._slots:
+                    rotated_to = self._rotated_to(cached)
+                    self._slots[cached.slots] = model.tables(fixed_freq, gain, structure, rotated_to)
 
-    def held(self, kept: CachedLayer) -> jax.Array:
-        return self._held[kept.slots]
+    def _rotated_to(self, cached: CachedLayer) -> jax.Array:
+        """The position by which each slot is rotated; without a ring it is equal in all rows."""
+        if cached.is_ring(self._layout.capacity):
+            return jnp.maximum(self.slot_positions[cached.slots], 0)
+        return jnp.arange(cached.slots, dtype=jnp.int32)[None]
 
-    def _turned_at(self, kept: CachedLayer) -> jax.Array:
-        """Where slots are turned to: of a cache that is no ring, alike in all rows, whatever they hold."""
-        if kept.is_ring(self._layout.capacity):
-            return jnp.maximum(self._held[kept.slots], 0)
-        return jnp.arange(kept.slots, dtype=jnp.int32)[None]
-
-    def of_slots(self, kept: CachedLayer, arrays: Any) -> Row:
-        """What turns the keys of a layer that caches them as they were projected."""
-        return self._model.row(arrays, kept.structure, self._turned_at(kept), self._slots.get(kept.slots))
+    def slots_encoding(self, cached: CachedLayer, arrays: Any) -> LayerEncoding:
+        """The encoding of the slots of a layer that caches unrotated keys."""
+        tables = self._slots.get(cached.slots)
+        return self._model.layer_encoding(arrays, cached.structure, self._rotated_to(cached), tables)

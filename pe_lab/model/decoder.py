@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,69 +12,25 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention import IMPLEMENTATIONS, Rotation, Row
-from pe_lab.attention.api import request
-from pe_lab.attention.dispatch import choose
+from pe_lab.attention import LayerEncoding, Rotation
+from pe_lab.attention.capabilities import Request
+from pe_lab.attention.dispatch import choose, layer_request
 from pe_lab.config import ModelConfig
-from pe_lab.errors import UserError, did_you_mean
+from pe_lab.errors import ConfigError
 from pe_lab.model.loss import cross_entropy
-from pe_lab.model.modules import ACTIVATIONS, NORMS, QK_NORMS, Block, Embedder
-from pe_lab.model.pattern import Run, runs
+from pe_lab.model.modules import Block, Embedder
+from pe_lab.model.shape import REMAT_POLICIES, Run, complete, runs
 from pe_lab.parallel import balanced_order, constrain, context_size, padded_length
 from pe_lab.positional import LayerStructure, Schedule, rotation_tables
 
 Params = dict[str, Any]
 
-REMAT_POLICIES = {
-    "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-
-
-def complete(config: ModelConfig) -> ModelConfig:
-    """The config with head_dim filled in, or a `UserError` that names the field that cannot be."""
-    for field in ("layers", "d_model", "d_ff", "attention_chunk", "loss_chunks"):
-        if getattr(config, field) < 1:
-            raise UserError(f"model.{field} is {getattr(config, field)}; it must be positive.")
-    if config.heads < 1 or config.kv_heads < 1 or config.heads % config.kv_heads:
-        raise UserError(
-            f"model.heads is {config.heads} and model.kv_heads {config.kv_heads}; kv_heads must divide heads."
-        )
-    if config.head_dim == 0:
-        if config.d_model % config.heads:
-            raise UserError(
-                f"model.d_model {config.d_model} does not divide into {config.heads} heads; set model.head_dim."
-            )
-        config = dataclasses.replace(config, head_dim=config.d_model // config.heads)
-    if config.head_dim < 2 or config.head_dim % 2:
-        raise UserError(f"model.head_dim is {config.head_dim}; it must be even, since channels rotate in pairs.")
-    if config.vocab_size < 1:
-        raise UserError(f"model.vocab_size is {config.vocab_size}; it must be positive.")
-    if config.vocab_size % config.loss_chunks:
-        raise UserError(
-            f"model.loss_chunks is {config.loss_chunks}; it must divide model.vocab_size {config.vocab_size}."
-        )
-    for field, allowed in (("norm", NORMS), ("activation", ACTIVATIONS), ("qk_norm", QK_NORMS)):
-        value = getattr(config, field)
-        if value not in allowed:
-            raise UserError(f"model.{field} is '{value}'. " + did_you_mean(str(value), list(allowed)))
-    if config.remat not in REMAT_POLICIES:
-        raise UserError(f"model.remat is '{config.remat}'; it must be one of {', '.join(REMAT_POLICIES)}.")
-    if config.attention not in ("auto", *IMPLEMENTATIONS):
-        raise UserError(
-            f"model.attention is '{config.attention}'. " + did_you_mean(config.attention, ["auto", *IMPLEMENTATIONS])
-        )
-    if config.dtype not in ("float32", "bfloat16"):
-        raise UserError(f"model.dtype is '{config.dtype}'; it must be float32 or bfloat16.")
-    return config
-
 
 class Model:
-    """A decoder of one shape: `init` makes its parameters, everything else is a pure function of them.
+    """A decoder of one shape: `init` makes parameters, and all other methods are pure functions of them.
 
     Parameters are nested dicts of float32 arrays: `token_embedder` (embedding, final norm) and `layers`, where every
-    array has a leading axis over the N layers, whatever the positional encodings on them.
+    array has a leading axis over the N layers.
 
     Args:
       config: the shape.
@@ -92,7 +47,7 @@ class Model:
         }
 
     def init(self, key: jax.Array) -> Params:
-        """Random parameters from one key. The same on any mesh: no key depends on a device."""
+        """Random parameters from one key. They are equal on any mesh, because no key depends on a device."""
 
         def block(key: jax.Array) -> Params:
             return nnx.to_pure_dict(nnx.state(Block(self.config, nnx.Rngs(params=key))))
@@ -125,9 +80,9 @@ class Model:
         Args:
           params: as `init` makes them.
           tokens: token ids.
-          positions: what the rotation and ALiBi take for positions; None counts from 0.
-          segments: document of each token, attended within; None is one document.
-          schedule: the positional encoding, of as many layers as the model.
+          positions: of the tokens, for rotation and ALiBi; None counts from 0.
+          segments: document of each token; attention is within documents. None: one document.
+          schedule: the positional encoding of all layers.
         """
         x, places = self.hidden_in_order(params, tokens, positions, segments, schedule)
         return x if places is None else x[:, places]
@@ -140,33 +95,34 @@ class Model:
         segments: Int[Array, "B T"] | None,
         schedule: Schedule,
     ) -> tuple[Float[Array, "B places D"], Int[np.ndarray, " T"] | None]:
-        """`hidden` as a mesh with a context axis has it: its second result says at which place each token stands.
+        """`hidden` in the order of tokens of a mesh with a context axis, and the place of each token in it.
 
-        None: at its own. To put a whole text back into order, devices must exchange it; losses are smaller.
+        None instead of places: the tokens are in order. Losses are reordered after they are computed, because devices
+        exchange less data for losses than for hidden states.
         """
         config = self.config
         if schedule.num_layers != config.layers:
-            raise UserError(f"The schedule has {schedule.num_layers} layers and the model {config.layers}.")
+            raise ConfigError(f"The schedule has {schedule.num_layers} layers and the model {config.layers}.")
         if schedule.inv_freq.shape[1:] != (config.heads, config.head_dim // 2):
-            raise UserError(
+            raise ConfigError(
                 f"The schedule is for {schedule.inv_freq.shape[1]} heads of {2 * schedule.inv_freq.shape[2]} "
                 f"channels, and the model has {config.heads} of {config.head_dim}."
             )
-        tokens, positions, segments, places = _over_context(tokens, positions, segments)
+        tokens, positions, segments, places = _reordered(tokens, positions, segments)
         at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
         schedule = jax.tree.map(lambda a: jax.lax.stop_gradient(jnp.asarray(a)), schedule)
         x = self.embed(params, tokens)
         shared = None
         if schedule.same_rotation:
-            # Equal on all layers that rotate: made once, above them.
+            # The rotation is equal in all layers that rotate, and computed once, outside the scan.
             n = next(i for i, s in enumerate(schedule.structure) if s.rotates)
             shared = self.tables(schedule.fixed_freq[n], schedule.gain[n], schedule.structure[n], at)
         data = (params["layers"], layer_arrays(schedule))
 
         def layer(x: jax.Array, data: Any, structure: LayerStructure) -> jax.Array:
             block_params, arrays = data
-            row = self.row(arrays, structure, at, shared)
-            return self.block(block_params)(x, row, positions, segments, structure.window, self.backward)
+            encoding = self.layer_encoding(arrays, structure, at, shared)
+            return self.block(block_params)(x, encoding, positions, segments, structure.window, self.backward)
 
         policy = REMAT_POLICIES[config.remat]
         for run in runs(schedule.structure):
@@ -183,11 +139,11 @@ class Model:
         return self.final_norm(params, x), places
 
     def final_norm(self, params: Params, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        """What the unembedding reads, of what the last layer wrote."""
+        """The input of the unembedding, from the output of the last layer."""
         return nnx.merge(self._embedder, params["token_embedder"]).final_norm(x)
 
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """What the first layer reads, in the compute dtype."""
+        """The input of the first layer, in the compute dtype."""
         x = nnx.merge(self._embedder, params["token_embedder"]).embed(tokens, jnp.dtype(self.config.dtype))
         return constrain(x, "batch", "length", "activation_embed")
 
@@ -195,20 +151,20 @@ class Model:
         """One layer, from its part of the stacked parameters."""
         return nnx.merge(self._block, block_params)
 
-    def row(
+    def layer_encoding(
         self,
         arrays: tuple[jax.Array, ...],
         structure: LayerStructure,
         positions: Int[Array, "#B T"],
         tables: tuple[jax.Array, jax.Array] | None = None,
-    ) -> Row:
-        """A layer's row of the schedule, as attention takes it.
+    ) -> LayerEncoding:
+        """The positional encoding of one layer, for attention.
 
         Args:
           arrays: the layer's part of `layer_arrays`.
-          structure: what is compiled of it.
+          structure: the compiled part of its encoding.
           positions: of the tokens.
-          tables: cos and sin where they are made already.
+          tables: cos and sin, if they are computed already.
         """
         fixed_freq, gain, slope, logit_scale, noise, noise_sigma = arrays
         cos, sin, diagonal_bias, rotation = None, None, None, None
@@ -222,7 +178,7 @@ class Model:
             diagonal_bias = jnp.where(positions < length, jnp.float32(strength), 0)
         slope = slope if structure.slopes else None
         noise, noise_sigma = (noise, noise_sigma) if structure.noisy else (None, None)
-        return Row(cos, sin, slope, logit_scale, noise, noise_sigma, diagonal_bias, rotation)
+        return LayerEncoding(cos, sin, slope, logit_scale, noise, noise_sigma, diagonal_bias, rotation)
 
     def tables(
         self, fixed_freq: jax.Array, gain: jax.Array, structure: LayerStructure, positions: jax.Array
@@ -232,35 +188,32 @@ class Model:
         return rotation_tables(fixed_freq[chosen], gain[chosen], positions, structure.warp)
 
     def _rows(self, structure: LayerStructure) -> slice:
-        """Of H rows of a rotation, those that differ: one, one per key head, or all."""
+        """The distinct rows among the H rows of a rotation: one, one per key head, or all."""
         step = {"shared": self.config.heads, "grouped": self.config.heads // self.config.kv_heads, "split": 1}
         return slice(None, None, step[structure.heads])
+
+    def attention_request(
+        self, structure: LayerStructure, length: int, segments: bool = False, partial: bool | None = None
+    ) -> Request:
+        """The request of one layer for sequences of `length` tokens; `partial` as in `layer_request`."""
+        config = self.config
+        heads = config.heads, config.kv_heads, config.head_dim
+        backward = self.backward and not partial  # only KV caches request `partial`
+        return layer_request(
+            structure, heads, config.dtype, length, segments=segments, backward=backward, partial=partial
+        )
 
     def attention_by_layer(
         self, structure: Sequence[LayerStructure], length: int, segments: bool = False
     ) -> tuple[str, ...]:
-        """The implementation of attention that each layer takes for texts of `length`, on the mesh of the moment.
+        """The name of each layer's attention implementation for sequences of `length`, on the current mesh.
 
         Raises:
-          UserError: where none can, or the one that the config names cannot.
+          UnsupportedError: no implementation, or not the one in the config, serves a layer.
         """
         config = self.config
-
-        def of(one: LayerStructure) -> str:
-            asked = request(
-                (1, length, config.heads, config.head_dim),
-                config.dtype,
-                slopes=one.slopes,
-                segments=segments,
-                window=one.window,
-                diagonal_bias=one.diagonal_bias is not None,
-                soft_cap=None,
-                split_heads=one.rotates and one.heads == "split" and config.heads != config.kv_heads,
-                backward=self.backward,
-            )
-            return choose(config.attention, asked, config.attention_chunk)
-
-        return tuple(of(one) for one in structure)
+        requests = [self.attention_request(one, length, segments) for one in structure]
+        return tuple(choose(config.attention, request, config.attention_chunk) for request in requests)
 
     def apply(
         self,
@@ -276,28 +229,28 @@ class Model:
         return jnp.einsum("btd,vd->btv", x, weights, preferred_element_type=jnp.float32)
 
     def unembedding(self, params: Params) -> Float[Array, "V D"]:
-        """The output embedding: the input's where they are tied."""
+        """The output embedding, which is the input embedding if they are tied."""
         return nnx.merge(self._embedder, params["token_embedder"]).output_embedding()
 
     def token_loss(self, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> Float[Array, "B T"]:
-        """Cross-entropy of each target of a batch (tokens, targets, and positions and segments where given), nats."""
+        """Cross-entropy of each target of a batch in nats. Batch: tokens, targets, and optional positions, segments."""
         x, places = self.hidden_in_order(
             params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule
         )
         if places is None:
             return cross_entropy(x, self.unembedding(params), batch["targets"], self.config.loss_chunks)
-        order = np.zeros(x.shape[1], np.int32)  # where nothing real stands: any target
+        order = np.zeros(x.shape[1], np.int32)  # padding has any target
         order[places] = np.arange(len(places))
         targets = constrain(batch["targets"][:, order], "batch", "length")
         return cross_entropy(x, self.unembedding(params), targets, self.config.loss_chunks)[:, places]
 
 
-def _over_context(
+def _reordered(
     tokens: Int[Array, "B T"], positions: Int[Array, "#B T"] | None, segments: Int[Array, "B T"] | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, np.ndarray | None]:
-    """Tokens, positions and segments as the devices of a context axis share them, and where each token then stands.
+    """Tokens, positions and segments in the order of a context axis, and the place of each token.
 
-    A text that does not divide is padded at its end, where causality hides what is there.
+    A sequence that does not divide is padded at its end, where causality hides the padding.
     """
     parts, length = context_size(), tokens.shape[1]
     if parts == 1:
@@ -316,7 +269,7 @@ def _over_context(
 
 
 def layer_arrays(schedule: Schedule) -> tuple[jax.Array, ...]:
-    """What `Model.row` reads of a schedule, stacked over layers."""
+    """The arrays of a schedule that `Model.layer_encoding` reads, stacked over layers."""
     return (
         schedule.fixed_freq,
         schedule.gain,
@@ -333,7 +286,7 @@ def _repeat(group: Any, x: jax.Array, data: Any, run: Run, scan: bool) -> jax.Ar
     part = jax.tree.map(lambda a: a[run.start : stop].reshape(run.repeats, run.period, *a.shape[1:]), data)
     if scan and run.repeats > 1:
         return jax.lax.scan(lambda x, d: (group(x, d), None), x, part)[0]
-    # A split's gradient is one concatenation; that of indexing would be a sum of N arrays of the full size.
+    # The gradient of a split is one concatenation; that of indexing would be a sum of N arrays of the full size.
     leaves, tree = jax.tree.flatten(part)
     pieces = [jax.lax.split(jnp.asarray(leaf), (1,) * run.repeats) for leaf in leaves]
     for i in range(run.repeats):

@@ -1,4 +1,4 @@
-"""Generation at the level of tokens: batches of unequal prompts, read in chunks, continued step by step."""
+"""Generation of tokens: batches of prompts of different lengths, prefilled in chunks, continued step by step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from pe_lab.attention.cached_span import Span
+from pe_lab.attention.key_block import KeyBlockKernel
 from pe_lab.config import ModelConfig
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.model.decoder import Params
 from pe_lab.model.programs import Programs, Weights
 from pe_lab.model.request import Request, Schedules, Statistics
@@ -24,14 +24,14 @@ from pe_lab.model.stopping import Decode, Ending
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Schedule
 
-CHUNKS = (512, 128, 32)  # tokens of a prompt that are read at once: one compilation each, at most
+CHUNKS = (512, 128, 32)  # tokens per chunk of a prompt: at most one compilation each
 
 
 def chunks(length: int) -> list[tuple[int, int]]:
-    """Where a prompt of this length is cut: (start, tokens), in sizes of CHUNKS, of which the last may be padded.
+    """The chunks of a prompt, (start, tokens), in sizes of CHUNKS; the last one may be padded.
 
-    A chunk more than half full is taken whole; less is cut into smaller ones. Every chunk starts at a multiple of its
-    size, so none reaches beyond a capacity that is a multiple of it.
+    A chunk is more than half full; a shorter rest is split into smaller chunks. Every chunk starts at a multiple of its
+    size, so that none exceeds a capacity that is a multiple of it.
     """
     found, start = [], 0
     while start < length:
@@ -43,10 +43,7 @@ def chunks(length: int) -> list[tuple[int, int]]:
 
 
 class Decoder:
-    """Continues texts with a cache.
-
-    Args: as `Programs` takes them: the model's shape, the mesh that its parameters live on, if any, and so on.
-    """
+    """Continues prompts with a KV cache. Arguments as in `Programs`."""
 
     def __init__(
         self,
@@ -54,17 +51,17 @@ class Decoder:
         mesh: Mesh | None = None,
         rules: AxisRules | None = None,
         scan: bool | None = None,
-        span: Span | None = None,
+        kernel: KeyBlockKernel | None = None,
     ):
-        self.programs = Programs(config, mesh, rules, scan, span)
+        self.programs = Programs(config, mesh, rules, scan, kernel)
 
     @property
     def traces(self) -> collections.Counter[tuple[Any, ...]]:
-        """(what, rows, tokens, capacity) -> how often it was compiled."""
+        """(program, rows, tokens, capacity) -> how often it was compiled."""
         return self.programs.traces
 
     def prepare(self, params: Params) -> Weights:
-        """Parameters as `generate` wants them, to keep between calls."""
+        """Parameters for `generate`, to reuse between calls."""
         return self.programs.prepare(params)
 
     def generate(
@@ -79,18 +76,18 @@ class Decoder:
         """Continues prompts until each has ended, or has `max_new_tokens`.
 
         Args:
-          weights: as `prepare` makes them.
-          prompts: token ids [n] each, of any lengths: none is padded on the left.
+          weights: from `prepare`.
+          prompts: token ids [n] each, of any lengths, without padding.
           schedules: the positional encoding.
-          request: what is asked for.
-          decode: ids -> text, where text is wanted or there are stop strings.
-          statistics: is added to.
+          request: how prompts are continued.
+          decode: ids -> text; needed for text and for stop strings.
+          statistics: counts and seconds are added to it.
 
         Returns:
-          What became of each prompt, its ids and its text.
+          The continuation of each prompt: its ids and its text.
 
         Raises:
-          UserError: an empty prompt, ids outside the vocabulary, a prompt longer than the cache, stop strings without
+          ConfigError: an empty prompt, ids outside the vocabulary, a prompt longer than the cache, stop strings without
             `decode`.
         """
         self.check(prompts, request, decode)
@@ -117,7 +114,7 @@ class Decoder:
         decode: Decode,
         statistics: Statistics | None = None,
     ) -> Iterator[str]:
-        """The continuation of one prompt in pieces, each as soon as it is final; arguments as in `generate`."""
+        """The continuation of one prompt in pieces of final text; arguments as in `generate`."""
         ending = Ending(prompt, request.eos_ids, request.stop, decode)
         for tokens in self.steps(weights, [prompt], schedules, request, decode, statistics):
             if piece := ending.push(int(tokens[0])):
@@ -128,24 +125,24 @@ class Decoder:
             yield piece
 
     def _batches(self, prompts: Sequence[np.ndarray], schedules: Schedules) -> list[list[int]]:
-        """Rows that are decoded together: all, or each alone where each has a schedule of its own length."""
+        """Rows to decode together: all, or each alone if the schedule depends on the length."""
         if any(schedules.follows):
             return [[i] for i in range(len(prompts))]
         return [list(range(len(prompts)))] if prompts else []
 
     def check(self, prompts: Sequence[np.ndarray], request: Request, decode: Decode | None = None) -> None:
-        """`UserError` for what `generate` cannot do, before it begins."""
+        """Raises a `ConfigError` for prompts or settings that `generate` cannot serve."""
         vocabulary = self.programs.model.config.vocab_size
         for i, prompt in enumerate(prompts):
             where = f"Prompt {i}" if len(prompts) > 1 else "The prompt"
             if len(prompt) == 0:
-                raise UserError(f"{where} is empty; there must be at least one token to continue.")
+                raise ConfigError(f"{where} is empty; there must be at least one token to continue.")
             if np.min(prompt) < 0 or np.max(prompt) >= vocabulary:
-                raise UserError(
+                raise ConfigError(
                     f"{where} has ids from {np.min(prompt)} to {np.max(prompt)}; the vocabulary has {vocabulary}."
                 )
         if request.stop and decode is None:
-            raise UserError("Stop strings need a tokenizer, and there is none; end texts by eos ids instead.")
+            raise ConfigError("Stop strings need a tokenizer, and there is none; use eos ids instead.")
         request.capacity(prompts)
 
     def steps(
@@ -158,28 +155,28 @@ class Decoder:
         statistics: Statistics | None = None,
         rows: Sequence[int] | None = None,
     ) -> Iterator[np.ndarray]:
-        """The next token of every row, [B] at a time, `max_new_tokens` times, whatever ends the texts.
+        """Yields the next token of every row, [B], `max_new_tokens` times; stop conditions are ignored.
 
-        The host reads one step behind: the device is given the next step, on a token the host has not seen, before
-        the last one is waited for. `rows` are the prompts' numbers, which sampling depends on.
+        The host reads one step behind: it starts the next step before it waits for the token of the last one. `rows`
+        are the prompts' numbers, on which sampling depends.
         """
         self.check(prompts, request, decode)
         if any(schedules.follows) and len(prompts) > 1:
-            raise UserError("Texts whose encoding follows their length are decoded one at a time.")
-        text = _Batch(self.programs, weights, prompts, schedules, request, rows, statistics)
-        token = text.begin()
-        yield text.read(token)
+            raise UnsupportedError("Sequences whose encoding follows their length are decoded one at a time.")
+        batch = _Batch(self.programs, weights, prompts, schedules, request, rows, statistics)
+        token = batch.begin()
+        yield batch.read(token)
         for n in range(1, request.max_new_tokens):
-            following = text.advance(token)
+            following = batch.advance(token)
             if n > 1:
-                yield text.read(token)
+                yield batch.read(token)
             token = following
         if request.max_new_tokens > 1:
-            yield text.read(token)
+            yield batch.read(token)
 
 
 class _Batch:
-    """Texts under way: their cache, their lengths, the schedule that the cache was computed with."""
+    """A batch in generation: its KV cache, its lengths, and the schedule of the cache."""
 
     def __init__(
         self,
@@ -193,7 +190,7 @@ class _Batch:
     ):
         self._programs, self._weights, self._schedules, self._request = programs, weights, schedules, request
         self._statistics = statistics or Statistics()
-        # A mesh takes rows in multiples: the last one fills up, and is cut off again.
+        # A mesh needs a multiple of its rows: copies of the last prompt fill up, and are removed from results.
         self._real = len(prompts)
         fill = -self._real % programs.rows_at_once
         self._prompts = [*prompts, *[prompts[-1]] * fill]
@@ -202,19 +199,19 @@ class _Batch:
         self._kind = request.sampling.kind
         self._draw, self._rows = programs.place((request.sampling.arrays(), np.asarray(numbers, np.int32)))
         self._new: list[Any] = []  # tokens chosen so far, [B] each, on the device until they are read
-        self._stale = 0  # tokens since the text was read whose schedule was another
+        self._stale = 0  # tokens with another schedule than the cache
 
     def begin(self) -> jax.Array:
-        """Reads the prompts; the first new token of each row."""
+        """Prefills the prompts; returns the first new token of each row."""
         statistics = self._statistics
         statistics.prompt_tokens += sum(map(len, self._prompts[: self._real]))
         with self._timed("prefill_seconds"):
             longest = max(map(len, self._prompts))
-            token = self._read(self._prompts, self._schedules.at(longest))
+            token = self._prefill(self._prompts, self._schedules.at(longest))
             return jax.block_until_ready(token)
 
     def advance(self, token: jax.Array) -> jax.Array:
-        """Gives the device the next step: reads `token` of each row; what comes after it."""
+        """Starts the next step on `token` of each row; returns the token after it."""
         with self._timed("decode_seconds"):
             if any(self._schedules.follows):
                 length = len(self._prompts[0]) + len(self._new)
@@ -224,8 +221,8 @@ class _Batch:
                     if schedule.structure != self._schedule.structure or self._stale == self._request.refresh:
                         self._statistics.refreshes += 1
                         new = np.stack([np.asarray(t) for t in self._new], axis=1)
-                        texts = [np.concatenate(pair) for pair in zip(self._prompts, new, strict=True)]
-                        return self._read(texts, schedule)
+                        sequences = [np.concatenate(pair) for pair in zip(self._prompts, new, strict=True)]
+                        return self._prefill(sequences, schedule)
                     self._placed = self._place(schedule)
             call = self._programs.next
             with self._compiling():
@@ -244,36 +241,36 @@ class _Batch:
             return token
 
     def read(self, token: jax.Array) -> np.ndarray:
-        """The tokens on the host, once they are there."""
+        """The tokens on the host; waits for them."""
         first = len(self._new) == 1
         with self._timed("prefill_seconds" if first else "decode_seconds"):
             tokens = np.asarray(token)[: self._real]
         self._statistics.new_tokens += self._real
-        if self._statistics.heard is not None:
-            self._statistics.heard(self._real)
+        if self._statistics.on_tokens is not None:
+            self._statistics.on_tokens(self._real)
         self._statistics.decoded_tokens += 0 if first else self._real
         return tokens
 
-    def _read(self, texts: Sequence[np.ndarray], schedule: Schedule) -> jax.Array:
-        """Reads texts from their beginning, in chunks, into an empty cache; the next token of each."""
+    def _prefill(self, sequences: Sequence[np.ndarray], schedule: Schedule) -> jax.Array:
+        """Computes the cache of whole sequences in chunks; returns the next token of each."""
         programs, config = self._programs, self._programs.model.config
-        lengths = np.asarray([len(text) for text in texts], np.int32)
+        lengths = np.asarray([len(one) for one in sequences], np.int32)
         self._schedule, self._placed, self._stale = schedule, self._place(schedule), 0
         self._layout = programs.layout(schedule.structure, self._schedules.follows, self._capacity)
         self._params = programs.arranged(self._weights, self._layout)
         self._lengths = programs.place(lengths)
         with self._compiling():
-            self._cache = programs.allocate(self._layout, len(texts))
-        last = programs.place(jnp.zeros((len(texts), config.d_model), config.dtype))
-        heard, behind = self._statistics.heard, last
+            self._cache = programs.allocate(self._layout, len(sequences))
+        last = programs.place(jnp.zeros((len(sequences), config.d_model), config.dtype))
+        on_tokens, behind = self._statistics.on_tokens, last
         for start, size in chunks(int(lengths.max())):
-            if heard is not None:  # one chunk behind, so that the device always has the next
+            if on_tokens is not None:  # waits one chunk behind, so that the device always has the next one
                 jax.block_until_ready(behind)
-                heard(int(np.clip(lengths[: self._real] - start, 0, size).sum()))
+                on_tokens(int(np.clip(lengths[: self._real] - start, 0, size).sum()))
                 behind = last
-            tokens = np.zeros((len(texts), size), np.int32)
-            for row, text in zip(tokens, texts, strict=True):
-                part = text[start : start + size]
+            tokens = np.zeros((len(sequences), size), np.int32)
+            for row, one in zip(tokens, sequences, strict=True):
+                part = one[start : start + size]
                 row[: len(part)] = part
             with self._compiling():
                 last, self._cache = programs.read_chunk(
@@ -296,7 +293,7 @@ class _Batch:
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
-        """Around a call of a program: on its mesh, and if it was compiled, its time is that of compiling."""
+        """Context of a call of a program: sets its mesh, and counts its time as compilation if it was compiled."""
         traced, start = self._programs.traces.total(), time.perf_counter()
         with self._programs.on_mesh():
             yield
@@ -305,7 +302,7 @@ class _Batch:
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
-        """Adds the seconds within to a statistic, but for those of compiling."""
+        """Adds the seconds of the context to a statistic, without those of compilation."""
         statistics = self._statistics
         start, compiling = time.perf_counter(), statistics.compile_seconds
         yield
@@ -314,15 +311,15 @@ class _Batch:
 
 
 def same(a: Schedule, b: Schedule) -> bool:
-    """Whether two schedules turn and scale alike."""
+    """Whether two schedules are equal."""
     leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return a.structure == b.structure and all(np.array_equal(x, y) for x, y in leaves)
 
 
 def with_shared_rotation(schedule: Schedule) -> Schedule:
-    """The schedule marked as `same_rotation` where all layers that rotate do so alike: one table then serves them.
+    """The schedule with `same_rotation` set if all layers that rotate share a rotation: one table then serves them.
 
-    What `Schedule.generalize` leaves open, so that forward passes share a compilation.
+    `Schedule.generalize` does not set it, so that forward passes share a compilation.
     """
     rotating = [n for n, one in enumerate(schedule.structure) if one.rotates]
     kinds = {(one.heads, one.warp) for one in schedule.structure if one.rotates}

@@ -1,4 +1,4 @@
-"""The decoder's parts as Flax NNX modules. NNX stays in this room: elsewhere, parameters are plain nested dicts."""
+"""The decoder's parts as Flax NNX modules. Only this package uses NNX; elsewhere, parameters are plain nested dicts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention import Row, attention
+from pe_lab.attention import LayerEncoding, attention
 from pe_lab.config import ModelConfig
 from pe_lab.parallel import constrain
 
@@ -36,8 +36,8 @@ def _project(
     x: Float[Array, "B T *in"], weights: nnx.Param, bias: nnx.Param | None = None, inputs: int = 1
 ) -> Float[Array, "B T *out"]:
     """x times weights [*in, *out], plus bias [*out], in the dtype of x; `inputs` counts the axes summed over."""
-    # As one product of two matrices: with more axes, XLA on a CPU copies the larger operand of the gradient's
-    # products into another layout.
+    # One product of two matrices, because XLA on a CPU copies the larger operand of the gradient's products into
+    # another layout if there are more axes.
     rows, size = x.shape[: x.ndim - inputs], math.prod(weights.shape[:inputs])
     product = x.reshape(-1, size) @ weights[...].reshape(size, -1).astype(x.dtype)
     product = product.reshape(*rows, *weights.shape[inputs:])
@@ -47,8 +47,8 @@ def _project(
 class RMSNorm(nnx.Module):
     """Root-mean-square normalization, computed in float32 (Zhang & Sennrich 2019).
 
-    The mean is over as many of the last axes as the scale has. With `plus_one` the scale is 1 + w, and w starts at 0:
-    Gemma's, which multiplies in float32 as well, and rounds after.
+    The mean is over as many of the last axes as the scale has. With `plus_one` the scale is 1 + w, and w starts at 0,
+    as in Gemma; the product with the scale is computed in float32 and then rounded.
     """
 
     def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], epsilon: float, plus_one: bool = False):
@@ -84,19 +84,27 @@ NORMS = {"rms": RMSNorm, "rms_plus_one": functools.partial(RMSNorm, plus_one=Tru
 
 
 def _stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """A norm of the residual stream, of the kind that `config.norm` names."""
+    """A norm of the residual stream, of kind `config.norm`."""
     return NORMS[config.norm]((config.d_model,), ("embed",), config.norm_epsilon)
 
 
 def _qk_norm(config: ModelConfig, heads: int, axis: str) -> RMSNorm:
-    """A norm of queries or keys [B, T, heads, K]: of each head (Qwen3), or of all heads in one (flat; OLMo2, DroPE).
+    """A norm of queries or keys [B, T, heads, K]: of each head (Qwen3), or of all heads together (flat; OLMo2, DroPE).
 
-    RMSNorm with a scale of 1 at the start, whatever norm the stream has. The mean of a flat one runs over heads that
-    tensor parallelism cuts; XLA adds up the parts.
+    It is an RMSNorm with an initial scale of 1, for any norm of the stream. The mean of a flat one is over heads that
+    tensor parallelism shards; XLA adds the parts.
     """
     if config.qk_norm.endswith("flat"):
         return RMSNorm((heads, config.head_dim), (axis, "head_dim"), config.norm_epsilon)
     return RMSNorm((config.head_dim,), ("head_dim",), config.norm_epsilon)
+
+
+def _branch_std(config: ModelConfig) -> float:
+    """The initial standard deviation of the output projection of a residual branch.
+
+    Scaled, the variance of the sum over the 2N branches of N layers does not depend on N (GPT-2).
+    """
+    return config.init_std / (2 * config.layers) ** 0.5 if config.scaled_residual_init else config.init_std
 
 
 class Attention(nnx.Module):
@@ -107,8 +115,7 @@ class Attention(nnx.Module):
         self.query = _normal(rngs, (D, H, K), std, ("embed", "heads", "head_dim"))
         self.key = _normal(rngs, (D, G, K), std, ("embed", "kv_heads", "head_dim"))
         self.value = _normal(rngs, (D, G, K), std, ("embed", "kv_heads", "head_dim"))
-        # Residual branches start small, so that the variance of the sum over 2N of them stays near one (GPT-2).
-        self.out = _normal(rngs, (H, K, D), std / (2 * config.layers) ** 0.5, ("heads", "head_dim", "embed"))
+        self.out = _normal(rngs, (H, K, D), _branch_std(config), ("heads", "head_dim", "embed"))
         bias, out_bias = config.attention_bias, config.output_bias
         self.query_bias = _constant(0.0, (H, K), ("heads", "head_dim")) if bias else None
         self.key_bias = _constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
@@ -121,7 +128,7 @@ class Attention(nnx.Module):
     def queries_keys_values(
         self, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
-        """Queries, keys and values as attention takes them: projected and normalized, not yet rotated."""
+        """Queries, keys and values, projected and normalized, not rotated."""
         q = _project(x, self.query, self.query_bias)
         k = _project(x, self.key, self.key_bias)
         v = _project(x, self.value, self.value_bias)
@@ -133,7 +140,7 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        row: Row,
+        encoding: LayerEncoding,
         positions: Int[Array, "#B T"] | None,
         segments: Int[Array, "B T"] | None,
         window: int | None,
@@ -144,7 +151,7 @@ class Attention(nnx.Module):
             q,
             k,
             v,
-            row,
+            encoding,
             positions=positions,
             segments=segments,
             window=window,
@@ -155,7 +162,7 @@ class Attention(nnx.Module):
         return self.project_out(out)
 
     def project_out(self, out: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
-        """What attention gives back, as the residual stream takes it."""
+        """The output projection of attention."""
         out = constrain(out, "batch", "length", "heads", "head_dim")
         return _project(out, self.out, self.out_bias, inputs=2)
 
@@ -167,7 +174,7 @@ class MLP(nnx.Module):
         D, F, std, gated, bias = config.d_model, config.d_ff, config.init_std, config.gated_mlp, config.mlp_bias
         self.gate = _normal(rngs, (D, F), std, ("embed", "mlp")) if gated else None
         self.up = _normal(rngs, (D, F), std, ("embed", "mlp"))
-        self.down = _normal(rngs, (F, D), std / (2 * config.layers) ** 0.5, ("mlp", "embed"))
+        self.down = _normal(rngs, (F, D), _branch_std(config), ("mlp", "embed"))
         self.gate_bias = _constant(0.0, (F,), ("mlp",)) if gated and bias else None
         self.up_bias = _constant(0.0, (F,), ("mlp",)) if bias else None
         self.down_bias = _constant(0.0, (D,), ("embed",)) if bias else None
@@ -185,7 +192,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer, normalized before each branch; the branches follow each other, or stand side by side (GPT-J, NeoX)."""
+    """One layer, with a norm before each branch; the branches are sequential, or parallel (GPT-J, NeoX)."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.attention_norm = _stream_norm(config)
@@ -197,25 +204,25 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        row: Row,
+        encoding: LayerEncoding,
         positions: Int[Array, "#B T"] | None,
         segments: Int[Array, "B T"] | None,
         window: int | None,
         backward: bool = True,
     ) -> Float[Array, "B T D"]:
-        attended = self.attention(self.attention_norm(x), row, positions, segments, window, backward)
+        attended = self.attention(self.attention_norm(x), encoding, positions, segments, window, backward)
         return self._add_branches(x, attended)
 
     def attend_by(
         self, x: Float[Array, "B T D"], attend: Callable[..., tuple[jax.Array, Any]]
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The layer with another attention: `attend(q, k, v)` gives its output, and something to hand on (a cache)."""
-        out, beside = attend(*self.attention.queries_keys_values(self.attention_norm(x)))
-        return self._add_branches(x, self.attention.project_out(out)), beside
+        """The layer with another attention: `attend(q, k, v)` returns its output and a second result (a KV cache)."""
+        out, result = attend(*self.attention.queries_keys_values(self.attention_norm(x)))
+        return self._add_branches(x, self.attention.project_out(out)), result
 
     def _add_branches(self, x: Float[Array, "B T D"], attended: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         if self.parallel:
-            # Neither waits for the other: under tensor parallelism, XLA joins their two all-reduces into one.
+            # Under tensor parallelism, XLA joins the all-reduces of both branches into one.
             x = x + (attended + self.mlp(self.mlp_norm(x)))
         else:
             x = constrain(x + attended, "batch", "length", "activation_embed")
@@ -224,7 +231,7 @@ class Block(nnx.Module):
 
 
 class Embedder(nnx.Module):
-    """What stands outside the layers: the embedding, the final norm, and an output embedding where untied."""
+    """The parameters outside the layers: embedding, final norm, and the output embedding if it is not tied."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.d_model
@@ -235,7 +242,7 @@ class Embedder(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
         x = self.embedding[...].astype(dtype)[tokens]
-        # Rounded before it multiplies, as Gemma was trained: sqrt(2048) is 45.25 in bfloat16.
+        # The multiplier is rounded first, as in Gemma's training: sqrt(2048) is 45.25 in bfloat16.
         return x if self.multiplier is None else x * jnp.asarray(self.multiplier, dtype)
 
     def output_embedding(self) -> Float[Array, "V D"]:

@@ -1,4 +1,4 @@
-"""What decoding compiles: reading a chunk of prompts, choosing a token, and one step of a batch."""
+"""The compiled programs of decoding: the prefill of a chunk, the choice of a token, and one step of a batch."""
 
 from __future__ import annotations
 
@@ -16,53 +16,40 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention import IMPLEMENTATIONS
-from pe_lab.attention.cached_span import Span
-from pe_lab.attention.capabilities import Request
-from pe_lab.attention.dispatch import choose as choose_attention
+from pe_lab.attention.dispatch import cache_kernel
+from pe_lab.attention.key_block import KeyBlockKernel
 from pe_lab.config import ModelConfig
-from pe_lab.model.cache import Cache, Layout, allocate, arrange, plan, read_on
+from pe_lab.model.cache import Cache, Layout, allocate, arrange, forward_chunk, plan
 from pe_lab.model.decoder import Model, Params
-from pe_lab.model.pattern import Run
 from pe_lab.model.sampling import Draw, choose
-from pe_lab.parallel import AxisRules, platform, slots_are_cut, use_mesh
+from pe_lab.model.shape import Run
+from pe_lab.parallel import AxisRules, use_mesh
 from pe_lab.positional import LayerStructure, Schedule
 
-BLOCK = 512  # slots of the cache that attention reads at once
-
-
-def cache_reader(config: ModelConfig) -> Span | None:
-    """The kernel that reads caches on the devices that are being traced for; None: XLA does, in blocks.
-
-    What a config names for training says nothing here, unless it can read caches.
-    """
-    asked = Request(platform=platform(), head_dim=config.head_dim, dtype=config.dtype, spans=True)
-    named = config.attention != "auto" and IMPLEMENTATIONS[config.attention].span is not None
-    found = IMPLEMENTATIONS[choose_attention(config.attention if named else "auto", asked)]
-    return found.span if found.kernel or slots_are_cut() else None
+BLOCK = 512  # slots of the cache per block of attention
 
 
 @dataclass
 class Weights:
-    """Parameters as decoding wants them: in the compute dtype, grouped by the runs of layers."""
+    """Parameters for decoding: in the compute dtype, and grouped by the runs of layers."""
 
     params: Params
     runs: dict[tuple[Run, ...], Any] = field(default_factory=dict)
 
 
 class Programs:
-    """What reads and continues a batch; one compilation per chunk size, capacity and batch, whatever the lengths.
+    """The programs that decode a batch, compiled once per chunk size, capacity and batch, for all lengths.
 
     Args:
       config: the model's shape.
-      mesh: where the parameters live, if on several devices.
-      rules: how arrays are cut over it.
-      scan: repeat alike layers by a scan. Default: as the config says, but never on a single CPU, where a scan copies
+      mesh: of the parameters, if they are on several devices.
+      rules: how arrays are sharded over it.
+      scan: repeat equal layers by a scan. Default: as in the config, but never on a single CPU, where a scan copies
         each layer's weights at every token, which doubles its time.
-      span: the kernel that reads caches. Default: the fastest that there is for the devices; none on a CPU.
+      kernel: attends to KV caches. Default: the fastest one for the devices; none on a CPU.
 
     Attributes:
-      traces: (what, rows, tokens, capacity) -> how often it was traced, which is how often it was compiled.
+      traces: (program, rows, tokens, capacity) -> how often it was traced and compiled.
     """
 
     def __init__(
@@ -71,16 +58,17 @@ class Programs:
         mesh: Mesh | None = None,
         rules: AxisRules | None = None,
         scan: bool | None = None,
-        span: Span | None = None,
+        kernel: KeyBlockKernel | None = None,
     ):
         self.model = Model(dataclasses.replace(config, remat="none"))
         self.traces: collections.Counter[tuple[Any, ...]] = collections.Counter()
         self._on_cpu = mesh is None and jax.default_backend() == "cpu"
         self.scan = (config.scan and not self._on_cpu) if scan is None else scan
-        # A chunk of a text is as short as one token: devices of a context axis share the cache, and read it together.
+        # A chunk may be one token: devices of a context axis shard the cache, not the chunk.
         self._mesh, self._rules = mesh, dataclasses.replace(rules or AxisRules(), length=None)
         with self.on_mesh():
-            self.span = span or cache_reader(self.model.config)
+            request = self.model.attention_request(LayerStructure(), length=1, partial=True)
+            self.kernel = kernel or cache_kernel(config.attention, request)
         self.rows_at_once = mesh.shape["data"] * mesh.shape["fsdp"] if mesh is not None else 1
         self._device = SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else None
         make = functools.partial(allocate, self.model.config)
@@ -100,13 +88,13 @@ class Programs:
         schedule: Schedule,
         layout: Layout,
     ) -> tuple[Float[Array, "B D"], Cache]:
-        """Reads tokens start .. start + C of prompts of `lengths`; `last` gathers what each row's last one gives."""
+        """Prefills tokens start .. start + C of prompts of `lengths`; `last` collects the output of each last token."""
         B, C = tokens.shape
         self.traces["prefill", B, C, layout.capacity] += 1
         positions = (start + jnp.arange(C, dtype=jnp.int32))[None]
         counts, real = jnp.minimum(start, lengths), jnp.clip(lengths - start, 0, C)
-        x, cache = read_on(
-            self.model, params, cache, layout, tokens, positions, counts, real, schedule, BLOCK, self.span
+        x, cache = forward_chunk(
+            self.model, params, cache, layout, tokens, positions, counts, real, schedule, BLOCK, self.kernel
         )
         at = lengths - 1 - start
         here = jnp.take_along_axis(x, jnp.clip(at, 0, C - 1)[:, None, None], axis=1)[:, 0]
@@ -121,7 +109,7 @@ class Programs:
         draw: Draw,
         kind: str,
     ) -> Int[Array, " B"]:
-        """The token at position `lengths` of each row, from what the last layer wrote for the one before."""
+        """The token at position `lengths` of each row, from the last layer's output for the token before."""
         self.traces["choose", last.shape[0], kind] += 1
         return choose(self._logits(params, last), kind, draw, rows, lengths)
 
@@ -142,10 +130,10 @@ class Programs:
         layout: Layout,
         kind: str,
     ) -> tuple[Int[Array, " B"], Int[Array, " B"], Cache]:
-        """Reads one token of each row, at position `lengths`; the tokens after them, the new lengths, the cache."""
+        """Reads one token of each row, at position `lengths`; returns the next tokens, the lengths and the cache."""
         self.traces["decode", tokens.shape[0], 1, layout.capacity] += 1
         one = jnp.ones_like(lengths)
-        x, cache = read_on(
+        x, cache = forward_chunk(
             self.model,
             params,
             cache,
@@ -156,13 +144,13 @@ class Programs:
             one,
             schedule,
             BLOCK,
-            self.span,
+            self.kernel,
         )
         logits = self._logits(params, x[:, 0])
         return choose(logits, kind, draw, rows, lengths + 1), lengths + 1, cache
 
     def prepare(self, params: Params) -> Weights:
-        """Parameters cast once to what every step would cast them to. Float32 ones are not copied."""
+        """Parameters in the compute dtype, cast once instead of at every step. Float32 parameters are not copied."""
         dtype = jnp.dtype(self.model.config.dtype)
 
         def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
@@ -174,10 +162,11 @@ class Programs:
         return Weights(jax.tree_util.tree_map_with_path(cast, params))
 
     def arranged(self, weights: Weights, layout: Layout) -> Any:
+        """The parameters in the structure of a cache, for `forward_chunk`."""
         if layout.runs not in weights.runs:
             stacked = weights.params["layers"]
             if self._on_cpu:
-                # Through numpy, whose slices are views that JAX takes as they lie: no second copy of the weights.
+                # Slices of numpy arrays are views, which JAX uses in place: there is no second copy of the weights.
                 views = arrange(jax.tree.map(np.asarray, stacked), layout.runs)
                 weights.runs[layout.runs] = jax.tree.map(jax.device_put, views)
             else:
@@ -185,8 +174,8 @@ class Programs:
         return {"token_embedder": weights.params["token_embedder"], "layers": weights.runs[layout.runs]}
 
     def layout(self, structure: Sequence[LayerStructure], follows: Sequence[bool], capacity: int) -> Layout:
-        """The layout of a cache for texts of at most `capacity` tokens; see `cache.plan`."""
-        return plan(self.model.config, structure, follows, capacity, self.scan, turning=self.span is not None)
+        """The layout of a cache for sequences of at most `capacity` tokens; see `cache.plan`."""
+        return plan(self.model.config, structure, follows, capacity, self.scan, kernel_rotates=self.kernel is not None)
 
     @contextlib.contextmanager
     def on_mesh(self) -> Iterator[None]:
@@ -197,9 +186,10 @@ class Programs:
                 yield
 
     def place(self, tree: Any) -> Any:
-        """Small arrays where every step finds them.
+        """Small arrays on the device or mesh of the programs.
 
-        On a device by name, as the outputs of a program are: an argument that JAX may still move is another program.
+        They are committed to a device, like the outputs of a program: an uncommitted argument would need another
+        compilation.
         """
         if self._mesh is None:
             return jax.device_put(tree, self._device)

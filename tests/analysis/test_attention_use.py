@@ -61,7 +61,7 @@ def queries_and_keys(structure, params, tokens, positions, segments, schedule):
     for n, layer in enumerate(structure):
         block = model.block(jax.tree.map(lambda a, n=n: a[n], params["layers"]))
         found.append(block.attention.queries_keys_values(block.attention_norm(x))[:2])
-        row = model.row(tuple(a[n] for a in layer_arrays(schedule)), layer, positions)
+        row = model.layer_encoding(tuple(a[n] for a in layer_arrays(schedule)), layer, positions)
         x = block(x, row, positions, segments, layer.window)
     return found
 
@@ -101,8 +101,8 @@ def test_every_layer_is_what_all_its_weights_say(params):
         close(found.mean.largest[n], weights.max(-1).mean((0, 2)))
         for s, (a, b) in enumerate(SPANS):
             mass = weights[..., a:b].sum(-1)
-            close(found.mean.in_spans[s, n], mass.mean((0, 2)))
-            close(found.by_octave.in_spans[s, n, :, 3], mass[..., 8:16].mean((0, 2)))
+            close(found.mean.in_ranges[s, n], mass.mean((0, 2)))
+            close(found.by_octave.in_ranges[s, n, :, 3], mass[..., 8:16].mean((0, 2)))
         close(found.by_octave.distance[n, :, 4], distance[..., 16:].mean((0, 2)))
         if n in found.rows:
             close(found.rows[n], weights[:, :, {0: [20, 4], 2: [7, 0]}[n]])
@@ -118,7 +118,7 @@ def test_chosen_queries_and_layers_are_as_among_all(params):
     some = attention_use(MODEL, params, TOKENS, schedule, spans=SPANS, queries=[16, 18], layers=[2, 0])
     assert some.layers == (0, 2)
     for name, a, b in zip(Statistics._fields, some.mean, every.mean, strict=True):
-        np.testing.assert_allclose(a, np.take(b, (0, 2), axis=int(name == "in_spans")), atol=1e-6)
+        np.testing.assert_allclose(a, np.take(b, (0, 2), axis=int(name == "in_ranges")), atol=1e-6)
     assert np.isnan(every.by_octave.entropy[..., :4]).all()
     np.testing.assert_allclose(every.by_octave.entropy[..., 4], every.mean.entropy, atol=1e-6)
 
@@ -201,7 +201,7 @@ def test_a_mesh_that_cuts_texts_is_refused(params):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(spans=[(0, 22)]), "0 to 22 is no range within a text of 21 tokens"),
+        (dict(spans=[(0, 22)]), "0 to 22 is no range within a sequence of 21 tokens"),
         (dict(queries=[21]), "queries: there is no token 21"),
         (dict(rows={0: [21]}), "rows: there is no token 21"),
         (dict(rows={3: [0]}), "There is no layer 3 to measure; the model has 3, counted from 0"),

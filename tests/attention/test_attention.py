@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention import IMPLEMENTATIONS, Row, attention
+from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, attention
 from pe_lab.errors import UserError
 from pe_lab.positional import alibi_slopes
 
@@ -20,11 +20,11 @@ def qkv(B: int, T: int, H: int, G: int, K: int, seed: int = 0, dtype=jnp.float32
     return tuple(jnp.asarray(rng.standard_normal((B, T, n, K)), dtype) for n in (H, G, G))
 
 
-def rotation_row(inv_freq: np.ndarray, positions: np.ndarray, gain: np.ndarray | None = None) -> Row:
+def rotation_row(inv_freq: np.ndarray, positions: np.ndarray, gain: np.ndarray | None = None) -> LayerEncoding:
     """A row whose heads rotate at these frequencies [rows, R]; positions [B or 1, T]."""
     angle = positions[:, :, None, None] * inv_freq
     gain = np.ones(inv_freq.shape) if gain is None else gain
-    return Row(jnp.asarray(np.cos(angle) * gain, jnp.float32), jnp.asarray(np.sin(angle) * gain, jnp.float32))
+    return LayerEncoding(jnp.asarray(np.cos(angle) * gain, jnp.float32), jnp.asarray(np.sin(angle) * gain, jnp.float32))
 
 
 def naive(q, k, v, *, positions=None, inv_freq=None, gain=None, slope=None, beta=1.0, segments=None, window=None):
@@ -95,7 +95,7 @@ def test_is_what_a_float64_loop_says(implementation, case):
     case = case[1]
     q, k, v = qkv(2, 21, 4, 2, 8)
     positions = np.broadcast_to(case.get("positions", np.arange(21)), (2, 21))
-    row = Row()
+    row = LayerEncoding()
     if "inv_freq" in case:
         # One row where all heads agree; one per key head where its group agrees; else one per query head.
         freq, gain = case["inv_freq"], case.get("gain", np.ones((4, 4)))
@@ -117,7 +117,7 @@ def test_a_head_beside_a_rotating_one_is_nope(implementation):
     q, k, v = qkv(1, 12, 2, 1, 8)
     row = rotation_row(FREQUENCIES * np.array([[1.0], [0.0]]), np.arange(12)[None])
     split = np.asarray(run(implementation, q, k, v, row))
-    nope = np.asarray(run(implementation, q, k, v, Row()))
+    nope = np.asarray(run(implementation, q, k, v, LayerEncoding()))
     np.testing.assert_allclose(split[:, :, 1], nope[:, :, 1], atol=1e-6)
     assert np.abs(split[:, :, 0] - nope[:, :, 0]).max() > 0.1
 
@@ -140,7 +140,7 @@ def test_gradient_flows_from_the_past_and_the_window_only(implementation, window
     @functools.partial(jax.vmap, in_axes=(0, None, None))
     def sources(t, k, v):  # which keys and values output t depends on: [T, T]
         def at(k, v):
-            out = attention(q, k, v, Row(), window=window, implementation=implementation, chunk=8)
+            out = attention(q, k, v, LayerEncoding(), window=window, implementation=implementation, chunk=8)
             # Weights, since the outputs of a softmax over equal values would not depend on the keys.
             return (out[0, t] * jnp.arange(1.0, 5)).sum()
 
@@ -162,7 +162,7 @@ def test_padding_cannot_reach_an_output_whatever_it_holds(implementation):
     q, k, v = qkv(2, 21, 4, 2, 8)
     segments = np.where(np.arange(21) < 13, 1, 0)[None].repeat(2, 0)
     pad = (segments == 0)[:, :, None, None]
-    row = Row(slope=jnp.asarray(alibi_slopes(4), jnp.float32))
+    row = LayerEncoding(slope=jnp.asarray(alibi_slopes(4), jnp.float32))
 
     @jax.jit
     def real(q, k, v):
@@ -180,8 +180,8 @@ def test_nan_in_padding_stays_there(implementation):
     pad = (np.arange(21) >= 13)[None, :, None, None]
     segments = jnp.asarray(np.where(pad[:, :, 0, 0], 0, 1))
     spoilt = (jnp.asarray(np.where(pad, np.nan, x), jnp.float32) for x in (q, k))
-    dirty = np.asarray(run(implementation, *spoilt, v, Row(), segments=segments))
-    clean = np.asarray(run(implementation, q, k, v, Row(), segments=segments))
+    dirty = np.asarray(run(implementation, *spoilt, v, LayerEncoding(), segments=segments))
+    clean = np.asarray(run(implementation, q, k, v, LayerEncoding(), segments=segments))
     np.testing.assert_array_equal(dirty[:, :13], clean[:, :13])
 
 
@@ -194,7 +194,7 @@ def test_every_implementation_is_the_reference_in_value_and_gradient(T, chunk):
     q, k, v = qkv(2, T, 4, 2, 8, seed=T)
     rng = np.random.default_rng(T)
     segments = np.sort(rng.integers(1, 4, (2, T)), axis=1)
-    row = Row(slope=jnp.asarray(alibi_slopes(4), jnp.float32), logit_scale=jnp.float32(1.2))
+    row = LayerEncoding(slope=jnp.asarray(alibi_slopes(4), jnp.float32), logit_scale=jnp.float32(1.2))
     direction = jnp.asarray(rng.standard_normal(q.shape), jnp.float32)
     settings = [dict(), dict(window=max(1, T // 3), segments=jnp.asarray(segments))]
 
@@ -222,9 +222,9 @@ def test_bfloat16_stays_near_float32():
     """Of the same rounded inputs. Logits and sums are float32: the error is that of the last roundings."""
     q, k, v = qkv(2, 129, 4, 2, 16, dtype=jnp.bfloat16)
     wide = (x.astype(jnp.float32) for x in (q, k, v))
-    exact = np.asarray(run("reference", *wide, Row()))
+    exact = np.asarray(run("reference", *wide, LayerEncoding()))
     for implementation in HERE:
-        out = run(implementation, q, k, v, Row(), chunk=32)
+        out = run(implementation, q, k, v, LayerEncoding(), chunk=32)
         assert out.dtype == jnp.bfloat16
         assert np.abs(np.asarray(out, np.float32) - exact).max() < 0.02
 
@@ -236,7 +236,7 @@ def test_chunked_holds_memory_linear_in_the_length():
         q, k, v = (jax.ShapeDtypeStruct((1, T, n, 16), jnp.float32) for n in (2, 1, 1))
 
         def loss(q, k, v):
-            return attention(q, k, v, Row(), implementation=implementation, chunk=64).sum()
+            return attention(q, k, v, LayerEncoding(), implementation=implementation, chunk=64).sum()
 
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v).compile()
         return compiled.memory_analysis().temp_size_in_bytes
@@ -253,7 +253,7 @@ def test_auto_takes_the_chunked_one_beyond_a_chunk():
 
     def program(implementation: str, chunk: int) -> str:
         f = functools.partial(attention, implementation=implementation, chunk=chunk)
-        return jax.jit(f).lower(q, k, v, Row()).as_text()
+        return jax.jit(f).lower(q, k, v, LayerEncoding()).as_text()
 
     assert program("auto", 16) == program("dense", 16) != program("chunked", 16)
     assert program("auto", 8) == program("chunked", 8) != program("dense", 8)
@@ -262,9 +262,9 @@ def test_auto_takes_the_chunked_one_beyond_a_chunk():
 def test_bad_calls_say_what_is_wrong():
     q, k, v = qkv(1, 4, 3, 2, 4)
     with pytest.raises(UserError, match="3 query heads do not divide into 2"):
-        attention(q, k, v, Row())
+        attention(q, k, v, LayerEncoding())
     q, k, v = qkv(1, 4, 4, 2, 4)
     with pytest.raises(UserError, match="'chunkd'.*Did you mean 'chunked'"):
-        attention(q, k, v, Row(), implementation="chunkd")
+        attention(q, k, v, LayerEncoding(), implementation="chunkd")
     with pytest.raises(UserError, match="3 rows of rotations fit neither 2 key heads nor 4 query heads"):
         attention(q, k, v, rotation_row(np.ones((3, 2)), np.arange(4)[None]))

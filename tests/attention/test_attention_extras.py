@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention import IMPLEMENTATIONS, Row, attention
+from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, attention
 from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
 from pe_lab.errors import UserError
 
@@ -31,14 +31,14 @@ def run(implementation, q, k, v, row, **arrays):
 def test_a_self_bias_is_added_to_a_tokens_logit_with_itself(implementation):
     q, k, v = (draw(B, T, 2, K, seed=i) for i in range(3))
     bias = np.where(np.arange(T) < 11, 2.5, 0.0).astype(np.float32)[None]
-    out = run(implementation, q, k, v, Row(diagonal_bias=jnp.asarray(bias)))
+    out = run(implementation, q, k, v, LayerEncoding(diagonal_bias=jnp.asarray(bias)))
     wide = [np.asarray(x, np.float64) for x in (q, k, v)]
     logits = np.einsum("bthk,bshk->bhts", *wide[:2]) / K**0.5 + np.diag(bias[0])
     logits = np.where(np.tri(T), logits, -np.inf)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     expected = np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), wide[2])
     np.testing.assert_allclose(out, expected, atol=3e-6)
-    assert np.abs(out - run(implementation, q, k, v, Row())).max() > 0.1
+    assert np.abs(out - run(implementation, q, k, v, LayerEncoding())).max() > 0.1
 
 
 @pytest.mark.parametrize("implementation", [name for name in HERE if name != "reference"])
@@ -48,7 +48,7 @@ def test_gradients_under_a_self_bias_are_the_references(implementation):
 
     def gradients(name):
         def loss(q, k, v):
-            return (attention(q, k, v, Row(diagonal_bias=bias), implementation=name, chunk=8) ** 2).sum()
+            return (attention(q, k, v, LayerEncoding(diagonal_bias=bias), implementation=name, chunk=8) ** 2).sum()
 
         return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
 
@@ -112,4 +112,4 @@ def test_where_no_head_is_kept_noise_is_as_large_as_all_were():
 def test_noise_needs_keys_of_each_query_head():
     q, k, v = draw(1, T, 4, K), draw(1, T, 2, K), draw(1, T, 2, K)
     with pytest.raises(UserError, match="keys are rotated per query head"):
-        attention(q, k, v, Row(noise=SEEDS))
+        attention(q, k, v, LayerEncoding(noise=SEEDS))

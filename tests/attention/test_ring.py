@@ -1,4 +1,4 @@
-"""A text on several devices: attention round the ring is attention of the whole text, in value and gradient."""
+"""Ring attention of a sequence sharded over devices equals attention on one device, in value and gradient."""
 
 import functools
 
@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention import IMPLEMENTATIONS, Row, attention
-from pe_lab.attention.kernels.tpu import tpu_span
-from pe_lab.attention.ring import RingSide, ring_attention
+from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, attention
+from pe_lab.attention.kernels.tpu import tpu_key_block
+from pe_lab.attention.key_block import AttentionInputs
+from pe_lab.attention.ring import ring_attention
 from pe_lab.config import MeshConfig
 from pe_lab.errors import UserError
 from pe_lab.parallel import AxisRules, balanced_order, make_mesh, use_mesh
@@ -25,7 +26,7 @@ def qkv(B=2, H=4, G=2, K=8, seed=0):
 
 def rope(positions):
     angle = positions[:, :, None, None] * np.array([1.0, 0.3, 0.1, 0.01])
-    return Row(jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
+    return LayerEncoding(jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
 
 
 SEGMENTS = np.sort(np.random.default_rng(1).integers(1, 5, (2, T)), axis=1)
@@ -36,17 +37,17 @@ CASES = {
     "window longer than a chunk": dict(window=37),
     "documents": dict(segments=SEGMENTS),
     "alibi, window, documents": dict(slopes=True, window=30, segments=SEGMENTS),
-    "alibi and a soft cap": dict(slopes=True, soft_cap=2.0),
+    "alibi": dict(slopes=True),
     "rope": dict(rope=True),
 }
 
 
 def on_ring(mesh, q, k, v, case, implementation="chunked"):
-    """Value and gradients on a mesh, in the text's own order."""
+    """Value and gradients on a mesh, in the order of the sequence."""
     order = balanced_order(T, mesh.shape["context"])
     back = np.argsort(order)
     positions = np.arange(T)[order][None]
-    row = rope(positions) if case.get("rope") else Row()
+    row = rope(positions) if case.get("rope") else LayerEncoding()
     if case.get("slopes"):
         row = row._replace(slope=jnp.asarray(alibi_slopes(q.shape[2]), jnp.float32))
     segments = jnp.asarray(case["segments"][:, order]) if "segments" in case else None
@@ -57,7 +58,7 @@ def on_ring(mesh, q, k, v, case, implementation="chunked"):
             with use_mesh(mesh, AxisRules()):
                 out = attention(
                     q, k, v, row, positions=jnp.asarray(positions), segments=segments, window=case.get("window"),
-                    soft_cap=case.get("soft_cap"), implementation=implementation, chunk=8,
+                    implementation=implementation, chunk=8,
                 )  # fmt: skip
             return (out * direction[:, order]).sum(), out
 
@@ -69,17 +70,14 @@ def on_ring(mesh, q, k, v, case, implementation="chunked"):
 
 
 def on_one_device(q, k, v, case):
-    row = rope(np.arange(T)[None]) if case.get("rope") else Row()
+    row = rope(np.arange(T)[None]) if case.get("rope") else LayerEncoding()
     if case.get("slopes"):
         row = row._replace(slope=jnp.asarray(alibi_slopes(q.shape[2]), jnp.float32))
     segments = jnp.asarray(case["segments"]) if "segments" in case else None
     direction = np.random.default_rng(3).standard_normal(q.shape).astype(np.float32)
 
     def loss(q, k, v):
-        out = attention(
-            q, k, v, row, segments=segments, window=case.get("window"), soft_cap=case.get("soft_cap"),
-            implementation="reference",
-        )  # fmt: skip
+        out = attention(q, k, v, row, segments=segments, window=case.get("window"), implementation="reference")
         return (out * direction).sum(), out
 
     (_, out), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
@@ -119,18 +117,18 @@ def test_the_ring_beside_other_axes(shape):
 
 
 def test_a_kernel_goes_round_as_well():
-    """The TPU kernel as the span of the ring, interpreted."""
+    """The TPU kernel computes the partial results of the ring, interpreted."""
     mesh = make_mesh(MeshConfig(data=1, context=4), jax.devices()[:4])
     q, k, v = (x.transpose(0, 2, 1, 3) for x in qkv(K=32))
     order = balanced_order(T, 4)
     spec = jax.sharding.PartitionSpec(None, None, "context", None)
     positions = jnp.broadcast_to(jnp.asarray(order, jnp.int32), (2, T))
     slope = jnp.asarray(alibi_slopes(4), jnp.float32)
-    span = functools.partial(tpu_span, interpret=True)
+    kernel = functools.partial(tpu_key_block, interpret=True)
 
     def part(q, k, v, positions):
-        side = RingSide(slope, positions, None)
-        return ring_attention(q, k, v, side, axis="context", size=4, span=span, window=50)
+        inputs = AttentionInputs(slope=slope, query_positions=positions, key_positions=positions)
+        return ring_attention(q, k, v, inputs, axis="context", size=4, partial=kernel, window=50)
 
     found = jax.jit(
         jax.shard_map(
@@ -142,17 +140,16 @@ def test_a_kernel_goes_round_as_well():
         )
     )(q[:, :, order], k[:, :, order], v[:, :, order], positions)
     whole = IMPLEMENTATIONS["reference"].run(
-        *(x.transpose(0, 2, 1, 3) for x in (q, k, v)), jnp.float32(1), slope=slope, positions=None, segments=None,
-        window=50,
-    )  # fmt: skip
+        *(x.transpose(0, 2, 1, 3) for x in (q, k, v)), AttentionInputs(slope=slope), window=50
+    )
     np.testing.assert_allclose(np.asarray(found)[:, :, np.argsort(order)], whole.transpose(0, 2, 1, 3), atol=1e-5)
 
 
 def test_every_device_has_as_much_to_do():
     """Visible pairs of tokens on each device, over all steps of the ring."""
     for parts in (2, 4, 8):
-        held = balanced_order(T, parts).reshape(parts, -1)
-        pairs = [(tokens[:, None] >= np.arange(T)).sum() for tokens in held]
+        of_devices = balanced_order(T, parts).reshape(parts, -1)
+        pairs = [(tokens[:, None] >= np.arange(T)).sum() for tokens in of_devices]
         assert len(set(pairs)) == 1, pairs
         contiguous = [(tokens[:, None] >= np.arange(T)).sum() for tokens in np.arange(T).reshape(parts, -1)]
         assert max(contiguous) / min(contiguous) > parts  # what the order is for

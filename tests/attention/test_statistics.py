@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention import Row, attention
+from pe_lab.attention import LayerEncoding, attention
 from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
 from pe_lab.attention.statistics import (
     Statistics,
     attention_rows,
     attention_statistics,
-    checked_spans,
+    checked_ranges,
     octaves,
     summarize,
 )
@@ -36,7 +36,7 @@ def measure(*arguments, **options) -> Statistics:
 
 
 def full_weights(
-    q, k, *, positions=None, inv_freq=None, gain=1.0, slope=None, beta=1.0, cap=None, bias=None, segments=None,
+    q, k, *, positions=None, inv_freq=None, gain=1.0, slope=None, beta=1.0, bias=None, segments=None,
     window=None,
 ):  # fmt: skip
     """Weights and logits [B, H, T, T] in float64, -inf where a key is not seen; inv_freq is [H, R]."""
@@ -48,8 +48,6 @@ def full_weights(
         turn = np.exp(1j * at[:, :, None, None] * inv_freq) * gain
         q, k = ((x[..., : K // 2] + 1j * x[..., K // 2 :]) * turn for x in (q, k))
     logits = np.einsum("bthk,bshk->bhts", q, np.conj(k)).real * beta / K**0.5
-    if cap is not None:
-        logits = cap * np.tanh(logits / cap)
     if slope is not None:
         logits = logits - slope[:, None, None] * (at[:, None, :, None] - at[:, None, None, :])
     if bias is not None:
@@ -64,7 +62,7 @@ def full_weights(
     return weights / weights.sum(-1, keepdims=True), logits
 
 
-def expected(weights, logits, spans=(), segments=None) -> Statistics:
+def expected(weights, logits, ranges=(), segments=None) -> Statistics:
     T = weights.shape[-1]
     safe = np.where(weights > 0, weights, 1)
     index = np.arange(T)
@@ -79,7 +77,7 @@ def expected(weights, logits, spans=(), segments=None) -> Statistics:
         on_self=weights[..., index, index],
         on_previous=np.concatenate([np.zeros((*weights.shape[:2], 1)), weights[..., index[1:], index[:-1]]], -1),
         on_first=on_first,
-        in_spans=np.stack([weights[..., a:b].sum(-1) for a, b in spans] or [np.zeros(on_first.shape)])[: len(spans)],
+        in_ranges=np.stack([weights[..., a:b].sum(-1) for a, b in ranges] or [np.zeros(on_first.shape)])[: len(ranges)],
         distance=(weights * (index[:, None] - index)).sum(-1),
         largest=weights.max(-1),
     )
@@ -91,10 +89,10 @@ def assert_equal(found: Statistics, wanted: Statistics, tolerance: float = 1e-5)
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-def rotations(inv_freq: np.ndarray, positions: np.ndarray, gain: float = 1.0) -> Row:
+def rotations(inv_freq: np.ndarray, positions: np.ndarray, gain: float = 1.0) -> LayerEncoding:
     """A row of the schedule with as many rows of rotations as `inv_freq` [rows, R] has."""
     angle = np.asarray(positions)[:, :, None, None] * inv_freq
-    return Row(*(jnp.asarray(np.float32(f(angle) * gain)) for f in (np.cos, np.sin)))
+    return LayerEncoding(*(jnp.asarray(np.float32(f(angle) * gain)) for f in (np.cos, np.sin)))
 
 
 def spread(rows) -> np.ndarray:
@@ -106,14 +104,14 @@ T = 21  # no multiple of the block, 8
 # Segments meet within blocks and at their edges, and 1 comes back.
 PACKED = np.array([[1] * 7 + [2] * 5 + [3] * 9, [1] * 2 + [2] * 14 + [1] * 5])
 RESTARTED = np.array([[*range(7), *range(5), *range(9)], [*range(2), *range(14), *range(5)]])
-SPANS = ((0, 1), (3, 17), (8, 16), (20, 21), (0, 21))
+RANGES = ((0, 1), (3, 17), (8, 16), (20, 21), (0, 21))
 CASES = {
     "window": dict(window=12),
     "window of one token": dict(window=1),
     "alibi at given positions, and beta": dict(
         slope=alibi_slopes(H), positions=np.cumsum(np.arange(T) % 3 + 1)[None], beta=1.3
     ),
-    "rope with gain under a soft cap": dict(rows=[1], gain=1.1, cap=2.0, beta=3.0),
+    "rope with gain": dict(rows=[1], gain=1.1, beta=3.0),
     "groups that rotate differently": dict(rows=[1, 0]),
     "heads that rotate differently": dict(rows=[1, 0, 0.5, 2]),
     "segments": dict(segments=PACKED),
@@ -124,25 +122,24 @@ CASES = {
         segments=PACKED,
         slope=alibi_slopes(H),
         beta=0.7,
-        cap=3.0,
         window=5,
         bias=np.linspace(-1, 1, T)[None],
     ),
 }
 
 
-def told(case: dict, length: int = T) -> tuple[dict, Row, dict]:
+def told(case: dict, length: int = T) -> tuple[dict, LayerEncoding, dict]:
     """A case as `full_weights` takes it, and as a row and the other arguments of `attention_statistics`."""
     case = dict(case)
     rows, positions = case.pop("rows", None), case.get("positions", np.arange(length)[None])
-    row = Row()
+    row = LayerEncoding()
     if rows is not None:
         row = rotations(FREQUENCIES * np.array(rows)[:, None], positions, case.get("gain", 1.0))
         case["inv_freq"] = spread(rows)
     arrays = {"slope": "slope", "logit_scale": "beta", "diagonal_bias": "bias"}
     row = row._replace(**{name: jnp.asarray(np.float32(case[of])) for name, of in arrays.items() if of in case})
     other = {name: jnp.asarray(np.int32(case[name])) for name in ("positions", "segments") if name in case}
-    return case, row, other | {"window": case.get("window"), "soft_cap": case.get("cap")}
+    return case, row, other | {"window": case.get("window")}
 
 
 @pytest.mark.parametrize("case", CASES.items(), ids=lambda case: case[0])
@@ -150,8 +147,8 @@ def test_is_what_all_weights_in_float64_say(case):
     case, row, other = told(case[1])
     q, k = queries_and_keys(T)
     weights, logits = full_weights(q, k, **case)
-    found = measure(q, k, row, spans=SPANS, block=8, **other)
-    assert_equal(found, expected(weights, logits, SPANS, case.get("segments")))
+    found = measure(q, k, row, ranges=RANGES, block=8, **other)
+    assert_equal(found, expected(weights, logits, RANGES, case.get("segments")))
 
 
 @pytest.mark.parametrize("case", ["groups that rotate differently", "everything"])
@@ -167,23 +164,23 @@ def test_rows_are_what_all_weights_in_float64_say(case):
 def test_any_length_is_cut_into_blocks(length):
     case, row, other = told(dict(rows=[1, 0, 0.5, 2], beta=1.5), length)
     q, k = queries_and_keys(length, seed=length)
-    spans = ((0, length), (length // 2, length // 2 + 1))
-    found = measure(q, k, row, spans=spans, block=64, **other)
-    assert_equal(found, expected(*full_weights(q, k, **case), spans))
+    ranges = ((0, length), (length // 2, length // 2 + 1))
+    found = measure(q, k, row, ranges=ranges, block=64, **other)
+    assert_equal(found, expected(*full_weights(q, k, **case), ranges))
 
 
 def test_some_queries_are_as_they_are_among_all():
     case, row, other = told(CASES["everything"])
     q, k = queries_and_keys(T)
     asked = [20, 3, 3, 0, 12, 7, 8, 9, 19]  # in any order, more than a block
-    some = measure(q, k, row, spans=SPANS, queries=asked, block=4, **other)
-    every = expected(*full_weights(q, k, **case), SPANS, case["segments"])
+    some = measure(q, k, row, ranges=RANGES, queries=asked, block=4, **other)
+    every = expected(*full_weights(q, k, **case), RANGES, case["segments"])
     assert_equal(some, jax.tree.map(lambda x: x[..., asked], every))
 
 
 def test_statistics_are_of_what_attention_does():
     """Values that are the keys' indices make attention's own output a mean distance; one-hot ones, a weight."""
-    case, row, other = told({**CASES["everything"], "cap": None})
+    case, row, other = told(CASES["everything"])
     q, k = queries_and_keys(T)
     index = np.arange(T, dtype=np.float32)
     v = np.stack([index, index >= 20, (index >= 3) & (index < 17), *[0 * index] * (K - 3)], -1)
@@ -191,19 +188,19 @@ def test_statistics_are_of_what_attention_does():
     by_hand = jax.jit(functools.partial(attention, window=other["window"], implementation="reference"))
     out = by_hand(q, k, v, row, positions=other["positions"], segments=other["segments"])
     out = np.asarray(out).transpose(0, 2, 1, 3)
-    found = measure(q, k, row, spans=SPANS, block=8, **other)
+    found = measure(q, k, row, ranges=RANGES, block=8, **other)
     np.testing.assert_allclose(found.distance, index - out[..., 0], atol=1e-5)
-    np.testing.assert_allclose(found.in_spans[3], out[..., 1], atol=1e-6)
-    np.testing.assert_allclose(found.in_spans[1], out[..., 2], atol=1e-6)
+    np.testing.assert_allclose(found.in_ranges[3], out[..., 1], atol=1e-6)
+    np.testing.assert_allclose(found.in_ranges[1], out[..., 2], atol=1e-6)
 
 
 def test_bfloat16_is_read_as_attention_reads_it():
     """Logits are of rounded queries and keys; sums are float32 all the same."""
     case, row, other = told(dict(rows=[1, 0]))
     q, k = (x.astype(jnp.bfloat16) for x in queries_and_keys(T))
-    found = measure(q, k, row, spans=SPANS, block=8, **other)
-    assert_equal(found, expected(*full_weights(q, k, **case), SPANS), tolerance=0.06)
-    np.testing.assert_allclose(found.in_spans[-1], 1, atol=1e-6)
+    found = measure(q, k, row, ranges=RANGES, block=8, **other)
+    assert_equal(found, expected(*full_weights(q, k, **case), RANGES), tolerance=0.06)
+    np.testing.assert_allclose(found.in_ranges[-1], 1, atol=1e-6)
 
 
 def test_heads_of_noise_are_measured_as_noise():
@@ -231,36 +228,36 @@ def test_heads_of_noise_are_measured_as_noise():
 def test_a_head_without_preferences_attends_to_all_it_sees_alike():
     """Queries of zeros: DoPE-by-all's uniform heads."""
     q, k = queries_and_keys(130)
-    found = measure(jnp.zeros_like(q), k, Row(), spans=[(0, 10)], block=64)
+    found = measure(jnp.zeros_like(q), k, LayerEncoding(), ranges=[(0, 10)], block=64)
     t = np.arange(130)
     for name, value in {
         "logsumexp": np.log(t + 1), "entropy": np.log(t + 1), "on_self": 1 / (t + 1), "on_first": 1 / (t + 1),
         "on_previous": (t > 0) / (t + 1), "distance": t / 2, "largest": 1 / (t + 1),
     }.items():  # fmt: skip
         np.testing.assert_allclose(getattr(found, name), np.broadcast_to(value, (B, H, 130)), rtol=2e-6, atol=1e-6)
-    np.testing.assert_allclose(found.in_spans[0, 0, 0], np.minimum(t + 1, 10) / (t + 1), rtol=2e-6)
+    np.testing.assert_allclose(found.in_ranges[0, 0, 0], np.minimum(t + 1, 10) / (t + 1), rtol=2e-6)
 
 
 def test_large_logits_neither_overflow_nor_lose_anything():
-    """Adding the same to all logits changes log_sum alone, by as much; 300 is beyond what exp can say in float32."""
+    """Adding the same to all logits changes only logsumexp, by the same; exp(300) overflows in float32."""
     q, k = queries_and_keys(T)
     ones = np.ones((B, T, H, 1), np.float32)
     far = np.concatenate([q, ones * np.float32(300 * K**0.5)], -1), np.concatenate([k, ones[:, :, :G]], -1)
-    scale = Row(logit_scale=jnp.float32(((K + 1) / K) ** 0.5))  # K + 1 channels are scaled by another factor
-    spans = ((0, 4), (4, 9), (9, 20), (20, 21))
+    scale = LayerEncoding(logit_scale=jnp.float32(((K + 1) / K) ** 0.5))  # K + 1 channels are scaled by another factor
+    ranges = ((0, 4), (4, 9), (9, 20), (20, 21))
     lifted = jax.jit(functools.partial(attention_statistics, block=8))(
-        *map(jnp.asarray, far), scale, spans=jnp.asarray(spans)
+        *map(jnp.asarray, far), scale, ranges=jnp.asarray(ranges)
     )
-    lifted, plain = jax.device_get(lifted), expected(*full_weights(q, k), spans)
+    lifted, plain = jax.device_get(lifted), expected(*full_weights(q, k), ranges)
     assert_equal(lifted._replace(logsumexp=lifted.logsumexp - 300), plain, tolerance=3e-4)
-    # These spans cut the text: what one loses, another has.
-    np.testing.assert_allclose(lifted.in_spans.sum(0), np.ones((B, H, T)), atol=1e-6)
+    # These ranges partition the sequence, so that their weights add up to 1.
+    np.testing.assert_allclose(lifted.in_ranges.sum(0), np.ones((B, H, T)), atol=1e-6)
 
 
 def test_packed_texts_are_measured_as_they_are_alone():
     q, k = queries_and_keys(20)
     segments = jnp.asarray([[4] * 10 + [1] * 10] * B)
-    packed = measure(q, k, Row(), segments=segments, block=8)
+    packed = measure(q, k, LayerEncoding(), segments=segments, block=8)
     alone = [expected(*full_weights(q[:, part], k[:, part])) for part in (slice(10), slice(10, 20))]
     assert_equal(packed, jax.tree.map(lambda a, b: np.concatenate([a, b], -1), *alone))
 
@@ -277,7 +274,7 @@ def test_means_are_of_texts_and_queries_and_of_octaves():
     wanted = np.stack([x[..., a:b].mean((0, 2)) for a, b in ((0, 2), (2, 4), (4, 8), (8, 11))], -1)
     np.testing.assert_allclose(found.mean.entropy, x.mean((0, 2)), atol=1e-6)
     np.testing.assert_allclose(found.by_octave.entropy, wanted, atol=1e-6)
-    np.testing.assert_allclose(found.by_octave.in_spans, np.stack([wanted, 2 * wanted, -wanted]), atol=1e-6)
+    np.testing.assert_allclose(found.by_octave.in_ranges, np.stack([wanted, 2 * wanted, -wanted]), atol=1e-6)
     few = means(jax.tree.map(lambda x: np.asarray(x)[..., 3:5], statistics), length, jnp.asarray([9, 2]))
     of_few = np.stack([np.full(H, np.nan), x[..., 4].mean(0), np.full(H, np.nan), x[..., 3].mean(0)], -1)
     np.testing.assert_allclose(few.by_octave.largest, of_few, atol=1e-6)
@@ -287,8 +284,8 @@ def test_memory_is_linear_in_the_length():
     def needed(length: int) -> int:
         shapes = (jax.ShapeDtypeStruct((1, length, n, K), jnp.float32) for n in (H, G))
         table = jax.ShapeDtypeStruct((1, length, 1, K // 2), jnp.float32)
-        f = functools.partial(attention_statistics, spans=[(0, 9)], block=128)
-        memory = jax.jit(f).lower(*shapes, Row(table, table)).compile().memory_analysis()
+        f = functools.partial(attention_statistics, ranges=[(0, 9)], block=128)
+        memory = jax.jit(f).lower(*shapes, LayerEncoding(table, table)).compile().memory_analysis()
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
     # Below 8,192, blocks of logits weigh more than what grows.
@@ -301,34 +298,34 @@ def test_memory_is_linear_in_the_length():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(spans=[(3, 22)]), "3 to 22 is no range within a text of 21 tokens"),
-        (dict(spans=[(1, 2), (5, 5)]), "5 to 5 is no range"),
-        (dict(spans=[(-1, 5)]), "-1 to 5 is no range"),
-        (dict(queries=[0, 21]), "there is no token 21 in a text of 21, counted from 0"),
+        (dict(ranges=[(3, 22)]), "3 to 22 is no range within a sequence of 21 tokens"),
+        (dict(ranges=[(1, 2), (5, 5)]), "5 to 5 is no range"),
+        (dict(ranges=[(-1, 5)]), "-1 to 5 is no range"),
+        (dict(queries=[0, 21]), "there is no token 21 in a sequence of 21, counted from 0"),
         (dict(queries=[-1]), "there is no token -1"),
         (dict(queries=[]), "at least one index"),
     ],
 )
 def test_what_is_outside_the_text_is_an_error(arguments, message):
     with pytest.raises(UserError, match=message):
-        attention_statistics(*queries_and_keys(T), Row(), **arguments)
+        attention_statistics(*queries_and_keys(T), LayerEncoding(), **arguments)
     if "queries" in arguments:
         with pytest.raises(UserError, match=message):
-            attention_rows(*queries_and_keys(T), Row(), rows=arguments["queries"])
+            attention_rows(*queries_and_keys(T), LayerEncoding(), rows=arguments["queries"])
 
 
-@pytest.mark.parametrize("spans", [[(0.5, 2.0)], [(1, 2, 3)], [1, 2]])
-def test_spans_are_pairs_of_whole_numbers(spans):
+@pytest.mark.parametrize("ranges", [[(0.5, 2.0)], [(1, 2, 3)], [1, 2]])
+def test_ranges_are_pairs_of_whole_numbers(ranges):
     with pytest.raises(UserError, match="give pairs of whole numbers"):
-        checked_spans(spans, T)
+        checked_ranges(ranges, T)
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "row", "message"),
     [
-        (3, 2, Row(), "3 query heads do not divide"),
+        (3, 2, LayerEncoding(), "3 query heads do not divide"),
         (4, 2, rotations(FREQUENCIES * np.ones((3, 1)), np.arange(T)[None]), "3 rows of rotations fit neither"),
-        (4, 2, Row(noise=jnp.zeros(4, jnp.uint32)), "rotated per query head"),
+        (4, 2, LayerEncoding(noise=jnp.zeros(4, jnp.uint32)), "rotated per query head"),
     ],
 )
 def test_what_attention_refuses_is_refused(heads, kv_heads, row, message):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pe_lab.attention.kernels.tpu import tpu_span
-from pe_lab.attention.key_block import Noise, Rotation, Side
+from pe_lab.attention.kernels.tpu import tpu_key_block
+from pe_lab.attention.key_block import AttentionInputs, Noise, Rotation
 from pe_lab.parallel.topology import libtpu_version, parse_topology, topology_devices
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not libtpu_version(), reason="libtpu is for Linux alone"),
 ]
-OURS = ("whole text", "turning", "decode")
+OURS = ("whole sequence", "rotating", "decode")
 
 
 @pytest.mark.parametrize("chip", attention_compile.CHIPS)
@@ -57,7 +57,7 @@ def test_all_features_at_once_compile(chip, K, dtype):
 
     H, G, S = 6, 2, 1000
     for T in (1, 5, 200, 1000):
-        side = Side(
+        inputs = AttentionInputs(
             start=shape(2),
             used=shape(2),
             slope=shape(H, dtype=jnp.float32),
@@ -69,8 +69,8 @@ def test_all_features_at_once_compile(chip, K, dtype):
             noise=Noise(shape(H, dtype=jnp.uint32), shape(2, S, dtype=jnp.float32)) if T != 5 else None,
         )
         texts = shape(2, H, T, K, dtype=dtype), *[shape(3, 2, G, S, K, dtype=dtype)] * 2
-        compute = functools.partial(tpu_span, window=300, soft_cap=30.0, layer=1)
+        compute = functools.partial(tpu_key_block, window=300, layer=1)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            lowered = jax.jit(compute).lower(*texts, side)
+            lowered = jax.jit(compute).lower(*texts, inputs)
         assert "tpu_custom_call" in lowered.as_text()
         lowered.compile()

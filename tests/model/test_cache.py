@@ -12,10 +12,10 @@ from pe_lab.config import ModelConfig
 from pe_lab.model import Model
 from pe_lab.model import cache as module
 from pe_lab.model.cache import CachedLayer, Slots, allocate, arrange, plan
-from pe_lab.model.pattern import Run
+from pe_lab.model.shape import Run
 from pe_lab.positional import Alibi, HeadEdit, Layer, LayerStructure, NoPE, Rope, build_schedule, layers
 
-held = jax.jit(module.held, static_argnums=(0, 1))
+slot_positions = jax.jit(module.slot_positions, static_argnums=(0, 1))
 write = jax.jit(module.write, static_argnums=(2, 3))
 CONFIG = Model(ModelConfig(vocab_size=8, layers=4, d_model=32, d_ff=8, heads=4, kv_heads=2, dtype="bfloat16")).config
 SPLIT = Layer(Rope(), heads=(HeadEdit((1,), NoPE()),))
@@ -58,8 +58,8 @@ def kept(slots: int) -> CachedLayer:
 
 
 def test_what_slots_hold():
-    assert held(kept(4), 4, np.asarray([0, 3])).tolist() == [[-1] * 4, [0, 1, 2, -1]]
-    ring = held(kept(4), 8, np.asarray([0, 3, 4, 10]))
+    assert slot_positions(kept(4), 4, np.asarray([0, 3])).tolist() == [[-1] * 4, [0, 1, 2, -1]]
+    ring = slot_positions(kept(4), 8, np.asarray([0, 3, 4, 10]))
     assert (np.asarray(ring)[0] < 0).all() and ring[1].tolist()[:3] == [0, 1, 2] and ring[1][3] < 0
     assert ring[2].tolist() == [0, 1, 2, 3] and ring[3].tolist() == [8, 9, 6, 7]
 
@@ -80,7 +80,7 @@ def put(slots, size, capacity, positions, counts, real):
     st.integers(1, 9),
 )
 def test_after_chunks_and_steps_slots_hold_what_they_should(lengths, size, steps):
-    """Unequal rows in chunks of 16, then token by token: every slot that is held has its token, NaN never shows."""
+    """Unequal rows in chunks of 16, then token by token: every slot with a position has its token, NaN never shows."""
     lengths, B = np.asarray(lengths, np.int32), len(lengths)
     empty = np.zeros((1, B, 2, size, 4), np.float32)
     slots = Slots(jax.numpy.asarray(empty), jax.numpy.asarray(empty))
@@ -91,7 +91,7 @@ def test_after_chunks_and_steps_slots_hold_what_they_should(lengths, size, steps
     for step in range(steps):
         now = lengths + step
         slots = put(slots, size, 64, now[:, None], now, np.ones(B, np.int32))
-    at = np.asarray(held(kept(size), 64, lengths + steps))
+    at = np.asarray(slot_positions(kept(size), 64, lengths + steps))
     key = np.asarray(slots.key)[0]
     for b in range(B):
         expected = {p for p in range(lengths[b] + steps) if p >= lengths[b] + steps - size}

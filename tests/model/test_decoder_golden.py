@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pe_lab.attention import Row
+from pe_lab.attention import LayerEncoding
 from pe_lab.config import ModelConfig
 from pe_lab.model import Model, complete
 from pe_lab.model.modules import Attention
@@ -185,7 +185,7 @@ def test_the_attention_of_olmo2_normalizes_over_all_heads_at_once():
     def outputs(params, inputs, schedule):
         positions = jnp.arange(inputs.shape[1])[None]
         cos, sin = rotation_tables(schedule.fixed_freq[0][:1], schedule.gain[0][:1], positions)
-        row = Row(cos, sin, None, schedule.logit_scale[0])
+        row = LayerEncoding(cos, sin, None, schedule.logit_scale[0])
         return nnx.merge(definition, params)(inputs, row, positions, None, None)
 
     schedule = build_schedule(layers(Rope(10000.0), 1), config.heads, config.kv_heads, config.head_dim)

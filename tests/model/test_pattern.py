@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pe_lab.model.pattern import Run, runs
+from pe_lab.model.shape import Run, runs
 
 stacks = st.one_of(
     st.lists(st.sampled_from("abc"), max_size=24),

@@ -1,1 +1,1 @@
-"""Attention kernels for TPUs and GPUs: ours, and those of external packages."""
+"""Attention kernels for TPUs and GPUs, written here or by external packages."""

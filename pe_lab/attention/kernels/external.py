@@ -1,7 +1,7 @@
-"""Attention by other people's kernels, where they can honour a request: splash (TPU), cuDNN and tokamax (GPU).
+"""Attention by kernels of external packages: splash (TPU), cuDNN and tokamax (GPU).
 
-Each takes what `reference_attention` takes, and gives what it gives. What a library cannot honour never gets here: the
-dispatcher asks the tables below first.
+Each has the arguments and the result of `reference_attention`. The dispatcher reads the capabilities below and never
+requests a feature that a kernel does not honour.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pe_lab.attention.capabilities import Capabilities
-from pe_lab.errors import UserError
+from pe_lab.attention.capabilities import Capabilities, check_inputs
+from pe_lab.attention.key_block import AttentionInputs
+from pe_lab.errors import UnsupportedError
 
 BLOCK = 512  # queries, and keys, whose logits splash computes at once
 # Splash keeps 3 bytes for each pair of a query block and a key block that it may see, all pairs at once, in a TPU
@@ -27,7 +28,7 @@ BLOCK = 512  # queries, and keys, whose logits splash computes at once
 SCALAR_MEMORY, BYTES_OF_PAIR = 2**20, 3
 
 SPLASH = Capabilities(
-    honours=frozenset({"segments", "windows", "soft cap"}),
+    honours=frozenset({"segments", "windows"}),
     dtypes=("bfloat16", "float32"),
     head_dims=lambda K: K <= 256,
     head_dims_text="at most 256",
@@ -35,8 +36,8 @@ SPLASH = Capabilities(
     platforms=("tpu",),
     longest=2**19,
 )
-# Segments could only be a bias, [T, T]: packing by offsets and score functions are not part of `jax.nn`, and cuDNN's
-# lengths are of padding. Heads of 136 to 256 channels have a backward pass on Hopper alone.
+# Segments would need a bias of [T, T]: `jax.nn` has no packing by offsets and no score functions, and cuDNN's lengths
+# only describe padding. Heads of 136 to 256 channels have a backward pass on Hopper alone.
 CUDNN = Capabilities(
     honours=frozenset({"windows"}),
     dtypes=("bfloat16", "float16"),
@@ -46,17 +47,16 @@ CUDNN = Capabilities(
     platforms=("gpu",),
     needs="compute capability 8.0 and cuDNN 9",
 )
-# By its Mosaic kernels. On TPUs tokamax runs a fork of splash that takes neither segments nor windows. What 0.0.12
-# calls in Pallas is gone from JAX 0.12.
+# By its Mosaic kernels. On TPUs, tokamax runs a fork of splash that takes neither segments nor windows. Version 0.0.12
+# calls functions of Pallas that JAX 0.12 has removed.
 TOKAMAX = Capabilities(
-    honours=frozenset({"windows", "soft cap"}),
+    honours=frozenset({"windows"}),
     dtypes=("bfloat16", "float16"),
     head_dims=lambda K: K <= 128,
     head_dims_text="at most 128",
     backward=True,
     platforms=("gpu",),
-    needs="compute capability 9.0 or 10.x (8.x will do without windows and soft caps), and for JAX 0.12 a tokamax "
-    "later than 0.0.12",
+    needs="compute capability 9.0 or 10.x (8.x without windows), and for JAX 0.12 a tokamax later than 0.0.12",
 )
 
 
@@ -64,34 +64,29 @@ def splash_attention(
     query: Float[Array, "B T H K"],
     key: Float[Array, "B T G K"],
     value: Float[Array, "B T G K"],
-    scale: Float[Array, ""],
+    inputs: AttentionInputs,
     *,
-    slope: Float[Array, " H"] | None,
-    positions: Int[Array, "#B T"] | None,
-    segments: Int[Array, "B T"] | None,
-    window: int | None,
-    diagonal_bias: Float[Array, "#B T"] | None = None,
-    soft_cap: float | None = None,
+    window: int | None = None,
     chunk: int = 512,
     interpret: bool = False,
 ) -> Float[Array, "B T H K"]:
-    """JAX's splash attention for TPUs. It cuts blocks of its own; `interpret` runs it anywhere, slowly."""
-    _check("splash", SPLASH, slope, segments, window, diagonal_bias, soft_cap)
+    """JAX's splash attention for TPUs. It ignores `chunk`; `interpret` runs it on any platform, slowly."""
+    check_inputs("splash", SPLASH.honours, inputs, window)
     H, T = query.shape[2], query.shape[1]
     window = None if window is None or window >= T else window
     blocks = splash_blocks(T)
     pairs = blocks.count * min(blocks.count, 2 + (window or T) // blocks.size)
     if pairs * BYTES_OF_PAIR > SCALAR_MEMORY:
-        raise NotImplementedError(f"splash attention: {T} tokens make {pairs} pairs of blocks, more than a TPU holds.")
-    kernel = jax.vmap(_splash_kernel(blocks, H, window, soft_cap, interpret))
+        raise UnsupportedError(f"splash attention: {T} tokens make {pairs} pairs of blocks, more than a TPU holds.")
+    kernel = jax.vmap(_splash_kernel(blocks, H, window, interpret))
     length = blocks.count * blocks.size
-    q, k, v = (_padded(x, 1, length).transpose(0, 2, 1, 3) for x in (_scaled(query, scale), key, value))
-    if segments is None:
+    q, k, v = (_padded(x, 1, length).transpose(0, 2, 1, 3) for x in (query, key, value))
+    if inputs.query_segments is None:
         out = kernel(q, k, v)  # padded keys are later than all queries
     else:
         from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
-        ids = _padded(segments.astype(jnp.int32), 1, length)
+        ids = _padded(inputs.query_segments.astype(jnp.int32), 1, length)
         out = kernel(q, k, v, SegmentIds(ids, ids))
     return out.transpose(0, 2, 1, 3)[:, :T]
 
@@ -100,22 +95,17 @@ def cudnn_attention(
     query: Float[Array, "B T H K"],
     key: Float[Array, "B T G K"],
     value: Float[Array, "B T G K"],
-    scale: Float[Array, ""],
+    inputs: AttentionInputs,
     *,
-    slope: Float[Array, " H"] | None,
-    positions: Int[Array, "#B T"] | None,
-    segments: Int[Array, "B T"] | None,
-    window: int | None,
-    diagonal_bias: Float[Array, "#B T"] | None = None,
-    soft_cap: float | None = None,
+    window: int | None = None,
     chunk: int = 512,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "B T H K"]:
-    """cuDNN's flash attention, by `jax.nn`; "xla" computes the same from the same arguments anywhere."""
-    _check("cuDNN", CUDNN, slope, segments, window, diagonal_bias, soft_cap)
+    """cuDNN's flash attention, by `jax.nn`; implementation "xla" computes the same result on any platform."""
+    check_inputs("cuDNN", CUDNN.honours, inputs, window)
     T = query.shape[1]
-    # Gradients of texts of an odd length are refused: JAX takes every call for one with a bias.
-    q, k, v = (_padded(x, 1, T + T % 2) for x in (_scaled(query, scale), key, value))
+    # JAX refuses gradients of sequences of an odd length, because it treats every call as one with a bias.
+    q, k, v = (_padded(x, 1, T + T % 2) for x in (query, key, value))
     out = jax.nn.dot_product_attention(
         q,
         k,
@@ -132,40 +122,34 @@ def tokamax_attention(
     query: Float[Array, "B T H K"],
     key: Float[Array, "B T G K"],
     value: Float[Array, "B T G K"],
-    scale: Float[Array, ""],
+    inputs: AttentionInputs,
     *,
-    slope: Float[Array, " H"] | None,
-    positions: Int[Array, "#B T"] | None,
-    segments: Int[Array, "B T"] | None,
-    window: int | None,
-    diagonal_bias: Float[Array, "#B T"] | None = None,
-    soft_cap: float | None = None,
+    window: int | None = None,
     chunk: int = 512,
     implementation: tuple[str, ...] | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Flash attention by the package tokamax; `implementation` are names of its own, the first that can is taken.
+    """Flash attention by the package tokamax, by the first of its implementations that serves the call.
 
     Raises:
-      UserError: tokamax is not installed.
+      UnsupportedError: tokamax is not installed.
     """
-    _check("tokamax", TOKAMAX, slope, segments, window, diagonal_bias, soft_cap)
+    check_inputs("tokamax", TOKAMAX.honours, inputs, window)
     try:
         import tokamax
     except ImportError:
-        raise UserError("model.attention 'tokamax' needs the package tokamax: pip install tokamax") from None
+        raise UnsupportedError("model.attention 'tokamax' needs the package tokamax: pip install tokamax") from None
     from absl import flags
 
-    if not flags.FLAGS.is_parsed():  # else tokamax takes the program's own arguments for absl's, and ends it
+    if not flags.FLAGS.is_parsed():  # else tokamax parses the program's own arguments as absl's, and exits
         flags.FLAGS.mark_as_parsed()
     T = query.shape[1]
     neighbours = _neighbours(window, T)
     if implementation is None:
-        # Left to itself it ends with plain XLA, whose logits are [T, T]. So is Triton's mask of a window in the
-        # backward pass, which has no soft cap at all.
-        plain = neighbours is None and soft_cap is None
-        implementation = ("mosaic_gpu", "triton") if plain else ("mosaic_gpu",)
-    # Its kernels pad by themselves where they must, each to another multiple; here once, for both directions.
-    q, k, v = (_padded(x, 1, T + -T % 128) for x in (_scaled(query, scale), key, value))
+        # By default, it falls back to plain XLA, whose logits are [T, T]. So is Triton's mask of a window in the
+        # backward pass.
+        implementation = ("mosaic_gpu", "triton") if neighbours is None else ("mosaic_gpu",)
+    # Its kernels pad to different multiples; padding here serves the forward and the backward pass.
+    q, k, v = (_padded(x, 1, T + -T % 128) for x in (query, key, value))
     out = tokamax.dot_product_attention(
         q,
         k,
@@ -173,7 +157,6 @@ def tokamax_attention(
         scale=1.0,
         is_causal=True,
         local_window_size=neighbours,
-        logits_soft_cap=soft_cap,
         implementation=implementation,
     )
     return out[:, :T]
@@ -189,33 +172,8 @@ def why_no_tokamax() -> str:
     return ""
 
 
-def _check(
-    name: str,
-    capabilities: Capabilities,
-    slope: jax.Array | None,
-    segments: jax.Array | None,
-    window: int | None,
-    diagonal_bias: jax.Array | None,
-    soft_cap: float | None,
-) -> None:
-    asked = {
-        "slopes": slope,
-        "segments": segments,
-        "windows": window,
-        "diagonal bias": diagonal_bias,
-        "soft cap": soft_cap,
-    }
-    refused = [what for what, given in asked.items() if given is not None and what not in capabilities.honours]
-    if refused:
-        raise NotImplementedError(f"{name} attention has no {' and no '.join(refused)}.")
-
-
-def _scaled(query: Float[Array, "B T H K"], scale: Float[Array, ""]) -> Float[Array, "B T H K"]:
-    return (query.astype(jnp.float32) * scale).astype(query.dtype)
-
-
 def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
-    """With zeros for tokens; they are segment -1, which no token has, among integers."""
+    """Pads arrays of tokens with zeros, and segments with -1, which no token has."""
     if x.shape[axis] == length:
         return x
     widths = [(0, length - x.shape[axis] if i == axis else 0) for i in range(x.ndim)]
@@ -223,12 +181,12 @@ def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
 
 
 def _neighbours(window: int | None, length: int) -> tuple[int, int] | None:
-    """How many tokens before itself, and after, a token sees in a window that counts the token too."""
+    """The numbers of visible tokens before and after a token, in a window that counts the token itself."""
     return None if window is None or window >= length else (window - 1, 0)
 
 
 class SplashBlocks(NamedTuple):
-    """How splash cuts a text: `count` blocks of `size` tokens, padding included, computed `compute` keys at a time."""
+    """`count` blocks of `size` tokens, padding included, of which splash computes `compute` keys at a time."""
 
     count: int
     size: int
@@ -236,8 +194,8 @@ class SplashBlocks(NamedTuple):
 
 
 def splash_blocks(length: int) -> SplashBlocks:
-    """Even cuts, so that padding is short: multiples of 128 up to BLOCK, read in pairs where a text has many."""
-    # The diagonal's blocks are half in vain: of eight, each half as long as wide, that is an eighth.
+    """Equal blocks with little padding: multiples of 128 up to BLOCK, in pairs for a long sequence."""
+    # Half of the work in a block on the diagonal is wasted. In pairs, that is at most an eighth of all work.
     pair = 2 if length > 15 * BLOCK else 1
     count = -(-length // (BLOCK * pair))
     compute = -(-length // (count * pair * 128)) * 128
@@ -245,13 +203,11 @@ def splash_blocks(length: int) -> SplashBlocks:
 
 
 @functools.lru_cache(maxsize=64)
-def _splash_kernel(
-    blocks: SplashBlocks, heads: int, window: int | None, soft_cap: float | None, interpret: bool
-) -> Callable[..., jax.Array]:
+def _splash_kernel(blocks: SplashBlocks, heads: int, window: int | None, interpret: bool) -> Callable[..., jax.Array]:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    # One kernel for the whole backward pass writes the query's gradient once per key block, [count, H, T, K]; two
-    # compute the logits twice, and memory stays linear in the length.
+    # A single kernel for the backward pass writes the query's gradient once per key block, [count, H, T, K]. Two
+    # kernels compute the logits twice, and their memory is linear in the length.
     fused = blocks.count <= 4
     sizes = splash.BlockSizes(
         block_q=blocks.size,
@@ -265,14 +221,13 @@ def _splash_kernel(
         use_fused_bwd_kernel=fused,
     )
     mask = splash.MultiHeadMask([_band()(blocks.count * blocks.size, window)] * heads)
-    # Tables of blocks are constants of whatever program asks first, and of all that ask later.
+    # The tables of blocks are cached and become constants of several programs, so that they must not be tracers.
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mha(
             mask,
             block_sizes=sizes,
             head_shards=1,
             q_seq_shards=1,
-            attn_logits_soft_cap=soft_cap,
             interpret=interpret,
         )
     return jax.tree.map(np.asarray, kernel)
@@ -280,15 +235,15 @@ def _splash_kernel(
 
 @functools.cache
 def _band() -> Callable[[int, int | None], Any]:
-    """The class of masks below, made where splash is first asked for."""
+    """The class of splash's masks, defined on first use, because it needs the import."""
     from jax.experimental.pallas.ops.tpu.splash_attention import Mask
 
     @dataclass(frozen=True)
     class Band(Mask):
-        """Causal, and within a window: what splash's LocalMask says, computed in the kernel alike.
+        """A causal mask with a window, equal to splash's LocalMask.
 
-        Splash looks at every block of a mask, several times, to tell whole ones from empty ones. Its own masks compute
-        them, which takes minutes at 128k tokens; here arithmetic tells.
+        Splash reads every block of a mask several times to find full and empty ones. Its own masks compute each block,
+        which takes minutes at 128k tokens; this one decides by its corners.
         """
 
         length: int
@@ -311,7 +266,7 @@ def _band() -> Callable[[int, int | None], Any]:
             nearest, farthest = query.start - (key.stop - 1), query.stop - 1 - key.start  # distances in the block
             window = self.length if self.window is None else self.window
             if nearest >= 0 and farthest < window:
-                return np.ones((1, 1), bool)  # of a whole or empty block splash asks any() and all() alone
+                return np.ones((1, 1), bool)  # splash only calls any() and all() of a full or empty block
             if farthest < 0 or nearest >= window:
                 return np.zeros((1, 1), bool)
             rows, columns = np.arange(query.start, query.stop), np.arange(key.start, key.stop)

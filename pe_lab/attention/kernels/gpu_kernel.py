@@ -1,4 +1,4 @@
-"""What a program of our GPU kernel does: a block of queries against the keys it sees; see `pallas_gpu`."""
+"""One program of the GPU kernel: a block of queries against its visible keys; see `gpu`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a span is cut. Every side of a product is a power of two, 16 or more.
+    """Block sizes. Every side of a product is a power of two, 16 or more.
 
     Attributes:
       heads: query heads of a program, all of one key head.
       rows: queries of a program, over its heads.
       keys: in a block.
       warps: of a program, 32 threads each.
-      stages: blocks of keys and values that are under way to shared memory or in use.
+      stages: blocks of keys and values that are being loaded or in use.
     """
 
     heads: int
@@ -43,8 +43,6 @@ def filled(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class Static:
-    """What a kernel is compiled for."""
-
     tiles: Tiles
     splits: int
     row_blocks: int
@@ -53,7 +51,6 @@ class Static:
     length: int  # queries of a group of heads
     head_dim: int
     window: int | None
-    soft_cap: float | None
 
     @property
     def wide(self) -> int:
@@ -65,7 +62,7 @@ def _iota(size: int) -> jax.Array:
 
 
 def _load(ref: Any, *at: Any, down: jax.Array | None = None, across: jax.Array | None = None) -> jax.Array:
-    """A block, or a line, of `ref`; zeros where a mask of its first or of its last axis is false."""
+    """A block or a row of `ref`; zeros where the mask of its first or of its last axis is false."""
     if sum(isinstance(one, pl.Slice) for one in at) > 1:
         down, across = (None if down is None else down[:, None]), (None if across is None else across[None])
     mask = across if down is None else down if across is None else down & across
@@ -75,18 +72,17 @@ def _load(ref: Any, *at: Any, down: jax.Array | None = None, across: jax.Array |
 def kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
     cut, window, K, wide = static.tiles, static.window, static.head_dim, static.wide
     ref = dict(zip(names, refs, strict=False))
-    out_ref, log_sum_ref = refs[len(names) :]
+    out_ref, logsumexp_ref = refs[len(names) :]
     dtype = ref["key"].dtype
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
     product = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     channels = None if wide == K else _iota(wide) < K
-    turn = "block cos" in ref
+    rotates = "block cos" in ref
     half = wide // 2
     pairs = None if half == K // 2 else _iota(half) < K // 2
-    # Where the parts of a head begin, how wide they are, and what of them is there.
-    halves = [(0, half, pairs), (K // 2, half, pairs)] if turn else [(0, wide, channels)]
+    # The parts of a head: first channel, width, and mask of real channels.
+    halves = [(0, half, pairs), (K // 2, half, pairs)] if rotates else [(0, wide, channels)]
 
-    # The queries of this program.
     block = static.row_blocks - 1 - pl.program_id(0)
     rows = block * cut.rows + _iota(cut.rows)
     there = None if static.length % cut.rows == 0 else rows < static.length
@@ -104,12 +100,12 @@ def kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
         for name in ("slope", "query positions", "query segments")
         if name in ref and ref[name].shape[0] > 1
     }
-    if turn:
+    if rotates:
         place_cos, place_sin = (
             _load(ref[f"place {x}"], pl.ds(0, cut.keys), pl.ds(0, half), across=pairs) for x in ("cos", "sin")
         )
 
-    # The blocks of keys that it visits: of those that any of its queries sees, its split's part.
+    # This split's part of the key blocks that contain visible keys of any query.
     before = lambda key: jax.lax.div(jnp.maximum(key, 0), cut.keys)  # noqa: E731
     end = before(jnp.minimum(last_query + 1, used) + cut.keys - 1)
     begin = 0 if window is None else jnp.minimum(before(first_query - window + 1), end)
@@ -118,14 +114,14 @@ def kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
         each = jax.lax.div(end - begin + static.splits - 1, static.splits)
         first = jnp.minimum(begin + pl.program_id(1) * each, end)
         last = jnp.minimum(first + each, end)
-    # Those that all of its queries see whole.
+    # The blocks in which all queries see all keys.
     whole_from = first
     if window is not None:
         whole_from = jnp.clip(before(last_query - window + cut.keys), first, last)
     whole_to = jnp.clip(before(jnp.minimum(first_query + 1, used)), whole_from, last)
 
     def drawn(j: jax.Array, here: jax.Array | None) -> list[jax.Array]:
-        """The noise that a head has for keys."""
+        """The noise that replaces the keys of a head."""
         size = _load(ref["noise size"], pl.ds(j * cut.keys, cut.keys), down=here)
         position = (j * cut.keys + _iota(cut.keys))[:, None]
         noise = []
@@ -135,9 +131,9 @@ def kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
         return noise
 
     def logits(j: jax.Array, here: jax.Array | None) -> jax.Array:
-        span = pl.ds(j * cut.keys, cut.keys)
-        k = [_load(ref["key"], layer, span, pl.ds(c, w), down=here, across=m) for c, w, m in halves]
-        if turn:
+        tokens = pl.ds(j * cut.keys, cut.keys)
+        k = [_load(ref["key"], layer, tokens, pl.ds(c, w), down=here, across=m) for c, w, m in halves]
+        if rotates:
             block_cos, block_sin = (
                 _load(ref[f"block {x}"], pl.ds(j, 1), pl.ds(0, half), across=pairs) for x in ("cos", "sin")
             )
@@ -155,8 +151,6 @@ def kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
         key_index = j * cut.keys + _iota(cut.keys)
         here = key_index < used if masked else None
         s = logits(j, here)
-        if static.soft_cap is not None:
-            s = static.soft_cap * jnp.tanh(s / static.soft_cap)
         distance = query_index[:, None] - key_index[None]
         of_keys = {
             what: _load(ref[f"key {what}"], pl.ds(j * cut.keys, cut.keys), down=here)
@@ -200,4 +194,4 @@ def kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
     masks = [mask for mask in masks if mask is not None]
     mask = functools.reduce(jnp.logical_and, masks) if masks else None
     plgpu.store(out_ref.at[:, :], (out / total[:, None]).astype(out_ref.dtype), mask=mask)
-    plgpu.store(log_sum_ref.at[:], logsumexp, mask=there)
+    plgpu.store(logsumexp_ref.at[:], logsumexp, mask=there)

@@ -1,4 +1,4 @@
-"""What runs on a TPU core: one block of queries against one block of keys; see `pallas_tpu` for what is around it."""
+"""One step of the TPU kernel: a block of queries against a block of keys; see `tpu`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pe_lab.attention.noise import KEYS, gaussian
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a span is cut.
+    """Block sizes.
 
     Attributes:
       heads: query heads across a block of logits, all of one key head.
       queries: of each head in a block.
       keys: in a block.
-      few: all queries are in one block, and are laid out side by side outside; otherwise blocks are read as they lie.
+      few: all queries are in one block, and are placed side by side before the kernel; else blocks are read in place.
     """
 
     heads: int
@@ -32,7 +32,7 @@ class Tiles:
 
     @property
     def rows(self) -> int:
-        """Queries across, filled up to whole tiles of 16-bit numbers."""
+        """Queries across, rounded up to whole tiles of 16-bit numbers."""
         return -(-self.heads * self.queries // 16) * 16
 
 
@@ -40,13 +40,11 @@ class Tiles:
 class Static:
     tiles: Tiles
     key_blocks: int
-    per_split: int  # key blocks that one split visits, at most
+    visited: int  # key blocks that one block of queries visits, at most
     window: int | None
-    soft_cap: float | None
     keys: int  # S
-    split_heads: bool  # each query head turns keys its own way
-    channels_first: bool  # queries, keys and values come as [K, tokens]
-    present: frozenset[str]
+    split_heads: bool  # keys are rotated once per query head
+    channels_first: bool  # queries, keys and values are [K, tokens]
 
     @property
     def channels(self) -> int:
@@ -54,26 +52,25 @@ class Static:
         return 0 if self.channels_first else 1
 
 
-def bounds(static: Static, b: Any, p: Any, i: Any, start_ref: Any, used_ref: Any, *_: Any) -> tuple[Any, Any]:
-    """The first key block that a block of queries visits, and the last one (of its split) that it sees any of."""
+def bounds(static: Static, b: Any, i: Any, start_ref: Any, used_ref: Any, *_: Any) -> tuple[Any, Any]:
+    """The first and the last key block that contain visible keys of query block i."""
     cut = static.tiles
     first_query = start_ref[b] + i * cut.queries
     last = jnp.minimum(first_query + cut.queries, used_ref[b]) - 1
     last = jnp.where(last < 0, -1, jnp.minimum(jax.lax.div(jnp.maximum(last, 0), cut.keys), static.key_blocks - 1))
     if static.window is None:
-        first = p * static.per_split
-        return first, jnp.minimum(last, first + static.per_split - 1)
+        return 0, last
     return jax.lax.div(jnp.maximum(first_query - static.window + 1, 0), cut.keys), last
 
 
-def key_block(static: Static, b: Any, p: Any, i: Any, j: Any, start_ref: Any, used_ref: Any, *_: Any) -> Any:
-    """The key block of a step. Steps beyond the last visible block name it again: nothing is fetched for them."""
-    first, last = bounds(static, b, p, i, start_ref, used_ref)
+def key_block(static: Static, b: Any, i: Any, j: Any, start_ref: Any, used_ref: Any, *_: Any) -> Any:
+    """The key block of step j. Steps beyond the last visible block return it again, so that nothing is fetched."""
+    first, last = bounds(static, b, i, start_ref, used_ref)
     return jnp.clip(first + j, 0, jnp.clip(last, 0, static.key_blocks - 1))
 
 
-def _turned(key: jax.Array, coarse: jax.Array, fine: jax.Array, axis: int) -> jax.Array:
-    """A block of keys turned to its positions; channels along `axis`; coarse [2, K], fine [2, *key.shape]."""
+def _rotated(key: jax.Array, coarse: jax.Array, fine: jax.Array, axis: int) -> jax.Array:
+    """A block of keys, rotated by their positions; channels along `axis`; coarse [2, K], fine [2, *key.shape]."""
     cos_at, sin_at = (x if axis else _down(x) for x in (coarse[0:1], coarse[1:2]))
     cos = cos_at * fine[0] - sin_at * fine[1]
     sin = sin_at * fine[0] + cos_at * fine[1]
@@ -90,9 +87,9 @@ def _down(row: jax.Array) -> jax.Array:
 def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any, _: Any, *refs: Any) -> None:
     cut, window = static.tiles, static.window
     ref = dict(zip(names, refs, strict=False))
-    out_ref, log_sum_ref, highest_ref, total_ref, sum_ref = refs[len(names) :]
-    b, group, p, i, j = (pl.program_id(axis) for axis in range(5))
-    first, last = bounds(static, b, p, i, start_ref, used_ref)
+    out_ref, logsumexp_ref, highest_ref, total_ref, sum_ref = refs[len(names) :]
+    b, group, i, j = (pl.program_id(axis) for axis in range(4))
+    first, last = bounds(static, b, i, start_ref, used_ref)
     block = first + j
     used = used_ref[b]
     first_query = start_ref[b] + i * cut.queries
@@ -106,10 +103,10 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
         total_ref[...] = jnp.zeros_like(total_ref)
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
-    def noisy(m: int, turned: Any) -> jax.Array:
-        """The keys of a head: turned, or noise."""
-        if "noise seed" not in static.present:
-            return turned(m)
+    def encoded(m: int, rotated: Any) -> jax.Array:
+        """The keys of a head, rotated or replaced by noise."""
+        if "noise seed" not in ref:
+            return rotated(m)
         seed, shape = ref["noise seed"][group * cut.heads + m], ref["key"].shape
         position = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1 - static.channels)
         channel = jax.lax.broadcasted_iota(jnp.int32, shape, static.channels)
@@ -119,34 +116,32 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
         def drawn() -> jax.Array:
             return (size * gaussian(seed, KEYS, position, channel)).astype(ref["key"].dtype)
 
-        return jax.lax.cond(seed != 0, drawn, lambda: turned(m))
+        return jax.lax.cond(seed != 0, drawn, lambda: rotated(m))
 
     def logits() -> jax.Array:
         k, q_ref, axis = ref["key"][...], ref["query"], 1 - static.channels
         q = jnp.concatenate([q_ref[m] for m in range(q_ref.shape[0])], axis)
         against = (((static.channels,), (static.channels,)), ((), ()))
-        if "coarse" not in static.present:
+        if "coarse" not in ref:
             return product(k, q, against)
-        turned = lambda m: _turned(k, ref["coarse"][m], ref["fine"][m], static.channels)  # noqa: E731
+        rotated = lambda m: _rotated(k, ref["coarse"][m], ref["fine"][m], static.channels)  # noqa: E731
         if not static.split_heads:
-            return product(turned(0), q, against)
+            return product(rotated(0), q, against)
         of = [jax.lax.slice_in_dim(q, m * cut.queries, (m + 1) * cut.queries, axis=axis) for m in range(cut.heads)]
-        parts = [product(noisy(m, turned), of[m], against) for m in range(cut.heads)]
+        parts = [product(encoded(m, rotated), of[m], against) for m in range(cut.heads)]
         if cut.rows > cut.heads * cut.queries:
             parts.append(jnp.zeros((cut.keys, cut.rows - cut.heads * cut.queries), jnp.float32))
         return jnp.concatenate(parts, axis=1)
 
     def add_block(masked: bool) -> None:
         s = logits()
-        if static.soft_cap is not None:
-            s = static.soft_cap * jnp.tanh(s / static.soft_cap)
-        if masked or "slope" in static.present:
+        if masked or "slope" in ref:
             key_index = first_key + jax.lax.broadcasted_iota(jnp.int32, s.shape, 0)
             query_index = first_query + jax.lax.broadcasted_iota(jnp.int32, s.shape, 1) % cut.queries
             distance = query_index - key_index
-        if "slope" in static.present:
+        if "slope" in ref:
             far = distance
-            if "query positions" in static.present:
+            if "query positions" in ref:
                 far = ref["query positions"][...] - _down(ref["key positions"][...])
             s -= ref["slope"][...] * far.astype(jnp.float32)
         v = ref["value"][...]
@@ -154,10 +149,10 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
             seen = (distance >= 0) & (key_index < used)
             if window is not None:
                 seen &= distance < window
-            if "query segments" in static.present:
+            if "query segments" in ref:
                 seen &= ref["query segments"][...] == _down(ref["key segments"][...])
             s = jnp.where(seen, s, MASKED)
-            # Weights of what is not there are zero, but zero times NaN is NaN.
+            # The weights of keys beyond `used` are 0, but 0 times NaN is NaN.
             shape = (1, cut.keys) if static.channels_first else (cut.keys, 1)
             there = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1 - static.channels) < used
             v = jnp.where(there, v, jnp.zeros_like(v))
@@ -174,20 +169,20 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
     whole = (first_key + cut.keys - 1 <= first_query) & (first_key + cut.keys <= used)
     if window is not None:
         whole &= first_query + cut.queries - 1 - first_key < window
-    if "query segments" in static.present:
+    if "query segments" in ref:
         pl.when(here)(lambda: add_block(True))
     else:
         pl.when(here & whole)(lambda: add_block(False))
         pl.when(here & ~whole)(lambda: add_block(True))
 
-    @pl.when(j == pl.num_programs(4) - 1)
+    @pl.when(j == pl.num_programs(3) - 1)
     def _() -> None:
         total = total_ref[...]
         some = total > 0
         out = (sum_ref[...] / jnp.where(some, total, 1)).astype(out_ref.dtype)
         logsumexp = jnp.where(some, highest_ref[...] + jnp.log(jnp.where(some, total, 1)), MASKED)
-        along = log_sum_ref.shape[1]
-        for m in range(log_sum_ref.shape[0]):
+        along = logsumexp_ref.shape[1]
+        for m in range(logsumexp_ref.shape[0]):
             of_head = slice(m * along, (m + 1) * along)
             out_ref[m] = out[:, of_head] if static.channels_first else jnp.transpose(out[:, of_head])
-            log_sum_ref[m : m + 1, :] = logsumexp[:, of_head]
+            logsumexp_ref[m : m + 1, :] = logsumexp[:, of_head]

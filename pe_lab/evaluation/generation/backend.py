@@ -85,7 +85,7 @@ class Model:
         return max(1 << (fitting.bit_length() - 1), devices)
 
     def __call__(self, samples: Sequence[Sample]) -> list[str]:
-        statistics, start = Statistics(heard=self.heard), time.perf_counter()
+        statistics, start = Statistics(on_tokens=self.heard), time.perf_counter()
         new = max(sample.max_new_tokens for sample in samples)
         prompts = [sample.tokens for sample in samples]
         if self.crop is not None:

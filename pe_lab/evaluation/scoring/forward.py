@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model, Params
-from pe_lab.model.reading import ChunkReader
+from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule
 
@@ -66,7 +66,7 @@ class Forward:
         self._devices = len(devices)
         self._rows: dict[tuple[str, int, Mesh | None], int] = {}
         self._compiled: dict[tuple[str, int, Mesh | None, int], Callable[..., jax.Array]] = {}
-        self._readers: dict[tuple[int, Mesh | None], ChunkReader] = {}
+        self._readers: dict[tuple[int, Mesh | None], ChunkedForward] = {}
 
     def schedule(self, layers: Sequence[Layer], length: int) -> Schedule:
         """The layers as arrays, in the structure that all methods share."""
@@ -108,7 +108,7 @@ class Forward:
         schedule = self.schedule(layers, tokens.shape[1])
         if self._in_chunks(batch):
 
-            def likeliest(reader: ChunkReader, part: Batch, heard: Callable[[int], None]) -> np.ndarray:
+            def likeliest(reader: ChunkedForward, part: Batch, heard: Callable[[int], None]) -> np.ndarray:
                 x = reader.hidden(params, part["tokens"], part["at"], schedule, heard)
                 return np.asarray(_likeliest(reader.programs.model, params, x))
 
@@ -138,7 +138,7 @@ class Forward:
         schedule = self.schedule(layers, read_as or tokens.shape[1])
         if self._in_chunks(batch):
 
-            def score(reader: ChunkReader, part: Batch, heard: Callable[[int], None]) -> np.ndarray:
+            def score(reader: ChunkedForward, part: Batch, heard: Callable[[int], None]) -> np.ndarray:
                 x = reader.hidden(params, part["tokens"], part["at"], schedule, heard)
                 chunks = self._loss_chunks(part["at"].size // self._devices)
                 return np.asarray(_score(reader.programs.model, params, x, part["targets"], chunks))
@@ -156,7 +156,7 @@ class Forward:
         return length > self._whole and alone and not self._meshes.cuts(total, length)
 
     def _chunked(
-        self, batch: Batch, read: Callable[[ChunkReader, Batch, Callable[[int], None]], np.ndarray]
+        self, batch: Batch, read: Callable[[ChunkedForward, Batch, Callable[[int], None]], np.ndarray]
     ) -> Iterator[np.ndarray]:
         total, length = batch["tokens"].shape
         chunk = CHUNK.get(jax.default_backend(), CHUNK_ELSEWHERE)
@@ -164,7 +164,7 @@ class Forward:
         key = (chunk, mesh)
         if key not in self._readers:
             config = dataclasses.replace(self.config, loss_chunks=self._loss_chunks(chunk))
-            self._readers[key] = ChunkReader(config, mesh, chunk=chunk)
+            self._readers[key] = ChunkedForward(config, mesh, chunk=chunk)
         rows = self._devices * max(1, min(BATCH_TOKENS_ELSEWHERE // length, -(-total // self._devices)))
         for start in range(0, total, rows):
             part = {name: array[start : start + rows] for name, array in batch.items()}

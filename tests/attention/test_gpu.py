@@ -12,25 +12,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export
-from spans import LINES, QUICK, Case, an_h100, error, request
+from key_blocks import LINES, QUICK, Case, an_h100, error, request
 
 from pe_lab.attention.kernels import gpu as pallas_gpu
-from pe_lab.attention.kernels.gpu import _rotation_parts, gpu_span, tiles
-from pe_lab.attention.key_block import FLOOR, MASKED, Rotation, Side, merge
+from pe_lab.attention.kernels.gpu import gpu_key_block, tiles
+from pe_lab.attention.key_block import FLOOR, MASKED, AttentionInputs, Rotation, block_rotations, merge
 from pe_lab.positional.rotation import fixed_point_frequencies
 
 CLOSE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
-def interpreted(query, key, value, side, **settings):
+def interpreted(query, key, value, inputs, **settings):
     """Under one jit: op by op, what stands around the kernel compiles many times over."""
-    run = jax.jit(functools.partial(gpu_span, interpret=True, **settings), compiler_options=QUICK)
-    return run(query, key, value, side)
+    run = jax.jit(functools.partial(gpu_key_block, interpret=True, **settings), compiler_options=QUICK)
+    return run(query, key, value, inputs)
 
 
 def check(case, **more):
     asked = request(case)
-    found = interpreted(asked.query, asked.key, asked.value, asked.side, **asked.settings, **more)
+    found = interpreted(asked.query, asked.key, asked.value, asked.inputs, **asked.settings, **more)
     assert found.out.dtype == (jnp.float32 if more.get("wide") else asked.query.dtype)
     assert error(found.out, asked.out) < CLOSE[case.dtype]
     unseen = asked.logsumexp == -1e30
@@ -50,13 +50,12 @@ def test_any_head_dim(head_dim):
     check(Case(T=70, K=head_dim, dtype="bfloat16" if head_dim % 64 else "float32", rotation="shared"))
 
 
-# Two rows of a batch, of which one begins before all of its keys and one ends before the span does; several blocks of
+# Two rows of a batch, of which one begins before all of its keys and one ends before the kernel does; several blocks of
 # queries and of keys in each.
 BASE = Case(B=2, T=70, S=150, H=4, G=2, start=(-3, 75))
 FEATURES = {
     "used": {"used": (61, 140)},
     "window": {"window": 37},
-    "soft cap": {"soft_cap": 1.5},
     "slopes": {"slopes": True},
     "positions": {"slopes": True, "positions": True},
     "segments": {"segments": True},
@@ -79,7 +78,7 @@ def test_features_alone_and_together(names):
 @pytest.mark.parametrize("T", [5, 40])
 def test_heads_of_a_group_and_all_at_once_in_16_bits(heads, T):
     H, G = heads
-    everything = dict(used=(300, 170), window=100, soft_cap=3.0, slopes=True, positions=True, segments=True)
+    everything = dict(used=(300, 170), window=100, slopes=True, positions=True, segments=True)
     check(Case(2, T, 310, H, G, 80, "bfloat16", start=(250, 150), rotation="grouped", **everything), wide=T == 40)
 
 
@@ -95,7 +94,6 @@ def test_random_cases(data):
         start=tuple(draw(st.tuples(*[st.integers(-T - 2, S + 2)] * 2))),
         used=draw(st.sampled_from([(), (S // 2, S), (0, max(1, S - 3))])),
         window=draw(st.none() | st.integers(1, S + T)),
-        soft_cap=draw(st.sampled_from([None, 2.0])),
         slopes=draw(st.booleans()),
         segments=draw(st.booleans()),
         rotation=draw(st.sampled_from(["", "shared", "grouped", "split"])),
@@ -140,7 +138,7 @@ def test_what_is_not_there_is_not_read(changes, on_a_gpu):
 def test_what_is_not_there_is_not_written(on_a_gpu):
     on_a_gpu.append("mask")
     asked = request(Case(T=40, K=80))
-    found = interpreted(asked.query, asked.key, asked.value, asked.side)
+    found = interpreted(asked.query, asked.key, asked.value, asked.inputs)
     assert tiles(2, 1, 40, 40, 80, 4).rows == 32
     there = np.repeat([32, 8], [32, 8])
     np.testing.assert_array_equal(found.logsumexp[0, 0], there)
@@ -150,7 +148,7 @@ def test_what_is_not_there_is_not_written(on_a_gpu):
 @pytest.mark.parametrize("dtype", CLOSE)
 def test_products_of_float32_stay_off_tensor_cores(dtype):
     asked = request(Case(dtype=dtype, rotation="shared"))
-    text = str(jax.make_jaxpr(gpu_span)(asked.query, asked.key, asked.value, asked.side))
+    text = str(jax.make_jaxpr(gpu_key_block)(asked.query, asked.key, asked.value, asked.inputs))
     exact = text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
     assert text.count("dot_general[") == 6  # two halves and the values, in whole blocks and in the others
     assert exact == (6 if dtype == "float32" else 0)
@@ -176,21 +174,21 @@ def test_splits_share_the_blocks_that_are_seen(merged):
     assert tiles(2, 1, 1, 1024, 32, 4).keys == 64
 
     def parts(*arguments):
-        gpu_span(*arguments, splits=4, interpret=True, **asked.settings)
+        gpu_key_block(*arguments, splits=4, interpret=True, **asked.settings)
         return jnp.stack([part.logsumexp for part in merged])
 
-    logsumexps = jax.jit(parts, compiler_options=QUICK)(asked.query, asked.key, asked.value, asked.side)
+    logsumexps = jax.jit(parts, compiler_options=QUICK)(asked.query, asked.key, asked.value, asked.inputs)
     assert logsumexps.shape == (4, 1, 2, 1)
     assert (logsumexps > FLOOR).all()
 
 
 def test_spans_merge_as_in_a_ring():
-    asked = request(Case(B=2, T=60, S=130, H=2, start=(70, 20), slopes=True, soft_cap=4.0), garbage=False)
+    asked = request(Case(B=2, T=60, S=130, H=2, start=(70, 20), slopes=True), garbage=False)
     parts = []
     for first, last in ((0, 50), (50, 130)):
-        side = asked.side._replace(start=asked.side.start - first)
+        inputs = asked.inputs._replace(start=asked.inputs.start - first)
         key, value = asked.key[:, :, first:last], asked.value[:, :, first:last]
-        parts.append(interpreted(asked.query, key, value, side, soft_cap=4.0))
+        parts.append(interpreted(asked.query, key, value, inputs))
     both = merge(parts)
     assert error(both.out, asked.out) < 1e-5
     assert error(both.logsumexp, asked.logsumexp) < 1e-5
@@ -199,12 +197,12 @@ def test_spans_merge_as_in_a_ring():
 def test_rotations_are_right_at_every_position():
     frequencies = 10000.0 ** -np.linspace(0, 1, 16)[None]
     rotation = Rotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.full((1, 16), 2.0))
-    parts = jax.jit(_rotation_parts, static_argnums=(1, 2))(rotation, 2**14 + 1, 64)
-    parts = {name: np.asarray(x, np.float64)[0] for name, x in parts.items()}
+    parts = jax.jit(block_rotations, static_argnums=(1, 2))(rotation, 2**14 + 1, 64)
+    block_cos, block_sin, place_cos, place_sin = (np.asarray(x, np.float64)[0] for x in parts)
     places = 2**20 + np.arange(64)
     wanted = 2 * np.exp(1j * places[:, None] * frequencies)
-    last = parts["block cos"][-1] + 1j * parts["block sin"][-1]
-    np.testing.assert_allclose(last * (parts["place cos"] + 1j * parts["place sin"]), wanted, atol=4e-6)
+    last = block_cos[-1] + 1j * block_sin[-1]
+    np.testing.assert_allclose(last * (place_cos + 1j * place_sin), wanted, atol=4e-6)
 
 
 def test_tiles_fit():
@@ -214,13 +212,13 @@ def test_tiles_fit():
         cut = tiles(2 * M, 2, T, 2**20, K, itemsize)
         assert M % cut.heads == 0
         assert cut.heads == 1 or cut.heads * T <= cut.rows
-        assert {bin(side).count("1") for side in (cut.rows, cut.keys)} == {1}
+        assert {bin(inputs).count("1") for inputs in (cut.rows, cut.keys)} == {1}
         assert min(cut.rows, cut.keys) >= 16
         wide = 1 << (K - 1).bit_length()
-        held = itemsize * wide * (cut.rows + 2 * cut.stages * cut.keys) + 2048
-        assert held <= 163 * 1024  # an A100's
+        size = itemsize * wide * (cut.rows + 2 * cut.stages * cut.keys) + 2048
+        assert size <= 163 * 1024  # an A100's
         if cut.rows == 16:
-            assert 2 * held <= 227 * 1024  # two programs on an H100
+            assert 2 * size <= 227 * 1024  # two programs on an H100
     assert tiles(8, 2, 1, 4096, 64, 2).heads == 4
     assert tiles(8, 2, 1, 4096, 64, 2, alone=True).heads == 1
 
@@ -234,18 +232,18 @@ KINDS = {
     "prefill 128": dict(K=128),
     "prefill 256": dict(K=256),
     "prefill 128 float32": dict(K=128, dtype=jnp.float32),
-    "prefill 80 turned": dict(K=80, rotation=1),
-    "prefill 128 turned": dict(K=128, T=LONG, S=LONG, rotation=1),
-    "prefill 256 turned float32": dict(K=256, dtype=jnp.float32, rotation=2),
+    "prefill 80 rotated": dict(K=80, rotation=1),
+    "prefill 128 rotated": dict(K=128, T=LONG, S=LONG, rotation=1),
+    "prefill 256 rotated float32": dict(K=256, dtype=jnp.float32, rotation=2),
     "prefill 128 split, rows of more than 4 GiB": dict(B=3, K=128, T=LONG, S=LONG, rotation=8),
-    "slopes, positions, soft cap": dict(slopes=True, positions=True, soft_cap=30.0),
+    "slopes, positions": dict(slopes=True, positions=True),
     "segments, window": dict(segments=True, window=4096, T=LONG, S=LONG),
     "chunk": dict(T=512, S=LONG, bounds=True, rotation=1),
     "decode": dict(T=1, S=LONG, bounds=True),
-    "decode turned": dict(T=1, S=LONG, bounds=True, rotation=1),
+    "decode rotated": dict(T=1, S=LONG, bounds=True, rotation=1),
     "decode split float32": dict(T=1, S=LONG, bounds=True, rotation=8, dtype=jnp.float32),
     "decode, everything": dict(
-        B=2, T=3, S=5000, K=96, bounds=True, rotation=2, slopes=True, positions=True, segments=True, soft_cap=30.0,
+        B=2, T=3, S=5000, K=96, bounds=True, rotation=2, slopes=True, positions=True, segments=True,
         window=1000, splits=3,
     ),
 }  # fmt: skip
@@ -258,15 +256,15 @@ def shapes(B=1, T=4000, S=4000, H=8, G=2, K=128, dtype=jnp.bfloat16, rotation=0,
     whole = functools.partial(of, dtype=jnp.int32)
     bound = whole((B,)) if bounds else None
     fixed_freq = Rotation(of((rotation, K // 2, 2), jnp.uint32), of((rotation, K // 2), jnp.float32))
-    side = Side(
+    inputs = AttentionInputs(
         bound,
         bound,
         of((H,), jnp.float32) if slopes else None,
         *([whole((B, T)), whole((B, S))] if positions else [None] * 2),
         *([whole((B, T)), whole((B, S))] if segments else [None] * 2),
-        fixed_freq if rotation else None,
+        rotation=fixed_freq if rotation else None,
     )
-    return (of((B, H, T, K), dtype), of((B, G, S, K), dtype), of((B, G, S, K), dtype), side), settings
+    return (of((B, H, T, K), dtype), of((B, G, S, K), dtype), of((B, G, S, K), dtype), inputs), settings
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -276,7 +274,7 @@ def test_lowers_for_cuda(kind):
     with an_h100(), warnings.catch_warnings():
         warnings.simplefilter("error")  # that Triton is deprecated among them
         exported = export.export(
-            jax.jit(functools.partial(gpu_span, **settings)), platforms=["cuda"], disabled_checks=allowed
+            jax.jit(functools.partial(gpu_key_block, **settings)), platforms=["cuda"], disabled_checks=allowed
         )(*arguments)
     text = exported.mlir_module()
     assert text.count("@__gpu$xla.gpu.triton") == 1
@@ -299,5 +297,5 @@ def test_lowers_for_cuda(kind):
 )
 def test_few_queries_share_out_long_keys(kind, splits, merged):
     arguments, settings = shapes(**kind)
-    jax.eval_shape(functools.partial(gpu_span, **settings), *arguments)
+    jax.eval_shape(functools.partial(gpu_key_block, **settings), *arguments)
     assert len(merged) == (splits if splits > 1 else 0)

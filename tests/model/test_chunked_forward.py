@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention.kernels.tpu import tpu_span
+from pe_lab.attention.kernels.tpu import tpu_key_block
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model
+from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.model.generation import Decoder, with_shared_rotation
-from pe_lab.model.reading import ChunkReader
 from pe_lab.model.request import Request, Schedules
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Alibi, Beta, DynamicNTK, Layer, NoPE, Rope, Yarn, build_schedule, layers
@@ -96,7 +96,7 @@ def test_in_blocks(kind, T):
 def test_in_chunks(kind, T):
     """4,097 tokens in chunks of 512: eight of them, and one token more."""
     _, params, tokens = setting(T)
-    reader = ChunkReader(config_of(T), chunk=chunk_of(T))
+    reader = ChunkedForward(config_of(T), chunk=chunk_of(T))
     at = np.arange(T)[None]
     found = reader.hidden(params, tokens, at, schedule_of(kind, T))[0]
     np.testing.assert_allclose(logits_of(found, T), plain(kind, T), atol=1e-4)
@@ -168,7 +168,7 @@ def test_token_by_token(kind, T):
 @cases("heads apart")
 def test_token_by_token_by_the_kernel(kind, T):
     """The same, with our TPU kernel reading the cache; interpreted."""
-    decoder = Decoder(config_of(T), span=functools.partial(tpu_span, interpret=True))
+    decoder = Decoder(config_of(T), kernel=functools.partial(tpu_key_block, interpret=True))
     found = cached_logits(decoder, kind, T, T - 3)
     np.testing.assert_allclose(found, plain(kind, T)[T - 4 :], atol=1e-4)
 

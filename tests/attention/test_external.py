@@ -1,4 +1,4 @@
-"""Other people's attention kernels: they are handed what makes them say what the reference says."""
+"""Attention kernels of external packages: their results, or their arguments, are those of the reference."""
 
 import functools
 import re
@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention.chunked import chunked_attention
-from pe_lab.attention.kernels import external as libraries
+from pe_lab.attention.kernels import external
 from pe_lab.attention.kernels.external import (
     CUDNN,
     SPLASH,
@@ -21,11 +20,12 @@ from pe_lab.attention.kernels.external import (
     splash_blocks,
     tokamax_attention,
 )
+from pe_lab.attention.key_block import AttentionInputs, scaled
 from pe_lab.attention.reference import reference_attention
-from pe_lab.errors import UserError
+from pe_lab.errors import UnsupportedError, UserError
 from pe_lab.parallel.topology import libtpu_version, parse_topology, topology_devices
 
-NOTHING = dict(slope=None, positions=None, segments=None, window=None)
+NOTHING = AttentionInputs()
 
 
 def qkv(T: int, B: int = 2, H: int = 4, G: int = 2, K: int = 16, dtype=jnp.float32):
@@ -40,16 +40,14 @@ def documents(T: int, B: int = 2) -> jax.Array:
     return jnp.asarray(np.where(ids == 4, 0, ids), jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("attend", "window", "soft_cap"))
-def evaluate(attend, q, k, v, segments=None, window=None, soft_cap=None):
+@functools.partial(jax.jit, static_argnames=("attend", "window"))
+def evaluate(attend, q, k, v, segments=None, window=None):
     """Outputs, and the gradients of a random sum of them."""
     direction = jax.random.normal(jax.random.key(1), q.shape)
-    settings = NOTHING | dict(segments=segments, window=window)
-    if soft_cap is not None:
-        settings["soft_cap"] = soft_cap
+    inputs = AttentionInputs(query_segments=segments, key_segments=segments)
 
     def loss(q, k, v):
-        out = attend(q, k, v, jnp.float32(1.3 * q.shape[-1] ** -0.5), **settings)
+        out = attend(scaled(q, jnp.float32(1.3 * q.shape[-1] ** -0.5)), k, v, inputs, window=window)
         return (out.astype(jnp.float32) * direction).sum(), out
 
     return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
@@ -57,8 +55,7 @@ def evaluate(attend, q, k, v, segments=None, window=None, soft_cap=None):
 
 def compare(attend, arrays, **settings):
     (_, out), gradients = evaluate(attend, *arrays, **settings)
-    standard = reference_attention if settings.get("soft_cap") is None else chunked_attention
-    (_, expected), expected_gradients = evaluate(standard, *arrays, **settings)
+    (_, expected), expected_gradients = evaluate(reference_attention, *arrays, **settings)
     assert out.dtype == arrays[0].dtype
     for a, b in zip((out, *gradients), (expected, *expected_gradients), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5)
@@ -71,7 +68,7 @@ interpreted = functools.partial(splash_attention, interpret=True)
 
 @pytest.fixture
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(libraries, "BLOCK", 128)
+    monkeypatch.setattr(external, "BLOCK", 128)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +76,11 @@ def short_blocks(monkeypatch):
     [
         (1, 2, dict(window=1)),
         (127, 1, {}),
-        (129, 4, dict(soft_cap=2.0, window=129)),
+        (129, 4, dict(window=129)),
         (200, 2, dict(window=1)),
         (257, 2, dict(window=128, segments=True)),
         pytest.param(600, 2, dict(segments=True), marks=pytest.mark.slow),
-        (600, 2, dict(window=129, segments=True, soft_cap=2.0)),  # five blocks: the backward pass in two kernels
+        (600, 2, dict(window=129, segments=True)),  # five blocks: the backward pass in two kernels
     ],
     ids=str,
 )
@@ -93,7 +90,7 @@ def test_splash_is_the_reference_in_value_and_gradient(short_blocks, T, G, setti
 
 
 def test_splash_with_blocks_in_pairs(monkeypatch):
-    monkeypatch.setattr(libraries, "BLOCK", 128)
+    monkeypatch.setattr(external, "BLOCK", 128)
     T = 1930
     assert splash_blocks(T) == (8, 256, 128)
     compare(interpreted, qkv(T, B=1, H=2, G=1, K=8), window=300)
@@ -118,7 +115,7 @@ def test_splash_finds_the_blocks_that_its_own_masks_have(window):
     )
 
     T, block = 1024, (256, 128)
-    ours = libraries._band()(T, window)
+    ours = external._band()(T, window)
     theirs = LocalMask((T, T), (None if window is None else window - 1, 0), 0)
     for process in (splash_attention_mask_info.process_mask, splash_attention_mask_info.process_mask_dkv):
         tables, others = (process(MultiHeadMask([mask]), block)[0] for mask in (ours, theirs))
@@ -141,10 +138,10 @@ def test_splash_blocks_cover_a_text_with_little_padding(T):
 def test_splash_takes_no_text_whose_table_of_blocks_is_too_long():
     def lower(T, window):
         q, k, v = (jax.ShapeDtypeStruct((1, T, 1, 64), jnp.bfloat16) for _ in range(3))
-        return jax.eval_shape(functools.partial(splash_attention, **NOTHING | dict(window=window)), q, k, v, 1.0)
+        return jax.eval_shape(functools.partial(splash_attention, window=window), q, k, v, NOTHING)
 
     assert SPLASH.longest == 2**19
-    with pytest.raises(NotImplementedError, match="1048576 tokens make"):
+    with pytest.raises(UnsupportedError, match="1048576 tokens make"):
         lower(2**20, None)
 
 
@@ -161,10 +158,11 @@ def test_splash_compiles_for_tpus(slice_, K):
     arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
 
     def loss(q, k, v, segments, **settings):
-        out = splash_attention(q, k, v, jnp.float32(0.1), **NOTHING | dict(segments=segments) | settings)
+        inputs = AttentionInputs(query_segments=segments, key_segments=segments)
+        out = splash_attention(q, k, v, inputs, **settings)
         return out.astype(jnp.float32).sum()
 
-    for settings in ({}, dict(window=300, soft_cap=20.0)):
+    for settings in ({}, dict(window=300)):
         f = functools.partial(loss, **settings)
         # Mosaic asks the mesh of the context, not the arguments, which chip it compiles for.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -192,7 +190,7 @@ def _lowered_for_cuda(monkeypatch, window):
     arrays = [jax.ShapeDtypeStruct((2, 131, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
 
     def loss(q, k, v):
-        return cudnn_attention(q, k, v, jnp.float32(0.1), **NOTHING | dict(window=window)).astype(jnp.float32).sum()
+        return cudnn_attention(q, k, v, NOTHING, window=window).astype(jnp.float32).sum()
 
     lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays).lower(lowering_platforms=("cuda",))
     return lowered.as_text().replace("\\22", '"')
@@ -217,8 +215,8 @@ def stand_in(monkeypatch):
     """In place of tokamax, whose signature extends that of `jax.nn`; lists what it is called with."""
     asked = []
 
-    def attend(q, k, v, *, logits_soft_cap, implementation, **settings):
-        asked.append(dict(shape=q.shape, soft_cap=logits_soft_cap, implementation=implementation))
+    def attend(q, k, v, *, implementation, **settings):
+        asked.append(dict(shape=q.shape, implementation=implementation))
         return jax.nn.dot_product_attention(q, k, v, implementation="xla", **settings)
 
     monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(dot_product_attention=attend))
@@ -236,12 +234,11 @@ def test_tokamax_is_never_left_to_take_a_quadratic_way(stand_in):
     q, k, v = qkv(33)
 
     def asked(**settings):
-        tokamax_attention(q, k, v, jnp.float32(1), **NOTHING | settings)
+        tokamax_attention(q, k, v, NOTHING, **settings)
         return stand_in[-1]["implementation"]
 
     assert asked() == asked(window=33) == ("mosaic_gpu", "triton")
-    assert asked(window=8) == asked(soft_cap=5.0) == ("mosaic_gpu",)
-    assert stand_in[-1]["soft_cap"] == 5.0
+    assert asked(window=8) == ("mosaic_gpu",)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "xla_chunked"])
@@ -250,7 +247,7 @@ def test_tokamax_is_never_left_to_take_a_quadratic_way(stand_in):
     [
         pytest.param({}, marks=pytest.mark.slow),
         dict(window=7),
-        pytest.param(dict(window=1, soft_cap=2.0), marks=pytest.mark.slow),
+        pytest.param(dict(window=1), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -262,7 +259,7 @@ def test_tokamax_itself_is_the_reference(implementation, settings):
 def test_without_tokamax_one_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)
     with pytest.raises(UserError, match="pip install tokamax"):
-        tokamax_attention(*qkv(4), jnp.float32(1), **NOTHING)
+        tokamax_attention(*qkv(4), NOTHING)
 
 
 # --- All -------------------------------------------------------------------------------------------------------------
@@ -273,18 +270,18 @@ def test_without_tokamax_one_is_told(monkeypatch):
 )
 def test_what_is_not_honoured_is_refused_and_nothing_else(attend, capabilities, stand_in):
     q, k, v = qkv(5)
+    segments = jnp.ones((2, 5), jnp.int32)
     requests = {
-        "slopes": dict(slope=jnp.ones(4), positions=jnp.arange(5)[None]),
-        "segments": dict(segments=jnp.ones((2, 5), jnp.int32)),
-        "windows": dict(window=2),
-        "diagonal bias": dict(diagonal_bias=jnp.ones((1, 5))),
-        "soft cap": dict(soft_cap=5.0),
+        "slopes": dict(inputs=AttentionInputs(slope=jnp.ones(4))),
+        "segments": dict(inputs=AttentionInputs(query_segments=segments, key_segments=segments)),
+        "windows": dict(inputs=NOTHING, window=2),
+        "diagonal bias": dict(inputs=AttentionInputs(diagonal_bias=jnp.ones((1, 5)))),
     }
     assert capabilities.honours <= requests.keys()
     for name, request in requests.items():
-        call = functools.partial(attend, q, k, v, jnp.float32(1), **NOTHING | request)
+        call = functools.partial(attend, q, k, v, **request)
         if name in capabilities.honours:
             assert jax.eval_shape(call).shape == q.shape
         else:
-            with pytest.raises(NotImplementedError, match=f"has no {name}"):
+            with pytest.raises(UnsupportedError, match=f"has no {name}"):
                 call()

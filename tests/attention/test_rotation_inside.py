@@ -1,4 +1,4 @@
-"""Kernels that turn keys themselves, as the dispatcher calls them: heads that rotate apart, and heads of noise."""
+"""Kernels that rotate keys inside, called by the dispatcher: heads that rotate differently, and heads of noise."""
 
 import dataclasses
 import functools
@@ -8,32 +8,35 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from spans import an_h100
+from key_blocks import an_h100
 
-from pe_lab.attention import IMPLEMENTATIONS, Rotation, Row, attention
-from pe_lab.attention.dispatch import whole_text
-from pe_lab.attention.kernels.gpu import gpu_span
-from pe_lab.attention.kernels.tpu import tpu_span
-from pe_lab.attention.key_block import Noise, Side
+from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, Rotation, attention
+from pe_lab.attention.dispatch import whole_sequence
+from pe_lab.attention.kernels.gpu import gpu_key_block
+from pe_lab.attention.kernels.tpu import tpu_key_block
+from pe_lab.attention.key_block import AttentionInputs, Noise
 from pe_lab.attention.noise import KEYS, gaussian
 from pe_lab.config import MeshConfig
+from pe_lab.errors import UnsupportedError
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import rotation_tables
 from pe_lab.positional.rotation import fixed_point_frequencies
 
 T, H, G, K = 150, 4, 2, 32
-SPANS = {"pallas_tpu": tpu_span, "pallas_gpu": gpu_span}
+KERNELS = {"pallas_tpu": tpu_key_block, "pallas_gpu": gpu_key_block}
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
     """Our kernels as if they ran on a CPU."""
-    for name, span in SPANS.items():
-        span = functools.partial(span, interpret=True)
+    for name, kernel in KERNELS.items():
+        kernel = functools.partial(kernel, interpret=True)
         one = IMPLEMENTATIONS[name]
         capabilities = one.capabilities._replace(platforms=("cpu",))
         monkeypatch.setitem(
-            IMPLEMENTATIONS, name, dataclasses.replace(one, run=whole_text(span), span=span, capabilities=capabilities)
+            IMPLEMENTATIONS,
+            name,
+            dataclasses.replace(one, run=whole_sequence(kernel), partial=kernel, capabilities=capabilities),
         )
 
 
@@ -46,11 +49,11 @@ def request_of(seeds=None, T=T, dtype=jnp.float32):
     )
     cos, sin = rotation_tables(rotation.fixed_freq, rotation.gain, jnp.arange(T, dtype=jnp.int32)[None])
     noise = None if seeds is None else jnp.asarray(seeds, jnp.uint32)
-    return q, k, v, Row(cos, sin, noise=noise, rotation=rotation)
+    return q, k, v, LayerEncoding(cos, sin, noise=noise, rotation=rotation)
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", SPANS)
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("seeds", [None, [0, 7, 0, 9], [3, 0, 0, 0]], ids=["no noise", "two heads", "one head"])
 def test_inside_as_outside(name, seeds):
     q, k, v, row = request_of(seeds)
@@ -63,7 +66,7 @@ def test_inside_as_outside(name, seeds):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", SPANS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_keys_are_not_repeated(name):
     """No array of H key heads goes into the kernel."""
     q, k, v, row = request_of()
@@ -92,13 +95,13 @@ def test_on_a_mesh_each_device_has_its_heads(tensor):
     np.testing.assert_allclose(compute(q, k, v, row), wanted, atol=2e-5)
 
 
-@pytest.mark.parametrize("span", SPANS.values(), ids=SPANS)
-def test_noise_without_a_rotation_of_each_head_is_refused(span):
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_noise_without_a_rotation_of_each_head_is_refused(kernel):
     q, k, v, row = request_of()
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    side = Side(noise=Noise(jnp.ones(H, jnp.uint32), jnp.ones((2, T))))
-    with pytest.raises(NotImplementedError, match="noise"):
-        span(q, k, v, side, interpret=True)
+    inputs = AttentionInputs(noise=Noise(jnp.ones(H, jnp.uint32), jnp.ones((2, T))))
+    with pytest.raises(UnsupportedError, match="noise"):
+        kernel(q, k, v, inputs, interpret=True)
 
 
 def test_the_noise_is_standard_normal_and_of_nothing_but_its_place():
@@ -116,8 +119,8 @@ def test_the_noise_is_standard_normal_and_of_nothing_but_its_place():
 def test_noise_lowers_for_cuda():
     q, k, v, row = request_of([0, 7, 0, 9], T=256, dtype=jnp.bfloat16)
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    side = Side(rotation=row.rotation, noise=Noise(row.noise, jnp.ones((2, 256))))
+    inputs = AttentionInputs(rotation=row.rotation, noise=Noise(row.noise, jnp.ones((2, 256))))
     check = export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
     with an_h100():
-        lowered = export.export(jax.jit(gpu_span), platforms=["cuda"], disabled_checks=[check])(q, k, v, side)
+        lowered = export.export(jax.jit(gpu_key_block), platforms=["cuda"], disabled_checks=[check])(q, k, v, inputs)
     assert "__gpu$xla.gpu.triton" in lowered.mlir_module()

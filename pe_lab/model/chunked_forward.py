@@ -1,4 +1,4 @@
-"""Reading texts of any length in bounded memory: chunk after chunk, against a cache."""
+"""Forward passes over sequences of any length in bounded memory: chunk after chunk, against a KV cache."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int
 
 from pe_lab.config import ModelConfig
-from pe_lab.model.cache import Cache, Layout, read_on
+from pe_lab.model.cache import Cache, Layout, forward_chunk
 from pe_lab.model.decoder import Params
 from pe_lab.model.loss import cross_entropy
 from pe_lab.model.programs import BLOCK, Programs, Weights
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Schedule
 
-CHUNK = 512  # tokens that are read at once
+CHUNK = 512  # tokens per chunk
 
 
-class ChunkReader:
-    """What a full forward pass gives, of texts that are too long for one.
+class ChunkedForward:
+    """The losses and hidden states of a forward pass, for sequences that are too long for one pass.
 
-    A pass over a whole text holds some dozen numbers a channel and token at once; this one holds them for a chunk, and
-    beside it the keys and values of all layers. One schedule is used throughout, the one for the whole text's length,
-    so that nothing depends on how it is cut.
+    A pass over a whole sequence has the activations of all its tokens in memory. This one has those of a chunk, and the
+    keys and values of all layers. All chunks use the schedule for the whole length, so that the result does not depend
+    on the chunks.
 
     Args:
       config, mesh, rules: as `Programs` takes them.
-      chunk: tokens that are read at once.
+      chunk: tokens per chunk.
 
     Attributes:
-      traces: (what, rows, chunk, capacity) -> how often it was compiled.
+      traces: (program, rows, chunk, capacity) -> how often it was compiled.
     """
 
     def __init__(
         self, config: ModelConfig, mesh: Mesh | None = None, rules: AxisRules | None = None, chunk: int = CHUNK
     ):
-        # Compiled once and called for every chunk: a scan, whose layers are compiled once, costs little here.
+        # A scan compiles faster, and its cost per call is small for a chunk.
         self.programs = Programs(config, mesh, rules, scan=config.scan)
         self.chunk = chunk
-        self._prepared: tuple[Params, Weights] | None = None  # of the parameters that were last read with
+        self._prepared: tuple[Params, Weights] | None = None  # for the last parameters
         self.traces: collections.Counter[tuple[Any, ...]] = collections.Counter()
-        self._losses = jax.jit(self._read_losses, static_argnames=("layout",), donate_argnames=("cache",))
-        self._hidden = jax.jit(self._read_hidden, static_argnames=("layout",), donate_argnames=("cache", "found"))
+        self._losses = jax.jit(self._forward_losses, static_argnames=("layout",), donate_argnames=("cache",))
+        self._hidden = jax.jit(self._forward_hidden, static_argnames=("layout",), donate_argnames=("cache", "found"))
 
     def losses(
         self,
@@ -57,14 +57,14 @@ class ChunkReader:
         schedule: Schedule,
         progress: Callable[[int], None] = lambda _: None,
     ) -> Float32[np.ndarray, "B T"]:
-        """Cross-entropy of every target, nats; `progress` hears how many tokens of each row have been read."""
+        """Cross-entropy of every target in nats; `progress` is called with the number of tokens done in each row."""
         results = []
 
         def step(params: Any, cache: Cache, part: np.ndarray, start: int, layout: Layout, placed: Any) -> Cache:
             wanted = np.zeros_like(part)
             wanted[:, : targets.shape[1] - start] = targets[:, start : start + self.chunk]
             loss, cache = self._losses(params, cache, part, wanted, np.int32(start), placed, layout=layout)
-            # One chunk behind, so that the device always has the next.
+            # The host waits one chunk behind, so that the device always has the next one.
             results.append(loss)
             if len(results) > 1:
                 results[-2] = np.asarray(results[-2])
@@ -100,7 +100,7 @@ class ChunkReader:
     def _walk(self, params: Params, tokens: np.ndarray, schedule: Schedule, step: Callable[..., Cache]) -> None:
         programs = self.programs
         rows, length = tokens.shape
-        # A power of two as everywhere, but not twice too large: of long texts the cache is most of what is held.
+        # The capacity is a multiple of a quarter of the next power of two: for few programs, and little unused memory.
         unit = max(self.chunk, 1 << max(0, (length - 1).bit_length() - 2))
         layout = programs.layout(schedule.structure, (False,) * schedule.num_layers, -(-length // unit) * unit)
         placed = programs.place(schedule)
@@ -115,19 +115,19 @@ class ChunkReader:
                 part[:, : real.shape[1]] = real
                 cache = step(weights, cache, part, start, layout, placed)
 
-    def _read(
+    def _forward(
         self, params: Any, cache: Cache, tokens: jax.Array, start: jax.Array, schedule: Schedule, layout: Layout
     ) -> tuple[Float[Array, "B C D"], Cache]:
         B, C = tokens.shape
         positions = (start + jnp.arange(C, dtype=jnp.int32))[None]
         counts, real = jnp.broadcast_to(start, (B,)), jnp.full(B, C, jnp.int32)
         programs = self.programs
-        x, cache = read_on(
-            programs.model, params, cache, layout, tokens, positions, counts, real, schedule, BLOCK, programs.span
+        x, cache = forward_chunk(
+            programs.model, params, cache, layout, tokens, positions, counts, real, schedule, BLOCK, programs.kernel
         )
         return programs.model.final_norm(params, x), cache
 
-    def _read_losses(
+    def _forward_losses(
         self,
         params: Any,
         cache: Cache,
@@ -138,11 +138,11 @@ class ChunkReader:
         layout: Layout,
     ) -> tuple[Float[Array, "B C"], Cache]:
         self.traces["losses", *tokens.shape, layout.capacity] += 1
-        x, cache = self._read(params, cache, tokens, start, schedule, layout)
+        x, cache = self._forward(params, cache, tokens, start, schedule, layout)
         model = self.programs.model
         return cross_entropy(x, model.unembedding(params), targets, model.config.loss_chunks), cache
 
-    def _read_hidden(
+    def _forward_hidden(
         self,
         params: Any,
         cache: Cache,
@@ -154,7 +154,7 @@ class ChunkReader:
         layout: Layout,
     ) -> tuple[Float[Array, "B Q D"], Cache]:
         self.traces["hidden", *tokens.shape, layout.capacity] += 1
-        x, cache = self._read(params, cache, tokens, start, schedule, layout)
+        x, cache = self._forward(params, cache, tokens, start, schedule, layout)
         place = at - start
         here = jnp.take_along_axis(x, jnp.clip(place, 0, tokens.shape[1] - 1)[..., None], axis=1)
         inside = (place >= 0) & (place < tokens.shape[1])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pe_lab.attention import Past, Row, attention, cached_attention, encode_keys
+from pe_lab.attention import CacheView, LayerEncoding, attention, cached_attention, encode_keys
 from pe_lab.errors import UserError
 
 B, H, G, K, SLOTS = 2, 4, 2, 8, 20
@@ -24,9 +24,9 @@ def rotations(rows: int, positions):
     return jnp.asarray(1.1 * np.cos(angle), jnp.float32), jnp.asarray(1.1 * np.sin(angle), jnp.float32)
 
 
-def row_at(kind: str, positions) -> Row:
+def row_at(kind: str, positions) -> LayerEncoding:
     """A row of a schedule that needs `kind`, at these positions [B, T]."""
-    row = Row()
+    row = LayerEncoding()
     for rows, name in ((1, "shared"), (G, "grouped"), (H, "split"), (H, "noise")):
         if kind == name:
             row = row._replace(**dict(zip(("cos", "sin"), rotations(rows, positions), strict=True)))
@@ -43,7 +43,7 @@ def row_at(kind: str, positions) -> Row:
 
 @functools.partial(jax.jit, static_argnames=("window", "block", "rotated"))
 def cached(q, k, v, past_key, past_value, at, used, row, slots_row, positions, window, block, rotated):
-    past = Past(past_key[None], past_value[None], 0, at, used, None if rotated else slots_row)
+    past = CacheView(past_key[None], past_value[None], 0, at, used, None if rotated else slots_row)
     seen = encode_keys(k, row, H, positions)
     return cached_attention(q, seen, v, past, row, positions=positions, window=window, block=block)
 
@@ -129,19 +129,19 @@ def test_neither_the_order_of_slots_nor_the_block_matters(order, block):
 def test_blocks_beyond_what_is_used_are_not_computed():
     """A key that is marked as held beyond `used` is not read: the loop ends before it."""
     shape = (1, 1, 1, 32, K)
-    past = Past(jnp.ones(shape), jnp.ones(shape), 0, jnp.arange(32)[None], jnp.int32(8), None)
+    past = CacheView(jnp.ones(shape), jnp.ones(shape), 0, jnp.arange(32)[None], jnp.int32(8), None)
     one = jnp.zeros((1, 1, 1, K))
-    out = cached_attention(one, one, one, past, Row(), positions=jnp.asarray([[32]]), block=8)
+    out = cached_attention(one, one, one, past, LayerEncoding(), positions=jnp.asarray([[32]]), block=8)
     np.testing.assert_allclose(out, np.full((1, 1, 1, K), 8 / 9), rtol=1e-6)  # 8 ones of 9 equal weights
 
 
 def test_heads_that_do_not_fit():
-    past = Past(jnp.zeros((1, 1, 2, 4, K)), jnp.zeros((1, 1, 2, 4, K)), 0, -jnp.ones((1, 4), int), jnp.int32(0))
+    past = CacheView(jnp.zeros((1, 1, 2, 4, K)), jnp.zeros((1, 1, 2, 4, K)), 0, -jnp.ones((1, 4), int), jnp.int32(0))
     new = jnp.zeros((1, 1, 2, K))
     with pytest.raises(UserError, match="3 query heads do not divide into 2"):
-        cached_attention(jnp.zeros((1, 1, 3, K)), new, new, past, Row(), positions=jnp.zeros((1, 1), int))
+        cached_attention(jnp.zeros((1, 1, 3, K)), new, new, past, LayerEncoding(), positions=jnp.zeros((1, 1), int))
     cos = jnp.ones((1, 1, 3, K // 2))
     with pytest.raises(UserError, match="3 rows of rotations fit neither 2 key heads nor 4"):
-        encode_keys(new, Row(cos, cos), 4, jnp.zeros((1, 1), int))
+        encode_keys(new, LayerEncoding(cos, cos), 4, jnp.zeros((1, 1), int))
     with pytest.raises(UserError, match="rotated per query head"):
-        encode_keys(new, Row(noise=jnp.ones(4, jnp.uint32)), 4, jnp.zeros((1, 1), int))
+        encode_keys(new, LayerEncoding(noise=jnp.ones(4, jnp.uint32)), 4, jnp.zeros((1, 1), int))

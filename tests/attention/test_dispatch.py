@@ -6,11 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.attention import IMPLEMENTATIONS, Row, attention
+from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, attention
 from pe_lab.attention.capabilities import FEATURES, Capabilities, Request, refusals
-from pe_lab.attention.dispatch import choose, order
-from pe_lab.attention.kernels import external as libraries
-from pe_lab.errors import UserError
+from pe_lab.attention.dispatch import choose, layer_request, order
+from pe_lab.attention.kernels import external
+from pe_lab.attention.key_block import AttentionInputs
+from pe_lab.errors import UnsupportedError, UserError
+from pe_lab.positional import LayerStructure
 
 T, K = 21, 16
 
@@ -31,22 +33,21 @@ def plain(monkeypatch):
 @pytest.mark.parametrize(
     ("row", "arrays", "what"),
     [
-        (Row(slope=jnp.ones(4)), {}, "slopes"),
-        (Row(diagonal_bias=jnp.ones((1, T))), {}, "diagonal bias"),
-        (Row(), {"window": 5}, "windows"),
-        (Row(), {"soft_cap": 5.0}, "soft cap"),
-        (Row(slope=jnp.ones(4)), {"window": 5}, "slopes and no windows"),
+        (LayerEncoding(slope=jnp.ones(4)), {}, "slopes"),
+        (LayerEncoding(diagonal_bias=jnp.ones((1, T))), {}, "diagonal bias"),
+        (LayerEncoding(), {"window": 5}, "windows"),
+        (LayerEncoding(slope=jnp.ones(4)), {"window": 5}, "slopes and no windows"),
     ],
 )
 def test_what_an_implementation_cannot_honour_it_refuses(row, arrays, what):
     q, k, v = (draw(1, T, 4, K, seed=i) for i in range(3))
-    others = "auto, reference, chunked" if "soft_cap" in arrays else "auto, reference, dense, chunked"
+    others = "auto, reference, dense, chunked"
     with pytest.raises(UserError, match=f"'plain' has no {what}, which this layer needs. Choose one of {others}"):
         attention(q, k, v, row, implementation="plain", **arrays)
     # What it can do, it does; and nobody is given a silently wrong answer.
     segments = jnp.zeros((1, T), jnp.int32)
-    out = attention(q, k, v, Row(), implementation="plain", segments=segments)
-    np.testing.assert_array_equal(out, attention(q, k, v, Row(), implementation="dense", segments=segments))
+    out = attention(q, k, v, LayerEncoding(), implementation="plain", segments=segments)
+    np.testing.assert_array_equal(out, attention(q, k, v, LayerEncoding(), implementation="dense", segments=segments))
 
 
 def test_auto_passes_by_what_cannot_honour_the_request(monkeypatch):
@@ -71,16 +72,16 @@ GPU = Request(platform="gpu", length=8192)
     [
         (TPU, "splash"),
         (TPU._replace(backward=True), "splash"),
-        (TPU._replace(needs=frozenset({"segments", "windows", "soft cap"})), "splash"),
+        (TPU._replace(needs=frozenset({"segments", "windows"})), "splash"),
         (TPU._replace(needs=frozenset({"slopes"})), "pallas_tpu"),
         (TPU._replace(needs=frozenset({"slopes"}), backward=True), "chunked"),
         (TPU._replace(needs=frozenset({"diagonal bias"})), "chunked"),
         (TPU._replace(length=2**20), "pallas_tpu"),
         (TPU._replace(split_heads=True), "pallas_tpu"),
-        (TPU._replace(spans=True), "pallas_tpu"),
-        (TPU._replace(spans=True, backward=True), "chunked"),
+        (TPU._replace(partial=True), "pallas_tpu"),
+        (TPU._replace(partial=True, backward=True), "chunked"),
         (TPU._replace(length=128), "dense"),
-        (TPU._replace(length=128, needs=frozenset({"soft cap"})), "splash"),
+        (TPU._replace(length=128, needs=frozenset({"segments"})), "dense"),
         (GPU, "cudnn"),
         (GPU._replace(backward=True, needs=frozenset({"windows"})), "cudnn"),
         (GPU._replace(dtype="float32"), "pallas_gpu"),
@@ -94,7 +95,7 @@ GPU = Request(platform="gpu", length=8192)
     ],
 )
 def test_auto_takes_the_fastest_that_can(asked, chosen, monkeypatch):
-    monkeypatch.setattr(libraries, "why_no_tokamax", lambda: "is not installed")
+    monkeypatch.setattr(external, "why_no_tokamax", lambda: "is not installed")
     assert choose("auto", asked) == chosen
 
 
@@ -103,12 +104,12 @@ def test_auto_takes_the_fastest_that_can(asked, chosen, monkeypatch):
     [
         (GPU, "cudnn"),
         (GPU._replace(head_dim=20), "tokamax"),
-        (GPU._replace(needs=frozenset({"windows", "soft cap"}), backward=True), "tokamax"),
+        (GPU._replace(head_dim=20, needs=frozenset({"windows"}), backward=True), "tokamax"),
         (GPU._replace(head_dim=20, needs=frozenset({"segments"})), "chunked"),
     ],
 )
 def test_auto_takes_tokamax_where_there_is_one_and_cudnn_cannot(asked, chosen, monkeypatch):
-    monkeypatch.setattr(libraries, "why_no_tokamax", lambda: "")
+    monkeypatch.setattr(external, "why_no_tokamax", lambda: "")
     assert choose("auto", asked) == chosen
 
 
@@ -131,12 +132,12 @@ def test_every_platform_has_an_order_of_everything_that_runs_there():
         ("pallas_gpu", GPU._replace(head_dim=20), "takes heads of 32 to 256, in steps of 16 channels, and these have"),
         ("cudnn", GPU._replace(dtype="float32"), "'cudnn' computes in .*, and this is float32"),
         ("pallas_tpu", TPU._replace(backward=True), "'pallas_tpu' has no gradient, which training needs"),
-        ("splash", TPU._replace(spans=True), "'splash' gives no partial results, which caches and texts on"),
+        ("splash", TPU._replace(partial=True), "'splash' gives no partial results, from which KV caches and seq"),
         ("splash", TPU._replace(length=2**20), "'splash' reads at most [0-9,]+ tokens, and these are 1,048,576"),
         (
             "chunked",
-            Request(spans=True, needs=frozenset({"diagonal bias"})),
-            "no diagonal bias for a text that lies on several",
+            Request(partial=True, needs=frozenset({"diagonal bias"})),
+            "no diagonal bias for a sequence on several",
         ),
     ],
 )
@@ -147,29 +148,42 @@ def test_a_name_is_refused_with_what_refuses_and_who_would_take_it(name, asked, 
 
 @pytest.mark.parametrize("name", [n for n, one in IMPLEMENTATIONS.items() if "cpu" in one.capabilities.platforms])
 @pytest.mark.parametrize("feature", FEATURES)
-def test_the_table_tells_the_truth_of_what_runs_here(name, feature):
-    """What is claimed changes the result, and is the reference's; what is not, the function itself refuses too."""
+def test_implementations_honour_the_features_in_the_table(name, feature):
     q, k, v = (draw(1, T, 4, K, seed=i) for i in range(3))
     settings = {
-        "slopes": dict(row=Row(slope=jnp.linspace(0.1, 1, 4))),
-        "segments": dict(row=Row(), segments=jnp.asarray([[1] * 9 + [2] * 12])),
-        "windows": dict(row=Row(), window=4),
-        "soft cap": dict(row=Row(), soft_cap=0.5),
-        "diagonal bias": dict(row=Row(diagonal_bias=jnp.full((1, T), 2.0))),
+        "slopes": dict(encoding=LayerEncoding(slope=jnp.linspace(0.1, 1, 4))),
+        "segments": dict(encoding=LayerEncoding(), segments=jnp.asarray([[1] * 9 + [2] * 12])),
+        "windows": dict(encoding=LayerEncoding(), window=4),
+        "diagonal bias": dict(encoding=LayerEncoding(diagonal_bias=jnp.full((1, T), 2.0))),
     }[feature]
-    one = IMPLEMENTATIONS[name]
-    if feature in one.capabilities.honours:
-        out = attention(q, k, v, implementation=name, chunk=8, **settings)
-        np.testing.assert_allclose(out, attention(q, k, v, implementation="reference", **settings), atol=2e-6)
-        assert np.abs(out - attention(q, k, v, Row(), implementation=name, chunk=8)).max() > 0.05
-    else:
-        absent = dict(slope=None, positions=None, segments=None, window=None, diagonal_bias=None, soft_cap=None)
-        given = {k: v for k, v in settings.items() if k != "row"}
-        with pytest.raises(NotImplementedError, match=f"attention.* has no {feature}"):
-            one.run(q, k, v, jnp.float32(1), **{**absent, **given})
+    assert feature in IMPLEMENTATIONS[name].capabilities.honours
+    out = attention(q, k, v, implementation=name, chunk=8, **settings)
+    np.testing.assert_allclose(out, attention(q, k, v, implementation="reference", **settings), atol=2e-6)
+    assert np.abs(out - attention(q, k, v, LayerEncoding(), implementation=name, chunk=8)).max() > 0.05
 
 
-def test_abilities_name_features_that_exist():
+def test_a_kernel_refuses_a_diagonal_bias_itself():
+    one, bias = draw(1, T, 4, K), AttentionInputs(diagonal_bias=jnp.ones((1, T)))
+    with pytest.raises(UnsupportedError, match="attention has no diagonal bias"):
+        IMPLEMENTATIONS["pallas_tpu"].run(one, one, one, bias)
+
+
+@pytest.mark.parametrize(
+    ("structure", "features"),
+    [
+        (LayerStructure(), {}),
+        (LayerStructure(slopes=True, window=5), dict(needs={"slopes", "windows"})),
+        (LayerStructure(rotates=True, heads="split"), dict(split_heads=True)),
+        (LayerStructure(rotates=True, heads="grouped", diagonal_bias=(1.0, 9)), dict(needs={"diagonal bias"})),
+    ],
+)
+def test_the_request_of_a_layer(structure, features):
+    request = layer_request(structure, (4, 2, K), "float32", T, backward=True)
+    needs = frozenset(features.pop("needs", ()))
+    assert request == Request(needs, "cpu", K, "float32", T, backward=True, **features)
+
+
+def test_capabilities_name_features_that_exist():
     for name, one in IMPLEMENTATIONS.items():
         assert one.capabilities.honours <= set(FEATURES), name
         assert one.capabilities.platforms and set(one.capabilities.platforms) <= {"cpu", "gpu", "tpu"}, name

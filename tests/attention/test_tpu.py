@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from spans import LINES, QUICK, Case, error, request
+from key_blocks import LINES, QUICK, Case, error, request
 
-from pe_lab.attention.kernels.tpu import Tiles, tiles, tpu_span
-from pe_lab.attention.key_block import MASKED, Partial, merge
+from pe_lab.attention.kernels.tpu import Tiles, tiles, tpu_key_block
+from pe_lab.attention.key_block import MASKED, PartialAttention, merge
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 def check(case: Case, **options) -> None:
     asked = request(case)
-    span = functools.partial(tpu_span, **asked.settings, **options, interpret=True)
-    run = jax.jit(span, compiler_options=QUICK)
-    found = run(asked.query, asked.key, asked.value, asked.side)
+    kernel = functools.partial(tpu_key_block, **asked.settings, **options, interpret=True)
+    run = jax.jit(kernel, compiler_options=QUICK)
+    found = run(asked.query, asked.key, asked.value, asked.inputs)
     assert found.out.dtype == asked.query.dtype and found.logsumexp.dtype == jnp.float32
     assert error(found.out, asked.out) < TOLERANCE[case.dtype], str(case)
     hidden = asked.logsumexp <= MASKED
@@ -42,12 +42,11 @@ def test_any_head(K):
 
 # Small blocks, so that few tokens touch many of them: queries of 128, of both heads; keys of 128.
 SMALL = Tiles(heads=2, queries=128, keys=128, few=False)
-# Two rows of a batch, of which one begins before all of its keys and one ends before the span does.
+# Two rows of a batch, of which one begins before all of its keys and one ends before the kernel does.
 BASE = Case(B=2, T=140, S=300, H=4, G=2, start=(-3, 165))
 FEATURES = {
     "used": dict(used=(61, 280)),
     "window": dict(window=70),
-    "soft cap": dict(soft_cap=1.5),
     "slopes": dict(slopes=True),
     "positions": dict(slopes=True, positions=True),
     "segments": dict(segments=True),
@@ -77,14 +76,13 @@ def test_whole_blocks_begin_and_end_where_all_queries_see_all_keys(more):
 
 
 @pytest.mark.parametrize("T", [1, 3])
-@pytest.mark.parametrize("splits", [1, pytest.param(2, marks=pytest.mark.slow), 5])
-def test_decoding_against_a_long_cache(T, splits):
-    """Rows of unequal lengths, keys beyond each are NaN; cut into splits, some of which hold nothing of a row."""
+def test_decoding_against_a_long_cache(T):
+    """Rows of different lengths; keys beyond each length are NaN."""
     case = Case(B=3, T=T, S=1500, H=6, G=2, K=64, start=(1400, 5, 700), used=(1400 + T, 5 + T, 700 + T))
     small = dataclasses.replace(tiles(6, 2, T, 1500), keys=256)
-    check(case, splits=splits, cut=small)
+    check(case, cut=small)
     for rotation in ("shared", "split"):
-        check(dataclasses.replace(case, rotation=rotation, slopes=True), splits=splits)
+        check(dataclasses.replace(case, rotation=rotation, slopes=True))
 
 
 # No shrinking: an example takes a second, and says what it is.
@@ -106,13 +104,11 @@ def test_random_shapes_and_features(data):
             start=tuple(draw(st.integers(-T, keys)) for _ in range(B)) if draw(st.booleans()) else (),
             used=tuple(draw(st.integers(0, keys)) for _ in range(B)) if draw(st.booleans()) else (),
             window=draw(st.sampled_from([None, 1, 2, 100, 1000])),
-            soft_cap=draw(st.sampled_from([None, 2.0])),
             slopes=draw(st.booleans()),
             segments=draw(st.booleans()),
             rotation=draw(st.sampled_from(["", "shared", "grouped", "split"])),
             seed=draw(st.integers(0, 99)),
         ),
-        splits=draw(st.sampled_from([1, 2])),
     )  # fmt: skip
 
 
@@ -127,13 +123,15 @@ def test_parts_merge_to_the_whole_and_nothing_stays_nothing():
     asked = request(Case(T=100, H=2, G=2, K=32), garbage=False)
     halves = []
     for start, keys in ((0, slice(0, 64)), (-64, slice(64, 100))):
-        side = asked.side._replace(start=jnp.full(1, start, jnp.int32))
+        inputs = asked.inputs._replace(start=jnp.full(1, start, jnp.int32))
         halves.append(
-            tpu_span(asked.query, asked.key[:, :, keys], asked.value[:, :, keys], side, wide=True, interpret=True)
+            tpu_key_block(
+                asked.query, asked.key[:, :, keys], asked.value[:, :, keys], inputs, wide=True, interpret=True
+            )
         )
     whole = merge(halves)
     assert error(whole.out, asked.out) < 1e-5 and error(whole.logsumexp, asked.logsumexp) < 1e-5
-    nothing = Partial(jnp.zeros((1, 1, 2, 4)), jnp.full((1, 1, 2), MASKED))
+    nothing = PartialAttention(jnp.zeros((1, 1, 2, 4)), jnp.full((1, 1, 2), MASKED))
     assert (merge([nothing, nothing]).logsumexp == np.float32(MASKED)).all()
     assert (merge([nothing, nothing]).out == 0).all()
 

@@ -6,16 +6,15 @@ import functools
 import jax
 import numpy as np
 import pytest
-from spans import LINES, QUICK, Case, error, request
+from key_blocks import LINES, QUICK, Case, error, request
 
-from pe_lab.attention.chunked import chunked_span
+from pe_lab.attention.chunked import chunked_key_block
 from pe_lab.attention.key_block import MASKED
 
 BASE = Case(B=2, T=70, S=150, H=4, G=2, K=16, start=(-3, 75))
 FEATURES = {
     "used": dict(used=(61, 140)),
     "window": dict(window=37),
-    "soft cap": dict(soft_cap=1.5),
     "slopes": dict(slopes=True),
     "positions": dict(slopes=True, positions=True),
     "segments": dict(segments=True),
@@ -29,8 +28,8 @@ FEATURES = {
 def test_features_together(names):
     changes = {name: value for feature in names for name, value in FEATURES[feature].items()}
     asked = request(dataclasses.replace(BASE, **changes))
-    span = functools.partial(chunked_span, chunk=32, wide=True, **asked.settings)
-    found = jax.jit(span, compiler_options=QUICK)(asked.query, asked.key, asked.value, asked.side)
+    kernel = functools.partial(chunked_key_block, chunk=32, wide=True, **asked.settings)
+    found = jax.jit(kernel, compiler_options=QUICK)(asked.query, asked.key, asked.value, asked.inputs)
     assert error(found.out, asked.out) < 1e-5
     unseen = asked.logsumexp <= MASKED
     assert (np.asarray(found.logsumexp)[unseen] == np.float32(MASKED)).all()

@@ -1,4 +1,4 @@
-"""What attention of a span to a span should say, in float64 and all at once; and requests to try kernels on."""
+"""Cases of attention to a block of keys, with the expected results in float64 from whole matrices of logits."""
 
 import contextlib
 import dataclasses
@@ -9,28 +9,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pe_lab.attention.key_block import Rotation, Side
+from pe_lab.attention.key_block import AttentionInputs, Rotation
 from pe_lab.positional import alibi_slopes
 from pe_lab.positional.rotation import fixed_point_frequencies
 
 # These compile much and compute little, and so they compile in a third of the time.
 QUICK = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}  # gone by JAX 0.12
 
-# Any two features meet: the rows, columns and wrapped diagonals of the nine, set out as a square. Where one of them
-# stands in for another (keys are turned one way or the other), the other two meet apart.
+# Any two features occur together: most are rows, columns and wrapped diagonals of a square of features. Where one
+# feature replaces another (shared or split rotations), the other two also occur together in a line of their own.
 LINES = [
-    ("used", "window", "soft cap"), ("slopes", "positions", "segments"), ("shared", "split", "few"),
-    ("used", "slopes", "shared"), ("window", "positions", "split"), ("soft cap", "segments", "few"),
-    ("used", "positions", "few"), ("window", "segments", "shared"), ("soft cap", "slopes", "split"),
-    ("used", "segments", "split"), ("window", "slopes", "few"), ("soft cap", "positions", "shared"),
+    ("used", "window"), ("slopes", "positions", "segments"), ("shared", "split", "few"),
+    ("used", "slopes", "shared"), ("window", "positions", "split"), ("segments", "few"),
+    ("used", "positions", "few"), ("window", "segments", "shared"), ("slopes", "split"),
+    ("used", "segments", "split"), ("window", "slopes", "few"), ("positions", "shared"),
     ("slopes", "segments"), ("shared", "few"),
 ]  # fmt: skip
-assert len({frozenset(pair) for line in LINES for pair in itertools.combinations(line, 2)}) == 9 * 8 / 2
+assert len({frozenset(pair) for line in LINES for pair in itertools.combinations(line, 2)}) == 8 * 7 / 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A span of queries and one of keys, and which features stand beside. Defaults are a whole text."""
+    """A block of queries, a block of keys, and their features. The defaults are a whole sequence."""
 
     B: int = 1
     T: int = 16
@@ -42,7 +42,6 @@ class Case:
     start: tuple[int, ...] = ()  # per row of the batch
     used: tuple[int, ...] = ()
     window: int | None = None
-    soft_cap: float | None = None
     slopes: bool = False
     segments: bool = False
     positions: bool = False  # other than indices, for the slopes
@@ -58,19 +57,19 @@ class Case:
 
 @dataclasses.dataclass
 class Request:
-    """A case's arrays, as kernels take them, and what they should give."""
+    """A case's arrays for a kernel, and the expected results."""
 
     query: Any
     key: Any
     value: Any
-    side: Side
+    inputs: AttentionInputs
     settings: dict[str, Any]
     out: np.ndarray
     logsumexp: np.ndarray
 
 
 def request(case: Case, garbage: bool = True) -> Request:
-    """Arrays of a case; with `garbage`, keys and values that are not there are NaN."""
+    """Arrays of a case; with `garbage`, keys and values beyond `used` are NaN."""
     rng = np.random.default_rng(case.seed + 7 * case.T + case.S)
     B, T, H, G, K = case.B, case.T, case.H, case.G, case.K
     S = case.S or T
@@ -89,11 +88,11 @@ def request(case: Case, garbage: bool = True) -> Request:
     if case.rotation:
         rows = {"shared": 1, "grouped": G, "split": H}[case.rotation]
         frequencies = 10000.0 ** -np.sort(rng.uniform(0, 1, (rows, K // 2)), axis=1)
-        frequencies[0, K // 3 :] = 0  # a pair that does not turn
+        frequencies[0, K // 3 :] = 0  # a pair that does not rotate
         gain = rng.uniform(0.5, 1.5, (rows, K // 2))
 
-    # Queries come turned and scaled, in the dtype: what that rounds off is not the kernel's.
-    q = q if frequencies is None else _turn(q, at, _per_head(frequencies, H), _per_head(gain, H))
+    # Queries are rotated, scaled and rounded to the dtype before the kernel.
+    q = q if frequencies is None else _rotate(q, at, _per_head(frequencies, H), _per_head(gain, H))
     query = jnp.asarray(q * case.scale * K**-0.5, dtype)
     out, logsumexp = expected(
         np.asarray(query, np.float64), k, v, case, start, used, slope,
@@ -101,7 +100,7 @@ def request(case: Case, garbage: bool = True) -> Request:
         (query_positions, key_positions) if case.positions else None,
         frequencies, gain,
     )  # fmt: skip
-    side = Side(
+    inputs = AttentionInputs(
         start=jnp.asarray(start, jnp.int32) if case.start else None,
         used=jnp.asarray(used, jnp.int32) if case.used else None,
         slope=None if slope is None else jnp.asarray(slope, jnp.float32),
@@ -111,7 +110,9 @@ def request(case: Case, garbage: bool = True) -> Request:
         key_segments=jnp.asarray(key_segments, jnp.int32) if case.segments else None,
     )
     if frequencies is not None:
-        side = side._replace(rotation=Rotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.float32(gain)))
+        inputs = inputs._replace(
+            rotation=Rotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.float32(gain))
+        )
     if garbage:
         gone = (np.arange(S) >= used[:, None])[:, None, :, None]
         k, v = np.where(gone, np.nan, k), np.where(gone, np.nan, v)
@@ -119,8 +120,8 @@ def request(case: Case, garbage: bool = True) -> Request:
         query,
         jnp.asarray(k, dtype),
         jnp.asarray(v, dtype),
-        side,
-        dict(window=case.window, soft_cap=case.soft_cap),
+        inputs,
+        dict(window=case.window),
         out,
         logsumexp,
     )
@@ -130,7 +131,7 @@ def _per_head(rows: np.ndarray, H: int) -> np.ndarray:
     return np.repeat(rows, H // len(rows), axis=0)
 
 
-def _turn(x: np.ndarray, at: np.ndarray, frequencies: np.ndarray, gain: np.ndarray) -> np.ndarray:
+def _rotate(x: np.ndarray, at: np.ndarray, frequencies: np.ndarray, gain: np.ndarray) -> np.ndarray:
     """x [B, H, T, K] at positions [B, T], with frequencies and gains [H, R], as complex numbers."""
     R = x.shape[-1] // 2
     z = x[..., :R] + 1j * x[..., R:]
@@ -139,17 +140,15 @@ def _turn(x: np.ndarray, at: np.ndarray, frequencies: np.ndarray, gain: np.ndarr
 
 
 def expected(q, k, v, case, start, used, slope, segments, positions, frequencies, gain):  # noqa: ANN001, ANN201
-    """Output and log-sum-exp, float64, from whole matrices of logits; queries are turned and scaled."""
+    """Output and logsumexp, float64, from whole matrices of logits; queries are rotated and scaled."""
     B, H, T, K = q.shape
     G, S = k.shape[1:3]
     k, v = np.repeat(k, H // G, axis=1), np.repeat(v, H // G, axis=1)
     query_index = start[:, None] + np.arange(T)
     key_index = np.broadcast_to(np.arange(S), (B, S))
     if frequencies is not None:
-        k = _turn(k, key_index, _per_head(frequencies, H), _per_head(gain, H))
+        k = _rotate(k, key_index, _per_head(frequencies, H), _per_head(gain, H))
     logits = np.einsum("bhtk,bhsk->bhts", q, k)
-    if case.soft_cap is not None:
-        logits = case.soft_cap * np.tanh(logits / case.soft_cap)
     distance = query_index[:, :, None] - key_index[:, None, :]
     if slope is not None:
         far = distance if positions is None else positions[0][:, :, None] - positions[1][:, None, :]
@@ -176,7 +175,7 @@ def error(found: Any, wanted: np.ndarray) -> float:
 
 
 def an_h100():
-    """JAX from 0.12 on asks which GPU a kernel is for; before, it takes an H100 where there is none."""
+    """A context for lowering to an H100. JAX before 0.12 needs none."""
     device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
     try:
         return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))

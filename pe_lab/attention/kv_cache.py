@@ -1,0 +1,142 @@
+"""Causal attention of a few new tokens to the earlier tokens in a KV cache, computed by XLA."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pe_lab.attention.key_block import MASKED, OnlineSoftmax, scaled
+from pe_lab.attention.layer_encoding import LayerEncoding, check_heads, encode_keys, encode_queries
+
+
+class CacheView(NamedTuple):
+    """One layer's part of a KV cache, with the positions of its tokens.
+
+    Attributes:
+      key, value: [L, B, G, S, K]: the caches of L layers in one array, heads before slots, so that the keys of one head
+        are contiguous. Keys have H heads if they were rotated once per query head.
+      layer: the index of the layer.
+      positions: [B or 1, S] the position of the token in each slot; negative for an empty slot. Visibility depends on
+        positions only: the content of an empty slot, even NaN, changes nothing.
+      used: all slots from this index on are empty; their blocks are not computed.
+      encoding: rotations of every slot, cos and sin [B or 1, S, rows, R], and noise, if the cached keys are not
+        rotated. None if they are.
+    """
+
+    key: Float[Array, "L B heads S K"]
+    value: Float[Array, "L B G S K"]
+    layer: Int[Array, ""] | int
+    positions: Int[Array, "#B S"]
+    used: Int[Array, ""]
+    encoding: LayerEncoding | None = None
+
+
+def cached_attention(
+    query: Float[Array, "B C H K"],
+    key: Float[Array, "B C heads K"],
+    value: Float[Array, "B C G K"],
+    cache: CacheView,
+    encoding: LayerEncoding,
+    *,
+    positions: Int[Array, "#B C"],
+    window: int | None = None,
+    block: int = 512,
+) -> Float[Array, "B C H K"]:
+    """Attention of C new tokens of each row to the cached tokens and, causally, to each other.
+
+    The result is that of `attention` for the last C tokens of a sequence. An online softmax runs over blocks of the
+    cache: memory is linear in the block, and time in the length of the sequence, not in the capacity. The new tokens
+    may be in the cache already, if `cache.positions` does not list them. Padding tokens of a row come last, where
+    causality hides them.
+
+    Args:
+      query, value: of the new tokens, not rotated, not scaled.
+      key: of the new tokens, from `encode_keys`.
+      cache: the earlier tokens.
+      encoding: of this layer, at the new tokens' positions.
+      positions: of the new tokens: consecutive within a row, and higher than all positions in its cache.
+      window: a query sees the last `window` tokens, itself included; None sees all.
+      block: slots per block.
+
+    Returns:
+      [B, C, H, K] in the dtype of `query`.
+    """
+    B, C, H, K = query.shape
+    G = value.shape[2]
+    check_heads(H, G)
+    q = scaled(encode_queries(query, encoding, G, positions), encoding.scale(K))
+    q = q.transpose(0, 2, 1, 3).reshape(B, G, H // G, C, K)
+    slope = None if encoding.slope is None else encoding.slope.reshape(G, H // G, 1, 1)
+
+    # The new tokens come first: every query sees its own key there, so that no sum of weights is ever zero.
+    distance = jnp.arange(C)[:, None] - jnp.arange(C)
+    own = _logits(q, key.transpose(0, 2, 1, 3))
+    if slope is not None:
+        own -= slope * distance.astype(jnp.float32)
+    if encoding.diagonal_bias is not None:
+        own += (jnp.eye(C) * encoding.diagonal_bias[:, :, None])[:, None, None]
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    own = jnp.where(seen, own, MASKED)
+    highest = own.max(-1)
+    weights = jnp.exp(own - highest[..., None])
+    start = OnlineSoftmax(highest, weights.sum(-1), _weighted(weights, value.transpose(0, 2, 1, 3)))
+
+    slots = cache.key.shape[3]
+    block = min(block, slots)
+
+    def add_block(j: jax.Array, softmax: OnlineSoftmax) -> OnlineSoftmax:
+        # If blocks do not divide the cache, the last one begins earlier; slots of the block before are masked.
+        first = jnp.minimum(j * block, slots - block)
+        at = jax.lax.dynamic_slice_in_dim(cache.positions, first, block, axis=1)
+        at = jnp.where(first + jnp.arange(block) >= j * block, at, -1)
+        k, v = _block(cache.key, cache.layer, first, block), _block(cache.value, cache.layer, first, block)
+        if cache.encoding is not None:
+            of_block = _block_encoding(cache.encoding, first, block)
+            k = encode_keys(k.transpose(0, 2, 1, 3), of_block, H, at).transpose(0, 2, 1, 3)
+        distance = positions[:, :, None] - at[:, None, :]
+        logits = _logits(q, k)
+        if slope is not None:
+            logits -= slope * distance[:, None, None].astype(jnp.float32)
+        seen: Bool[Array, "#B C S"] = (at >= 0)[:, None] & (distance > 0)
+        if window is not None:
+            seen &= distance < window
+        # A masked logit is so far below the query's own that its weight is exactly 0. But 0 times NaN would be NaN.
+        v = jnp.where((at >= 0)[:, None, :, None], v, 0)
+        return softmax.add(jnp.where(seen[:, None, None], logits, MASKED), lambda weights: _weighted(weights, v))
+
+    result = jax.lax.fori_loop(0, (cache.used + block - 1) // block, add_block, start)
+    out = (result.out / result.total[..., None]).reshape(B, H, C, K).transpose(0, 2, 1, 3)
+    return out.astype(query.dtype)
+
+
+def _block(x: jax.Array, layer: jax.Array | int, first: jax.Array, block: int) -> Float[Array, "B heads S K"]:
+    """One block of one layer's cache, without a copy of the whole layer."""
+    zero = jnp.zeros((), jnp.int32)
+    sizes = (1, *x.shape[1:3], block, x.shape[4])
+    return jax.lax.dynamic_slice(x, (jnp.asarray(layer, jnp.int32), zero, zero, first, zero), sizes)[0]
+
+
+def _block_encoding(encoding: LayerEncoding, first: jax.Array, block: int) -> LayerEncoding:
+    """The rotations of one block of slots."""
+    if encoding.cos is None or encoding.sin is None:
+        return encoding
+    cos, sin = (jax.lax.dynamic_slice_in_dim(x, first, block, axis=1) for x in (encoding.cos, encoding.sin))
+    return encoding._replace(cos=cos, sin=sin)
+
+
+def _logits(q: Float[Array, "B G M C K"], k: Float[Array, "B heads S K"]) -> Float[Array, "B G M C S"]:
+    B, G, M, C, K = q.shape
+    # Query heads that share a key are more queries to the matrix product.
+    q = q.reshape(B, k.shape[1], -1, K)
+    logits = jnp.einsum("bgtk,bgsk->bgts", q, k, preferred_element_type=jnp.float32)
+    return logits.reshape(B, G, M, C, k.shape[2])
+
+
+def _weighted(weights: Float[Array, "B G M C S"], v: Float[Array, "B G S K"]) -> Float[Array, "B G M C K"]:
+    B, G, M, C, S = weights.shape
+    weights = weights.reshape(B, G, M * C, S).astype(v.dtype)
+    out = jnp.einsum("bgts,bgsk->bgtk", weights, v, preferred_element_type=jnp.float32)
+    return out.reshape(B, G, M, C, v.shape[3])

@@ -1,0 +1,129 @@
+"""The shape of a model: its completed config, its runs of equal layers, and the FLOPs of a train step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import jax
+
+from pe_lab.attention import IMPLEMENTATIONS
+from pe_lab.config import ModelConfig
+from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.model.modules import ACTIVATIONS, NORMS, QK_NORMS
+from pe_lab.positional import LayerStructure
+
+REMAT_POLICIES = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def complete(config: ModelConfig) -> ModelConfig:
+    """The config with head_dim set. Raises a `ConfigError` that names an invalid field."""
+    for field in ("layers", "d_model", "d_ff", "attention_chunk", "loss_chunks"):
+        if getattr(config, field) < 1:
+            raise ConfigError(f"model.{field} is {getattr(config, field)}; it must be positive.")
+    if config.heads < 1 or config.kv_heads < 1 or config.heads % config.kv_heads:
+        raise ConfigError(
+            f"model.heads is {config.heads} and model.kv_heads {config.kv_heads}; kv_heads must divide heads."
+        )
+    if config.head_dim == 0:
+        if config.d_model % config.heads:
+            raise ConfigError(
+                f"model.d_model {config.d_model} does not divide into {config.heads} heads; set model.head_dim."
+            )
+        config = dataclasses.replace(config, head_dim=config.d_model // config.heads)
+    if config.head_dim < 2 or config.head_dim % 2:
+        raise ConfigError(f"model.head_dim is {config.head_dim}; it must be even, since channels rotate in pairs.")
+    if config.vocab_size < 1:
+        raise ConfigError(f"model.vocab_size is {config.vocab_size}; it must be positive.")
+    if config.vocab_size % config.loss_chunks:
+        raise ConfigError(
+            f"model.loss_chunks is {config.loss_chunks}; it must divide model.vocab_size {config.vocab_size}."
+        )
+    for field, allowed in (("norm", NORMS), ("activation", ACTIVATIONS), ("qk_norm", QK_NORMS)):
+        value = getattr(config, field)
+        if value not in allowed:
+            raise ConfigError(f"model.{field} is '{value}'. " + did_you_mean(str(value), list(allowed)))
+    if config.remat not in REMAT_POLICIES:
+        raise ConfigError(f"model.remat is '{config.remat}'; it must be one of {', '.join(REMAT_POLICIES)}.")
+    if config.attention not in ("auto", *IMPLEMENTATIONS):
+        raise ConfigError(
+            f"model.attention is '{config.attention}'. " + did_you_mean(config.attention, ["auto", *IMPLEMENTATIONS])
+        )
+    if config.dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"model.dtype is '{config.dtype}'; it must be float32 or bfloat16.")
+    return config
+
+
+class Run(NamedTuple):
+    """Layers `start` .. `start + period * repeats`, whose structure repeats with `period`."""
+
+    start: int
+    period: int
+    repeats: int
+
+
+def runs(structure: Sequence[Hashable]) -> list[Run]:
+    """The runs of a stack of layers, each the repetition of a pattern; only one period of each run is compiled.
+
+    Greedy from the first layer: at each layer, the pattern that saves most layers is taken, the shorter one among
+    equals. 3 windowed + 1 full, repeated, is one run of period 4; 12 rotary layers before 12 without are two runs of
+    period 1.
+    """
+    found, start, total = [], 0, len(structure)
+    while start < total:
+        best = Run(start, 1, 1)
+        for period in range(1, (total - start) // 2 + 1):
+            repeats = 1
+            while (
+                start + period * (repeats + 1) <= total
+                and structure[start + period * repeats : start + period * (repeats + 1)]
+                == structure[start : start + period]
+            ):
+                repeats += 1
+            if period * (repeats - 1) > best.period * (best.repeats - 1):
+                best = Run(start, period, repeats)
+        found.append(best)
+        start += best.period * best.repeats
+    return found
+
+
+class Flops(NamedTuple):
+    """Floating-point operations per trained token, under two conventions of MFU.
+
+    `full` counts every query with every key, as PaLM and MaxText do; `causal` counts only visible keys. Neither counts
+    rematerialization.
+    """
+
+    full: float
+    causal: float
+
+
+def train_flops_per_token(
+    config: ModelConfig, sequence_length: int, structure: Sequence[LayerStructure] | None = None
+) -> Flops:
+    """FLOPs per token of a train step: 6 per weight of a matrix product, and attention's two products three times.
+
+    They are computed from the shape, because compilers count the body of a scan only once.
+
+    Args:
+      config: a completed model config (`model.complete`).
+      sequence_length: T of the training windows.
+      structure: of the layers; their windows matter for the causal count. None: full attention.
+    """
+    D, H, G, K, T = config.d_model, config.heads, config.kv_heads, config.head_dim, sequence_length
+    mlp = (3 if config.gated_mlp else 2) * D * config.d_ff
+    weights = config.layers * (2 * D * H * K + 2 * D * G * K + mlp) + D * config.vocab_size
+    full = causal = 6.0 * weights
+    for n in range(config.layers):
+        window = structure[n].window if structure else None
+        seen = min(window or T, T)
+        # The mean number of visible keys: the first `seen` queries see 1, 2, ... keys, the others `seen`.
+        mean_keys = (seen * (seen + 1) / 2 + (T - seen) * seen) / T
+        full += 12.0 * H * K * T
+        causal += 12.0 * H * K * mean_keys
+    return Flops(full, causal)
