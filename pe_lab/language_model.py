@@ -76,7 +76,7 @@ class LanguageModel:
     schedule: Schedule
     tokenizer: Tokenizer | None = None
     general: Mapping[str, Any] = field(default_factory=dict)  # what `Schedule.generalize` is told, see `for_any_scheme`
-    read_as: int | None = None  # tokens; see `at_length`
+    schedule_length: int | None = None  # tokens; see `at_length`
 
     @property
     def config(self) -> ModelConfig:
@@ -253,8 +253,8 @@ class LanguageModel:
         return Request(max_new_tokens, sampling, eos_ids, stop, cache_length, refresh)
 
     def _schedules(self) -> Schedules:
-        if self.read_as is not None:
-            return Schedules.fixed(self._schedule_for(self.read_as))
+        if self.schedule_length is not None:
+            return Schedules.fixed(self._schedule_for(self.schedule_length))
         return Schedules(self._schedule_for, tuple(layer.follows_length for layer in self.layers))
 
     @property
@@ -266,7 +266,7 @@ class LanguageModel:
         """The schedule for texts of so many tokens: another one only where a layer follows the length."""
         if not any(layer.follows_length for layer in self.layers):
             return self.schedule
-        return self.build(self.layers, length if self.read_as is None else self.read_as)
+        return self.build(self.layers, length if self.schedule_length is None else self.schedule_length)
 
     def build(self, described: Sequence[Layer], length: int | None = None) -> Schedule:
         """The schedule of layers for texts of `length` tokens, in the structure that this model is compiled for."""
@@ -318,7 +318,7 @@ class LanguageModel:
         Dynamic NTK, dynamic YaRN, LongRoPE and `Beta` then have the factor of that length from the first token on,
         and a text is continued without being read again. Other encodings are what they were.
         """
-        return dataclasses.replace(self, read_as=length)
+        return dataclasses.replace(self, schedule_length=length)
 
     def drop_positional(self, chosen: Sequence[int] | None = None) -> LanguageModel:
         """No positional encoding on all layers, or on the chosen ones (DroPE's drop, before any recalibration)."""

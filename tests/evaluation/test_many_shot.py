@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from pe_lab.data.tokenizers import ByteTokenizer
-from pe_lab.errors import UserError
+from pe_lab.errors import DataError, UserError
+from pe_lab.evaluation.scoring.math_answers import final_answer, last_boxed, same_answer
 from pe_lab.evaluation.tasks import many_shot
-from pe_lab.evaluation.tasks.many_shot import ManyShotTask, final_answer, last_boxed, many_shot_tasks, same_answer
+from pe_lab.evaluation.tasks.many_shot import ManyShotTask, many_shot_tasks
 from pe_lab.evaluation.tasks.task import Task
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "many_shot_golden.json").read_text(encoding="utf-8"))
@@ -69,9 +70,9 @@ def test_the_needle_is_there_once_at_its_depth_and_absent_without(tasks):
         # The solved ones around are the same, in the same order.
         others = solved[: places[0]] + solved[places[0] + 1 :]
         assert others == without[: len(others)] and 0 <= len(without) - len(others) <= 3
-        assert sample.facts["exemplars"] == len(others) and plain.facts["exemplars"] == len(without)
-        assert sample.facts["cluster"] == plain.facts["cluster"] == plain.facts["problem"]
-    assert len({sample.facts["cluster"] for sample in needles}) == 6
+        assert sample.metadata["exemplars"] == len(others) and plain.metadata["exemplars"] == len(without)
+        assert sample.metadata["cluster"] == plain.metadata["cluster"] == plain.metadata["problem"]
+    assert len({sample.metadata["cluster"] for sample in needles}) == 6
 
 
 def test_prompts_leave_the_buffer_free_and_no_more(tasks):
@@ -90,7 +91,7 @@ def test_prompts_leave_the_buffer_free_and_no_more(tasks):
         another = parts(longer.text)[0][len(solved)]
         budget = LENGTH - (BUFFER - len(f"Problem: {asked}\nSolution:"))
         assert len(sample.tokens) <= budget < len(sample.tokens) + len(f"Problem: {another}\n\n")
-    # An answer longer than the buffer has its room anyway.
+    # An answer may be longer than the buffer.
     greedy = ManyShotTask(tasks["plain"].data, False, buffer=100, max_new_tokens=900)
     assert 0 <= LENGTH - len(greedy.samples(BYTES, LENGTH, 1, 0)[0].tokens) - 900 < longest
 
@@ -137,14 +138,14 @@ def test_a_length_without_room_is_refused_and_long_problems_are_passed_over(task
     found = lines(10)
     found[3] |= {"solution": "Long. " * 1000 + "\\boxed{1}"}
     (task,) = many_shot_tasks(write(tmp_path / "long.jsonl", found), ["plain"], NEW, BUFFER)
-    asked = [sample.facts["problem"] for sample in task.samples(BYTES, LENGTH, 50, 0)]
+    asked = [sample.metadata["problem"] for sample in task.samples(BYTES, LENGTH, 50, 0)]
     assert sorted(asked) == [i for i in range(11) if i != 3]
 
 
 def test_the_papers_settings_are_the_defaults(tasks, tmp_path):
     path = write(tmp_path / "problems.jsonl", lines(2))
     assert [(task.buffer, task.max_new_tokens) for task in many_shot_tasks(path)] == [(2300, 2048)] * 2
-    assert many_shot.PAPER_SAMPLES == {"needle": 4 * 100, "plain": 100}
+    assert many_shot.SAMPLES == {"needle": 4 * 100, "plain": 100}
     for task in tasks.values():
         assert isinstance(task, Task) and task.suite == "many_shot" and task.metric == "accuracy"
         json.dumps(task.settings)
@@ -156,16 +157,16 @@ def test_files_that_are_not_problems_are_refused(tmp_path):
     with pytest.raises(UserError, match="Did you mean 'needle'"):
         many_shot_tasks(tmp_path / "none.jsonl", ["needles"])
     good = lines(2)[0]
-    for wrong, said in (
-        ({"problem": "p", "answer": "1"}, "solution"),
-        ([1], "problem, solution"),
-        (good | {"answer": 3}, "answer"),
+    for wrong, message in (
+        ({"problem": "p", "answer": "1"}, "it has no text solution"),
+        ([1], "no JSON object"),
+        (good | {"answer": 3}, "it has no text answer"),
     ):
-        with pytest.raises(UserError, match=f"line 2, is no problem: {said}"):
+        with pytest.raises(DataError, match=f"line 2, is no problem: {message}"):
             many_shot.read_problems(write(tmp_path / "bad.jsonl", [good, wrong]))
     for field in many_shot.FIELDS:  # json.dumps escapes it, as a cut file of \\u escapes may have it
         found = [good, good | {field: "half \ud83d"}]
-        with pytest.raises(UserError, match=r"bad\.jsonl, line 2, has half of a surrogate pair"):
+        with pytest.raises(UserError, match=r"bad\.jsonl, line 2, is no problem: half of a surrogate pair"):
             many_shot.read_problems(write(tmp_path / "bad.jsonl", found))
     whole = [line | {"solution": "\U0001f600 \\boxed{1}"} for line in lines(2)]
     assert many_shot.read_problems(write(tmp_path / "good.jsonl", whole)).problems[0].solution[0] == "\U0001f600"

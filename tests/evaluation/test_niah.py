@@ -1,5 +1,6 @@
 """Needles in haystacks: that the prompts are RULER's, DroPE's and DoPE's, fit, and are always the same."""
 
+import argparse
 import json
 import random
 import re
@@ -11,14 +12,19 @@ import pytest
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
 from pe_lab.evaluation.tasks import haystacks, niah, suites
-from pe_lab.evaluation.tasks.haystacks import Haystack
-from pe_lab.evaluation.tasks.words import draw, draw_distinct, word_list
+from pe_lab.evaluation.tasks.haystacks import Haystack, draw, draw_distinct, word_list
 
 TOKENIZER = ByteTokenizer()
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "niah_golden.json").read_text(encoding="utf-8"))
 PROSE = " ".join(f"SampleRecord {n} of the log says that nothing happened today. Or so it seems!" for n in range(300))
 ESSAYS = Haystack("essays", PROSE)
 ALL = [niah.niah_task(name, ESSAYS) for name in niah.NIAH] + [niah.ruler_needle_task(n, ESSAYS) for n in niah.RULER]
+
+
+def flags(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    suites.add_arguments(parser)
+    return parser.parse_args(["--haystack=noise", *argv])
 
 
 def by_reading(prompt: str, asked: list[str]) -> list[str]:
@@ -148,7 +154,7 @@ def test_a_haystack_of_texts_begins_again_after_its_last_word(tmp_path):
         "nine ten. One two three. And four five. Six seven eight nine ten. One"
     )
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="a.txt cannot be read as text"):
+    with pytest.raises(UserError, match="a.txt is no UTF-8 text"):
         haystacks.open_haystack(f"{tmp_path}/*.txt")
 
 
@@ -171,13 +177,12 @@ def test_rulers_essays_are_joined_piece_by_piece():
 
 
 def test_few_samples_are_spread_over_the_depths():
-    options = suites.Options(haystack="noise", samples=3)
-    standard, *_ = suites.open_tasks({"niah": ()}, options)
+    standard, *_ = suites.open_tasks({"niah": ()}, flags("--samples=3"))
     assert [sample.depth for sample in standard.samples(TOKENIZER, 2000, 3, 0)] == [(0.0,), (50.0,), (100.0,)]
-    (one,) = suites.open_tasks({"niah": ("standard",)}, suites.Options(haystack="noise", samples=1))
+    (one,) = suites.open_tasks({"niah": ("standard",)}, flags("--samples=1"))
     assert one.samples(TOKENIZER, 2000, 1, 0)[0].depth == (50.0,)
     with pytest.raises(UserError, match="would leave out some of the 4 depths"):
-        suites.open_tasks({"niah": ("standard",)}, suites.Options(haystack="noise", samples=3, depths=(0, 1, 2, 3)))
+        suites.open_tasks({"niah": ("standard",)}, flags("--samples=3", "--depths=0,1,2,3"))
 
 
 def test_dopes_task_without_its_noise():
@@ -185,7 +190,7 @@ def test_dopes_task_without_its_noise():
     clean, noisy = (niah.niah_task(name, ESSAYS) for name in ("clean", "noisy"))
     ours, theirs = (task.samples(TOKENIZER, 3000, 1, 0)[0] for task in (clean, noisy))
     assert (ours.max_new_tokens, ours.stop) == (theirs.max_new_tokens, theirs.stop) == (50, ("\n",))
-    assert "sinks" not in ours.facts and theirs.facts["sinks"] == 10
+    assert "sinks" not in ours.metadata and theirs.metadata["sinks"] == 10
     assert "clean" not in niah.DEFAULT and set(niah.DEFAULT) < set(niah.NIAH)
 
 
@@ -199,7 +204,7 @@ def test_nothing_in_a_text_is_taken_for_a_place_of_sinks(tmp_path):
 def test_a_word_that_fits_nowhere_is_said_before_anything_is_asked():
     text = "alpha beta gamma. " * 50 + "x" * 5000 + " " + "alpha beta gamma. " * 50
     task = niah.niah_task("standard", Haystack("text", text.strip()))
-    with pytest.raises(UserError, match="do not fit 2,000 tokens; the shortest take 5,"):
+    with pytest.raises(UserError, match="do not hold all 500 samples of niah:standard .*; the shortest take 5,"):
         task.samples(TOKENIZER, 2000, 500, 42)
 
 
@@ -208,5 +213,5 @@ def test_a_haystack_in_rulers_own_file(tmp_path):
     path.write_text(json.dumps({"text": PROSE}))
     assert haystacks.open_haystack(str(path)).text == PROSE
     path.write_text("[1]")
-    with pytest.raises(UserError, match="is no object with a `text`"):
+    with pytest.raises(UserError, match="is damaged: it holds no JSON object.*with a `text`"):
         haystacks.open_haystack(str(path))

@@ -48,7 +48,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(params=["vt", "vt long", "cwe", "cwe long", "fwe", "qa_1", "qa_2"])
 def case(request, files):
-    """A task and a length with room for it."""
+    """A task and a length that holds it."""
     name = request.param.split()[0]
     task = qa_task(name, files) if name.startswith("qa") else tasks_named([name])[0]
     return task, {"vt long": 9000, "cwe": 2600, "cwe long": 8000}.get(request.param, 3000)
@@ -166,7 +166,7 @@ def test_frequent_words_prompts_are_rulers():
         assert any((size - budget // 6) % (budget // 32) == 0 for size in sizes)  # RULER's first size, and its steps
     # Ours takes what such a step leaves.
     ours = FrequentWords().samples(Characters(), golden["max_length"], 1, 0)[0]
-    assert 0 <= ours.facts["words"] - sizes[0] < golden["max_length"] // 32 + len(sizes)
+    assert 0 <= ours.metadata["words"] - sizes[0] < golden["max_length"] // 32 + len(sizes)
     assert ours.max_new_tokens == golden["new_tokens"]
 
 
@@ -212,7 +212,7 @@ def test_prompts_are_as_long_as_fit(case):
         assert len(sample.tokens) <= budget and (sample.tokens == BYTES.encode_prompt(sample.text)).all()
         rng = random_for("ruler", task.name, 1, sample.index)
         draft = task.draft(BYTES, length, sample.index, rng)
-        size = sample.facts[draft.unit]
+        size = sample.metadata[draft.unit]
         assert draft.render(size) == sample.text
         assert len(BYTES.encode_prompt(draft.render(size + 1))) > budget
 
@@ -267,7 +267,7 @@ def test_room_is_looked_for_in_one_sample_where_there_is_plenty(monkeypatch):
 
 def test_lengths_have_names_words_and_documents_in_common(files):
     def shown(task, sample):
-        """What is asked of which variables, or words, or documents; a longer text has those of a shorter one."""
+        """The variables, words or documents of a prompt; a longer prompt has those of a shorter one."""
         if task.name == "vt":
             return [(names, value) for _, value, names in tracked(sample.text)]
         if task.name == "cwe":
@@ -296,9 +296,9 @@ def test_questions_of_one_document_belong_together(files):
     for name in ("qa_1", "qa_2"):
         task = qa_task(name, files)
         for sample in task.samples(BYTES, 3000, 5, 0):
-            question = task.data.questions[sample.facts["question"]]
-            assert task.data.documents[sample.facts["cluster"]] in documents(sample.text)[0]
-            assert sample.facts["cluster"] == question.documents[0]
+            question = task.data.questions[sample.metadata["question"]]
+            assert task.data.documents[sample.metadata["cluster"]] in documents(sample.text)[0]
+            assert sample.metadata["cluster"] == question.documents[0]
 
 
 def test_two_chains_are_told_apart_by_their_value():
@@ -335,7 +335,7 @@ def test_common_words_run_out_in_long_texts_unless_more_are_given():
         CommonWords().samples(coarse, 20000, 1, 0)[0]
     more = tuple(f"word{i}" for i in range(30000))
     sample = CommonWords(more).samples(coarse, 20000, 1, 0)[0]
-    assert len(sample.tokens) > 0.98 * 19880 and sample.facts["words"] > 8166
+    assert len(sample.tokens) > 0.98 * 19880 and sample.metadata["words"] > 8166
     assert CommonWords().score(sample, read(sample, "cwe")) == {"string_match_all": 1.0}
     with pytest.raises(UserError, match=r"have at most [\d,]+ tokens; 20,000"):
         CommonWords().samples(coarse, 20000, 500, 0)  # at once
@@ -352,7 +352,7 @@ def test_questions_without_room_for_their_own_documents_are_passed_over(tmp_path
     data["data"][0]["paragraphs"][0]["context"] *= 30
     (tmp_path / "squad.json").write_text(json.dumps(data))
     samples = qa_task("qa_1", tmp_path).samples(BYTES, 1500, 3, 0)
-    assert [sample.facts["question"] for sample in samples] == [1, 2, 3]
+    assert [sample.metadata["question"] for sample in samples] == [1, 2, 3]
     assert len(qa_task("qa_1", tmp_path).samples(BYTES, 1500, 500, 0)) == 19
     assert len(qa_task("qa_1", tmp_path).samples(BYTES, 9000, 500, 0)) == 20
 
@@ -377,7 +377,7 @@ def test_all_thirteen_tasks_by_name(files):
 
 def test_missing_and_damaged_files_say_what_to_place(tmp_path, files):
     for directory in (None, tmp_path):
-        with pytest.raises(UserError, match=r"SQuAD 2\.0.*--qa=DIR.*https://rajpurkar\.github\.io.*dev-v2\.0\.json"):
+        with pytest.raises(UserError, match=r"SQuAD 2\.0.*https://rajpurkar\.github\.io.*dev-v2\.0\.json.*--qa=DIR"):
             qa_task("qa_1", directory)
     with pytest.raises(UserError, match=r"HotpotQA.*curtis\.ml\.cmu\.edu"):
         qa_task("qa_2", tmp_path)

