@@ -172,8 +172,8 @@ def test_files_that_are_not_problems_are_refused(tmp_path):
     assert many_shot.read_problems(write(tmp_path / "good.jsonl", whole)).problems[0].solution[0] == "\U0001f600"
     with pytest.raises(UserError, match="has not two problems"):
         many_shot.read_problems(write(tmp_path / "one.jsonl", [good, good]))
-    renamed = [{"q": line["problem"], "s": line["solution"]} for line in lines(3)]
-    data = many_shot.read_problems(write(tmp_path / "other.jsonl", renamed), ("q", "s", "a"))
+    without = [{"problem": line["problem"], "solution": line["solution"]} for line in lines(3)]
+    data = many_shot.read_problems(write(tmp_path / "other.jsonl", without))
     assert [problem.answer for problem in data.problems] == [line["answer"] for line in lines(3)]
 
 

@@ -391,5 +391,5 @@ def test_missing_and_damaged_files_say_what_to_place(tmp_path, files):
     assert len(tasks_named(["cwe"], words=tmp_path / "english_words.json")[0].more_words) == 200
     (tmp_path / "lists.json").write_text(json.dumps({str(i): [f"word{i}"] for i in range(200)}))
     for path in (tmp_path / "none.json", tmp_path / "squad.json", tmp_path / "lists.json"):
-        with pytest.raises(UserError, match="--words="):
+        with pytest.raises(UserError, match="--words"):
             tasks_named(["cwe"], words=path)

@@ -87,16 +87,9 @@ class Forward:
 
     def losses(self, params: Params, batch: Batch, layers: Sequence[Layer]) -> Float32[np.ndarray, "n T"]:
         """The cross-entropy of every target, nats. `batch`: tokens, targets, and perhaps segments and positions."""
-        length = batch["tokens"].shape[1]
         used = {name: batch[name] for name in ("tokens", "targets", "segments", "positions") if name in batch}
-        schedule = self.schedule(layers, length)
-        if self._in_chunks(used):
-
-            def compute(reader: ChunkReader, part: Batch, on_position: OnTokens) -> np.ndarray:
-                return reader.losses(params, part["tokens"], part["targets"], schedule, on_position)
-
-            return np.concatenate(list(self._chunked(used, compute)))
-        return np.concatenate(list(self._run("losses", params, used, schedule)))
+        schedule = self.schedule(layers, batch["tokens"].shape[1])
+        return np.concatenate(list(self._outputs("losses", params, used, schedule)))
 
     def predictions(
         self,
@@ -108,14 +101,7 @@ class Forward:
         """The likeliest next token after each of the positions `at`."""
         batch = {"tokens": np.asarray(tokens, np.int32), "at": np.asarray(at, np.int32)}
         schedule = self.schedule(layers, tokens.shape[1])
-        if self._in_chunks(batch):
-
-            def likeliest(reader: ChunkReader, part: Batch, on_position: OnTokens) -> np.ndarray:
-                x = reader.hidden(params, part["tokens"], part["at"], schedule, on_position)
-                return np.asarray(_likeliest(reader.programs.model, params, x))
-
-            return np.concatenate(list(self._chunked(batch, likeliest)))
-        return np.concatenate(list(self._run("predictions", params, batch, schedule)))
+        return np.concatenate(list(self._outputs("predictions", params, batch, schedule)))
 
     def scores(
         self,
@@ -135,21 +121,19 @@ class Forward:
           schedule_length: the length of the schedule, for encodings that depend on it; None: T.
           per_device: the sequences in a batch on each device; None: as many as its memory is good for.
         """
-        batch = {name: np.asarray(array, np.int32) for name, array in (("tokens", tokens), ("at", at))}
-        batch["targets"] = np.asarray(targets, np.int32)
+        batch = {
+            name: np.asarray(array, np.int32) for name, array in (("tokens", tokens), ("at", at), ("targets", targets))
+        }
         schedule = self.schedule(layers, schedule_length or tokens.shape[1])
-        if self._in_chunks(batch):
+        for found in self._outputs("scores", params, batch, schedule, per_device):
+            yield found[..., 0], found[..., 1] > 0
 
-            def score(reader: ChunkReader, part: Batch, on_position: OnTokens) -> np.ndarray:
-                x = reader.hidden(params, part["tokens"], part["at"], schedule, on_position)
-                chunks = self._loss_chunks(part["at"].size // self._devices)
-                return np.asarray(_score(reader.programs.model, params, x, part["targets"], chunks))
-
-            found = self._chunked(batch, score)
-        else:
-            found = self._run("scores", params, batch, schedule, per_device)
-        for one in found:
-            yield one[..., 0], one[..., 1] > 0
+    def _outputs(
+        self, output: str, params: Params, batch: Batch, schedule: Schedule, per_device: int | None = None
+    ) -> Iterator[np.ndarray]:
+        """An output of all sequences, batch after batch."""
+        read = self._read_in_chunks if self._in_chunks(batch) else self._read_whole
+        return read(output, params, batch, schedule, per_device)
 
     def _in_chunks(self, batch: Batch) -> bool:
         """Whether sequences are read in chunks: long ones of one document each, each on one device."""
@@ -157,8 +141,8 @@ class Forward:
         alone = "segments" not in batch and "positions" not in batch
         return length > self._whole and alone and not self._meshes.shards(total, length)
 
-    def _chunked(
-        self, batch: Batch, compute: Callable[[ChunkReader, Batch, OnTokens], np.ndarray]
+    def _read_in_chunks(
+        self, output: str, params: Params, batch: Batch, schedule: Schedule, per_device: int | None
     ) -> Iterator[np.ndarray]:
         total, length = batch["tokens"].shape
         chunk = CHUNK.get(jax.default_backend(), CHUNK_ELSEWHERE)
@@ -167,9 +151,17 @@ class Forward:
         if key not in self._chunk_readers:
             config = dataclasses.replace(self.config, loss_chunks=self._loss_chunks(chunk))
             self._chunk_readers[key] = ChunkReader(config, mesh, chunk=chunk)
+        reader = self._chunk_readers[key]
         size = self._devices * max(1, min(BATCH_TOKENS_ELSEWHERE // length, -(-total // self._devices)))
         for part, count in _batches(batch, size):
-            yield compute(self._chunk_readers[key], part, self._on_position(count))[:count]
+            on_position = self._on_position(count)
+            if output == "losses":
+                found = reader.losses(params, part["tokens"], part["targets"], schedule, on_position)
+            else:
+                x = reader.hidden(params, part["tokens"], part["at"], schedule, on_position)
+                chunks = self._loss_chunks(part["at"].size // self._devices)
+                found = _of_hidden(output, reader.programs.model, params, x, part, chunks)
+            yield np.asarray(found)[:count]
 
     def _on_position(self, sequences: int) -> Callable[[int], None]:
         """A callback for the position that was reached in each of `sequences`, which calls `on_tokens`."""
@@ -182,8 +174,8 @@ class Forward:
 
         return on_position
 
-    def _run(
-        self, output: str, params: Params, batch: Batch, schedule: Schedule, per_device: int | None = None
+    def _read_whole(
+        self, output: str, params: Params, batch: Batch, schedule: Schedule, per_device: int | None
     ) -> Iterator[np.ndarray]:
         total, length = batch["tokens"].shape
         mesh = self._meshes.of(total, length)
@@ -233,12 +225,11 @@ class Forward:
         key = (output, length, mesh, chunks)
         if key not in self._compiled:
             model = Model(dataclasses.replace(self.config, loss_chunks=chunks), backward=False)
-            compute = {"losses": _losses, "predictions": _predictions, "scores": _scores}[output]
 
             @jax.jit
             def counted(params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> jax.Array:
                 self.traces[output, length] += 1
-                return compute(model, params, batch, schedule)
+                return _compute(output, model, params, batch, schedule)
 
             self._compiled[key] = counted
         return self._compiled[key]
@@ -273,25 +264,24 @@ def _shard(batch: Batch, mesh: Mesh | None) -> Any:
     return batch if mesh is None else jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
 
 
-def _losses(model: Model, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> jax.Array:
-    return model.token_loss(params, batch, schedule)
-
-
-def _predictions(model: Model, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> jax.Array:
-    return _likeliest(model, params, _hidden_at(model, params, batch, schedule))
-
-
-def _scores(model: Model, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> jax.Array:
-    return _score(model, params, _hidden_at(model, params, batch, schedule), batch["targets"], model.config.loss_chunks)
-
-
-def _hidden_at(
-    model: Model, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule
-) -> Float[Array, "B Q D"]:
-    """Hidden states at the positions `at` alone, so that logits of [B, T, V] never exist."""
+def _compute(
+    output: str, model: Model, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule
+) -> jax.Array:
+    if output == "losses":
+        return model.token_loss(params, batch, schedule)
     x, places = model.hidden_in_order(params, batch["tokens"], None, None, schedule)
     at = batch["at"] if places is None else jnp.asarray(places)[batch["at"]]
-    return jnp.take_along_axis(x, at[..., None], axis=1)
+    # Hidden states at the positions `at` alone: logits of [B, T, V] never exist.
+    x = jnp.take_along_axis(x, at[..., None], axis=1)
+    return _of_hidden(output, model, params, x, batch, model.config.loss_chunks)
+
+
+def _of_hidden(
+    output: str, model: Model, params: Params, x: Float[Array, "B Q D"], batch: Mapping[str, Any], chunks: int
+) -> jax.Array:
+    if output == "predictions":
+        return _likeliest(model, params, x)
+    return _score(model, params, x, batch["targets"], chunks)
 
 
 @functools.partial(jax.jit, static_argnums=0)

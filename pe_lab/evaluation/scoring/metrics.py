@@ -7,6 +7,7 @@ of THUDM/LongBench.
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import string
 from collections import Counter
@@ -135,25 +136,12 @@ def count(output: str, reference: str) -> float:
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
-def retrieval(output: str, reference: str) -> float:
+def retrieval(output: str, reference: str, mark: str = "Paragraph ") -> float:
     """The share of the output's numbers that are the k of a reference `Paragraph k`.
 
     Raises:
       ValueError: the reference has no such k.
     """
-    return _retrieved(output, reference, "Paragraph ")
-
-
-def retrieval_zh(output: str, reference: str) -> float:
-    """The share of the output's numbers that are the k of a reference `段落k`.
-
-    Raises:
-      ValueError: the reference has no such k.
-    """
-    return _retrieved(output, reference, "段落")
-
-
-def _retrieved(output: str, reference: str, mark: str) -> float:
     right = re.search(mark + r"(\d+)", reference)
     if right is None:
         raise ValueError(f"{reference!r} names no {mark.strip()}")
@@ -206,7 +194,7 @@ METRICS: dict[str, Callable[[str, str], float]] = {
     "rouge_l_zh": rouge_l_zh,
     "count": count,
     "retrieval": retrieval,
-    "retrieval_zh": retrieval_zh,
+    "retrieval_zh": functools.partial(retrieval, mark="段落"),
     "code_similarity": code_similarity,
     "code_similarity_levenshtein": code_similarity_levenshtein,
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pe_lab.evaluation.tasks.task import Suite
 
@@ -63,8 +62,6 @@ def common_coefficient(betas: Sequence[float], factors: Sequence[float]) -> floa
     return sum(log * (beta - 1) for log, beta in zip(logs, betas, strict=True)) / weight if weight else None
 
 
-def _add_arguments(group: Any) -> None:
-    group.add_argument("--fit-tokens", type=int, help="other held-out tokens, for the logit scale")
-
-
-SUITE = Suite("beta", "Beta", add_arguments=_add_arguments)
+SUITE = Suite(
+    "beta", "Beta", flags={"--fit-tokens": {"type": int, "help": "other held-out tokens, for the logit scale"}}
+)

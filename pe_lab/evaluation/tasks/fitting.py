@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError
+from pe_lab.evaluation.tasks.task import Sample
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,31 @@ class Draft:
             size = max(nearest + int((budget - known[nearest]) / max(rate, 1e-3)), low + 1)
             size = size if high is None else min(size, high - 1)
         return largest_fitting(count, budget, smallest, low, largest if high is None else high), known[smallest]
+
+    def sample(
+        self,
+        task: Any,
+        tokenizer: Tokenizer,
+        budget: int,
+        index: int,
+        stop: tuple[str, ...] = (),
+        depth: tuple[float, ...] = (),
+    ) -> Sample:
+        """The sample of the largest size whose prompt has at most `budget` tokens.
+
+        Raises:
+          ConfigError: the smallest size does not fit.
+        """
+        size, least = self.size_within(tokenizer, budget)
+        new = task.max_new_tokens
+        if size is None:
+            raise ConfigError(
+                f"--lengths: sample {index} of {task.suite}:{task.name} and its answer of {new} tokens do not fit "
+                f"{budget + new:,} tokens; the shortest take {least + new:,}."
+            )
+        text = self.render(size)
+        metadata = {self.unit: size} | self.metadata
+        return Sample(index, text, tokenizer.encode_prompt(text), self.references, new, stop, depth, metadata)
 
     def most_tokens(self, tokenizer: Tokenizer, enough: float) -> int:
         """Tokens of the largest prompt; or of a smaller one, which is rendered sooner, if that has `enough`."""
@@ -127,3 +153,26 @@ def check_length(task: Any, length: int, count: int, least: Callable[[int], int]
             f"--lengths: {length:,} tokens do not hold all {count:,} samples of {task.suite}:{task.name} with answers "
             f"of {task.max_new_tokens}; the shortest take {longest:,}."
         )
+
+
+def first_fitting(
+    task: Any, length: int, count: int, candidates: Iterable[int], least: Callable[[int], int], advice: str = ""
+) -> list[int]:
+    """The first `count` candidates whose shortest prompt and answer, `least(candidate)` tokens, fit a length.
+
+    Raises:
+      ConfigError: no candidate fits.
+    """
+    chosen, needed = [], []
+    for candidate in candidates:
+        if len(chosen) == count:
+            break
+        needed.append(least(candidate))
+        if needed[-1] <= length:
+            chosen.append(candidate)
+    if count and not chosen:
+        raise ConfigError(
+            f"--lengths: no sample of {task.suite}:{task.name} with an answer of {task.max_new_tokens} fits {length:,} "
+            f"tokens; the shortest take {min(needed):,}. {advice}".rstrip()
+        )
+    return chosen

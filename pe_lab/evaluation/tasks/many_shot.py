@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError, DataError, did_you_mean
 from pe_lab.evaluation.scoring.math_answers import final_answer, last_boxed, same_answer
-from pe_lab.evaluation.tasks.fitting import Draft
+from pe_lab.evaluation.tasks.fitting import Draft, first_fitting
 from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, Suite, half_pair, random_for
 from pe_lab.storage import read_records
 
@@ -84,8 +84,16 @@ class ManyShotTask:
         """See `Task`. A prompt with one more solved problem would not fit."""
         if length is None:
             raise ValueError("many_shot needs a length")
-        each = len(DEPTHS) if self.needle else 1
-        chosen = list(self._fitting(tokenizer, length, -(-count // each), seed))
+        each, number = len(DEPTHS) if self.needle else 1, len(self.data.problems)
+        order = random_for(self.suite, "problems", seed).sample(range(number), number)
+
+        def least(asked: int) -> int:
+            """Tokens of the problem with its solution, one other, and what is reserved."""
+            others, ends = self._others(asked, seed), (DEPTHS[0], DEPTHS[-1])
+            tokens = max(len(tokenizer.encode_prompt(self._text(others, asked, 1, depth))) for depth in ends)
+            return tokens + self._reserved(tokenizer, asked)
+
+        chosen = first_fitting(self, length, -(-count // each), order, least, "A smaller --buffer needs fewer.")
         number = min(count, each * len(chosen))
         return Lazy(lambda index: self._sample(tokenizer, length, index, seed, chosen[index // each]), number)
 
@@ -96,24 +104,6 @@ class ManyShotTask:
     def found(self, sample: Sample, output: str) -> list[float]:
         """The score once for each of `Sample.depth`."""
         return [self.score(sample, output)["accuracy"]] * len(sample.depth)
-
-    def _fitting(self, tokenizer: Tokenizer, length: int, count: int, seed: int) -> Iterator[int]:
-        """The first `count` problems of the random order that fit together with their solution and one other."""
-        chosen, needed, number = 0, [], len(self.data.problems)
-        for asked in random_for(self.suite, "problems", seed).sample(range(number), number):
-            if chosen == count:
-                return
-            others, ends = self._others(asked, seed), (DEPTHS[0], DEPTHS[-1])
-            tokens = max(len(tokenizer.encode_prompt(self._text(others, asked, 1, depth))) for depth in ends)
-            needed.append(tokens + self._reserved(tokenizer, asked))
-            if needed[-1] <= length:
-                chosen += 1
-                yield asked
-        if count and not chosen:
-            raise ConfigError(
-                f"--lengths: no problem of many_shot:{self.name} fits {length:,} tokens, of which {self.buffer:,} are "
-                f"kept for it and its answer; the shortest take {min(needed):,}. A smaller --buffer needs fewer."
-            )
 
     def _reserved(self, tokenizer: Tokenizer, asked: int) -> int:
         """The tokens that are left to the answer: the buffer without the question, at least `max_new_tokens`."""
@@ -137,14 +127,12 @@ class ManyShotTask:
     def _sample(self, tokenizer: Tokenizer, length: int, index: int, seed: int, asked: int) -> Sample:
         depth = DEPTHS[index % len(DEPTHS)] if self.needle else None
         others, problem = self._others(asked, seed), self.data.problems[asked]
-        draft = Draft(lambda size: self._text(others, asked, size, depth), (problem.answer,), "exemplars", 1)
-        size, _ = draft.size_within(tokenizer, length - self._reserved(tokenizer, asked))
-        assert size is not None, "_fitting has chosen it"
-        text = draft.render(size)
+        metadata = {"problem": asked, "cluster": asked}
+        draft = Draft(
+            lambda size: self._text(others, asked, size, depth), (problem.answer,), "exemplars", 1, metadata=metadata
+        )
         depths = () if depth is None else (round(100 * float(depth), 1),)
-        metadata = {"exemplars": size, "problem": asked, "cluster": asked}
-        tokens = tokenizer.encode_prompt(text)
-        return Sample(index, text, tokens, draft.references, self.max_new_tokens, STOP, depths, metadata)
+        return draft.sample(self, tokenizer, length - self._reserved(tokenizer, asked), index, STOP, depths)
 
 
 def _solved(problem: Problem) -> str:
@@ -176,11 +164,8 @@ def many_shot_tasks(
     return [ManyShotTask(data, name == "needle", buffer, new_tokens) for name in names or SAMPLES]
 
 
-def read_problems(path: Path, fields: Sequence[str] = FIELDS) -> Problems:
-    """The problems of a file of JSON lines.
-
-    Args:
-      fields: the keys of problem, solution and answer. Without an answer, the last box of the solution is taken.
+def read_problems(path: Path) -> Problems:
+    """The problems of a file of JSON lines. Without an answer, the last box of the solution is taken.
 
     Raises:
       DataError: the file is missing or has fewer than two different problems, or a line is no problem.
@@ -189,11 +174,11 @@ def read_problems(path: Path, fields: Sequence[str] = FIELDS) -> Problems:
         raise DataError(f"--problems={path}: there is no such file. {ADVICE}")
 
     def texts(record: dict[str, Any]) -> list[Any]:
-        problem, solution, answer = (record.get(field) for field in fields)
+        problem, solution, answer = map(record.get, FIELDS)
         return [problem, solution, last_boxed(solution) if answer is None and isinstance(solution, str) else answer]
 
     def wrong(record: dict[str, Any]) -> str:
-        pairs = zip(fields, texts(record), strict=True)
+        pairs = zip(FIELDS, texts(record), strict=True)
         missing = [field for field, text in pairs if not isinstance(text, str) or not text.strip()]
         return f"it has no text {', '.join(missing)}" if missing else half_pair(texts(record))
 
@@ -210,17 +195,15 @@ def _open(names: Sequence[str], arguments: argparse.Namespace, limits: Sequence[
     return many_shot_tasks(arguments.problems, names, arguments.max_new_tokens, arguments.buffer)
 
 
-def _add_arguments(group: Any) -> None:
-    group.add_argument("--problems", metavar="FILE", help="JSON lines with problem, solution, answer (many_shot)")
-    group.add_argument("--max-new-tokens", type=int, help=f"of many_shot's answers (default {NEW_TOKENS})")
-    group.add_argument("--buffer", type=int, help=f"tokens that many_shot's exemplars leave free (default {BUFFER})")
-
-
 SUITE = Suite(
     name="many_shot",
     title="Many-shot learning",
     protocol=2,
     samples=SAMPLES,
-    add_arguments=_add_arguments,
+    flags={
+        "--problems": {"metavar": "FILE", "help": "JSON lines with problem, solution, answer (many_shot)"},
+        "--max-new-tokens": {"type": int, "help": f"of many_shot's answers (default {NEW_TOKENS})"},
+        "--buffer": {"type": int, "help": f"tokens that many_shot's exemplars leave free (default {BUFFER})"},
+    },
     open=_open,
 )

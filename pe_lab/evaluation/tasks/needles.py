@@ -76,38 +76,36 @@ def score(predicted: Int[np.ndarray, "n Q"], asked: Questions) -> dict[str, Any]
     right = predicted == answers
     accuracy = float(right.mean())
     edges = distance_edges(int(distance.max()) + 1)
-    place = np.digitize(distance, edges) - 1
-    count = [int((place == b).sum()) for b in range(len(edges) - 1)]
-    hits = [int(right[place == b].sum()) for b in range(len(edges) - 1)]
+    by_distance, distance_count = _by_bin(right, np.digitize(distance, edges) - 1, len(edges) - 1)
+    depth = (asked.at + 1 - distance) * DEPTH_BINS // asked.tokens.shape[1]
+    by_depth, depth_count = _by_bin(right, depth, DEPTH_BINS)
     return {
         "accuracy": accuracy,
         "queries": int(right.size),
         "windows": len(right),
         # Questions of one window share its needles and filler: windows, not questions, are independent.
         "stderr": standard_error((right - accuracy).sum(1), float(right.size)),
-        "accuracy_by_distance": {
-            "edges": edges,
-            "accuracy": [h / c if c else None for h, c in zip(hits, count, strict=True)],
-            "count": count,
+        "accuracy_by_distance": {"edges": edges, "accuracy": by_distance, "count": distance_count},
+        # Bins of equal width; `depth` has their centres, per cent of the window.
+        "by_depth": {
+            "depth": [100 * (b + 0.5) / DEPTH_BINS for b in range(DEPTH_BINS)],
+            "score": by_depth,
+            "count": depth_count,
         },
-        "by_depth": by_depth(right, asked),
     }
 
 
-def by_depth(right: Bool[np.ndarray, "n Q"], asked: Questions) -> dict[str, list[Any]]:
-    """Accuracy by the depth of the needle in its window, in bins of equal width, whose centres `depth` has."""
-    length = asked.tokens.shape[1]
-    place = (asked.at + 1 - asked.distance) * DEPTH_BINS // length
-    count = [int((place == b).sum()) for b in range(DEPTH_BINS)]
-    return {
-        "depth": [100 * (b + 0.5) / DEPTH_BINS for b in range(DEPTH_BINS)],
-        "score": [float(right[place == b].mean()) if c else None for b, c in enumerate(count)],
-        "count": count,
-    }
+def _by_bin(
+    right: Bool[np.ndarray, "n Q"], place: Int[np.ndarray, "n Q"], bins: int
+) -> tuple[list[float | None], list[int]]:
+    """The accuracy in each bin (None: empty), and its number of questions."""
+    inside = [right[place == b] for b in range(bins)]
+    return [float(part.mean()) if part.size else None for part in inside], [part.size for part in inside]
 
 
-def _add_arguments(group: Any) -> None:
-    group.add_argument("--windows", type=int, help="windows per needle accuracy")
-
-
-SUITE = Suite("needles", "Needle accuracy", protocol=2, add_arguments=_add_arguments)  # since 2 also by depth
+SUITE = Suite(
+    name="needles",
+    title="Needle accuracy",
+    protocol=2,  # since 2 also by depth
+    flags={"--windows": {"type": int, "help": "windows per needle accuracy"}},
+)

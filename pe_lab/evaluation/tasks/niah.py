@@ -293,10 +293,6 @@ def open_niah(names: Sequence[str], arguments: argparse.Namespace, limits: Seque
     return [niah_task(name, haystack, depths) for name in names or DEFAULT]
 
 
-def _add_arguments(group: Any) -> None:
-    group.add_argument("--depths", help="per cents, or how many of them (niah; default 0,10,...,100)")
-
-
 SUITE = Suite(
     name="niah",
     title="Needle in a haystack",
@@ -307,6 +303,6 @@ SUITE = Suite(
         "whose answer contains every one. They differ only where several are asked for.",
     },
     samples=dict.fromkeys(NIAH, 500),  # RULER's and DroPE's
-    add_arguments=_add_arguments,
+    flags={"--depths": {"help": "per cents, or how many of them (niah; default 0,10,...,100)"}},
     open=open_niah,
 )

@@ -204,13 +204,16 @@ def standard_error(deviations: Float[np.ndarray, " n"], total: float) -> float |
     return float(np.sqrt((deviations**2).sum() * n / (n - 1)) / total) if n > 1 else None
 
 
-def _add_arguments(group: Any) -> None:
-    group.add_argument("--tokens", type=int, help="held-out tokens per perplexity")
-    group.add_argument("--stride", type=int, help="perplexity by sliding windows that advance by so many tokens")
-    group.add_argument(
-        "--per-document", action="store_true", help="perplexity of every document by itself, from its first token"
-    )
-    group.add_argument("--by-position", action="store_true", help="also print perplexity by position in the sequence")
-
-
-SUITE = Suite("perplexity", "Perplexity", add_arguments=_add_arguments)
+SUITE = Suite(
+    name="perplexity",
+    title="Perplexity",
+    flags={
+        "--tokens": {"type": int, "help": "held-out tokens per perplexity"},
+        "--stride": {"type": int, "help": "perplexity by sliding windows that advance by so many tokens"},
+        "--per-document": {
+            "action": "store_true",
+            "help": "perplexity of every document by itself, from its first token",
+        },
+        "--by-position": {"action": "store_true", "help": "also print perplexity by position in the sequence"},
+    },
+)

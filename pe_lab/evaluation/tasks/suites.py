@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.evaluation.tasks import beta, many_shot, needles, niah, perplexity
@@ -20,11 +19,10 @@ HARNESS = "lm_eval"
 DEPTH = "Where in the text a needle stands: 0% is its beginning, 100% its end, next to the question."
 
 
-def _add_harness_arguments(group: Any) -> None:
-    group.add_argument("--lm-eval-tasks", metavar="DIR", help="where lm_eval finds more tasks (YAML)")
-    group.add_argument("--num-fewshot", type=int, help="examples in lm_eval's prompts (default: the task's)")
-
-
+_HARNESS_FLAGS = {
+    "--lm-eval-tasks": {"metavar": "DIR", "help": "where lm_eval finds more tasks (YAML)"},
+    "--num-fewshot": {"type": int, "help": "examples in lm_eval's prompts (default: the task's)"},
+}
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
@@ -35,7 +33,7 @@ SUITES: dict[str, Suite] = {
         ruler.SUITE,
         longbench.SUITE,
         many_shot.SUITE,
-        Suite(HARNESS, "lm-evaluation-harness", add_arguments=_add_harness_arguments),
+        Suite(HARNESS, "lm-evaluation-harness", flags=_HARNESS_FLAGS),
     )
 }
 MEASURED = ("perplexity", "needles", "beta")  # measured on token sequences; the others ask prompts
@@ -56,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     prompted.add_argument("--chat", action="store_true", help="prompts as messages of a chat (longbench, lm_eval)")
     for suite in SUITES.values():
-        suite.add_arguments(measured if suite.name in MEASURED else prompted)
+        for flag, options in suite.flags.items():
+            (measured if suite.name in MEASURED else prompted).add_argument(flag, **options)
 
 
 def title(suite: str) -> str:

@@ -29,7 +29,7 @@ class Suite:
       protocol: counted up when its prompts or scores change; what an older protocol measured is measured again.
       terms: entries of a report's glossary.
       samples: how many samples a task has by default, by its name; a task without an entry has all of its file.
-      add_arguments: adds the suite's own flags to a group of the command line.
+      flags: the suite's own flags of the command line, each with its arguments of `add_argument`.
       open: (names, arguments, limits) -> tasks, for a suite of prompts. The names of tasks are as in
         `--suite=suite:name`, none meaning the default ones; `limits` are the tokens that prompts of files and their
         answers may take together (None: no limit). Raises `ConfigError` for an unknown name or a flag that is missing
@@ -41,7 +41,7 @@ class Suite:
     protocol: int = 1
     terms: Mapping[str, str] = field(default_factory=dict)
     samples: Mapping[str, int] = field(default_factory=dict)
-    add_arguments: Callable[[Any], None] = lambda group: None
+    flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     open: Callable[[Sequence[str], argparse.Namespace, Sequence[int | None]], list[Any]] | None = None
 
 

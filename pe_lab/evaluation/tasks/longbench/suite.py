@@ -248,10 +248,6 @@ def _open(names: Sequence[str], arguments: argparse.Namespace, limits: Sequence[
     return [task for limit in limits for task in open_longbench(directory, names or ("all",), limit, arguments.chat)]
 
 
-def _add_arguments(group: Any) -> None:
-    group.add_argument("--longbench", metavar="DIR", help="LongBench's files, TASK.jsonl each")
-
-
 SUITE = Suite(
     name="longbench",
     title="LongBench",
@@ -260,6 +256,6 @@ SUITE = Suite(
         "LongBench": "A suite of 21 tasks on real texts of thousands of words, in English and Chinese (Bai et al., "
         "2023). Each task has its own metric.",
     },
-    add_arguments=_add_arguments,
+    flags={"--longbench": {"metavar": "DIR", "help": "LongBench's files, TASK.jsonl each"}},
     open=_open,
 )

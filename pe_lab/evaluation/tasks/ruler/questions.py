@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.scoring.metrics import string_match_part
-from pe_lab.evaluation.tasks.fitting import Draft
+from pe_lab.evaluation.tasks.fitting import Draft, first_fitting
 from pe_lab.evaluation.tasks.ruler.synthetic import RulerTask
 from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, half_pair
 
@@ -81,26 +81,15 @@ class QuestionAnswering(RulerTask):
         """See `Task`. A prompt with one more document would not fit."""
         if length is None:
             raise ValueError(f"{self.name} needs a length")
-        chosen = self._fitting(tokenizer, length, count)
-        return Lazy(lambda index: self._sample(tokenizer, length, index, seed, chosen[index]), len(chosen))
 
-    def _fitting(self, tokenizer: Tokenizer, length: int, count: int) -> list[int]:
-        """The first `count` questions that fit with their own documents alone."""
-        budget, chosen, least = length - self.max_new_tokens, [], 0
-        for index, question in enumerate(self.data.questions):
-            if len(chosen) == count:
-                break
+        def least(index: int) -> int:
+            """Tokens with the question's own documents alone."""
+            question = self.data.questions[index]
             own = question_prompt([self.data.documents[i] for i in question.documents], question.text)
-            tokens = len(tokenizer.encode_prompt(own))
-            if tokens <= budget:
-                chosen.append(index)
-            least = min(least or tokens, tokens)
-        if count and not chosen:
-            raise ConfigError(
-                f"--lengths: no question of ruler:{self.name} fits {length:,} tokens with its own documents and an "
-                f"answer of {self.max_new_tokens}; the shortest take {least + self.max_new_tokens:,}."
-            )
-        return chosen
+            return len(tokenizer.encode_prompt(own)) + self.max_new_tokens
+
+        chosen = first_fitting(self, length, count, range(len(self.data.questions)), least)
+        return Lazy(lambda index: self._sample(tokenizer, length, index, seed, chosen[index]), len(chosen))
 
     def draft(self, tokenizer: Tokenizer, length: int, index: int, rng: random.Random) -> Draft:
         question, documents = self.data.questions[index], self.data.documents

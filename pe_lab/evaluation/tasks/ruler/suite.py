@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pe_lab.errors import ConfigError, DataError, did_you_mean
 from pe_lab.evaluation.tasks import niah
@@ -82,15 +81,6 @@ def open_ruler(names: Sequence[str], arguments: argparse.Namespace, limits: Sequ
     return ruler_tasks(names, essays, qa, words)
 
 
-def _add_arguments(group: Any) -> None:
-    group.add_argument("--qa", metavar="DIR", help="SQuAD's and HotpotQA's files, for ruler's qa tasks")
-    group.add_argument("--words", metavar="FILE", help="RULER's english_words.json, for cwe at very long lengths")
-    group.add_argument("--predictions", metavar="DIR", help="score RULER's prediction files instead of a model")
-    group.add_argument(
-        "--ruler-files", metavar="DIR", help="also write answers as RULER's prediction files, for its own scorer"
-    )
-
-
 SUITE = Suite(
     name="ruler",
     title="RULER",
@@ -101,6 +91,14 @@ SUITE = Suite(
         "needles, variable tracing, two of word counts, two of questions about documents.",
     },
     samples=dict.fromkeys(TASKS, 500),  # RULER's
-    add_arguments=_add_arguments,
+    flags={
+        "--qa": {"metavar": "DIR", "help": "SQuAD's and HotpotQA's files, for ruler's qa tasks"},
+        "--words": {"metavar": "FILE", "help": "RULER's english_words.json, for cwe at very long lengths"},
+        "--predictions": {"metavar": "DIR", "help": "score RULER's prediction files instead of a model"},
+        "--ruler-files": {
+            "metavar": "DIR",
+            "help": "also write answers as RULER's prediction files, for its own scorer",
+        },
+    },
     open=open_ruler,
 )

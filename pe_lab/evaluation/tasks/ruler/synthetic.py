@@ -75,16 +75,7 @@ class RulerTask(ABC):
     def _sample(self, tokenizer: Tokenizer, length: int, index: int, seed: int, drafted: int) -> Sample:
         """Sample `index`, made of the draft `drafted`."""
         draft = self._draft(tokenizer, length, drafted, seed)
-        size, least = draft.size_within(tokenizer, length - self.max_new_tokens)
-        if size is None:
-            raise ConfigError(
-                f"--lengths: sample {index} of {self.suite}:{self.name} and its answer of {self.max_new_tokens} tokens "
-                f"do not fit {length:,} tokens; the shortest take {least + self.max_new_tokens:,}."
-            )
-        text = draft.render(size)
-        tokens = tokenizer.encode_prompt(text)
-        metadata = {draft.unit: size} | draft.metadata
-        return Sample(index, text, tokens, draft.references, self.max_new_tokens, metadata=metadata)
+        return draft.sample(self, tokenizer, length - self.max_new_tokens, index)
 
     def _draft(self, tokenizer: Tokenizer, length: int, index: int, seed: int) -> Draft:
         return self.draft(tokenizer, length, index, random_for(self.suite, self.name, seed, index))
