@@ -57,7 +57,7 @@ class Sample:
       max_new_tokens: the most tokens of an answer.
       stop: strings that end an answer, beside the model's end of text.
       depth: for each needle that is asked for, how much of the context precedes it, per cent.
-      metadata: JSON, written to the sample's record (as `facts`). `truncated` is counted; samples of equal `cluster`
+      metadata: JSON, written to the sample's record. `truncated` is counted; samples of equal `cluster`
         are not independent.
     """
 
