@@ -100,7 +100,7 @@ def test_a_context_is_read_once_for_all_its_last_tokens():
         agree(likelihood, by_hand(scorer._lm, *pair))
 
 
-def test_a_vocabulary_in_parts_is_the_same_vocabulary():
+def test_scores_do_not_depend_on_the_chunks_of_the_vocabulary():
     lm = model()
     forward = Forward(Model(dataclasses.replace(tiny.MODEL, loss_chunks=3)).config, devices=tiny.one_device())
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (1, LENGTH))
@@ -123,7 +123,7 @@ def test_a_vocabulary_in_parts_is_the_same_vocabulary():
 
 
 @pytest.mark.parametrize("encoding", [Rope(scaling=DynamicNTK(8, 2.0)), Alibi()], ids=["dynamic", "alibi"])
-def test_padding_is_no_length(encoding):
+def test_padding_does_not_change_the_schedule_length(encoding):
     """An encoding that depends on the length uses the sequence's own, not the padded length."""
     lm = model(encoding)
     if isinstance(encoding, Alibi):
@@ -148,7 +148,7 @@ def test_a_pair_without_tokens_is_refused():
             list(scorer([([1], [2]), pair]))
 
 
-def test_lengths_to_compile_for_are_few_and_waste_little():
+def test_padded_lengths_are_few_and_waste_little():
     lengths = [padded_length(n) for n in range(1, 5000)]
     assert all(n <= padded <= max(16, 1.5 * n) for n, padded in enumerate(lengths, 1))
     assert len(set(lengths)) == 1 + 2 * 8 + 1  # 16, and two an octave up to 6144

@@ -34,7 +34,7 @@ def both(forward: Forward, batch, described):
 
 
 @pytest.mark.parametrize("described", [pytest.param(ROPE, marks=pytest.mark.slow), WINDOWED], ids=["rope", "windowed"])
-def test_in_chunks_as_at_once(described, monkeypatch):
+def test_losses_and_predictions_in_chunks_equal_those_in_one_pass(described, monkeypatch):
     monkeypatch.setitem(forwards.CHUNK, "cpu", 32)
     batch = sequences(3)
     whole = Forward(CONFIG, devices=tiny.one_device())

@@ -42,7 +42,7 @@ class Words(ByteTokenizer):
 
 
 def records(name):
-    """Two of a task, with its own kind of answers."""
+    """Two records of a task, with answers for its metric."""
     chinese = name in ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
     rules, classes = TASKS[name], CLASSES.get(name)
     answers = [[classes[0]], [classes[2]]] if classes else ANSWERS[rules.metric]
@@ -71,7 +71,7 @@ def write(path, lines):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Laid out as the unpacked data.zip."""
+    """The files of the unpacked data.zip."""
     root = tmp_path_factory.mktemp("longbench")
     for name in TASKS:
         write(root / "data" / f"{name}.jsonl", records(name))
@@ -116,7 +116,7 @@ def test_an_oracle_is_always_right_and_noise_never(directory, group):
             assert chance < bound.get(task.metric, 0.03), task.name
 
 
-def test_a_class_by_lot_is_right_once_in_as_many_as_there_are(directory):
+def test_a_random_class_is_right_once_in_the_number_of_classes(directory):
     for name, classes in CLASSES.items():
         task = one(directory, name)
         for sample in task.samples(ByteTokenizer(), None, 2, 0):
@@ -133,7 +133,7 @@ def test_records_score_as_longbench_scores_them(directory):
         assert task.score(sample, output)[task.metric] * 100 == pytest.approx(golden, abs=0.00501), (name, output)
 
 
-def test_a_sample_says_what_its_record_says(directory):
+def test_a_sample_has_the_values_of_its_record(directory):
     task = one(directory, "trec")
     samples = task.samples(ByteTokenizer(), None, 1000, 5)
     assert [s.metadata["_id"] for s in samples] == ["trec-0", "trec-1"] and len(
@@ -197,8 +197,8 @@ def test_a_long_prompt_loses_its_middle(directory):
     assert len(both.tokens) == 90
 
 
-def test_what_cutting_costs_is_paid_for(directory):
-    """Half a character comes back as three bytes: the original's halves would not fit."""
+def test_a_truncated_prompt_fits_even_where_a_character_was_cut(directory):
+    """Half of a character is decoded to three bytes, with which the original's halves would not fit."""
     task = one(directory, "vcsum")
     whole = task.samples(ByteTokenizer(), None, 1, 0)[0]
     over = 0
@@ -214,7 +214,7 @@ def test_what_cutting_costs_is_paid_for(directory):
     assert over > 5
 
 
-def test_a_chat_frames_what_the_original_frames(directory):
+def test_prompts_are_in_the_chat_format_where_the_originals_are(directory):
     plain = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
     for task in open_longbench(directory, ["all"], chat=True):
         sample = task.samples(Words(), None, 1, 0)[0]
@@ -239,7 +239,7 @@ def test_a_length_that_holds_no_prompt_is_refused(directory):
         one(directory, "qmsum").samples(ByteTokenizer(), 513, 1, 0)
 
 
-def test_tasks_are_opened_once_each_from_either_place(directory, tmp_path):
+def test_tasks_are_opened_once_each_from_either_directory(directory, tmp_path):
     opened = open_longbench(directory, ["lcc", "drope", "lcc_e"])
     assert [task.name for task in opened] == ["lcc", "multifieldqa_en", "musique", "gov_report", "lcc_e"]
     assert opened[-1].metric == "code_similarity"
@@ -256,7 +256,7 @@ def test_tasks_are_opened_once_each_from_either_place(directory, tmp_path):
     assert one(directory, "musique", max_length=900).settings != flat.settings
 
 
-def test_what_is_not_there_is_said(directory, tmp_path, monkeypatch):
+def test_unknown_tasks_and_missing_files_are_refused(directory, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"longbench:muzique is no task. Did you mean 'musique'\?"):
         open_longbench(directory, ["muzique"])
     with pytest.raises(UserError, match="longbench:vcsum_e is no task"):

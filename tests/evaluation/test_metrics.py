@@ -15,7 +15,7 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "data/scorer_golden.json").read
 
 
 def different(score, cases, golden, tolerance=1e-12):
-    """The cases that score otherwise than the original says: all of them are shown."""
+    """All cases whose score differs from the original's."""
     assert len(cases) == len(golden) >= 60
     scored = [(case, score(*case), right) for case, right in zip(cases, golden, strict=True)]
     return [(case, got, right) for case, got, right in scored if not abs(got - right) <= tolerance or not 0 <= got <= 1]
@@ -50,7 +50,7 @@ def test_strings_are_matched_as_ruler_matches_them():
 
 
 @pytest.mark.parametrize("name", ["string_match_all", "string_match_part"])
-def test_nothing_to_look_for_is_no_success(name):
+def test_no_reference_is_an_error(name):
     with pytest.raises(ValueError, match="no references"):
         getattr(metrics, name)("anything", [])
 
@@ -62,7 +62,7 @@ def test_a_reference_without_a_paragraph_is_refused(name):
 
 
 def longest_common(one, other):
-    """By the textbook: a table."""
+    """The length by the textbook's table."""
     table = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
     for i, x in enumerate(one):
         for j, y in enumerate(other):
@@ -89,7 +89,7 @@ def test_the_common_subsequence_is_a_longest_one():
     assert common_words("dabce", "bacd") in ({"b", "c"}, {"a", "c"})
 
 
-def test_a_long_summary_without_full_stops_is_scored_and_soon():
+def test_a_long_summary_without_full_stops_is_scored_quickly():
     # The package's recursion is too deep for it, and LongBench then gives 0.
     reference = [f"w{i * i % 701}" for i in range(2000)]
     output = reference[:600:3] + [f"w{i % 701}" for i in range(312)]
@@ -101,7 +101,7 @@ def test_a_long_summary_without_full_stops_is_scored_and_soon():
     assert 200 / 701 < score == pytest.approx(2 * precision * recall / (precision + recall), abs=1e-7)
 
 
-def test_jieba_is_asked_for_by_name(monkeypatch):
+def test_the_error_without_jieba_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", None)
     for name in ("qa_f1_zh", "rouge_l_zh"):
         with pytest.raises(UserError, match="pip install jieba"):

@@ -23,7 +23,7 @@ def forward():
 
 
 def naive_losses(tokens, targets, described):
-    """Log-softmax of the model's own logits, in numpy."""
+    """Log-softmax of the model's logits, in numpy."""
     model = Model(tiny.MODEL)
     schedule = build_schedule(described, model.config.heads, model.config.kv_heads, model.config.head_dim)
     logits = np.asarray(tiny.apply(tiny.parameters(), jnp.asarray(tokens), schedule), np.float64)
@@ -43,7 +43,7 @@ def test_losses_are_the_cross_entropy_of_the_logits(forward):
     np.testing.assert_allclose(losses, naive_losses(windows[:, :-1], windows[:, 1:], ROPE), atol=2e-5)
 
 
-def test_row_count_and_padding_do_not_matter(forward):
+def test_batch_size_and_padding_do_not_matter(forward):
     batch = pp.as_batch(held_out(5), pp.cut(held_out(5).score, 16))
     whole = forward.losses(tiny.parameters(), batch, ROPE)
     for rows in (1, 3, 7):
@@ -51,14 +51,14 @@ def test_row_count_and_padding_do_not_matter(forward):
         np.testing.assert_allclose(forward.losses(tiny.parameters(), part, ROPE), whole[:rows], atol=1e-5)
 
 
-def test_devices_share_the_rows_and_agree_with_one(forward):
+def test_sharding_over_devices_does_not_matter(forward):
     batch = pp.as_batch(held_out(5), pp.cut(held_out(5).score, 16))
     several = Forward(Model(tiny.MODEL).config, devices=jax.devices()[:2])
     losses = several.losses(several.place(tiny.parameters()), batch, ROPE)
     np.testing.assert_allclose(losses, forward.losses(tiny.parameters(), batch, ROPE), atol=1e-5)
 
 
-def test_a_large_vocabulary_is_walked_in_chunks(monkeypatch, forward):
+def test_a_large_vocabulary_is_split_in_chunks(monkeypatch, forward):
     monkeypatch.setattr("pe_lab.evaluation.scoring.forward.LOGITS", 2**12)
     small = Forward(Model(tiny.MODEL).config, devices=tiny.one_device())
     batch = pp.as_batch(held_out(1), pp.cut(held_out(1).score, 16))
@@ -90,7 +90,7 @@ def test_one_tile_is_scored_and_leaves_none_to_fit_on():
     assert pp.choose_tiles(1, 4, 4) == ((0,), ())
 
 
-def test_held_out_text_is_disjoint_and_spread(tmp_path):
+def test_held_out_tiles_are_disjoint_and_evenly_spaced(tmp_path):
     data = tiny.corpus(tmp_path)
     found = pp.held_out(data, 0, "text", 64, 512, 256, 256)
     all_tokens = held_out_tokens(data, 0, 10**6)
@@ -154,7 +154,7 @@ def test_cropping_at_the_training_length_changes_nothing(forward):
 
 
 @pytest.mark.parametrize("stride", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
-def test_cropping_is_reading_the_last_tokens_only(stride):
+def test_cropped_losses_are_those_of_the_last_tokens_alone(stride):
     tiles = held_out(2, 32)
 
     def losses(batch):
@@ -176,7 +176,7 @@ def test_cropping_is_reading_the_last_tokens_only(stride):
 
 
 def test_a_stride_of_one_sees_exactly_the_training_length():
-    """The loss of the last token does not depend on what is older than that, and does on what is not."""
+    """The loss of the last token depends on the last `size` tokens and on no older one."""
 
     def losses(batch):
         return naive_losses(batch["tokens"], batch["targets"], ROPE)
@@ -195,7 +195,7 @@ def test_a_stride_beyond_the_context_is_refused():
         pp.Cropped(held_out(), 16, 17, lambda batch: batch["tokens"])
 
 
-def test_documents_stay_apart_if_they_did_in_training(forward):
+def test_packed_documents_stay_separate_if_they_did_in_training(forward):
     tiles = held_out(2, 32, segments=True, eos_id=256)
     tiles.score[:, 10] = 256
     nope = layers(NoPE(), tiny.MODEL.layers)

@@ -17,7 +17,7 @@ def flags(*argv):
     return parser.parse_args(argv)
 
 
-def test_what_follows_a_suite_with_a_task_is_another_task_of_it():
+def test_an_item_after_a_task_is_another_task_of_its_suite():
     assert parse_suites("Needles,perplexity,needles") == {"needles": (), "perplexity": ()}
     assert parse_suites("niah:standard,multi_key,perplexity,ruler:vt,cwe, niah:noisy") == {
         "niah": ("standard", "multi_key", "noisy"),
@@ -37,12 +37,12 @@ def test_what_follows_a_suite_with_a_task_is_another_task_of_it():
         (",", "empty"),
     ],
 )
-def test_a_suite_that_is_not_there(text, message):
+def test_unknown_suites_are_refused(text, message):
     with pytest.raises(UserError, match=message):
         parse_suites(text)
 
 
-def test_depths_are_per_cents_or_how_many():
+def test_depths_are_per_cents_or_their_number():
     assert parse_depths("0,50,100") == (0, 50, 100) and parse_depths("100%,0%") == (0, 100)
     assert parse_depths("5") == (0, 25, 50, 75, 100) and parse_depths("50,") == (50,)
     for wrong in ("a", "101,0", "-1,3", ","):
@@ -59,7 +59,7 @@ def test_depths_are_per_cents_or_how_many():
         ("ruler", ("niah_single_4",), "Did you mean"),
     ],
 )
-def test_a_task_that_is_not_there_or_lacks_its_files(suite, tasks, message):
+def test_unknown_tasks_and_missing_files_are_refused(suite, tasks, message):
     with pytest.raises(UserError, match=message):
         open_tasks({suite: tasks}, flags(*["--haystack=noise"] * (suite == "niah")))
 

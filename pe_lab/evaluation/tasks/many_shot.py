@@ -53,9 +53,9 @@ class ManyShotTask:
     """A problem to solve after as many solved ones as fit, in random order, repeated where they do not suffice.
 
     Sample i of `plain` asks for problem i of a random order of the problems. Sample i of `needle` asks for problem
-    i // 4, which is also among the solved ones, at depth 0, 1/3, 2/3 or 1 (i % 4). The other solved problems of these
-    five samples are the same, at any length. A problem that does not fit with one other is skipped. Samples of one
-    problem have it as `cluster` in their metadata.
+    i // 4, which is also among the solved ones, at depth 0, 1/3, 2/3 or 1 (i % 4). The five samples that ask for one
+    problem have the same other solved problems, at all lengths, and the problem as `cluster` in their metadata. A
+    problem that does not fit with one other is skipped.
 
     Attributes:
       needle: whether the solved problems include the problem that is asked for, once; else they exclude it.

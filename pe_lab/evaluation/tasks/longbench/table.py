@@ -5,6 +5,7 @@ From THUDM/LongBench: config/dataset2prompt.json, config/dataset2maxlen.json, pr
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 
@@ -183,21 +184,17 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "e": tuple(f"{name}_e" for name in _EVEN),
 }
 
-# The buckets of DroPE's Tables 8 and 9, each with the tokens at which the next one begins.
-BUCKETS: tuple[tuple[str, int], ...] = (("0-4K", 4096), ("4-8K", 8192), ("8-16K", 16384), ("16-32K", 32768))
-BEYOND = "32K+"
+# The buckets of DroPE's Tables 8 and 9, by the tokens of a prompt before truncation; K is 1,024.
+EDGES, BUCKETS = (4096, 8192, 16384, 32768), ("0-4K", "4-8K", "8-16K", "16-32K", "32K+")
+# The buckets of eval.py --e (`scorer_e`) for LongBench-E, by a record's `length` in words; k is 1,000.
+RECORD_EDGES, RECORD_BUCKETS = (0, 4000, 8000), ("0-4k", "4-8k", "8k+")
 
 
 def bucket_of(tokens: int) -> str:
-    """The bucket of a prompt by its tokens before truncation: "0-4K" to "16-32K", or "32K+"; K is 1,024."""
-    return next((name for name, end in BUCKETS if tokens < end), BEYOND)
-
-
-# The buckets of eval.py --e (`scorer_e`) for LongBench-E, by a record's `length` in words.
-RECORD_EDGES = (0, 4000, 8000)
-RECORD_BUCKETS = ("0-4k", "4-8k", "8k+")
+    """The bucket of a prompt."""
+    return BUCKETS[bisect.bisect(EDGES, tokens)]
 
 
 def record_bucket_of(length: int) -> str:
-    """LongBench-E's bucket of a record by its words; k is 1,000."""
-    return RECORD_BUCKETS[sum(length >= edge for edge in RECORD_EDGES[1:])]
+    """The bucket of a record of LongBench-E."""
+    return RECORD_BUCKETS[bisect.bisect(RECORD_EDGES[1:], length)]
