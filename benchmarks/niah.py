@@ -1,17 +1,16 @@
-"""Needles in a haystack, answered by `pe_lab.evaluate`'s machinery and by transformers: the same prompts, by turns.
+"""Needles in a haystack, answered by pe_lab and by transformers: the same prompts, in alternation.
 
     python benchmarks/niah.py --from=runs/smollm2 --peer-model=exports/smollm2 --peer-python=/path/to/venv/bin/python
 
-Both sides answer the same samples of `--suite=niah:standard` greedily, up to 128 new tokens or the end of the text, in
-float32 on as many threads. Ours answers in the batches that `evaluate` chooses; the peer one prompt at a time and in
-batches of as many as ours (padded on the left), of which the faster counts. What is compiled, or warmed up, is not
-counted on either side. Samples a second, tokens read and written a second, and the share of equal answers are printed.
+Both answer the same samples of `--suite=niah:standard` greedily, up to 128 new tokens or the end of the text, in
+float32 on equally many threads. pe_lab answers in the batches that `evaluate` chooses, transformers one prompt at a
+time and in batches of the same size (padded on the left), of which the faster counts. Compilation and a first round are
+not counted. Prints samples a second, seconds, and the share of equal answers.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -31,7 +30,7 @@ from decode import DecodePeer, in_float32
 from train_step import find_peer_python
 
 import pe_lab
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError
 from pe_lab.evaluation.generation.backend import Model
 from pe_lab.evaluation.generation.prompted import batches
 from pe_lab.evaluation.plan import parse_lengths
@@ -40,12 +39,13 @@ from pe_lab.evaluation.tasks.niah import niah_task
 from pe_lab.evaluation.tasks.task import Sample
 from pe_lab.parallel import start_processes
 from pe_lab.parallel.host_memory import keep_freed_memory
-from pe_lab.terminal import command
+from pe_lab.storage import write_json
+from pe_lab.terminal import command, table
 from pe_lab.training.machine import machine, versions
 
 
 class Ours:
-    """The model that `pe_lab.evaluate` asks."""
+    """pe_lab, as `pe_lab.evaluate` runs it."""
 
     def __init__(self, lm: pe_lab.LanguageModel, length: int):
         self.name, self._answer, self._lm = "pe_lab", Model(lm), lm
@@ -91,28 +91,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--haystack", default="essays")
     parser.add_argument("--lengths", default="1024,2048", help="tokens of prompt and answer, with commas")
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each side, after one that is not counted")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of both, after one that is not counted")
     parser.add_argument("--out", default=str(HERE / "results" / "cpu"), help="folder of results; empty: none")
     args = parser.parse_args(argv)
-    parse_lengths(args.lengths, 0)  # a wrong one is said now
+    parse_lengths(args.lengths, 0)  # raises before anything runs
     if args.samples < 1 or args.rounds < 1:
-        raise UserError("--samples and --rounds must be at least 1.")
+        raise ConfigError("--samples and --rounds must be at least 1.")
     if not args.peer_model:
-        raise UserError(
+        raise ConfigError(
             "--peer-model is missing: the same model as a Hugging Face directory, as pe_lab.convert writes."
         )
     return args
 
 
 def measure(sides: Sequence[Any], samples: Sequence[Sample], rounds: int) -> dict[str, Any]:
-    """Median seconds of each side, and its last answers; the first turn, which compiles and warms up, is left out."""
+    """The median seconds and the last answers of each side; the first round, which compiles, is not counted."""
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     answers: dict[str, list[str]] = {}
-    for turn in range(rounds + 1):
+    for round_number in range(rounds + 1):
         for i in range(len(sides)):
-            side = sides[(turn + i) % len(sides)]
-            took, answers[side.name] = side.run(samples if turn else samples[: side.rows])
-            if turn:
+            side = sides[(round_number + i) % len(sides)]
+            took, answers[side.name] = side.run(samples if round_number else samples[: side.rows])
+            if round_number:
                 seconds[side.name].append(took)
     return {"seconds": {name: statistics.median(taken) for name, taken in seconds.items()}, "answers": answers}
 
@@ -144,11 +144,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                     task.score(s, a)[task.metric] for s, a in zip(samples, found["answers"][ours.name], strict=True)
                 ) / len(samples)
                 print(f"\n{args.samples} samples of {length:,} tokens, {threads} threads; ours scores {score:.0%}")
-                print(f"{'':28}{'samples/s':>10}{'seconds':>9}{'ours/this':>10}{'equal answers':>15}")
+                rows = []
                 for side in sides:
                     took = found["seconds"][side.name]
                     ratio = took / found["seconds"][ours.name]
-                    print(f"{side.name:28}{args.samples / took:10.3f}{took:9.1f}{ratio:10.2f}{same[side.name]:15.0%}")
+                    numbers = f"{args.samples / took:.3f}", f"{took:.1f}", f"{ratio:.2f}", f"{same[side.name]:.0%}"
+                    rows.append((side.name, *numbers))
+                print(table(("", "samples/s", "seconds", "ours/this", "equal answers"), rows))
                 print(f"ours over the faster peer: {best / found['seconds'][ours.name]:.2f}", flush=True)
                 cases.append({"length": length, "rows": ours.rows, "seconds": found["seconds"], "same": same,
                               "score": score, "ratio": best / found["seconds"][ours.name]})  # fmt: skip
@@ -156,10 +158,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             peer.stop()
     if args.out:
         path = Path(args.out) / f"niah-threads{threads}-jax{jax.__version__}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
         result = {"source": args.source, "samples": args.samples, "cases": cases, "versions": versions(),
                   "peer": peer.versions, "machine": machine()}  # fmt: skip
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(path, result)
         print(f"\nWrote {path}")
     return 0
 

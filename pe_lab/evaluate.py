@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pe_lab.config import Config, DataConfig, EvaluationConfig, SourceConfig, from_dict
 from pe_lab.errors import UserError
+from pe_lab.evaluation.tasks import suites as suite_table
 from pe_lab.terminal import command
 
 if TYPE_CHECKING:
@@ -69,30 +70,7 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, help="where the rows go (default: RUN/evaluation)")
     add("--attention", metavar="NAME", help="how to attend: a name that python -m pe_lab.attention lists")
     add("--again", action="store_true", help="measure again what is measured already")
-    text = made.add_argument_group("perplexity, needles, beta").add_argument
-    text("--text", metavar="SOURCE", help="text to measure on: a glob, or jsonl:, parquet:, tfds:, stdlib (default: "
-         "what the run's data holds out)")  # fmt: skip
-    text("--tokens", type=int, help="held-out tokens per perplexity")
-    text("--fit-tokens", type=int, help="other held-out tokens, for the logit scale")
-    text("--windows", type=int, help="windows per needle accuracy")
-    text("--stride", type=int, help="perplexity by sliding windows that advance by so many tokens")
-    text("--per-document", action="store_true", help="perplexity of every document by itself, from its first token")
-    text("--by-position", action="store_true", help="also print perplexity by position within the text")
-    prompted = made.add_argument_group("niah, ruler, longbench, many_shot, lm_eval").add_argument
-    prompted("--samples", type=int, help="a task and length (default: 500, or as many as its file has)")
-    prompted("--haystack", default="essays", help="essays, noise, needles, or a glob of text files (niah)")
-    prompted("--depths", help="per cents, or how many of them (niah; default 0,10,...,100)")
-    prompted("--longbench", metavar="DIR", help="LongBench's files, TASK.jsonl each")
-    prompted("--qa", metavar="DIR", help="SQuAD's and HotpotQA's files, for ruler's qa tasks")
-    prompted("--words", metavar="FILE", help="RULER's english_words.json, for cwe in very long texts")
-    prompted("--problems", metavar="FILE", help="JSON lines with problem, solution, answer (many_shot)")
-    prompted("--chat", action="store_true", help="prompts as messages of a chat (longbench, lm_eval)")
-    prompted("--max-new-tokens", type=int, help="of many_shot's answers (default 2048)")
-    prompted("--buffer", type=int, help="tokens that many_shot's exemplars leave free (default 2300)")
-    prompted("--predictions", metavar="DIR", help="score RULER's prediction files instead of a model")
-    prompted("--ruler-files", metavar="DIR", help="also write answers as RULER's prediction files, for its own scorer")
-    prompted("--lm-eval-tasks", metavar="DIR", help="where lm_eval finds more tasks (YAML)")
-    prompted("--num-fewshot", type=int, help="examples in lm_eval's prompts (default: the task's)")
+    suite_table.add_arguments(made)
     return made
 
 
@@ -120,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.predictions:
         terminal.print_rows(score_files(Path(arguments.predictions)))
         return 0
-    suites = ev.suites.parse_suites(arguments.suite) if arguments.suite is not None else None
+    suites = suite_table.parse_suites(arguments.suite) if arguments.suite is not None else None
     chosen = ev.parse_methods(arguments.methods) if arguments.methods is not None else None
     hide_absent_tpu()
     places = ev.locate_all(arguments.source)
@@ -302,24 +280,12 @@ def ask(
     if not set(suites) - set(ev.SUITES):
         return None
     readers = ev.all_readers(models, subjects, chosen, arguments.positional, arguments.attention)
-    options = ev.suites.Options(
-        haystack=arguments.haystack,
-        depths=ev.suites.parse_depths(arguments.depths) if arguments.depths else None,
-        samples=arguments.samples,
-        longbench=arguments.longbench,
-        qa=arguments.qa,
-        problems=arguments.problems,
-        words=arguments.words,
-        chat=arguments.chat,
-        max_new_tokens=arguments.max_new_tokens,
-        buffer=arguments.buffer,
-    )
     prompted = None
     limits = lengths if arguments.lengths else (None,)
-    if tasks := ev.suites.open_tasks(suites, options, limits):
-        seed = ev.suites.SEED if arguments.seed is None else arguments.seed
+    if tasks := suite_table.open_tasks(suites, arguments, limits):
+        seed = suite_table.SEED if arguments.seed is None else arguments.seed
         prompted = ev.Prompted(readers, tasks, lengths, arguments.samples, seed, out, arguments.again)
-    names = suites.get(ev.suites.HARNESS)
+    names = suites.get(suite_table.HARNESS)
     opened = None if names is None else ev.check_harness(names, arguments.lm_eval_tasks)
 
     def asked() -> list[Record]:

@@ -87,14 +87,14 @@ class LanguageModel:
       layers: the encoding of each layer; the schedule is built from it.
       tokenizer: None if the checkpoint came without one.
       general: arguments of `Schedule.generalize`; see `for_any_scheme`.
-      fixed_length: tokens; see `at_length`.
+      schedule_length: tokens; see `at_length`.
     """
 
     checkpoint: Checkpoint
     layers: tuple[Layer, ...]
     tokenizer: Tokenizer | None = None
     general: Mapping[str, Any] = field(default_factory=dict)
-    fixed_length: int | None = None
+    schedule_length: int | None = None
 
     def __repr__(self) -> str:
         config = self.config
@@ -111,7 +111,7 @@ class LanguageModel:
     @functools.cached_property
     def schedule(self) -> Schedule:
         """The arrays of `layers`, generalized: encodings that fit one structure share one compilation."""
-        return self.build(self.layers, self.fixed_length)
+        return self.build(self.layers, self.schedule_length)
 
     @property
     def config(self) -> ModelConfig:
@@ -293,7 +293,7 @@ class LanguageModel:
         return Request(max_new_tokens, sampling, eos_ids, stop, cache_length, refresh)
 
     def _schedules(self) -> Schedules:
-        if self.fixed_length is not None:
+        if self.schedule_length is not None:
             return Schedules.fixed(self.schedule)
         return Schedules(self._schedule_for, tuple(layer.follows_length for layer in self.layers))
 
@@ -304,7 +304,7 @@ class LanguageModel:
 
     def _schedule_for(self, length: int) -> Schedule:
         """The schedule for sequences of `length` tokens."""
-        if self.fixed_length is not None or not any(layer.follows_length for layer in self.layers):
+        if self.schedule_length is not None or not any(layer.follows_length for layer in self.layers):
             return self.schedule
         return self.build(self.layers, length)
 
@@ -358,7 +358,7 @@ class LanguageModel:
         Dynamic NTK, dynamic YaRN, LongRoPE and `Beta` then have the factor of that length from the first token on, and
         generation never recomputes the KV cache. Other encodings do not change.
         """
-        return dataclasses.replace(self, fixed_length=length)
+        return dataclasses.replace(self, schedule_length=length)
 
     def drop_positional(self, chosen: Sequence[int] | None = None) -> LanguageModel:
         """The same weights without positional encoding on all or the chosen layers (DroPE's drop, not recalibrated)."""

@@ -1,8 +1,8 @@
-"""Small files of other people's benchmarks, in their schemas, of our own words: to try every suite without a network.
+"""Small files in the schemas of public benchmarks, with generated contents, to run every suite without a network.
 
     python tests/small_benchmarks.py DIR     # DIR/longbench, DIR/qa, DIR/problems.jsonl, DIR/lm_eval
 
-They measure nothing: the originals are what docs/evaluation.md says where to get.
+They measure nothing; docs/evaluation.md says where to get the originals.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ TRADES = ("baker", "potter", "tailor", "pilot", "gardener", "printer", "mason", 
 CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
 
 
-def story(rng: random.Random, sentences: int) -> tuple[str, str, str]:
+def story(rng: random.Random, count: int) -> tuple[str, str, str]:
     """A text, a question that it answers, and the answer."""
-    said = []
-    for _ in range(sentences):
+    sentences = []
+    for _ in range(count):
         who, where, what = rng.choice(PEOPLE), rng.choice(PLACES), rng.choice(TRADES)
-        said.append(f"{who} went to {where} and worked there as a {what} for {rng.randint(2, 30)} years.")
+        sentences.append(f"{who} went to {where} and worked there as a {what} for {rng.randint(2, 30)} years.")
     name, place = f"{rng.choice(PEOPLE)} Nobody", rng.choice(PLACES)
-    said.insert(rng.randrange(len(said)), f"{name} was born in {place}.")
-    return " ".join(said), f"Where was {name} born?", place
+    sentences.insert(rng.randrange(len(sentences)), f"{name} was born in {place}.")
+    return " ".join(sentences), f"Where was {name} born?", place
 
 
 def longbench_record(task: str, index: int) -> dict[str, Any]:

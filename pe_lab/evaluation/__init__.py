@@ -1,41 +1,55 @@
-"""What models do with texts longer than their training: perplexity, needles, RULER, LongBench, and others' harness."""
+"""What models do with sequences longer than their training: perplexity, prompts, and lm-eval tasks."""
 
-from pe_lab.evaluation.generation.prompted import Prompted
-from pe_lab.evaluation.lm_eval.suite import check_harness, run_harness
-from pe_lab.evaluation.measure import Evaluation
-from pe_lab.evaluation.methods import METHODS, label, methods_of, model_name, parse_methods, read_with
-from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, parse_length, parse_lengths
-from pe_lab.evaluation.progress import answer_with_progress, documents_with_progress, measure_with_progress
-from pe_lab.evaluation.readers import Reader, all_readers, load_all, read_as
-from pe_lab.evaluation.targets import Place, locate, locate_all
-from pe_lab.evaluation.tasks import suites
+from __future__ import annotations
 
-__all__ = [
-    "METHODS",
-    "SUITES",
-    "Evaluation",
-    "Place",
-    "Plan",
-    "Prompted",
-    "Reader",
-    "Subject",
-    "Unit",
-    "all_readers",
-    "answer_with_progress",
-    "check_harness",
-    "documents_with_progress",
-    "label",
-    "load_all",
-    "locate",
-    "locate_all",
-    "measure_with_progress",
-    "methods_of",
-    "model_name",
-    "parse_length",
-    "parse_lengths",
-    "parse_methods",
-    "read_as",
-    "read_with",
-    "run_harness",
-    "suites",
-]
+import importlib
+from typing import Any
+
+_NAMES = {
+    "generation.prompted": ("Prompted",),
+    "lm_eval.suite": (
+        "check_harness",
+        "run_harness",
+    ),
+    "measure": ("Evaluation",),
+    "methods": (
+        "METHODS",
+        "label",
+        "methods_of",
+        "model_name",
+        "parse_methods",
+        "read_with",
+    ),
+    "plan": (
+        "SUITES",
+        "Plan",
+        "Subject",
+        "Unit",
+        "parse_length",
+        "parse_lengths",
+    ),
+    "progress": (
+        "answer_with_progress",
+        "documents_with_progress",
+        "measure_with_progress",
+    ),
+    "readers": (
+        "Reader",
+        "all_readers",
+        "load_all",
+        "read_as",
+    ),
+    "targets": (
+        "Place",
+        "locate",
+        "locate_all",
+    ),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: a report and `evaluate --help` import the table of suites, which needs no JAX.
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

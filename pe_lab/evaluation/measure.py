@@ -23,10 +23,6 @@ from pe_lab.positional import Alibi, Layer
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.training.machine import versions
 
-# Counted up when a suite comes to measure something else: rows of an older one are measured again.
-PROTOCOL = 1
-NEEDLES = 2  # since 2, also by depth
-
 
 class Evaluation:
     """Measures subjects of one run, all of one model shape, into a directory of row files.
@@ -95,7 +91,7 @@ class Evaluation:
         `measured` hears of each row, `heard` of tokens as they are read.
         """
         for forward in self.forwards.values():
-            forward.heard = heard
+            forward.on_tokens = heard
         rows = []
         for unit in self.units:
             row, reused = self._row(unit)
@@ -228,7 +224,7 @@ class Evaluation:
 
     def _settings(self, unit: Unit) -> Record:
         """What else a row's numbers depend on; a row measured under other settings is measured again."""
-        settings, given = self.plan.settings, {"protocol": PROTOCOL}
+        settings, given = self.plan.settings, {"protocol": perplexity.SUITE.protocol}
         text = {
             "longest": max(self.plan.lengths),
             "tokens": settings.tokens,
@@ -236,7 +232,11 @@ class Evaluation:
         }
         text["data"] = [self._fingerprint(i) for i in self._text]
         if unit.suite == "needles":
-            given |= {"protocol": NEEDLES, "windows": settings.needle_windows, "data": self._fingerprint(unit.source)}
+            given |= {
+                "protocol": needles.SUITE.protocol,
+                "windows": settings.needle_windows,
+                "data": self._fingerprint(unit.source),
+            }
             return given | ({"fit": text} if unit.method == "beta" else {})
         if unit.method == "cropped" or (unit.suite == "perplexity" and self.plan.stride):
             given["stride"] = self._stride(unit.subject)

@@ -10,9 +10,8 @@ from pe_lab.checkpoints import Checkpoint
 from pe_lab.config import EvaluationConfig
 from pe_lab.errors import UserError
 from pe_lab.evaluation import methods
+from pe_lab.evaluation.tasks.suites import MEASURED as SUITES
 from pe_lab.positional import Layer
-
-SUITES = ("perplexity", "needles", "beta")
 
 
 @dataclass(frozen=True)

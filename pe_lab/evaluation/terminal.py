@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pe_lab.evaluation.tasks import suites
 from pe_lab.results.intervals import Z95, wilson
 from pe_lab.results.records import Record
 
@@ -15,14 +16,6 @@ AVERAGED = ("ruler", "longbench", "lm_eval")
 ALL_FOUND = ", all found"
 FIT = {"beta": 3, "c": 3, "nll_before": 4, "nll_after": 4}  # what is told of a fitted scale, and its decimals
 LOG_WIDTH = 120  # of what is laid side by side where there is no terminal
-TITLES = {
-    "needles": "Needle accuracy",
-    "niah": "Needle in a haystack",
-    "ruler": "RULER",
-    "longbench": "LongBench",
-    "many_shot": "Many-shot learning",
-    "lm_eval": "lm-evaluation-harness",
-}
 
 
 def open_console() -> Any:
@@ -49,10 +42,10 @@ def print_rows(rows: Sequence[Record], console: Any = None) -> None:
     shown = names(rows)
     by_source = grouped(rows, lambda row: (row["suite"], row.get("source")))
     for (suite, source), group in by_source.items():  # first, so that the tables are what one sees last
-        print_heat_maps(f"{TITLES.get(suite, suite)}: {source}", group, shown, console)
+        print_heat_maps(f"{suites.title(suite)}: {source}", group, shown, console)
     for (suite, source), group in by_source.items():
         if suite in ("perplexity", "needles"):
-            print_by_length(f"{TITLES.get(suite, 'Perplexity')} on {source}", group, shown, console)
+            print_by_length(f"{suites.title(suite)} on {source}", group, shown, console)
     for suite, group in grouped(rows, lambda row: row["suite"]).items():
         if suite not in ("perplexity", "needles", "beta"):
             print_tasks(suite, [*with_all_found(group)], shown, console)
@@ -164,7 +157,7 @@ def by_length_table(
 
 def print_tasks(suite: str, rows: Sequence[Record], shown: Mapping[Any, str], console: Any) -> None:
     """A suite that asks with prompts: tasks and methods at each length, or method by length where it is one task."""
-    title = TITLES.get(suite, suite)
+    title = suites.title(suite)
     tasks = grouped(rows, lambda row: row.get("source"))
     if len(tasks) == 1:
         metric = str(rows[0].get("metric", "score")).replace("_", " ")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,13 @@ def read_json(path: Path, advice: str = "", error: type[UserError] = DataError) 
     return value
 
 
-def read_records(path: Path, what: str = "record", advice: str = "", partial: bool = False) -> Iterator[dict[str, Any]]:
+def read_records(
+    path: Path,
+    what: str = "record",
+    advice: str = "",
+    partial: bool = False,
+    check: Callable[[dict[str, Any]], str] = lambda record: "",
+) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file of JSON lines; nothing if there is no file.
 
     Args:
@@ -41,9 +47,10 @@ def read_records(path: Path, what: str = "record", advice: str = "", partial: bo
       what: what a line holds, for messages.
       advice: what to do about a damaged file.
       partial: whether a last line without its line end, which a killed process leaves, is skipped.
+      check: describes a defect of a record, for messages; "" if there is none.
 
     Raises:
-      DataError: the file cannot be read, or a line is no JSON object; names the line.
+      DataError: the file cannot be read, or a line is no JSON object or fails `check`; names the line.
     """
     try:
         content = path.read_bytes()
@@ -56,8 +63,9 @@ def read_records(path: Path, what: str = "record", advice: str = "", partial: bo
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
             record = json_object(line)
-            if record is None:
-                raise DataError(f"{path}, line {number}, is no {what}. {advice}".rstrip())
+            wrong = "no JSON object" if record is None else check(record)
+            if wrong:
+                raise DataError(f"{path}, line {number}, is no {what}: {wrong}. {advice}".rstrip())
             yield record
 
 

@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations are those of the model's logits, however the texts are batched, cut and spread."""
+"""Log-likelihoods of continuations equal those of the model's logits, whatever the batches, chunks and devices."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def model(encoding=None) -> LanguageModel:
 
 
 def pairs(rows: int = 6, length: int = LENGTH) -> list[tuple[list[int], list[int]]]:
-    """Contexts and continuations of all sizes, longest text first and last."""
+    """Contexts and continuations of all sizes, the longest sequence first and last."""
     rng = np.random.default_rng(rows)
     found = []
     for i in range(rows):
@@ -57,7 +57,7 @@ def in_order(scorer: Likelihoods, asked) -> list[Likelihood]:
     return [likelihood for _, likelihood in sorted(scorer(asked))]
 
 
-def test_it_is_what_the_logits_say():
+def test_likelihoods_equal_those_of_the_logits():
     lm = model()
     asked = pairs()
     # The likeliest continuation, and the same with another last token.
@@ -91,16 +91,16 @@ def test_batches_devices_and_chunks_do_not_matter(monkeypatch):
 def test_a_context_is_read_once_for_all_its_last_tokens():
     scorer = Likelihoods(model(), devices=tiny.one_device())
     read = []
-    scorer._forward.heard = read.append
+    scorer._forward.on_tokens = read.append
     context = list(range(12))
     asked = [(context, [token]) for token in (3, 1, 4)] + [([*context[:-1]], [context[-1], 5]), (context[:4], [9])]
     found = in_order(scorer, asked)
-    assert sum(read) == 2 * 16  # two texts, each padded to 16 tokens
+    assert sum(read) == 2 * 16  # two sequences, each padded to 16 tokens
     for likelihood, pair in zip(found, asked, strict=True):
         agree(likelihood, by_hand(scorer._lm, *pair))
 
 
-def test_a_vocabulary_in_parts_is_the_same_vocabulary():
+def test_scores_do_not_depend_on_the_chunks_of_the_vocabulary():
     lm = model()
     forward = Forward(Model(dataclasses.replace(tiny.MODEL, loss_chunks=3)).config, devices=tiny.one_device())
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (1, LENGTH))
@@ -110,7 +110,7 @@ def test_a_vocabulary_in_parts_is_the_same_vocabulary():
     np.testing.assert_allclose(scores[0], wanted[np.arange(LENGTH), targets[0]], atol=1e-4)
     np.testing.assert_array_equal(likeliest[0], wanted.argmax(-1) == targets[0])
     assert likeliest[0, 1::2].all() and not likeliest[0, ::2].all()
-    # Where all are equally likely, the first is the likeliest, in whatever part it lies.
+    # Where all are equally likely, the first token is the likeliest, in any part.
     params = tiny.parameters()
     params = {
         **params,
@@ -123,8 +123,8 @@ def test_a_vocabulary_in_parts_is_the_same_vocabulary():
 
 
 @pytest.mark.parametrize("encoding", [Rope(scaling=DynamicNTK(8, 2.0)), Alibi()], ids=["dynamic", "alibi"])
-def test_padding_is_no_length(encoding):
-    """What follows the length follows the text's own, not the length that it is padded to."""
+def test_padding_does_not_change_the_schedule_length(encoding):
+    """An encoding that depends on the length uses the sequence's own, not the padded length."""
     lm = model(encoding)
     if isinstance(encoding, Alibi):
         lm = lm.with_positional(lm.layers, Beta(0.4, 8))
@@ -148,7 +148,7 @@ def test_a_pair_without_tokens_is_refused():
             list(scorer([([1], [2]), pair]))
 
 
-def test_lengths_to_compile_for_are_few_and_waste_little():
+def test_padded_lengths_are_few_and_waste_little():
     lengths = [padded_length(n) for n in range(1, 5000)]
     assert all(n <= padded <= max(16, 1.5 * n) for n, padded in enumerate(lengths, 1))
     assert len(set(lengths)) == 1 + 2 * 8 + 1  # 16, and two an octave up to 6144

@@ -165,7 +165,7 @@ def test_a_model_that_knows_the_answers(tasks, monkeypatch, wanted):
     known = {(bytes(question + answer, "utf-8")) for question, answer in right.items()}
 
     def oracle(scorer, batch):
-        for text in batch.texts:
+        for text in batch.sequences:
             for pair, first, continuation in text.asked:
                 knows = bytes([*text.tokens[: first + 1], *continuation]) in known
                 yield pair, Likelihood(0.0 if knows == bool(wanted) else -1000.0, False)

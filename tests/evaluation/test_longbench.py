@@ -42,7 +42,7 @@ class Words(ByteTokenizer):
 
 
 def records(name):
-    """Two of a task, with its own kind of answers."""
+    """Two records of a task, with answers for its metric."""
     chinese = name in ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
     rules, classes = TASKS[name], CLASSES.get(name)
     answers = [[classes[0]], [classes[2]]] if classes else ANSWERS[rules.metric]
@@ -71,7 +71,7 @@ def write(path, lines):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Laid out as the unpacked data.zip."""
+    """The files of the unpacked data.zip."""
     root = tmp_path_factory.mktemp("longbench")
     for name in TASKS:
         write(root / "data" / f"{name}.jsonl", records(name))
@@ -116,7 +116,7 @@ def test_an_oracle_is_always_right_and_noise_never(directory, group):
             assert chance < bound.get(task.metric, 0.03), task.name
 
 
-def test_a_class_by_lot_is_right_once_in_as_many_as_there_are(directory):
+def test_a_random_class_is_right_once_in_the_number_of_classes(directory):
     for name, classes in CLASSES.items():
         task = one(directory, name)
         for sample in task.samples(ByteTokenizer(), None, 2, 0):
@@ -128,22 +128,22 @@ def test_records_score_as_longbench_scores_them(directory):
     assert {name for name, *_ in GOLDEN["tasks"]} == {*TASKS}
     tokens = np.zeros(1, np.int32)
     for name, output, answers, classes, golden in GOLDEN["tasks"]:
-        sample = Sample(0, "", tokens, tuple(answers), 1, facts={"all_classes": classes})
+        sample = Sample(0, "", tokens, tuple(answers), 1, metadata={"all_classes": classes})
         task = one(directory, name)
         assert task.score(sample, output)[task.metric] * 100 == pytest.approx(golden, abs=0.00501), (name, output)
 
 
-def test_a_sample_says_what_its_record_says(directory):
+def test_a_sample_has_the_values_of_its_record(directory):
     task = one(directory, "trec")
     samples = task.samples(ByteTokenizer(), None, 1000, 5)
-    assert [s.facts["_id"] for s in samples] == ["trec-0", "trec-1"] and len(
+    assert [s.metadata["_id"] for s in samples] == ["trec-0", "trec-1"] and len(
         task.samples(ByteTokenizer(), None, 1, 0)
     ) == 1
     sample, record = samples[1], records("trec")[1]
     prompt = TASKS["trec"].prompt.replace("{context}", record["context"]).replace("{input}", record["input"])
     assert sample.text == prompt and bytes(sample.tokens.tolist()).decode() == prompt
     assert sample.references == ("City",) and sample.max_new_tokens == 64 and sample.stop == ()
-    assert sample.facts == {
+    assert sample.metadata == {
         "_id": "trec-1",
         "dataset": "trec",
         "language": "en",
@@ -153,7 +153,7 @@ def test_a_sample_says_what_its_record_says(directory):
         "bucket": "0-4K",
         "truncated": False,
     }
-    json.dumps([dict(sample.facts), dict(task.settings)])
+    json.dumps([dict(sample.metadata), dict(task.settings)])
     assert one(directory, "samsum").samples(ByteTokenizer(), None, 1, 0)[0].stop == ("\n",)
     assert samples[1].fingerprint == one(directory, "trec").samples(ByteTokenizer(), None, 9, 6)[1].fingerprint
 
@@ -172,13 +172,13 @@ def test_longbench_e_has_the_buckets_of_its_own_report(directory, tmp_path):
     for task in open_longbench(directory, ["all", "e"]):
         even = task.name.endswith("_e")
         assert task.edges_by_record_length == ((0, 4000, 8000) if even else None)
-        facts = [sample.facts for sample in task.samples(ByteTokenizer(), None, 2, 0)]
+        facts = [sample.metadata for sample in task.samples(ByteTokenizer(), None, 2, 0)]
         assert [fact.get("record_bucket") for fact in facts] == ["0-4k" if even else None] * 2
     made = [line | {"length": length} for line, length in zip(records("lcc") * 3, lengths, strict=True)]
     write(tmp_path / "lcc_e.jsonl", made)
     samples = one(tmp_path, "lcc_e").samples(ByteTokenizer(), None, 6, 0)
-    assert [sample.facts["record_bucket"] for sample in samples] == [b for b in scores for _ in range(2)]
-    assert [sample.facts["record_length"] for sample in samples] == lengths
+    assert [sample.metadata["record_bucket"] for sample in samples] == [b for b in scores for _ in range(2)]
+    assert [sample.metadata["record_length"] for sample in samples] == lengths
 
 
 def test_a_long_prompt_loses_its_middle(directory):
@@ -189,16 +189,16 @@ def test_a_long_prompt_loses_its_middle(directory):
         half = budget // 2
         assert sample.text == whole.text[: half - 1] + whole.text[-half:]  # BOS is the first of the first half
         assert sample.tokens.tolist() == whole.tokens[:half].tolist() + whole.tokens[-half:].tolist()
-        assert sample.facts["truncated"] is True
-        assert sample.facts["tokens_before_truncation"] == len(whole.tokens) == len(whole.text) + 1
+        assert sample.metadata["truncated"] is True
+        assert sample.metadata["tokens_before_truncation"] == len(whole.tokens) == len(whole.text) + 1
     fits = one(directory, "gov_report", max_length=len(whole.tokens) + 512).samples(Words(), None, 1, 0)[0]
-    assert fits.text == whole.text and fits.facts["truncated"] is False
+    assert fits.text == whole.text and fits.metadata["truncated"] is False
     both = one(directory, "gov_report", max_length=90 + 512).samples(Words(), 600 + 512, 1, 0)[0]
     assert len(both.tokens) == 90
 
 
-def test_what_cutting_costs_is_paid_for(directory):
-    """Half a character comes back as three bytes: the original's halves would not fit."""
+def test_a_truncated_prompt_fits_even_where_a_character_was_cut(directory):
+    """Half of a character is decoded to three bytes, with which the original's halves would not fit."""
     task = one(directory, "vcsum")
     whole = task.samples(ByteTokenizer(), None, 1, 0)[0]
     over = 0
@@ -214,7 +214,7 @@ def test_what_cutting_costs_is_paid_for(directory):
     assert over > 5
 
 
-def test_a_chat_frames_what_the_original_frames(directory):
+def test_prompts_are_in_the_chat_format_where_the_originals_are(directory):
     plain = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
     for task in open_longbench(directory, ["all"], chat=True):
         sample = task.samples(Words(), None, 1, 0)[0]
@@ -222,41 +222,41 @@ def test_a_chat_frames_what_the_original_frames(directory):
         framed = f"[user]{bare.text}[assistant]" if task.name not in plain else bare.text
         assert sample.text == framed and task.settings["chat"] is (task.name not in plain)
         assert (sample.tokens[0] == Words.bos_id) is np.bool_(task.name in plain)
-        assert sample.facts["tokens_before_truncation"] == len(bare.tokens)
+        assert sample.metadata["tokens_before_truncation"] == len(bare.tokens)
     task = one(directory, "musique", chat=True)
     size = len(bare := one(directory, "musique").samples(Words(), None, 1, 0)[0].tokens)
-    for budget in (60, size - 10, size + 3):  # the last has room for the prompt, but not for its frame
+    for budget in (60, size - 10, size + 3):  # the last one holds the prompt without its frame
         sample = task.samples(Words(), budget + 32, 1, 0)[0]
-        assert sample.facts["truncated"] and budget - 3 <= len(sample.tokens) <= budget
+        assert sample.metadata["truncated"] and budget - 3 <= len(sample.tokens) <= budget
         assert sample.text.startswith("[user]Answer") and sample.text.endswith("Answer:[assistant]")
-    assert len(bare) == task.samples(Words(), None, 1, 0)[0].facts["tokens_before_truncation"]
-    with pytest.raises(UserError, match="no room for a prompt in its chat format"):
+    assert len(bare) == task.samples(Words(), None, 1, 0)[0].metadata["tokens_before_truncation"]
+    with pytest.raises(UserError, match="do not hold a prompt in its chat format"):
         task.samples(Words(), 15 + 32, 1, 0)[0]
 
 
-def test_no_room(directory):
-    with pytest.raises(UserError, match=r"longbench:qmsum: 513 tokens have no room .* answer of 512"):
+def test_a_length_that_holds_no_prompt_is_refused(directory):
+    with pytest.raises(UserError, match=r"longbench:qmsum: 513 tokens do not hold a prompt .* answer of 512"):
         one(directory, "qmsum").samples(ByteTokenizer(), 513, 1, 0)
 
 
-def test_tasks_are_opened_once_each_from_either_place(directory, tmp_path):
+def test_tasks_are_opened_once_each_from_either_directory(directory, tmp_path):
     opened = open_longbench(directory, ["lcc", "drope", "lcc_e"])
     assert [task.name for task in opened] == ["lcc", "multifieldqa_en", "musique", "gov_report", "lcc_e"]
     assert opened[-1].metric == "code_similarity"
-    assert opened[-1].samples(ByteTokenizer(), None, 1, 0)[0].facts["_id"] == "lcc-1"
+    assert opened[-1].samples(ByteTokenizer(), None, 1, 0)[0].metadata["_id"] == "lcc-1"
     flat = one(directory / "data", "musique")
     assert flat.settings == one(directory, "musique").settings
     first, second = records("musique")
     changed = LongBenchTask("musique", write(tmp_path / "musique.jsonl", [first, "", second]))
     assert changed.settings != flat.settings
-    assert [sample.facts["_id"] for sample in changed.samples(ByteTokenizer(), None, 2, 0)] == [
+    assert [sample.metadata["_id"] for sample in changed.samples(ByteTokenizer(), None, 2, 0)] == [
         "musique-0",
         "musique-1",
     ]
     assert one(directory, "musique", max_length=900).settings != flat.settings
 
 
-def test_what_is_not_there_is_said(directory, tmp_path, monkeypatch):
+def test_unknown_tasks_and_missing_files_are_refused(directory, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"longbench:muzique is no task. Did you mean 'musique'\?"):
         open_longbench(directory, ["muzique"])
     with pytest.raises(UserError, match="longbench:vcsum_e is no task"):
@@ -265,7 +265,7 @@ def test_what_is_not_there_is_said(directory, tmp_path, monkeypatch):
         UserError, match=r"nowhere: there is no such directory. Download https.*data.zip.*--longbench=DIR"
     ):
         open_longbench(tmp_path / "nowhere", ["lcc"])
-    with pytest.raises(UserError, match=r"holds no lcc.jsonl, repobench-p.jsonl,.*Download https.*data.zip"):
+    with pytest.raises(UserError, match=r"has no lcc.jsonl, repobench-p.jsonl,.*Download https.*data.zip"):
         open_longbench(tmp_path, ["code"])
     monkeypatch.setitem(sys.modules, "jieba", None)
     with pytest.raises(UserError, match="pip install jieba"):
@@ -276,8 +276,8 @@ def test_what_is_not_there_is_said(directory, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("musique", "{", "is not JSON"),
-        ("musique", "[1]", "is not a record"),
+        ("musique", "{", "no JSON object"),
+        ("musique", "[1]", "no JSON object"),
         ("musique", {"input": None}, "no text 'input'"),
         ("musique", {"context": 3}, "no text 'context'"),
         ("musique", {"_id": None}, "no text '_id'"),
@@ -292,7 +292,7 @@ def test_what_is_not_there_is_said(directory, tmp_path, monkeypatch):
 def test_a_damaged_line_is_named(tmp_path, name, change, message):
     first, second = records(name)
     path = write(tmp_path / f"{name}.jsonl", [first, "", change if isinstance(change, str) else second | change])
-    with pytest.raises(UserError, match=rf"{name}\.jsonl, line 3: .*{message}.*data\.zip"):
+    with pytest.raises(UserError, match=rf"{name}\.jsonl, line 3, is no record of LongBench: .*{message}.*data\.zip"):
         open_longbench(tmp_path, [name])
     path.write_text("\n")
     with pytest.raises(UserError, match="is empty"):
@@ -304,7 +304,7 @@ def test_half_a_character_is_named(tmp_path, field):
     first, second = records("trec")
     half = "half \ud83d" if isinstance(second[field], str) else [*second[field], "half \udc00"]
     write(tmp_path / "trec.jsonl", [first, json.dumps(second | {field: half})])
-    with pytest.raises(UserError, match=rf"trec\.jsonl, line 2: has half of a surrogate pair.*{field}"):
+    with pytest.raises(UserError, match=rf"trec\.jsonl, line 2, .*'{field}' has half of a surrogate pair"):
         open_longbench(tmp_path, ["trec"])
     write(tmp_path / "trec.jsonl", [first, json.dumps(second | {"context": "whole \U0001f600"})])
     assert "\U0001f600" in one(tmp_path, "trec").samples(ByteTokenizer(), None, 2, 0)[1].text
@@ -312,10 +312,10 @@ def test_half_a_character_is_named(tmp_path, field):
 
 def test_bytes_that_are_no_text_are_named(tmp_path):
     (tmp_path / "lcc.jsonl").write_bytes(b'{"input": "\xff"}\n')
-    with pytest.raises(UserError, match=r"lcc\.jsonl, line 1: is not JSON"):
+    with pytest.raises(UserError, match=r"lcc\.jsonl, line 1, .* no JSON object"):
         open_longbench(tmp_path, ["lcc"])
     path = write(tmp_path / "lcc.jsonl", records("lcc"))
     samples = one(tmp_path, "lcc").samples(ByteTokenizer(), None, 2, 0)
     path.write_text("changed\n" * 300)
-    with pytest.raises(UserError, match=r"lcc\.jsonl, record 2: is not JSON"):
+    with pytest.raises(UserError, match=r"lcc\.jsonl, record 2, .* no JSON object"):
         samples[1]

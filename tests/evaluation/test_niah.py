@@ -1,5 +1,6 @@
-"""Needles in haystacks: that the prompts are RULER's, DroPE's and DoPE's, fit, and are always the same."""
+"""Needles in haystacks: the prompts are RULER's, DroPE's and DoPE's, fit their length, and are reproducible."""
 
+import argparse
 import json
 import random
 import re
@@ -11,8 +12,7 @@ import pytest
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
 from pe_lab.evaluation.tasks import haystacks, niah, suites
-from pe_lab.evaluation.tasks.haystacks import Haystack
-from pe_lab.evaluation.tasks.words import draw, draw_distinct, word_list
+from pe_lab.evaluation.tasks.haystacks import Haystack, draw, draw_distinct, word_list
 
 TOKENIZER = ByteTokenizer()
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "niah_golden.json").read_text(encoding="utf-8"))
@@ -21,8 +21,14 @@ ESSAYS = Haystack("essays", PROSE)
 ALL = [niah.niah_task(name, ESSAYS) for name in niah.NIAH] + [niah.ruler_needle_task(n, ESSAYS) for n in niah.RULER]
 
 
+def flags(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    suites.add_arguments(parser)
+    return parser.parse_args(["--haystack=noise", *argv])
+
+
 def by_reading(prompt: str, asked: list[str]) -> list[str]:
-    """The values of the keys that are asked for, read out of the text: what a model does that copies."""
+    """The values of the keys that are asked for, found in the prompt."""
     facts = re.findall(r"One of the special magic \w+ for ([^.]+?) is: ([\w-]+)\.", prompt)
     return [value for key in asked for k, value in facts if k == key]
 
@@ -33,7 +39,7 @@ def asked_keys(prompt: str) -> list[str]:
 
 
 @pytest.mark.parametrize("task", ALL, ids=lambda task: f"{task.suite}:{task.name}")
-def test_a_model_that_copies_finds_all_and_one_that_talks_at_random_nothing(task):
+def test_a_copying_model_finds_all_values_and_random_text_none(task):
     for index, sample in enumerate(task.samples(TOKENIZER, 3000, 3, 42)):
         assert len(sample.tokens) + sample.max_new_tokens <= 3000
         found = by_reading(sample.text, asked_keys(sample.text))
@@ -46,7 +52,7 @@ def test_a_model_that_copies_finds_all_and_one_that_talks_at_random_nothing(task
 
 
 @pytest.mark.parametrize("task", ALL, ids=lambda task: f"{task.suite}:{task.name}")
-def test_the_prompt_is_as_long_as_fits_and_a_function_of_its_index(task):
+def test_a_prompt_is_as_long_as_fits_and_depends_on_its_index_alone(task):
     long = task.samples(TOKENIZER, 4000, 20, 42)
     sample = long[7]
     unit = max(len(word) for word in PROSE.split()) + 1 if task.haystack.text else 150
@@ -68,7 +74,7 @@ def test_prompts_are_those_of_rulers_own_template(name):
 
 
 def masked(prompt: str, task: niah.NeedleTask) -> str:
-    """A prompt with its keys, values and filler blotted out."""
+    """A prompt without its keys, values and filler."""
     text = prompt
     for key in asked_keys(prompt):
         text = text.replace(key, "KEY")
@@ -82,7 +88,7 @@ def masked(prompt: str, task: niah.NeedleTask) -> str:
     return f"{head}|{kinds}|{count}|{bool(filler)}|{tail}"
 
 
-def test_the_grid_is_walked_and_the_needle_lies_where_it_says():
+def test_samples_cycle_through_the_grid_and_needles_lie_at_their_depths():
     task = niah.niah_task("standard", ESSAYS, (0.0, 50.0, 100.0))
     for index, sample in enumerate(task.samples(TOKENIZER, 4000, 6, 1)):
         (depth,) = sample.depth
@@ -111,7 +117,7 @@ def test_a_drope_prompt_ends_with_a_colon_and_its_excerpt_begins_anywhere():
     assert all(sample.text.endswith("mentioned in the provided text is") for sample in ruler)
 
 
-def test_noise_is_start_of_sequence_tokens_after_the_needle():
+def test_sinks_are_start_of_sequence_tokens_after_the_needle():
     task = niah.niah_task("noisy", ESSAYS)
     sample = task.samples(TOKENIZER, 3000, 4, 0)[2]
     sinks = np.flatnonzero(sample.tokens == TOKENIZER.eos_id)  # bytes have no start of sequence
@@ -121,7 +127,7 @@ def test_noise_is_start_of_sequence_tokens_after_the_needle():
     assert sample.max_new_tokens == 50 and sample.stop == ("\n",)
 
 
-def test_a_length_without_room_is_an_error_that_says_how_much_it_takes():
+def test_a_length_that_is_too_short_is_refused_with_the_shortest_possible():
     task = niah.niah_task("standard", ESSAYS)
     with pytest.raises(UserError, match="the shortest take") as error:
         task.samples(TOKENIZER, 300, 1, 0)[0]
@@ -131,7 +137,7 @@ def test_a_length_without_room_is_an_error_that_says_how_much_it_takes():
         task.samples(TOKENIZER, least - 1, 1, 0)[0]
 
 
-def test_sentences_are_cut_between_and_not_within():
+def test_sentences_are_split_at_their_ends():
     text = 'It rained. "Did it?" she asked. Dr. Wu, i.e. the U.S. doctor, paid $3.50 (really!). Yes. 7 left.'
     found = haystacks.sentences(text)
     assert found == ["It rained.", '"Did it?" she asked.', "Dr. Wu, i.e. the U.S. doctor, paid $3.50 (really!).",
@@ -148,7 +154,7 @@ def test_a_haystack_of_texts_begins_again_after_its_last_word(tmp_path):
         "nine ten. One two three. And four five. Six seven eight nine ten. One"
     )
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="a.txt cannot be read as text"):
+    with pytest.raises(UserError, match="a.txt is no UTF-8 text"):
         haystacks.open_haystack(f"{tmp_path}/*.txt")
 
 
@@ -161,7 +167,7 @@ def test_words_numbers_and_uuids():
 
 
 def test_rulers_essays_are_joined_piece_by_piece():
-    """As RULER's niah.py does: where nothing stands before a needle, or after it, a space is left of it."""
+    """As in RULER's niah.py, empty filler before a needle or after the last one leaves a space."""
     task = niah.NeedleTask("ruler", "niah_single_2", ESSAYS, depths=(0.0,))
     assert "afterwards.\n One of the special" in task.samples(TOKENIZER, 2000, 1, 0)[0].text
     task = niah.NeedleTask("ruler", "niah_single_2", ESSAYS, depths=(100.0,))
@@ -170,36 +176,34 @@ def test_rulers_essays_are_joined_piece_by_piece():
     assert re.search(r"is: \d{7}\.  One of", at_one_place.samples(TOKENIZER, 2000, 1, 0)[0].text)
 
 
-def test_few_samples_are_spread_over_the_depths():
-    options = suites.Options(haystack="noise", samples=3)
-    standard, *_ = suites.open_tasks({"niah": ()}, options)
+def test_few_samples_get_depths_from_0_to_100():
+    standard, *_ = suites.open_tasks({"niah": ()}, flags("--samples=3"))
     assert [sample.depth for sample in standard.samples(TOKENIZER, 2000, 3, 0)] == [(0.0,), (50.0,), (100.0,)]
-    (one,) = suites.open_tasks({"niah": ("standard",)}, suites.Options(haystack="noise", samples=1))
+    (one,) = suites.open_tasks({"niah": ("standard",)}, flags("--samples=1"))
     assert one.samples(TOKENIZER, 2000, 1, 0)[0].depth == (50.0,)
     with pytest.raises(UserError, match="would leave out some of the 4 depths"):
-        suites.open_tasks({"niah": ("standard",)}, suites.Options(haystack="noise", samples=3, depths=(0, 1, 2, 3)))
+        suites.open_tasks({"niah": ("standard",)}, flags("--samples=3", "--depths=0,1,2,3"))
 
 
-def test_dopes_task_without_its_noise():
-    """What the noise costs is seen beside the same prompts without it."""
+def test_clean_is_noisy_without_its_sinks():
     clean, noisy = (niah.niah_task(name, ESSAYS) for name in ("clean", "noisy"))
     ours, theirs = (task.samples(TOKENIZER, 3000, 1, 0)[0] for task in (clean, noisy))
     assert (ours.max_new_tokens, ours.stop) == (theirs.max_new_tokens, theirs.stop) == (50, ("\n",))
-    assert "sinks" not in ours.facts and theirs.facts["sinks"] == 10
+    assert "sinks" not in ours.metadata and theirs.metadata["sinks"] == 10
     assert "clean" not in niah.DEFAULT and set(niah.DEFAULT) < set(niah.NIAH)
 
 
-def test_nothing_in_a_text_is_taken_for_a_place_of_sinks(tmp_path):
+def test_null_characters_of_a_haystack_are_not_places_of_sinks(tmp_path):
     (tmp_path / "a.txt").write_text("alpha beta\0gamma delta. " * 50)
     task = niah.niah_task("noisy", haystacks.open_haystack(str(tmp_path / "*.txt")))
     (sample,) = task.samples(TOKENIZER, 2000, 1, 0)
     assert int(np.sum(sample.tokens == TOKENIZER.eos_id)) == 10
 
 
-def test_a_word_that_fits_nowhere_is_said_before_anything_is_asked():
+def test_a_word_that_does_not_fit_is_refused_before_any_sample_is_made():
     text = "alpha beta gamma. " * 50 + "x" * 5000 + " " + "alpha beta gamma. " * 50
     task = niah.niah_task("standard", Haystack("text", text.strip()))
-    with pytest.raises(UserError, match="do not fit 2,000 tokens; the shortest take 5,"):
+    with pytest.raises(UserError, match="do not hold all 500 samples of niah:standard .*; the shortest take 5,"):
         task.samples(TOKENIZER, 2000, 500, 42)
 
 
@@ -208,5 +212,5 @@ def test_a_haystack_in_rulers_own_file(tmp_path):
     path.write_text(json.dumps({"text": PROSE}))
     assert haystacks.open_haystack(str(path)).text == PROSE
     path.write_text("[1]")
-    with pytest.raises(UserError, match="is no object with a `text`"):
+    with pytest.raises(UserError, match="is damaged: it holds no JSON object.*with a `text`"):
         haystacks.open_haystack(str(path))

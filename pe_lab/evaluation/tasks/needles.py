@@ -1,4 +1,4 @@
-"""Accuracy on held-out needles: is the asked value the model's first choice, by length and by distance."""
+"""Accuracy on held-out windows of a needles source: whether the likeliest token is the value that is asked for."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from jaxtyping import Bool, Int
 from pe_lab.config import DataConfig
 from pe_lab.data.pipeline import needle_windows
 from pe_lab.evaluation.tasks.perplexity import standard_error
+from pe_lab.evaluation.tasks.task import Suite
 
 Predict = Callable[[Int[np.ndarray, "n T"], Int[np.ndarray, "n Q"]], Int[np.ndarray, "n Q"]]
 
 
 @dataclass(frozen=True)
 class Questions:
-    """Windows and what is asked in them, Q questions a window.
+    """Windows with Q questions each.
 
     Attributes:
       tokens: [n, T].
-      at: [n, Q] positions whose next token answers a question.
+      at: [n, Q] the positions before the answers.
       answers: [n, Q] the right tokens.
-      distance: [n, Q] tokens from the answer back to the value in its fact.
+      distance: [n, Q] tokens from the answer back to the needle's value.
     """
 
     tokens: Int[np.ndarray, "n T"]
@@ -35,7 +36,7 @@ class Questions:
 
 
 def questions(data: DataConfig, index: int, length: int, windows: int, seed: int) -> Questions:
-    """The first `windows` held-out windows of `length` tokens of a needles source."""
+    """The first `windows` held-out windows of `length` tokens of source `index`, which is one of needles."""
     made = needle_windows(data, index, length, seed, "validation").batch(np.arange(windows))
     at = np.nonzero(made["answers"])[1].reshape(windows, -1)
     return Questions(
@@ -47,20 +48,20 @@ def questions(data: DataConfig, index: int, length: int, windows: int, seed: int
 
 
 def predict(asked: Questions, model: Predict, crop: int | None = None) -> Int[np.ndarray, "n Q"]:
-    """The model's first choice at every question; with `crop`, from the `crop` tokens before it alone."""
+    """The likeliest answer to every question; with `crop`, from the last `crop` tokens of the question alone."""
     length = asked.tokens.shape[1]
     if crop is None or crop >= length:
         return model(asked.tokens, asked.at)
-    start = np.maximum(asked.at + 1 - crop, 0)  # one crop a question
+    start = np.maximum(asked.at + 1 - crop, 0)
     places = start[..., None] + np.arange(crop)
     crops = np.take_along_axis(asked.tokens[:, None], places, axis=2).reshape(-1, crop)
-    # The compiled function takes Q positions a row; here they are Q times the same.
+    # The compiled function takes Q positions a sequence: the same one, Q times.
     at = np.repeat((asked.at - start).reshape(-1, 1), asked.at.shape[1], axis=1)
     return model(crops, at)[:, 0].reshape(asked.at.shape)
 
 
 def distance_edges(length: int) -> list[int]:
-    """Borders of the bins of distances 1 .. length - 1: two an octave from 8 tokens on."""
+    """Edges of the bins of distances 1 .. length - 1: two bins an octave from 8 tokens on."""
     edges = [1, 4]
     edges += [round(2 ** (i / 2)) for i in range(6, math.ceil(2 * math.log2(max(length, 2))) + 1)]
     return [edge for edge in edges if edge < length] + [length]
@@ -70,36 +71,41 @@ DEPTH_BINS = 10
 
 
 def score(predicted: Int[np.ndarray, "n Q"], asked: Questions) -> dict[str, Any]:
-    """The numbers of a row: accuracy, its standard error over windows, accuracy by distance and by depth."""
+    """The values of a result record: accuracy, its standard error over windows, accuracy by distance and by depth."""
     answers, distance = asked.answers, asked.distance
     right = predicted == answers
     accuracy = float(right.mean())
     edges = distance_edges(int(distance.max()) + 1)
-    place = np.digitize(distance, edges) - 1
-    count = [int((place == b).sum()) for b in range(len(edges) - 1)]
-    hits = [int(right[place == b].sum()) for b in range(len(edges) - 1)]
+    by_distance, distance_count = _by_bin(right, np.digitize(distance, edges) - 1, len(edges) - 1)
+    depth = (asked.at + 1 - distance) * DEPTH_BINS // asked.tokens.shape[1]
+    by_depth, depth_count = _by_bin(right, depth, DEPTH_BINS)
     return {
         "accuracy": accuracy,
         "queries": int(right.size),
         "windows": len(right),
-        # Questions of one window share its facts and filler: windows, not questions, are independent.
+        # Questions of one window share its needles and filler: windows, not questions, are independent.
         "stderr": standard_error((right - accuracy).sum(1), float(right.size)),
-        "accuracy_by_distance": {
-            "edges": edges,
-            "accuracy": [h / c if c else None for h, c in zip(hits, count, strict=True)],
-            "count": count,
+        "accuracy_by_distance": {"edges": edges, "accuracy": by_distance, "count": distance_count},
+        # Bins of equal width; `depth` has their centres, per cent of the window.
+        "by_depth": {
+            "depth": [100 * (b + 0.5) / DEPTH_BINS for b in range(DEPTH_BINS)],
+            "score": by_depth,
+            "count": depth_count,
         },
-        "by_depth": by_depth(right, asked),
     }
 
 
-def by_depth(right: Bool[np.ndarray, "n Q"], asked: Questions) -> dict[str, list[Any]]:
-    """Accuracy by how far into the window the fact lies: bins of equal width, named by their middles in per cent."""
-    length = asked.tokens.shape[1]
-    place = (asked.at + 1 - asked.distance) * DEPTH_BINS // length
-    count = [int((place == b).sum()) for b in range(DEPTH_BINS)]
-    return {
-        "depth": [100 * (b + 0.5) / DEPTH_BINS for b in range(DEPTH_BINS)],
-        "score": [float(right[place == b].mean()) if c else None for b, c in enumerate(count)],
-        "count": count,
-    }
+def _by_bin(
+    right: Bool[np.ndarray, "n Q"], place: Int[np.ndarray, "n Q"], bins: int
+) -> tuple[list[float | None], list[int]]:
+    """The accuracy in each bin (None: empty), and its number of questions."""
+    inside = [right[place == b] for b in range(bins)]
+    return [float(part.mean()) if part.size else None for part in inside], [part.size for part in inside]
+
+
+SUITE = Suite(
+    name="needles",
+    title="Needle accuracy",
+    protocol=2,  # since 2 also by depth
+    flags={"--windows": {"type": int, "help": "windows per needle accuracy"}},
+)

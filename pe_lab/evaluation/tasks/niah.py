@@ -1,7 +1,8 @@
-"""Needles in haystacks: RULER's eight tasks, DroPE's four (App. C.2), and DoPE's noisy one (section 5.1)."""
+"""Needles in haystacks: DroPE's four tasks (appendix C.2), DoPE's noisy one (section 5.1), and RULER's eight."""
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ import numpy as np
 from jaxtyping import Int32
 
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.errors import UserError, did_you_mean
+from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.evaluation.scoring.metrics import string_match_all
-from pe_lab.evaluation.tasks.haystacks import Haystack, needle, open_haystack
-from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, largest_fitting, random_for
-from pe_lab.evaluation.tasks.words import draw, draw_distinct
+from pe_lab.evaluation.tasks.fitting import check_length, largest_fitting
+from pe_lab.evaluation.tasks.haystacks import Haystack, draw, draw_distinct, needle, open_haystack
+from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, Suite, random_for
 
-# Facts of RULER's scripts/data/synthetic/constants.py and niah.py.
+# RULER, scripts/data/synthetic/constants.py and niah.py.
 TEMPLATE = (
     "Some special magic {values} are hidden within the following text. Make sure to memorize it. I will quiz you "
     "about the {values} afterwards.\n{context}\nWhat are all the special magic {values} for {query} mentioned in the "
@@ -27,22 +28,22 @@ PREFIX = " The special magic {values} for {query} mentioned in the provided text
 RULER_DEPTHS = tuple(float(depth) for depth in np.round(np.linspace(0, 100, 40)))
 GRID = tuple(float(depth) for depth in range(0, 101, 10))
 NEW_TOKENS = 128
-_CUT = "\0"  # where sinks go; in no text
-SINKS = 10  # DoPE does not say how many start-of-sequence tokens follow its needle
+SINKS = 10  # start-of-sequence tokens after DoPE's needle; the paper does not give their number
+_CUT = "\0"  # marks where sinks go; haystacks do not contain it
 
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """Facts hidden in a haystack, some of which are asked for.
+    """Sentences that give values of keys, hidden in a haystack; the values of some keys are asked for.
 
     Attributes:
-      keys, values, queries: how many keys there are, values each has, and keys that are asked for.
+      keys, values, queries: the number of keys, of values of each key, and of keys that are asked for.
       key_kind, value_kind: "words", "numbers" or "uuids".
-      depths: where needles go, per cent. With `grid`, sample i puts its one needle at depth i modulo their number;
-        else each needle takes another of them by lot. None: anywhere.
-      colon: DroPE's prompts end with a colon where RULER's do not.
-      excerpt: a haystack of texts begins at a random word (DroPE's "random excerpt"); else at its first (RULER).
-      sinks: so many start-of-sequence tokens directly after every needle (DoPE's noise).
+      depths: possible places of needles, per cent. With `grid`, sample i has its needle at depth i modulo their
+        number; else each needle has a different one, at random. None: at any place.
+      colon: whether the prompt ends with a colon, as DroPE's does and RULER's does not.
+      excerpt: whether a haystack of texts begins at a random word (DroPE's "random excerpt") instead of the first.
+      sinks: the number of start-of-sequence tokens after every needle (DoPE's noise).
     """
 
     suite: str
@@ -66,7 +67,6 @@ class NeedleTask:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The part of a result's identity that the prompts do not tell."""
         return self.haystack.settings | {
             "needles": [self.keys, self.values, self.queries, self.key_kind, self.value_kind],
             "depths": None if self.depths is None else list(self.depths),
@@ -74,22 +74,28 @@ class NeedleTask:
         }
 
     def samples(self, tokenizer: Tokenizer, length: int | None, count: int, seed: int) -> Sequence[Sample]:
-        """See `Task`. Prompts are as long as fit: one word, or sentence, more would not."""
+        """See `Task`. A prompt with one more word, or sentence, would not fit."""
         if length is None:
             raise ValueError(f"{self.name} needs a length")
         kinds = self.key_kind, self.value_kind
         unit = "\n".join(self.haystack.pieces(256, 0, *kinds, random.Random(0)))
         rate = len(tokenizer.encode(unit)) / 256  # tokens a word, or a sentence
-        self._check_room(tokenizer, length, count, seed)
+
+        def least(index: int) -> int:
+            return len(self._tokens(tokenizer, self._render(self._draw(seed, index), 1)[0])) + self.max_new_tokens
+
+        # The word that an excerpt begins with may be any of the haystack.
+        longest_word = max(map(len, self.haystack.words), default=0) if self.excerpt else 0
+        check_length(self, length, count, least, longest_word)
         return Lazy(lambda index: self._sample(tokenizer, length, index, seed, rate), count)
 
     def score(self, sample: Sample, output: str) -> Scores:
-        """The share of the values that were found, and whether all were."""
+        """The share of the values that the answer contains, and whether it contains all."""
         fraction = string_match_all(output, list(sample.references))
         return {"fraction_found": fraction, "all_found": float(fraction == 1.0)}
 
     def found(self, sample: Sample, output: str) -> list[float]:
-        """1 or 0 for each needle that was asked for, in the order of `Sample.depth`."""
+        """1 or 0 for each needle that is asked for, in the order of `Sample.depth`."""
         return [string_match_all(output, [value]) for value in sample.references]
 
     def _sample(self, tokenizer: Tokenizer, length: int, index: int, seed: int, rate: float) -> Sample:
@@ -98,35 +104,18 @@ class NeedleTask:
         size = largest_fitting(
             lambda size: len(self._tokens(tokenizer, self._render(drawn, size)[0])), budget, 1, int(budget / rate)
         )
-        if size is None:  # _check_room has looked at all of them where this is likely
-            raise UserError(
-                f"--haystack: sample {index} of {self.suite}:{self.name} does not fit {length:,} tokens, as the word "
-                "that it begins with is too long. Give longer --lengths, or a text with spaces between its words."
+        if size is None:  # `samples` has excluded this where it is likely
+            raise ConfigError(
+                f"--haystack: sample {index} of {self.suite}:{self.name} does not fit {length:,} tokens: its first "
+                "word is too long. Give longer --lengths, or a text with spaces between its words."
             )
         parts, depth = self._render(drawn, size)
         ids = self._tokens(tokenizer, parts)
-        facts = {"size": size} | ({"sinks": self.sinks} if self.sinks else {})
-        return Sample(index, "".join(parts), ids, drawn.references, self.max_new_tokens, self.stop, depth, facts)
-
-    def _check_room(self, tokenizer: Tokenizer, length: int, count: int, seed: int) -> None:
-        """`UserError` where a sample has no room; all are looked at where the length is anywhere near too short."""
-
-        def least(index: int) -> int:
-            return len(self._tokens(tokenizer, self._render(self._draw(seed, index), 1)[0])) + self.max_new_tokens
-
-        longest = least(0)
-        # Any of a text's words may come to stand alone.
-        word = max(map(len, self.haystack.words), default=0) if self.excerpt else 0
-        if length < 2 * (longest + word):
-            longest = max(least(index) for index in range(count))
-        if longest > length:
-            raise UserError(
-                f"--lengths: a prompt of {self.suite}:{self.name} and its answer of {self.max_new_tokens} tokens do "
-                f"not fit {length:,} tokens; the shortest take {longest:,}."
-            )
+        metadata = {"size": size} | ({"sinks": self.sinks} if self.sinks else {})
+        return Sample(index, "".join(parts), ids, drawn.references, self.max_new_tokens, self.stop, depth, metadata)
 
     def _draw(self, seed: int, index: int) -> _Drawn:
-        """Everything about a sample that does not depend on how long its text is: the same needles at all lengths."""
+        """All of a sample that is random. It does not depend on the length: needles are the same at all lengths."""
         rng = random_for(self.suite, self.name, seed, index)
         keys = draw_distinct(self.key_kind, self.keys, rng)
         values = [[draw(self.value_kind, rng) for _ in range(self.values)] for _ in keys]
@@ -143,31 +132,33 @@ class NeedleTask:
         return _Drawn(keys, values, asked, order, places, start, rng.getrandbits(64))
 
     def _render(self, drawn: _Drawn, size: int) -> tuple[list[str], tuple[float, ...]]:
-        """The prompt, cut after each needle where sinks go; the depths of the needles that are asked for."""
+        """The prompt, in parts between which sinks go; and the depths of the needles that are asked for."""
         rng = random.Random(drawn.filler)
         pieces = self.haystack.pieces(size, drawn.start, self.key_kind, self.value_kind, rng, drawn.keys)
-        joint, cuts = self.haystack.joint, [0]
+        separator, cuts = self.haystack.separator, [0]
         context: list[str] = []
         depth: dict[tuple[int, int], float] = {}
         for (key, value), place in zip(drawn.order, drawn.places, strict=True):
             at = int(len(pieces) * place / 100)
             context += self._between(pieces[cuts[-1] : at])
-            said = needle(self.value_kind, drawn.keys[key], drawn.values[key][value])
-            context.append(said + _CUT * (self.sinks > 0))
+            sentence = needle(self.value_kind, drawn.keys[key], drawn.values[key][value])
+            context.append(sentence + _CUT * (self.sinks > 0))
             depth[key, value] = round(100 * at / len(pieces), 1)
             cuts.append(at)
         context += self._between(pieces[cuts[-1] :])
-        text = self._question(joint.join(context), [drawn.keys[key] for key in drawn.asked])
+        text = self._question(separator.join(context), [drawn.keys[key] for key in drawn.asked])
         asked = tuple(depth[key, value] for key in drawn.asked for value in range(self.values))
-        if self.grid:  # as it was asked for: so short a text may have no such place
+        if self.grid:  # the requested depth: a short context may have no piece that begins there
             asked = tuple(drawn.places[:1]) * len(asked)
         return text.split(_CUT), asked
 
     def _between(self, pieces: list[str]) -> list[str]:
-        """What stands before a needle, or after the last. RULER joins essays piecewise, so that where nothing stands, a
-        space is left of it."""
+        """The filler before a needle, or after the last one.
+
+        RULER joins essays piece by piece, so that empty filler leaves a space.
+        """
         if self.suite == "ruler" and self.haystack.text:
-            return [self.haystack.joint.join(pieces)]
+            return [self.haystack.separator.join(pieces)]
         return pieces
 
     def _question(self, context: str, queries: Sequence[str]) -> str:
@@ -186,7 +177,7 @@ class NeedleTask:
     def _tokens(self, tokenizer: Tokenizer, parts: Sequence[str]) -> Int32[np.ndarray, " n"]:
         if len(parts) == 1:
             return tokenizer.encode_prompt(parts[0])
-        # Where a tokenizer has no start-of-sequence token, documents begin after an end of text.
+        # Without a start-of-sequence token, the end of text separates documents.
         sink = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         ids = [tokenizer.encode_prompt(parts[0])]
         for part in parts[1:]:
@@ -196,8 +187,16 @@ class NeedleTask:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What is hidden: values of keys; which keys are asked for; the needles (key, value) in the order of the text, and
-    their places in per cent; the word that the haystack begins with; the seed of its distractors."""
+    """The random part of a sample.
+
+    Attributes:
+      keys, values: the keys, and the values of each.
+      asked: which keys are asked for.
+      order: the needles, (key, value), in the order of the context.
+      places: their places, per cent.
+      start: the first word of the haystack.
+      filler: the seed of its distractors.
+    """
 
     keys: list[str]
     values: list[list[str]]
@@ -214,7 +213,7 @@ class _Drawn:
 
 _ANYWHERE: dict[str, Any] = {"depths": None}
 _DOPE: dict[str, Any] = {"grid": True, "max_new_tokens": 50, "stop": ("\n",)}
-# name -> how it differs from one needle on a grid of depths (DroPE App. C.2; DoPE section 5.1 and App. A.2).
+# name -> difference from one needle on a grid of depths (DroPE, appendix C.2; DoPE, section 5.1 and appendix A.2).
 NIAH: dict[str, dict[str, Any]] = {
     "standard": {"grid": True},
     "multi_query": {"keys": 4, "queries": 4} | _ANYWHERE,
@@ -223,8 +222,8 @@ NIAH: dict[str, dict[str, Any]] = {
     "noisy": _DOPE | {"sinks": SINKS},
     "clean": _DOPE,
 }
-DEFAULT = tuple(name for name in NIAH if name != "clean")  # the papers' five; `clean` is what `noisy` compares with
-# name -> haystack, and how it differs from one needle in an essay (RULER's scripts/synthetic.yaml).
+DEFAULT = tuple(name for name in NIAH if name != "clean")  # the papers'; `clean` is `noisy` without its noise
+# name -> haystack, and difference from one needle in essays (RULER, scripts/synthetic.yaml).
 RULER: dict[str, tuple[str, dict[str, Any]]] = {
     "niah_single_1": ("noise", _ANYWHERE),
     "niah_single_2": ("essays", {}),
@@ -238,24 +237,72 @@ RULER: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def niah_task(name: str, haystack: Haystack, depths: Sequence[float] | None = None) -> NeedleTask:
-    """The task of the suite `niah` called `name`; `depths` in per cent replace the grid of those that have one.
+    """The task `name` of the suite niah; `depths`, per cent, replace the grid of a task that has one.
 
     Raises:
-      UserError: no task is called so.
+      ConfigError: there is no such task.
     """
     known = name.replace("-", "_")
     if known not in NIAH:
-        raise UserError(f"--suite=niah:{name}: no such task. {did_you_mean(known, list(NIAH))}")
+        raise ConfigError(f"--suite=niah:{name}: no such task. {did_you_mean(known, list(NIAH))}")
     options = NIAH[known] | ({"depths": tuple(depths)} if depths and "grid" in NIAH[known] else {})
     return NeedleTask("niah", known, haystack, colon=True, excerpt=True, **options)
 
 
 def ruler_needle_task(name: str, essays: Haystack | None = None) -> NeedleTask:
-    """RULER's task called `name`; `essays` replaces Paul Graham's where the task has essays.
+    """RULER's task `name`; `essays` replaces Paul Graham's.
 
     Raises:
-      UserError: the essays are not installed.
+      UnsupportedError: the essays are not installed.
     """
     kind, options = RULER[name]
     haystack = essays if kind == "essays" and essays is not None else open_haystack(kind)
     return NeedleTask("ruler", name, haystack, **({"depths": RULER_DEPTHS} | options))
+
+
+def parse_depths(text: str) -> tuple[float, ...]:
+    """Depths in per cent from `0,25,50`, or from a number of depths spread evenly from 0 to 100.
+
+    Raises:
+      ConfigError: an item is no number, or outside 0 to 100.
+    """
+    items = [part.strip().removesuffix("%") for part in text.split(",") if part.strip()]
+    try:
+        numbers = [float(item) for item in items]
+    except ValueError:
+        raise ConfigError(f"--depths={text}: write per cents, such as 0,50,100, or their number, such as 11.") from None
+    if len(items) == 1 and items[0].isdigit() and int(items[0]) > 1 and not text.strip().endswith((",", "%")):
+        count = int(items[0])
+        return tuple(round(100 * i / (count - 1), 1) for i in range(count))
+    if not numbers or not all(0 <= depth <= 100 for depth in numbers):
+        raise ConfigError(f"--depths={text}: depths are per cents from 0 to 100.")
+    return tuple(sorted(set(numbers)))
+
+
+def open_niah(names: Sequence[str], arguments: argparse.Namespace, limits: Sequence[int | None]) -> list[NeedleTask]:
+    """The tasks `names`, or the papers' five; see `Suite.open`. Samples fewer than depths get depths of their own."""
+    haystack, samples = open_haystack(arguments.haystack), arguments.samples
+    depths = parse_depths(arguments.depths) if arguments.depths else None
+    if samples is not None and samples < len(depths or GRID):
+        if depths is not None:
+            raise ConfigError(
+                f"--samples={samples} would leave out some of the {len(depths)} depths. Give at least as many samples, "
+                "or fewer --depths."
+            )
+        depths = parse_depths(str(samples)) if samples > 1 else (50.0,)
+    return [niah_task(name, haystack, depths) for name in names or DEFAULT]
+
+
+SUITE = Suite(
+    name="niah",
+    title="Needle in a haystack",
+    terms={
+        "needle in a haystack": "A sentence with a fact, put into filler that has nothing to do with it. The model is "
+        "asked for the fact at the end, and answers in words of its own.",
+        "fraction found, all found": "The share of the asked values that the answer contains, and the share of prompts "
+        "whose answer contains every one. They differ only where several are asked for.",
+    },
+    samples=dict.fromkeys(NIAH, 500),  # RULER's and DroPE's
+    flags={"--depths": {"help": "per cents, or how many of them (niah; default 0,10,...,100)"}},
+    open=open_niah,
+)

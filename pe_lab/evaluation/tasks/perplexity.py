@@ -1,4 +1,4 @@
-"""Perplexity by length and by position, every length and method on the same held-out tokens."""
+"""Perplexity by length and by position. All lengths and variants score the same held-out tokens."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from jaxtyping import Float, Int, Int32
 from pe_lab.config import DataConfig
 from pe_lab.data.pipeline import held_out_tokens
 from pe_lab.data.windows import make_batch
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError, DataError
+from pe_lab.evaluation.tasks.task import Suite
 
 Batch = Mapping[str, np.ndarray]
-POOL = 64  # tiles are spread over this many times the tokens that are asked for
+POOL = 64  # tiles are chosen from this many times the tokens that are asked for
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out text of one source, in tiles of the longest length + 1 tokens, spread evenly over it.
+    """Held-out tokens of one source, in tiles of the longest length + 1 tokens at even distances.
 
-    Every length cuts the same tiles into windows: all lengths that divide the longest score the same tokens.
-    Tiles do not overlap: what is fitted on is never scored.
+    Each length splits the same tiles into windows, so that all lengths that divide the longest score the same tokens.
+    Tiles do not overlap, so that no token is both fitted on and scored.
 
     Attributes:
       source: the source's name.
-      score: [n, W] tiles that are scored.
-      fit: [m, W] tiles that logit scales are fitted on; none where there was one tile only.
-      score_index, fit_index: which tiles of the held-out text these are.
+      score: [n, W] tiles to score.
+      fit: [m, W] tiles to fit logit scales on; none if there is only one tile.
+      score_index, fit_index: the tiles' numbers among all held-out tiles.
       segments, eos_id: whether attention stays within documents, and the token that ends one.
     """
 
@@ -50,31 +51,31 @@ class HeldOut:
 def held_out(
     data: DataConfig, index: int, name: str, longest: int, tokens: int, fit_tokens: int, eos_id: int
 ) -> HeldOut:
-    """Tiles of a text source's held-out text: `tokens` to score, `fit_tokens` to fit on, or as many as exist.
+    """Held-out tiles of source `index`: about `tokens` to score and `fit_tokens` to fit on, or as many as exist.
 
-    Tiles to fit on are set aside whether or not anything is fitted: what is scored does not depend on it.
+    The tiles to score do not depend on whether anything is fitted.
 
     Raises:
-      UserError: the held-out text is shorter than the longest length.
+      DataError: the source has fewer held-out tokens than the longest length.
     """
     wanted = max(1, tokens // longest), max(1, fit_tokens // longest)
     size = longest + 1
-    text = held_out_tokens(data, index, POOL * sum(wanted) * size)
-    tiles = len(text) // size
+    stream = held_out_tokens(data, index, POOL * sum(wanted) * size)
+    tiles = len(stream) // size
     if not tiles:
-        raise UserError(
-            f"data source {name!r} has {len(text):,} held-out tokens, too few for a text of {longest:,} + 1. "
+        raise DataError(
+            f"data source {name!r} has {len(stream):,} held-out tokens, too few for a sequence of {longest:,} + 1. "
             "Ask for shorter --lengths, or hold out more (data.validation_fraction)."
         )
     score, fit = choose_tiles(tiles, *wanted)
-    cut = text[: tiles * size].reshape(tiles, size)
-    return HeldOut(name, cut[list(score)], cut[list(fit)], score, fit, data.segments, eos_id)
+    all_tiles = stream[: tiles * size].reshape(tiles, size)
+    return HeldOut(name, all_tiles[list(score)], all_tiles[list(fit)], score, fit, data.segments, eos_id)
 
 
 def choose_tiles(tiles: int, score: int, fit: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which of `tiles` tiles are scored and which are fitted on, both spread evenly; disjoint.
+    """The numbers of the tiles to score and of those to fit on, both at even distances, of `tiles` tiles.
 
-    Where there are fewer than asked for, both shrink alike, and each keeps one if there are two.
+    If there are too few, both shrink in proportion; each keeps one if there are two.
     """
     total = min(tiles, score + fit)
     if total == 1:
@@ -89,52 +90,55 @@ def choose_tiles(tiles: int, score: int, fit: int) -> tuple[tuple[int, ...], tup
 
 
 def cut(tiles: Int[np.ndarray, "n W"], length: int) -> Int[np.ndarray, "m length_and_1"]:
-    """Windows of length + 1 tokens that fill every tile, neighbours sharing one token; a rest is not read."""
+    """The tiles as windows of length + 1 tokens, neighbours sharing one token; the rest of a tile is left out."""
     per_tile = (tiles.shape[1] - 1) // length
     return np.concatenate([tiles[:, None, i * length : (i + 1) * length + 1] for i in range(per_tile)], 1).reshape(
         -1, length + 1
     )
 
 
-def as_batch(text: HeldOut, windows: Int[np.ndarray, "n W"]) -> dict[str, np.ndarray]:
-    """Windows as the model was trained to read them: with a document mask if it had one."""
+def as_batch(held_out: HeldOut, windows: Int[np.ndarray, "n W"]) -> dict[str, np.ndarray]:
+    """Windows as a batch, with segments if the model was trained with them."""
     weights = np.ones((len(windows), windows.shape[1] - 1), np.float32)
-    return make_batch(windows, weights, segments=text.segments, eos_id=text.eos_id)
+    return make_batch(windows, weights, segments=held_out.segments, eos_id=held_out.eos_id)
 
 
 Losses = Callable[[Batch], Float[np.ndarray, "n T"]]
 
 
 def window_losses(
-    text: HeldOut, length: int, losses: Losses
+    held_out: HeldOut, length: int, losses: Losses
 ) -> tuple[Float[np.ndarray, "n T"], Float[np.ndarray, "n T"]]:
     """The loss of every target of every window of `length`, and its weight (0: not counted)."""
-    batch = as_batch(text, cut(text.score, length))
+    batch = as_batch(held_out, cut(held_out.score, length))
     return losses(batch), batch["weights"]
 
 
 class Cropped:
-    """Losses of a model that sees no more than `size` tokens at once: of windows that slide over the text.
+    """Losses of a model whose context is at most `size` tokens, by windows that slide over the tiles.
 
-    The token after t is predicted from tokens t - size + 1 .. t at most. Exactly `size` tokens for each would take a
-    forward pass a token: windows advance by `stride` tokens, and each gives the losses of its last `stride`
-    targets, which so see size - stride + 1 to `size` tokens. The first window of a text gives all of its own.
+    A context of exactly `size` tokens for every target would take a forward pass for each. Windows therefore advance by
+    `stride` tokens, and each gives the losses of its last `stride` targets, whose contexts have size - stride + 1 to
+    `size` tokens. The first window of a sequence gives the losses of all its targets.
 
     With the training length as `size` this is the cropped baseline of DroPE, Fig. 5.
+
+    Raises:
+      ConfigError: the stride is not in 1 .. size.
     """
 
-    def __init__(self, text: HeldOut, size: int, stride: int, losses: Losses):
+    def __init__(self, held_out: HeldOut, size: int, stride: int, losses: Losses):
         if not 1 <= stride <= size:
-            raise UserError(f"The cropped context advances by {stride} tokens; it must be 1 to {size}.")
-        self._text, self._size, self._stride, self._losses = text, size, stride, losses
+            raise ConfigError(f"The cropped context advances by {stride} tokens; it must be 1 to {size}.")
+        self._held_out, self._size, self._stride, self._losses = held_out, size, stride, losses
         self._known: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # offset in the tile -> losses, weights [n, T]
 
     def __call__(self, length: int) -> tuple[Float[np.ndarray, "n T"], Float[np.ndarray, "n T"]]:
-        """What `window_losses` returns, under cropping."""
+        """Losses and weights as `window_losses` returns them."""
         if length <= self._size:
-            return window_losses(self._text, length, self._losses)
+            return window_losses(self._held_out, length, self._losses)
         ends = [*range(self._size, length, self._stride), length]
-        starts = range(0, self._text.longest - length + 1, length)
+        starts = range(0, self._held_out.longest - length + 1, length)
         self._measure(sorted({start + end - self._size for start in starts for end in ends}))
         parts = []
         for start in starts:
@@ -151,26 +155,26 @@ class Cropped:
         new = [offset for offset in offsets if offset not in self._known]
         if not new:
             return
-        tiles = self._text.score
+        tiles = self._held_out.score
         crops = np.concatenate([tiles[:, offset : offset + self._size + 1] for offset in new])
-        batch = as_batch(self._text, crops)
+        batch = as_batch(self._held_out, crops)
         losses = self._losses(batch).reshape(len(new), len(tiles), self._size)
         weights = batch["weights"].reshape(losses.shape)
         self._known.update({offset: (losses[i], weights[i]) for i, offset in enumerate(new)})
 
 
 def position_edges(length: int) -> list[int]:
-    """Borders of the bins of positions 0 .. length - 1: four an octave from 32 tokens on, wider before."""
+    """Edges of the bins of positions 0 .. length - 1: four bins an octave from 32 tokens on, wider bins before."""
     edges = [0, 4, 8, 16]
     edges += [round(2 ** (i / 4)) for i in range(20, math.ceil(4 * math.log2(max(length, 2))) + 1)]
     return [edge for edge in edges if edge < length] + [length]
 
 
 def summarize(losses: Float[np.ndarray, "n T"], weights: Float[np.ndarray, "n T"], tiles: int) -> dict[str, Any]:
-    """The numbers of a row: mean, perplexity, standard error over windows, means by position and by tile.
+    """The values of a result record: mean loss, perplexity, standard error over windows, means by position and by tile.
 
-    `nll_by_tile` is over the same text for all methods, and all lengths that divide the longest: for
-    comparisons in pairs.
+    `nll_by_tile` allows comparisons in pairs: a tile has the same tokens for all variants, and for all lengths that
+    divide the longest.
     """
     losses, weights = losses.astype(np.float64), weights.astype(np.float64)
     total = weights.sum()
@@ -195,6 +199,21 @@ def _ratios(sums: Float[np.ndarray, " n"], counts: Float[np.ndarray, " n"]) -> l
 
 
 def standard_error(deviations: Float[np.ndarray, " n"], total: float) -> float | None:
-    """The standard error of a mean from each window's summed deviations from it; None for a single window."""
+    """The standard error of a mean, from the sum of deviations from it in each window; None for a single window."""
     n = len(deviations)
     return float(np.sqrt((deviations**2).sum() * n / (n - 1)) / total) if n > 1 else None
+
+
+SUITE = Suite(
+    name="perplexity",
+    title="Perplexity",
+    flags={
+        "--tokens": {"type": int, "help": "held-out tokens per perplexity"},
+        "--stride": {"type": int, "help": "perplexity by sliding windows that advance by so many tokens"},
+        "--per-document": {
+            "action": "store_true",
+            "help": "perplexity of every document by itself, from its first token",
+        },
+        "--by-position": {"action": "store_true", "help": "also print perplexity by position in the sequence"},
+    },
+)

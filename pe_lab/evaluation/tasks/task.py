@@ -1,13 +1,12 @@
-"""What prompted suites have in common: a prompt and what it should be answered with, and a task that makes and scores
-them. Who answers is `answering`'s business, and what is kept of it `prompted`'s."""
+"""What the suites share: a suite's description, a task, its samples, and checks of their texts."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
-import math
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,22 +16,49 @@ from jaxtyping import Int32
 from pe_lab.data.tokenizers import Tokenizer
 
 Scores = dict[str, float]
-HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # JSON can escape it alone; UTF-8 has no bytes for it
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite of `python -m pe_lab.evaluate`.
+
+    Attributes:
+      name: as in `--suite=name`.
+      title: its name in tables and reports.
+      protocol: counted up when its prompts or scores change; what an older protocol measured is measured again.
+      terms: entries of a report's glossary.
+      samples: how many samples a task has by default, by its name; a task without an entry has all of its file.
+      flags: the suite's own flags of the command line, each with its arguments of `add_argument`.
+      open: (names, arguments, limits) -> tasks, for a suite of prompts. The names of tasks are as in
+        `--suite=suite:name`, none meaning the default ones; `limits` are the tokens that prompts of files and their
+        answers may take together (None: no limit). Raises `ConfigError` for an unknown name or a flag that is missing
+        or wrong, `DataError` for files that are missing or damaged.
+    """
+
+    name: str
+    title: str
+    protocol: int = 1
+    terms: Mapping[str, str] = field(default_factory=dict)
+    samples: Mapping[str, int] = field(default_factory=dict)
+    flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    open: Callable[[Sequence[str], argparse.Namespace, Sequence[int | None]], list[Any]] | None = None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt, and what is known of its right answer.
+    """One prompt and its right answers.
 
     Attributes:
-      index: which of its task's, at its length.
-      text: the prompt as text.
-      tokens: [n] the prompt as the model reads it.
-      references: the right answers; whether all are wanted, or any, is the task's business.
-      max_new_tokens: how long an answer may be.
-      stop: strings that end an answer, beside the model's own end of text.
-      depth: per cent of the context before what is asked for, one for each needle, where there are needles.
-      facts: what else belongs into the line of a result, as JSON; `truncated` is counted.
+      index: its number in its task, at its length.
+      text: the prompt.
+      tokens: [n] the prompt's tokens, as the model reads them.
+      references: the right answers; the task decides whether one or all are needed.
+      max_new_tokens: the most tokens of an answer.
+      stop: strings that end an answer, beside the model's end of text.
+      depth: for each needle that is asked for, how much of the context precedes it, per cent.
+      metadata: JSON, written to the sample's record. `truncated` is counted; samples of equal `cluster`
+        are not independent.
     """
 
     index: int
@@ -42,11 +68,11 @@ class Sample:
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     depth: tuple[float, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
-        """Of the prompt's tokens and all that its answer is scored against: equal ones are the same question."""
+        """A digest of the prompt's tokens, the references and the end of an answer."""
         asked = (self.references, self.max_new_tokens, self.stop)
         return hashlib.sha256(self.tokens.astype("<i4").tobytes() + repr(asked).encode()).hexdigest()[:16]
 
@@ -57,10 +83,10 @@ class Task(Protocol):
 
     Attributes:
       suite, name: as in `--suite=suite:name`.
-      metric: the first key of `score`, which summaries are of.
-      sized: whether prompts are made to a length; otherwise they have their own, and `length` is None throughout.
-      settings: JSON; what the samples depend on beside (length, index, seed) and the tokenizer. Part of a result's
-        identity: another haystack is another measurement.
+      metric: the first key of `score`; summaries are means of it.
+      sized: whether prompts are made to a length. Otherwise they have their own lengths, and `length` is None.
+      settings: JSON; all that samples depend on beside length, index, seed and tokenizer. It is part of a result's
+        identity: results of another haystack are other results.
     """
 
     suite: str
@@ -70,26 +96,27 @@ class Task(Protocol):
     settings: Mapping[str, Any]
 
     def samples(self, tokenizer: Tokenizer, length: int | None, count: int, seed: int) -> Sequence[Sample]:
-        """`count` samples, or as many as there are, made one by one as they are asked for.
+        """`count` samples, or as many as exist; each is made when it is indexed.
 
-        Sample i is a function of (settings, tokenizer, length, seed, i) alone. `length` is in tokens and includes the
-        answer: every prompt fits `length - max_new_tokens`.
+        Sample i depends on (settings, tokenizer, length, seed, i) alone. `length` counts the tokens of prompt and
+        answer together.
 
         Raises:
-          UserError: `length` has no room for the smallest prompt, or files are missing or not in the schema.
+          ConfigError: `length` is too short for the shortest prompt.
+          DataError: files are missing or damaged.
         """
         ...
 
     def score(self, sample: Sample, output: str) -> Scores:
-        """Each in 0..1; `metric` first."""
+        """Scores of an answer in 0..1, `metric` first."""
         ...
 
 
 @dataclass(frozen=True)
 class Lazy(Sequence[Sample]):
-    """A sequence of samples that makes one when it is asked for, and keeps none."""
+    """A sequence of `count` samples. `make(index)` is called on every access."""
 
-    make: Any  # index -> Sample
+    make: Callable[[int], Sample]
     count: int
 
     def __len__(self) -> int:
@@ -103,43 +130,16 @@ class Lazy(Sequence[Sample]):
         return self.make(index % self.count)
 
 
-def random_for(*what: Any) -> random.Random:
-    """A generator for (task, seed, length, index ...): always the same for the same, independent for others."""
-    digest = hashlib.blake2b("/".join(map(str, what)).encode(), digest_size=16).digest()
+def random_for(*identity: Any) -> random.Random:
+    """A random generator seeded with all of (suite, task, seed, index, ...)."""
+    digest = hashlib.blake2b("/".join(map(str, identity)).encode(), digest_size=16).digest()
     return random.Random(int.from_bytes(digest, "big"))
 
 
-def largest_fitting(
-    tokens_at: Callable[[int], int], budget: int, smallest: int, guess: int, largest: int | None = None
-) -> int | None:
-    """The largest size, `smallest` to `largest`, whose prompt has at most `budget` tokens; None where none has.
-
-    `tokens_at` grows with the size, nearly in proportion to it: a few calls are enough, each of which makes and
-    tokenizes a prompt.
-    """
-    fits: tuple[int, int] | None = None  # (size, tokens) of the largest known to fit
-    over: tuple[int, int] | None = None  # and of the smallest known not to
-    at, turn = max(guess, smallest), 0
-    while True:
-        at = at if largest is None else min(at, largest)
-        tokens = tokens_at(at)
-        if tokens <= budget:
-            fits = (at, tokens)
-            if at == largest or (over and at + 1 == over[0]):
-                return at
-        else:
-            over = (at, tokens)
-            if at == smallest:
-                return None
-            if fits and fits[0] + 1 == at:
-                return fits[0]
-        turn += 1
-        if fits and over:
-            share = (budget - fits[1]) / max(over[1] - fits[1], 1)
-            # Every third turn halves the interval: proportions alone may creep.
-            at = fits[0] + round((over[0] - fits[0]) * (share if turn % 3 else 0.5))
-            at = min(max(at, fits[0] + 1), over[0] - 1)
-        else:
-            # A little beyond where the budget should be met, so that the next turn has both sides.
-            aim = at + (budget - tokens) * at / max(tokens, 1) * (1.02 if fits else 1.05)
-            at = max(math.ceil(aim), at + 1) if fits else min(max(math.floor(aim), smallest), at - 1)
+def half_pair(texts: Iterable[str]) -> str:
+    """Describes half of a surrogate pair in texts, which JSON can escape and UTF-8 cannot encode; "" if none."""
+    for text in texts:
+        if half := _HALF_PAIR.search(text):
+            excerpt = ascii(text[max(half.start() - 30, 0) : half.end() + 30])
+            return f"half of a surrogate pair, which is no character, in {excerpt}"
+    return ""

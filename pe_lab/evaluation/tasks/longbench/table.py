@@ -1,24 +1,25 @@
-"""LongBench v1's 21 tasks as one table: prompt, new tokens, metric, and what is done to an answer.
+"""The 21 tasks of LongBench v1 as a table, with groups of tasks and buckets of lengths.
 
-Facts of THUDM/LongBench (Bai et al. 2023): config/dataset2prompt.json, config/dataset2maxlen.json, pred.py and eval.py.
+From THUDM/LongBench: config/dataset2prompt.json, config/dataset2maxlen.json, pred.py and eval.py.
 """
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the original says of one task.
+    """The original's prompt and scoring of a task.
 
     Attributes:
-      prompt: with {context}, and {input} where the task has one; letter for letter, slips included ("asconcisely").
-      max_new_tokens: how long an answer may be.
-      metric: a function of `scorers`, best of a record's answers.
-      first_line: only the answer's first line is scored.
-      stop: what ends an answer.
-      chat: a chat model gets the prompt in its format. Not where examples, or code, are to be continued.
+      prompt: with {context}, and {input} if the task has one; letter for letter, slips included ("asconcisely").
+      max_new_tokens: the most tokens of an answer.
+      metric: a name in `scoring.metrics`; the best of a record's answers counts.
+      first_line: whether only the first line of an answer is scored.
+      stop: strings that end an answer.
+      chat: whether a chat model reads the prompt in its chat format; not where it continues examples or code.
     """
 
     prompt: str
@@ -164,15 +165,15 @@ TASKS: dict[str, Rules] = {
     ),
 }
 
-# LongBench-E: thirteen of the tasks, drawn evenly over lengths.
+# LongBench-E: thirteen of the tasks, sampled evenly over lengths.
 _EVEN = (
     *("qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec", "triviaqa", "samsum"),
     *("passage_count", "passage_retrieval_en", "lcc", "repobench-p"),
 )
 
-# What may be asked for together. The six between `drope` and `all` are the original's categories; `e` is LongBench-E.
+# Names for several tasks. The six between `drope` and `all` are the original's categories; `e` is LongBench-E.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "drope": ("multifieldqa_en", "musique", "gov_report", "lcc"),  # of DroPE's Table 2
+    "drope": ("multifieldqa_en", "musique", "gov_report", "lcc"),  # DroPE, Table 2
     "single_doc_qa": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
     "multi_doc_qa": ("hotpotqa", "2wikimqa", "musique", "dureader"),
     "summarization": ("gov_report", "qmsum", "multi_news", "vcsum"),
@@ -183,21 +184,17 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "e": tuple(f"{name}_e" for name in _EVEN),
 }
 
-# Of DroPE's Tables 8 and 9: the name of each, and the tokens from which on a prompt is in the next.
-BUCKETS: tuple[tuple[str, int], ...] = (("0-4K", 4096), ("4-8K", 8192), ("8-16K", 16384), ("16-32K", 32768))
-BEYOND = "32K+"
+# The buckets of DroPE's Tables 8 and 9, by the tokens of a prompt before truncation; K is 1,024.
+EDGES, BUCKETS = (4096, 8192, 16384, 32768), ("0-4K", "4-8K", "8-16K", "16-32K", "32K+")
+# The buckets of eval.py --e (`scorer_e`) for LongBench-E, by a record's `length` in words; k is 1,000.
+RECORD_EDGES, RECORD_BUCKETS = (0, 4000, 8000), ("0-4k", "4-8k", "8k+")
 
 
 def bucket_of(tokens: int) -> str:
-    """The bucket of a prompt of so many tokens, before truncation: "0-4K" to "16-32K", or "32K+"; K is 1,024."""
-    return next((name for name, end in BUCKETS if tokens < end), BEYOND)
-
-
-# Of LongBench-E, as eval.py --e reports it (`scorer_e`): by a record's `length`, in words.
-RECORD_EDGES = (0, 4000, 8000)
-RECORD_BUCKETS = ("0-4k", "4-8k", "8k+")
+    """The bucket of a prompt."""
+    return BUCKETS[bisect.bisect(EDGES, tokens)]
 
 
 def record_bucket_of(length: int) -> str:
-    """LongBench-E's bucket of a record of so many words; k is 1,000."""
-    return RECORD_BUCKETS[sum(length >= edge for edge in RECORD_EDGES[1:])]
+    """The bucket of a record of LongBench-E."""
+    return RECORD_BUCKETS[bisect.bisect(RECORD_EDGES[1:], length)]

@@ -1,1 +1,1 @@
-"""RULER (Hsieh et al. 2024, arXiv 2404.06654)."""
+"""RULER."""

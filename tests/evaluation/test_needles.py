@@ -15,7 +15,7 @@ def data(tmp_path_factory):
     return tiny.corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def test_questions_ask_for_what_the_window_says(data):
+def test_the_answers_are_in_the_window(data):
     asked, made = needles.questions(data, 1, 64, 10, 3), needle_windows(data, 1, 64, 3)
     assert asked.at.shape == asked.answers.shape == asked.distance.shape == (10, 2)
     for row in range(10):
@@ -65,7 +65,7 @@ def test_accuracy_by_distance_adds_up_to_accuracy(data):
             assert accuracy == pytest.approx((predicted == asked.answers)[inside].mean())
 
 
-def test_accuracy_by_depth_is_of_where_the_fact_lies(data):
+def test_accuracy_by_depth_is_by_the_place_of_the_needle(data):
     asked = needles.questions(data, 1, 64, 300, 0)
     fact = asked.at + 1 - asked.distance
     found = needles.score(np.where(fact < 32, asked.answers, -1), asked)["by_depth"]
@@ -111,7 +111,7 @@ def test_cropping_feeds_the_last_tokens_before_each_answer(data):
             n += 1
 
 
-def test_an_early_question_is_cropped_to_what_there_is():
+def test_an_early_question_is_cropped_at_the_start_of_its_window():
     asked = needles.Questions(np.arange(20)[None], np.array([[4, 12]]), np.zeros((1, 2), int), np.ones((1, 2), int))
     places = []
 

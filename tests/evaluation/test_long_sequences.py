@@ -1,4 +1,4 @@
-"""Texts too long for one pass or for one device: the same losses and predictions, and what they need of memory."""
+"""Sequences too long for one pass or one device: equal losses and predictions, and the memory that they need."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ CONFIG = Model(tiny.MODEL).config
 T = 150
 
 
-def texts(rows: int) -> dict[str, np.ndarray]:
+def sequences(rows: int) -> dict[str, np.ndarray]:
     tokens = np.random.default_rng(rows).integers(0, tiny.MODEL.vocab_size, (rows, T + 1)).astype(np.int32)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
@@ -34,32 +34,32 @@ def both(forward: Forward, batch, described):
 
 
 @pytest.mark.parametrize("described", [pytest.param(ROPE, marks=pytest.mark.slow), WINDOWED], ids=["rope", "windowed"])
-def test_in_chunks_as_at_once(described, monkeypatch):
+def test_losses_and_predictions_in_chunks_equal_those_in_one_pass(described, monkeypatch):
     monkeypatch.setitem(forwards.CHUNK, "cpu", 32)
-    batch = texts(3)
+    batch = sequences(3)
     whole = Forward(CONFIG, devices=tiny.one_device())
     chunked = Forward(CONFIG, devices=tiny.one_device(), whole=100)
-    heard = []
-    chunked.heard = heard.append
+    read = []
+    chunked.on_tokens = read.append
     for found, wanted in zip(both(chunked, batch, described), both(whole, batch, described), strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-4)
     assert not chunked.traces and whole.traces  # the whole pass was never compiled
-    assert sum(heard) == 2 * 3 * T and len(heard) > 6  # losses and predictions, told as they went
+    assert sum(read) == 2 * 3 * T and len(read) > 6  # losses and predictions, chunk by chunk
 
 
-def test_documents_are_read_at_once():
-    """A document mask is not for caches: such texts are read whole, however long."""
+def test_packed_documents_are_read_in_one_pass():
+    """The cache takes no segments: sequences with segments are read in one pass, whatever their length."""
     chunked = Forward(CONFIG, devices=tiny.one_device(), whole=100)
-    batch = texts(1)
+    batch = sequences(1)
     batch["segments"] = np.repeat([[1, 2]], T // 2, axis=1).astype(np.int32)
     chunked.losses(tiny.parameters(), batch, ROPE)
     assert chunked.traces["losses", T] == 1
 
 
 @pytest.mark.parametrize("rows", [1, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 3))])
-def test_fewer_texts_than_devices_are_cut_over_them(rows, monkeypatch):
-    monkeypatch.setattr(forwards, "CUT_FROM", 64)
-    batch = texts(rows)
+def test_fewer_sequences_than_devices_are_sharded_over_them(rows, monkeypatch):
+    monkeypatch.setattr(forwards, "SHARD_FROM", 64)
+    batch = sequences(rows)
     several = Forward(CONFIG, devices=jax.devices()[:4])
     assert several._meshes.of(rows, T).shape["context"] == {1: 4, 2: 2, 3: 2}[rows]
     one = Forward(CONFIG, devices=tiny.one_device())
@@ -67,7 +67,7 @@ def test_fewer_texts_than_devices_are_cut_over_them(rows, monkeypatch):
         np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
-def test_many_or_short_texts_are_not_cut():
+def test_many_or_short_sequences_are_not_sharded():
     meshes = Meshes(jax.devices()[:4])
     for rows, length in ((4, 2**20), (100, 2**20), (1, 2048)):
         assert meshes.of(rows, length).shape["context"] == 1
@@ -89,8 +89,8 @@ def test_the_arithmetic_of_a_cache_by_hand():
 def test_the_longest_text_is_the_last_that_fits():
     model, structure = Model(tiny.MODEL), build_schedule(ROPE, 2, 2, 8).structure
     for way in ("at_once", "in_chunks", "decoding"):
-        room = getattr(sequence_memory(model, structure, 300 * 1024, 4), way)
-        assert longest(model, structure, 4, room, way) == 300 * 1024, way
+        budget = getattr(sequence_memory(model, structure, 300 * 1024, 4), way)
+        assert longest(model, structure, 4, budget, way) == 300 * 1024, way
         assert longest(model, structure, 4, 0, way) == 0
 
 

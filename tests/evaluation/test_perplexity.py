@@ -23,7 +23,7 @@ def forward():
 
 
 def naive_losses(tokens, targets, described):
-    """Log-softmax of the model's own logits, in numpy."""
+    """Log-softmax of the model's logits, in numpy."""
     model = Model(tiny.MODEL)
     schedule = build_schedule(described, model.config.heads, model.config.kv_heads, model.config.head_dim)
     logits = np.asarray(tiny.apply(tiny.parameters(), jnp.asarray(tokens), schedule), np.float64)
@@ -31,37 +31,37 @@ def naive_losses(tokens, targets, described):
     return logsumexp - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
 
 
-def text(tiles=3, longest=32, seed=0, **kwargs):
-    tokens = np.random.default_rng(seed).integers(0, 250, (tiles, longest + 1)).astype(np.int32)
-    return pp.HeldOut("text", tokens, tokens[:0], tuple(range(tiles)), (), **kwargs)
+def held_out(count=3, longest=32, seed=0, **kwargs):
+    tokens = np.random.default_rng(seed).integers(0, 250, (count, longest + 1)).astype(np.int32)
+    return pp.HeldOut("text", tokens, tokens[:0], tuple(range(count)), (), **kwargs)
 
 
 def test_losses_are_the_cross_entropy_of_the_logits(forward):
-    windows = pp.cut(text().score, 16)
-    losses = forward.losses(tiny.parameters(), pp.as_batch(text(), windows), ROPE)
+    windows = pp.cut(held_out().score, 16)
+    losses = forward.losses(tiny.parameters(), pp.as_batch(held_out(), windows), ROPE)
     assert losses.shape == (6, 16)
     np.testing.assert_allclose(losses, naive_losses(windows[:, :-1], windows[:, 1:], ROPE), atol=2e-5)
 
 
-def test_row_count_and_padding_do_not_matter(forward):
-    batch = pp.as_batch(text(5), pp.cut(text(5).score, 16))
+def test_batch_size_and_padding_do_not_matter(forward):
+    batch = pp.as_batch(held_out(5), pp.cut(held_out(5).score, 16))
     whole = forward.losses(tiny.parameters(), batch, ROPE)
     for rows in (1, 3, 7):
         part = {name: array[:rows] for name, array in batch.items()}
         np.testing.assert_allclose(forward.losses(tiny.parameters(), part, ROPE), whole[:rows], atol=1e-5)
 
 
-def test_devices_share_the_rows_and_agree_with_one(forward):
-    batch = pp.as_batch(text(5), pp.cut(text(5).score, 16))
+def test_sharding_over_devices_does_not_matter(forward):
+    batch = pp.as_batch(held_out(5), pp.cut(held_out(5).score, 16))
     several = Forward(Model(tiny.MODEL).config, devices=jax.devices()[:2])
     losses = several.losses(several.place(tiny.parameters()), batch, ROPE)
     np.testing.assert_allclose(losses, forward.losses(tiny.parameters(), batch, ROPE), atol=1e-5)
 
 
-def test_a_large_vocabulary_is_walked_in_chunks(monkeypatch, forward):
+def test_a_large_vocabulary_is_split_in_chunks(monkeypatch, forward):
     monkeypatch.setattr("pe_lab.evaluation.scoring.forward.LOGITS", 2**12)
     small = Forward(Model(tiny.MODEL).config, devices=tiny.one_device())
-    batch = pp.as_batch(text(1), pp.cut(text(1).score, 16))
+    batch = pp.as_batch(held_out(1), pp.cut(held_out(1).score, 16))
     losses = small.losses(tiny.parameters(), batch, ROPE)
     np.testing.assert_allclose(losses, forward.losses(tiny.parameters(), batch, ROPE), atol=1e-5)
 
@@ -90,7 +90,7 @@ def test_one_tile_is_scored_and_leaves_none_to_fit_on():
     assert pp.choose_tiles(1, 4, 4) == ((0,), ())
 
 
-def test_held_out_text_is_disjoint_and_spread(tmp_path):
+def test_held_out_tiles_are_disjoint_and_evenly_spaced(tmp_path):
     data = tiny.corpus(tmp_path)
     found = pp.held_out(data, 0, "text", 64, 512, 256, 256)
     all_tokens = held_out_tokens(data, 0, 10**6)
@@ -100,7 +100,7 @@ def test_held_out_text_is_disjoint_and_spread(tmp_path):
             np.testing.assert_array_equal(tile, all_tokens[i * 65 : (i + 1) * 65])
     assert not set(found.score_index) & set(found.fit_index)
     assert max(found.score_index) > len(all_tokens) // 65 // 2
-    with pytest.raises(UserError, match=r"has [\d,]+ held-out tokens, too few for a text of 50,000 \+ 1"):
+    with pytest.raises(UserError, match=r"has [\d,]+ held-out tokens, too few for a sequence of 50,000 \+ 1"):
         pp.held_out(data, 0, "text", 50_000, 512, 256, 256)
 
 
@@ -143,24 +143,24 @@ def test_powers_of_two_are_edges():
 
 
 def test_cropping_at_the_training_length_changes_nothing(forward):
-    held = text()
+    tiles = held_out()
 
     def losses(batch):
         return forward.losses(tiny.parameters(), batch, ROPE)
 
     for length in (8, 16):
-        cropped, _ = pp.Cropped(held, 16, 4, losses)(length)
-        np.testing.assert_array_equal(cropped, pp.window_losses(held, length, losses)[0])
+        cropped, _ = pp.Cropped(tiles, 16, 4, losses)(length)
+        np.testing.assert_array_equal(cropped, pp.window_losses(tiles, length, losses)[0])
 
 
 @pytest.mark.parametrize("stride", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
-def test_cropping_is_reading_the_last_tokens_only(stride):
-    held = text(2, 32)
+def test_cropped_losses_are_those_of_the_last_tokens_alone(stride):
+    tiles = held_out(2, 32)
 
     def losses(batch):
         return naive_losses(batch["tokens"], batch["targets"], ROPE)
 
-    crops = pp.Cropped(held, 16, stride, losses)
+    crops = pp.Cropped(tiles, 16, stride, losses)
     for length in (24, 32):
         cropped, weights = crops(length)
         assert cropped.shape == weights.shape == (2, length)
@@ -170,40 +170,40 @@ def test_cropping_is_reading_the_last_tokens_only(stride):
             start = end - 16
             assert t - start < 16 and (start == 0 or t - start + 1 > 16 - stride)
             alone = np.zeros((2, 33), np.int32)
-            alone[:, : t + 2 - start] = held.score[:, start : t + 2]
+            alone[:, : t + 2 - start] = tiles.score[:, start : t + 2]
             alone = losses({"tokens": alone[:, :-1], "targets": alone[:, 1:]})
             np.testing.assert_allclose(cropped[:, t], alone[:, t - start], atol=2e-5)
 
 
 def test_a_stride_of_one_sees_exactly_the_training_length():
-    """The loss of the last token does not depend on what is older than that, and does on what is not."""
+    """The loss of the last token depends on the last `size` tokens and on no older one."""
 
     def losses(batch):
         return naive_losses(batch["tokens"], batch["targets"], ROPE)
 
-    held = text(1, 32)
-    last = pp.Cropped(held, 16, 1, losses)(32)[0][0, -1]
+    tiles = held_out(1, 32)
+    last = pp.Cropped(tiles, 16, 1, losses)(32)[0][0, -1]
     for place, same in ((15, True), (16, False)):
-        changed = held.score.copy()
+        changed = tiles.score.copy()
         changed[0, place] = (changed[0, place] + 100) % 250
-        other = pp.Cropped(dataclasses.replace(held, score=changed), 16, 1, losses)(32)[0][0, -1]
+        other = pp.Cropped(dataclasses.replace(tiles, score=changed), 16, 1, losses)(32)[0][0, -1]
         assert (abs(other - last) < 1e-6) == same
 
 
 def test_a_stride_beyond_the_context_is_refused():
     with pytest.raises(UserError, match="must be 1 to 16"):
-        pp.Cropped(text(), 16, 17, lambda batch: batch["tokens"])
+        pp.Cropped(held_out(), 16, 17, lambda batch: batch["tokens"])
 
 
-def test_documents_stay_apart_if_they_did_in_training(forward):
-    held = text(2, 32, segments=True, eos_id=256)
-    held.score[:, 10] = 256
+def test_packed_documents_stay_separate_if_they_did_in_training(forward):
+    tiles = held_out(2, 32, segments=True, eos_id=256)
+    tiles.score[:, 10] = 256
     nope = layers(NoPE(), tiny.MODEL.layers)
 
     def losses(batch):
         return forward.losses(tiny.parameters(), batch, nope)
 
-    found, weights = pp.window_losses(held, 32, losses)
+    found, weights = pp.window_losses(tiles, 32, losses)
     assert (weights[:, 10] == 0).all() and weights.sum() == 62
-    alone = naive_losses(held.score[:, 11:-1], held.score[:, 12:], nope)
+    alone = naive_losses(tiles.score[:, 11:-1], tiles.score[:, 12:], nope)
     np.testing.assert_allclose(found[:, 11:], alone, atol=1e-5)
