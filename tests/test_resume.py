@@ -133,7 +133,7 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path):
     wait_until(process, lambda: line_count(run / "pretrain" / "metrics.jsonl") >= 20)
     process.terminate()
     out = finish(process)
-    assert "of phase 'pretrain', saved; the same command goes on" in out
+    assert "of phase 'pretrain', saved; run it again to continue" in out
     (saved,) = (run / "pretrain" / "checkpoints").iterdir()
     assert int(saved.name) + 5 >= 20 and int(saved.name) < 600
     assert records(run / "pretrain" / "metrics.jsonl")[-1]["step"] == int(saved.name)

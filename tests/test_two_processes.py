@@ -102,7 +102,7 @@ def test_sigterm_to_one_of_two_saves_and_one_process_goes_on(tmp_path, alone):
         time.sleep(0.01)
     processes[1].terminate()
     outs = finish(processes)
-    assert "saved; the same command goes on" in outs[0]
+    assert "saved; run it again to continue" in outs[0]
     stopped = open_checkpoint(run)
     assert stopped.metadata["phase"] == "pretrain" and stopped.step < STEPS
     assert records(log)[-1]["step"] == stopped.step

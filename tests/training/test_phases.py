@@ -75,7 +75,7 @@ def test_a_phase_adds_a_qk_norm_and_says_what_that_did(config, tmp_path):
         np.testing.assert_array_equal(weights, before.params["layers"]["attention"][name])
     what = child.metadata["lineage"][-1]["what"]
     assert "rope(base=10000) -> nope on layers 0-3; QK-norm none -> head: loss " in what
-    # The first record of the phase is the loss of the normed child; resumed, the phase goes on as it was.
+    # The first record of the phase is the loss of the normed child. A resumed phase continues from it.
     assert records(tmp_path / "run/recalibrate/metrics.jsonl")[0]["validation_loss"] == pytest.approx(
         float(what.rpartition(" on ")[0].rpartition("-> ")[2]), abs=2e-2
     )
