@@ -149,6 +149,7 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak) -
                     store.save(step, state.params, state.optimizer, metadata)
             store.wait()
             if step == steps:
+                out.print(f"{phase.name}: complete at step {steps}, loss {last['loss']:.4f}")
                 write_phase(run, phase, flops, peak, lineage, "complete", started, time.perf_counter() - began)
                 stopping = stop_requested(earlier_steps + step)  # requested while the last checkpoint was written
         if stopping:
