@@ -1,11 +1,11 @@
-"""Tokens per second of our train step against transformers' Llama under torch: the same training, by turns.
+"""Tokens per second of pe_lab's train step against transformers' Llama under torch, measured alternately.
 
     python benchmarks/train_step.py --peer-python=/path/to/venv/bin/python
 
-Both sides start from the same weights, see the same batch, and take the same AdamW steps in float32 on as many
-threads; the losses of their first steps are compared, so that what is timed is the same work. The peer lives in a
-process of its own (it may need another Python: `--peer-python`, or the environment's PE_LAB_PEER) and steps only
-when it is asked to, while we wait, and the other way round.
+Both sides start from the same weights and take the same AdamW steps in float32 on the same batch, with the same
+number of threads. The losses of their first steps are compared, to check that the work is the same. The peer runs in
+another process (with another Python, if `--peer-python` or the environment's PE_LAB_PEER names one). Only one side
+computes at a time.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from pe_lab.model import Model, train_flops_per_token
 from pe_lab.parallel import AxisRules, make_mesh, start_processes
 from pe_lab.parallel.host_memory import keep_freed_memory
 from pe_lab.positional import Rope, build_schedule, layers
-from pe_lab.terminal import command
+from pe_lab.terminal import command, table
 from pe_lab.training import compile_train_step, init_state, make_optimizer, make_shardings, place_batch
 from pe_lab.training.machine import machine, versions
 
 
 class Shape(NamedTuple):
-    """What is trained: a model, on batches of `batch` windows of `length` tokens."""
+    """A model, trained on batches of `batch` windows of `length` tokens."""
 
     model: ModelConfig
     batch: int
     length: int
-    steps: int  # a turn
+    steps: int  # in one measurement
 
 
 def _model(vocab_size: int, layers: int, d_model: int, d_ff: int, heads: int, kv_heads: int) -> ModelConfig:
@@ -56,7 +56,7 @@ def _model(vocab_size: int, layers: int, d_model: int, d_ff: int, heads: int, kv
 
 
 SHAPES = {
-    # `make demo`'s model, but for QK-norm, which Llama has not.
+    # `make demo`'s model, without QK-norm, which Llama lacks.
     "demo": Shape(_model(640, 3, 64, 256, 4, 4), 32, 64, 20),
     "base": Shape(_model(4096, 4, 256, 768, 4, 2), 8, 256, 3),
 }
@@ -65,7 +65,7 @@ ROPE_BASE = 10000.0
 
 
 class Side(Protocol):
-    """One contestant, ready to step. `run` returns {"seconds", "cpu", "losses"} of so many steps."""
+    """A compiled train step. `run` takes steps and returns their {"seconds", "cpu", "losses"}."""
 
     name: str
     parameters: int
@@ -75,7 +75,7 @@ class Side(Protocol):
 
 
 class Ours:
-    """The step that `pe_lab.train` takes."""
+    """The train step of `pe_lab.train`."""
 
     def __init__(self, shape: Shape, params: Any, batch: dict[str, np.ndarray]):
         self.name, self.versions = "pe_lab", versions()
@@ -140,7 +140,7 @@ class Peer:
 
 
 def llama_names(params: Any) -> dict[str, np.ndarray]:
-    """Our parameters under transformers' names, in its layout [out, in]."""
+    """The parameters under transformers' names, in its layout [out, in]."""
     embedder, stacked = params["token_embedder"], params["layers"]
     D = embedder["embedding"].shape[1]
     named = {"model.embed_tokens.weight": embedder["embedding"], "model.norm.weight": embedder["final_norm"]["scale"]}
@@ -179,7 +179,7 @@ def llama_config(shape: Shape) -> dict[str, Any]:
 
 
 def find_peer_python(given: str) -> str:
-    """The Python to run the peer with; `UserError` where torch and transformers are nowhere."""
+    """The Python to run the peer with; `UserError` if there are no torch and transformers."""
     python = given or os.environ.get("PE_LAB_PEER", "")
     if python:
         check = subprocess.run([python, "-c", "import torch, transformers"], capture_output=True, text=True)
@@ -206,7 +206,7 @@ def prepare(shape: Shape) -> tuple[Any, dict[str, np.ndarray]]:
 def start_peers(
     kinds: Sequence[str], python: str, shape: Shape, params: Any, batch: dict[str, np.ndarray], threads: int, at: Path
 ) -> list[Peer]:
-    """The peers, built and waiting. `kinds`: of eager, compiled; both with AdamW's fused form, torch's fastest."""
+    """Starts the peers. `kinds`: of eager, compiled; both with AdamW's fused form, torch's fastest."""
     np.savez(at / "weights.npz", **llama_names(params))
     np.savez(at / "batch.npz", tokens=batch["tokens"], targets=batch["targets"])
     job = {
@@ -231,23 +231,23 @@ def check_same(sides: Sequence[Side], first: dict[str, list[float]]) -> None:
 
 
 def measure(sides: Sequence[Side], rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
-    """Turns of `steps` steps: every side once a round, each round beginning with another side."""
-    turns: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
+    """Seconds per step of each side in each round of `steps` steps. Each round begins with another side."""
+    timings: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
     for i in range(rounds):
         for j in range(len(sides)):
             side = sides[(i + j) % len(sides)]
             result = side.run(steps)
-            turns[side.name].append({"seconds": result["seconds"] / steps, "cpu": result["cpu"] / steps})
-    return turns
+            timings[side.name].append({"seconds": result["seconds"] / steps, "cpu": result["cpu"] / steps})
+    return timings
 
 
-def summarize(shape: Shape, sides: Sequence[Side], turns: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
-    """One row a side: speed at the median turn and at the best, arithmetic, processor time, and our ratio to it."""
+def summarize(shape: Shape, sides: Sequence[Side], timings: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """A row per side: median and best speed, arithmetic, processor time, and the ratios of pe_lab to the side."""
     tokens = shape.batch * shape.length
     flops = train_flops_per_token(Model(shape.model).config, shape.length)
     rows: list[dict[str, Any]] = []
     for side in sides:
-        seconds = [turn["seconds"] for turn in turns[side.name]]
+        seconds = [one["seconds"] for one in timings[side.name]]
         rows.append(
             {
                 "side": side.name,
@@ -255,7 +255,7 @@ def summarize(shape: Shape, sides: Sequence[Side], turns: dict[str, list[dict[st
                 "tokens_per_second_best": tokens / min(seconds),
                 "gflops_full": flops.full * tokens / statistics.median(seconds) / 1e9,
                 "gflops_causal": flops.causal * tokens / statistics.median(seconds) / 1e9,
-                "cpu_ms_per_step": 1e3 * statistics.median(turn["cpu"] for turn in turns[side.name]),
+                "cpu_ms_per_step": 1e3 * statistics.median(one["cpu"] for one in timings[side.name]),
             }
         )
     for row in rows:
@@ -265,24 +265,23 @@ def summarize(shape: Shape, sides: Sequence[Side], turns: dict[str, list[dict[st
     return rows
 
 
-_WIDTHS = (16, 10, 10, 10, 13, 11, 9, 10)
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text. `ours/this` and `of best` compare speed; `CPU time` is this side's over ours."""
-    titles = ("", "tokens/s", "best", "GFLOP/s", "CPU ms/step", "ours/this", "of best", "CPU time")
-    head = "".join(title.rjust(width) for title, width in zip(titles, _WIDTHS, strict=True))
-    lines = [
-        f"{r['side']:16}{r['tokens_per_second']:10.0f}{r['tokens_per_second_best']:10.0f}{r['gflops_full']:10.1f}"
-        f"{r['cpu_ms_per_step']:13.1f}{r['ours_over_this']:11.2f}{r['ours_over_this_best']:9.2f}"
-        f"{r['cpu_time_over_ours']:10.2f}"
-        for r in rows
-    ]
-    return "\n".join([head, *lines])
+def result_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text. `ours/this` and `of best` compare speed; `CPU time` is that of this side over pe_lab's."""
+    columns = {
+        "tokens/s": ("tokens_per_second", ".0f"),
+        "best": ("tokens_per_second_best", ".0f"),
+        "GFLOP/s": ("gflops_full", ".1f"),
+        "CPU ms/step": ("cpu_ms_per_step", ".1f"),
+        "ours/this": ("ours_over_this", ".2f"),
+        "of best": ("ours_over_this_best", ".2f"),
+        "CPU time": ("cpu_time_over_ours", ".2f"),
+    }
+    cells = [[row["side"], *(format(row[key], style) for key, style in columns.values())] for row in rows]
+    return table(["", *columns], cells)
 
 
 def run_shape(name: str, args: argparse.Namespace, threads: int, python: str | None) -> dict[str, Any]:
-    """Measures one shape on all sides; the result as it is written to a file."""
+    """Measures one shape on all sides, and returns the record that is written to a file."""
     shape = SHAPES[name]
     params, batch = prepare(shape)
     kinds = args.peers.split(",") if python else []
@@ -296,17 +295,17 @@ def run_shape(name: str, args: argparse.Namespace, threads: int, python: str | N
             sides += peers
             first = {side.name: side.run(3)["losses"] for side in sides}
             check_same(sides, first)
-            turns = measure(sides, args.rounds, steps)
+            timings = measure(sides, args.rounds, steps)
         finally:
             for peer in peers:
                 peer.stop()
     found = {key: value for side in sides for key, value in side.versions.items()}
-    rows = summarize(shape, sides, turns)
+    rows = summarize(shape, sides, timings)
     print(
         f"\n{name}: {sides[0].parameters:,} parameters, {shape.batch} x {shape.length} tokens a step, float32, "
         f"{threads} threads; losses of the first steps: {', '.join(f'{x:.4f}' for x in first['pe_lab'])}"
     )
-    print(table(rows), flush=True)
+    print(result_table(rows), flush=True)
     return {
         "shape": name,
         "model": dataclasses.asdict(shape.model),
@@ -316,7 +315,7 @@ def run_shape(name: str, args: argparse.Namespace, threads: int, python: str | N
         "parameters": sides[0].parameters,
         "first_losses": first,
         "rows": rows,
-        "turns": turns,
+        "turns": timings,
         "steps_per_turn": steps,
         "versions": found,
         "machine": machine(),
@@ -332,8 +331,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer-python", default="", help="a Python with torch and transformers")
     parser.add_argument("--ours-only", action="store_true", help="no peer")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as there are processors")
-    parser.add_argument("--rounds", type=int, default=12, help="turns of each side")
-    parser.add_argument("--steps", type=int, default=0, help="steps a turn; 0: the shape's own")
+    parser.add_argument("--rounds", type=int, default=12, help="measurements of each side")
+    parser.add_argument("--steps", type=int, default=0, help="steps in a measurement; 0: the shape's own")
     parser.add_argument("--quick", action="store_true", help="one round of one step: does it run?")
     parser.add_argument("--out", default=str(HERE / "results" / "cpu"), help="folder of results; empty: none")
     args = parser.parse_args(argv)

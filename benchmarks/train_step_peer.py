@@ -1,4 +1,4 @@
-"""The peer's side of `train_step.py`: transformers' Llama under torch, told by lines of JSON on stdin when to step.
+"""The peer of `train_step.py`: transformers' Llama under torch, which steps when a line of JSON on stdin asks for it.
 
 Run by `train_step.py` with a Python that has torch and transformers; imports nothing of pe_lab.
 """

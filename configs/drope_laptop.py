@@ -26,7 +26,7 @@ STEPS = {"": (4000, 2000), "full": (4000, 2000), "quick": (120, 60)}
 
 def get_config(arg: str = "") -> ConfigDict:
     if arg not in STEPS:
-        raise ConfigError(f"configs/drope_laptop.py knows no '{arg}'; it takes quick, full, or nothing.")
+        raise ConfigError(f"configs/drope_laptop.py has no argument '{arg}'; it takes quick, full, or nothing.")
     pretrain, recalibrate = STEPS[arg]
 
     config = ConfigDict()

@@ -75,7 +75,7 @@ def get_config(arg: str = "") -> ConfigDict:
             steps=30_000,  # 31.5B tokens
             positional=NoPE(),
             qk_norm=kind,
-            qk_norm_init="ones",
+            qk_norm_init="matched" if kind == "none" else "ones",
             init_from=arguments["from"],
             sequence_length=2048,
             batch_size=512,

@@ -36,7 +36,7 @@ class ModelConfig:
     scale_embeddings: bool = False  # the input embedding times sqrt(d_model) (Gemma)
     norm_epsilon: float = 1e-6
     init_std: float = 0.02
-    scaled_residual_init: bool = True  # output projections start at init_std / sqrt(2 layers) (GPT-2), or at init_std
+    scaled_residual_init: bool = True  # output projections start at init_std / sqrt(2 layers) (GPT-2), else at init_std
     dtype: str = "bfloat16"  # compute; parameters are float32
     remat: str = "none"  # none | dots | full
     scan: bool = True  # False unrolls the layers: faster on a CPU, slower to compile

@@ -152,7 +152,8 @@ def test_table_11_varies_the_norm_and_the_learning_rate_alone():
     long = _load("drope_smollm.py:model=360m,tokens=30b").phases[0]
     for (norm, kind), rate in itertools.product((("yes", "head"), ("no", "none")), ("1e-3", "3e-4", "3e-5")):
         phase = _only(_load(f"table11.py:qk_norm={norm},lr={rate}"))
-        assert (phase.qk_norm, phase.qk_norm_init, phase.optimizer.learning_rate) == (kind, "ones", float(rate))
+        init = "ones" if kind == "head" else "matched"  # as in the paper, where a norm is added
+        assert (phase.qk_norm, phase.qk_norm_init, phase.optimizer.learning_rate) == (kind, init, float(rate))
         same = dataclasses.replace(phase.optimizer, learning_rate=1e-3)
         assert dataclasses.replace(phase, qk_norm="head", qk_norm_init="matched", optimizer=same) == long
 

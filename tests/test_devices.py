@@ -1,4 +1,4 @@
-"""The same run on other devices: one, four (texts cut over two), eight, and from eight back to one."""
+"""The same run on other devices: one, four (sequences sharded over two), eight, and from eight back to one."""
 
 import shutil
 

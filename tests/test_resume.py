@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_runs import REPOSITORY, assert_same_training, rows, start, write_recipe
+from tiny_runs import REPOSITORY, assert_same_training, records, start, write_recipe
 
 from pe_lab.recipes import load_config
 
@@ -109,7 +109,7 @@ def test_sigkill_at_three_moments_changes_nothing(tmp_path):
     out = finish(start(command("killed"), tmp_path))
     assert f"{first}: complete at step {STEPS[0]}, nothing to do" in out
     assert_same_training(tmp_path / "whole", run, (first, second))
-    assert [row["step"] for row in rows(run / second / "metrics.jsonl") if "loss" in row] == list(
+    assert [record["step"] for record in records(run / second / "metrics.jsonl") if "loss" in record] == list(
         range(1, STEPS[1] + 1)
     )
 
@@ -133,10 +133,10 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path):
     wait_until(process, lambda: line_count(run / "pretrain" / "metrics.jsonl") >= 20)
     process.terminate()
     out = finish(process)
-    assert "of phase 'pretrain', saved; the same command goes on" in out
+    assert "of phase 'pretrain', saved; run it again to continue" in out
     (saved,) = (run / "pretrain" / "checkpoints").iterdir()
     assert int(saved.name) + 5 >= 20 and int(saved.name) < 600
-    assert rows(run / "pretrain" / "metrics.jsonl")[-1]["step"] == int(saved.name)
+    assert records(run / "pretrain" / "metrics.jsonl")[-1]["step"] == int(saved.name)
 
     assert f"resuming at step {saved.name}" in finish(start([*argv, "--workdir=stopped"], tmp_path))
     assert_same_training(tmp_path / "whole", run)

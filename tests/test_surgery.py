@@ -8,7 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from tiny_runs import arrays, compilations_kept, fingerprint, rows, tiny, train, trained  # noqa: F401
+from tiny_runs import arrays, compilations_kept, fingerprint, records, tiny, train, trained  # noqa: F401
 
 import pe_lab
 from pe_lab.checkpoints import open_checkpoint
@@ -84,8 +84,8 @@ def test_training_starts_from_the_child(run, tmp_path):
     child = open_checkpoint(tmp_path / "dropped")
     assert same_weights(child.params, open_checkpoint(tmp_path / "run/recalibrate/checkpoints/0").params)
     assert child.metadata["id"] in [e["id"] for e in result.metadata["lineage"]]
-    log = rows(tmp_path / "run/recalibrate/metrics.jsonl")
-    assert log[0]["validation_loss"] == rows(run.parent / "recalibrate/metrics.jsonl")[0]["validation_loss"]
+    log = records(tmp_path / "run/recalibrate/metrics.jsonl")
+    assert log[0]["validation_loss"] == records(run.parent / "recalibrate/metrics.jsonl")[0]["validation_loss"]
 
 
 @pytest.mark.parametrize(

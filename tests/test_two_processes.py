@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_runs import losses, rows, start, tiny, train, write_recipe
+from tiny_runs import losses, records, start, tiny, train, write_recipe
 
 from pe_lab.checkpoints import open_checkpoint
 
@@ -67,7 +67,9 @@ def alone(tmp_path_factory):
 def assert_same_losses(run: Path, alone: Path) -> None:
     for phase in ("pretrain", "recalibrate"):
         np.testing.assert_allclose(losses(run / phase), losses(alone / phase), rtol=1e-5)
-        mine, theirs = ([r for r in rows(p / phase / "metrics.jsonl") if "validation_loss" in r] for p in (run, alone))
+        mine, theirs = (
+            [r for r in records(p / phase / "metrics.jsonl") if "validation_loss" in r] for p in (run, alone)
+        )
         assert [r["step"] for r in mine] == [r["step"] for r in theirs]
         np.testing.assert_allclose(
             [r["validation_loss"] for r in mine], [r["validation_loss"] for r in theirs], rtol=1e-5
@@ -77,7 +79,7 @@ def assert_same_losses(run: Path, alone: Path) -> None:
 def test_two_processes_train_as_one(tmp_path, alone):
     first, second = finish(begin(tmp_path))
     assert "complete" in first
-    assert "complete" not in second and "pretrain" not in second  # one of them speaks
+    assert "complete" not in second and "pretrain" not in second  # only the first process prints
     assert_same_losses(tmp_path / "two", alone)
     checkpoint = open_checkpoint(tmp_path / "two")
     lineage = checkpoint.metadata["lineage"]
@@ -85,7 +87,7 @@ def test_two_processes_train_as_one(tmp_path, alone):
     assert open_checkpoint(tmp_path / "two/pretrain").metadata["lineage"] == lineage[:2]
     for a, b in zip(jax.tree.leaves(checkpoint.params), jax.tree.leaves(open_checkpoint(alone).params), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-4)
-    # Again: both say it is complete, and end.
+    # Again: both find the run complete, and end.
     assert "nothing to do" in finish(begin(tmp_path))[0]
 
 
@@ -100,17 +102,17 @@ def test_sigterm_to_one_of_two_saves_and_one_process_goes_on(tmp_path, alone):
         time.sleep(0.01)
     processes[1].terminate()
     outs = finish(processes)
-    assert "saved; the same command goes on" in outs[0]
+    assert "saved; run it again to continue" in outs[0]
     stopped = open_checkpoint(run)
     assert stopped.metadata["phase"] == "pretrain" and stopped.step < STEPS
-    assert rows(log)[-1]["step"] == stopped.step
+    assert records(log)[-1]["step"] == stopped.step
 
     train(tiny(tmp_path / "recipe", phases=phases()), run)
     assert_same_losses(run, alone)
 
 
 def test_a_tensor_axis_across_processes_and_text_prepared_once(tmp_path):
-    """Both processes hold all rows of a batch: they must read the same ones."""
+    """Both processes have all sequences of a batch: they must read the same ones."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     changes = {
         "data.sources": f"[{{'source': 'text:{tmp_path / 'text.txt'}'}}]",

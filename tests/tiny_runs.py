@@ -80,13 +80,13 @@ def start(argv: Sequence[str], cwd: Path, **environment: str) -> subprocess.Pope
     )
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def losses(phase: Path) -> np.ndarray:
     """Training losses by step."""
-    return np.asarray([row["loss"] for row in rows(phase / "metrics.jsonl") if "loss" in row])
+    return np.asarray([row["loss"] for row in records(phase / "metrics.jsonl") if "loss" in row])
 
 
 def arrays(checkpoint: Path, item: str) -> dict[str, np.ndarray]:

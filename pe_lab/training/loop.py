@@ -68,8 +68,10 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak) -
         shardings = make_shardings(model, optimizer, run.mesh, run.rules)
         schedule = jax.device_put(phase.schedule, shardings.replicated)
         flops = train_flops_per_token(model.config, phase.config.sequence_length, phase.schedule.structure)
-        start = start_phase(run, phase, previous, store, optimizer, shardings, schedule, out.print)
-        state, lineage, started = start.state, start.lineage, int(start.state.step)
+        state, start_lineage, data_state = start_phase(
+            run, phase, previous, store, optimizer, shardings, schedule, out.print
+        )
+        lineage = start_lineage  # of the checkpoint read or saved last
         out.print(describe(phase.schedule, phase.layers))
         out.print(f"attention: {attention_of(model, phase, config, run.mesh, run.rules)}")
         positions = None
@@ -81,14 +83,13 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak) -
         encodings = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))
         earlier_steps = sum(p.config.steps for p in run.phases[: phase.index])
 
-        step = started
+        started = step = timed_step = int(state.step)
         pending: list[tuple[int, dict[str, jax.Array]]] = []  # the step dispatched last, and its metrics
         last: dict[str, float] = {}  # the metrics received last
         began = timer = time.perf_counter()
-        timed_step = step
         with (
             _stop_requests() as stop_requested,
-            contextlib.closing(open_pipeline(config, phase, run.mesh, start.data_state)) as pipeline,
+            contextlib.closing(open_pipeline(config, phase, run.mesh, data_state)) as pipeline,
             contextlib.closing(PhaseLogs(directory, step)) as logs,
             Progress(out, phase.name, steps, step) as progress,
         ):
@@ -143,15 +144,16 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak) -
                     settle()  # the log on disk is never behind the checkpoint
                     what = f"trained {step} steps of '{phase.name}' with {encodings}"
                     path = directory / DIRECTORY / str(step)
-                    lineage = [*start.lineage, lineage_entry(what, new_id(), str(path), step)]
+                    lineage = [*start_lineage, lineage_entry(what, new_id(), str(path), step)]
                     metadata = checkpoint_metadata(run, phase, lineage, pipeline.get_state())
                     store.save(step, state.params, state.optimizer, metadata)
             store.wait()
             if step == steps:
+                out.print(f"{phase.name}: complete at step {steps}, loss {last['loss']:.4f}")
                 write_phase(run, phase, flops, peak, lineage, "complete", started, time.perf_counter() - began)
                 stopping = stop_requested(earlier_steps + step)  # requested while the last checkpoint was written
         if stopping:
-            raise Stopped(f"stopped at step {step} of {steps} of phase '{phase.name}', saved; the same command goes on")
+            raise Stopped(f"stopped at step {step} of {steps} of phase '{phase.name}', saved; run it again to continue")
     return directory / DIRECTORY / str(steps)
 
 

@@ -42,6 +42,11 @@ class PhasePlan:
         return self.config.name
 
     @property
+    def where(self) -> str:
+        """Its place in the config, for messages."""
+        return f"config.phases[{self.index}] ('{self.name}')"
+
+    @property
     def tokens_per_step(self) -> int:
         return self.config.batch_size * self.config.sequence_length
 
@@ -116,8 +121,7 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
     phases = plan_phases(config)
     mesh = make_mesh(config.mesh, devices)
     for phase in phases:
-        where = f"config.phases[{phase.index}] ('{phase.name}')"
-        check_batch(phase.config.batch_size, phase.config.accumulate, mesh, where)
+        check_batch(phase.config.batch_size, phase.config.accumulate, mesh, phase.where)
         for source in config.data.sources:
             if source.source == "needles":
                 NeedleWindows(source.options, phase.config.sequence_length, 0, "train", 0)  # refuses short windows
@@ -133,8 +137,7 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
         try:
             balanced_order(phase.config.sequence_length, mesh.shape["context"])
         except UserError as error:
-            where = f"config.phases[{phase.index}] ('{phase.name}').sequence_length"
-            raise type(error)(f"{where}: {error}") from None
+            raise type(error)(f"{phase.where}.sequence_length: {error}") from None
         attention_of(model, phase, config, mesh, rules)
         if phase.index in parents:
             parent = parents[phase.index]

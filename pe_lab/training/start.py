@@ -68,13 +68,12 @@ def start_phase(
       DataError: the data has changed since the previous phase.
     """
     model = run.models[phase.index]
-    # The optimizer's first state is made in the same program as random parameters, and sharded there.
-    around = functools.partial(init_state, model, optimizer)
+    new_state = functools.partial(init_state, model, optimizer)  # from parameters
     if store.steps():
-        return _resume(phase, store, model, around, shardings, show)
+        return _resume(phase, store, model, new_state, shardings, show)
     source = phase.config.init_from or previous
     if not source or source == "random":
-        make = jax.jit(lambda key: around(model.init(key)), out_shardings=shardings.state)
+        make = jax.jit(lambda key: new_state(model.init(key)), out_shardings=shardings.state)
         entry = lineage_entry(f"initialized at random, seed {run.config.seed}", new_id(), "", 0)
         return Start(make(jax.random.key(run.config.seed)), [entry], None)
 
@@ -91,19 +90,19 @@ def start_phase(
     show(f"{phase.name}: from {parent.path}: {what}")
     store.save(0, params, None, checkpoint_metadata(run, phase, lineage, None))
     store.wait()
-    return Start(jax.jit(around, out_shardings=shardings.state)(params), lineage, None)
+    return Start(jax.jit(new_state, out_shardings=shardings.state)(params), lineage, None)
 
 
 def _resume(
     phase: PhasePlan,
     store: Store,
     model: Model,
-    around: Callable[[Params], TrainState],
+    new_state: Callable[[Params], TrainState],
     shardings: Shardings,
     show: Callable[[str], None],
 ) -> Start:
     """The state of the last checkpoint that can be read. Later ones are moved away, and their steps trained again."""
-    template = templates(jax.eval_shape(around, model.shapes), shardings.state)
+    template = templates(jax.eval_shape(new_state, model.shapes), shardings.state)
     for step in reversed(store.steps()):
         try:
             metadata = store.metadata(step)
@@ -114,7 +113,7 @@ def _resume(
         store.set_aside_after(step)
         show(f"{phase.name}: resuming at step {step}")
         if step == 0:  # a child, which has no optimizer state
-            return Start(jax.jit(around, out_shardings=shardings.state)(params), metadata["lineage"], None)
+            return Start(jax.jit(new_state, out_shardings=shardings.state)(params), metadata["lineage"], None)
         state = TrainState(jax.device_put(np.int32(step), shardings.replicated), params, optimizer)
         return Start(state, metadata["lineage"][:-1], metadata["data_state"])
     raise CheckpointError(

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_runs import assert_same_training, compilations_kept, fingerprint, rows, tiny, train, trained  # noqa: F401
+from tiny_runs import assert_same_training, compilations_kept, fingerprint, records, tiny, train, trained  # noqa: F401
 
 from pe_lab.checkpoints import find_checkpoints, open_checkpoint
 from pe_lab.config import config_hash
@@ -67,20 +67,20 @@ def steps_of(phase: Path) -> list[int]:
 
 def test_the_log_of_a_run(whole):
     for phase, steps in (("pretrain", 8), ("recalibrate", 6)):
-        log = rows(whole / phase / "metrics.jsonl")
-        logged = [row for row in log if "loss" in row]
-        assert [row["step"] for row in logged] == list(range(1, steps + 1))
-        assert [row["tokens"] for row in logged] == [128 * s for s in range(1, steps + 1)]
-        assert all(np.isfinite(row[k]) for row in logged for k in ("loss", "grad_norm", "learning_rate"))
+        log = records(whole / phase / "metrics.jsonl")
+        logged = [record for record in log if "loss" in record]
+        assert [record["step"] for record in logged] == list(range(1, steps + 1))
+        assert [record["tokens"] for record in logged] == [128 * s for s in range(1, steps + 1)]
+        assert all(np.isfinite(record[k]) for record in logged for k in ("loss", "grad_norm", "learning_rate"))
         assert np.isclose(logged[0]["learning_rate"], 5e-3) and np.isclose(logged[1]["learning_rate"], 1e-2)
-        validated = [row for row in log if "validation_loss" in row]
-        assert [row["step"] for row in validated] == [0, 4, steps]
+        validated = [record for record in log if "validation_loss" in record]
+        assert [record["step"] for record in validated] == [0, 4, steps]
         assert validated[0]["validation_loss/needles"] == validated[0]["validation_loss"]
         record = json.loads((whole / phase / "phase.json").read_text())
         assert (record["status"], record["started_step"], record["steps"]) == ("complete", 0, steps)
         assert record["mixture"][0]["source"] == "needles"
         assert any((whole / phase / "tensorboard").iterdir())
-    first, second = (rows(whole / p / "metrics.jsonl") for p in ("pretrain", "recalibrate"))
+    first, second = (records(whole / p / "metrics.jsonl") for p in ("pretrain", "recalibrate"))
     assert first[-1]["validation_loss"] < first[0]["validation_loss"] - 0.5  # it learns
     # The drop happens between the phases: the same weights, without positions.
     assert abs(second[0]["validation_loss"] - first[-1]["validation_loss"]) < 0.5
@@ -199,7 +199,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(config, whole, tmp_path, mon
             train(config, tmp_path / "run")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert steps_of(tmp_path / "run" / "pretrain")[-1] == 3
-    assert rows(tmp_path / "run/pretrain/metrics.jsonl")[-1]["step"] == 3
+    assert records(tmp_path / "run/pretrain/metrics.jsonl")[-1]["step"] == 3
     train(config, tmp_path / "run")
     assert_same_training(whole, tmp_path / "run")
 
@@ -251,8 +251,8 @@ def test_a_phase_can_start_from_any_checkpoint(config, whole, tmp_path):
     child = tiny(tmp_path / "recipe", phases="[{'name': 'more', 'steps': 3, 'positional': 'nope', 'batch_size': 8, "
                  f"'sequence_length': 16, 'init_from': '{source}', 'optimizer': {{'warmup_steps': 1}}}}]")  # fmt: skip
     train(child, tmp_path / "run")
-    first = rows(tmp_path / "run/more/metrics.jsonl")[0]
-    assert first["validation_loss"] == rows(whole / "recalibrate/metrics.jsonl")[0]["validation_loss"]
+    first = records(tmp_path / "run/more/metrics.jsonl")[0]
+    assert first["validation_loss"] == records(whole / "recalibrate/metrics.jsonl")[0]["validation_loss"]
     lineage = open_checkpoint(tmp_path / "run").metadata["lineage"]
     assert lineage[1]["id"] == open_checkpoint(source).metadata["id"]
     assert fingerprint(whole) == before
@@ -273,7 +273,13 @@ def test_a_source_of_another_shape_is_refused_before_anything_is_written(config,
 def test_only_steps_that_are_asked_for_are_logged(tmp_path, whole):
     config = tiny(tmp_path / "recipe", log__every_steps=3, log__validate_every_steps=100)
     train(config, tmp_path / "run")
-    log = rows(tmp_path / "run/pretrain/metrics.jsonl")
-    assert [(row["step"], "loss" in row) for row in log] == [(0, False), (3, True), (6, True), (8, True), (8, False)]
-    every = {row["step"]: row["loss"] for row in rows(whole / "pretrain/metrics.jsonl") if "loss" in row}
-    assert [row["loss"] for row in log if "loss" in row] == [every[s] for s in (3, 6, 8)]
+    log = records(tmp_path / "run/pretrain/metrics.jsonl")
+    assert [(record["step"], "loss" in record) for record in log] == [
+        (0, False),
+        (3, True),
+        (6, True),
+        (8, True),
+        (8, False),
+    ]
+    every = {record["step"]: record["loss"] for record in records(whole / "pretrain/metrics.jsonl") if "loss" in record}
+    assert [record["loss"] for record in log if "loss" in record] == [every[s] for s in (3, 6, 8)]

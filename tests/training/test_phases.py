@@ -6,7 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from tiny_runs import compilations_kept, rows, tiny, train, trained  # noqa: F401
+from tiny_runs import compilations_kept, records, tiny, train, trained  # noqa: F401
 
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.config import Config, MeshConfig, PhaseConfig
@@ -75,8 +75,8 @@ def test_a_phase_adds_a_qk_norm_and_says_what_that_did(config, tmp_path):
         np.testing.assert_array_equal(weights, before.params["layers"]["attention"][name])
     what = child.metadata["lineage"][-1]["what"]
     assert "rope(base=10000) -> nope on layers 0-3; QK-norm none -> head: loss " in what
-    # The first row of the phase is the loss of the normed child; resumed, the phase goes on as it was.
-    assert rows(tmp_path / "run/recalibrate/metrics.jsonl")[0]["validation_loss"] == pytest.approx(
+    # The first record of the phase is the loss of the normed child. A resumed phase continues from it.
+    assert records(tmp_path / "run/recalibrate/metrics.jsonl")[0]["validation_loss"] == pytest.approx(
         float(what.rpartition(" on ")[0].rpartition("-> ")[2]), abs=2e-2
     )
     again = train(normed, tmp_path / "run")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import compilations_kept, rows, tiny, train  # noqa: F401
+from tiny_runs import compilations_kept, records, tiny, train  # noqa: F401
 
 from pe_lab.errors import UserError
 from pe_lab.training.run import plan_phases
@@ -55,15 +55,15 @@ def test_training_with_them_differs_and_resumes_to_the_same_losses(tmp_path):
     config = tiny(tmp_path / "recipe", **settings)
     config = dataclasses.replace(config, phases=config.phases[:1])
     train(config, tmp_path / "whole")
-    whole = [row["loss"] for row in rows(tmp_path / "whole/pretrain/metrics.jsonl") if "loss" in row]
+    whole = [record["loss"] for record in records(tmp_path / "whole/pretrain/metrics.jsonl") if "loss" in record]
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     for step in (4, 6):
         shutil.rmtree(tmp_path / "cut/pretrain/checkpoints" / str(step))
     train(config, tmp_path / "cut")
-    assert [row["loss"] for row in rows(tmp_path / "cut/pretrain/metrics.jsonl") if "loss" in row] == whole
+    assert [record["loss"] for record in records(tmp_path / "cut/pretrain/metrics.jsonl") if "loss" in record] == whole
     counted = dataclasses.replace(config, phases=(dataclasses.replace(config.phases[0], random_positions=0),))
     train(counted, tmp_path / "counted")
-    plain = [row["loss"] for row in rows(tmp_path / "counted/pretrain/metrics.jsonl") if "loss" in row]
+    plain = [record["loss"] for record in records(tmp_path / "counted/pretrain/metrics.jsonl") if "loss" in record]
     assert plain != whole
 
 
