@@ -11,6 +11,7 @@ from checkpoint_tables import (
     EDITS,
     HF,
     LIMIT,
+    command,
     document,
     documented,
     edited,
@@ -21,7 +22,6 @@ from checkpoint_tables import (
     stored,
     table,
     tensors,
-    command,
     without_numbers,
 )
 from transformers_environments import read_several
