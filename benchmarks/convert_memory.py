@@ -98,7 +98,7 @@ def measure(what: str, largest: int, arguments: list[str]) -> None:
     """Runs the command in its own process and prints its peak memory."""
     started = time.monotonic()
     child = subprocess.Popen(
-        [sys.executable, "-m", "pe_lab.convert", *arguments, "--gate=off"], stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "pe_lab.convert", *arguments, "--parity=off"], stdout=subprocess.DEVNULL
     )
     _, status, usage = os.wait4(child.pid, 0)
     if status:

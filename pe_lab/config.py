@@ -262,7 +262,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is Any:
         if isinstance(value, list | tuple):
             return [_convert(hint, item, f"{where}[{i}]") for i, item in enumerate(value)]
-        return _read_description(value) if isinstance(value, Mapping) else value
+        try:
+            return _read_description(value) if isinstance(value, Mapping) else value
+        except UserError as error:
+            raise type(error)(f"{where}: {error}") from None
     if typing.get_origin(hint) is Literal:
         if value not in (allowed := typing.get_args(hint)):
             raise UserError(f"{where} is {value!r}. {did_you_mean(str(value), allowed)}")

@@ -286,7 +286,7 @@ def test_damage_is_one_message_and_leaves_nothing(case, tmp_path, capsys):
 
 def assert_refused(path, tmp_path, capsys):
     before = sorted(p.name for p in tmp_path.rglob("*"))
-    assert main([f"--from=gguf:{path}", f"--to={tmp_path / 'ours'}", "--gate=off"]) == 2
+    assert main([f"--from=gguf:{path}", f"--to={tmp_path / 'ours'}", "--parity=off"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and len(err.splitlines()) == 1 and "Traceback" not in err
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
