@@ -3,8 +3,8 @@
     python benchmarks/convert_memory.py                      # Llama-3.1-8B's shape in bfloat16, zeros, in four shards
     python benchmarks/convert_memory.py --layers=4 --random  # weights that do not compress; 3 GB of disk per layer
 
-The bound is the largest shard plus 2 GB. Zeros are stored as a sparse file, which takes no disk, and take as much memory
-as other values. The peak is ru_maxrss of the command's process, mapped files included.
+The bound is the largest shard plus 2 GB. Zeros are stored as a sparse file, which takes no disk, and need as much
+memory as other values. The peak is ru_maxrss of the command's process, mapped files included.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def measure(what: str, largest: int, arguments: list[str]) -> None:
     """Runs the command in its own process and prints its peak memory."""
     started = time.monotonic()
     child = subprocess.Popen(
-        [sys.executable, "-m", "pe_lab.convert", *arguments, "--gate=off"], stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "pe_lab.convert", *arguments, "--parity=off"], stdout=subprocess.DEVNULL
     )
     _, status, usage = os.wait4(child.pid, 0)
     if status:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.errors import ConfigError, UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -214,10 +214,13 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is Any:
         if isinstance(value, list | tuple):
             return [_convert(hint, item, f"{where}[{i}]") for i, item in enumerate(value)]
-        return _read_description(value) if isinstance(value, Mapping) else value
+        try:
+            return _read_description(value) if isinstance(value, Mapping) else value
+        except UserError as error:
+            raise type(error)(f"{where}: {error}") from None
     if typing.get_origin(hint) is Literal:
         if value not in (allowed := typing.get_args(hint)):
-            raise UserError(f"{where} is {value!r}. {did_you_mean(str(value), allowed)}")
+            raise ConfigError(f"{where} is {value!r}. {did_you_mean(str(value), allowed)}")
         return value
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]

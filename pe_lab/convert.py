@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -116,7 +115,8 @@ def import_checkpoint(
     size = model.num_parameters * source.dtype.itemsize
     trained = f"trained on {source.training_length:,} tokens"
     print(f"{source.display_name}: {model.num_parameters:,} parameters, {source.dtype}, {trained}")
-    print(describe(_schedule(source), source.layers))
+    schedule = build_schedule(source.layers, model.config.heads, model.config.kv_heads, model.config.head_dim)
+    print(describe(schedule, source.layers))
     with new_directory(to, "--to") as temporary:
         metadata = {} if tokenizer is None else {"tokenizer": tokenizer.fingerprint}
         with progress(size) as done:
@@ -202,11 +202,6 @@ def _check_parity(args: argparse.Namespace, python: str | None, model: Model, ju
             "the checkpoint, not rounding; please report it (--parity=off keeps the result)."
         )
     print(f"Logits compared with transformers': {verdict}; {time.monotonic() - started:.0f} s.")
-
-
-def _schedule(source: Source) -> Any:
-    model = source.model
-    return build_schedule(source.layers, model.heads, model.kv_heads, model.head_dim)
 
 
 @contextmanager

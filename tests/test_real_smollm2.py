@@ -32,7 +32,7 @@ def command(name: str, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint in our own form, past the logit gate."""
+    """The checkpoint as a native one, after the parity check."""
     to = tmp_path_factory.mktemp("real") / "smollm2"
     python = environment("5")
     printed = command(

@@ -93,8 +93,8 @@ def test_training_starts_from_the_child(run, tmp_path):
     [
         (["--from=nowhere", "--to=b", "--drop"], "There is no checkpoint at 'nowhere'"),
         (["--from=RUN", "--to=gs://bucket/b", "--drop"], "is an address, and a path is needed"),
-        (["--from=RUN", "--to=full", "--drop"], "'full' is there and not empty"),
-        (["--from=RUN", "--to=full/file", "--drop"], "is there and not empty"),
+        (["--from=RUN", "--to=full", "--drop"], "'full' exists and is not empty"),
+        (["--from=RUN", "--to=full/file", "--drop"], "exists and is not empty"),
         (["--from=RUN", "--to=b", "--drop", "--layers=2"], "there is no layer 2; the model has layers 0 to 1"),
         (["--from=RUN", "--to=b", "--drop", "--layers=1-0"], "'1-0' is not a number or a range"),
         (["--from=RUN", "--to=b", "--positional=rope", "--layers=0"], "--layers goes with --drop"),

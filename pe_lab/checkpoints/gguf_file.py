@@ -206,7 +206,7 @@ def _model(fields: Mapping[str, Any], tensors: Mapping[str, Any], where: str) ->
         return value
 
     if fields.get("llama.expert_count"):
-        raise UnsupportedError(f"{where} is a mixture of experts, which pe_lab does not support.")
+        raise UnsupportedError(f"{where} has a mixture of {fields['llama.expert_count']} experts, unknown to pe_lab.")
     for key in _REFUSED:
         if fields.get(f"llama.{key}"):
             raise UnsupportedError(f"{where}: llama.{key} is {fields[f'llama.{key}']}, which pe_lab does not support.")

@@ -87,7 +87,7 @@ BROKEN = {
     "a shard that is not there": (
         "llama_sharded",
         lambda d: (d / "model-00003-of-00004.safetensors").unlink(),
-        "lists 'model-00003-of-00004.safetensors', not there",
+        "lists 'model-00003-of-00004.safetensors', which do not exist",
     ),
     "a truncated shard": (
         "llama_sharded",
@@ -97,7 +97,7 @@ BROKEN = {
     "a tensor that is elsewhere": (
         "llama_sharded",
         lambda d: index_of(d, first_elsewhere),
-        "lists 'lm_head.weight', not in the files it names",
+        "lists 'lm_head.weight', which are in other files",
     ),
     "an index of nothing": ("llama_sharded", lambda d: index_of(d, dict.clear), "has no weight_map"),
     "an index of numbers": (
@@ -105,7 +105,11 @@ BROKEN = {
         lambda d: index_of(d, lambda index: index["weight_map"].update({"lm_head.weight": 4})),
         "has no weight_map",
     ),
-    "an index that is no JSON": ("llama_sharded", lambda d: (d / INDEX).write_text("{"), "cannot be read as JSON"),
+    "an index that is no JSON": (
+        "llama_sharded",
+        lambda d: (d / INDEX).write_text("{"),
+        "is damaged: it holds no JSON object",
+    ),
     "NaN": ("llama", holding(np.nan), "'model.layers.1.mlp.up_proj.weight' has 1 of 1,536 values that are NaN"),
     "infinity": ("llama", holding(-np.inf, "lm_head.weight"), "'lm_head.weight' has 1 of 2,048 values"),
     "NaN in a fused tensor": (
@@ -137,7 +141,7 @@ BROKEN = {
     "another shape": (
         "llama",
         lambda d: edit_config(d, intermediate_size=40),
-        r"'model.layers.0.mlp.gate_proj.weight' has shape \[48, 32\], and by config.json it should be \[40, 32\]",
+        r"'model.layers.0.mlp.gate_proj.weight' has shape \[48, 32\], and config.json gives \[40, 32\]",
     ),
     "a transposed tensor": (
         "llama",
@@ -148,14 +152,18 @@ BROKEN = {
     "tied and yet not": (
         "llama",
         lambda d: edit_config(d, tie_word_embeddings=True),
-        "says tie_word_embeddings, and 'lm_head.weight' differs from 'model.embed_tokens.weight'",
+        "has tie_word_embeddings, and 'lm_head.weight' differs from 'model.embed_tokens.weight'",
     ),
     "untied without a head": ("gemma", lambda d: edit_config(d, tie_word_embeddings=False), "lacks 'lm_head.weight'"),
     "pickles": ("llama", only_pickles, "pytorch_model.bin, a pickle. Save it as safetensors first"),
     "no weights": ("llama", lambda d: (d / SINGLE).unlink(), "has neither model.safetensors nor"),
     "an empty directory": ("llama", empty, r"There is no '.*config.json'"),
-    "a config that is no JSON": ("llama", lambda d: (d / "config.json").write_text("{,"), "cannot be read as JSON"),
-    "a config that is no text": ("llama", lambda d: (d / "config.json").write_bytes(b"\xff\xfe{"), "cannot be read as"),
+    "a config that is no JSON": (
+        "llama",
+        lambda d: (d / "config.json").write_text("{,"),
+        "is damaged: it holds no JSON object",
+    ),
+    "a config that is no text": ("llama", lambda d: (d / "config.json").write_bytes(b"\xff\xfe{"), "is damaged"),
     "a config that is a list": ("llama", lambda d: (d / "config.json").write_text("[]"), "holds no JSON object"),
     "an unknown family": ("llama", lambda d: edit_config(d, model_type="mamba"), "'mamba', which pe_lab has no table"),
     "quantized": ("llama", lambda d: edit_config(d, quantization_config={"bits": 4}), "quantization_config is"),
@@ -172,7 +180,7 @@ def test_damage_is_one_message_and_leaves_nothing(case, tmp_path, capsys):
     assert "\n" not in str(caught.value)
     before = sorted(p.name for p in tmp_path.rglob("*"))
     for to in (tmp_path / "ours", f"hf:{tmp_path / 'exported'}"):
-        assert main([f"--from=hf:{directory}", f"--to={to}", "--gate=off"]) == 2
+        assert main([f"--from=hf:{directory}", f"--to={to}", "--parity=off"]) == 2
         err = capsys.readouterr().err
         assert err.startswith("error: ") and len(err.splitlines()) == 1 and "Traceback" not in err
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
@@ -228,7 +236,7 @@ def test_addresses_that_lead_nowhere_say_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="There is no directory 'nowhere', and it is no repository ORG/NAME.*by hand"):
         open_source("hf:nowhere")
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(UserError, match="huggingface_hub, which could fetch it, is not installed.*Place its files"):
+    with pytest.raises(UserError, match="huggingface_hub, which could download it, is not installed.*Place its files"):
         open_source("hf:org/name")
     with pytest.raises(UserError, match="There is no GGUF file"):
         open_source("gguf:nothing.gguf")

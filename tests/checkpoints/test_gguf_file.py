@@ -214,7 +214,7 @@ def test_scalings_as_llama_cpp_reads_them(tmp_path):
     yarn = {f"{key}.type": "yarn", f"{key}.factor": 4.0, f"{key}.original_context_length": 64}
     betas = {f"{key}.yarn_beta_fast": 32.0, f"{key}.yarn_beta_slow": 1.0}
     assert rope_of(tmp_path, yarn | betas) == Rope(500.0, 1.0, Yarn(4.0, 64))
-    with pytest.raises(UserError, match="yarn_beta_fast and yarn_beta_slow are 8 and 1, which llama.cpp does not read"):
+    with pytest.raises(UserError, match="yarn_beta_fast and yarn_beta_slow are 8 and 1, which llama.cpp ignores"):
         rope_of(tmp_path, yarn | betas | {f"{key}.yarn_beta_fast": 8.0})
     tables = {f"rope_factors_{which}.weight": np.ones(4, np.float32) for which in ("short", "long")}
     found = rope_of(tmp_path, {f"{key}.type": "longrope"}, tensors_of("llama", 4, 2) | tables)
@@ -243,7 +243,7 @@ BROKEN = {
     "no heads": (without("llama.attention.head_count"), "lacks 'llama.attention.head_count'"),
     "experts": (saying(expert_count=8), "mixture of 8 experts"),
     "part of a head": (saying(rope__dimension_count=4), "4 of 8 channels rotate"),
-    "an unknown scaling": (saying(rope__scaling__type="su"), "rope scaling 'su' is not known here"),
+    "an unknown scaling": (saying(rope__scaling__type="su"), "rope scaling 'su' is unknown"),
     "another scale of logits": (saying(attention__scale=0.5), "llama.attention.scale is 0.5"),
     "windows": (saying(attention__sliding_window=8), "llama.attention.sliding_window is 8"),
     "yarn of another strength": (
@@ -255,15 +255,18 @@ BROKEN = {
         "its attention factor 0.7, its tables none",
     ),
     "another shape": (saying(feed_forward_length=40), r"'blk.0.ffn_gate.weight' has shape \(48, 32\)"),
-    "more layers": (saying(block_count=3), "lacks blk.2"),
-    "fewer layers": (saying(block_count=1), "has blk.1.*which pe_lab does not know"),
+    "more layers": (saying(block_count=3), "lacks 'blk.2"),
+    "fewer layers": (saying(block_count=1), "has 'blk.1.*which pe_lab does not know"),
     "no embedding": (lacking("token_embd.weight"), "has no tensor 'token_embd.weight'"),
-    "a tensor missing": (lacking("blk.1.attn_v.weight"), "lacks blk.1.attn_v.weight"),
-    "a tensor left over": (with_tensor("blk.0.ssm.weight", ONE), "has blk.0.ssm.weight, which pe_lab does not know"),
-    "one of two tables": (with_tensor("rope_factors_long.weight", ONE), "rope_factors_long.weight: a combination"),
+    "a tensor missing": (lacking("blk.1.attn_v.weight"), "lacks 'blk.1.attn_v.weight"),
+    "a tensor left over": (with_tensor("blk.0.ssm.weight", ONE), "has 'blk.0.ssm.weight', which pe_lab does not know"),
+    "one of two tables": (
+        with_tensor("rope_factors_long.weight", ONE),
+        "rope_factors_long.weight: an unknown combination",
+    ),
     "a table and a factor": (
         lambda t, f: (t | {"rope_freqs.weight": ONE}, f | {"llama.rope.scaling.factor": 2.0}),
-        "linear by 2, its attention factor 1, its tables rope_freqs.weight: a combination",
+        "linear by 2, its attention factor 1, its tables rope_freqs.weight: an unknown combination",
     ),
     "a table with NaN": (with_tensor("rope_freqs.weight", ONE * np.nan), "'rope_freqs.weight' has 4 of 4 values"),
     "a short table": (with_tensor("rope_freqs.weight", ONE[:3]), "has 3 numbers; 8 rotated channels need 4"),
@@ -283,7 +286,7 @@ def test_damage_is_one_message_and_leaves_nothing(case, tmp_path, capsys):
 
 def assert_refused(path, tmp_path, capsys):
     before = sorted(p.name for p in tmp_path.rglob("*"))
-    assert main([f"--from=gguf:{path}", f"--to={tmp_path / 'ours'}", "--gate=off"]) == 2
+    assert main([f"--from=gguf:{path}", f"--to={tmp_path / 'ours'}", "--parity=off"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and len(err.splitlines()) == 1 and "Traceback" not in err
     assert sorted(p.name for p in tmp_path.rglob("*")) == before

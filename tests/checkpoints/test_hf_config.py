@@ -143,9 +143,12 @@ REFUSED = {
     "an activation of another family": ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and LlamaForCausalLM has silu"),
     "an activation that is no text": ({"hidden_act": ["silu"]}, "hidden_act is"),
     "partial heads": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; .* rotates whole heads"),
-    "a pattern of length 0": ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval 0"),
+    "a pattern of length 0": (
+        {"model_type": "smollm3", "no_rope_layer_interval": 0},
+        "no_rope_layers None with interval 0",
+    ),
     "a short pattern": ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers has 1 entries for 4 layers"),
-    "a pattern that is none": ({"model_type": "smollm3", "no_rope_layers": 1}, "no_rope_layers is 1"),
+    "a pattern that is none": ({"model_type": "smollm3", "no_rope_layers": 1}, "no_rope_layers 1 with interval 4"),
     "unknown kinds of layers": (
         {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["linear_attention"] * 4},
         "linear_attention",

@@ -95,7 +95,7 @@ def test_the_architecture_that_says_it_all_is_chosen(case):
 
 
 REFUSED = {
-    "alibi": (LLAMA, layers(Alibi()), r"Alibi, which no architecture.*Nearest: rope, or none at all \(drop\)"),
+    "alibi": (LLAMA, layers(Alibi()), r"Alibi, which no architecture.*Nearest: rope, or no encoding \(drop\)"),
     "notebook yarn": (LLAMA, layers(NotebookYarn()), "NotebookYarn, which no architecture.*Nearest: rope"),
     "notebook bias": (LLAMA, layers(NotebookBias()), "NotebookBias, which no architecture.*Nearest: rope"),
     "edited heads": (
@@ -103,8 +103,8 @@ REFUSED = {
         layers(Rope(), heads=(HeadEdit((0,), NoPE()),)),
         r"layer 0 has heads that differ \(1 edits\).*Nearest: the same layer with one encoding",
     ),
-    "two rotations": (LLAMA, layers(Rope(), Rope(500.0)), r"one rotation a model, and these layers have .*500"),
-    "two windows": (LLAMA, (Layer(Rope(), 8), Layer(Rope(), 16)) * 2, r"one window a model.*\[8, 16\]"),
+    "two rotations": (LLAMA, layers(Rope(), Rope(500.0)), r"one rotation per model, and these layers have .*500"),
+    "two windows": (LLAMA, (Layer(Rope(), 8), Layer(Rope(), 16)) * 2, r"one window per model.*\[8, 16\]"),
     "a flat norm": (with_(qk_norm="flat"), layers(Rope()), "Nearest: surgery --add-qk-norm=head, which Qwen3 has"),
     "a norm of queries": (with_(qk_norm="query_head"), layers(Rope()), "Nearest: surgery --add-qk-norm=head"),
     "a flat norm of queries": (with_(qk_norm="query_flat"), layers(Rope()), "Nearest: surgery --add-qk-norm=head"),
@@ -224,7 +224,7 @@ FOLLOWING = {
 def test_length_fixes_what_follows_it(case, tmp_path):
     source = Memory(LLAMA, layers(FOLLOWING[case]))
     found, export = written(source, tmp_path, length=40)
-    assert export.notes == ("Encodings that follow the length are written as they are at 40 tokens.",)
+    assert export.notes == ("Encodings that depend on the length are written for 40 tokens.",)
     expected = logits(source.checkpoint(), TOKENS)
     np.testing.assert_allclose(logits(found, TOKENS), expected, atol=1e-4)
     # Fixed: a short text is read with the same frequencies.

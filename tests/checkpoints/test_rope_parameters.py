@@ -176,11 +176,11 @@ REFUSED = {
         False,
         r"no dynamic YaRN.*Nearest: YaRN for one length.*--length",
     ),
-    "partial yarn": (PartialRope(scaling=Yarn(4.0, 2048)), False, r"only those that rotate.*Nearest.*ntk_by_parts"),
-    "partial yarn of no whole reach": (PartialRope(scaling=Yarn(1.1, 1001)), True, r"only those that rotate.*Nearest"),
-    "p-rope that follows": (Rope(1e4, 0.5, DynamicNTK(512)), False, r"cannot follow the length.*Nearest.*--length"),
-    "p-rope by table": (Rope(1e4, 0.5, longrope(64)), False, r"cannot follow the length.*Nearest.*--length"),
-    "partial that follows": (PartialRope(scaling=DynamicNTK(512)), False, r"cannot follow the length.*Nearest"),
+    "partial yarn": (PartialRope(scaling=Yarn(4.0, 2048)), False, r"only the rotary ones.*Nearest.*ntk_by_parts"),
+    "partial yarn of no whole reach": (PartialRope(scaling=Yarn(1.1, 1001)), True, r"only the rotary ones.*Nearest"),
+    "p-rope that follows": (Rope(1e4, 0.5, DynamicNTK(512)), False, r"that depends on the length.*Nearest.*--length"),
+    "p-rope by table": (Rope(1e4, 0.5, longrope(64)), False, r"that depends on the length.*Nearest.*--length"),
+    "partial that follows": (PartialRope(scaling=DynamicNTK(512)), False, r"that depends on the length.*Nearest"),
     "partial dynamic yarn": (PartialRope(scaling=DynamicYarn(512)), True, r"no dynamic YaRN.*Nearest"),
 }
 
@@ -269,7 +269,7 @@ DAMAGED = {
         {"rope_scaling": YARN | {"rope_type": "longrope", "short_factor": [0.01] * 32, "long_factor": [1] * 32}},
         "a frequency must lie in",
     ),
-    "unknown type": ({"rope_scaling": {"rope_type": "mrope"}}, "rope_type 'mrope' is not known here. Known: default"),
+    "unknown type": ({"rope_scaling": {"rope_type": "mrope"}}, "rope_type 'mrope' is unknown. Known: default"),
     "no set of keys": ({"rope_scaling": ["linear", 2.0]}, "they must be a set of keys"),
     "fraction above 1": ({"rope_parameters": {"partial_rotary_factor": 1.5}}, r"PartialRope\.fraction is 1.5"),
 }

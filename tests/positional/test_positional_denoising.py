@@ -454,7 +454,7 @@ def test_dope_by_parts_removes_the_bands_beyond_two_pi_over_the_training_length(
         inv_freq, gain = frequencies(encoding, K)
     except UserError:  # a base at which YaRN has nothing to interpolate
         return
-    # A pair that makes one rotation or more within the training window is fast; by wavelength, so that the test has its own formula.
+    # A pair that makes one rotation or more within the training window is fast: here by its wavelength.
     fast = np.array([w > 0 and 2 * math.pi / w < training for w in inv_freq])
     heads = [(1, 0), (1, 5), (3, 2)]
     kept = {}

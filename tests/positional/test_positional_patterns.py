@@ -304,7 +304,7 @@ DESCRIPTIONS = [
     Drop((0, 3)),
     Drop(()),
     Rescale(DynamicNTK(64), (1,)),
-    ["nope", {"encoding": {"kind": "rope"}}, Layer(NotebookYarn())],
+    ["nope", Layer(Rope()), Layer(NotebookYarn())],
 ]
 
 

@@ -46,7 +46,7 @@ def test_an_edit_with_nothing_before_it_says_what_to_do(config):
     with pytest.raises(UserError, match=r"phases\[0\] .'pretrain'.: drop.*edits the layers of the phase"):
         plan_phases(with_phases(config, dataclasses.replace(first, positional="drop")))
     elsewhere = dataclasses.replace(second, positional=drop(), init_from="runs/nowhere")
-    with pytest.raises(UserError, match=r"phases\[1\].*an init_from whose checkpoint is there"):
+    with pytest.raises(UserError, match=r"phases\[1\].*an init_from whose checkpoint exists"):
         plan_phases(with_phases(config, first, elsewhere))
     with pytest.raises(UserError, match=r"drop: there is no layer 4; the model has layers 0 to 3"):
         plan_phases(with_phases(config, first, dataclasses.replace(second, positional=drop([4]))))
@@ -62,9 +62,12 @@ def test_an_edit_refers_to_the_checkpoint_that_a_phase_starts_from(trained, tmp_
 
 
 @pytest.mark.slow
-def test_a_phase_adds_a_qk_norm_and_says_what_that_did(config, tmp_path):
+@pytest.mark.parametrize("init", ["matched", "ones"])
+def test_a_phase_adds_a_qk_norm_and_says_what_that_did(config, tmp_path, init):
     first, second = (dataclasses.replace(phase, steps=4) for phase in config.phases)
-    normed = with_phases(config, first, dataclasses.replace(second, positional=drop(), qk_norm="head"))
+    normed = with_phases(
+        config, first, dataclasses.replace(second, positional=drop(), qk_norm="head", qk_norm_init=init)
+    )
     assert [plan.qk_norm for plan in plan_phases(normed)] == ["none", "head"]
     train(normed, tmp_path / "run")
     before = open_checkpoint(tmp_path / "run/pretrain")
@@ -73,6 +76,7 @@ def test_a_phase_adds_a_qk_norm_and_says_what_that_did(config, tmp_path):
     same = {k: v for k, v in child.params["layers"]["attention"].items() if not k.endswith("_norm")}
     for name, weights in same.items():
         np.testing.assert_array_equal(weights, before.params["layers"]["attention"][name])
+    assert (child.params["layers"]["attention"]["key_norm"]["scale"] == 1).all() == (init == "ones")
     what = child.metadata["lineage"][-1]["what"]
     assert "rope(base=10000) -> nope on layers 0-3; QK-norm none -> head: loss " in what
     # The first record of the phase is the loss of the normed child. A resumed phase continues from it.
