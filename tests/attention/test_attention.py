@@ -34,7 +34,7 @@ def naive(q, k, v, *, positions=None, inv_freq=None, gain=None, slope=None, beta
     positions = np.broadcast_to(np.arange(T) if positions is None else positions, (B, T))
     out = np.zeros((B, T, H, K))
 
-    def turned(x, position, h):
+    def rotated(x, position, h):
         if inv_freq is None:
             return x
         z = x[: K // 2] + 1j * x[K // 2 :]
@@ -48,8 +48,8 @@ def naive(q, k, v, *, positions=None, inv_freq=None, gain=None, slope=None, beta
             for s in range(t + 1)
             if (window is None or t - s < window) and (segments is None or segments[b, s] == segments[b, t])
         ]
-        query = turned(q[b, t, h], positions[b, t], h)
-        logits = np.array([query @ turned(k[b, s, g], positions[b, s], h) for s in seen]) * beta / K**0.5
+        query = rotated(q[b, t, h], positions[b, t], h)
+        logits = np.array([query @ rotated(k[b, s, g], positions[b, s], h) for s in seen]) * beta / K**0.5
         if slope is not None:
             logits -= slope[h] * (positions[b, t] - positions[b, seen])
         weights = np.exp(logits - logits.max())
@@ -113,7 +113,7 @@ def test_is_what_a_float64_loop_says(implementation, case):
 
 @pytest.mark.parametrize("implementation", HERE)
 def test_a_head_beside_a_rotating_one_is_nope(implementation):
-    """Without its rotation, query head 1 has no position in its scores, though its key head still turns."""
+    """Without its rotation, query head 1 has no position in its scores, though its key head still rotates."""
     q, k, v = qkv(1, 12, 2, 1, 8)
     row = rotation_row(FREQUENCIES * np.array([[1.0], [0.0]]), np.arange(12)[None])
     split = np.asarray(run(implementation, q, k, v, row))

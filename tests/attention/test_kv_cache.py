@@ -70,8 +70,8 @@ def both(kind, window=None, block=6, rotated=True, garbage=0.0, order=None, capa
     past_key = np.full((B, capacity, heads, K), garbage, np.float32)
     past_value = np.full((B, capacity, G, K), garbage, np.float32)
     for b in range(B):
-        held = at[b] >= 0
-        past_key[b, held], past_value[b, held] = keys[b, at[b, held]], v[b, at[b, held]]
+        filled = at[b] >= 0
+        past_key[b, filled], past_value[b, filled] = keys[b, at[b, filled]], v[b, at[b, filled]]
     used = np.int32(max(np.flatnonzero((at >= 0).any(0)), default=-1) + 1)
     new = (LENGTHS[:, None] + np.arange(C)).astype(np.int32)
     take = lambda x: np.take_along_axis(x, new[:, :, None, None], 1)  # noqa: E731
@@ -127,7 +127,7 @@ def test_neither_the_order_of_slots_nor_the_block_matters(order, block):
 
 
 def test_blocks_beyond_what_is_used_are_not_computed():
-    """A key that is marked as held beyond `used` is not read: the loop ends before it."""
+    """A key that is marked as filled beyond `used` is not read: the loop ends before it."""
     shape = (1, 1, 1, 32, K)
     past = CacheView(jnp.ones(shape), jnp.ones(shape), 0, jnp.arange(32)[None], jnp.int32(8), None)
     one = jnp.zeros((1, 1, 1, K))

@@ -45,8 +45,8 @@ def full_weights(
     at = np.broadcast_to(np.arange(T) if positions is None else positions, (B, T))
     k = np.repeat(k, heads // k.shape[2], axis=2)
     if inv_freq is not None:
-        turn = np.exp(1j * at[:, :, None, None] * inv_freq) * gain
-        q, k = ((x[..., : K // 2] + 1j * x[..., K // 2 :]) * turn for x in (q, k))
+        rotation = np.exp(1j * at[:, :, None, None] * inv_freq) * gain
+        q, k = ((x[..., : K // 2] + 1j * x[..., K // 2 :]) * rotation for x in (q, k))
     logits = np.einsum("bthk,bshk->bhts", q, np.conj(k)).real * beta / K**0.5
     if slope is not None:
         logits = logits - slope[:, None, None] * (at[:, None, :, None] - at[:, None, None, :])
@@ -208,13 +208,13 @@ def test_heads_of_noise_are_measured_as_noise():
     case, row, other = told(dict(rows=[1, 0, 0.5, 2]))
     seeds = jnp.asarray([0, 5, 0, 0], jnp.uint32)
     found = measure(q, k, row._replace(noise=seeds), block=8, **other)
-    turned = []
+    rotated = []
     for x in (np.asarray(q), np.asarray(k)):
         cos, sin, a, b = np.asarray(row.cos), np.asarray(row.sin), x[..., : K // 2], x[..., K // 2 :]
-        turned.append(np.concatenate([a * cos - b * sin, b * cos + a * sin], -1))
+        rotated.append(np.concatenate([a * cos - b * sin, b * cos + a * sin], -1))
     noisy = [
         replace_heads_by_noise(jnp.asarray(x), seeds, None, which)
-        for x, which in zip(turned, (QUERIES, KEYS), strict=True)
+        for x, which in zip(rotated, (QUERIES, KEYS), strict=True)
     ]
     assert_equal(found, expected(*full_weights(*noisy)))
     plain = expected(*full_weights(q, k, **case))

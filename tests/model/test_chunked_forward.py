@@ -1,4 +1,4 @@
-"""One text, read at once, in chunks, token by token, and on several devices: the same logits.
+"""One sequence in one pass, in chunks, token by token, and on several devices: the same logits.
 
 Slow: 4,097 tokens, everything by every encoding. Fast: 261, some of it.
 """
@@ -38,13 +38,13 @@ def layers_of(kind: str, T: int) -> list[Layer]:
         "alibi": [Layer(Alibi())] * 3,
         "windowed": [Layer(rope, window=T // 13), Layer(rope, window=T // 13), Layer(NoPE())],
         "dropped with beta": [Layer(NoPE(), logit_scale=Beta(0.412, trained))] * 3,
-        # Heads of one group that turn apart, in every layer; the first has a window, too.
+        # Heads of one group that rotate differently, in every layer; the first has a window, too.
         "heads apart": [*layers(f"rope/heads=0:nope/window={T // 13}", 1), *layers("rope/heads=2:nope", 2)],
     }[kind]
 
 
 def cases(*fast: str) -> pytest.MarkDecorator:
-    """(kind, T): all kinds of the long text, slow, and the given ones of the short one."""
+    """(kind, T): all kinds for the long sequence, slow, and the given ones for the short one."""
     slow = [pytest.param(kind, SLOW, marks=pytest.mark.slow) for kind in KINDS]
     return pytest.mark.parametrize(("kind", "T"), [*slow, *((kind, FAST) for kind in fast)])
 

@@ -245,9 +245,12 @@ def test_bfloat16_computes_near_float32_over_the_same_parameters():
     assert 0 < error.max() < 0.05 * np.abs(exact).max()
 
 
-def test_init_is_decided_by_the_key_and_sized_as_documented():
-    """Weights ~ N(0, init_std), residual branches smaller by sqrt(2 N), norms one, biases zero."""
+@pytest.mark.parametrize("scaled", [True, False])
+def test_init_is_decided_by_the_key_and_sized_as_documented(scaled):
+    """Weights ~ N(0, init_std), output projections smaller by sqrt(2 N) if scaled, norms one, biases zero."""
     config = dataclasses.replace(TINY, layers=8, attention_bias=True, qk_norm="head", tie_embeddings=False)
+    assert config.scaled_residual_init  # the default
+    config = dataclasses.replace(config, scaled_residual_init=scaled)
     model = Model(config)
     init = jax.jit(model.init)
     params = init(jax.random.key(1))
@@ -263,7 +266,7 @@ def test_init_is_decided_by_the_key_and_sized_as_documented():
         elif "bias" in name:
             assert (a == 0).all(), name
         else:
-            std = 0.02 / (4 if name.endswith(("attention.out", "mlp.down")) else 1)
+            std = 0.02 / (4 if scaled and name.endswith(("attention.out", "mlp.down")) else 1)
             assert abs(a.std() / std - 1) < 0.05 and abs(a.mean()) < std / 10, name
             if name.startswith("layers"):
                 assert len(np.unique(a.reshape(8, -1)[:, 0])) == 8, name
