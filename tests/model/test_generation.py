@@ -419,10 +419,8 @@ def differences(seen):
         found = {"exact": relative(1), "every 4": relative(4), "never": relative(0)}
         with pytest.MonkeyPatch.context() as patch:
             # Keys are cached rotated by the schedule of their step, as in transformers.
-            cached_rotated = lambda config, structure, _, *rest, **how: plan(
-                config, structure, [False] * 3, *rest, **how
-            )  # noqa: E731
-            patch.setattr(pe_lab.model.programs, "plan", cached_rotated)
+            rotated = lambda config, structure, _, *rest, **how: plan(config, structure, [False] * 3, *rest, **how)  # noqa: E731
+            patch.setattr(pe_lab.model.programs, "plan", rotated)
             found["rotated keys"] = relative(0)
     finally:
         FORCED.clear()
