@@ -23,8 +23,8 @@ def cross_entropy(
 
     A loop over `chunks` parts of the vocabulary computes a running logsumexp, and a second loop the gradient. The
     output layer then needs a quarter more arithmetic and 1 / chunks of its memory. Chunk c has the tokens c,
-    c + chunks, c + 2 chunks ..., so that an unembedding sharded over the vocabulary is not moved. A loop over tokens would save the
-    arithmetic, but all-reduce the unembedding's gradient once per chunk.
+    c + chunks, c + 2 chunks ..., so that an unembedding sharded over the vocabulary is not moved. A loop over tokens
+    would save the arithmetic, but all-reduce the unembedding's gradient once per chunk.
 
     With one chunk, the logits [B, T, V] are kept for the gradient.
     """

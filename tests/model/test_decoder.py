@@ -1,4 +1,4 @@
-"""The decoder against a float64 numpy decoder, and against itself told differently."""
+"""The decoder against a numpy decoder in float64, and against equivalent calls of itself."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def schedule_of(model: Model, description):
 
 
 def random_params(model: Model, seed: int = 0):
-    """Wider than an initialization, so that attention is peaked and every norm and bias is felt."""
+    """Wider than an initialization, so that attention is peaked and every norm and bias matters."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
@@ -108,7 +108,7 @@ def numpy_decoder(config: ModelConfig, params, tokens, positions, segments, desc
     return np.stack(out)
 
 
-# Every layer another. Heads 1 and 2 of layer 1 are masked below, so that rotations differ within groups.
+# All layers differ. Heads 1 and 2 of layer 1 are masked below, so that rotations differ within groups.
 MIXED = (
     Layer(Rope(100.0, scaling=Yarn(4.0, 16)), logit_scale=1.2),
     Layer(Rope(50.0)),
@@ -177,7 +177,7 @@ def test_packed_documents_are_separate_documents(description):
     segments, positions = packed_batch(T)
     at, within = jnp.asarray(positions), jnp.asarray(segments)
     packed = np.asarray(logits_of(model, params, tokens, at, within, schedule))
-    # One document a row, padded behind, where causality hides the padding: one shape, one compilation.
+    # One document a row, padded at the end, where causality hides the padding: one shape, one compilation.
     documents = [
         (row, *np.flatnonzero(segments[row] == s)[[0, -1]]) for row in range(2) for s in np.unique(segments[row])
     ]

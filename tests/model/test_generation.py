@@ -339,9 +339,9 @@ def test_a_traced_program_is_compiled_once(caplog):
         prompt = prompts_of(SHALLOW, 33)  # two chunks of 32
         made.generate(weights, prompt, schedules_of(SHALLOW, SCHEMES["rope"]), Request(max_new_tokens=5))
     compiled = [r.getMessage().split()[1] for r in caplog.records if r.getMessage().startswith("Compiling jit(_")]
-    assert sorted(name for name in compiled if name in ("jit(_step)", "jit(_read_chunk)", "jit(_choose)")) == [
+    assert sorted(name for name in compiled if name in ("jit(_step)", "jit(_prefill)", "jit(_choose)")) == [
         "jit(_choose)",
-        "jit(_read_chunk)",
+        "jit(_prefill)",
         "jit(_step)",
     ]
 
@@ -463,7 +463,7 @@ def test_on_a_mesh_tokens_are_the_same_and_the_cache_is_cut(scan, seen):
         params = made.programs.arranged(weights, layout)
         tokens, lengths = np.zeros((4, 32), np.int32), np.full(4, 32, np.int32)
         last = jnp.zeros((4, config.d_model))
-        _, after = made.programs.read_chunk(
+        _, after = made.programs.prefill(
             params, cache, last, tokens, np.int32(0), lengths, schedules.at(1), layout=layout
         )  # fmt: skip
     for leaf in jax.tree.leaves(after):
