@@ -71,9 +71,9 @@ def speed(plan: Any, lengths: Sequence[int], heads: int, kv_heads: int, longest_
     told = failures(found)
     title = f"Seconds of attention, 1 x tokens, {heads} heads, {kv_heads} key heads, 64 channels, float32"
     notes = [
-        "Medians. torch / auto: the faster of torch's two over what `auto` takes, turn for turn; above 1 we are "
-        "faster. CPU time is the same of processor seconds. torch repeated has a key head for every query head, made "
-        "beforehand."
+        "Medians. torch / auto: the faster of torch's two over the choice of `auto`, in each round; above 1, pe_lab is "
+        "faster. CPU time is the same ratio of processor seconds. torch repeated has a key head for every query head, "
+        "made beforehand."
     ]
     return found, Table(title, table, notes + told)
 
@@ -101,12 +101,12 @@ def interpreted(plan: Any) -> tuple[list[Any], Any]:
         if any(x is not None for x in errors):
             table.append([name, *("–" if x is None else f"{x:.1e}" for x in errors)])
     title = "Relative errors of kernels, interpreted, in bfloat16, against a reference in float64"
-    notes = [f"Allowed: {TOLERANCE['bfloat16']}. In cuDNN's and tokamax's place stands what XLA makes of their calls."]
+    notes = [f"Allowed: {TOLERANCE['bfloat16']}. XLA computes the calls of cuDNN and tokamax here."]
     return results, Table(title, table, [*notes, *failures(results)])
 
 
 def memory(heads: int, kv_heads: int, lengths: Sequence[int] = FIT) -> tuple[dict[str, Any], Any]:
-    """Bytes that a compiled chunked attention takes beside its arguments and results, and a line through them."""
+    """Bytes of a compiled chunked attention without its arguments and results, and a line fitted to them."""
     from attention_kernels import gradients
     from attention_tools import Table, tell
 
@@ -135,7 +135,7 @@ def memory(heads: int, kv_heads: int, lengths: Sequence[int] = FIT) -> tuple[dic
     each = 4 * 64 * (2 * heads + 2 * kv_heads)
     notes = [f"Queries, keys, values and outputs themselves take {each:,} bytes a token."]
     return found, Table(
-        f"MiB that the compiled chunked attention takes beside arguments and results, by tokens; {heads} heads, "
+        f"MiB of the compiled chunked attention without arguments and results, by tokens; {heads} heads, "
         f"{kv_heads} key heads, 64 channels, float32", table, notes
     )  # fmt: skip
 
@@ -167,16 +167,16 @@ def reading(tokens: int = READ) -> tuple[list[dict[str, Any]], Any]:
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-800:]}")
         found.append({"tokens": length, "way": way, **json.loads(done.stdout.splitlines()[-1])})
-    table = [["tokens", "way", "before MiB", "peak MiB", "more MiB", "seconds", "again"]]
+    table = [["tokens", "method", "before MiB", "peak MiB", "more MiB", "seconds", "again"]]
     for row in found:
         mib = [f"{row[name] / 2**20:,.0f}" for name in ("before", "peak")]
         more = f"{(row['peak'] - row['before']) / 2**20:,.0f}"
         table.append([f"{row['tokens']:,}", row["way"], *mib, more, f"{row['seconds']:.2f}", f"{row['again']:.2f}"])
     notes = [
-        "Resident memory of the whole process: once the parameters are there, and at its peak. The first pass also "
-        "compiles; 1,024 tokens say what that takes."
+        "Resident memory of the whole process, after the parameters are loaded and at its peak. The first pass also "
+        "compiles; its cost is that of 1,024 tokens."
     ]
-    return found, Table("Reading a text with the model of configs/drope_laptop.py", table, notes)
+    return found, Table("A forward pass over one sequence with the model of configs/drope_laptop.py", table, notes)
 
 
 def resident(what: str) -> int:

@@ -1,7 +1,7 @@
 """Part of `attention.py`: kernels of an accelerator against each other, against torch's, and against the device.
 
-With `plan.tiny` the same runs anywhere: our kernels are interpreted, and in place of cuDNN and tokamax stands what XLA
-makes of the same call.
+With `plan.tiny` it runs on any machine: pe_lab's kernels are interpreted, and XLA computes the calls of cuDNN and
+tokamax.
 """
 
 from __future__ import annotations

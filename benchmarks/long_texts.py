@@ -1,4 +1,4 @@
-"""How long a text each recipe's model can read on some machines, by the arithmetic of `plan --evaluate-length`.
+"""The longest sequence of each recipe's model on some machines, estimated as by `plan --evaluate-length`.
 
 python -m benchmarks.long_texts --write docs/attention.md
 """
@@ -52,9 +52,9 @@ def rows() -> list[tuple[str, ...]]:
             if not cells:
                 caches = (cache_bytes(model.config, structure, length) for length in (2**17, 2**20))
                 cells = [f"{size / GIB:.1f} GiB" for size in (weights, *caches)]
-            room = plan.topology.chip.memory - weights
+            free = plan.topology.chip.memory - weights
             for way in WAYS:
-                cells.append(_tokens(longest(model, structure, plan.topology.count, max(room, 0), way)))
+                cells.append(_tokens(longest(model, structure, plan.topology.count, max(free, 0), way)))
         found.append((recipe, *cells))
     return found
 
@@ -73,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     head, *others = rows()
     lines = ["| " + " | ".join(row) + " |" for row in (head, *others)]
     text = "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
-    text += "\n\nThe longest text, estimated, with float32 weights whole on every chip; one text at a time."
+    text += (
+        "\n\nThe longest sequence, estimated, with a copy of the float32 weights on every chip; one sequence at a time."
+    )
     if place:
         place.write(text)
     print(text)

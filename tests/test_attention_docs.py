@@ -1,4 +1,4 @@
-"""The tables of docs/attention.md are those that the program prints. PE_LAB_WRITE_DOCS=1 writes them."""
+"""The tables of docs/attention.md equal those that the command prints. PE_LAB_WRITE_DOCS=1 writes them."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pe_lab.attention.__main__ import choices, main, markdown, table
+from pe_lab.attention.__main__ import capabilities, choices, main, markdown
 from pe_lab.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -19,12 +19,14 @@ PAGE = ROOT / "docs/attention.md"
 
 def choices_of_all() -> str:
     columns = [choices(platform, 64, 8192) for platform in ("tpu", "gpu", "cpu")]
-    head = ("", *(f"{platform}, {way}" for platform in ("TPU", "GPU", "CPU") for way in ("evaluating", "training")))
+    head = ("", *(f"{platform}, {mode}" for platform in ("TPU", "GPU", "CPU") for mode in ("evaluation", "training")))
     rows = [(rows[0][0], *(cell for row in rows for cell in row[1:])) for rows in zip(*columns, strict=True)]
     return markdown([head, *rows[1:]])
 
 
-@pytest.mark.parametrize(("name", "text"), [("implementations", markdown(table())), ("choices", choices_of_all())])
+@pytest.mark.parametrize(
+    ("name", "text"), [("implementations", markdown(capabilities())), ("choices", choices_of_all())]
+)
 def test_the_page_has_the_tables(name, text):
     place = Place(PAGE, name)
     if os.environ.get("PE_LAB_WRITE_DOCS"):
@@ -33,7 +35,7 @@ def test_the_page_has_the_tables(name, text):
 
 
 @pytest.mark.parametrize("name", ["planned", "compiled", "gpu", "cpu"])
-def test_the_page_has_a_place_for_what_benchmarks_write(name):
+def test_the_page_has_a_place_for_the_tables_of_benchmarks(name):
     assert Place(PAGE, name).text
 
 
@@ -51,10 +53,10 @@ def test_a_place_is_filled_and_nothing_beside_it(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--platform=tpu", "--head-dim=48"], ["--platform=gpu", "--markdown"]])
-def test_the_verb_prints_what_serves_and_what_does_not(arguments, capsys):
+def test_the_command_prints_the_choices_and_the_reasons(arguments, capsys):
     assert main(arguments) == 0
-    said = capsys.readouterr().out
-    assert "pallas_tpu" in said and "What `auto` takes on" in said and "What does not run there" in said
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("pallas_tpu", "The choice of `auto` on", "These do not run there"))
 
 
 def test_bad_input_is_one_line(capsys):

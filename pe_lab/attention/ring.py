@@ -3,7 +3,7 @@
 Every device keeps its queries, in `parallel.balanced_order`: an early and a late chunk of the sequence. Keys and values
 travel, with the positions and segments that masks need. Of the four pairs of a device's two chunks of queries and a
 visitor's two chunks of keys, one is never visible, one always, and two depend on which device holds the later tokens:
-all devices have equal work. Partial results are merged by their logsumexp. Devices send the next keys while they
+all devices have equal work. The results are merged by their logsumexp. Devices send the next keys while they
 attend to the present ones.
 """
 

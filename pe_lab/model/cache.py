@@ -197,7 +197,6 @@ def forward_chunk(
     counts: Int[Array, " B"],
     real: Int[Array, " B"],
     schedule: Schedule,
-    block: int,
     kernel: KeyBlockKernel | None = None,
 ) -> tuple[Float[Array, "B C D"], Cache]:
     """The output of the last layer for C new tokens of each row, and the cache after they are written.
@@ -209,7 +208,6 @@ def forward_chunk(
       positions: [1, C] if all rows have the same positions, or [B, 1].
       counts, real: the numbers of tokens of each row in the cache, and among the new ones.
       schedule: the positional encoding, of the structure in the layout.
-      block: slots per block of attention.
       kernel: attends to caches; None: XLA does.
     """
     B, C = tokens.shape
@@ -258,7 +256,7 @@ def forward_chunk(
             used = jnp.minimum(counts.max(), cached.slots)
             view = CacheView(now.key, now.value, at, of_slots, used, slots_encoding)
             window = structure.window
-            out = cached_attention(q, encoded, v, view, encoding, positions=positions, window=window, block=block)
+            out = cached_attention(q, encoded, v, view, encoding, positions=positions, window=window)
             return out, after or written()
 
         return model.block(block_params).attend_by(x, attend)

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int
 
 from pe_lab.config import ModelConfig
-from pe_lab.model.cache import Cache, Layout, forward_chunk
+from pe_lab.model.cache import Cache, Layout
 from pe_lab.model.decoder import Params
 from pe_lab.model.loss import cross_entropy
-from pe_lab.model.programs import BLOCK, Programs, Weights
+from pe_lab.model.programs import Programs, Weights
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Schedule
 
@@ -121,11 +121,8 @@ class ChunkedForward:
         B, C = tokens.shape
         positions = (start + jnp.arange(C, dtype=jnp.int32))[None]
         counts, real = jnp.broadcast_to(start, (B,)), jnp.full(B, C, jnp.int32)
-        programs = self.programs
-        x, cache = forward_chunk(
-            programs.model, params, cache, layout, tokens, positions, counts, real, schedule, BLOCK, programs.kernel
-        )
-        return programs.model.final_norm(params, x), cache
+        x, cache = self.programs.forward(params, cache, tokens, positions, counts, real, schedule, layout)
+        return self.programs.model.final_norm(params, x), cache
 
     def _forward_losses(
         self,

@@ -273,7 +273,7 @@ class _Batch:
                 part = one[start : start + size]
                 row[: len(part)] = part
             with self._compiling():
-                last, self._cache = programs.read_chunk(
+                last, self._cache = programs.prefill(
                     self._params,
                     self._cache,
                     last,

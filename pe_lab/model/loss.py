@@ -1,4 +1,4 @@
-"""Cross-entropy that never holds the logits of the whole vocabulary at once."""
+"""Cross-entropy without an array of the logits of the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError
 from pe_lab.parallel import constrain
 
 
@@ -21,16 +21,16 @@ def cross_entropy(
 ) -> Float[Array, "B T"]:
     """-log softmax(hidden @ unembedding.T)[target], in nats per token; float32.
 
-    The vocabulary is walked in `chunks` parts with a running log-sum-exp, and walked again for the gradient: a
-    quarter more arithmetic in the output layer, for 1 / chunks of its memory. Chunk c is the tokens c, c + chunks,
-    c + 2 chunks ..., so that an unembedding sharded over the vocabulary stays where it is. Walking over tokens
-    instead would save the arithmetic but all-reduce the unembedding's gradient once per chunk.
+    A loop over `chunks` parts of the vocabulary computes a running logsumexp, and a second loop the gradient. The
+    output layer then needs a quarter more arithmetic and 1 / chunks of its memory. Chunk c has the tokens c,
+    c + chunks, c + 2 chunks ..., so that an unembedding sharded over the vocabulary is not moved. A loop over tokens
+    would save the arithmetic, but all-reduce the unembedding's gradient once per chunk.
 
     With one chunk, the logits [B, T, V] are kept for the gradient.
     """
     V = unembedding.shape[0]
     if chunks < 1 or V % chunks:
-        raise UserError(f"model.loss_chunks is {chunks}; it must divide the vocabulary of {V}.")
+        raise ConfigError(f"model.loss_chunks is {chunks}; it must divide the vocabulary of {V}.")
     return _cross_entropy(hidden, unembedding, targets, chunks)
 
 
@@ -57,7 +57,7 @@ def _forward_rule(hidden, unembedding, targets, chunks):  # noqa: ANN001, ANN202
     if chunks == 1:
         logits = _chunk_logits(hidden, unembedding)
         logsumexp = jax.nn.logsumexp(logits, axis=-1)
-        # Comparing instead of gathering: a gather from a sharded vocabulary would collect the logits first.
+        # A comparison, because a gather from a sharded vocabulary would first collect the logits.
         at_target = jnp.where(_is_target(targets, 0, 1, logits.shape[-1]), logits, 0).sum(-1)
         return logsumexp - at_target, (hidden, unembedding, targets, logsumexp, logits)
 
@@ -85,8 +85,8 @@ def _backward_rule(chunks, saved, d_loss):  # noqa: ANN001, ANN202
         d_logits = (softmax - _is_target(targets, index, chunks, logits.shape[-1])) * d_loss[..., None]
         d_logits = d_logits.astype(hidden.dtype)
         d_hidden = jnp.einsum("btv,vd->btd", d_logits, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
-        # The transpose of what is wanted, and the barrier keeps it so: XLA on a CPU would otherwise turn over
-        # d_logits, the largest array there is, to multiply it.
+        # This is the transpose of the result. Without the barrier, XLA on a CPU would transpose d_logits, the largest
+        # array, before the product.
         d_weights = jnp.einsum("btd,btv->dv", hidden, d_logits, preferred_element_type=jnp.float32)
         return d_hidden, jax.lax.optimization_barrier(d_weights).T
 

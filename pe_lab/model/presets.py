@@ -1,8 +1,7 @@
-"""Shapes of published models, as data: what a recipe may start its `config.model` from.
+"""Shapes of published models, for the `config.model` of recipes.
 
-A preset is no family. It sets fields of `ModelConfig`, which say all there is to say about the decoder; the positional
-encoding is the phase's, and the base of the published one is given beside. Parameter counts are checked against those
-of transformers (tests/model/test_presets.py).
+A preset sets fields of `ModelConfig`, which define the decoder. The positional encoding is part of a phase; comments
+give the base of the published one. Tests compare parameter counts with those of transformers.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from pe_lab.config import ModelConfig, from_dict
-from pe_lab.errors import UserError, did_you_mean
+from pe_lab.errors import ConfigError, did_you_mean
 
 _QWEN2_0_5B = dict(
     vocab_size=151936,
@@ -27,7 +26,7 @@ _QWEN2_0_5B = dict(
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Llama-3.2-1B (meta-llama/Llama-3.2-1B, config.json), RoPE base 500,000. The vocabulary is the Pythia tokenizer's,
-    # padded: what "Partial RoPE" (section 4) trains it with.
+    # padded, as in section 4 of "Partial RoPE".
     "llama_1b": dict(
         vocab_size=50304,
         layers=16,
@@ -39,8 +38,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         tie_embeddings=True,
         norm_epsilon=1e-5,
     ),
-    # Llama-3.1-8B (meta-llama/Llama-3.1-8B, config.json) with 36 layers for 32 and the Pythia tokenizer, as in
-    # "Partial RoPE" (appendix B). RoPE base 500,000.
+    # Llama-3.1-8B (meta-llama/Llama-3.1-8B, config.json) with 36 layers instead of 32 and the Pythia tokenizer,
+    # as in appendix B of "Partial RoPE". RoPE base 500,000.
     "llama_8b_36": dict(
         vocab_size=50304,
         layers=36,
@@ -119,8 +118,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         scale_embeddings=True,
         norm_epsilon=1e-6,
     ),
-    # Pythia-1B (EleutherAI/pythia-1b, config.json), the parallel block of "Partial RoPE". PartialRope of 0.25 of the
-    # channels, base 10,000.
+    # Pythia-1B (EleutherAI/pythia-1b, config.json), the parallel block in the paper "Partial RoPE". PartialRope of
+    # 0.25 of the channels, base 10,000.
     "pythia_1b": dict(
         vocab_size=50304,
         layers=16,
@@ -146,10 +145,10 @@ def preset(name: str, **changes: Any) -> dict[str, Any]:
     """The fields of a preset with some of them changed: `config.model = preset("gemma_2b", remat="full")`.
 
     Raises:
-      UserError: there is no such preset, or no such field (with the nearest right one).
+      ConfigError: there is no such preset, or no such field (with the nearest right one).
     """
     if name not in PRESETS:
-        raise UserError(f"There is no preset '{name}'. {did_you_mean(name, list(PRESETS))}")
+        raise ConfigError(f"There is no preset '{name}'. {did_you_mean(name, list(PRESETS))}")
     fields = PRESETS[name] | changes
     from_dict(ModelConfig, fields, f"preset '{name}'")
     return fields

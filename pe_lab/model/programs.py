@@ -26,8 +26,6 @@ from pe_lab.model.shape import Run
 from pe_lab.parallel import AxisRules, use_mesh
 from pe_lab.positional import LayerStructure, Schedule
 
-BLOCK = 512  # slots of the cache per block of attention
-
 
 @dataclass
 class Weights:
@@ -73,11 +71,25 @@ class Programs:
         self._device = SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else None
         make = functools.partial(allocate, self.model.config)
         self.allocate = jax.jit(make, static_argnums=(0, 1), out_shardings=self._device)
-        self.read_chunk = jax.jit(self._read_chunk, static_argnames=("layout",), donate_argnames=("cache",))
+        self.prefill = jax.jit(self._prefill, static_argnames=("layout",), donate_argnames=("cache",))
         self.first = jax.jit(self._choose, static_argnames=("kind",))
         self.next = jax.jit(self._step, static_argnames=("layout", "kind"), donate_argnames=("cache",))
 
-    def _read_chunk(
+    def forward(
+        self,
+        params: Any,
+        cache: Cache,
+        tokens: Int[Array, "B C"],
+        positions: Int[Array, "#B C"],
+        counts: Int[Array, " B"],
+        real: Int[Array, " B"],
+        schedule: Schedule,
+        layout: Layout,
+    ) -> tuple[Float[Array, "B C D"], Cache]:
+        """`cache.forward_chunk` of this model with its kernel."""
+        return forward_chunk(self.model, params, cache, layout, tokens, positions, counts, real, schedule, self.kernel)
+
+    def _prefill(
         self,
         params: Any,
         cache: Cache,
@@ -93,9 +105,7 @@ class Programs:
         self.traces["prefill", B, C, layout.capacity] += 1
         positions = (start + jnp.arange(C, dtype=jnp.int32))[None]
         counts, real = jnp.minimum(start, lengths), jnp.clip(lengths - start, 0, C)
-        x, cache = forward_chunk(
-            self.model, params, cache, layout, tokens, positions, counts, real, schedule, BLOCK, self.kernel
-        )
+        x, cache = self.forward(params, cache, tokens, positions, counts, real, schedule, layout)
         at = lengths - 1 - start
         here = jnp.take_along_axis(x, jnp.clip(at, 0, C - 1)[:, None, None], axis=1)[:, 0]
         return jnp.where(((at >= 0) & (at < C))[:, None], here, last), cache
@@ -133,19 +143,8 @@ class Programs:
         """Reads one token of each row, at position `lengths`; returns the next tokens, the lengths and the cache."""
         self.traces["decode", tokens.shape[0], 1, layout.capacity] += 1
         one = jnp.ones_like(lengths)
-        x, cache = forward_chunk(
-            self.model,
-            params,
-            cache,
-            layout,
-            tokens[:, None],
-            lengths[:, None],
-            lengths,
-            one,
-            schedule,
-            BLOCK,
-            self.kernel,
-        )
+        at = lengths[:, None]
+        x, cache = self.forward(params, cache, tokens[:, None], at, lengths, one, schedule, layout)
         logits = self._logits(params, x[:, 0])
         return choose(logits, kind, draw, rows, lengths + 1), lengths + 1, cache
 

@@ -1,4 +1,4 @@
-"""Which token comes next: the likeliest, or one drawn from what temperature, top-k and top-p leave."""
+"""The choice of the next token: the most likely one, or a draw under temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Sampling:
     """How tokens are chosen. Filters compose as in transformers: temperature, then top-k, then top-p.
 
     Attributes:
-      temperature: logits are divided by it; 0 takes the likeliest token, whatever else is set.
-      top_k: only the k likeliest tokens remain, and those as likely as the last of them; 0 = all.
-      top_p: of what remains, the likeliest tokens that together reach this probability (Holtzman et al. 2020), and
-        those as likely as the last of them; 1 = all.
-      seed: of the draws. What a row draws is a function of the seed, its number in the batch and the position.
+      temperature: logits are divided by it; 0 takes the most likely token, for any other settings.
+      top_k: keeps the k most likely tokens, and ties with the last of them; 0 = all.
+      top_p: keeps of these the most likely tokens that together reach this probability (Holtzman et al. 2020), and ties
+        with the last of them; 1 = all.
+      seed: of the draws. A draw is a function of the seed, the row's number in the batch and the position.
     """
 
     temperature: float = 0.0
@@ -34,23 +34,23 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"temperature is {self.temperature}; it must be 0 (the likeliest token) or above.")
+            raise ConfigError(f"temperature is {self.temperature}; it must be 0 (the most likely token) or above.")
         if not isinstance(self.top_k, int | np.integer) or self.top_k < 0:
-            raise UserError(f"top_k is {self.top_k}; it must be a whole number above 0, or 0 for all tokens.")
+            raise ConfigError(f"top_k is {self.top_k}; it must be a whole number above 0, or 0 for all tokens.")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1, which keeps all tokens.")
+            raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1, which keeps all tokens.")
         if not isinstance(self.seed, int | np.integer) or not -(2**31) <= self.seed < 2**32:
-            raise UserError(f"seed is {self.seed}; it must be a whole number of 32 bits.")
+            raise ConfigError(f"seed is {self.seed}; it must be a whole number of 32 bits.")
 
     @property
     def kind(self) -> str:
-        """What is compiled: `greedy`, `drawn` from all tokens, or `filtered` first."""
+        """The compiled part: `greedy`, `drawn` from all tokens, or `filtered` before the draw."""
         if self.temperature == 0:
             return "greedy"
         return "filtered" if self.top_k or self.top_p < 1 else "drawn"
 
     def arrays(self) -> Draw:
-        """The rest, which is data."""
+        """The settings that are data."""
         seed = np.uint32(self.seed % 2**32)
         return Draw(
             jnp.float32(self.temperature or 1.0), jnp.int32(self.top_k), jnp.float32(self.top_p), jnp.asarray(seed)
@@ -58,7 +58,7 @@ class Sampling:
 
 
 class Draw(NamedTuple):
-    """A `Sampling` as arrays."""
+    """The settings of a `Sampling` as arrays."""
 
     temperature: Float[Array, ""]
     top_k: Int[Array, ""]
@@ -97,10 +97,10 @@ def choose(
 def remaining(
     logits: Float[Array, "B V"], top_k: Int[Array, ""] | int, top_p: Float[Array, ""] | float
 ) -> Bool[Array, "B V"]:
-    """Which tokens top-k (0 = all) and then top-p leave.
+    """The tokens that top-k (0 = all) and then top-p keep.
 
-    Both keep everything from some logit upwards. It is found by halving an interval of float32s, 32 times: exact as a
-    sort would be, a tenth of its time on a CPU, and k and p are data that nothing is compiled for.
+    Both keep all tokens above some logit, which is found by 32 bisections of an interval of float32s. The result is as
+    exact as by sorting, in a tenth of the time on a CPU, and k and p are not compiled.
     """
     order = _ordered(logits)
     at_least_k = _lowest(order, lambda t: (order > t[:, None]).sum(-1) < top_k)
@@ -112,16 +112,16 @@ def remaining(
 
 
 def _ordered(x: Float[Array, "B V"]) -> Int[Array, "B V"]:
-    """Integers in the order of the floats."""
+    """Integers with the same order as the floats."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _lowest(order: Int[Array, "B V"], few_above: Callable[[jax.Array], jax.Array]) -> Int[Array, " B"]:
-    """The lowest threshold of which `few_above` holds; it holds from some threshold on."""
+    """The lowest threshold for which `few_above` is true; it is also true for all higher ones."""
 
     def halve(_: Any, interval: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = interval  # few_above holds at high
+        low, high = interval  # few_above is true at high
         middle = (low & high) + ((low ^ high) >> 1)  # their mean, rounded down, without overflow
         holds = few_above(middle)
         return jnp.where(holds, low, middle + 1), jnp.where(holds, middle, high)

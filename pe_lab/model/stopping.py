@@ -1,4 +1,4 @@
-"""Where a generated text ends, and which part of it is final: ends of text, stop strings, characters cut in two."""
+"""The end of a generated text, and its final part: eos ids, stop strings and incomplete characters."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import numpy as np
 
 Decode = Callable[[Sequence[int]], str]
 
-CONTEXT = 8  # tokens of the prompt before the new ones: some tokenizers write the first token of a text differently
-INCOMPLETE = "\ufffd"  # what decoders write for the bytes of half a character
+CONTEXT = 8  # tokens of the prompt before the new ones, because some tokenizers decode a first token differently
+INCOMPLETE = "\ufffd"  # decoders write it for the bytes of an incomplete character
 
 
 class Ending:
-    """One row of generated tokens, as they come.
+    """The ids and the text of one row, during generation.
 
     Args:
       prompt: its ids.
       eos_ids: ids that end the text. They are not part of it.
       stop: strings that end the text. They are not part of it, and may begin and end within tokens.
-      decode: ids -> text. None where nobody asks for text; then there are no stop strings.
+      decode: ids -> text. None if no text is needed; then there are no stop strings.
 
     Attributes:
-      ids: new ones so far. After a stop string, those before the token in which it begins.
-      text: what is final of the text: no half characters, nothing that may turn out to be a stop string.
-      done: nothing will be added.
+      ids: the new ids so far. After a stop string, those before the token in which it begins.
+      text: the final part of the text, without incomplete characters and possible beginnings of a stop string.
+      done: the text has ended.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class Ending:
         self._eos, self._stop, self._decode = frozenset(eos_ids), tuple(stop), decode
         self._tokens = [int(i) for i in prompt[-CONTEXT:]]
         self._from, self._read = 0, len(self._tokens)
-        self._whole = ""  # of complete characters: `text`, and what is held back
-        self._starts: list[int] = []  # of each id: how much of the text was complete before it
+        self._whole = ""  # all complete characters: `text`, and those that may begin a stop string
+        self._starts: list[int] = []  # of each id: the length of the complete text before it
         self.ids: list[int] = []
         self.text = ""
         self.done = False
 
     def push(self, token: int) -> str:
-        """Adds a token; returns what has become final of the text by it."""
+        """Adds a token; returns the text that is final because of it."""
         if self.done:
             return ""
         if token in self._eos:
@@ -57,7 +57,7 @@ class Ending:
         return self._extend(self._complete())
 
     def finish(self) -> str:
-        """Nothing more comes: what was held back is final."""
+        """Ends the text; returns the rest of it."""
         if self.done:
             return ""
         piece = "" if self._decode is None else self._extend(self._pending())
@@ -68,15 +68,14 @@ class Ending:
         return piece
 
     def _pending(self) -> str:
-        """The text of the tokens that none has been written of. Their predecessors are decoded with them: what a
-        token reads as may depend on the one before."""
+        """The undecoded part of the text. It is decoded with the tokens before, on which it may depend."""
         if self._decode is None or self._read == len(self._tokens):
             return ""
         known = self._decode(self._tokens[self._from : self._read])
         return self._decode(self._tokens[self._from :])[len(known) :]
 
     def _complete(self) -> str:
-        """The same, as soon as it ends with a whole character."""
+        """The undecoded part of the text if it ends with a complete character, else ""."""
         text = self._pending()
         if not text or text.endswith(INCOMPLETE):
             return ""
@@ -91,7 +90,7 @@ class Ending:
             self.ids = [i for i, start in zip(self.ids, self._starts, strict=True) if start < begin]
             final = begin
         else:
-            final = len(self._whole) - held_back(self._whole, self._stop)
+            final = len(self._whole) - possible_stop(self._whole, self._stop)
         piece, self.text = self._whole[len(self.text) : final], self._whole[:final]
         return piece
 
@@ -101,10 +100,10 @@ class Ending:
 
 
 def first_stop(text: str, stop: Sequence[str], known: int = 0) -> tuple[int, int]:
-    """Where the stop string that is complete first ends and begins; (0, 0) where there is none.
+    """The end and the beginning of the stop string that ends first; (0, 0) if there is none.
 
-    Of several that end at one place, the longest: the result does not depend on how the text came in pieces. No stop
-    string ends within the first `known` characters.
+    Of several with the same end it is the longest, so that the result does not depend on the pieces of the text. No
+    stop string ends within the first `known` characters.
     """
     found = []
     for one in stop:
@@ -114,8 +113,8 @@ def first_stop(text: str, stop: Sequence[str], known: int = 0) -> tuple[int, int
     return min(found, default=(0, 0))
 
 
-def held_back(text: str, stop: Sequence[str]) -> int:
-    """How many of the last characters may be the beginning of a stop string."""
+def possible_stop(text: str, stop: Sequence[str]) -> int:
+    """The number of last characters that may be the beginning of a stop string."""
     longest = max((len(one) for one in stop), default=0)
     for size in range(min(longest - 1, len(text)), 0, -1):
         tail = text[-size:]

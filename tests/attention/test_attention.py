@@ -1,4 +1,4 @@
-"""Attention against float64 loops, and its implementations against each other."""
+"""Attention against loops in float64, and its implementations against each other."""
 
 import functools
 
@@ -21,20 +21,20 @@ def qkv(B: int, T: int, H: int, G: int, K: int, seed: int = 0, dtype=jnp.float32
 
 
 def rotation_row(inv_freq: np.ndarray, positions: np.ndarray, gain: np.ndarray | None = None) -> LayerEncoding:
-    """A row whose heads rotate at these frequencies [rows, R]; positions [B or 1, T]."""
+    """A layer encoding with these frequencies [rows, R]; positions [B or 1, T]."""
     angle = positions[:, :, None, None] * inv_freq
     gain = np.ones(inv_freq.shape) if gain is None else gain
     return LayerEncoding(jnp.asarray(np.cos(angle) * gain, jnp.float32), jnp.asarray(np.sin(angle) * gain, jnp.float32))
 
 
 def naive(q, k, v, *, positions=None, inv_freq=None, gain=None, slope=None, beta=1.0, segments=None, window=None):
-    """What attention should say, one query at a time, in float64; inv_freq and gain are [H, R]."""
+    """The expected attention, one query at a time, in float64; inv_freq and gain are [H, R]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     B, T, H, K = q.shape
     positions = np.broadcast_to(np.arange(T) if positions is None else positions, (B, T))
     out = np.zeros((B, T, H, K))
 
-    def turned(x, position, h):
+    def rotated(x, position, h):
         if inv_freq is None:
             return x
         z = x[: K // 2] + 1j * x[K // 2 :]
@@ -48,8 +48,8 @@ def naive(q, k, v, *, positions=None, inv_freq=None, gain=None, slope=None, beta
             for s in range(t + 1)
             if (window is None or t - s < window) and (segments is None or segments[b, s] == segments[b, t])
         ]
-        query = turned(q[b, t, h], positions[b, t], h)
-        logits = np.array([query @ turned(k[b, s, g], positions[b, s], h) for s in seen]) * beta / K**0.5
+        query = rotated(q[b, t, h], positions[b, t], h)
+        logits = np.array([query @ rotated(k[b, s, g], positions[b, s], h) for s in seen]) * beta / K**0.5
         if slope is not None:
             logits -= slope[h] * (positions[b, t] - positions[b, seen])
         weights = np.exp(logits - logits.max())
@@ -91,7 +91,7 @@ RESTARTED = np.array([[*range(7), *range(5), *range(9)], [*range(2), *range(18),
     }.items(),
     ids=lambda case: case[0],
 )
-def test_is_what_a_float64_loop_says(implementation, case):
+def test_equals_a_loop_in_float64(implementation, case):
     case = case[1]
     q, k, v = qkv(2, 21, 4, 2, 8)
     positions = np.broadcast_to(case.get("positions", np.arange(21)), (2, 21))
@@ -113,7 +113,7 @@ def test_is_what_a_float64_loop_says(implementation, case):
 
 @pytest.mark.parametrize("implementation", HERE)
 def test_a_head_beside_a_rotating_one_is_nope(implementation):
-    """Without its rotation, query head 1 has no position in its scores, though its key head still turns."""
+    """Without its rotation, query head 1 has no position in its scores, though its key head still rotates."""
     q, k, v = qkv(1, 12, 2, 1, 8)
     row = rotation_row(FREQUENCIES * np.array([[1.0], [0.0]]), np.arange(12)[None])
     split = np.asarray(run(implementation, q, k, v, row))
@@ -152,7 +152,7 @@ def test_gradient_flows_from_the_past_and_the_window_only(implementation, window
     visible = (distance >= 0) & (distance < (window or T))
     assert (of_v[~visible] == 0).all() and (of_k[~visible] == 0).all()
     assert (of_v[visible] > 0).all()
-    several = visible & (visible.sum(1, keepdims=True) > 1)  # a lone key's weight is 1, whatever the key
+    several = visible & (visible.sum(1, keepdims=True) > 1)  # the weight of a single key is always 1
     assert (of_k[several] > 0).all()
 
 
@@ -175,7 +175,7 @@ def test_padding_cannot_reach_an_output_whatever_it_holds(implementation):
 
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 def test_nan_in_padding_stays_there(implementation):
-    """In queries and keys, whose logits are replaced; a value's NaN times zero is NaN anywhere."""
+    """NaN in queries and keys, whose logits are masked. (A NaN in values would spread: 0 times NaN is NaN.)"""
     q, k, v = qkv(1, 21, 2, 2, 8)
     pad = (np.arange(21) >= 13)[None, :, None, None]
     segments = jnp.asarray(np.where(pad[:, :, 0, 0], 0, 1))
@@ -190,7 +190,7 @@ ODD = [(1, 8), (2, 8), (63, 16), (65, 64), (129, 16)]
 
 @pytest.mark.parametrize("T, chunk", ODD)
 def test_every_implementation_is_the_reference_in_value_and_gradient(T, chunk):
-    """At lengths beside and across the block size, with groups, slopes, documents, a window."""
+    """At lengths around the block size, with groups, slopes, documents and a window."""
     q, k, v = qkv(2, T, 4, 2, 8, seed=T)
     rng = np.random.default_rng(T)
     segments = np.sort(rng.integers(1, 4, (2, T)), axis=1)
@@ -219,7 +219,7 @@ def test_every_implementation_is_the_reference_in_value_and_gradient(T, chunk):
 
 
 def test_bfloat16_stays_near_float32():
-    """Of the same rounded inputs. Logits and sums are float32: the error is that of the last roundings."""
+    """For the same rounded inputs. Logits and sums are float32; only the last roundings differ."""
     q, k, v = qkv(2, 129, 4, 2, 16, dtype=jnp.bfloat16)
     wide = (x.astype(jnp.float32) for x in (q, k, v))
     exact = np.asarray(run("reference", *wide, LayerEncoding()))
@@ -230,7 +230,7 @@ def test_bfloat16_stays_near_float32():
 
 
 def test_chunked_holds_memory_linear_in_the_length():
-    """Temporary bytes of the compiled gradient at T, 2T and 4T; the reference's grow with the square."""
+    """Temporary bytes of the compiled gradient at T, 2T and 4T; those of the reference are quadratic."""
 
     def temporary_bytes(implementation: str, T: int) -> int:
         q, k, v = (jax.ShapeDtypeStruct((1, T, n, 16), jnp.float32) for n in (2, 1, 1))

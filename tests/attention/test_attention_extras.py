@@ -1,4 +1,4 @@
-"""What few layers ask of attention: heads of noise, a bias on oneself."""
+"""Rare features of attention: heads of noise, and a diagonal bias."""
 
 import functools
 
@@ -24,7 +24,7 @@ def run(implementation, q, k, v, row, **arrays):
     return np.asarray(jax.jit(f)(q, k, v, row, **arrays))
 
 
-# --- A bias on oneself -----------------------------------------------------------------------------------------------
+# --- Diagonal bias -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("implementation", HERE)
@@ -66,7 +66,7 @@ def replaced(q, k, seeds, positions):
     return replace_heads_by_noise(q, seeds, positions, QUERIES), replace_heads_by_noise(k, seeds, positions, KEYS)
 
 
-def test_noise_takes_the_place_of_chosen_heads_and_of_no_other():
+def test_noise_replaces_the_chosen_heads_and_no_others():
     q, k = draw(B, T, H, K, seed=1), 3 * draw(B, T, H, K, seed=2)
     new_q, new_k = replaced(q, k, SEEDS, jnp.arange(T)[None])
     for new, old in ((new_q, q), (new_k, k)):
@@ -74,11 +74,11 @@ def test_noise_takes_the_place_of_chosen_heads_and_of_no_other():
         assert (np.asarray(new[:, :, [1, 3]]) != np.asarray(old[:, :, [1, 3]])).all()
 
 
-def test_noise_is_gaussian_and_as_large_as_what_is_kept():
-    """Its variance is that of the kept heads' components, of each token; queries, keys and heads are independent."""
+def test_noise_is_gaussian_and_as_large_as_the_kept_heads():
+    """Its variance is that of the kept heads' components, per token; queries, keys and heads are independent."""
     size = np.linspace(0.5, 4, 300)[:, None, None]  # a token's own
     q, k = (jnp.asarray(size * np.asarray(draw(1, 300, H, 64, seed=i))) for i in (1, 2))
-    q = q.at[:, :, [1, 3]].multiply(100.0)  # what is taken away does not count
+    q = q.at[:, :, [1, 3]].multiply(100.0)  # replaced heads do not influence the size
     new_q, new_k = (np.asarray(x) for x in replaced(q, k, SEEDS, jnp.arange(300)[None]))
     for new, old in ((new_q, np.asarray(q)), (new_k, np.asarray(k))):
         scaled = new[0, :, [1, 3]] / np.std(old[0][:, [0, 2]], axis=(-2, -1))[None, :, None]
@@ -93,7 +93,7 @@ def test_noise_is_a_function_of_seed_and_position():
     positions = jnp.arange(T)[None]
     whole = replaced(q, k, SEEDS, positions)
     np.testing.assert_array_equal(whole[0], replaced(q, k, SEEDS, positions)[0])
-    # A part of the text, at its own positions, has the same noise: a cached decode equals a full pass.
+    # A part of the sequence, at its own positions, has the same noise: a cached decode equals a full pass.
     part = replaced(q[:, 5:9], k[:, 5:9], SEEDS, positions[:, 5:9])
     for a, b in zip(whole, part, strict=True):
         np.testing.assert_allclose(a[:, 5:9], b, rtol=1e-6)
@@ -102,7 +102,7 @@ def test_noise_is_a_function_of_seed_and_position():
     np.testing.assert_array_equal(other[0][:, :, 3], whole[0][:, :, 3])
 
 
-def test_where_no_head_is_kept_noise_is_as_large_as_all_were():
+def test_if_no_head_is_kept_noise_is_as_large_as_all_heads():
     q, k = 5 * draw(1, 400, H, K, seed=1), draw(1, 400, H, K, seed=2)
     new_q, new_k = replaced(q, k, jnp.asarray([1, 2, 3, 4], jnp.uint32), jnp.arange(400)[None])
     assert float(np.std(new_q)) == pytest.approx(float(np.std(q)), rel=0.02)

@@ -1,4 +1,4 @@
-"""Spans by blocks in XLA, against float64: what serves where there is no kernel."""
+"""Attention to a block of keys in XLA, without a kernel, against float64."""
 
 import dataclasses
 import functools

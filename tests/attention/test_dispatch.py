@@ -1,4 +1,4 @@
-"""Which implementation serves a layer, which refuse it, and what they say."""
+"""The choice of an implementation, the refusals, and their messages."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def draw(*shape, seed=0):
 
 @pytest.fixture
 def plain(monkeypatch):
-    """An implementation that knows causality and nothing else, as a library's kernel may."""
+    """An implementation that honours only causality and segments, like an external kernel."""
     bare = dataclasses.replace(IMPLEMENTATIONS["dense"], capabilities=Capabilities(frozenset({"segments"})))
     monkeypatch.setitem(IMPLEMENTATIONS, "plain", bare)
     return bare
@@ -39,18 +39,18 @@ def plain(monkeypatch):
         (LayerEncoding(slope=jnp.ones(4)), {"window": 5}, "slopes and no windows"),
     ],
 )
-def test_what_an_implementation_cannot_honour_it_refuses(row, arrays, what):
+def test_an_implementation_refuses_a_feature_that_it_does_not_honour(row, arrays, what):
     q, k, v = (draw(1, T, 4, K, seed=i) for i in range(3))
     others = "auto, reference, dense, chunked"
     with pytest.raises(UserError, match=f"'plain' has no {what}, which this layer needs. Choose one of {others}"):
         attention(q, k, v, row, implementation="plain", **arrays)
-    # What it can do, it does; and nobody is given a silently wrong answer.
+    # A feature that it honours is served.
     segments = jnp.zeros((1, T), jnp.int32)
     out = attention(q, k, v, LayerEncoding(), implementation="plain", segments=segments)
     np.testing.assert_array_equal(out, attention(q, k, v, LayerEncoding(), implementation="dense", segments=segments))
 
 
-def test_auto_passes_by_what_cannot_honour_the_request(monkeypatch):
+def test_auto_skips_implementations_that_cannot_serve_the_request(monkeypatch):
     bare = dataclasses.replace(IMPLEMENTATIONS["dense"], capabilities=Capabilities(frozenset()))
     asked = Request(length=8, dtype="float32")
     monkeypatch.setitem(IMPLEMENTATIONS, "dense", bare)
@@ -113,7 +113,7 @@ def test_auto_takes_tokamax_where_there_is_one_and_cudnn_cannot(asked, chosen, m
     assert choose("auto", asked) == chosen
 
 
-def test_every_platform_has_an_order_of_everything_that_runs_there():
+def test_every_platform_has_an_order_of_its_implementations():
     for platform in ("cpu", "gpu", "tpu"):
         here = {name for name, one in IMPLEMENTATIONS.items() if platform in one.capabilities.platforms}
         for split in (False, True):
@@ -141,7 +141,7 @@ def test_every_platform_has_an_order_of_everything_that_runs_there():
         ),
     ],
 )
-def test_a_name_is_refused_with_what_refuses_and_who_would_take_it(name, asked, message):
+def test_a_refusal_lists_reasons_and_alternatives(name, asked, message):
     with pytest.raises(UserError, match=message):
         choose(name, asked)
 

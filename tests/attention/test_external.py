@@ -34,7 +34,7 @@ def qkv(T: int, B: int = 2, H: int = 4, G: int = 2, K: int = 16, dtype=jnp.float
 
 
 def documents(T: int, B: int = 2) -> jax.Array:
-    """Several documents a row, of lengths that are no multiple of anything; the last is padding, 0."""
+    """Several documents a row, of irregular lengths; the last is padding, 0."""
     cuts = np.sort(np.random.default_rng(T).integers(1, max(T, 2), (B, 3)), axis=1)
     ids = 1 + (np.arange(T)[None, :, None] >= cuts[:, None]).sum(-1)
     return jnp.asarray(np.where(ids == 4, 0, ids), jnp.int32)
@@ -115,17 +115,17 @@ def test_splash_finds_the_blocks_that_its_own_masks_have(window):
     )
 
     T, block = 1024, (256, 128)
-    ours = external._band()(T, window)
+    band = external._band()(T, window)
     theirs = LocalMask((T, T), (None if window is None else window - 1, 0), 0)
     for process in (splash_attention_mask_info.process_mask, splash_attention_mask_info.process_mask_dkv):
-        tables, others = (process(MultiHeadMask([mask]), block)[0] for mask in (ours, theirs))
+        tables, others = (process(MultiHeadMask([mask]), block)[0] for mask in (band, theirs))
         jax.tree.map(np.testing.assert_array_equal, tables, others)
     everything = slice(0, T), slice(0, T)
-    np.testing.assert_array_equal(ours[everything], theirs[everything])
-    if window == 1:  # the diagonal alone; the others are told from their corners
-        assert ours[slice(256, 512), slice(512, 640)].size == ours[slice(256, 512), slice(0, 128)].size == 1
+    np.testing.assert_array_equal(band[everything], theirs[everything])
+    if window == 1:  # only blocks on the diagonal are computed; others are decided by their corners
+        assert band[slice(256, 512), slice(512, 640)].size == band[slice(256, 512), slice(0, 128)].size == 1
     if window is None:
-        assert ours[slice(256, 512), slice(0, 128)].size == 1 and ours[slice(256, 512), slice(0, 128)].all()
+        assert band[slice(256, 512), slice(0, 128)].size == 1 and band[slice(256, 512), slice(0, 128)].all()
 
 
 @pytest.mark.parametrize("T", [1, 128, 129, 512, 513, 1100, 4096, 7681, 8192, 8200, 131072, 2**19])
@@ -164,7 +164,7 @@ def test_splash_compiles_for_tpus(slice_, K):
 
     for settings in ({}, dict(window=300)):
         f = functools.partial(loss, **settings)
-        # Mosaic asks the mesh of the context, not the arguments, which chip it compiles for.
+        # Mosaic reads the chip from the mesh of the context, not from the arguments.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             forward = jax.jit(f).lower(*arrays).compile().as_text()
             backward = jax.jit(jax.grad(f, (0, 1, 2))).lower(*arrays).compile().as_text()
@@ -179,7 +179,7 @@ by_xla = functools.partial(cudnn_attention, implementation="xla")
 
 @pytest.mark.parametrize("T, window", [(1, None), (33, None), (33, 1), (33, 7), (33, 33), (33, 100)])
 def test_cudnn_is_asked_for_the_reference(T, window):
-    """`jax.nn` understands the same arguments for XLA, which runs here."""
+    """`jax.nn` has the same arguments for XLA, which runs on a CPU."""
     compare(by_xla, qkv(T), window=window)
 
 
@@ -197,8 +197,8 @@ def _lowered_for_cuda(monkeypatch, window):
 
 
 @pytest.mark.parametrize("window", [None, 1, 40])
-def test_cudnn_itself_is_told_of_causality_and_the_window(monkeypatch, window):
-    """It counts the token itself in a window: (pos - length, pos]."""
+def test_the_call_of_cudnn_has_causality_and_the_window(monkeypatch, window):
+    """cuDNN's window includes the token itself: (pos - length, pos]."""
     program = _lowered_for_cuda(monkeypatch, window)
     calls = re.findall(r"@__cudnn\$(\w+)\(", program)
     assert sorted(calls) == ["fmhaSoftmax", "fmhaSoftmaxBackward"]  # neither has a bias
@@ -212,7 +212,7 @@ def test_cudnn_itself_is_told_of_causality_and_the_window(monkeypatch, window):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """In place of tokamax, whose signature extends that of `jax.nn`; lists what it is called with."""
+    """Replaces tokamax, whose signature extends that of `jax.nn`; lists its calls."""
     asked = []
 
     def attend(q, k, v, *, implementation, **settings):
@@ -230,7 +230,7 @@ def test_tokamax_is_asked_for_the_reference(stand_in, T, window):
     assert stand_in[0]["shape"][1] % 128 == 0
 
 
-def test_tokamax_is_never_left_to_take_a_quadratic_way(stand_in):
+def test_tokamax_never_uses_a_quadratic_implementation(stand_in):
     q, k, v = qkv(33)
 
     def asked(**settings):
@@ -256,7 +256,7 @@ def test_tokamax_itself_is_the_reference(implementation, settings):
     compare(functools.partial(tokamax_attention, implementation=(implementation,)), qkv(129), **settings)
 
 
-def test_without_tokamax_one_is_told(monkeypatch):
+def test_without_tokamax_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)
     with pytest.raises(UserError, match="pip install tokamax"):
         tokamax_attention(*qkv(4), NOTHING)
@@ -268,7 +268,7 @@ def test_without_tokamax_one_is_told(monkeypatch):
 @pytest.mark.parametrize(
     "attend, capabilities", [(interpreted, SPLASH), (by_xla, CUDNN), (tokamax_attention, TOKAMAX)], ids="sct"
 )
-def test_what_is_not_honoured_is_refused_and_nothing_else(attend, capabilities, stand_in):
+def test_only_features_that_are_not_honoured_are_refused(attend, capabilities, stand_in):
     q, k, v = qkv(5)
     segments = jnp.ones((2, 5), jnp.int32)
     requests = {

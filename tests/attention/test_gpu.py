@@ -1,4 +1,4 @@
-"""Our GPU kernel, interpreted against whole matrices of logits in float64, and lowered for CUDA without a GPU."""
+"""The GPU kernel, interpreted against whole matrices of logits in float64, and lowered for CUDA without a GPU."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ CLOSE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 def interpreted(query, key, value, inputs, **settings):
-    """Under one jit: op by op, what stands around the kernel compiles many times over."""
+    """The kernel in one jit, which compiles faster than operation by operation."""
     run = jax.jit(functools.partial(gpu_key_block, interpret=True, **settings), compiler_options=QUICK)
     return run(query, key, value, inputs)
 
@@ -50,8 +50,8 @@ def test_any_head_dim(head_dim):
     check(Case(T=70, K=head_dim, dtype="bfloat16" if head_dim % 64 else "float32", rotation="shared"))
 
 
-# Two rows of a batch, of which one begins before all of its keys and one ends before the kernel does; several blocks of
-# queries and of keys in each.
+# Two rows of a batch: one begins before all of its keys, and one ends before the keys do. Several blocks of queries and
+# of keys in each.
 BASE = Case(B=2, T=70, S=150, H=4, G=2, start=(-3, 75))
 FEATURES = {
     "used": {"used": (61, 140)},
@@ -65,7 +65,7 @@ FEATURES = {
 }
 
 
-ALONE = [pytest.param((name,), marks=pytest.mark.slow) for name in FEATURES]  # lines have each of them, too
+ALONE = [pytest.param((name,), marks=pytest.mark.slow) for name in FEATURES]  # LINES has each of them, too
 
 
 @pytest.mark.parametrize("names", [(), *ALONE, *LINES], ids=" ".join)
@@ -104,7 +104,7 @@ def test_random_cases(data):
 
 @pytest.mark.parametrize("more", [{}, {"window": 70}], ids=str)
 def test_sections_meet_at_every_place_in_a_block(more):
-    # A row of the batch for each place that queries can begin at, and for each that keys can end at.
+    # One row of the batch for each first query, and one for each number of used keys.
     starts, ends = range(126, 126 + 66), range(130, 130 + 66)
     check(Case(B=66, T=2, S=200, start=tuple(starts), **more))
     check(Case(B=66, T=2, S=200, start=(190,) * 66, used=tuple(ends), **more))
@@ -112,7 +112,7 @@ def test_sections_meet_at_every_place_in_a_block(more):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """Who reads beyond an array, or keys that are not there, reads another's numbers; here, NaN in all of the block."""
+    """Makes a read of NaN visible: one NaN beyond an array or beyond `used` becomes NaN in the whole block."""
 
     def load(ref, *, mask, other):
         found = plgpu_load(ref, mask=mask, other=other)
@@ -130,12 +130,12 @@ def on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [{"K": 64}, {"K": 80, "rotation": "shared"}, {"K": 80, "T": 2}], ids=str)
-def test_what_is_not_there_is_not_read(changes, on_a_gpu):
+def test_nothing_beyond_an_array_is_read(changes, on_a_gpu):
     case = Case(B=2, T=40, S=100, H=4, G=2, start=(30, 60), used=(41, 99), slopes=True, segments=True)
     check(dataclasses.replace(case, **changes))
 
 
-def test_what_is_not_there_is_not_written(on_a_gpu):
+def test_nothing_beyond_an_array_is_written(on_a_gpu):
     on_a_gpu.append("mask")
     asked = request(Case(T=40, K=80))
     found = interpreted(asked.query, asked.key, asked.value, asked.inputs)
@@ -162,14 +162,14 @@ def test_splits_of_the_keys_agree(splits):
 
 @pytest.fixture
 def merged(monkeypatch):
-    """What is merged, as it is."""
+    """A list of the partial results that are merged."""
     kept = []
     monkeypatch.setattr(pallas_gpu, "merge", lambda parts: kept.extend(parts) or merge(parts))
     return kept
 
 
-def test_splits_share_the_blocks_that_are_seen(merged):
-    # Half of the keys is all there is, and half of that lies outside the window: yet each of four has its block.
+def test_splits_share_the_visible_blocks(merged):
+    # Half of the keys are used, and half of those are outside the window: still, each of four splits has a block.
     asked = request(Case(T=1, S=1024, start=(511,), used=(512,), window=256))
     assert tiles(2, 1, 1, 1024, 32, 4).keys == 64
 
@@ -182,7 +182,7 @@ def test_splits_share_the_blocks_that_are_seen(merged):
     assert (logsumexps > FLOOR).all()
 
 
-def test_spans_merge_as_in_a_ring():
+def test_key_blocks_merge_as_in_a_ring():
     asked = request(Case(B=2, T=60, S=130, H=2, start=(70, 20), slopes=True), garbage=False)
     parts = []
     for first, last in ((0, 50), (50, 130)):
@@ -272,7 +272,7 @@ def test_lowers_for_cuda(kind):
     arguments, settings = shapes(**KINDS[kind])
     allowed = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
     with an_h100(), warnings.catch_warnings():
-        warnings.simplefilter("error")  # that Triton is deprecated among them
+        warnings.simplefilter("error")  # including that of the deprecation of Triton
         exported = export.export(
             jax.jit(functools.partial(gpu_key_block, **settings)), platforms=["cuda"], disabled_checks=allowed
         )(*arguments)
@@ -295,7 +295,7 @@ def test_lowers_for_cuda(kind):
         (dict(T=1, S=100, splits=9), 2),
     ],
 )
-def test_few_queries_share_out_long_keys(kind, splits, merged):
+def test_long_keys_are_split_for_few_queries(kind, splits, merged):
     arguments, settings = shapes(**kind)
     jax.eval_shape(functools.partial(gpu_key_block, **settings), *arguments)
     assert len(merged) == (splits if splits > 1 else 0)

@@ -1,4 +1,4 @@
-"""Attention to a cache: the result of `attention` over the whole text, whatever lies in empty slots."""
+"""Attention to a KV cache equals `attention` over the whole sequence, for any content of empty slots."""
 
 import functools
 
@@ -18,14 +18,14 @@ C = 4
 
 
 def rotations(rows: int, positions):
-    """cos and sin of made-up angles, a gain included; of each row another."""
+    """cos and sin of arbitrary angles with a gain, different for each row."""
     frequency = 0.7 ** np.arange(rows * K // 2).reshape(rows, K // 2)
     angle = np.asarray(positions)[..., None, None] * frequency
     return jnp.asarray(1.1 * np.cos(angle), jnp.float32), jnp.asarray(1.1 * np.sin(angle), jnp.float32)
 
 
 def row_at(kind: str, positions) -> LayerEncoding:
-    """A row of a schedule that needs `kind`, at these positions [B, T]."""
+    """A layer encoding of this `kind`, at these positions [B, T]."""
     row = LayerEncoding()
     for rows, name in ((1, "shared"), (G, "grouped"), (H, "split"), (H, "noise")):
         if kind == name:
@@ -57,12 +57,12 @@ encoded = jax.jit(encode_keys, static_argnums=2)
 
 
 def both(kind, window=None, block=6, rotated=True, garbage=0.0, order=None, capacity=SLOTS):
-    """Outputs for C tokens after LENGTHS cached ones: by the cache, and by full attention over each row's text."""
+    """Outputs for C tokens after LENGTHS cached ones: by the cache, and by full attention over each row."""
     rng = np.random.default_rng(1)
     T = LENGTHS.max() + C
     q, k, v = (rng.standard_normal((B, T, heads, K)).astype(np.float32) for heads in (H, G, G))
     every = np.broadcast_to(np.arange(T), (B, T))
-    # The slots in an order of their own: what is seen follows from positions, not from where things lie.
+    # Slots in a given order: visibility depends on positions, not on slots.
     order = np.arange(capacity) if order is None else order
     at = np.where(order < LENGTHS[:, None], order, -1).astype(np.int32)
     heads = H if rotated and kind in ("split", "noise") else G
@@ -70,8 +70,8 @@ def both(kind, window=None, block=6, rotated=True, garbage=0.0, order=None, capa
     past_key = np.full((B, capacity, heads, K), garbage, np.float32)
     past_value = np.full((B, capacity, G, K), garbage, np.float32)
     for b in range(B):
-        held = at[b] >= 0
-        past_key[b, held], past_value[b, held] = keys[b, at[b, held]], v[b, at[b, held]]
+        filled = at[b] >= 0
+        past_key[b, filled], past_value[b, filled] = keys[b, at[b, filled]], v[b, at[b, filled]]
     used = np.int32(max(np.flatnonzero((at >= 0).any(0)), default=-1) + 1)
     new = (LENGTHS[:, None] + np.arange(C)).astype(np.int32)
     take = lambda x: np.take_along_axis(x, new[:, :, None, None], 1)  # noqa: E731
@@ -100,21 +100,21 @@ KINDS = ["none", "shared", "grouped", "split", "slopes", "scale", "noise", "diag
 @pytest.mark.parametrize(
     ("kind", "window"), [(kind, 6) for kind in KINDS] + [("shared", None), ("shared", 1), ("slopes", None)]
 )
-def test_it_is_attention_over_the_whole_text(kind, window):
-    ours, full = both(kind, window)
-    np.testing.assert_allclose(ours, full, atol=2e-5)
+def test_it_equals_attention_over_the_whole_sequence(kind, window):
+    found, full = both(kind, window)
+    np.testing.assert_allclose(found, full, atol=2e-5)
     assert np.abs(full).max() > 0.3
 
 
 @pytest.mark.parametrize("kind", ["shared", "grouped", "split", "noise"])
-def test_keys_that_are_rotated_when_they_are_read(kind):
-    ours, full = both(kind, window=9, rotated=False)
-    np.testing.assert_allclose(ours, full, atol=2e-5)
+def test_unrotated_keys(kind):
+    found, full = both(kind, window=9, rotated=False)
+    np.testing.assert_allclose(found, full, atol=2e-5)
 
 
 @pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -1e30])
-def test_what_lies_in_empty_slots_changes_nothing(garbage, rotated):
+def test_the_content_of_empty_slots_changes_nothing(garbage, rotated):
     clean, _ = both("shared", rotated=rotated)
     np.testing.assert_array_equal(both("shared", garbage=garbage, rotated=rotated)[0], clean)
 
@@ -122,12 +122,12 @@ def test_what_lies_in_empty_slots_changes_nothing(garbage, rotated):
 @settings(max_examples=10, deadline=None)
 @given(st.permutations(range(SLOTS)), st.sampled_from([1, 7, 64]))
 def test_neither_the_order_of_slots_nor_the_block_matters(order, block):
-    ours, full = both("shared", window=11, block=block, order=np.asarray(order), garbage=np.nan)
-    np.testing.assert_allclose(ours, full, atol=2e-5)
+    found, full = both("shared", window=11, block=block, order=np.asarray(order), garbage=np.nan)
+    np.testing.assert_allclose(found, full, atol=2e-5)
 
 
-def test_blocks_beyond_what_is_used_are_not_computed():
-    """A key that is marked as held beyond `used` is not read: the loop ends before it."""
+def test_blocks_beyond_used_are_not_computed():
+    """A key that is marked as filled beyond `used` is not read: the loop ends before it."""
     shape = (1, 1, 1, 32, K)
     past = CacheView(jnp.ones(shape), jnp.ones(shape), 0, jnp.arange(32)[None], jnp.int32(8), None)
     one = jnp.zeros((1, 1, 1, K))

@@ -1,4 +1,4 @@
-"""The caches of many layers lie in one array: each kernel reads its layer where it lies, and no other."""
+"""Kernels read one layer of a KV cache of several layers in one array."""
 
 import functools
 

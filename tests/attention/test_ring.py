@@ -108,7 +108,7 @@ def test_the_ring_is_one_device_in_value_and_gradient(name, parts):
     ids=str,
 )
 def test_the_ring_beside_other_axes(shape):
-    """Rows over data and fsdp, heads over tensor: with 4 devices for 2 key heads, each query head brings its key."""
+    """Rows over data and fsdp, heads over tensor: with 4 devices for 2 key heads, keys are repeated per query head."""
     mesh = make_mesh(MeshConfig(**shape))
     q, k, v = qkv()
     case = dict(slopes=True, window=30, segments=SEGMENTS)
@@ -116,7 +116,7 @@ def test_the_ring_beside_other_axes(shape):
         np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
-def test_a_kernel_goes_round_as_well():
+def test_a_kernel_in_the_ring():
     """The TPU kernel computes the partial results of the ring, interpreted."""
     mesh = make_mesh(MeshConfig(data=1, context=4), jax.devices()[:4])
     q, k, v = (x.transpose(0, 2, 1, 3) for x in qkv(K=32))
@@ -145,14 +145,14 @@ def test_a_kernel_goes_round_as_well():
     np.testing.assert_allclose(np.asarray(found)[:, :, np.argsort(order)], whole.transpose(0, 2, 1, 3), atol=1e-5)
 
 
-def test_every_device_has_as_much_to_do():
+def test_every_device_has_equal_work():
     """Visible pairs of tokens on each device, over all steps of the ring."""
     for parts in (2, 4, 8):
         of_devices = balanced_order(T, parts).reshape(parts, -1)
         pairs = [(tokens[:, None] >= np.arange(T)).sum() for tokens in of_devices]
         assert len(set(pairs)) == 1, pairs
         contiguous = [(tokens[:, None] >= np.arange(T)).sum() for tokens in np.arange(T).reshape(parts, -1)]
-        assert max(contiguous) / min(contiguous) > parts  # what the order is for
+        assert max(contiguous) / min(contiguous) > parts  # the reason for the order
 
 
 def test_a_length_that_does_not_divide_is_refused():

@@ -28,7 +28,7 @@ KERNELS = {"pallas_tpu": tpu_key_block, "pallas_gpu": gpu_key_block}
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Our kernels as if they ran on a CPU."""
+    """Registers the kernels, interpreted, for the CPU."""
     for name, kernel in KERNELS.items():
         kernel = functools.partial(kernel, interpret=True)
         one = IMPLEMENTATIONS[name]
@@ -68,13 +68,13 @@ def test_inside_as_outside(name, seeds):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", KERNELS)
 def test_keys_are_not_repeated(name):
-    """No array of H key heads goes into the kernel."""
+    """No array of H key heads is an input of the kernel."""
     q, k, v, row = request_of()
     compute = functools.partial(attention, backward=False, implementation=name)
     text = str(jax.make_jaxpr(compute)(q, k, v, row))
     call = next(line for line in text.splitlines() if "pallas_call" in line)
     assert call
-    assert f"f32[2,{T},{G},2,{K}]" not in text  # what jnp.repeat of the keys goes through
+    assert f"f32[2,{T},{G},2,{K}]" not in text  # an intermediate of jnp.repeat of the keys
     repeated = str(jax.make_jaxpr(functools.partial(attention, implementation="chunked"))(q, k, v, row))
     assert f"f32[2,{T},{G},2,{K}]" in repeated
 
@@ -82,7 +82,7 @@ def test_keys_are_not_repeated(name):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_on_a_mesh_each_device_has_its_heads(tensor):
-    """Over 4 devices for 2 key heads, each query head brings its key, its rotation and its seed."""
+    """With 4 devices for 2 key heads, keys, rotations and seeds are sharded per query head."""
     q, k, v, row = request_of([0, 7, 0, 9])
     mesh = make_mesh(MeshConfig(data=2, tensor=tensor), jax.devices()[: 2 * tensor])
 
@@ -104,14 +104,14 @@ def test_noise_without_a_rotation_of_each_head_is_refused(kernel):
         kernel(q, k, v, inputs, interpret=True)
 
 
-def test_the_noise_is_standard_normal_and_of_nothing_but_its_place():
+def test_the_noise_is_standard_normal_and_independent():
     seeds, positions = jnp.asarray([5, 6], jnp.uint32), jnp.arange(4000)
     drawn = np.asarray(gaussian(seeds[:, None, None], KEYS, positions[:, None], jnp.arange(64)))
     assert drawn.mean() == pytest.approx(0, abs=0.01) and drawn.std() == pytest.approx(1, abs=0.01)
     assert (drawn**3).mean() == pytest.approx(0, abs=0.03) and (drawn**4).mean() == pytest.approx(3, abs=0.1)
     flat = drawn.reshape(2, -1)
     for lagged in (flat[0, :-1] * flat[0, 1:], flat[0, :-64] * flat[0, 64:], flat[0] * flat[1]):
-        assert lagged.mean() == pytest.approx(0, abs=0.01)  # channels, tokens and heads know nothing of each other
+        assert lagged.mean() == pytest.approx(0, abs=0.01)  # channels, tokens and heads are independent
     other = np.asarray(gaussian(seeds[:, None, None], 0, positions[:, None], jnp.arange(64)))
     assert (drawn * other).mean() == pytest.approx(0, abs=0.01)
 

@@ -1,4 +1,4 @@
-"""Statistics of attention against all [T, T] weights in float64, and against what is known without computing."""
+"""Statistics of attention against all [T, T] weights in float64, and against known values."""
 
 import functools
 
@@ -31,7 +31,7 @@ def queries_and_keys(T: int, seed: int = 0, heads: int = H, kv_heads: int = G, s
 
 
 def measure(*arguments, **options) -> Statistics:
-    """On the host, where what is asked of them compiles nothing."""
+    """The statistics on the host."""
     return jax.device_get(attention_statistics(*arguments, **options))
 
 
@@ -45,8 +45,8 @@ def full_weights(
     at = np.broadcast_to(np.arange(T) if positions is None else positions, (B, T))
     k = np.repeat(k, heads // k.shape[2], axis=2)
     if inv_freq is not None:
-        turn = np.exp(1j * at[:, :, None, None] * inv_freq) * gain
-        q, k = ((x[..., : K // 2] + 1j * x[..., K // 2 :]) * turn for x in (q, k))
+        rotation = np.exp(1j * at[:, :, None, None] * inv_freq) * gain
+        q, k = ((x[..., : K // 2] + 1j * x[..., K // 2 :]) * rotation for x in (q, k))
     logits = np.einsum("bthk,bshk->bhts", q, np.conj(k)).real * beta / K**0.5
     if slope is not None:
         logits = logits - slope[:, None, None] * (at[:, None, :, None] - at[:, None, None, :])
@@ -90,7 +90,7 @@ def assert_equal(found: Statistics, wanted: Statistics, tolerance: float = 1e-5)
 
 
 def rotations(inv_freq: np.ndarray, positions: np.ndarray, gain: float = 1.0) -> LayerEncoding:
-    """A row of the schedule with as many rows of rotations as `inv_freq` [rows, R] has."""
+    """A layer encoding with the rows of rotations of `inv_freq` [rows, R]."""
     angle = np.asarray(positions)[:, :, None, None] * inv_freq
     return LayerEncoding(*(jnp.asarray(np.float32(f(angle) * gain)) for f in (np.cos, np.sin)))
 
@@ -101,7 +101,7 @@ def spread(rows) -> np.ndarray:
 
 
 T = 21  # no multiple of the block, 8
-# Segments meet within blocks and at their edges, and 1 comes back.
+# Segments end within blocks and at their edges, and segment 1 occurs twice.
 PACKED = np.array([[1] * 7 + [2] * 5 + [3] * 9, [1] * 2 + [2] * 14 + [1] * 5])
 RESTARTED = np.array([[*range(7), *range(5), *range(9)], [*range(2), *range(14), *range(5)]])
 RANGES = ((0, 1), (3, 17), (8, 16), (20, 21), (0, 21))
@@ -128,8 +128,8 @@ CASES = {
 }
 
 
-def told(case: dict, length: int = T) -> tuple[dict, LayerEncoding, dict]:
-    """A case as `full_weights` takes it, and as a row and the other arguments of `attention_statistics`."""
+def arguments_of(case: dict, length: int = T) -> tuple[dict, LayerEncoding, dict]:
+    """The arguments of `full_weights`, and the encoding and other arguments of `attention_statistics`."""
     case = dict(case)
     rows, positions = case.pop("rows", None), case.get("positions", np.arange(length)[None])
     row = LayerEncoding()
@@ -143,8 +143,8 @@ def told(case: dict, length: int = T) -> tuple[dict, LayerEncoding, dict]:
 
 
 @pytest.mark.parametrize("case", CASES.items(), ids=lambda case: case[0])
-def test_is_what_all_weights_in_float64_say(case):
-    case, row, other = told(case[1])
+def test_equals_all_weights_in_float64(case):
+    case, row, other = arguments_of(case[1])
     q, k = queries_and_keys(T)
     weights, logits = full_weights(q, k, **case)
     found = measure(q, k, row, ranges=RANGES, block=8, **other)
@@ -152,8 +152,8 @@ def test_is_what_all_weights_in_float64_say(case):
 
 
 @pytest.mark.parametrize("case", ["groups that rotate differently", "everything"])
-def test_rows_are_what_all_weights_in_float64_say(case):
-    case, row, other = told(CASES[case])
+def test_rows_equal_all_weights_in_float64(case):
+    case, row, other = arguments_of(CASES[case])
     q, k = queries_and_keys(T)
     asked = [20, 0, 13]
     found = attention_rows(q, k, row, rows=asked, **other)
@@ -162,7 +162,7 @@ def test_rows_are_what_all_weights_in_float64_say(case):
 
 @pytest.mark.parametrize("length", [1, 2, 127, 129])
 def test_any_length_is_cut_into_blocks(length):
-    case, row, other = told(dict(rows=[1, 0, 0.5, 2], beta=1.5), length)
+    case, row, other = arguments_of(dict(rows=[1, 0, 0.5, 2], beta=1.5), length)
     q, k = queries_and_keys(length, seed=length)
     ranges = ((0, length), (length // 2, length // 2 + 1))
     found = measure(q, k, row, ranges=ranges, block=64, **other)
@@ -170,7 +170,7 @@ def test_any_length_is_cut_into_blocks(length):
 
 
 def test_some_queries_are_as_they_are_among_all():
-    case, row, other = told(CASES["everything"])
+    case, row, other = arguments_of(CASES["everything"])
     q, k = queries_and_keys(T)
     asked = [20, 3, 3, 0, 12, 7, 8, 9, 19]  # in any order, more than a block
     some = measure(q, k, row, ranges=RANGES, queries=asked, block=4, **other)
@@ -180,7 +180,7 @@ def test_some_queries_are_as_they_are_among_all():
 
 def test_statistics_are_of_what_attention_does():
     """Values that are the keys' indices make attention's own output a mean distance; one-hot ones, a weight."""
-    case, row, other = told(CASES["everything"])
+    case, row, other = arguments_of(CASES["everything"])
     q, k = queries_and_keys(T)
     index = np.arange(T, dtype=np.float32)
     v = np.stack([index, index >= 20, (index >= 3) & (index < 17), *[0 * index] * (K - 3)], -1)
@@ -195,8 +195,8 @@ def test_statistics_are_of_what_attention_does():
 
 
 def test_bfloat16_is_read_as_attention_reads_it():
-    """Logits are of rounded queries and keys; sums are float32 all the same."""
-    case, row, other = told(dict(rows=[1, 0]))
+    """Queries and keys are rounded; sums are float32."""
+    case, row, other = arguments_of(dict(rows=[1, 0]))
     q, k = (x.astype(jnp.bfloat16) for x in queries_and_keys(T))
     found = measure(q, k, row, ranges=RANGES, block=8, **other)
     assert_equal(found, expected(*full_weights(q, k, **case), RANGES), tolerance=0.06)
@@ -205,16 +205,16 @@ def test_bfloat16_is_read_as_attention_reads_it():
 
 def test_heads_of_noise_are_measured_as_noise():
     q, k = queries_and_keys(T, kv_heads=H)
-    case, row, other = told(dict(rows=[1, 0, 0.5, 2]))
+    case, row, other = arguments_of(dict(rows=[1, 0, 0.5, 2]))
     seeds = jnp.asarray([0, 5, 0, 0], jnp.uint32)
     found = measure(q, k, row._replace(noise=seeds), block=8, **other)
-    turned = []
+    rotated = []
     for x in (np.asarray(q), np.asarray(k)):
         cos, sin, a, b = np.asarray(row.cos), np.asarray(row.sin), x[..., : K // 2], x[..., K // 2 :]
-        turned.append(np.concatenate([a * cos - b * sin, b * cos + a * sin], -1))
+        rotated.append(np.concatenate([a * cos - b * sin, b * cos + a * sin], -1))
     noisy = [
         replace_heads_by_noise(jnp.asarray(x), seeds, None, which)
-        for x, which in zip(turned, (QUERIES, KEYS), strict=True)
+        for x, which in zip(rotated, (QUERIES, KEYS), strict=True)
     ]
     assert_equal(found, expected(*full_weights(*noisy)))
     plain = expected(*full_weights(q, k, **case))
@@ -238,7 +238,7 @@ def test_a_head_without_preferences_attends_to_all_it_sees_alike():
     np.testing.assert_allclose(found.in_ranges[0, 0, 0], np.minimum(t + 1, 10) / (t + 1), rtol=2e-6)
 
 
-def test_large_logits_neither_overflow_nor_lose_anything():
+def test_large_logits_do_not_overflow_or_lose_precision():
     """Adding the same to all logits changes only logsumexp, by the same; exp(300) overflows in float32."""
     q, k = queries_and_keys(T)
     ones = np.ones((B, T, H, 1), np.float32)
@@ -254,7 +254,7 @@ def test_large_logits_neither_overflow_nor_lose_anything():
     np.testing.assert_allclose(lifted.in_ranges.sum(0), np.ones((B, H, T)), atol=1e-6)
 
 
-def test_packed_texts_are_measured_as_they_are_alone():
+def test_packed_documents_equal_single_ones():
     q, k = queries_and_keys(20)
     segments = jnp.asarray([[4] * 10 + [1] * 10] * B)
     packed = measure(q, k, LayerEncoding(), segments=segments, block=8)
@@ -288,7 +288,7 @@ def test_memory_is_linear_in_the_length():
         memory = jax.jit(f).lower(*shapes, LayerEncoding(table, table)).compile().memory_analysis()
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
-    # Below 8,192, blocks of logits weigh more than what grows.
+    # Below 8,192 tokens, the constant size of blocks of logits dominates.
     one, two, four = (needed(n * 8192) for n in (1, 2, 4))
     assert four - two == pytest.approx(2 * (two - one), rel=0.05)
     # A few arrays of queries and keys; one of [H, T, T] would be 131,072 * 4 * 4 bytes per token.
@@ -306,7 +306,7 @@ def test_memory_is_linear_in_the_length():
         (dict(queries=[]), "at least one index"),
     ],
 )
-def test_what_is_outside_the_text_is_an_error(arguments, message):
+def test_an_index_outside_the_sequence_is_an_error(arguments, message):
     with pytest.raises(UserError, match=message):
         attention_statistics(*queries_and_keys(T), LayerEncoding(), **arguments)
     if "queries" in arguments:
@@ -328,7 +328,7 @@ def test_ranges_are_pairs_of_whole_numbers(ranges):
         (4, 2, LayerEncoding(noise=jnp.zeros(4, jnp.uint32)), "rotated per query head"),
     ],
 )
-def test_what_attention_refuses_is_refused(heads, kv_heads, row, message):
+def test_statistics_refuse_the_arguments_that_attention_refuses(heads, kv_heads, row, message):
     q, k = queries_and_keys(T, heads=heads, kv_heads=kv_heads)
     for f in (attention_statistics, functools.partial(attention_rows, rows=[0])):
         with pytest.raises(UserError, match=message):

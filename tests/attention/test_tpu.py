@@ -1,4 +1,4 @@
-"""Our TPU kernel, interpreted, against float64: every length, every feature alone and in pairs, garbage around."""
+"""The TPU kernel, interpreted, against float64: lengths, features alone and in pairs, NaN beyond the keys."""
 
 import dataclasses
 import functools
@@ -40,9 +40,9 @@ def test_any_head(K):
     check(Case(T=140, K=K, H=4, G=2, rotation="split"))
 
 
-# Small blocks, so that few tokens touch many of them: queries of 128, of both heads; keys of 128.
+# Small blocks, so that few tokens have many of them: queries of 128, of both heads; keys of 128.
 SMALL = Tiles(heads=2, queries=128, keys=128, few=False)
-# Two rows of a batch, of which one begins before all of its keys and one ends before the kernel does.
+# Two rows of a batch: one begins before all of its keys, and one ends before the keys do.
 BASE = Case(B=2, T=140, S=300, H=4, G=2, start=(-3, 165))
 FEATURES = {
     "used": dict(used=(61, 280)),
@@ -56,7 +56,7 @@ FEATURES = {
 }
 
 
-ALONE = [pytest.param((name,), marks=pytest.mark.slow) for name in FEATURES]  # lines have each of them, too
+ALONE = [pytest.param((name,), marks=pytest.mark.slow) for name in FEATURES]  # LINES has each of them, too
 
 
 @pytest.mark.parametrize("names", [(), *ALONE, *LINES], ids=" ".join)
@@ -69,7 +69,7 @@ def test_features_alone_and_together(names):
 
 @pytest.mark.parametrize("more", [{}, {"window": 70}], ids=str)
 def test_whole_blocks_begin_and_end_where_all_queries_see_all_keys(more):
-    """A row of the batch for each place in a block of 128 keys that queries can begin at, and that keys can end at."""
+    """One row of the batch for each first query, and one for each number of used keys, in a block of 128 keys."""
     cut = Tiles(heads=2, queries=8, keys=128, few=True)
     check(Case(B=130, T=2, S=300, start=tuple(range(120, 250)), **more), cut=cut)
     check(Case(B=130, T=2, S=300, start=(290,) * 130, used=tuple(range(125, 255)), **more), cut=cut)
@@ -85,7 +85,7 @@ def test_decoding_against_a_long_cache(T):
         check(dataclasses.replace(case, rotation=rotation, slopes=True))
 
 
-# No shrinking: an example takes a second, and says what it is.
+# No shrinking, because an example takes a second.
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(st.data())
@@ -114,12 +114,12 @@ def test_random_shapes_and_features(data):
 
 @pytest.mark.slow
 def test_a_million_tokens_from_the_first_key_angles_still_hold():
-    """A query a million tokens on, against the last keys: the kernel adds two angles, and loses nothing by it."""
+    """A query at position 2^20: the sum of two angles loses no precision."""
     case = Case(T=1, S=2**20, start=(2**20 - 1,), rotation="shared", H=1, window=64)
     check(case)
 
 
-def test_parts_merge_to_the_whole_and_nothing_stays_nothing():
+def test_parts_merge_to_the_whole_and_empty_parts_stay_empty():
     asked = request(Case(T=100, H=2, G=2, K=32), garbage=False)
     halves = []
     for start, keys in ((0, slice(0, 64)), (-64, slice(64, 100))):

@@ -1,4 +1,4 @@
-"""Our TPU kernel, compiled by the real compiler for three generations of chips, up to a million tokens."""
+"""The TPU kernel, compiled by the real compiler for three generations of chips, up to a million tokens."""
 
 import functools
 import sys
@@ -22,19 +22,19 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not libtpu_version(), reason="libtpu is for Linux alone"),
 ]
-OURS = ("whole sequence", "rotating", "decode")
+KERNEL_KINDS = ("whole sequence", "rotating", "decode")
 
 
 @pytest.mark.parametrize("chip", attention_compile.CHIPS)
-def test_every_length_and_head_compiles_and_the_page_says_what_it_takes(chip):
-    found = list(attention_compile.everything([chip], kinds=OURS))
+def test_every_length_and_head_compiles_with_the_memory_on_the_page(chip):
+    found = list(attention_compile.everything([chip], kinds=KERNEL_KINDS))
     assert len(found) == 3 * 2 * 4 and {one.length for one in found} == {2**13, 2**15, 2**17, 2**20}
     assert not [one for one in found if one.refused], found
     page = (ROOT / "docs/attention.md").read_text(encoding="utf-8")
     column = 4 + list(attention_compile.CHIPS).index(chip)
     for one in found:
-        assert 0 < one.vmem < 16 * 2**20  # the least that a chip gives a kernel unasked
-        # Nothing is copied beside what is kept: log-sum-exps, 8 numbers a token and key head where XLA lays them out.
+        assert 0 < one.vmem < 16 * 2**20  # the smallest default limit of a chip
+        # No copies: only logsumexps, which XLA lays out as 8 numbers per token and key head.
         assert one.hbm < 16 * 2**20 + 128 * one.length
         row = f"| {attention_compile.KINDS[one.kind]} | {one.head_dim} | {one.length:,} |"
         lines = [line for line in page.splitlines() if line.startswith(row)]

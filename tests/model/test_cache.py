@@ -1,4 +1,4 @@
-"""What each layer keeps: rings and capacities, what slots hold, and that padding is never written over what is seen."""
+"""The layout of KV caches, the positions of slots, and writes, which never replace visible tokens by padding."""
 
 import dataclasses
 
@@ -25,10 +25,10 @@ def structure(*described):
     return build_schedule(layers(list(described), 4), 4, 2, 8).structure
 
 
-def test_a_layer_keeps_what_its_window_and_its_heads_need():
+def test_the_slots_and_heads_of_a_layer():
     layout = plan(CONFIG, structure(Layer(Rope(), 12), SPLIT, SPLIT, Alibi()), (False, False, True, False), 256, True)
     kept = [(one.slots, one.heads, one.rotated) for one in layout.layers]
-    # A layer that follows the length keeps keys as projected, of as few heads as there are.
+    # A layer that follows the length caches unrotated keys of G heads.
     assert kept == [(12, 2, True), (256, 4, True), (256, 2, False), (256, 2, True)]
     assert [one.is_ring(256) for one in layout.layers] == [True, False, False, False]
     wide = plan(CONFIG, structure(Layer(Rope(), 300)), (False,) * 4, 256, True)
@@ -45,7 +45,7 @@ def test_the_cache_is_grouped_as_the_layers_are():
     unrolled = plan(CONFIG, pattern, (False,) * 4, 256, False)
     cache = jax.eval_shape(lambda: allocate(CONFIG, unrolled, 3))
     assert [slots.key.shape[0] for run in cache for slots in run] == [1] * 4
-    # A layer that follows the length is another program than one that does not.
+    # A layer that follows the length needs another program than one that does not.
     assert len(plan(CONFIG, pattern, (False, False, True, False), 256, True).runs) > 1
     stacked = {"w": np.arange(8).reshape(4, 2)}
     grouped = arrange(stacked, scanned.runs)
@@ -57,7 +57,7 @@ def kept(slots: int) -> CachedLayer:
     return CachedLayer(LayerStructure(), slots, 2, True)
 
 
-def test_what_slots_hold():
+def test_slot_positions():
     assert slot_positions(kept(4), 4, np.asarray([0, 3])).tolist() == [[-1] * 4, [0, 1, 2, -1]]
     ring = slot_positions(kept(4), 8, np.asarray([0, 3, 4, 10]))
     assert (np.asarray(ring)[0] < 0).all() and ring[1].tolist()[:3] == [0, 1, 2] and ring[1][3] < 0
@@ -79,7 +79,7 @@ def put(slots, size, capacity, positions, counts, real):
     st.sampled_from([1, 8, 64]),
     st.integers(1, 9),
 )
-def test_after_chunks_and_steps_slots_hold_what_they_should(lengths, size, steps):
+def test_slots_after_chunks_and_steps(lengths, size, steps):
     """Unequal rows in chunks of 16, then token by token: every slot with a position has its token, NaN never shows."""
     lengths, B = np.asarray(lengths, np.int32), len(lengths)
     empty = np.zeros((1, B, 2, size, 4), np.float32)

@@ -1,4 +1,4 @@
-"""One text, read at once, in chunks, token by token, and on several devices: the same logits.
+"""One sequence in one pass, in chunks, token by token, and on several devices: the same logits.
 
 Slow: 4,097 tokens, everything by every encoding. Fast: 261, some of it.
 """
@@ -28,7 +28,7 @@ SLOW, FAST = 4097, 261
 
 
 def layers_of(kind: str, T: int) -> list[Layer]:
-    """A model trained on an eighth of the text."""
+    """A model trained on an eighth of the sequence."""
     trained = T // 8
     rope = Rope(base=1e4)
     return {
@@ -38,13 +38,13 @@ def layers_of(kind: str, T: int) -> list[Layer]:
         "alibi": [Layer(Alibi())] * 3,
         "windowed": [Layer(rope, window=T // 13), Layer(rope, window=T // 13), Layer(NoPE())],
         "dropped with beta": [Layer(NoPE(), logit_scale=Beta(0.412, trained))] * 3,
-        # Heads of one group that turn apart, in every layer; the first has a window, too.
+        # Heads of one group that rotate differently, in every layer; the first has a window, too.
         "heads apart": [*layers(f"rope/heads=0:nope/window={T // 13}", 1), *layers("rope/heads=2:nope", 2)],
     }[kind]
 
 
 def cases(*fast: str) -> pytest.MarkDecorator:
-    """(kind, T): all kinds of the long text, slow, and the given ones of the short one."""
+    """(kind, T): all kinds for the long sequence, slow, and the given ones for the short one."""
     slow = [pytest.param(kind, SLOW, marks=pytest.mark.slow) for kind in KINDS]
     return pytest.mark.parametrize(("kind", "T"), [*slow, *((kind, FAST) for kind in fast)])
 
@@ -61,7 +61,7 @@ def config_of(T: int, **changes) -> ModelConfig:
 def setting(T: int):
     model = Model(config_of(T))
     params = model.init(jax.random.key(0))
-    # Larger than at the start of training: logits that attend to something in particular.
+    # Larger than at initialization, so that attention is peaked.
     params = jax.tree.map(lambda x: x * 3 if x.ndim > 2 else x, params)
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, T)).astype(np.int32)
     return model, params, tokens
@@ -103,7 +103,7 @@ def test_in_chunks(kind, T):
     losses = reader.losses(params, tokens, np.roll(tokens, -1, 1), schedule_of(kind, T))
     log_p = jax.nn.log_softmax(plain(kind, T))
     np.testing.assert_allclose(losses[0], -log_p[np.arange(T), np.roll(tokens[0], -1)], atol=1e-4)
-    assert max(reader.traces.values()) == 1  # the ninth chunk is read by the program of the first
+    assert max(reader.traces.values()) == 1  # all chunks share a program
 
 
 RING = [pytest.param(kind, SLOW, n, marks=pytest.mark.slow) for kind in KINDS for n in (2, 4, 8)]
@@ -142,7 +142,7 @@ def cached_logits(decoder: Decoder, kind: str, T: int, prompt: int, mesh=None) -
         return found
 
     programs._logits = recorded
-    # What is chosen does not matter: the text's own tokens are fed.
+    # The chosen tokens are replaced by those of the sequence.
     request = Request(max_new_tokens=T - prompt + 1)
     text = tokens[0]
     weights = decoder.prepare(params)
@@ -160,14 +160,14 @@ def cached_logits(decoder: Decoder, kind: str, T: int, prompt: int, mesh=None) -
 
 @cases()  # fast ones are in test_generation.py
 def test_token_by_token(kind, T):
-    """A prompt of 4,089 tokens, read in chunks, and eight steps."""
+    """A prompt of 4,089 tokens, prefilled in chunks, and eight steps."""
     found = cached_logits(Decoder(config_of(T)), kind, T, T - 8)
     np.testing.assert_allclose(found, plain(kind, T)[T - 9 :], atol=1e-4)
 
 
 @cases("heads apart")
 def test_token_by_token_by_the_kernel(kind, T):
-    """The same, with our TPU kernel reading the cache; interpreted."""
+    """With the interpreted TPU kernel, which attends to the cache."""
     decoder = Decoder(config_of(T), kernel=functools.partial(tpu_key_block, interpret=True))
     found = cached_logits(decoder, kind, T, T - 3)
     np.testing.assert_allclose(found, plain(kind, T)[T - 4 :], atol=1e-4)

@@ -1,4 +1,4 @@
-"""What the compiled program holds, and how often there is one: read from the HLO, never from a clock."""
+"""The contents and the number of compiled programs, from the HLO, not from timing."""
 
 import collections
 import dataclasses
@@ -43,7 +43,7 @@ def trigonometry_of_arrays(hlo: str) -> list[str]:
 def test_the_train_step_of_a_model_without_positions_takes_no_sine_and_no_cosine():
     nope = lowered_train_step(TINY, "nope").compile().as_text()
     assert trigonometry_of_arrays(nope) == []
-    # One rotary layer of four is enough to see them, so this can fail; and the learning rate's is seen too.
+    # With one rotary layer of four, they are found, so that this test can fail; that of the learning rate is found too.
     assert trigonometry_of_arrays(lowered_train_step(TINY, ("rope", "nope", "nope", "nope")).compile().as_text())
     assert re.search(r"f32\[\]\S* cosine\(", nope)
 
@@ -104,7 +104,7 @@ def test_encodings_share_one_compilation_of_the_evaluation_forward():
     for i, name in enumerate(names):
         for other in names[:i]:
             assert np.abs(logits[name] - logits[other]).max() > 1e-4, f"{name} and {other} read the same"
-    # The general program says what each encoding's own program says.
+    # The general program computes the same result as each encoding's own program.
     for name in ("yarn", "nope", "mixed"):
         own = forward(params, tokens, schedule_of(TINY, described[name]))
         np.testing.assert_allclose(logits[name], own, atol=1e-5)
@@ -120,7 +120,7 @@ def test_alibi_joins_where_slopes_are_asked_for():
 
 
 def large_arrays(hlo: str, dtype: str, sizes: tuple[int, ...]) -> collections.Counter:
-    """Arrays of these numbers of elements that the program holds: what happens inside a fusion is never in memory."""
+    """Arrays of these numbers of elements in the program's memory, without those inside fusions."""
     found, inside = collections.Counter(), False
     for line in hlo.splitlines():
         if header := re.match(r"(?:ENTRY )?%?(\S+) .*\{$", line):

@@ -1,4 +1,4 @@
-"""The decoder against a float64 numpy decoder, and against itself told differently."""
+"""The decoder against a numpy decoder in float64, and against equivalent calls of itself."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ def schedule_of(model: Model, description):
 
 
 def random_params(model: Model, seed: int = 0):
-    """Wider than an initialization, so that attention is peaked and every norm and bias is felt."""
+    """Wider than an initialization, so that attention is peaked and every norm and bias matters."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
@@ -109,7 +109,7 @@ def numpy_decoder(config: ModelConfig, params, tokens, positions, segments, desc
     return np.stack(out)
 
 
-# Every layer another. Heads 1 and 2 of layer 1 are masked below, so that rotations differ within groups.
+# All layers differ. Heads 1 and 2 of layer 1 are masked below, so that rotations differ within groups.
 MIXED = (
     Layer(Rope(100.0, scaling=Yarn(4.0, 16)), logit_scale=1.2),
     Layer(Rope(50.0)),
@@ -179,7 +179,7 @@ def test_packed_documents_are_separate_documents(description):
     segments, positions = packed_batch(T)
     at, within = jnp.asarray(positions), jnp.asarray(segments)
     packed = np.asarray(logits_of(model, params, tokens, at, within, schedule))
-    # One document a row, padded behind, where causality hides the padding: one shape, one compilation.
+    # One document a row, padded at the end, where causality hides the padding: one shape, one compilation.
     documents = [
         (row, *np.flatnonzero(segments[row] == s)[[0, -1]]) for row in range(2) for s in np.unique(segments[row])
     ]
@@ -247,9 +247,12 @@ def test_bfloat16_computes_near_float32_over_the_same_parameters():
     assert 0 < error.max() < 0.05 * np.abs(exact).max()
 
 
-def test_init_is_decided_by_the_key_and_sized_as_documented():
-    """Weights ~ N(0, init_std), residual branches smaller by sqrt(2 N), norms one, biases zero."""
+@pytest.mark.parametrize("scaled", [True, False])
+def test_init_is_decided_by_the_key_and_sized_as_documented(scaled):
+    """Weights ~ N(0, init_std), output projections smaller by sqrt(2 N) if scaled, norms one, biases zero."""
     config = dataclasses.replace(TINY, layers=8, attention_bias=True, qk_norm="head", tie_embeddings=False)
+    assert config.scaled_residual_init  # the default
+    config = dataclasses.replace(config, scaled_residual_init=scaled)
     model = Model(config)
     init = jax.jit(model.init)
     params = init(jax.random.key(1))
@@ -265,7 +268,7 @@ def test_init_is_decided_by_the_key_and_sized_as_documented():
         elif "bias" in name:
             assert (a == 0).all(), name
         else:
-            std = 0.02 / (4 if name.endswith(("attention.out", "mlp.down")) else 1)
+            std = 0.02 / (4 if scaled and name.endswith(("attention.out", "mlp.down")) else 1)
             assert abs(a.std() / std - 1) < 0.05 and abs(a.mean()) < std / 10, name
             if name.startswith("layers"):
                 assert len(np.unique(a.reshape(8, -1)[:, 0])) == 8, name

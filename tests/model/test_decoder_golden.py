@@ -24,7 +24,7 @@ def weights_of(file, name: str) -> dict[str, np.ndarray]:
     return {k.removeprefix(prefix): file[k].astype(np.float32) for k in file.files if k.startswith(prefix)}
 
 
-# Linear weights are [out, in] and heads merged; ours are [in, heads, head_dim], layers stacked.
+# Linear weights are [out, in] and heads merged; pe_lab's are [in, heads, head_dim], layers stacked.
 
 
 def heads_out(w, K: int):
@@ -36,7 +36,7 @@ def heads_in(w, K: int):
 
 
 def from_llama(weights: dict[str, np.ndarray], config: ModelConfig):
-    """Llama's names, which Qwen2, Qwen3 and Gemma share, in our tree."""
+    """Llama's names, which Qwen2, Qwen3 and Gemma share, in the parameter tree of pe_lab."""
     K = config.head_dim
 
     def stack(key: str, convert=lambda w: w):
@@ -70,7 +70,7 @@ def from_llama(weights: dict[str, np.ndarray], config: ModelConfig):
 
 
 def canonical_from_neox(head_dim: int, rotated: int) -> np.ndarray:
-    """The channel of a GPT-NeoX head that each channel of ours holds.
+    """The channel of a GPT-NeoX head for each channel of pe_lab.
 
     NeoX pairs channels i and i + r/2 of the first r, and lets the rest pass. We pair i and i + K/2 of the whole head,
     of which the first r/2 pairs rotate.

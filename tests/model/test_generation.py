@@ -306,7 +306,7 @@ def test_chunks_cover_a_prompt_within_its_capacity(length):
 
 @pytest.mark.slow
 def test_a_prompt_in_chunks_is_the_prompt_at_once(seen):
-    """What 600 tokens leave in the cache, read as 512 + 128 and in one pass."""
+    """The cache after 600 tokens, in chunks of 512 + 128 and in one pass."""
     schedules = schedules_of(TINY, SCHEMES["rope"])
     assert chunks(600) == [(0, 512), (512, 128)]
     assert_equals_full_passes(seen, TINY, schedules, prompts_of(TINY, 600), 3)
@@ -339,9 +339,9 @@ def test_a_traced_program_is_compiled_once(caplog):
         prompt = prompts_of(SHALLOW, 33)  # two chunks of 32
         made.generate(weights, prompt, schedules_of(SHALLOW, SCHEMES["rope"]), Request(max_new_tokens=5))
     compiled = [r.getMessage().split()[1] for r in caplog.records if r.getMessage().startswith("Compiling jit(_")]
-    assert sorted(name for name in compiled if name in ("jit(_step)", "jit(_read_chunk)", "jit(_choose)")) == [
+    assert sorted(name for name in compiled if name in ("jit(_step)", "jit(_prefill)", "jit(_choose)")) == [
         "jit(_choose)",
-        "jit(_read_chunk)",
+        "jit(_prefill)",
         "jit(_step)",
     ]
 
@@ -387,8 +387,8 @@ def test_a_text_is_read_again_only_when_its_schedule_is_another(seen):
     assert counted(SCHEMES["longrope"]) == 1  # on crossing, once
     assert counted(SCHEMES["longrope"], prompt=40) == 0
     assert counted(SCHEMES["rope"]) == 0
-    assert counted(SCHEMES["dynamic_ntk"], new=9) == 0  # texts of 24 to 32 tokens
-    # 24 new tokens are 23 steps, which read texts of 25 to 47 tokens: 15 of them are longer than 32.
+    assert counted(SCHEMES["dynamic_ntk"], new=9) == 0  # sequences of 24 to 32 tokens
+    # 24 new tokens are 23 steps, which read sequences of 25 to 47 tokens: 15 of them are longer than 32.
     assert counted(SCHEMES["dynamic_ntk"]) == 15
     assert counted(SCHEMES["dynamic_ntk"], refresh=4) == 3
     assert counted(SCHEMES["dynamic_ntk"], refresh=0) == 0
@@ -418,10 +418,10 @@ def differences(seen):
     try:
         found = {"exact": relative(1), "every 4": relative(4), "never": relative(0)}
         with pytest.MonkeyPatch.context() as patch:
-            # Keys stay as the schedule of their day turned them: what transformers caches.
-            turned = lambda config, structure, _, *rest, **how: plan(config, structure, [False] * 3, *rest, **how)  # noqa: E731
-            patch.setattr(pe_lab.model.programs, "plan", turned)
-            found["turned keys"] = relative(0)
+            # Keys are cached rotated by the schedule of their step, as in transformers.
+            rotated = lambda config, structure, _, *rest, **how: plan(config, structure, [False] * 3, *rest, **how)  # noqa: E731
+            patch.setattr(pe_lab.model.programs, "plan", rotated)
+            found["rotated keys"] = relative(0)
     finally:
         FORCED.clear()
     return found
@@ -433,7 +433,7 @@ def test_without_reading_again_unrotated_keys_are_an_approximation_and_rotated_o
         assert way[:3].max() < 1e-5  # up to 32 tokens, the cache is exact
     assert differences["exact"].max() < 1e-5
     assert 1e-4 < differences["every 4"][3:].mean() < differences["never"][3:].mean()
-    assert differences["never"][3:].mean() < differences["turned keys"][3:].mean()
+    assert differences["never"][3:].mean() < differences["rotated keys"][3:].mean()
 
 
 # --- on a mesh ------------------------------------------------------------------------------------------------
@@ -463,7 +463,7 @@ def test_on_a_mesh_tokens_are_the_same_and_the_cache_is_cut(scan, seen):
         params = made.programs.arranged(weights, layout)
         tokens, lengths = np.zeros((4, 32), np.int32), np.full(4, 32, np.int32)
         last = jnp.zeros((4, config.d_model))
-        _, after = made.programs.read_chunk(
+        _, after = made.programs.prefill(
             params, cache, last, tokens, np.int32(0), lengths, schedules.at(1), layout=layout
         )  # fmt: skip
     for leaf in jax.tree.leaves(after):

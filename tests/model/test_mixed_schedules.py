@@ -68,7 +68,7 @@ def naive_logits(p, tokens, described):
     def norm(x, scale):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
 
-    def turn(x, n, frequency, gain):
+    def rotated(x, n, frequency, gain):
         z = (x[:R] + 1j * x[R:]) * np.exp(1j * n * frequency) * gain
         return np.concatenate([z.real, z.imag])
 
@@ -81,8 +81,8 @@ def naive_logits(p, tokens, described):
             q, k, v = read @ a["query"][:, h], read @ a["key"][:, g], read @ a["value"][:, g]
             for t in range(len(tokens)):
                 seen = range(0 if window is None else max(0, t - window + 1), t + 1)
-                query = turn(q[t], t, frequency, gain)
-                logits = [beta * (query @ turn(k[s], s, frequency, gain)) / K**0.5 - slope * (t - s) for s in seen]
+                query = rotated(q[t], t, frequency, gain)
+                logits = [beta * (query @ rotated(k[s], s, frequency, gain)) / K**0.5 - slope * (t - s) for s in seen]
                 weights = np.exp(np.array(logits) - max(logits))
                 mixed[t] += weights / weights.sum() @ v[list(seen)] @ a["out"][h]
         x = x + mixed

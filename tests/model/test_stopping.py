@@ -61,7 +61,7 @@ def test_an_end_of_text_is_not_part_of_it():
 def test_characters_come_whole():
     pieces, ending = run("né €😀!".encode())
     assert [p for p in pieces if p] == ["n", "é", " ", "€", "😀", "!"] and ending.text == "né €😀!"
-    pieces, _ = run("a€".encode()[:-1])  # cut off: what there is, at the end
+    pieces, _ = run("a€".encode()[:-1])  # an incomplete character is written at the end
     assert pieces[:-1] == ["a", "", ""] and pieces[-1] == "\ufffd"
 
 

@@ -1,12 +1,51 @@
-"""FLOPs against a count of every multiplication of a small model, done one product at a time."""
+"""Runs of layers, and FLOPs against a count of every multiplication of a small model."""
 
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pe_lab.config import ModelConfig
 from pe_lab.model import Model, train_flops_per_token
+from pe_lab.model.shape import Run, runs
 from pe_lab.positional import LayerStructure
+
+stacks = st.one_of(
+    st.lists(st.sampled_from("abc"), max_size=24),
+    # Repeated patterns between other layers, which random letters rarely produce.
+    st.tuples(
+        st.lists(st.sampled_from("abc"), max_size=3),
+        st.lists(st.sampled_from("abc"), min_size=1, max_size=4),
+        st.integers(1, 6),
+        st.lists(st.sampled_from("abc"), max_size=3),
+    ).map(lambda t: t[0] + t[1] * t[2] + t[3]),
+).map(tuple)
+
+
+@given(stacks)
+def test_runs_repeated_are_the_stack(stack):
+    """Each run's first period, repeated, run after run, is the stack: no layer lost, doubled or moved."""
+    repeated = ()
+    for run in runs(stack):
+        assert run.start == len(repeated) and run.period >= 1 and run.repeats >= 1
+        repeated += stack[run.start : run.start + run.period] * run.repeats
+    assert repeated == stack
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=4), st.integers(2, 8))
+def test_a_repeated_pattern_compiles_no_more_than_its_period(pattern, repeats):
+    assert sum(run.period for run in runs(tuple(pattern * repeats))) <= len(pattern)
+
+
+def test_common_patterns():
+    assert runs("r" * 48) == [Run(0, 1, 48)]
+    assert runs(("w", "w", "w", "f") * 12) == [Run(0, 4, 12)]
+    assert runs("r" * 12 + "n" * 12) == [Run(0, 1, 12), Run(12, 1, 12)]
+    assert runs("n") == [Run(0, 1, 1)]
+    assert runs("abc") == [Run(0, 1, 1), Run(1, 1, 1), Run(2, 1, 1)]
+    assert runs("") == []
+
 
 CONFIG = ModelConfig(vocab_size=11, layers=2, d_model=12, d_ff=20, heads=4, kv_heads=2, head_dim=6)
 
@@ -50,7 +89,7 @@ def test_without_a_structure_every_layer_sees_everything():
 
 
 def test_long_sequences_cost_half_under_the_causal_count():
-    """Of attention alone: what is left when the weights' part, equal in both, is taken off."""
+    """Attention alone, without the part of the weights, which is equal in both counts."""
     T = 4096
     weights = train_flops_per_token(CONFIG, T).full - 2 * 12 * 4 * 6 * T
     flops = train_flops_per_token(CONFIG, T)
