@@ -20,6 +20,7 @@ SUITES: dict[str, Suite] = {
     for module in (perplexity, needles, beta, niah, ruler, longbench, many_shot, lm_eval)
 }
 HARNESS = lm_eval.SUITE.name
+AVERAGED = {name: suite.average_of for name, suite in SUITES.items() if suite.average_of is not None}
 MEASURED = ("perplexity", "needles", "beta")  # measured on token sequences; the others ask prompts
 
 
