@@ -156,7 +156,7 @@ def test_somebody_elses_checkpoint_is_measured_on_text_that_is_given(tmp_path, c
         (["--methods=yarm"], "Did you mean 'yarn'?"),
         (["--lengths=3q"], "'3q' is no length"),
         (["--lengths=1x,1g"], "'1g' is no length"),
-        (["--lengths=5000x"], "too few for a text of 80,000"),
+        (["--lengths=5000x"], "too few for a sequence of 80,000"),
         (["--tokens=0"], "--tokens is 0"),
         (["--windows=-1"], "--windows is -1"),
         (["--stride=17"], "--stride=17 is more than the shortest length, 16"),

@@ -128,7 +128,7 @@ def test_answers_of_every_checkpoint_are_files_of_their_own(run, tmp_path):
     [
         ([], "--from is missing"),
         (["--suite=niah:standart", "--haystack=noise"], "Did you mean 'standard'"),
-        (["--suite=ruler:vt", "--haystack=noise"], "RULER's tasks say themselves"),
+        (["--suite=ruler:vt", "--haystack=noise"], "each of RULER's tasks has its own haystack"),
         (["--suite=ruler:qa_1", "--lengths=4k"], "--qa=DIR"),
         (["--suite=many_shot", "--problems=none.jsonl"], "none.jsonl"),
         (["--suite=niah", "--haystack=noise", "--methods=yarm"], "Did you mean 'yarn'"),

@@ -3,6 +3,7 @@ line."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from pe_lab.analysis.run_files import Row
@@ -80,6 +81,31 @@ GLOSSARY = {
     "luck of a "
     "training run: that would take several seeds.",
 }
+
+# Said where the page has them.
+TASK_TERMS = {
+    "depth": "Where in the text a needle stands: 0% is its beginning, 100% its end, next to the question.",
+    "needle in a haystack": "A sentence with a fact, put into a long text that has nothing to do with it. The model is "
+    "asked for the fact at the end, and answers in words of its own.",
+    "fraction found, all found": "The share of the asked values that the answer contains, and the share of prompts "
+    "whose answer contains every one. They differ only where several are asked for.",
+    "RULER": "A suite of 13 tasks made for long context at any length (Hsieh et al., 2024): eight kinds of needles, "
+    "variable tracing, two of word counts, two of questions about documents.",
+    "LongBench": "A suite of 21 tasks on real texts of thousands of words, in English and Chinese (Bai et al., 2023). "
+    "Each task has its own metric.",
+}
+
+
+def task_terms(suites: Collection[str], depths: bool) -> dict[str, str]:
+    """The words that a page with these suites needs beside `GLOSSARY`; `depths`: it has heat maps."""
+    wanted = {
+        "depth": depths,
+        "needle in a haystack": bool({"niah", "ruler"} & set(suites)),
+        "fraction found, all found": bool({"niah", "ruler"} & set(suites)),
+        "RULER": "ruler" in suites,
+        "LongBench": "longbench" in suites,
+    }
+    return {term: TASK_TERMS[term] for term, is_there in wanted.items() if is_there}
 
 
 def kind(row: Row) -> str:

@@ -6,46 +6,16 @@ import importlib
 from typing import Any
 
 _NAMES = {
-    "generation.prompted": ("Prompted",),
-    "lm_eval.suite": (
-        "check_harness",
-        "run_harness",
-    ),
-    "measure": ("Evaluation",),
-    "methods": (
-        "METHODS",
-        "label",
-        "methods_of",
-        "model_name",
-        "parse_methods",
-        "read_with",
-    ),
-    "plan": (
-        "SUITES",
-        "Plan",
-        "Subject",
-        "Unit",
-        "parse_length",
-        "parse_lengths",
-    ),
-    "progress": (
-        "answer_with_progress",
-        "documents_with_progress",
-        "measure_with_progress",
-    ),
-    "readers": (
-        "Reader",
-        "all_readers",
-        "load_all",
-        "read_as",
-    ),
-    "targets": (
-        "Place",
-        "locate",
-        "locate_all",
-    ),
+    "generation.prompted": "Prompted",
+    "lm_eval.suite": "check_harness run_harness",
+    "measure": "Evaluation",
+    "methods": "METHODS label methods_of model_name parse_methods read_with",
+    "plan": "SUITES Plan Subject Unit parse_length parse_lengths",
+    "progress": "answer_with_progress documents_with_progress measure_with_progress",
+    "readers": "Reader all_readers load_all read_as",
+    "targets": "Place locate locate_all",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

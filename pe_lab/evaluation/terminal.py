@@ -12,7 +12,6 @@ from pe_lab.results.records import Record
 
 # None found to all found, light to dark as on the report's pages; a terminal without colours has the numbers.
 COLOURS = ("#eef2ef", "#c3e5d6", "#96d3bb", "#55b594", "#1f8f6c", "#0f6f53", "#004f39")
-AVERAGED = ("ruler", "longbench", "lm_eval")
 ALL_FOUND = ", all found"
 FIT = {"beta": 3, "c": 3, "nll_before": 4, "nll_after": 4}  # what is told of a fitted scale, and its decimals
 LOG_WIDTH = 120  # of what is laid side by side where there is no terminal
@@ -182,7 +181,7 @@ def task_table(suite: str, rows: Sequence[Record], shown: Mapping[Any, str], nam
     }
     # "All found" is another number of a task that is there already.
     averaged = means([g for name, g in tasks.items() if ALL_FOUND not in name and all(map(is_share, g))], methods)
-    if suite in AVERAGED and averaged:
+    if suite in suites.AVERAGED and averaged:
         columns |= averaged
     if len(tasks) >= len(methods):
         table = new_table("", (shown[method] for method in methods))

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from pe_lab.analysis.run_files import Run
 from pe_lab.analysis.scores import build_tables
-from pe_lab.analysis.variants import DEFINITIONS, GLOSSARY, STYLES, Style, kind
+from pe_lab.analysis.variants import DEFINITIONS, GLOSSARY, STYLES, Style, kind, task_terms
 from pe_lab.analysis.verdict import judge
-from pe_lab.evaluation.tasks.suites import terms as suite_terms
 from pe_lab.page import result_tables, run_charts, run_facts
 from pe_lab.page.charts import Series, line_chart
 from pe_lab.page.heat_maps import heat_maps, palette_css
@@ -237,7 +236,7 @@ def how_to_read(worked: Sequence[Results]) -> Markup:
         methods += run_facts.pair(label, "Not one of the methods this report has words for; see its evaluation file.")
     depths = any(heat_maps(table) for results in worked for table in results.all_tables)
     suites = {suite for results in worked for suite in results.task_tables}
-    words_of = GLOSSARY | suite_terms(suites, depths)
+    words_of = GLOSSARY | task_terms(suites, depths)
     terms = [part for name, words in words_of.items() for part in run_facts.pair(name, words)]
     return section(
         2,

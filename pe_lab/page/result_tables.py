@@ -10,9 +10,23 @@ from pe_lab.analysis.run_files import Row, as_dict, number
 from pe_lab.analysis.scores import Cell, Column, Table, is_prompted, label_of
 from pe_lab.analysis.variants import STYLES, Style, is_dropped, kind
 from pe_lab.analysis.verdict import Duel
-from pe_lab.evaluation.tasks.suites import title as suite_title
 from pe_lab.page.markup import Markup, element, text
 from pe_lab.results.formatting import percent, short_number
+
+TITLES = {
+    "needles": "Needle accuracy",
+    "perplexity": "Perplexity",
+    "niah": "Needle in a haystack",
+    "ruler": "RULER",
+    "longbench": "LongBench",
+    "many_shot": "Many-shot learning",
+    "lm_eval": "lm-evaluation-harness",
+}
+
+
+def suite_title(suite: str) -> str:
+    """A suite's name for people."""
+    return TITLES.get(suite, suite.replace("_", " ").capitalize())
 
 
 def table_title(table: Table, several: bool) -> Markup:

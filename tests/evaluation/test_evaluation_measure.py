@@ -220,7 +220,7 @@ def test_what_is_impossible_is_refused_and_what_is_not_asked_for_left_out(data, 
         evaluation(data, tmp_path, dropped, suites=("beta",), lengths=(16,))
     with pytest.raises(UserError, match="leave --methods out"):
         evaluation(data, tmp_path, dropped, suites=("beta", "needles"), methods=("as trained",))
-    with pytest.raises(UserError, match=r"held-out tokens, too few for a text of 50,000"):
+    with pytest.raises(UserError, match=r"held-out tokens, too few for a sequence of 50,000"):
         evaluation(data, tmp_path, rope, lengths=(16, 50_000))
     with pytest.raises(UserError, match="too short for needles"):
         evaluation(data, tmp_path, rope, lengths=(4,))

@@ -79,13 +79,12 @@ def test_the_table_of_suites_is_read_without_jax():
 
 def test_titles_and_terms_are_those_of_the_suites():
     assert title("ruler") == "RULER" and title("someone_elses") == "Someone elses"
-    assert list(terms(["longbench", "ruler"], depths=True)) == [
-        "depth",
+    assert list(terms(["longbench", "ruler"])) == [
         "needle in a haystack",
         "fraction found, all found",
         "RULER",
         "LongBench",
     ]
-    assert terms(["perplexity", "unknown"], depths=False) == {}
+    assert terms(["perplexity", "unknown"]) == {}
     for name, suite in SUITES.items():
         assert suite.name == name and suite.protocol >= 1 and all(suite.terms.values())

@@ -199,6 +199,7 @@ SUITE = Suite(
     name="many_shot",
     title="Many-shot learning",
     protocol=2,
+    about="A task explained by examples alone, as many as the length holds.",
     samples=SAMPLES,
     flags={
         "--problems": {"metavar": "FILE", "help": "JSON lines with problem, solution, answer (many_shot)"},

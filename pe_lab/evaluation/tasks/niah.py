@@ -296,8 +296,10 @@ def open_niah(names: Sequence[str], arguments: argparse.Namespace, limits: Seque
 SUITE = Suite(
     name="niah",
     title="Needle in a haystack",
+    about="Facts are hidden in a haystack of text, and the model is asked for them. The figure is the share of the "
+    "values asked for that its answer contains; “all” is the share of prompts whose every value was found.",
     terms={
-        "needle in a haystack": "A sentence with a fact, put into filler that has nothing to do with it. The model is "
+        "needle in a haystack": "A sentence with a fact, put into text that has nothing to do with it. The model is "
         "asked for the fact at the end, and answers in words of its own.",
         "fraction found, all found": "The share of the asked values that the answer contains, and the share of prompts "
         "whose answer contains every one. They differ only where several are asked for.",

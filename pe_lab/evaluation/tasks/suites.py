@@ -9,33 +9,18 @@ import argparse
 from collections.abc import Collection, Mapping, Sequence
 
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.evaluation.tasks import beta, many_shot, needles, niah, perplexity
+from pe_lab.evaluation.tasks import beta, lm_eval, many_shot, needles, niah, perplexity
 from pe_lab.evaluation.tasks.longbench import suite as longbench
 from pe_lab.evaluation.tasks.ruler import suite as ruler
 from pe_lab.evaluation.tasks.task import Suite, Task
 
 SEED = 42  # of prompts; RULER's
-HARNESS = "lm_eval"
-DEPTH = "Where in the text a needle stands: 0% is its beginning, 100% its end, next to the question."
-
-
-_HARNESS_FLAGS = {
-    "--lm-eval-tasks": {"metavar": "DIR", "help": "where lm_eval finds more tasks (YAML)"},
-    "--num-fewshot": {"type": int, "help": "examples in lm_eval's prompts (default: the task's)"},
-}
 SUITES: dict[str, Suite] = {
-    suite.name: suite
-    for suite in (
-        perplexity.SUITE,
-        needles.SUITE,
-        beta.SUITE,
-        niah.SUITE,
-        ruler.SUITE,
-        longbench.SUITE,
-        many_shot.SUITE,
-        Suite(HARNESS, "lm-evaluation-harness", flags=_HARNESS_FLAGS),
-    )
+    module.SUITE.name: module.SUITE
+    for module in (perplexity, needles, beta, niah, ruler, longbench, many_shot, lm_eval)
 }
+HARNESS = lm_eval.SUITE.name
+AVERAGED = {name: suite.average_of for name, suite in SUITES.items() if suite.average_of is not None}
 MEASURED = ("perplexity", "needles", "beta")  # measured on token sequences; the others ask prompts
 
 
@@ -63,12 +48,9 @@ def title(suite: str) -> str:
     return SUITES[suite].title if suite in SUITES else suite.replace("_", " ").capitalize()
 
 
-def terms(suites: Collection[str], depths: bool) -> dict[str, str]:
-    """The glossary entries of suites; `depths`: with the entry of heat maps of needles by depth."""
-    found = {"depth": DEPTH} if depths else {}
-    for suite in SUITES.values():
-        found |= suite.terms if suite.name in suites else {}
-    return found
+def terms(suites: Collection[str]) -> dict[str, str]:
+    """The glossary entries of suites, each once."""
+    return {t: meaning for s in SUITES.values() if s.name in suites for t, meaning in s.terms.items()}
 
 
 def parse_suites(text: str) -> dict[str, tuple[str, ...]]:

@@ -27,7 +27,9 @@ class Suite:
       name: as in `--suite=name`.
       title: its name in tables and reports.
       protocol: counted up when its prompts or scores change; what an older protocol measured is measured again.
+      about: a sentence or two for reports.
       terms: entries of a report's glossary.
+      average_of: how many tasks the mean over tasks is of (0: of any number); None: tasks are not averaged.
       samples: how many samples a task has by default, by its name; a task without an entry has all of its file.
       flags: the suite's own flags of the command line, each with its arguments of `add_argument`.
       open: (names, arguments, limits) -> tasks, for a suite of prompts. The names of tasks are as in
@@ -39,7 +41,9 @@ class Suite:
     name: str
     title: str
     protocol: int = 1
+    about: str = ""
     terms: Mapping[str, str] = field(default_factory=dict)
+    average_of: int | None = None
     samples: Mapping[str, int] = field(default_factory=dict)
     flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     open: Callable[[Sequence[str], argparse.Namespace, Sequence[int | None]], list[Any]] | None = None

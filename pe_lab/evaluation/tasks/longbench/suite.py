@@ -252,10 +252,13 @@ SUITE = Suite(
     name="longbench",
     title="LongBench",
     protocol=2,
+    about="Questions, summaries and code about real documents, each as long as it is. Those that were too long for the "
+    "model lost their middle; pointing at a figure tells how many.",
     terms={
         "LongBench": "A suite of 21 tasks on real texts of thousands of words, in English and Chinese (Bai et al., "
         "2023). Each task has its own metric.",
     },
+    average_of=len(TASKS),
     flags={"--longbench": {"metavar": "DIR", "help": "LongBench's files, TASK.jsonl each"}},
     open=_open,
 )

@@ -85,11 +85,14 @@ SUITE = Suite(
     name="ruler",
     title="RULER",
     protocol=2,
+    about="Tasks made for long context: needles of many kinds, variables to trace, words to count, questions about "
+    "documents, among others.",
     terms=niah.SUITE.terms
     | {
         "RULER": "A suite of 13 tasks made for long context at any length (Hsieh et al., 2024): eight kinds of "
         "needles, variable tracing, two of word counts, two of questions about documents.",
     },
+    average_of=len(TASKS),
     samples=dict.fromkeys(TASKS, 500),  # RULER's
     flags={
         "--qa": {"metavar": "DIR", "help": "SQuAD's and HotpotQA's files, for ruler's qa tasks"},
