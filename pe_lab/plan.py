@@ -97,13 +97,8 @@ def _plan_training(
         if args.no_compile:
             raise NoCompiler("--no-compile")
         for phase in phases:
-            name = phase.plan.name
-            compiled[name] = _compile(
-                plan,
-                f"the step that trains '{name}'",
-                lambda phase=phase: compile_phase(plan, phase),
-                step_advice(plan),
-            )
+            name, compile = phase.plan.name, partial(compile_phase, plan, phase)
+            compiled[name] = _compile(plan, f"the step that trains '{name}'", compile, step_advice(plan))
         if others := [phase.plan.name for phase in plan.phases if phase not in phases]:
             names = ", ".join(others)
             print(f"Not compiled: {names}, estimated above; --phase={others[0]} or --phase=all compiles it.")

@@ -129,9 +129,6 @@ class Rescale:
         return encoding
 
 
-LayersEdit = Drop | Rescale
-
-
 def drop(layers: Sequence[int] | None = None) -> Drop:
     """For a phase's `positional`: the layers of the phase before without their encoding; None is all layers."""
     return Drop(None if layers is None else tuple(layers))
