@@ -32,7 +32,7 @@ from train_step import find_peer_python
 
 import pe_lab
 from pe_lab.errors import UserError
-from pe_lab.evaluation.generation.backend import Model
+from pe_lab.evaluation.generation.backend import ModelBackend
 from pe_lab.evaluation.generation.prompted import batches
 from pe_lab.evaluation.plan import parse_lengths
 from pe_lab.evaluation.tasks.haystacks import open_haystack
@@ -48,7 +48,7 @@ class Ours:
     """The model that `pe_lab.evaluate` asks."""
 
     def __init__(self, lm: pe_lab.LanguageModel, length: int):
-        self.name, self._answer, self._lm = "pe_lab", Model(lm), lm
+        self.name, self._answer, self._lm = "pe_lab", ModelBackend(lm), lm
         self.rows = self._answer.rows(length)
 
     def run(self, samples: Sequence[Sample]) -> tuple[float, list[str]]:

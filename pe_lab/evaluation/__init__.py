@@ -1,41 +1,48 @@
-"""What models do with texts longer than their training: perplexity, needles, RULER, LongBench, and others' harness."""
+"""Evaluation of models on sequences longer than their training: perplexity, needles, RULER, LongBench, lm_eval."""
 
 from pe_lab.evaluation.generation.prompted import Prompted
 from pe_lab.evaluation.lm_eval.suite import check_harness, run_harness
 from pe_lab.evaluation.measure import Evaluation
-from pe_lab.evaluation.methods import METHODS, label, methods_of, model_name, parse_methods, read_with
-from pe_lab.evaluation.plan import SUITES, Plan, Subject, Unit, parse_length, parse_lengths
-from pe_lab.evaluation.progress import answer_with_progress, documents_with_progress, measure_with_progress
-from pe_lab.evaluation.readers import Reader, all_readers, load_all, read_as
-from pe_lab.evaluation.targets import Place, locate, locate_all
+from pe_lab.evaluation.plan import SUITES, Plan, Unit, parse_length, parse_lengths
+from pe_lab.evaluation.progress import run_documents, run_evaluation, run_prompted
+from pe_lab.evaluation.targets import Target, load_subjects, locate, locate_all, parse_steps
 from pe_lab.evaluation.tasks import suites
+from pe_lab.evaluation.variants import (
+    Subject,
+    Variant,
+    all_variants,
+    describe,
+    layers_under,
+    methods_of,
+    model_name,
+    parse_methods,
+)
 
 __all__ = [
-    "METHODS",
     "SUITES",
     "Evaluation",
-    "Place",
     "Plan",
     "Prompted",
-    "Reader",
     "Subject",
+    "Target",
     "Unit",
-    "all_readers",
-    "answer_with_progress",
+    "Variant",
+    "all_variants",
     "check_harness",
-    "documents_with_progress",
-    "label",
-    "load_all",
+    "describe",
+    "layers_under",
+    "load_subjects",
     "locate",
     "locate_all",
-    "measure_with_progress",
     "methods_of",
     "model_name",
     "parse_length",
     "parse_lengths",
     "parse_methods",
-    "read_as",
-    "read_with",
+    "parse_steps",
+    "run_documents",
+    "run_evaluation",
     "run_harness",
+    "run_prompted",
     "suites",
 ]

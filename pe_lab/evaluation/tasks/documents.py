@@ -16,10 +16,9 @@ from jaxtyping import Int32
 
 from pe_lab.data.sources import Source
 from pe_lab.errors import UserError
-from pe_lab.evaluation import methods
-from pe_lab.evaluation.readers import Reader
 from pe_lab.evaluation.scoring.likelihood import Likelihoods
 from pe_lab.evaluation.tasks import perplexity
+from pe_lab.evaluation.variants import Variant, summary
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
 from pe_lab.training.machine import versions
@@ -29,7 +28,7 @@ TOGETHER = 32  # documents measured before their lines are written
 
 
 def measure_documents(
-    readers: Sequence[Reader],
+    readers: Sequence[Variant],
     source: Source,
     lengths: Sequence[int],
     directory: Path,
@@ -65,7 +64,7 @@ def measure_documents(
 
 
 def _lines(
-    reader: Reader,
+    reader: Variant,
     length: int,
     source: Source,
     settings: str,
@@ -109,8 +108,8 @@ def _lines(
                     "run": reader.subject.run,
                     "checkpoint": reader.subject.path,
                     "label": reader.label,
-                    "positional": methods.summary(reader.layers_at(length)),
-                    "lineage": reader.lineage,
+                    "positional": summary(reader.layers_at(length)),
+                    "lineage": reader.subject.lineage,
                     "protocol": PROTOCOL,
                     "seconds": seconds,
                 }
@@ -135,7 +134,7 @@ def _losses(measure: Likelihoods, ids: dict[int, Int32[np.ndarray, " _"]], lengt
     return totals
 
 
-def _summary(reader: Reader, length: int, name: str, settings: str, lines: Sequence[SampleRecord]) -> Record:
+def _summary(reader: Variant, length: int, name: str, settings: str, lines: Sequence[SampleRecord]) -> Record:
     """The mean loss of all tokens, its standard error over documents, and the documents' own perplexities."""
     subject = reader.subject
     scored = np.asarray([line["scored"] for line in lines], np.float64)
@@ -150,6 +149,7 @@ def _summary(reader: Reader, length: int, name: str, settings: str, lines: Seque
         "checkpoint": subject.path,
         "checkpoint_id": subject.id,
         "step": subject.checkpoint.step,
+        "tokens_trained": subject.tokens_trained,
         "model": subject.model,
         "method": reader.method,
         "label": reader.label,
