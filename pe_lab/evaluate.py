@@ -192,23 +192,25 @@ class Session:
     out: Path
 
     def run(self) -> list[Record]:
-        """The records of all suites. With `--steps` one checkpoint at a time is loaded."""
-        from pe_lab import evaluation as ev
-
-        paths, forwards = self.target.paths, {}
+        """The records of all suites. With `--steps` checkpoints are loaded and measured one after another."""
+        forwards: dict[Any, Any] = {}
         if self.arguments.steps is None:
-            return self.evaluate(ev.load_subjects(self.target, paths), forwards)
-        records: list[Record] = []
-        for path in paths:
-            subjects = ev.load_subjects(self.target, [path])
-            session = self.suitable(subjects[0])
-            if session is None:
-                console().print(f"{subjects[0].path} left out: nothing that is asked for is possible for it.")
-            else:
-                records += session.evaluate(subjects, forwards)
+            return self.evaluate(self.target.paths, forwards)
+        records = [record for path in self.target.paths for record in self.evaluate([path], forwards)]
         if not records:
             raise ConfigError("--steps: none of the checkpoints can be measured with these --suite and --methods.")
         return records
+
+    def evaluate(self, paths: Sequence[str], forwards: dict[Any, Any]) -> list[Record]:
+        """The records of some of the checkpoints; `forwards` are compiled forward passes that calls share."""
+        from pe_lab import evaluation as ev
+
+        subjects = ev.load_subjects(self.target, paths)
+        session = self if self.arguments.steps is None else self.suitable(subjects[0])
+        if session is None:
+            console().print(f"{subjects[0].path} left out: nothing that is asked for is possible for it.")
+            return []
+        return session.measure_all(subjects, forwards)
 
     def suitable(self, subject: Subject) -> Session | None:
         """The session without the suites and methods that are impossible for one checkpoint; None: nothing is left."""
@@ -219,12 +221,8 @@ class Session:
             return None
         return dataclasses.replace(self, suites=suites, methods=methods)
 
-    def evaluate(self, subjects: Sequence[Subject], forwards: dict[Any, Any]) -> list[Record]:
-        """The records of some of the checkpoints.
-
-        Args:
-          forwards: compiled forward passes, shared with other calls.
-        """
+    def measure_all(self, subjects: Sequence[Subject], forwards: dict[Any, Any]) -> list[Record]:
+        """The records of loaded checkpoints."""
         from pe_lab import evaluation as ev
 
         arguments, last = self.arguments, subjects[-1]

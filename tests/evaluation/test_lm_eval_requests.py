@@ -190,9 +190,9 @@ def test_a_beginning_that_is_asked_for_is_put_there_once():
 
 def test_messages_become_a_text():
     model = adapter(language_model(with_beginning(TEMPLATE)), max_length=300)
-    user, said = {"role": "user", "content": "hi"}, {"role": "assistant", "content": " yes, "}
+    user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": " yes, "}
     assert model.apply_chat_template([user]) == "[user]hi[end][assistant]"
-    assert model.apply_chat_template([user, said], add_generation_prompt=False) == "[user]hi[end][assistant]yes,"
+    assert model.apply_chat_template([user, answer], add_generation_prompt=False) == "[user]hi[end][assistant]yes,"
     assert model.apply_chat_template([{"role": "system", "content": "be"}, user]) == "[user]hi[end][assistant]"
     assert model.chat_template(True) == "[user]...[end][assistant]" and model.chat_template(False) is None
     with pytest.raises(UserError, match="which has no name"):

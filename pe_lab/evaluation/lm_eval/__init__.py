@@ -2,7 +2,7 @@
 
     python -m pe_lab.evaluation.lm_eval --model_args pretrained=runs/x,max_length=4096 --tasks arc_easy,hellaswag
 
-`evaluate_lm_eval` returns the harness's scores; `python -m pe_lab.evaluate --suite=lm_eval:TASKS` writes records.
+`python -m pe_lab.evaluate --suite=lm_eval:TASKS` writes result records instead.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 
 from pe_lab.errors import ConfigError, DataError, UserError
 from pe_lab.evaluation.lm_eval.adapter import adapter
-from pe_lab.evaluation.lm_eval.records import evaluate_lm_eval
 from pe_lab.evaluation.lm_eval.task_lists import by_hand
 from pe_lab.terminal import command
 
-__all__ = ["PeLabLM", "adapter", "evaluate_lm_eval", "main"]  # noqa: F822
+__all__ = ["PeLabLM", "adapter", "main"]  # noqa: F822
 
 
 def __getattr__(name: str) -> Any:

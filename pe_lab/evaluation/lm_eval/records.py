@@ -7,14 +7,10 @@ import importlib.metadata
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pe_lab.evaluation.lm_eval.adapter import adapter
 from pe_lab.evaluation.lm_eval.requests import Used
-from pe_lab.evaluation.lm_eval.task_lists import expand_tasks, open_tasks
-from pe_lab.language_model import LanguageModel
 from pe_lab.results.records import Record, finite
 from pe_lab.results.samples import SampleRecord
 
@@ -23,66 +19,30 @@ BOOTSTRAPS = 1000  # for the standard errors of metrics that have no formula
 MAIN = ("acc_norm", "acc", "exact_match", "word_perplexity", "perplexity")
 
 
-def evaluate_lm_eval(
-    lm: LanguageModel,
-    tasks: Sequence[str],
-    include_path: str | Path | None = None,
-    limit: float | None = None,
-    num_fewshot: int | None = None,
-    seed: int | None = None,
-    apply_chat_template: bool = False,
-    measured: Callable[[list[Record]], None] = lambda records: None,
-    **settings: Any,
-) -> list[Record]:
-    """Measures a model on tasks of the harness, one after another; all are opened before the first is measured.
-
-    Args:
-      tasks: of the harness or of `include_path`, and names of `TASK_LISTS`.
-      include_path: a folder with YAML files of tasks.
-      limit: documents of each task, or below 1 a share of them; None: all.
-      num_fewshot: examples before each question; None: the task's own number.
-      seed: of few-shot examples and draws; None: the harness's own.
-      apply_chat_template: whether questions are put as a user's messages.
-      measured: is called with the records of each task.
-      settings: of `PeLabLM`: batch_size, max_length, max_gen_toks ...
-
-    Returns:
-      A record a task and metric: its `score` and `stderr` (None where it has none), `samples`, the task's `version`,
-      `num_fewshot`, `higher_is_better`, the release of the `harness`, `max_length`, the number of contexts of the task
-      that were `truncated` to it, and the `tokens` and `seconds` that it took. A metric after a filter is called
-      `metric,filter`. Groups have records of their own.
-
-    Raises:
-      UserError: an unknown task, or one whose dataset cannot be opened.
-    """
-    model = adapter()(lm, **settings, **({} if seed is None else {"seed": seed}))
-    manager, opened = open_tasks(expand_tasks(tasks), include_path)
-    records: list[Record] = []
-    for loaded in opened.values():
-        found, _ = measure(model, manager, loaded, limit, num_fewshot, seed, apply_chat_template)
-        measured(found)
-        records += found
-    return records
-
-
 def measure(
     model: Any,
     manager: Any,
     loaded: Sequence[Any],
     limit: float | None = None,
     num_fewshot: int | None = None,
-    seed: int | None = None,
-    apply_chat_template: bool = False,
-    log_samples: bool = False,
+    chat: bool = False,
 ) -> tuple[list[Record], Mapping[str, Sequence[Any]]]:
-    """The records of a `PeLabLM` on loaded tasks, and with `log_samples` what the harness logs of each document.
+    """Measures a `PeLabLM` on loaded tasks.
 
     Args:
       manager, loaded: as `open_tasks` returns them.
+      limit: documents of each task, or below 1 a share of them; None: all.
+      num_fewshot: examples before each question; None: the task's own number.
+      chat: whether questions are put as a user's messages.
+
+    Returns:
+      A record a task and metric: its `score` and `stderr` (None where it has none), `samples`, the task's `version`,
+      `num_fewshot`, `higher_is_better`, the release of the `harness`, `max_length`, the number of contexts of the task
+      that were `truncated` to it, and the `tokens` and `seconds` that it took. A metric after a filter is called
+      `metric,filter`. Groups have records of their own. And by task what the harness logs of each document.
     """
     from lm_eval import simple_evaluate
 
-    kinds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     journal = model.journal
     before, tokens, kept, start = model.truncated, model.tokens, journal.seconds, time.perf_counter()
     with _in_one_process():
@@ -92,11 +52,9 @@ def measure(
             task_manager=manager,
             limit=limit,
             num_fewshot=num_fewshot,
-            apply_chat_template=apply_chat_template,
-            fewshot_as_multiturn=apply_chat_template,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=chat,
             bootstrap_iters=BOOTSTRAPS,
-            log_samples=log_samples,
-            **({} if seed is None else dict.fromkeys(kinds, seed)),
         )
     seconds = time.perf_counter() - start + journal.seconds - kept  # with those of answers by an earlier process
     more = {
@@ -105,7 +63,7 @@ def measure(
         "tokens": model.tokens - tokens,
         "seconds": seconds,
     }
-    return _records(results, more), results.get("samples") or {}
+    return _records(results, more), results["samples"]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Readers of the values of `--model_args`; a bad value is a `ConfigError` that names its setting."""
+"""Parses the values of `--model_args`; a bad value is a `ConfigError` that names its setting."""
 
 from __future__ import annotations
 

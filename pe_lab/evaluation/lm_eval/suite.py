@@ -145,20 +145,13 @@ class Measurement:
 
     def run(self, model: Any, opened: Opened, samples: SampleFile, report: Callable[[str], None]) -> list[Record]:
         """Measures it, and writes the sample records; its records."""
-        shared, loaded = self.shared, opened.tasks[self.name]
+        shared = self.shared
         fields = {"reading": self.reading, "suite": "lm_eval", "task": "", "length": None, "seed": None}
         identity = {**self.mine, **fields, "index": 0}
         model.journal = Journal(self.requests, identity | {"task": self.name})
         model.used.clear()
-        measured, logged = measure(
-            model,
-            opened.manager,
-            loaded,
-            shared["limit"],
-            shared["num_fewshot"],
-            apply_chat_template=shared["chat"],
-            log_samples=True,
-        )
+        how = shared["limit"], shared["num_fewshot"], shared["chat"]
+        measured, logged = measure(model, opened.manager, opened.tasks[self.name], *how)
         more = self.variant.sample_record(self.length) | {"protocol": f"lm_eval-{shared['harness']}"}
         documents = sample_records(logged, model.used, identity, more)
         samples.forget([key(record) for record in documents])
