@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         help="of as-trained, cropped, pi, ntk, yarn, beta, paper-beta (default: all that make sense; for prompted "
         "suites as-trained), dropped",
     )
-    add("--steps", help="checkpoints of a run: all that its phases keep, or 8000,14000 (default: each phase's last)")
+    add("--steps", help="checkpoints of each phase: all that are kept, or of steps 8000,14000 (default: the last)")
     add(
         "--positional",
         action="append",
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for target in targets:
         out = arguments.out or target.root / "evaluation"
         if len(targets) > 1:
-            tables.print_line(f"{target.display_name}:")
+            console().print(f"{target.display_name}:")
             out = arguments.out / target.display_name if arguments.out else out
         session = Session(target, arguments, suites, methods, out)
         records += [{**record, "run": target.display_name} for record in session.run()]

@@ -3,20 +3,11 @@
 from pe_lab.evaluation.generation.prompted import Prompted
 from pe_lab.evaluation.lm_eval.suite import check_harness, run_harness
 from pe_lab.evaluation.measure import Evaluation
-from pe_lab.evaluation.plan import SUITES, Plan, Unit, parse_length, parse_lengths
+from pe_lab.evaluation.plan import SUITES, Plan, parse_length, parse_lengths
 from pe_lab.evaluation.progress import run_documents, run_evaluation, run_prompted
 from pe_lab.evaluation.targets import Target, load_subjects, locate, locate_all, parse_steps
 from pe_lab.evaluation.tasks import suites
-from pe_lab.evaluation.variants import (
-    Subject,
-    Variant,
-    all_variants,
-    describe,
-    layers_under,
-    methods_of,
-    model_name,
-    parse_methods,
-)
+from pe_lab.evaluation.variants import Subject, all_variants, layers_under, parse_methods
 
 __all__ = [
     "SUITES",
@@ -25,17 +16,12 @@ __all__ = [
     "Prompted",
     "Subject",
     "Target",
-    "Unit",
-    "Variant",
     "all_variants",
     "check_harness",
-    "describe",
     "layers_under",
     "load_subjects",
     "locate",
     "locate_all",
-    "methods_of",
-    "model_name",
     "parse_length",
     "parse_lengths",
     "parse_methods",

@@ -73,19 +73,16 @@ class Evaluation:
         self.skipped: list[str] = []
         self.kept: list[str] = []
         self.suites, self.methods = self._possible()
-        self._variants = {
-            subject.id: variants_of(subject, self.methods, plan.descriptions, functools.partial(self._beta, subject))
+        self.variants = [
+            variant
             for subject in self.subjects
-        }
+            for variant in variants_of(subject, self.methods, plan.descriptions, functools.partial(self._beta, subject))
+        ]
         self.units = list(self._units())
         self.forwards: Forwards = {} if forwards is None else forwards
         for variant in self.variants:
             self._forward(variant).check_attention(variant.layers, max(plan.lengths))
         self._check_lengths()
-
-    @property
-    def variants(self) -> list[Variant]:
-        return [variant for of_subject in self._variants.values() for variant in of_subject]
 
     @property
     def work(self) -> int:
@@ -288,24 +285,19 @@ class Evaluation:
         losses = self._losses(variant, layers)
         size = min(unit.length, variant.crop or unit.length)
         if self.plan.stride:
-            stride = min(self.plan.stride, size)
-            found = self._remember(
-                ("sliding", subject.id, layers, size, unit.source),
-                lambda: perplexity.summarize(
-                    *perplexity.Cropped(text, size, stride, losses)(text.longest), len(text.score)
-                ),
-            )
+            kind, length = "sliding", text.longest
+            read = perplexity.Cropped(text, size, min(self.plan.stride, size), losses)
         elif size < unit.length:
-            crops = self._remember(
-                ("crops", subject.id, unit.source),
-                lambda: perplexity.Cropped(text, size, self._stride(variant), losses),
-            )
-            found = perplexity.summarize(*crops(unit.length), len(text.score))
+            kind, length = "cropped", unit.length
+            crops = functools.partial(perplexity.Cropped, text, size, self._stride(variant), losses)
+            read = self._remember(("crops", subject.id, unit.source), crops)
         else:
-            found = self._remember(
-                ("perplexity", subject.id, layers, unit.length, unit.source),
-                lambda: perplexity.summarize(*perplexity.window_losses(text, unit.length, losses), len(text.score)),
-            )
+            kind, length = "windows", unit.length
+            read = functools.partial(perplexity.window_losses, text, losses=losses)
+        found = self._remember(
+            (kind, subject.id, layers, size, length, unit.source),
+            lambda: perplexity.summarize(*read(length), len(text.score)),
+        )
         return {**found, "tiles": list(text.score_index)}
 
     def _needle_accuracy(self, unit: Unit) -> Record:
@@ -344,7 +336,7 @@ class Evaluation:
         """The scale for sequences of `length` tokens, fitted first if needed; 1 up to the training length."""
         if length <= subject.training_length:
             return 1.0
-        variant = next(variant for variant in self._variants[subject.id] if variant.method == "beta")
+        variant = next(variant for variant in self.variants if variant.subject is subject and variant.method == "beta")
         return float(self._record(Unit("beta", variant, length, -1))[0]["beta"])
 
     def _fit(self, variant: Variant, length: int) -> betas.Fit:
@@ -385,13 +377,13 @@ class Evaluation:
         for subject in self.subjects:
             # Scales that were fitted on other text do not count.
             data = [self._fingerprint(source) for source in self._text]
-            mine = [row for row in file.records if row.get("checkpoint_id") == subject.id]
-            mine = [row for row in mine if (row.get("settings") or {}).get("data") == data and row.get("beta")]
-            c = betas.common_coefficient([float(row["beta"]) for row in mine], [float(row["factor"]) for row in mine])
+            mine = [one for one in file.records if one.get("checkpoint_id") == subject.id]
+            mine = [one for one in mine if (one.get("settings") or {}).get("data") == data and one.get("beta")]
+            c = betas.common_coefficient([float(one["beta"]) for one in mine], [float(one["factor"]) for one in mine])
             if mine:
-                file.put([{**row, "c_all_lengths": c} for row in mine])
+                file.put([{**one, "c_all_lengths": c} for one in mine])
             if c is not None:
-                fitted = {int(row["length"]): float(row["beta"]) for row in mine}
+                fitted = {int(one["length"]): float(one["beta"]) for one in mine}
                 kept = write_logit_scale(subject.checkpoint, c, fitted, str(mine[0]["fitted_on"]))
                 where = f"is kept in {kept}" if kept else "is not kept: the checkpoint is external. Convert it first"
                 self.kept.append(f"{subject.path}: β = 1 {c:+.3f} ln s {where}.")

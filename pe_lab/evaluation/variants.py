@@ -74,6 +74,11 @@ class Subject:
         return methods_of(self.checkpoint.layers, self.training_length)
 
 
+def unscaled(length: int) -> float:
+    """The logit scale of methods without one."""
+    return 1.0
+
+
 @dataclass(frozen=True)
 class Variant:
     """A checkpoint under a method, or under a described encoding.
@@ -90,7 +95,7 @@ class Variant:
     method: str
     label: str
     described: tuple[Layer, ...] | None = None
-    beta_at: Callable[[int], float] = lambda length: 1.0
+    beta_at: Callable[[int], float] = unscaled
 
     @property
     def lm(self) -> LanguageModel:
@@ -188,18 +193,18 @@ def variants_of(
     Raises:
       ConfigError: no scale was fitted for `beta`, or a description that is impossible for the model.
     """
-    coefficient, found = paper_coefficient(subject.lineage), []
-    papers = functools.partial(_paper_beta_at, coefficient, subject.training_length)
+    coefficient = paper_coefficient(subject.lineage)
+
+    def paper_beta_at(length: int) -> float:
+        return paper_beta(coefficient, length / subject.training_length)
+
+    found = []
     for method in (method for method in methods if method in subject.methods):
         if method == "beta" and beta_at is None:
             raise ConfigError(f"--methods=beta: {how_to_fit(subject.checkpoint)} Or name paper-beta.")
-        scale = {"beta": {"beta_at": beta_at}, "paper beta": {"beta_at": papers}}.get(method, {})
-        found.append(Variant(subject, method, label(subject.model, method, coefficient), **scale))
-    return found + [describe(subject, text) for text in descriptions]
-
-
-def _paper_beta_at(coefficient: float, training_length: int, length: int) -> float:
-    return paper_beta(coefficient, length / training_length)
+        scale = {"beta": beta_at, "paper beta": paper_beta_at}.get(method) or unscaled
+        found.append(Variant(subject, method, label(subject.model, method, coefficient), beta_at=scale))
+    return found + [parse_description(subject, text) for text in descriptions]
 
 
 def all_variants(
@@ -241,7 +246,7 @@ def check_methods(methods: Sequence[str], subjects: Sequence[Subject]) -> None:
             )
 
 
-def describe(subject: Subject, text: str) -> Variant:
+def parse_description(subject: Subject, text: str) -> Variant:
     """The variant that `--positional=[NAME:]ENCODING` describes.
 
     ENCODING is one for all layers, or one a layer joined by `+`. The label has NAME; without it ENCODING, shortened

@@ -5,8 +5,18 @@ import pytest
 import tiny
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation import Subject, describe, layers_under, methods_of, model_name, parse_methods
-from pe_lab.evaluation.variants import LABEL_WIDTH, paper_coefficient, short_description, variants_of
+from pe_lab.evaluation.variants import (
+    LABEL_WIDTH,
+    Subject,
+    layers_under,
+    methods_of,
+    model_name,
+    paper_coefficient,
+    parse_description,
+    parse_methods,
+    short_description,
+    variants_of,
+)
 from pe_lab.positional import NTK, PI, Alibi, Beta, Layer, NoPE, Rope, Yarn, build_schedule, frequencies, layers
 from pe_lab.results.variants import label
 
@@ -106,13 +116,13 @@ def test_the_papers_scale_follows_the_lineage(lineage, coefficient):
 
 def test_labels_of_descriptions_are_short():
     subject = Subject(tiny.language_model(tiny.checkpoint()), "tiny", "pretrain/checkpoints/3")
-    assert describe(subject, "rope:base=500").label == "RoPE with rope:base=500"
-    assert describe(subject, "yarn:factor=2").layers[0].encoding.scaling == Yarn(2, tiny.LENGTH)
-    named = describe(subject, "half:rope:base=500+nope")
+    assert parse_description(subject, "rope:base=500").label == "RoPE with rope:base=500"
+    assert parse_description(subject, "yarn:factor=2").layers[0].encoding.scaling == Yarn(2, tiny.LENGTH)
+    named = parse_description(subject, "half:rope:base=500+nope")
     assert (named.label, named.method) == ("RoPE with half", "rope:base=500+nope")
-    assert named.layers == describe(subject, "rope:base=500+nope").layers
+    assert named.layers == parse_description(subject, "rope:base=500+nope").layers
     with pytest.raises(UserError, match="rpoe"):
-        describe(subject, "rpoe:base=500")
+        parse_description(subject, "rpoe:base=500")
 
     def short(items):
         return short_description(

@@ -149,9 +149,9 @@ def _document(entries: Sequence[Mapping[str, Any]], used: Used) -> SampleRecord:
     main = scores[min(scores, key=rank)] if scores else None
     outputs = {entry["filter"]: _output(entry["filtered_resps"]) for entry in entries}
     target = first["target"]
-    facts = {"document": first["doc_hash"][:16], "requests": len(first["arguments"])}
+    metadata = {"document": first["doc_hash"][:16], "requests": len(first["arguments"])}
     if used.tokens < used.tokens_before_truncation:
-        facts |= {"truncated": True, "tokens_before_truncation": used.tokens_before_truncation}
+        metadata |= {"truncated": True, "tokens_before_truncation": used.tokens_before_truncation}
     record = {
         "prompt": first["prompt_hash"][:16],
         "tokens": used.tokens,
@@ -160,7 +160,7 @@ def _document(entries: Sequence[Mapping[str, Any]], used: Used) -> SampleRecord:
         "output": outputs[first["filter"]],
         "score": float(main) if isinstance(main, int | float) else None,
         "scores": scores,
-        "facts": facts,
+        "facts": metadata,
         "seconds": used.seconds,
     }
     return record | ({"outputs": outputs} if len(outputs) > 1 else {})
