@@ -49,7 +49,7 @@ class Ours:
 
     def __init__(self, lm: pe_lab.LanguageModel, length: int):
         self.name, self._answer, self._lm = "pe_lab", ModelBackend(lm), lm
-        self.rows = self._answer.rows(length)
+        self.rows = self._answer.batch_size(length)
 
     def run(self, samples: Sequence[Sample]) -> tuple[float, list[str]]:
         """Seconds without compiling, and the answers."""

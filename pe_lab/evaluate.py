@@ -183,26 +183,31 @@ def text_source(given: str, subject: Subject) -> DataConfig:
 
 @dataclasses.dataclass
 class Session:
-    """One target of the command line: its checkpoints, measured with the suites and methods that are asked for."""
+    """One target of the command line: its checkpoints, measured with the suites and methods that are asked for.
+
+    Attributes:
+      out: the directory of the results.
+      forwards: compiled forward passes, which checkpoints of one shape share.
+    """
 
     target: Target
     arguments: argparse.Namespace
     suites: Suites | None
     methods: tuple[str, ...] | None
     out: Path
+    forwards: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def run(self) -> list[Record]:
         """The records of all suites. With `--steps` checkpoints are loaded and measured one after another."""
-        forwards: dict[Any, Any] = {}
         if self.arguments.steps is None:
-            return self.evaluate(self.target.paths, forwards)
-        records = [record for path in self.target.paths for record in self.evaluate([path], forwards)]
+            return self.evaluate(self.target.paths)
+        records = [record for path in self.target.paths for record in self.evaluate([path])]
         if not records:
             raise ConfigError("--steps: none of the checkpoints can be measured with these --suite and --methods.")
         return records
 
-    def evaluate(self, paths: Sequence[str], forwards: dict[Any, Any]) -> list[Record]:
-        """The records of some of the checkpoints; `forwards` are compiled forward passes that calls share."""
+    def evaluate(self, paths: Sequence[str]) -> list[Record]:
+        """The records of some of the checkpoints."""
         from pe_lab import evaluation as ev
 
         subjects = ev.load_subjects(self.target, paths)
@@ -210,7 +215,7 @@ class Session:
         if session is None:
             console().print(f"{subjects[0].path} left out: nothing that is asked for is possible for it.")
             return []
-        return session.measure_all(subjects, forwards)
+        return session.measure_all(subjects)
 
     def suitable(self, subject: Subject) -> Session | None:
         """The session without the suites and methods that are impossible for one checkpoint; None: nothing is left."""
@@ -221,7 +226,7 @@ class Session:
             return None
         return dataclasses.replace(self, suites=suites, methods=methods)
 
-    def measure_all(self, subjects: Sequence[Subject], forwards: dict[Any, Any]) -> list[Record]:
+    def measure_all(self, subjects: Sequence[Subject]) -> list[Record]:
         """The records of loaded checkpoints."""
         from pe_lab import evaluation as ev
 
@@ -250,7 +255,7 @@ class Session:
             if arguments.per_document:
                 records += self.measure_documents(subjects, data, lengths)
             else:
-                records += self.measure(subjects, data, settings, measured, lengths, forwards)
+                records += self.measure(subjects, data, settings, measured, lengths)
         prompted = self.open_prompted(subjects, lengths) if late else prompted
         return records + (prompted() if prompted else [])
 
@@ -261,18 +266,13 @@ class Session:
         settings: EvaluationConfig,
         suites: tuple[str, ...] | None,
         lengths: tuple[int, ...],
-        forwards: dict[Any, Any],
     ) -> list[Record]:
         """Suites that read text and need no answers: perplexity, needles, beta."""
         from pe_lab import evaluation as ev
 
         arguments, descriptions = self.arguments, tuple(self.arguments.positional)
-        given = {
-            "tokens": arguments.tokens,
-            "fit_tokens": arguments.fit_tokens,
-            "needle_windows": arguments.windows,
-            "seed": arguments.seed,
-        }
+        flags = {"tokens": "tokens", "fit_tokens": "fit_tokens", "needle_windows": "windows", "seed": "seed"}
+        given = {name: getattr(arguments, flag) for name, flag in flags.items()}
         settings = dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
         if descriptions and suites and "beta" in suites:
             raise ConfigError(
@@ -280,7 +280,9 @@ class Session:
                 "a child first (python -m pe_lab.surgery), or leave --positional out."
             )
         plan = ev.Plan(lengths, suites, self.methods, descriptions, settings, arguments.again, arguments.stride)
-        evaluation = ev.Evaluation(subjects, data, plan, self.out, attention=arguments.attention, forwards=forwards)
+        evaluation = ev.Evaluation(
+            subjects, data, plan, self.out, attention=arguments.attention, forwards=self.forwards
+        )
         return ev.run_evaluation(evaluation)
 
     def measure_documents(

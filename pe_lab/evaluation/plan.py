@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pe_lab.config import EvaluationConfig
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.variants import ON_REQUEST, Subject, Variant, check_methods
-from pe_lab.results.variants import METHODS
+from pe_lab.results.variants import VARIANTS
 
 SUITES = ("perplexity", "needles", "beta")
 
@@ -71,8 +71,8 @@ def choose(
     check_methods(plan.methods or (), subjects)
     wanted = plan.methods
     if wanted is None:
-        wanted = () if plan.descriptions else [m for m in METHODS if m not in (*ON_REQUEST, *reasons)]
-    methods = tuple(m for m in METHODS if m in wanted and any(m in s.methods for s in subjects))
+        wanted = () if plan.descriptions else [m for m in VARIANTS if m not in (*ON_REQUEST, *reasons)]
+    methods = tuple(m for m in VARIANTS if m in wanted and any(m in s.methods for s in subjects))
     if "beta" not in methods:
         if plan.suites and "beta" in plan.suites:
             raise ConfigError("--suite=beta fits the logit scale: leave --methods out, or name beta in it.")

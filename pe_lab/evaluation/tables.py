@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pe_lab.results.formatting import shortened
 from pe_lab.results.intervals import interval_of, is_share, value_of, wilson
 from pe_lab.results.records import Record
 
@@ -108,8 +109,7 @@ def names(records: Iterable[Record]) -> dict[tuple[Any, ...], str]:
         checkpoints.setdefault((run, label), set()).add(checkpoint)
     shown = {}
     for run, checkpoint, label, method in found:
-        text = str(label or "")
-        text = text if len(text) <= LABEL_WIDTH else f"{text[: LABEL_WIDTH - 1]}…"
+        text = shortened(str(label or ""), LABEL_WIDTH)
         before = f"{run}: " if len(runs[label]) > 1 else ""
         after = f" ({checkpoint})" if len(checkpoints[run, label]) > 1 else ""
         shown[run, checkpoint, label, method] = before + text + after

@@ -21,7 +21,7 @@ from pe_lab.positional import read_with as parse_layers
 from pe_lab.positional.codec import ranges
 from pe_lab.positional.encodings import ENCODINGS
 from pe_lab.positional.scalings import SCALINGS
-from pe_lab.results.variants import METHODS, PAPER_COEFFICIENT, PAPER_COEFFICIENT_EXTERNAL, label, paper_beta
+from pe_lab.results.variants import PAPER_COEFFICIENT, PAPER_COEFFICIENT_EXTERNAL, VARIANTS, label, paper_beta
 from pe_lab.results.variants import SCALINGS as SCALING_METHODS
 
 ON_REQUEST = ("dropped",)  # methods that are measured only when they are named
@@ -85,7 +85,7 @@ class Variant:
 
     Attributes:
       subject: the checkpoint.
-      method: of `METHODS`, or the description; records hold it under the key `method`.
+      method: of `VARIANTS`, or the description; records hold it under the key `method`.
       label: its name in tables.
       described: the layers of a description, the same at every length; None under a method.
       beta_at: length in tokens -> the logit scale of the methods `beta` and `paper beta`.
@@ -164,7 +164,7 @@ class Variant:
 
 def parse_methods(text: str) -> tuple[str, ...]:
     """Method names from a comma-separated list, in any capitals; `as-trained` for `as trained`."""
-    known = {option(method).lower(): method for method in METHODS}
+    known = {option(method).lower(): method for method in VARIANTS}
     chosen = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         name = item.lower().replace(" ", "-").replace("_", "-")
@@ -224,7 +224,7 @@ def all_variants(
       UnsupportedError: `attention` does not run here, or cannot read a KV cache.
     """
     check_methods(methods or (), subjects)
-    chosen = methods if methods is not None else () if descriptions else METHODS[:1]
+    chosen = methods if methods is not None else () if descriptions else VARIANTS[:1]
     found = []
     for subject in subjects:
         if attention is not None:
@@ -236,7 +236,7 @@ def all_variants(
 
 def check_methods(methods: Sequence[str], subjects: Sequence[Subject]) -> None:
     """Raises `ConfigError` for a method that is possible for none of the checkpoints."""
-    possible = [method for method in METHODS if any(method in subject.methods for subject in subjects)]
+    possible = [method for method in VARIANTS if any(method in subject.methods for subject in subjects)]
     for method in methods:
         if method not in possible:
             models = ", ".join(dict.fromkeys(subject.model for subject in subjects))

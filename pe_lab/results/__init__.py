@@ -1,6 +1,6 @@
-"""What evaluation writes and reports read: result records, sample records, intervals, names of variants."""
+"""What evaluation writes and reports read: result records, sample records, intervals."""
 
-from pe_lab.results.intervals import Z95, Mean, interval_of, is_share, mean_of, value_of, wilson
+from pe_lab.results.intervals import Z95, Mean, interval_of, mean_of, wilson
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.samples import SampleFile, SampleRecord
 
@@ -13,8 +13,6 @@ __all__ = [
     "SampleRecord",
     "finite",
     "interval_of",
-    "is_share",
     "mean_of",
-    "value_of",
     "wilson",
 ]

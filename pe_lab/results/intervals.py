@@ -1,4 +1,4 @@
-"""The main number of a result record, and its 95% interval."""
+"""95% intervals: of mean scores in 0..1, and of the main number of a result record."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pe_lab.results.records import number
 
 Z95 = 1.959964  # normal quantile of a two-sided 95% interval
 
@@ -60,45 +62,61 @@ def wilson(share: float, n: float) -> tuple[float, float]:
 
 
 def value_of(record: Mapping[str, Any]) -> float | None:
-    """The number that a record is compared by: its perplexity, accuracy or score; None if it is no number."""
-    name = {"needles": "accuracy", "perplexity": "perplexity"}.get(str(record.get("suite")), "score")
-    value = record.get(name)
-    return value if isinstance(value, int | float) else None
+    """The main number of a result record: an accuracy, a perplexity or a score; None without one."""
+    if not is_prompted(record):
+        if (accuracy := number(record, "accuracy")) is not None:
+            return accuracy
+        if (nll := number(record, "nll")) is not None:
+            return exp(nll)
+    names = ("score",) if is_prompted(record) else ("perplexity", "score", "value", "exact_match", "f1")
+    return next((value for name in names if (value := number(record, name)) is not None), None)
+
+
+def is_prompted(record: Mapping[str, Any]) -> bool:
+    """Whether a record is of a task that is asked with prompts: it names the metric of its score."""
+    return isinstance(record.get("metric"), str) and "score" in record
+
+
+def is_loss(record: Mapping[str, Any]) -> bool:
+    """Whether a record's main number is a perplexity, with the standard error of its logarithm."""
+    known = any(number(record, name) is not None for name in ("nll", "perplexity"))
+    return known and not is_prompted(record) and number(record, "accuracy") is None
 
 
 def is_share(record: Mapping[str, Any]) -> bool:
-    """Whether `value_of` a record is a share of 1, which is shown in per cent."""
-    value, suite = value_of(record), record.get("suite")
-    # These metrics of lm_eval go from 0 to 100, and may be below 1.
-    of_hundred = suite == "lm_eval" and str(record.get("metric")).startswith(("bleu", "chrf", "rouge", "ter"))
-    return (
-        suite != "perplexity"
-        and not of_hundred
-        and value is not None
-        and 0 <= value <= 1
-        and record.get("higher_is_better") is not False
-    )
+    """Whether a record's main number is a share of 1, where more is better."""
+    value = value_of(record)
+    if not is_prompted(record):
+        return number(record, "accuracy") is not None
+    # lm_eval also has metrics from 0 to 100, which may happen to be below 1.
+    of_hundred = record.get("suite") == "lm_eval" and record["metric"].startswith(("bleu", "chrf", "rouge", "ter"))
+    return value is not None and 0 <= value <= 1 and record.get("higher_is_better") is not False and not of_hundred
 
 
 def interval_of(record: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The 95% interval of `value_of` a record, in the unit of that value; None where the record tells no spread.
+    """The 95% interval of a record's main number; None if its error is not known.
 
-    It is the record's own (`low`, `high`) where it has one. Otherwise the key `stderr` decides:
-      - perplexity: `stderr` is of the loss in nats, so the ends are perplexity * exp(-+ 1.96 stderr);
-      - a share of 0 or 1 over `queries` or `samples` answers: Wilson's, because the estimated error is 0 there;
-      - other values: value -+ 1.96 stderr, for shares within 0..1.
+    The record's `low` and `high` where it has them. Else: exp(nll -+ Z95 stderr) of a perplexity; Wilson's interval of
+    `queries` or `samples` answers of a share that is 0 or 1, whose standard error is 0; Z95 standard errors to both
+    sides of any other number, inside 0..1 for a share.
     """
-    value, stderr = value_of(record), record.get("stderr")
-    if value is None:
-        return None
-    if record.get("low") is not None and record.get("high") is not None:
-        return record["low"], record["high"]
-    if record.get("suite") == "perplexity":
-        return (value * math.exp(-Z95 * stderr), value * math.exp(Z95 * stderr)) if stderr else None
-    share, asked = is_share(record), record.get("queries") or record.get("samples")
-    if share and value in (0, 1) and asked:
-        return wilson(value, int(asked))
+    value, stderr = value_of(record), number(record, "stderr")
+    low, high = number(record, "low"), number(record, "high")
+    if value is None or (low is not None and high is not None):
+        return None if value is None else (low, high)
+    if is_loss(record):
+        nll = number(record, "nll")
+        nll = math.log(value) if nll is None and value > 0 else nll
+        return None if stderr is None or nll is None else (exp(nll - Z95 * stderr), exp(nll + Z95 * stderr))
+    share, asked = is_share(record), number(record, "queries") or number(record, "samples")
+    if share and value in (0.0, 1.0) and asked:
+        return wilson(value, asked)
     if stderr is None:
         return None
     low, high = value - Z95 * stderr, value + Z95 * stderr
     return (max(low, 0.0), min(high, 1.0)) if share else (low, high)
+
+
+def exp(value: float) -> float:
+    """e^value; infinity where math.exp overflows."""
+    return math.exp(value) if value < 700 else math.inf

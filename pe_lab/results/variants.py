@@ -1,12 +1,14 @@
-"""The variants of a model that records name: their methods, their order and their labels."""
+"""The variants of a model that evaluation measures and reports know, by the key `method` of a result record."""
 
 from __future__ import annotations
 
 import math
 
-# Values of a record's key `method`, in the order of tables. Under `--positional` it is the description instead.
-METHODS = ("as trained", "cropped", "PI", "NTK", "YaRN", "beta", "paper beta", "dropped")
+# In the order of tables. The first is always possible. Under `--positional` the key has the description instead.
+VARIANTS = ("as trained", "cropped", "PI", "NTK", "YaRN", "beta", "paper beta", "dropped")
 SCALINGS = ("PI", "NTK", "YaRN")
+# Up to the training length these leave a model as it was trained.
+UNCHANGED_IN_TRAINING_LENGTH = ("cropped", *SCALINGS, "beta", "paper beta")
 # DroPE, appendix C.2: c of beta(s) = 1 + c ln s, fitted for a model trained from scratch (494M), and for SmolLM-DroPE,
 # which was dropped after an external pretraining.
 PAPER_COEFFICIENT = 0.412

@@ -44,7 +44,7 @@ class Copies:
         self.asked, self._rows, self._dies, self._wrong = [], most, dies_after, wrong
         self.on_tokens = None
 
-    def rows(self, length: int) -> int:
+    def batch_size(self, length: int) -> int:
         return self._rows
 
     def __call__(self, samples):

@@ -14,8 +14,8 @@ from pe_lab.evaluation.tasks.task import Sample
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import Statistics
 
-ROWS = {"cpu": 8}  # sequences decoded together, at most: on a CPU more of them are no faster a token
-ROWS_ELSEWHERE = 64  # per device
+BATCH = {"cpu": 8}  # sequences decoded together, at most: on a CPU more of them are no faster a token
+BATCH_ELSEWHERE = 64  # per device
 CACHE = {"cpu": 2**30}  # bytes of the KV caches of a batch
 CACHE_SHARE = 0.3  # elsewhere, of a device's memory
 
@@ -47,7 +47,7 @@ class GenerationBackend(Protocol):
 
     on_tokens: Callable[[int], None]
 
-    def rows(self, length: int) -> int:
+    def batch_size(self, length: int) -> int:
         """The largest batch of samples of `length` tokens, answers included."""
         ...
 
@@ -71,15 +71,15 @@ class ModelBackend:
     crop: int | None = None
     on_tokens: Callable[[int], None] = lambda tokens: None
 
-    def rows(self, length: int) -> int:
-        """As many rows as the memory for their KV caches allows, a power of two; see `ROWS`."""
+    def batch_size(self, length: int) -> int:
+        """As many sequences as the memory for their KV caches allows, a power of two; see `BATCH`."""
         config, backend = self.lm.config, jax.default_backend()
         devices = self.lm.devices
         capacity = max(256, 1 << (length - 1).bit_length())
-        row = 2 * config.layers * config.kv_heads * config.head_dim * capacity * jnp.dtype(config.dtype).itemsize
+        cache = 2 * config.layers * config.kv_heads * config.head_dim * capacity * jnp.dtype(config.dtype).itemsize
         memory = CACHE.get(backend) or CACHE_SHARE * _device_memory() * devices
-        most = ROWS.get(backend, ROWS_ELSEWHERE * devices)
-        fitting = int(max(1, min(most, memory // row)))
+        most = BATCH.get(backend, BATCH_ELSEWHERE * devices)
+        fitting = int(max(1, min(most, memory // cache)))
         return max(1 << (fitting.bit_length() - 1), devices)
 
     def __call__(self, samples: Sequence[Sample]) -> list[str]:

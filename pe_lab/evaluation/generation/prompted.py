@@ -158,7 +158,7 @@ class Prompted:
                 continue
             backend = self._backend(group.variant, length, self.spent)
             longest = length if group.length else max(self._sizes(group)[i] for i in indices)
-            for batch in batches(indices, backend.rows(longest)):
+            for batch in batches(indices, backend.batch_size(longest)):
                 if all(done[i] for i in batch.indices):
                     continue
                 # A batch that was begun is answered whole: in another batch, sums may be rounded otherwise.
@@ -340,9 +340,9 @@ class Batch:
     filled: list[int]
 
 
-def batches(indices: Sequence[int], rows: int) -> list[Batch]:
-    """The smallest number of batches of at most `rows`, all of one size, which is compiled once."""
-    number = -(-len(indices) // rows)
+def batches(indices: Sequence[int], most: int) -> list[Batch]:
+    """The smallest number of batches of at most `most`, all of one size, which is compiled once."""
+    number = -(-len(indices) // most)
     size = -(-len(indices) // number)
     parts = [list(indices[start : start + size]) for start in range(0, len(indices), size)]
     return [Batch(part, part + [part[-1]] * (size - len(part))) for part in parts]

@@ -45,7 +45,7 @@ def generation_batches(
     """Batches of requests that differ only in prompts and seeds: (indices, indices filled up to a power of two).
 
     The longest prompts come first. A request is alone in its batch where a layer follows the length, or where tokens
-    are drawn: a draw depends on the row of the batch.
+    are drawn: a draw depends on the place in the batch.
     """
     order = sorted(indices, key=lambda index: -len(asked[index].prompt))
     first = asked[order[0]]
@@ -54,10 +54,10 @@ def generation_batches(
     start = 0
     while start < len(order):
         longest = min(len(asked[order[start]].prompt), first.prompt_limit) + first.new_tokens
-        rows = 1 if alone else batch_size * lm.devices if batch_size else ModelBackend(lm).rows(longest)
-        some = order[start : start + rows]
+        size = 1 if alone else batch_size * lm.devices if batch_size else ModelBackend(lm).batch_size(longest)
+        some = order[start : start + size]
         # Powers of two: few programs are compiled.
-        fill = min(rows, 1 << (len(some) - 1).bit_length()) - len(some)
+        fill = min(size, 1 << (len(some) - 1).bit_length()) - len(some)
         yield some, [*some, *some[-1:] * fill]
         start += len(some)
 
