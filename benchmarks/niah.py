@@ -31,7 +31,7 @@ from train_step import find_peer_python
 
 import pe_lab
 from pe_lab.errors import ConfigError
-from pe_lab.evaluation.generation.backend import Model
+from pe_lab.evaluation.generation.backend import ModelBackend
 from pe_lab.evaluation.generation.prompted import batches
 from pe_lab.evaluation.plan import parse_lengths
 from pe_lab.evaluation.tasks.haystacks import open_haystack
@@ -48,8 +48,8 @@ class Ours:
     """pe_lab, as `pe_lab.evaluate` runs it."""
 
     def __init__(self, lm: pe_lab.LanguageModel, length: int):
-        self.name, self._answer, self._lm = "pe_lab", Model(lm), lm
-        self.rows = self._answer.rows(length)
+        self.name, self._answer, self._lm = "pe_lab", ModelBackend(lm), lm
+        self.rows = self._answer.batch_size(length)
 
     def run(self, samples: Sequence[Sample]) -> tuple[float, list[str]]:
         """Seconds without compiling, and the answers."""

@@ -1,11 +1,10 @@
-"""`python -m pe_lab.evaluate --from=runs/NAME`: what models do with long texts, by suite, length and way of reading."""
+"""`python -m pe_lab.evaluate --from=runs/NAME`: scores beyond the training length, by suite and variant."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import itertools
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -13,41 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pe_lab.config import Config, DataConfig, EvaluationConfig, SourceConfig, from_dict
-from pe_lab.errors import UserError
+from pe_lab.errors import CheckpointError, ConfigError
 from pe_lab.evaluation.tasks import suites as suite_table
-from pe_lab.terminal import command
+from pe_lab.terminal import command, console
 
 if TYPE_CHECKING:
-    from pe_lab.evaluation import Place, Prompted, Subject
-    from pe_lab.language_model import LanguageModel
+    from pe_lab.evaluation import Prompted, Subject, Target
 
 Record = dict[str, Any]
+Suites = dict[str, tuple[str, ...]]  # suite -> tasks; none: all that are meant by default
 TEXT_KINDS = ("text", "jsonl", "parquet", "tfds", "stdlib")
 
 
-def saved_config(metadata: Record, where: str) -> tuple[DataConfig | None, EvaluationConfig]:
-    """What a checkpoint's own config says of its data (None: it came from elsewhere) and of evaluation."""
-    config = metadata.get("config")
-    if not config:
-        return None, EvaluationConfig()
-    whole = {name: config[name] for name in ("data", "evaluation") if name in config}
-    read = from_dict(Config, whole, f"config of {where}")
-    return read.data, read.evaluation
-
-
-def own_text(given: str, tokenizer: str, where: str) -> DataConfig:
-    """A source of text to measure on, all of it, instead of what a checkpoint's data holds out."""
-    if not tokenizer:
-        raise UserError(f"--text: {where} came without a tokenizer, so text cannot be read.")
-    source = given if given.partition(":")[0] in TEXT_KINDS else f"text:{given}"
-    return DataConfig(sources=(SourceConfig(source=source),), tokenizer=tokenizer, validation_fraction=1.0)
-
-
 def parser() -> argparse.ArgumentParser:
-    """The command line of this verb."""
+    """The command line."""
     made = argparse.ArgumentParser(prog="python -m pe_lab.evaluate", description=__doc__)
     add = made.add_argument
-    add("--from", dest="source", metavar="RUN[,RUN...]", help="what pe_lab.load reads: runs, phases, checkpoints, ...")
+    add("--from", dest="source", metavar="RUN[,RUN...]", help="runs, phases, checkpoints, hf:DIR, gguf:FILE")
     add(
         "--suite",
         help="of perplexity, needles, beta (default: these, as far as possible), niah, ruler, longbench, many_shot, "
@@ -59,17 +40,19 @@ def parser() -> argparse.ArgumentParser:
         help="of as-trained, cropped, pi, ntk, yarn, beta, paper-beta (default: all that make sense; for prompted "
         "suites as-trained), dropped",
     )
+    add("--steps", help="checkpoints of each phase: all that are kept, or of steps 8000,14000 (default: the last)")
     add(
         "--positional",
         action="append",
         default=[],
-        metavar="ENCODING",
-        help="read the weights under another encoding, such as yarn:factor=2 (of what is there); repeatable",
+        metavar="[NAME:]ENCODING",
+        help="the weights under another encoding, such as yarn:factor=2, or one a layer, as half:rope+nope+...; tables "
+        "call it NAME, by default the encoding or layer ranges (rope 0; nope 1); repeatable",
     )
     add("--seed", type=int, help="which held-out needles (default 0), which prompts (default 42; lm_eval has its own)")
-    add("--out", type=Path, help="where the rows go (default: RUN/evaluation)")
-    add("--attention", metavar="NAME", help="how to attend: a name that python -m pe_lab.attention lists")
-    add("--again", action="store_true", help="measure again what is measured already")
+    add("--out", type=Path, help="the directory of the results (default: RUN/evaluation)")
+    add("--attention", metavar="NAME", help="an implementation of attention that python -m pe_lab.attention lists")
+    add("--again", action="store_true", help="measure existing results again")
     suite_table.add_arguments(made)
     return made
 
@@ -79,49 +62,53 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("tokens", "fit_tokens", "windows", "samples", "stride", "max_new_tokens"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
     if arguments.per_document and arguments.suite not in (None, "perplexity"):
-        raise UserError("--per-document measures perplexity alone: leave --suite out, or ask in a call of its own.")
+        raise ConfigError("--per-document measures perplexity alone: leave --suite out, or ask in a call of its own.")
     if not arguments.source and not arguments.predictions:
-        raise UserError("--from is missing: which run, checkpoint, hf:DIR or gguf:FILE is to be evaluated?")
+        raise ConfigError("--from is missing: which run, checkpoint, hf:DIR or gguf:FILE is to be evaluated?")
     return arguments
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the verb."""
+    """Entry point of the command."""
     arguments = parse_arguments(argv)
     from pe_lab import evaluation as ev
-    from pe_lab.evaluation import terminal
+    from pe_lab.evaluation import tables
     from pe_lab.parallel import hide_absent_tpu
 
     if arguments.predictions:
-        terminal.print_rows(score_files(Path(arguments.predictions)))
+        tables.print_records(score_files(Path(arguments.predictions)))
         return 0
     suites = suite_table.parse_suites(arguments.suite) if arguments.suite is not None else None
-    chosen = ev.parse_methods(arguments.methods) if arguments.methods is not None else None
+    methods = ev.parse_methods(arguments.methods) if arguments.methods is not None else None
     hide_absent_tpu()
-    places = ev.locate_all(arguments.source)
-    rows: list[Record] = []
-    for place in places:
-        if len(places) > 1:
-            terminal.say(f"{place.shown}:")
-        rows += [{**row, "run": place.shown} for row in evaluate(place, arguments, suites, chosen, len(places) > 1)]
-    terminal.print_rows(rows)
+    steps = None if arguments.steps is None else ev.parse_steps(arguments.steps)
+    targets = ev.locate_all(arguments.source, steps)
+    records: list[Record] = []
+    for target in targets:
+        out = arguments.out or target.root / "evaluation"
+        if len(targets) > 1:
+            console().print(f"{target.display_name}:")
+            out = arguments.out / target.display_name if arguments.out else out
+        session = Session(target, arguments, suites, methods, out)
+        records += [{**record, "run": target.display_name} for record in session.run()]
+    tables.print_records(records)
     if arguments.by_position:
-        terminal.print_by_position(rows)
+        tables.print_by_position(records)
     return 0
 
 
 def score_files(directory: Path) -> list[Record]:
-    """RULER's prediction files, scored by its formula, as rows of a table; what lies above the length is the run."""
+    """RULER's prediction files, scored by its formula, as records; the directories above the length are the label."""
     from pe_lab.evaluation.tasks.ruler.files import score_predictions
 
-    rows = []
+    records = []
     for found in score_predictions(directory):
         inside = Path(found["directory"]).resolve().relative_to(directory.resolve()).parts
         above = itertools.takewhile(lambda part: not part.isdecimal() and part != "pred", inside)
-        rows.append(
+        records.append(
             {
                 "suite": "ruler",
                 "source": found["task"],
@@ -135,181 +122,199 @@ def score_files(directory: Path) -> list[Record]:
                 "samples": found["samples"],
             }
         )
-    return rows
+    return records
 
 
-def write_files(prompted: Prompted, directory: Path, run: str) -> None:
-    """Answers to RULER's tasks as its prediction files, `RUN-CHECKPOINT-READER/LENGTH/pred/TASK.jsonl`, and the prompts
-    beside them."""
-    from pe_lab.evaluation import terminal
+def write_ruler_files(prompted: Prompted, directory: Path, run: str) -> None:
+    """Writes the answers to RULER's tasks as its prediction files, `RUN-CHECKPOINT-LABEL/LENGTH/pred/TASK.jsonl`, and
+    the prompts beside them."""
     from pe_lab.evaluation.tasks.ruler.files import write_predictions, write_prompts
 
-    for group, samples, lines in prompted.answered():
+    for group, samples, answered in prompted.answered():
         if group.task.suite == "ruler":
-            name = f"{run}-{group.reader.subject.path}-{group.reader.label}"
+            name = f"{run}-{group.variant.subject.path}-{group.variant.label}"
             name = re.sub(r"\W+", "-", name).strip("-")
             where = directory / name / str(group.length)
-            write_predictions(where / "pred" / f"{group.task.name}.jsonl", group.task.name, lines)
+            write_predictions(where / "pred" / f"{group.task.name}.jsonl", group.task.name, answered)
             write_prompts(where / "data" / group.task.name / "validation.jsonl", group.task.name, samples)
-    terminal.say(f"RULER's files: {directory}")
+    console().print(f"RULER's files: {directory}")
 
 
-def evaluate(
-    place: Place,
-    arguments: argparse.Namespace,
-    suites: dict[str, tuple[str, ...]] | None,
-    chosen: tuple[str, ...] | None,
-    several: bool,
-) -> list[Record]:
-    """All suites that are asked for, on what one path means."""
-    from pe_lab import evaluation as ev
-
-    out = arguments.out or place.root / "evaluation"
-    if several and arguments.out:
-        out = arguments.out / place.shown
-    models = ev.load_all(place.paths)
-    subjects = [
-        ev.Subject(lm.checkpoint, place.run, os.path.relpath(path, place.root) if Path(path).is_absolute() else path)
-        for lm, path in zip(models, place.paths, strict=True)
-    ]
-    data, settings = saved_config(subjects[-1].checkpoint.metadata, place.paths[-1])
-    if arguments.text is not None:
-        settings = EvaluationConfig()
-        data = own_text(arguments.text, subjects[-1].checkpoint.tokenizer, place.paths[-1])
-    lengths = arguments.lengths
-    if lengths is None:
-        lengths = ",".join(f"{factor}x" for factor in settings.factors)
-    asked = ev.parse_lengths(lengths, subjects[0].training_length)
-    measured = None if suites is None else tuple(suite for suite in suites if suite in ev.SUITES)
-    if data is None and (measured is None or measured):
-        raise UserError(
-            f"{place.paths[-1]} does not say what it was trained on (it came from elsewhere). Measure it on text of "
-            "yours: --text=GLOB."
-        )
-
-    def open_asked() -> Callable[[], list[Record]] | None:
-        return ask(models, subjects, arguments, suites, chosen, asked, out, place.shown) if suites else None
-
-    # What prompted suites cannot do is known before anything is measured; but a scale may have to be fitted first.
-    late = bool(measured) and "beta" in (*measured, *(chosen or ()))
-    prompted = None if late else open_asked()
-    if not arguments.out:
-        place.mark()
-    rows: list[Record] = []
-    if measured is None or measured:
-        assert data is not None
-        if arguments.per_document:
-            rows += read_documents(models, subjects, arguments, data, chosen, asked, out)
-        else:
-            rows += measure(subjects, data, settings, arguments, measured, chosen, asked, out)
-    prompted = open_asked() if late else prompted
-    return rows + (prompted() if prompted else [])
+def saved_config(subject: Subject) -> tuple[DataConfig | None, EvaluationConfig]:
+    """The data (None: an external checkpoint does not tell it) and the evaluation of a checkpoint's config."""
+    config = subject.checkpoint.metadata.get("config")
+    if not config:
+        return None, EvaluationConfig()
+    whole = {name: config[name] for name in ("data", "evaluation") if name in config}
+    read = from_dict(Config, whole, f"config of {subject.path}")
+    return read.data, read.evaluation
 
 
-def measure(
-    subjects: Sequence[Subject],
-    data: DataConfig,
-    settings: EvaluationConfig,
-    arguments: argparse.Namespace,
-    suites: tuple[str, ...] | None,
-    chosen: tuple[str, ...] | None,
-    lengths: tuple[int, ...],
-    out: Path,
-) -> list[Record]:
-    """Suites that read text and need no answers: perplexity, needles, beta."""
-    from pe_lab import evaluation as ev
-
-    given = {
-        "tokens": arguments.tokens,
-        "fit_tokens": arguments.fit_tokens,
-        "needle_windows": arguments.windows,
-        "seed": arguments.seed,
-    }
-    settings = dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
-    plan = ev.Plan(lengths, suites, chosen, settings, arguments.again, arguments.stride)
-    read = [ev.read_as(subject, text) for subject in subjects for text in arguments.positional]
-    if read and suites and "beta" in suites:
-        raise UserError(
-            "--suite=beta fits the scale of a checkpoint as it is, and --positional reads another. Make that a child "
-            "first (python -m pe_lab.surgery), or leave --positional out."
-        )
-    # Methods are ways of reading what is there; a description is read as it is.
-    parts = [(subjects, plan)] if chosen or not read else []
-    parts += [(read, dataclasses.replace(plan, methods=("as trained",)))] if read else []
-    opened = [ev.Evaluation(those, data, how, out, attention=arguments.attention) for those, how in parts]
-    return [row for evaluation in opened for row in ev.measure_with_progress(evaluation)]
+def text_source(given: str, subject: Subject) -> DataConfig:
+    """The data of `--text`: all of it is for measuring."""
+    tokenizer = subject.checkpoint.tokenizer
+    if not tokenizer:
+        raise CheckpointError(f"--text: {subject.path} came without a tokenizer, so text cannot be read.")
+    source = given if given.partition(":")[0] in TEXT_KINDS else f"text:{given}"
+    return DataConfig(sources=(SourceConfig(source=source),), tokenizer=tokenizer, validation_fraction=1.0)
 
 
-def read_documents(
-    models: Sequence[LanguageModel],
-    subjects: Sequence[Subject],
-    arguments: argparse.Namespace,
-    data: DataConfig,
-    chosen: tuple[str, ...] | None,
-    lengths: tuple[int, ...],
-    out: Path,
-) -> list[Record]:
-    """Perplexity of each document of a text by itself."""
-    from pe_lab import evaluation as ev
-    from pe_lab.data.sources import open_source
+@dataclasses.dataclass
+class Session:
+    """One target of the command line: its checkpoints, measured with the suites and methods that are asked for.
 
-    if arguments.text is None:
-        raise UserError("--per-document needs a text whose documents are read: --text=SOURCE.")
-    readers = ev.all_readers(models, subjects, chosen, arguments.positional, arguments.attention)
-    source = open_source(data.sources[0])
-    return ev.documents_with_progress(readers, source, lengths, out, arguments.samples, arguments.again)
-
-
-def ask(
-    models: Sequence[LanguageModel],
-    subjects: Sequence[Subject],
-    arguments: argparse.Namespace,
-    suites: dict[str, tuple[str, ...]],
-    chosen: tuple[str, ...] | None,
-    lengths: tuple[int, ...],
-    out: Path,
-    run: str,
-) -> Callable[[], list[Record]] | None:
-    """Opens the suites that ask for answers: needles in text, RULER, LongBench, many shots, and the harness' tasks.
-
-    Returns:
-      What asks them; None where none is wanted.
+    Attributes:
+      out: the directory of the results.
+      forwards: compiled forward passes, which checkpoints of one shape share.
     """
-    from pe_lab import evaluation as ev
 
-    if not set(suites) - set(ev.SUITES):
-        return None
-    readers = ev.all_readers(models, subjects, chosen, arguments.positional, arguments.attention)
-    prompted = None
-    limits = lengths if arguments.lengths else (None,)
-    if tasks := suite_table.open_tasks(suites, arguments, limits):
-        seed = suite_table.SEED if arguments.seed is None else arguments.seed
-        prompted = ev.Prompted(readers, tasks, lengths, arguments.samples, seed, out, arguments.again)
-    names = suites.get(suite_table.HARNESS)
-    opened = None if names is None else ev.check_harness(names, arguments.lm_eval_tasks)
+    target: Target
+    arguments: argparse.Namespace
+    suites: Suites | None
+    methods: tuple[str, ...] | None
+    out: Path
+    forwards: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def asked() -> list[Record]:
-        rows: list[Record] = []
-        if prompted is not None:
-            rows += ev.answer_with_progress(prompted)
-            if arguments.ruler_files:
-                write_files(prompted, Path(arguments.ruler_files), run)
-        if names is not None:
-            rows += ev.run_harness(
-                readers,
-                names,
-                out,
-                max_length=max(lengths) if arguments.lengths else None,
-                include=arguments.lm_eval_tasks,
-                limit=arguments.samples,
-                num_fewshot=arguments.num_fewshot,
-                chat=arguments.chat,
-                again=arguments.again,
-                opened=opened,
+    def run(self) -> list[Record]:
+        """The records of all suites. With `--steps` checkpoints are loaded and measured one after another."""
+        if self.arguments.steps is None:
+            return self.evaluate(self.target.paths)
+        records = [record for path in self.target.paths for record in self.evaluate([path])]
+        if not records:
+            raise ConfigError("--steps: none of the checkpoints can be measured with these --suite and --methods.")
+        return records
+
+    def evaluate(self, paths: Sequence[str]) -> list[Record]:
+        """The records of some of the checkpoints."""
+        from pe_lab import evaluation as ev
+
+        subjects = ev.load_subjects(self.target, paths)
+        session = self if self.arguments.steps is None else self.suitable(subjects[0])
+        if session is None:
+            console().print(f"{subjects[0].path} left out: nothing that is asked for is possible for it.")
+            return []
+        return session.measure_all(subjects)
+
+    def suitable(self, subject: Subject) -> Session | None:
+        """The session without the suites and methods that are impossible for one checkpoint; None: nothing is left."""
+        possible = subject.methods
+        suites = self.suites and {k: v for k, v in self.suites.items() if k != "beta" or "beta" in possible}
+        methods = self.methods and tuple(method for method in self.methods if method in possible)
+        if suites == {} or (methods == () and not self.arguments.positional):
+            return None
+        return dataclasses.replace(self, suites=suites, methods=methods)
+
+    def measure_all(self, subjects: Sequence[Subject]) -> list[Record]:
+        """The records of loaded checkpoints."""
+        from pe_lab import evaluation as ev
+
+        arguments, last = self.arguments, subjects[-1]
+        data, settings = saved_config(last)
+        if arguments.text is not None:
+            data, settings = text_source(arguments.text, last), EvaluationConfig()
+        text = arguments.lengths
+        if text is None:
+            text = ",".join(f"{factor}x" for factor in settings.factors)
+        lengths = ev.parse_lengths(text, subjects[0].training_length)
+        measured = None if self.suites is None else tuple(suite for suite in self.suites if suite in ev.SUITES)
+        if data is None and (measured is None or measured):
+            raise ConfigError(
+                f"{self.target.paths[-1]} does not tell its training data (it is external). Measure it on a text: "
+                "--text=GLOB."
             )
-        return rows
+        # Errors of prompted suites come before anything is measured; but a scale may have to be fitted first.
+        late = bool(measured) and "beta" in (*measured, *(self.methods or ()))
+        prompted = None if late else self.open_prompted(subjects, lengths)
+        if not arguments.out:
+            self.target.write_marker()
+        records: list[Record] = []
+        if measured is None or measured:
+            assert data is not None
+            if arguments.per_document:
+                records += self.measure_documents(subjects, data, lengths)
+            else:
+                records += self.measure(subjects, data, settings, measured, lengths)
+        prompted = self.open_prompted(subjects, lengths) if late else prompted
+        return records + (prompted() if prompted else [])
 
-    return asked
+    def measure(
+        self,
+        subjects: Sequence[Subject],
+        data: DataConfig,
+        settings: EvaluationConfig,
+        suites: tuple[str, ...] | None,
+        lengths: tuple[int, ...],
+    ) -> list[Record]:
+        """Suites that read text and need no answers: perplexity, needles, beta."""
+        from pe_lab import evaluation as ev
+
+        arguments, descriptions = self.arguments, tuple(self.arguments.positional)
+        flags = {"tokens": "tokens", "fit_tokens": "fit_tokens", "needle_windows": "windows", "seed": "seed"}
+        given = {name: getattr(arguments, flag) for name, flag in flags.items()}
+        settings = dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
+        if descriptions and suites and "beta" in suites:
+            raise ConfigError(
+                "--suite=beta fits the scale of a checkpoint's own encoding, and --positional gives another. Make that "
+                "a child first (python -m pe_lab.surgery), or leave --positional out."
+            )
+        plan = ev.Plan(lengths, suites, self.methods, descriptions, settings, arguments.again, arguments.stride)
+        evaluation = ev.Evaluation(
+            subjects, data, plan, self.out, attention=arguments.attention, forwards=self.forwards
+        )
+        return ev.run_evaluation(evaluation)
+
+    def measure_documents(
+        self, subjects: Sequence[Subject], data: DataConfig, lengths: tuple[int, ...]
+    ) -> list[Record]:
+        """The perplexity of each document of `--text`."""
+        from pe_lab import evaluation as ev
+        from pe_lab.data.sources import open_source
+
+        arguments = self.arguments
+        if arguments.text is None:
+            raise ConfigError("--per-document needs a text with documents: --text=SOURCE.")
+        variants = ev.all_variants(subjects, self.methods, arguments.positional, arguments.attention)
+        source = open_source(data.sources[0])
+        return ev.run_documents(variants, source, lengths, self.out, arguments.samples, arguments.again)
+
+    def open_prompted(self, subjects: Sequence[Subject], lengths: tuple[int, ...]) -> Callable[[], list[Record]] | None:
+        """Opens the prompted suites and the harness's tasks; the result measures them. None where none is asked for."""
+        from pe_lab import evaluation as ev
+
+        arguments, suites = self.arguments, self.suites or {}
+        if not set(suites) - set(ev.SUITES):
+            return None
+        variants = ev.all_variants(subjects, self.methods, arguments.positional, arguments.attention)
+        prompted = None
+        limits = lengths if arguments.lengths else (None,)
+        if tasks := suite_table.open_tasks(suites, arguments, limits):
+            seed = suite_table.SEED if arguments.seed is None else arguments.seed
+            prompted = ev.Prompted(variants, tasks, lengths, arguments.samples, seed, self.out, arguments.again)
+        names = suites.get(suite_table.HARNESS)
+        opened = None if names is None else ev.check_harness(names, arguments.lm_eval_tasks)
+
+        def run() -> list[Record]:
+            records: list[Record] = []
+            if prompted is not None:
+                records += ev.run_prompted(prompted)
+                if arguments.ruler_files:
+                    write_ruler_files(prompted, Path(arguments.ruler_files), self.target.display_name)
+            if names is not None:
+                records += ev.run_harness(
+                    variants,
+                    names,
+                    self.out,
+                    max_length=max(lengths) if arguments.lengths else None,
+                    include=arguments.lm_eval_tasks,
+                    limit=arguments.samples,
+                    num_fewshot=arguments.num_fewshot,
+                    chat=arguments.chat,
+                    again=arguments.again,
+                    opened=opened,
+                )
+            return records
+
+        return run
 
 
 if __name__ == "__main__":

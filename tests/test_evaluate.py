@@ -1,4 +1,4 @@
-"""The verb: what it finds, measures, prints and refuses."""
+"""The command: what it finds, measures, prints and refuses."""
 
 import json
 import os
@@ -13,17 +13,18 @@ import tiny  # noqa: E402
 
 from pe_lab.checkpoints import open_checkpoint  # noqa: E402
 from pe_lab.checkpoints.surgery import write_child  # noqa: E402
+from pe_lab.config import DataConfig, from_dict  # noqa: E402
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
 from pe_lab.evaluate import main  # noqa: E402
 from pe_lab.evaluation import locate, locate_all  # noqa: E402
-from pe_lab.positional import NoPE, layers  # noqa: E402
+from pe_lab.positional import NoPE, Rope, layers  # noqa: E402
 
 QUICK = ["--lengths=1x,2x", "--tokens=256", "--windows=8", "--fit-tokens=64"]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    root = tmp_path_factory.mktemp("verb")
+    root = tmp_path_factory.mktemp("command")
     return tiny.save_run(root / "runs" / "tiny", tiny.corpus(root / "corpus"))
 
 
@@ -58,22 +59,50 @@ def test_a_phase_or_a_step_means_that_checkpoint_of_its_run(run):
     assert locate(run).paths == (str(run / "pretrain" / "checkpoints" / "3"), str(step))
 
 
+def test_every_kept_checkpoint_is_measured(run, tmp_path, capsys):
+    run = shutil.copytree(run, tmp_path / "run", symlinks=True)
+    data = from_dict(DataConfig, open_checkpoint(run / "pretrain").metadata["config"]["data"])
+    earlier = tiny.checkpoint(Rope(), data, phase_index=0, step=1, tokens=160, id="earlier", seed=2)
+    tiny.save(earlier, run / "pretrain")
+    argv = [f"--from={run}", f"--out={tmp_path}", "--suite=perplexity", "--lengths=1x", "--tokens=64",
+            "--methods=as-trained"]  # fmt: skip
+    assert main([*argv, "--steps=all"]) == 0
+    assert "RoPE (pretrain/checkpoints/1)" in capsys.readouterr().out
+    found = rows(tmp_path, "perplexity")
+    assert [(r["phase"], r["step"], r["tokens_trained"], r["model"]) for r in found] == [
+        ("pretrain", 1, 160, "RoPE"),
+        ("pretrain", 3, 480, "RoPE"),
+        ("recalibrate", 3, 480, "DroPE"),
+    ]
+    assert len({r["nll"] for r in found}) == 3
+    paths = [str(run / "pretrain" / "checkpoints" / step) for step in "13"]
+    assert list(locate(run, steps=(1,)).paths) == paths[:1] and list(locate(run / "pretrain", steps=()).paths) == paths
+    # A method that is possible for some of the checkpoints alone leaves out the others.
+    assert main([*argv[:-1], "--methods=paper-beta", "--steps=1,3"]) == 0
+    assert "pretrain/checkpoints/1 left out" in capsys.readouterr().out
+    for steps, message in (
+        ("2", "keeps no checkpoint of step 2. It keeps pretrain: 1, 3"),
+        ("x", "write all, or steps"),
+    ):
+        assert main([*argv, f"--steps={steps}"]) == 2 and message in capsys.readouterr().err
+
+
 def test_weights_under_another_encoding_are_rows_of_their_own(run, tmp_path, capsys):
     """Beside those of the model as it is, not instead of them."""
     out = tmp_path / "out"
     argv = [f"--from={run / 'pretrain'}", "--suite=perplexity", "--lengths=1x,2x", "--tokens=64", f"--out={out}"]
     assert main([*argv, "--methods=as-trained"]) == 0
     assert main([*argv, "--positional=rope:base=500", "--positional=nope"]) == 0
-    said = capsys.readouterr().out
-    assert "RoPE, read as rope:base=500" in said and "RoPE, read as nope" in said
+    printed = capsys.readouterr().out
+    assert "RoPE with rope:base=500" in printed and "RoPE with nope" in printed
     found = rows(out, "perplexity")
     assert {(r["label"], r["method"], r["positional"]) for r in found} == {
         ("RoPE", "as trained", "rope(base=10000)"),
-        ("RoPE, read as rope:base=500", "rope:base=500", "rope(base=500)"),
-        ("RoPE, read as nope", "nope", "nope"),
+        ("RoPE with rope:base=500", "rope:base=500", "rope(base=500)"),
+        ("RoPE with nope", "nope", "nope"),
     }
     assert len({r["checkpoint_id"] for r in found}) == 1 and len({r["perplexity"] for r in found}) == 6
-    # Methods are ways of reading the model's own encoding, and a description is read as it is.
+    # Methods apply to the model's own encoding; a description applies at every length.
     assert main([*argv, "--methods=NTK", "--positional=rope:base=500"]) == 0
     assert {r["label"] for r in rows(out, "perplexity")} == {r["label"] for r in found} | {"RoPE + NTK"}
     assert main([*argv[:1], "--suite=beta", "--positional=nope"]) == 2
@@ -84,24 +113,27 @@ def test_two_runs_of_one_name_are_told_apart(run, tmp_path, capsys):
     for seed in ("seed1", "seed2"):
         shutil.copytree(run, tmp_path / seed, symlinks=True)
     both = f"{tmp_path / 'seed1' / 'pretrain'},{tmp_path / 'seed2' / 'pretrain'}"
-    assert [place.shown for place in locate_all(both)] == ["seed1", "seed2"]
-    assert [place.run for place in locate_all(both)] == ["tiny", "tiny"]
-    assert [place.shown for place in locate_all(f"{run / 'pretrain'},{run / 'recalibrate'}")] == ["tiny", "tiny"]
+    assert [target.display_name for target in locate_all(both)] == ["seed1", "seed2"]
+    assert [target.run for target in locate_all(both)] == ["tiny", "tiny"]
+    assert [target.display_name for target in locate_all(f"{run / 'pretrain'},{run / 'recalibrate'}")] == [
+        "tiny",
+        "tiny",
+    ]
     out = tmp_path / "out"
     argv = ["--suite=perplexity", "--lengths=1x", "--tokens=64", "--methods=as-trained", f"--out={out}"]
     assert main([f"--from={both}", *argv]) == 0
     assert sorted(os.listdir(out)) == ["seed1", "seed2"]
-    assert "seed1: RoPE" in (said := capsys.readouterr().out) and "seed2: RoPE" in said
+    assert "seed1: RoPE" in (printed := capsys.readouterr().out) and "seed2: RoPE" in printed
 
 
-def test_somebody_elses_models_have_directories_of_their_own(tmp_path, monkeypatch):
+def test_external_models_have_directories_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert locate("hf:meta-llama/Llama-3.1-8B").root == Path("runs/Llama-3.1-8B")
     assert locate("gguf:models/SmolLM2-1.7B.Q4.gguf").root == Path("runs/SmolLM2-1.7B.Q4")
     for at in ("out1", "out2"):
         (tmp_path / at / "checkpoint-500").mkdir(parents=True)
     first = locate("hf:out1/checkpoint-500")
-    first.mark()
+    first.write_marker()
     assert first.root == Path("runs/checkpoint-500") == locate("hf:out1/checkpoint-500").root
     assert locate("hf:out2/checkpoint-500").root == Path("runs/out2-checkpoint-500")
     (tmp_path / "runs" / "demo").mkdir()
@@ -140,10 +172,10 @@ def test_text_files_of_ones_own_are_measured_whole(run, tmp_path, capsys):
     assert "dropped and not recalibrated" in capsys.readouterr().out
 
 
-def test_somebody_elses_checkpoint_is_measured_on_text_that_is_given(tmp_path, capsys, monkeypatch):
+def test_an_external_checkpoint_is_measured_on_text_that_is_given(tmp_path, capsys, monkeypatch):
     llama = Path(__file__).parent / "data" / "hf" / "llama"
     assert main([f"--from=hf:{llama}"]) == 2
-    assert "Measure it on text of yours: --text=GLOB" in capsys.readouterr().err
+    assert "Measure it on a text: --text=GLOB" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     assert (locate(f"hf:{llama}").root, locate(f"hf:{llama}").paths) == (Path("runs/llama"), (f"hf:{llama}",))
 
@@ -181,8 +213,8 @@ def test_bad_input_is_one_message_and_status_2(run, tmp_path, capsys, arguments,
 def test_perplexity_by_position(run, tmp_path, capsys):
     argv = [f"--from={run}", f"--out={tmp_path / 'out'}", "--suite=perplexity", "--lengths=32", "--methods=as-trained"]
     assert main([*argv, "--by-position", "--attention=reference"]) == 0
-    said = " ".join(capsys.readouterr().out.split())  # a title is as wide as its table
-    assert "Perplexity by position in texts of 32 tokens" in said and "0 .. 32" in said
+    printed = " ".join(capsys.readouterr().out.split())  # a title is as wide as its table
+    assert "Perplexity by position in sequences of 32 tokens" in printed and "0 .. 32" in printed
 
 
 def test_no_checkpoint_there(run, tmp_path, capsys):

@@ -30,16 +30,16 @@ def test_two_kills_later_the_lines_are_those_of_an_undisturbed_run(tmp_path):
     run = tiny.save_run(tmp_path / "tiny", tiny.corpus(tmp_path / "corpus"))
     save_tokenizer(load_tokenizer("bytes"), run / "tokenizer")
     whole, cut = (tmp_path / name / "samples" / "niah.jsonl" for name in ("whole", "cut"))
-    said = finish(start(command(run, whole.parents[1]), tmp_path))
-    assert "were answered before" not in said and line_count(whole) == 80
+    printed = finish(start(command(run, whole.parents[1]), tmp_path))
+    assert "were answered before" not in printed and line_count(whole) == 80
     for lines in (1, 30):
         process = start(command(run, cut.parents[1]), tmp_path)
         wait_until(process, lambda lines=lines: line_count(cut) >= lines)
         kill(process)
     left = line_count(cut)
     assert 30 <= left < 80
-    said = finish(start(command(run, cut.parents[1]), tmp_path))
-    assert f"{left} of 80 samples were answered before" in said
+    printed = finish(start(command(run, cut.parents[1]), tmp_path))
+    assert f"{left} of 80 samples were answered before" in printed
     assert without_seconds(cut) == without_seconds(whole)
     # Byte for byte, once the one field is taken out that a clock has written.
     assert [json.dumps(line) for line in without_seconds(cut)] == [json.dumps(line) for line in without_seconds(whole)]

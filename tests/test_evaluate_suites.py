@@ -16,7 +16,7 @@ import tiny  # noqa: E402
 
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
 from pe_lab.evaluate import main  # noqa: E402
-from pe_lab.evaluation import readers  # noqa: E402
+from pe_lab.evaluation import targets  # noqa: E402
 from pe_lab.evaluation.tasks.longbench.table import TASKS
 from pe_lab.evaluation.tasks.ruler.suite import TASKS as RULER
 
@@ -32,21 +32,21 @@ def run(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
     """Eight virtual ones would answer every prompt eight times."""
-    monkeypatch.setattr(readers, "mesh_for", lambda path: None)
+    monkeypatch.setattr(targets, "mesh_for", lambda path: None)
 
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_needles_of_two_models_under_two_readings(run, tmp_path, capsys):
+def test_needles_of_two_models_under_two_variants(run, tmp_path, capsys):
     out = tmp_path / "out"
     argv = [f"--from={run / 'pretrain'},{run / 'recalibrate'}", "--suite=niah:standard", "--haystack=noise",
             "--lengths=640", "--samples=2", "--depths=0,100", f"--out={out}"]  # fmt: skip
     assert main([*argv, "--methods=as-trained", "--positional=rope:base=500"]) == 0
-    said = capsys.readouterr().out
-    assert "niah:standard for RoPE (pretrain/checkpoints/3), RoPE, read as rope:base=500" in said
-    assert "tokens/s" in said and "DroPE" in said and "Needle in a haystack" in said
+    printed = capsys.readouterr().out
+    assert "niah:standard for RoPE (pretrain/checkpoints/3), RoPE with rope:base=500" in printed
+    assert "tokens/s" in printed and "DroPE" in printed and "Needle in a haystack" in printed
     found = lines(out / "tiny" / "samples" / "niah.jsonl")
     assert len(found) == 8 and {line["length"] for line in found} == {640}
     assert {line["positional"] for line in found} == {"rope(base=10000)", "rope(base=500)", "nope"}
@@ -100,15 +100,15 @@ def test_rulers_own_files_are_scored_without_a_model(tmp_path, capsys):
         "".join(json.dumps({"pred": pred, "outputs": outputs}) + "\n" for pred, outputs in answers)
     )
     assert main([f"--predictions={tmp_path}"]) == 0
-    said = capsys.readouterr().out
-    assert "niah_multiquery" in said and "25.0%" in said and "4,096" in said
+    printed = capsys.readouterr().out
+    assert "niah_multiquery" in printed and "25.0%" in printed and "4,096" in printed
     for model, pred in (("a", "42 43"), ("b", "no")):
         other = tmp_path / "models" / model / "4096" / "pred"
         other.mkdir(parents=True)
         (other / "vt.jsonl").write_text(json.dumps({"pred": pred, "outputs": ["42", "43"]}) + "\n")
     assert main([f"--predictions={tmp_path / 'models'}"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^. a +.* 100\.0%", said, re.M) and re.search(r"^. b +.* 0\.0%", said, re.M)
+    printed = capsys.readouterr().out
+    assert re.search(r"^. a +.* 100\.0%", printed, re.M) and re.search(r"^. b +.* 0\.0%", printed, re.M)
     assert main([f"--predictions={tmp_path / 'nothing'}"]) == 2 and "is no directory" in capsys.readouterr().err
 
 
@@ -155,8 +155,8 @@ def test_every_task_of_every_suite_runs_and_the_page_shows_it(run, tmp_path):
             f"--ruler-files={tmp_path}/files", f"--lm-eval-tasks={tmp_path}/yaml", "--lengths=3000",
             f"--haystack={tmp_path}/essays.txt"]  # fmt: skip
     suites = "--suite=niah,ruler,longbench,many_shot,lm_eval:local_choices,local_passages,local_questions"
-    said = finish(start(["pe_lab.evaluate", *argv, suites], tmp_path))
-    assert "cut in the middle" in said  # two Chinese texts have more bytes than that
+    printed = finish(start(["pe_lab.evaluate", *argv, suites], tmp_path))
+    assert "cut in the middle" in printed  # two Chinese texts have more bytes than that
     rows = {name: lines(run / "evaluation" / f"{name}.jsonl") for name in ("niah", "ruler", "longbench", "many_shot")}
     assert {row["source"] for row in rows["ruler"]} == set(RULER)
     assert {row["source"] for row in rows["longbench"]} == set(TASKS)

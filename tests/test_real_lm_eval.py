@@ -25,7 +25,7 @@ from pe_lab.evaluation.lm_eval import adapter
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
-SHORT = 24  # contexts are cut, and passages read in windows; a new text of 16 tokens leaves 8 for its question
+SHORT = 24  # contexts are cut, and passages read in windows; an answer of 16 tokens leaves 8 for its question
 CASES = ("smollm2", "smollm2 short", "smollm2 chat", "llama", "llama short")
 
 

@@ -1,4 +1,4 @@
-"""What models do with sequences longer than their training: perplexity, prompts, and lm-eval tasks."""
+"""Evaluation of models on sequences longer than their training: perplexity, needles, RULER, LongBench, lm_eval."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ _NAMES = {
     "generation.prompted": "Prompted",
     "lm_eval.suite": "check_harness run_harness",
     "measure": "Evaluation",
-    "methods": "METHODS label methods_of model_name parse_methods read_with",
-    "plan": "SUITES Plan Subject Unit parse_length parse_lengths",
-    "progress": "answer_with_progress documents_with_progress measure_with_progress",
-    "readers": "Reader all_readers load_all read_as",
-    "targets": "Place locate locate_all",
+    "plan": "SUITES Plan parse_length parse_lengths",
+    "progress": "run_documents run_evaluation run_prompted",
+    "targets": "Target load_subjects locate locate_all parse_steps",
+    "variants": "Subject all_variants layers_under parse_methods",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -1,133 +1,197 @@
-"""What `--from` means: which checkpoints, and where the rows of what is measured on them go."""
+"""The checkpoints that `--from` means, the directory of their results, and their weights."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pe_lab.checkpoints import find_checkpoints, is_external, resolve
-from pe_lab.errors import UserError
+import jax
+from jax.sharding import Mesh
 
-MARK = "source.json"  # in the directory of somebody else's checkpoint: what was read
+from pe_lab.checkpoints import Checkpoint, find_checkpoints, is_external, open_source, resolve
+from pe_lab.checkpoints.store import steps_in
+from pe_lab.config import MeshConfig
+from pe_lab.errors import CheckpointError, ConfigError
+from pe_lab.evaluation.variants import Subject
+from pe_lab.language_model import LanguageModel, load
+from pe_lab.model import Model
+from pe_lab.parallel import hide_absent_tpu, make_mesh
+from pe_lab.storage import json_object, write_file
+
+MARKER = "source.json"  # in the results' directory of an external checkpoint: its path
 
 
 @dataclass(frozen=True)
-class Place:
+class Target:
     """One path of `--from`.
 
     Attributes:
-      root: the directory whose `evaluation` the rows go to.
-      paths: the checkpoints that are meant, as `pe_lab.load` takes them.
-      run: what rows call it: the name in its run.json, else the directory's.
-      shown: the same, but different for different roots.
-      foreign: what `root` is of, where the checkpoint is somebody else's.
+      root: the directory whose `evaluation` holds the results.
+      paths: the checkpoints, as `pe_lab.load` takes them.
+      run: the name of the run in records: that of its run.json, else of its directory.
+      display_name: `run`, with parts of the directory where several roots have that name.
+      external: the path of an external checkpoint.
     """
 
     root: Path
     paths: tuple[str, ...]
     run: str
-    shown: str
-    foreign: str | None = None
+    display_name: str
+    external: str | None = None
 
-    def mark(self) -> None:
-        """Says in the directory whose it is: another checkpoint of the same name gets another one."""
-        if self.foreign is None or (self.root / MARK).exists():
-            return
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            (self.root / MARK).write_text(json.dumps({"source": self.foreign}) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{self.root} cannot be written ({error.strerror}). Give a directory with --out.") from None
+    def write_marker(self) -> None:
+        """Writes the path of an external checkpoint into its directory; another one of its name gets another."""
+        if self.external is not None and not (self.root / MARKER).exists():
+            write_file(self.root / MARKER, json.dumps({"source": self.external}) + "\n", "Give a directory with --out.")
 
 
-def locate(given: str | Path) -> Place:
+def parse_steps(text: str) -> tuple[int, ...]:
+    """Steps from `8000,14000`; none for `all`."""
+    items = [part.strip() for part in text.split(",") if part.strip()]
+    if items == ["all"]:
+        return ()
+    if not items or not all(item.isdigit() for item in items):
+        raise ConfigError(f"--steps={text}: write all, or steps such as 8000,14000.")
+    return tuple(sorted({int(item) for item in items}))
+
+
+def locate(given: str | Path, steps: tuple[int, ...] | None = None) -> Target:
     """The checkpoints that a path means.
 
-    A run directory means the last checkpoint of each phase; a phase, a directory made by surgery, or a single
-    checkpoint mean that one. Somebody else's checkpoint is itself; its results go to `runs/NAME`.
+    A run directory means the last checkpoint of each phase; a phase, a directory that surgery wrote, or a checkpoint
+    mean that one. An external checkpoint is itself, and its results go to `runs/NAME`.
+
+    Args:
+      steps: checkpoints of these steps in each phase, instead of its last; empty: all that are kept.
 
     Raises:
-      UserError: nothing is there, or no checkpoint yet.
+      CheckpointError: there is none, or none of these steps.
     """
     if is_external(given):
-        return _foreign(str(given))
+        if steps is not None:
+            raise ConfigError(f"--steps chooses checkpoints of a run, and '{given}' is a single one.")
+        return _external(str(given))
     directory = Path(given)
     if not directory.is_dir():
-        raise UserError(
+        raise CheckpointError(
             f"--from '{given}' is not a directory. Give a run, a phase of it, a checkpoint, hf:DIR or gguf:FILE."
         )
-    directory = directory.resolve()
+    directory = root = directory.resolve()
     if (directory / "run.json").is_file():
         found = find_checkpoints(directory)
         if not found:
-            raise UserError(f"--from '{given}' has no checkpoint yet. Train it first (python -m pe_lab.train).")
-        return _ours(directory, tuple(str(path) for path in found))
-    phase, step = resolve(directory)
-    phase = phase.resolve()
-    above = [phase, *list(phase.parents)[:2]]  # checkpoints, phase, run
-    root = next((path for path in above if (path / "run.json").is_file()), phase.parent)
-    return _ours(root, (str(phase / str(step)),))
+            raise CheckpointError(f"--from '{given}' has no checkpoint yet. Train it first (python -m pe_lab.train).")
+    else:
+        checkpoints, step = resolve(directory)
+        checkpoints = checkpoints.resolve()
+        found = [checkpoints / str(step)]
+        above = [checkpoints, *list(checkpoints.parents)[:2]]  # checkpoints, phase, run
+        root = next((path for path in above if (path / "run.json").is_file()), checkpoints.parent)
+    if steps is not None:
+        kept = {path.parent: steps_in(path.parent) for path in found}
+        missing = sorted(set(steps) - {step for of_phase in kept.values() for step in of_phase})
+        if missing:
+            listed = "; ".join(f"{path.parent.name}: {', '.join(map(str, of))}" for path, of in kept.items())
+            raise CheckpointError(f"--steps: '{given}' keeps no checkpoint of step {missing[0]}. It keeps {listed}.")
+        found = [path / str(step) for path, of in kept.items() for step in of if not steps or step in steps]
+    return _native(root, tuple(map(str, found)))
 
 
-def locate_all(given: str) -> list[Place]:
-    """The places of a comma-separated `--from`; those of one name are told apart by their directories.
-
-    Raises:
-      UserError: see `locate`; or nothing is given.
-    """
+def locate_all(given: str, steps: tuple[int, ...] | None = None) -> list[Target]:
+    """The targets of a comma-separated `--from`; see `locate`. Display names of different roots differ."""
     sources = [part.strip() for part in given.split(",") if part.strip()]
     if not sources:
-        raise UserError(f"--from='{given}' names nothing. Give runs, checkpoints, hf:DIR or gguf:FILE.")
-    return distinguished([locate(source) for source in sources])
-
-
-def distinguished(places: Sequence[Place]) -> list[Place]:
-    """The same, `shown` by so much of the directory as tells roots of one name apart."""
+        raise ConfigError(f"--from='{given}' names nothing. Give runs, checkpoints, hf:DIR or gguf:FILE.")
+    targets = [locate(source, steps) for source in sources]
     roots: dict[str, set[Path]] = {}
-    for place in places:
-        roots.setdefault(place.run, set()).add(place.root.resolve())
+    for target in targets:
+        roots.setdefault(target.run, set()).add(target.root.resolve())
     found = []
-    for place in places:
-        alike, parts = sorted(roots[place.run]), 1
+    for target in targets:
+        alike, parts = roots[target.run], 1
         while len(alike) > 1 and len({root.parts[-parts:] for root in alike}) < len(alike):
             parts += 1
-        name = place.run if len(alike) == 1 else "-".join(place.root.resolve().parts[-parts:])
-        found.append(replace(place, shown=name))
+        name = target.run if len(alike) == 1 else "-".join(target.root.resolve().parts[-parts:])
+        found.append(replace(target, display_name=name))
     return found
 
 
-def _ours(root: Path, paths: tuple[str, ...]) -> Place:
-    try:
-        name = str(json.loads((root / "run.json").read_text(encoding="utf-8"))["name"])
-    except (OSError, ValueError, KeyError, TypeError):
-        name = root.name
-    return Place(root, paths, name, name)
+def _native(root: Path, paths: tuple[str, ...]) -> Target:
+    name = _read_key(root / "run.json", "name") or root.name
+    return Target(root, paths, name, name)
 
 
-def _foreign(given: str) -> Place:
-    """Somebody else's checkpoint: `runs/NAME`, or with more of its path where that name is taken by another."""
+def _external(given: str) -> Target:
+    """The target `runs/NAME`, with more parts of the path in NAME where another checkpoint has that directory."""
     text = given.partition(":")[2] if given.startswith(("hf:", "gguf:")) else given
     here = Path(text).expanduser()
     source = str(here.resolve()) if here.exists() else text
     for name in _names(Path(source)):
         root = Path("runs") / name
-        if _read_mark(root) in (None, source) and not (root / "run.json").exists():
-            return Place(root, (given,), name, name, source)
-    raise UserError(f"--from '{given}': every directory of its name in runs is another model's. Give --out=DIR.")
+        if _read_key(root / MARKER, "source") in (None, source) and not (root / "run.json").exists():
+            return Target(root, (given,), name, name, source)
+    raise ConfigError(f"--from '{given}': every directory of its name in runs is another model's. Give --out=DIR.")
 
 
 def _names(path: Path) -> Iterator[str]:
-    """The last part of a path without the suffix of a file, the last two, three ..."""
+    """The last part of a path without a file's suffix, then the last two, three ..."""
     parts = [*path.parts[:-1], path.name.removesuffix(".gguf")]
     parts = [part for part in parts if part not in ("/", "")]
     for count in range(1, len(parts) + 1):
         yield "-".join(parts[-count:])
 
 
-def _read_mark(root: Path) -> str | None:
-    try:
-        return str(json.loads((root / MARK).read_text(encoding="utf-8"))["source"])
-    except (OSError, ValueError, KeyError, TypeError):
+def _read_key(path: Path, name: str) -> str | None:
+    """A key of a JSON file; None where the file is missing, damaged or lacks it."""
+    value = (json_object(path.read_bytes()) or {}).get(name) if path.is_file() else None
+    return None if value is None else str(value)
+
+
+def load_subjects(target: Target, paths: Sequence[str]) -> list[Subject]:
+    """The checkpoints of a target with their weights, on the local devices.
+
+    Every device has all weights, and the sequences of a batch are sharded over the devices. Weights that take more
+    than a third of a device's memory are sharded (axis `tensor`) over as many devices as needed.
+
+    Raises:
+      UserError: a checkpoint is missing or cannot be read.
+    """
+    hide_absent_tpu()
+    found = []
+    for path in paths:
+        inside = os.path.relpath(path, target.root) if Path(path).is_absolute() else path
+        lm = load(path, mesh=mesh_for(path))
+        found.append(Subject(_with_lasting_id(lm, path), target.run, inside))
+    return found
+
+
+def _with_lasting_id(lm: LanguageModel, path: str) -> LanguageModel:
+    """The model; an external checkpoint gets an id from its files' names, sizes and times."""
+    if not is_external(path):
+        return lm
+    checkpoint: Checkpoint = lm.checkpoint
+    where = Path(checkpoint.path)
+    files = sorted(p for p in where.iterdir() if p.is_file()) if where.is_dir() else [where]
+    listed = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files if p.exists()]
+    identity = "read-" + hashlib.sha256(repr((str(where.resolve()), listed)).encode()).hexdigest()[:16]
+    checkpoint = dataclasses.replace(checkpoint, metadata={**checkpoint.metadata, "id": identity})
+    return dataclasses.replace(lm, checkpoint=checkpoint)
+
+
+def mesh_for(path: str) -> Mesh | None:
+    """The mesh for a checkpoint's weights; None on one device."""
+    devices = jax.local_devices()
+    if len(devices) == 1:
         return None
+    stats = devices[0].memory_stats() or {}
+    config, tensor = open_source(path).model, 1
+    while "bytes_limit" in stats and 4 * Model(config).num_parameters / tensor > stats["bytes_limit"] / 3:
+        if len(devices) % (2 * tensor) or config.kv_heads % (2 * tensor):
+            break
+        tensor *= 2
+    return make_mesh(MeshConfig(data=-1, tensor=tensor), devices)

@@ -26,7 +26,7 @@ def language_model(tokenizer: Any = None, uniform: bool = False) -> LanguageMode
             },
         }
         found = dataclasses.replace(found, params=params)
-    return LanguageModel(found, found.layers, tokenizer or ByteTokenizer())
+    return dataclasses.replace(tiny.language_model(found), tokenizer=tokenizer or ByteTokenizer())
 
 
 LM = language_model()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny
 
-from pe_lab.evaluation import read_with
+from pe_lab.evaluation import layers_under
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.tasks import beta as betas
 from pe_lab.model import Model
@@ -30,13 +30,13 @@ def test_the_fit_is_the_best_of_a_fine_grid_on_a_model():
     forward = Forward(Model(tiny.MODEL).config, devices=tiny.one_device())
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 250, (64, 32)).astype(np.int32)
-    schedule = forward.schedule(read_with("beta", described, 32, 16, 1.5), 32)
+    schedule = forward.schedule(layers_under("beta", described, 32, 16, 1.5), 32)
     logits = np.asarray(tiny.apply(tiny.parameters(), tokens, schedule), np.float64)
     targets = (logits + rng.gumbel(size=logits.shape)).argmax(-1).astype(np.int32)
 
     def loss(beta):
         batch = {"tokens": tokens, "targets": targets}
-        return float(forward.losses(tiny.parameters(), batch, read_with("beta", described, 32, 16, beta)).mean())
+        return float(forward.losses(tiny.parameters(), batch, layers_under("beta", described, 32, 16, beta)).mean())
 
     fit = betas.fit_beta(loss, 2.0)
     grid = np.linspace(*betas.search_range(2.0), 35)

@@ -26,8 +26,8 @@ def subjects(data):
     rope = tiny.checkpoint(Rope(), data)
     dropped = tiny.checkpoint(NoPE(), data, ("random", tiny.DROPPED), seed=1, phase="recalibrate")
     return [
-        Subject(rope, "tiny", "pretrain/checkpoints/3"),
-        Subject(dropped, "tiny", "recalibrate/checkpoints/3"),
+        Subject(tiny.language_model(rope), "tiny", "pretrain/checkpoints/3"),
+        Subject(tiny.language_model(dropped), "tiny", "recalibrate/checkpoints/3"),
     ]
 
 
@@ -62,6 +62,7 @@ def test_rows_say_what_they_measured(whole, data):
     _, rows, directory = whole
     row = pick(rows, "perplexity", method="YaRN", length=64)[0]
     assert row["label"] == "RoPE + YaRN" and row["factor"] == 4 and row["step"] == 3 and row["beta"] == 1
+    assert row["tokens_trained"] == 480
     assert row["checkpoint"] == "pretrain/checkpoints/3" and row["phase"] == "pretrain" and row["run"] == "tiny"
     assert row["source"] == data.sources[0].source and row["versions"]["jax"]
     assert row["perplexity"] == pytest.approx(math.exp(row["nll"]), rel=1e-4)
@@ -134,9 +135,34 @@ def test_the_papers_scale_is_a_constant_that_nothing_is_fitted_for(data, tmp_pat
         assert row["beta"] == pytest.approx(1 + 0.412 * math.log(row["factor"]), abs=1e-6)
     plan = dict(suites=("perplexity",), methods=("paper beta",), lengths=(32,))
     (row,) = evaluation(data, tmp_path, subjects(data)[1:], **plan).run()
-    assert row["label"] == "DroPE, paper's β" and not (tmp_path / "beta.jsonl").exists()
+    assert row["label"] == "DroPE, paper's β (c = 0.412)" and not (tmp_path / "beta.jsonl").exists()
     plain = pick(whole[1], "perplexity", method="as trained", model="DroPE", length=32)[0]
     assert row["nll"] != plain["nll"]
+
+
+def test_a_model_dropped_after_an_external_pretraining_has_its_own_scale(data, tmp_path):
+    """A record with the coefficient of models trained from scratch, as was written before, is measured again."""
+    lineage = ("converted from hf:SmolLM-360M", tiny.DROPPED)
+    dropped = [
+        Subject(tiny.language_model(tiny.checkpoint(NoPE(), data, lineage)), "tiny", "recalibrate/checkpoints/3")
+    ]
+    plan = dict(suites=("needles",), methods=("paper beta",), lengths=(32,))
+    (record,) = evaluation(data, tmp_path, dropped, **plan).run()
+    assert record["beta"] == pytest.approx(1 + 0.103 * math.log(2), abs=1e-6) and "0.103" in record["label"]
+    old = {key: value for key, value in record["settings"].items() if key != "coefficient"}
+    RecordFile(tmp_path / "needles.jsonl").put([record | {"settings": old, "accuracy": -1.0}])
+    (again,) = evaluation(data, tmp_path, dropped, **plan).run()
+    assert again["accuracy"] == record["accuracy"] and again["settings"] == record["settings"]
+
+
+def test_a_record_that_exists_gets_the_label_of_today(data, tmp_path):
+    plan = dict(suites=("needles",), methods=("as trained",), lengths=(16,))
+    (record,) = evaluation(data, tmp_path, subjects(data)[:1], **plan).run()
+    before = {key: value for key, value in record.items() if key != "tokens_trained"} | {"label": "another"}
+    RecordFile(tmp_path / "needles.jsonl").put([before])
+    found = []
+    (again,) = evaluation(data, tmp_path, subjects(data)[:1], **plan).run(lambda unit, reused: found.append(reused))
+    assert found == [True] and again == record and RecordFile(tmp_path / "needles.jsonl").records == [record]
 
 
 def test_the_common_coefficient_is_in_the_file(whole):
@@ -150,8 +176,8 @@ def test_the_common_coefficient_is_in_the_file(whole):
 def test_scales_that_were_fitted_on_other_text_do_not_count(whole, data, tmp_path):
     file = RecordFile(tmp_path / "beta.jsonl")
     rows = RecordFile(whole[2] / "beta.jsonl").records
-    foreign = {**rows[0], "length": 128, "factor": 8, "beta": 9.0, "settings": {**rows[0]["settings"], "data": ["x"]}}
-    file.put([*rows, foreign])
+    other = {**rows[0], "length": 128, "factor": 8, "beta": 9.0, "settings": {**rows[0]["settings"], "data": ["x"]}}
+    file.put([*rows, other])
     evaluation(data, tmp_path, suites=("beta",)).run()
     found = RecordFile(tmp_path / "beta.jsonl").records
     assert [r["c_all_lengths"] for r in found if r["length"] != 128] == [r["c_all_lengths"] for r in rows]
@@ -160,9 +186,9 @@ def test_scales_that_were_fitted_on_other_text_do_not_count(whole, data, tmp_pat
 def test_what_is_measured_is_not_measured_again(whole, data):
     _, rows, directory = whole
     before = {p.name: p.read_bytes() for p in directory.iterdir()}
-    again, heard = evaluation(data, directory), []
-    found = again.run(lambda unit, reused: heard.append(reused))
-    assert all(heard) and len(heard) == len(rows)
+    again, reused_units = evaluation(data, directory), []
+    found = again.run(lambda unit, reused: reused_units.append(reused))
+    assert all(reused_units) and len(reused_units) == len(rows)
     assert [r.get("nll", r.get("accuracy")) for r in found] == [r.get("nll", r.get("accuracy")) for r in rows]
     assert {p.name: p.read_bytes() for p in directory.iterdir()} == before
     assert not any(forward.traces for forward in again.forwards.values())
@@ -173,16 +199,16 @@ def test_other_settings_other_weights_and_again_are_measured_anew(data, tmp_path
     rope = subjects(data)[:1]
 
     def run(measured=rope, **changes):
-        heard = []
-        evaluation(data, tmp_path, measured, **plan | changes).run(lambda unit, reused: heard.append(reused))
-        return heard, len(RecordFile(tmp_path / "needles.jsonl").records)
+        reused_units = []
+        evaluation(data, tmp_path, measured, **plan | changes).run(lambda unit, reused: reused_units.append(reused))
+        return reused_units, len(RecordFile(tmp_path / "needles.jsonl").records)
 
     assert run() == ([False], 1)
     assert run() == ([True], 1)
     assert run(again=True) == ([False], 1)
     assert run(settings=dataclasses.replace(tiny.SETTINGS, needle_windows=8)) == ([False], 1)  # replaced
     retrained = dataclasses.replace(rope[0].checkpoint, metadata=rope[0].checkpoint.metadata | {"id": "other"})
-    assert run([dataclasses.replace(rope[0], checkpoint=retrained)]) == ([False], 1)
+    assert run([dataclasses.replace(rope[0], lm=tiny.language_model(retrained))]) == ([False], 1)
     assert run(settings=dataclasses.replace(tiny.SETTINGS, seed=5)) == ([False], 2)  # beside: another draw
 
 
@@ -195,7 +221,7 @@ def test_the_same_weights_are_measured_once(data, tmp_path):
 
 
 def test_alibi_is_read_as_trained(data, tmp_path):
-    alibi = [Subject(tiny.checkpoint(Alibi(), data), "tiny", "a/checkpoints/3")]
+    alibi = [Subject(tiny.language_model(tiny.checkpoint(Alibi(), data)), "tiny", "a/checkpoints/3")]
     rows = evaluation(data, tmp_path, alibi, lengths=(32,), suites=("perplexity",)).run()
     assert [(r["label"], r["length"]) for r in rows] == [("ALiBi", 32)]
 
@@ -243,11 +269,11 @@ def test_weights_of_another_vocabulary_or_tokenizer_are_refused(data, tmp_path):
     rope = subjects(data)[0]
     other = dataclasses.replace(rope.checkpoint, metadata=rope.checkpoint.metadata | {"tokenizer": "other"})
     with pytest.raises(UserError, match="trained with tokenizer other"):
-        evaluation(data, tmp_path, [dataclasses.replace(rope, checkpoint=other)])
+        evaluation(data, tmp_path, [dataclasses.replace(rope, lm=tiny.language_model(other))])
     small = dataclasses.replace(rope.checkpoint.model, vocab_size=100)
     other = dataclasses.replace(rope.checkpoint, model=small)
     with pytest.raises(UserError, match="knows 100 tokens"):
-        evaluation(data, tmp_path, [dataclasses.replace(rope, checkpoint=other)])
+        evaluation(data, tmp_path, [dataclasses.replace(rope, lm=tiny.language_model(other))])
 
 
 def test_fewer_tokens_than_asked_for_are_announced(data, tmp_path):

@@ -10,24 +10,21 @@ import pytest
 import tiny
 from lm_eval_tasks import TASKS, write_tasks
 
-from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
 from pe_lab.evaluation.lm_eval import PeLabLM, task_lists
 from pe_lab.evaluation.lm_eval import suite as harness
-from pe_lab.evaluation.plan import Subject
-from pe_lab.evaluation.readers import Reader, all_readers
 from pe_lab.evaluation.scoring import forward as forwards
 from pe_lab.evaluation.scoring import likelihood as likelihoods
 from pe_lab.evaluation.scoring.likelihood import Likelihoods
+from pe_lab.evaluation.variants import Subject, Variant, all_variants
 from pe_lab.language_model import LanguageModel
 
 CHOICES, WORDS, PASSAGES, QUESTIONS = "local_choices", "local_last_words", "local_passages", "local_questions"
 
 
-def readers(*methods: str, seed: int = 0) -> list[Reader]:
-    found = tiny.checkpoint(seed=seed)
-    lm = LanguageModel(found, found.layers, ByteTokenizer())
-    return all_readers([lm], [Subject(found, "tiny", f"pretrain/checkpoints/{seed}")], methods or None, [])
+def variants(*methods: str, seed: int = 0) -> list[Variant]:
+    lm = tiny.language_model(tiny.checkpoint(seed=seed))
+    return all_variants([Subject(lm, "tiny", f"pretrain/checkpoints/{seed}")], methods or None, [])
 
 
 @pytest.fixture
@@ -88,9 +85,11 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(likelihoods, "STEPS", 1)
 
 
-def run(tasks: Path, names: list[str], out: Path, who: list[Reader] | None = None, **more: Any) -> list[dict[str, Any]]:
-    given = {"include": str(tasks), "max_length": 64, "said": lambda text: None, **more}
-    return harness.run_harness(who or readers(), names, out, **given)
+def run(
+    tasks: Path, names: list[str], out: Path, who: list[Variant] | None = None, **more: Any
+) -> list[dict[str, Any]]:
+    given = {"include": str(tasks), "max_length": 64, "report": lambda text: None, **more}
+    return harness.run_harness(who or variants(), names, out, **given)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -117,11 +116,11 @@ def test_a_task_that_was_interrupted_goes_on_where_it_was(name, error, tasks, tm
     with counted(2, error) as first, pytest.raises(error):
         run(tasks, [name], tmp_path / "killed", limit=20)
     assert 0 < first.requests < undisturbed.requests and not (tmp_path / "killed" / "lm_eval.jsonl").exists()
-    said = []
+    printed = []
     with counted() as second:
-        rest = run(tasks, [name], tmp_path / "killed", limit=20, said=said.append)
+        rest = run(tasks, [name], tmp_path / "killed", limit=20, report=printed.append)
     assert second.requests == undisturbed.requests - first.requests
-    assert any("were answered before" in text for text in said)
+    assert any("were answered before" in text for text in printed)
     strip = [{key: value for key, value in row.items() if key != "seconds"} for row in whole]
     assert strip == [{key: value for key, value in row.items() if key != "seconds"} for row in rest]
     for file in ("lm_eval.jsonl", "samples/lm_eval.jsonl"):
@@ -170,7 +169,7 @@ def test_answers_of_other_requests_are_not_taken(tasks, tmp_path, counted):
     with counted() as longer:
         run(tasks, [QUESTIONS], tmp_path, limit=8, max_length=48)
     with counted() as other:
-        run(tasks, [QUESTIONS], tmp_path, readers(seed=1), limit=8)
+        run(tasks, [QUESTIONS], tmp_path, variants(seed=1), limit=8)
     assert some.requests == longer.requests == other.requests > 0
     assert len(lines(tmp_path / "samples" / "lm_eval.jsonl")) == 3 * 8
 
@@ -219,8 +218,8 @@ def test_a_group_is_measured_before_where_all_of_it_is_there(tasks, tmp_path, co
     parts = {CHOICES, WORDS, "local_group"}
     whole = run(tasks, ["local_group"], tmp_path)
     assert {row["source"] for row in whole} == parts
-    said = []
-    assert run(tasks, ["local_group"], tmp_path, said=said.append) == whole and "measured before" in said[0]
+    printed = []
+    assert run(tasks, ["local_group"], tmp_path, report=printed.append) == whole and "measured before" in printed[0]
     run(tasks, [CHOICES], tmp_path, limit=5)  # takes the place of one
     with counted() as second:
         again = run(tasks, ["local_group"], tmp_path)
@@ -263,7 +262,7 @@ def test_results_within_the_folder_of_tasks_are_no_tasks(tasks, tmp_path, counte
 
 
 def test_cropped_reads_no_more_than_it_crops_to(tasks, tmp_path):
-    whole, cropped = run(tasks, [PASSAGES], tmp_path, readers("as trained", "cropped"), limit=4)
+    whole, cropped = run(tasks, [PASSAGES], tmp_path, variants("as trained", "cropped"), limit=4)
     assert (whole["max_length"], cropped["max_length"]) == (64, tiny.LENGTH)
     assert cropped["score"] != whole["score"]
 
@@ -297,10 +296,10 @@ def test_the_harness_must_be_there(tasks, tmp_path, monkeypatch):
         run(tasks, [CHOICES], tmp_path)
 
 
-def test_opened_tasks_serve_all_readers(tasks, tmp_path):
+def test_opened_tasks_serve_all_variants(tasks, tmp_path):
     """Examples are drawn anew for each, so that equal readers are asked equal questions."""
-    both = run(tasks, [CHOICES], tmp_path / "both", [*readers(), *readers(seed=1)], num_fewshot=2, limit=6)
-    alone = run(tasks, [CHOICES], tmp_path / "alone", readers(seed=1), num_fewshot=2, limit=6)
+    both = run(tasks, [CHOICES], tmp_path / "both", [*variants(), *variants(seed=1)], num_fewshot=2, limit=6)
+    alone = run(tasks, [CHOICES], tmp_path / "alone", variants(seed=1), num_fewshot=2, limit=6)
     assert both[1]["score"] == alone[0]["score"] and both[1]["tokens"] == alone[0]["tokens"]
     of_second = [line for line in lines(tmp_path / "both" / "samples" / "lm_eval.jsonl") if "1" in line["checkpoint"]]
     strip = [{**line, "seconds": 0} for line in lines(tmp_path / "alone" / "samples" / "lm_eval.jsonl")]

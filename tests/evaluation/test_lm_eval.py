@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from lm_eval_tasks import NAMES, TASKS, write_tasks
 
 from pe_lab.data.tokenizers import export_tokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation.lm_eval import PeLabLM, evaluate_lm_eval, main, task_lists, with_defaults
+from pe_lab.evaluation.lm_eval import PeLabLM, main, task_lists, with_defaults
+from pe_lab.evaluation.lm_eval.records import measure
 from pe_lab.evaluation.lm_eval.task_lists import TASK_LISTS, expand_tasks, open_tasks
 from pe_lab.evaluation.scoring.likelihood import Likelihood
 from pe_lab.language_model import LanguageModel, load
@@ -39,6 +41,13 @@ def tasks(tmp_path_factory):
 
 def documents(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (TASKS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def measured(lm: LanguageModel, names: Sequence[str], folder: Path, limit: int | None = None, **settings: Any) -> list:
+    """The records of a model on tasks of a folder, on one device."""
+    model = PeLabLM(lm, devices=tiny.one_device(), **settings)
+    manager, opened = open_tasks(expand_tasks(names), folder)
+    return [record for loaded in opened.values() for record in measure(model, manager, loaded, limit)[0]]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -123,7 +132,7 @@ def test_the_harnesses_command_line_measures_ours(tasks, tmp_path):
     assert found["config"]["max_length"] == 40 and found["config"]["truncated"] > 0
     assert found["config"]["pretrained"] == str(model) and found["config"]["batch_size"] == "auto"
     lm = load(model).with_positional("yarn:factor=2")
-    rows = evaluate_lm_eval(lm, ["local_group"], tasks, limit=4, max_length=40, devices=tiny.one_device())
+    rows = measured(lm, ["local_group"], tasks, limit=4, max_length=40)
     assert [row["task"] for row in rows] == ["local_choices"] * 2 + ["local_last_words"] * 2 + ["local_group"]
     for row in rows:
         assert found["results"][row["task"]][f"{row['metric']},none"] == pytest.approx(row["score"], rel=1e-4)
@@ -138,11 +147,8 @@ def test_the_harnesses_command_line_measures_ours(tasks, tmp_path):
 
 def test_a_model_that_knows_nothing_scores_chance(tasks):
     """Of a uniform distribution every score follows from the lengths of the texts."""
-    came = []
     uniform = language_model(uniform=True)
-    settings = {"max_length": MAX_LENGTH, "devices": tiny.one_device()}
-    rows = evaluate_lm_eval(uniform, NAMES[:3], tasks, measured=came.append, **settings)
-    assert [row for some in came for row in some] == rows and len(came) == 3
+    rows = measured(uniform, NAMES[:3], tasks, max_length=MAX_LENGTH)
     scores = {(row["task"], row["metric"]): row["score"] for row in rows}
     choices = documents("choices")
     costs = [[len(f" {choice}".encode()) for choice in document["choices"]] for document in choices]
@@ -171,7 +177,7 @@ def test_a_model_that_knows_the_answers(tasks, monkeypatch, wanted):
                 yield pair, Likelihood(0.0 if knows == bool(wanted) else -1000.0, False)
 
     monkeypatch.setattr("pe_lab.evaluation.scoring.likelihood.Likelihoods.read", oracle)
-    rows = evaluate_lm_eval(LM, ["local_choices"], tasks, max_length=300, devices=tiny.one_device())
+    rows = measured(LM, ["local_choices"], tasks, max_length=300)
     assert [row["score"] for row in rows] == [wanted, wanted]
 
 
@@ -184,7 +190,7 @@ def test_generated_answers_are_compared(tasks, monkeypatch):
         return [text if len(text) % 2 else " wrong" for text in texts]
 
     monkeypatch.setattr(LanguageModel, "generate", generate)
-    (row,) = evaluate_lm_eval(LM, ["local_questions"], tasks, limit=10, max_length=300, devices=tiny.one_device())
+    (row,) = measured(LM, ["local_questions"], tasks, limit=10, max_length=300)
     some = list(answers.values())[:10]
     assert row["samples"] == 10 and row["metric"] == "exact_match"
     assert row["score"] == np.mean([len(text) % 2 for text in some]) and 0 < row["score"] < 1

@@ -10,6 +10,7 @@ from adapters import LM, MAX_LENGTH, adapter, language_model, with_beginning
 
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
+from pe_lab.evaluation.lm_eval.requests import Generation
 from pe_lab.language_model import LanguageModel
 
 VOCABULARY = tiny.MODEL.vocab_size
@@ -104,6 +105,12 @@ def test_how_generation_is_asked_for():
         model.generate_until([request("a", {"max_gen_toks": 32})], disable_tqdm=True)
 
 
+def test_answers_on_disk_are_found_by_the_form_of_their_requests():
+    """The digest of this text identifies them: it may not change with the names of fields."""
+    found = repr(Generation([1, 2], 30, ["\n"], 4, {"top_k": 5}, 6))
+    assert found == "Generation(prompt=[1, 2], room=30, until=['\\n'], new_tokens=4, sampling={'top_k': 5}, seed=6)"
+
+
 def test_what_is_known_is_told_to_the_harness_cache():
     model, told = adapter(), []
     model.cache_hook = SimpleNamespace(add_partial=lambda *what: told.append(what))
@@ -190,9 +197,9 @@ def test_a_beginning_that_is_asked_for_is_put_there_once():
 
 def test_messages_become_a_text():
     model = adapter(language_model(with_beginning(TEMPLATE)), max_length=300)
-    user, said = {"role": "user", "content": "hi"}, {"role": "assistant", "content": " yes, "}
+    user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": " yes, "}
     assert model.apply_chat_template([user]) == "[user]hi[end][assistant]"
-    assert model.apply_chat_template([user, said], add_generation_prompt=False) == "[user]hi[end][assistant]yes,"
+    assert model.apply_chat_template([user, answer], add_generation_prompt=False) == "[user]hi[end][assistant]yes,"
     assert model.apply_chat_template([{"role": "system", "content": "be"}, user]) == "[user]hi[end][assistant]"
     assert model.chat_template(True) == "[user]...[end][assistant]" and model.chat_template(False) is None
     with pytest.raises(UserError, match="which has no name"):

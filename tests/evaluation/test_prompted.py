@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import tiny
 
-from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
-from pe_lab.evaluation import Prompted, Subject, all_readers
-from pe_lab.evaluation.generation.backend import Model
-from pe_lab.evaluation.generation.prompted import batches, read_length
+from pe_lab.evaluation import Prompted, Subject, all_variants
+from pe_lab.evaluation.generation.backend import ModelBackend
+from pe_lab.evaluation.generation.prompted import batches, schedule_length
 from pe_lab.evaluation.scoring.breakdowns import by_length
 from pe_lab.evaluation.tasks.haystacks import Haystack
 from pe_lab.evaluation.tasks.niah import niah_task
@@ -25,13 +24,12 @@ HAYSTACK = Haystack("text", " ".join(f"Day {n} went by. Nobody came." for n in r
 LENGTHS = (600, 700)
 
 
-def model(encoding=None, **facts) -> LanguageModel:
-    found = tiny.checkpoint(encoding, **facts)
-    return LanguageModel(found, found.layers, ByteTokenizer())
+def model(encoding=None, **metadata) -> LanguageModel:
+    return tiny.language_model(tiny.checkpoint(encoding, **metadata))
 
 
-def readers(lm, chosen=None, described=()):
-    return all_readers([lm], [Subject(lm.checkpoint, "tiny", "pretrain/checkpoints/3")], chosen, list(described))
+def variants(lm, methods=None, descriptions=()):
+    return all_variants([Subject(lm, "tiny", "pretrain/checkpoints/3")], methods, list(descriptions))
 
 
 def task(name="standard", depths=(0.0, 50.0), **changes):
@@ -44,9 +42,9 @@ class Copies:
 
     def __init__(self, most: int = 4, dies_after: int | None = None, wrong: float | None = None):
         self.asked, self._rows, self._dies, self._wrong = [], most, dies_after, wrong
-        self.heard = None
+        self.on_tokens = None
 
-    def rows(self, length: int) -> int:
+    def batch_size(self, length: int) -> int:
         return self._rows
 
     def __call__(self, samples):
@@ -57,8 +55,8 @@ class Copies:
 
 
 def run(directory, answers, count=10, lm=None, tasks=None, **options):
-    made = Prompted(readers(lm or model()), tasks or [task()], LENGTHS, count, 42, directory,
-                    answerer=lambda *_: answers, **options)  # fmt: skip
+    made = Prompted(variants(lm or model()), tasks or [task()], LENGTHS, count, 42, directory,
+                    backend=lambda *_: answers, **options)  # fmt: skip
     return made, made.run()
 
 
@@ -68,10 +66,10 @@ def without_times(path: Path) -> list[dict]:
 
 
 def test_a_copying_model_has_all_and_rows_tell_by_depth(tmp_path):
-    heard = []
-    made = Prompted(readers(model()), [task()], LENGTHS, 10, 42, tmp_path, answerer=lambda *_: Copies(wrong=50.0))
-    rows = made.run(lambda group, tokens: heard.append(tokens))
-    assert sum(heard) == made.work == 10 * sum(LENGTHS)
+    counts = []
+    made = Prompted(variants(model()), [task()], LENGTHS, 10, 42, tmp_path, backend=lambda *_: Copies(wrong=50.0))
+    rows = made.run(lambda group, tokens: counts.append(tokens))
+    assert sum(counts) == made.work == 10 * sum(LENGTHS)
     assert [(row["length"], row["score"], row["samples"]) for row in rows] == [(600, 0.5, 10), (700, 0.5, 10)]
     assert rows[0]["by_depth"] == {"depth": [0.0, 50.0], "score": [1.0, 0.0], "count": [5, 5]}
     assert rows[0]["low"] == pytest.approx(wilson(0.5, 10)[0]) and rows[0]["scores"]["all_found"] == 0.5
@@ -117,7 +115,7 @@ def test_what_is_finished_is_not_asked_again_unless_it_is_to_be(tmp_path):
     assert worse[0]["score"] == 0.5 and (tmp_path / "samples" / "niah.jsonl").read_text().count("\n") == before
 
 
-def test_another_reading_another_haystack_and_another_seed_are_other_samples(tmp_path):
+def test_another_variant_another_haystack_and_another_seed_are_other_samples(tmp_path):
     run(tmp_path, Copies(), count=2)
     for change in (
         {"lm": model(Rope(base=500.0))},
@@ -127,15 +125,15 @@ def test_another_reading_another_haystack_and_another_seed_are_other_samples(tmp
         run(tmp_path, asked, count=2, **change)
         assert len(asked.asked) == 2
     other = Copies()
-    Prompted(readers(model()), [task()], LENGTHS, 2, 43, tmp_path, answerer=lambda *_: other).run()
+    Prompted(variants(model()), [task()], LENGTHS, 2, 43, tmp_path, backend=lambda *_: other).run()
     assert len(other.asked) == 2
 
 
 def test_the_model_itself_answers_as_generate_does(tmp_path):
     lm = model()
-    made, heard = Prompted(readers(lm), [task()], (600,), 3, 42, tmp_path), []
-    made.run(lambda group, tokens: heard.append(tokens))
-    assert sum(heard) == made.work == 1800 and len([tokens for tokens in heard if tokens]) > 10  # as it goes on
+    made, counts = Prompted(variants(lm), [task()], (600,), 3, 42, tmp_path), []
+    made.run(lambda group, tokens: counts.append(tokens))
+    assert sum(counts) == made.work == 1800 and len([tokens for tokens in counts if tokens]) > 10  # as it goes on
     lines = without_times(tmp_path / "samples" / "niah.jsonl")
     samples = made.samples(made.groups[0])
     for line, sample in zip(lines, samples, strict=True):
@@ -144,36 +142,36 @@ def test_the_model_itself_answers_as_generate_does(tmp_path):
     assert "tokens/s" in made.spent.describe()
 
 
-def test_encodings_that_follow_the_length_stand_still_at_the_one_that_is_asked_for(tmp_path):
+def test_encodings_that_follow_the_length_are_fixed_at_the_one_that_is_asked_for(tmp_path):
     lm = model(Rope(scaling=DynamicNTK(original_length=tiny.LENGTH)))
-    (reader,) = readers(lm)
+    (variant,) = variants(lm)
     sample = Sample(0, "", np.arange(40, dtype=np.int32), ("x",), 6)
     named = model(Rope()).with_positional(f"ntk:factor={64 / tiny.LENGTH}")
-    assert Model(reader.at(64))([sample]) == [named.generate(sample.tokens, max_new_tokens=6, text=True)]
-    assert Model(reader.at(40))([sample]) != Model(reader.at(64))([sample])
-    assert reader.fingerprint(64) != reader.fingerprint(128)
-    assert readers(model(Rope()))[0].fingerprint(64) == readers(model(Rope()))[0].fingerprint(128)
+    assert ModelBackend(variant.at(64))([sample]) == [named.generate(sample.tokens, max_new_tokens=6, text=True)]
+    assert ModelBackend(variant.at(40))([sample]) != ModelBackend(variant.at(64))([sample])
+    assert variant.fingerprint(64) != variant.fingerprint(128)
+    assert variants(model(Rope()))[0].fingerprint(64) == variants(model(Rope()))[0].fingerprint(128)
 
 
 def test_the_cropped_baseline_reads_the_end_of_a_prompt():
-    (reader,) = readers(model(), ["cropped"])
+    (variant,) = variants(model(), ["cropped"])
     sample = Sample(0, "", np.arange(40, dtype=np.int32), ("x",), 6)
-    cropped = Model(reader.at(40), crop=reader.crop)([sample])
+    cropped = ModelBackend(variant.at(40), crop=variant.crop)([sample])
     end = sample.tokens[-(tiny.LENGTH - 6) :]
-    assert cropped == [reader.lm.generate(end, max_new_tokens=6, text=True)]
+    assert cropped == [variant.lm.generate(end, max_new_tokens=6, text=True)]
 
 
-def test_methods_and_encodings_of_readers():
+def test_methods_and_encodings_of_variants():
     lm = model()
-    labels = [reader.label for reader in readers(lm, ["as trained", "YaRN"], ["yarn:factor=2", "nope"])]
-    assert labels == ["RoPE", "RoPE + YaRN", "RoPE, read as yarn:factor=2", "RoPE, read as nope"]
-    assert [reader.label for reader in readers(lm, None, ["nope"])] == ["RoPE, read as nope"]
+    labels = [variant.label for variant in variants(lm, ["as trained", "YaRN"], ["yarn:factor=2", "nope"])]
+    assert labels == ["RoPE", "RoPE + YaRN", "RoPE with yarn:factor=2", "RoPE with nope"]
+    assert [variant.label for variant in variants(lm, None, ["nope"])] == ["RoPE with nope"]
     dropped = model(NoPE(), lineage=("random", tiny.DROPPED))
     with pytest.raises(UserError, match="nowhere has no fitted logit scale.*Or name paper-beta"):
-        readers(dropped, ["beta"])
+        variants(dropped, ["beta"])
     with pytest.raises(UserError, match="makes no sense for what is here .DroPE."):
-        readers(dropped, ["YaRN"])
-    (scaled,) = readers(dropped, ["paper beta"])
+        variants(dropped, ["YaRN"])
+    (scaled,) = variants(dropped, ["paper beta"])
     assert scaled.layers_at(4 * tiny.LENGTH)[0].logit_scale == pytest.approx(1 + 0.412 * np.log(4))
 
 
@@ -181,7 +179,7 @@ def test_a_model_without_a_tokenizer_is_an_error(tmp_path):
     lm = model()
     bare = type(lm)(lm.checkpoint, lm.layers, lm.schedule)
     with pytest.raises(UserError, match="came without a tokenizer"):
-        Prompted(readers(bare), [task()], LENGTHS, 2, 42, tmp_path)
+        Prompted(variants(bare), [task()], LENGTHS, 2, 42, tmp_path)
 
 
 def test_a_prompt_that_does_not_fit_is_an_error_and_never_cut(tmp_path):
@@ -190,8 +188,8 @@ def test_a_prompt_that_does_not_fit_is_an_error_and_never_cut(tmp_path):
             return super().samples(tokenizer, length + 50, count, seed)
 
     made = Careless(**vars(task()))
-    with pytest.raises(UserError, match="do not fit 600; nothing is ever cut off"):
-        Prompted(readers(model()), [made], (600,), 2, 42, tmp_path)
+    with pytest.raises(UserError, match="do not fit 600; prompts are never cut"):
+        Prompted(variants(model()), [made], (600,), 2, 42, tmp_path)
 
 
 def test_batches_are_of_one_size_and_few():
@@ -201,8 +199,8 @@ def test_batches_are_of_one_size_and_few():
     assert [b.indices for b in batches([3], 8)] == [[3]]
 
 
-def test_texts_of_their_own_lengths_are_read_as_one_of_few():
-    assert [read_length(n, 16) for n in (1, 16, 17, 32, 33, 100)] == [16, 16, 32, 32, 64, 128]
+def test_sequences_of_their_own_lengths_share_few_schedules():
+    assert [schedule_length(n, 16) for n in (1, 16, 17, 32, 33, 100)] == [16, 16, 32, 32, 64, 128]
     cut = {"tokens_before_truncation": 20000}
     lines = [{"tokens": n, "facts": facts, "score": s} for n, facts, s in
              [(100, {}, 1.0), (4095, {}, 0.0), (4096, {}, 1.0), (900, cut, 1.0)]]  # fmt: skip
@@ -260,7 +258,7 @@ def test_four_answers_about_one_problem_count_as_one():
 def test_a_damaged_file_of_lines_is_named(tmp_path):
     path = tmp_path / "niah.jsonl"
     path.write_text('{"index": 0}\n[1]\n')
-    with pytest.raises(UserError, match="line 2, is no sample"):
+    with pytest.raises(UserError, match="line 2, is no sample record"):
         SampleFile(path)
     path.write_text('{"index": 0}\n{"ind')
     file = SampleFile(path)
@@ -271,6 +269,6 @@ def test_a_damaged_file_of_lines_is_named(tmp_path):
 
 def test_a_crop_that_leaves_no_prompt_is_an_error_before_anything_is_asked(tmp_path):
     """Of 16 tokens, 12 for the answer would leave four."""
-    made = [r for r in readers(model(), ["cropped"])]
+    made = [r for r in variants(model(), ["cropped"])]
     with pytest.raises(UserError, match="--methods=cropped: of 16 tokens.* keeps 12 for its answer"):
-        Prompted(made, [task()], LENGTHS, 2, 42, tmp_path, answerer=lambda *_: Copies())
+        Prompted(made, [task()], LENGTHS, 2, 42, tmp_path, backend=lambda *_: Copies())

@@ -14,6 +14,8 @@ from pe_lab.checkpoints import Checkpoint
 from pe_lab.checkpoints.store import Store, metadata_of
 from pe_lab.config import Config, DataConfig, EvaluationConfig, ModelConfig, SourceConfig, to_json
 from pe_lab.data.mixture import open_mixture
+from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.language_model import LanguageModel
 from pe_lab.model import Model
 from pe_lab.positional import Layer, NoPE, Rope, build_schedule, layers
 
@@ -60,13 +62,13 @@ def apply(params, tokens, schedule):
 
 
 def checkpoint(
-    encoding=None, data: DataConfig | None = None, lineage=("initialized at random",), seed: int = 0, **facts
+    encoding=None, data: DataConfig | None = None, lineage=("initialized at random",), seed: int = 0, **metadata
 ) -> Checkpoint:
     """An open checkpoint that lies nowhere."""
     described = layers(encoding if encoding is not None else Rope(), MODEL.layers)
     model = Model(MODEL).config
     schedule = build_schedule(described, model.heads, model.kv_heads, model.head_dim)
-    metadata = metadata_of(
+    recorded = metadata_of(
         model,
         described,
         **{
@@ -75,14 +77,20 @@ def checkpoint(
             "phase": "pretrain",
             "phase_index": 0,
             "step": 3,
+            "tokens": 480,
             "training_length": LENGTH,
             "lineage": [{"id": str(i), "what": what, "path": "", "step": 0} for i, what in enumerate(lineage)],
             "config": to_json(Config(name="tiny", model=MODEL, data=data or DataConfig(), evaluation=SETTINGS)),
             "tokenizer": open_mixture(data).tokenizer.fingerprint if data else None,
         }
-        | facts,
+        | metadata,
     )
-    return Checkpoint(Path("nowhere"), metadata["step"], parameters(seed), model, described, schedule, metadata)
+    return Checkpoint(Path("nowhere"), recorded["step"], parameters(seed), model, described, schedule, recorded)
+
+
+def language_model(found: Checkpoint) -> LanguageModel:
+    """A checkpoint as `pe_lab.load` opens it, on bytes."""
+    return LanguageModel(found, found.layers, ByteTokenizer())
 
 
 def save(found: Checkpoint, directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Who answers prompts: a language model, in batches of equal reading; the contract for whoever else does."""
+"""Generation backends: what writes the answers to prompts, in batches of samples that are read with one schedule."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from pe_lab.evaluation.tasks.task import Sample
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import Statistics
 
-ROWS = {"cpu": 8}  # texts decoded together, at most: on a CPU more of them are no faster a token
-ROWS_ELSEWHERE = 64  # per device
-CACHE = {"cpu": 2**30}  # bytes of keys and values held at once
+BATCH = {"cpu": 8}  # sequences decoded together, at most: on a CPU more of them are no faster a token
+BATCH_ELSEWHERE = 64  # per device
+CACHE = {"cpu": 2**30}  # bytes of the KV caches of a batch
 CACHE_SHARE = 0.3  # elsewhere, of a device's memory
-
-Heard = Callable[[int], None]  # is told of tokens as they are read and written
 
 
 @dataclass
 class Spent:
-    """What answering took so far: tokens read, tokens written, seconds without compiling, seconds compiling."""
+    """The cost of answers: tokens read, tokens written, seconds without compiling, seconds of compiling."""
 
     read: int = 0
     written: int = 0
@@ -40,63 +38,57 @@ class Spent:
         )
 
 
-class Answerer(Protocol):
-    """Answers samples that are read alike, and asked for as many new tokens each.
+class GenerationBackend(Protocol):
+    """Answers samples that share a schedule and a number of new tokens.
 
     Attributes:
-      heard: is told of tokens as they are read and written.
+      on_tokens: is called with numbers of tokens as they are read and written.
     """
 
-    heard: Heard
+    on_tokens: Callable[[int], None]
 
-    def rows(self, length: int) -> int:
-        """How many samples of `length` tokens, the answer included, it takes at once."""
+    def batch_size(self, length: int) -> int:
+        """The largest batch of samples of `length` tokens, answers included."""
         ...
 
     def __call__(self, samples: Sequence[Sample]) -> list[str]:
-        """The text that continues each prompt, up to its stop strings and its end-of-text token."""
+        """The continuation of each prompt, up to its stop strings and its end-of-text token."""
         ...
 
 
 @dataclass
-class Model:
-    """A language model's greedy continuations.
+class ModelBackend:
+    """Greedy continuations by a language model.
 
     Attributes:
-      lm: as it is to read these samples: `at_length` of their length, where its encoding follows it.
+      lm: the model; `at_length` of the samples' length, where its encoding follows the length.
       spent: is added to.
-      crop: of a prompt, the last tokens alone that fit so many together with the answer.
+      crop: tokens of a prompt and its answer together, at most: a longer prompt keeps its end. None: no limit.
     """
 
     lm: LanguageModel
     spent: Spent = field(default_factory=Spent)
     crop: int | None = None
-    heard: Heard = lambda tokens: None
+    on_tokens: Callable[[int], None] = lambda tokens: None
 
-    def rows(self, length: int) -> int:
-        """As many rows as their caches' memory allows, a power of two; see ROWS."""
+    def batch_size(self, length: int) -> int:
+        """As many sequences as the memory for their KV caches allows, a power of two; see `BATCH`."""
         config, backend = self.lm.config, jax.default_backend()
         devices = self.lm.devices
         capacity = max(256, 1 << (length - 1).bit_length())
-        row = 2 * config.layers * config.kv_heads * config.head_dim * capacity * jnp.dtype(config.dtype).itemsize
-        memory = CACHE.get(backend) or CACHE_SHARE * device_memory() * devices
-        most = ROWS.get(backend, ROWS_ELSEWHERE * devices)
-        fitting = int(max(1, min(most, memory // row)))
+        cache = 2 * config.layers * config.kv_heads * config.head_dim * capacity * jnp.dtype(config.dtype).itemsize
+        memory = CACHE.get(backend) or CACHE_SHARE * _device_memory() * devices
+        most = BATCH.get(backend, BATCH_ELSEWHERE * devices)
+        fitting = int(max(1, min(most, memory // cache)))
         return max(1 << (fitting.bit_length() - 1), devices)
 
     def __call__(self, samples: Sequence[Sample]) -> list[str]:
-        statistics, start = Statistics(on_tokens=self.heard), time.perf_counter()
+        statistics, start = Statistics(on_tokens=self.on_tokens), time.perf_counter()
         new = max(sample.max_new_tokens for sample in samples)
         prompts = [sample.tokens for sample in samples]
         if self.crop is not None:
             prompts = [tokens[-max(1, self.crop - new) :] for tokens in prompts]
-        answers = self.lm.generate(
-            prompts,
-            new,
-            stop=samples[0].stop,
-            text=True,
-            statistics=statistics,
-        )
+        answers = self.lm.generate(prompts, new, stop=samples[0].stop, text=True, statistics=statistics)
         self.spent.read += statistics.prompt_tokens
         self.spent.written += statistics.new_tokens
         self.spent.compiling += statistics.compile_seconds
@@ -104,7 +96,7 @@ class Model:
         return answers
 
 
-def device_memory() -> int:
-    """Bytes of one accelerator's memory; 16 GB where it does not say."""
+def _device_memory() -> int:
+    """Bytes of one accelerator's memory; 16 GB where it does not report any."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return int(stats.get("bytes_limit", 16e9))

@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness asks of a model, answered by a `LanguageModel`."""
+"""The model interface of lm-evaluation-harness on a `LanguageModel`."""
 
 from __future__ import annotations
 
@@ -14,53 +14,52 @@ from typing import Any
 
 import jax
 
-from pe_lab.errors import UserError, did_you_mean
-from pe_lab.evaluation.lm_eval import generation
-from pe_lab.evaluation.lm_eval.requests import Journal, Used
-from pe_lab.evaluation.lm_eval.settings import add_bos, length_of, read_with, texts_at_once, whole_number
+from pe_lab.errors import CheckpointError, ConfigError, DataError, UnsupportedError, UserError, did_you_mean
+from pe_lab.evaluation.lm_eval.requests import Generation, Journal, Used, generate, generation_batches, seed_of
+from pe_lab.evaluation.lm_eval.settings import add_bos, sequences_at_once, whole_number, with_encoding
+from pe_lab.evaluation.plan import parse_length
 from pe_lab.evaluation.scoring.likelihood import Likelihoods
 from pe_lab.language_model import LanguageModel, load
 from pe_lab.positional import label
 
-MAX_NEW_TOKENS = 256  # as the harness's own models, where a task does not say
-# What the harness hands to every model, and ours has no use for.
-NOT_OURS = ("device", "max_batch_size", "trust_remote_code")
-# Settings of generation that are not ours, with the values at which they change nothing.
+MAX_NEW_TOKENS = 256  # where a task names none; the same as of the harness's own models
+# Settings that the harness passes to every model, and that have no effect here.
+IGNORED = ("device", "max_batch_size", "trust_remote_code")
+# Settings of generation that are not supported, with the values at which they change nothing.
 WITHOUT_EFFECT = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "use_cache": True}
 
 log = logging.getLogger(__name__)
 
 
 class Adapter:
-    """What the harness asks of a model. `PeLabLM` is this and the harness's `TemplateLM`.
+    """The harness's requests, answered by a model. `PeLabLM` is this and the harness's `TemplateLM`.
 
-    It does what the harness's `HFLM` does with the same weights: the tokenizer's own beginning of a text, a first
-    token before what has no context, windows for texts that are scored whole, and a context that is too long is cut
-    from the left. How many were is counted, said in the log and in the results' config.
+    It answers as the harness's `HFLM` does with the same weights: it adds the tokenizer's own beginning of a text, puts
+    a first token before a text without context, scores whole texts in windows, and cuts a context that is too long
+    from the left. The number of cut contexts is in the log and in the results' config.
 
     Args:
-      pretrained: a model, or what `pe_lab.load` reads.
-      batch_size: texts at once on each device; None or "auto" is what its memory is good for.
-      max_length: tokens of a context and its continuation: a number, or as a text 8k, or 2x times the training
-        length. By default the training length, as HFLM takes the config's; a model that reads on beyond it, such as
-        a recalibrated DroPE, is not cut where it is told more.
-      max_gen_toks: new tokens where a task does not say.
+      pretrained: a model, or what `pe_lab.load` takes.
+      batch_size: sequences at once on each device; None or "auto": as many as its memory allows.
+      max_length: tokens of a context and its continuation, as a number, 8k, or 2x the training length. By default the
+        training length, as HFLM takes the config's.
+      max_gen_toks: new tokens where a task names none.
       positional, drop, logit_scale: another encoding, as in `LanguageModel.with_positional`.
       attention, dtype: as in `LanguageModel.with_attention` and `pe_lab.load`.
-      add_bos_token: whether contexts begin with BOS, once; None is the tokenizer's own habit.
-      prefix_token_id: what stands before a text without context; by default BOS, or else the end of text.
-      seed: of drawn tokens, where a task asks for temperature. What a request draws is a function of the seed and of
-        its place among the requests: such requests are answered one by one, as rows of a batch draw by their number.
+      add_bos_token: whether contexts begin with BOS, once; None: the tokenizer's own habit.
+      prefix_token_id: the token before a text without context; by default BOS, or else the end of text.
+      seed: of drawn tokens, where a task asks for temperature. The draws of a request depend on the seed and on its
+        place among the requests: such requests are answered one by one.
       devices: to score on; by default all local ones.
 
     Attributes:
-      truncated: contexts that were cut so far.
-      tokens: read and written so far, also by an earlier process whose answers were kept.
+      truncated: the number of contexts that were cut so far.
+      tokens: read and written so far, with those of answers that an earlier process gave.
       journal: keeps the answers; by default nowhere. A batch that was begun is answered whole.
-      used: by (task, document), since it was last emptied.
+      used: the cost by (task, document), since it was last emptied.
 
     Raises:
-      UserError: a setting that there is not, or that is out of its range; a model without its tokenizer.
+      UserError: an unknown setting, or one out of its range; a model without its tokenizer.
     """
 
     def __init__(
@@ -82,20 +81,22 @@ class Adapter:
         **others: Any,
     ):
         super().__init__()
-        for name in sorted(others.keys() - NOT_OURS):
-            ours = list(inspect.signature(Adapter.__init__).parameters)[1:-1]
-            raise UserError(
-                f"--model_args: pe_lab has no setting '{name}'. {did_you_mean(name, ours)} A value with a comma in it "
-                "stands in quotes."
+        for name in sorted(others.keys() - IGNORED):
+            known = list(inspect.signature(Adapter.__init__).parameters)[1:-1]
+            raise ConfigError(
+                f"--model_args: pe_lab has no setting '{name}'. {did_you_mean(name, known)} Put a value with a "
+                "comma in quotes."
             )
         if pretrained is None:
-            raise UserError("--model_args: name a model, such as pretrained=runs/NAME.")
+            raise ConfigError("--model_args: name a model, such as pretrained=runs/NAME.")
         lm = pretrained if isinstance(pretrained, LanguageModel) else load(str(pretrained), dtype=dtype)
         if lm.tokenizer is None:
-            raise UserError(f"'{lm.checkpoint.path}' came without a tokenizer; the harness gives texts.")
-        lm = read_with(lm, positional, drop, logit_scale, attention)
-        self.batch_size = texts_at_once(batch_size)
-        self._max_length = lm.training_length if max_length is None else length_of(max_length, lm.training_length)
+            raise CheckpointError(f"'{lm.checkpoint.path}' came without a tokenizer; the harness gives texts.")
+        lm = with_encoding(lm, positional, drop, logit_scale, attention)
+        self.batch_size = sequences_at_once(batch_size)
+        self._max_length = lm.training_length
+        if max_length is not None:
+            self._max_length = parse_length("max_length", str(max_length), lm.training_length)
         self._max_gen_toks = whole_number("max_gen_toks", max_gen_toks, 1, 2**31 - 1)
         self._seed = whole_number("seed", seed, -(2**31), 2**32 - 1)
         self._text, self._add_bos = lm.tokenizer, add_bos(add_bos_token, lm.tokenizer)
@@ -103,7 +104,7 @@ class Adapter:
         if prefix_token_id is not None:
             self._prefix = whole_number("prefix_token_id", prefix_token_id, 0, lm.config.vocab_size - 1)
         self._likelihoods = Likelihoods(lm, self.batch_size, devices)
-        # Generating, too, is on all devices that the weights are on.
+        # Generation uses all devices that the weights are on.
         checkpoint = dataclasses.replace(lm.checkpoint, params=self._likelihoods.params)
         moved = any(map(operator.is_not, *map(jax.tree.leaves, (checkpoint.params, lm.checkpoint.params))))
         self.lm = dataclasses.replace(lm, checkpoint=checkpoint) if moved else lm
@@ -114,7 +115,7 @@ class Adapter:
         self._pairs: list[Used] = []  # of the last call
 
     # --------------------------------------------------------------------------------------------------------
-    # What the model is
+    # The model
 
     @property
     def eot_token_id(self) -> int:
@@ -137,7 +138,7 @@ class Adapter:
         return f"pe_lab__{self._text.fingerprint}"
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the results' config says of the model."""
+        """The description of the model in the results' config."""
         metadata = self.lm.checkpoint.metadata
         return {
             "model_dtype": self.lm.config.dtype,
@@ -155,7 +156,7 @@ class Adapter:
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **_: Any
     ) -> list[int]:
-        """A text's ids, special tokens in it recognized. Its beginning is not put before a text that has it."""
+        """The ids of a text, special tokens included; BOS is not added to a text that begins with it."""
         bos = self._text.bos_id if self._add_bos and add_special_tokens is not False else None
         if add_special_tokens is None:
             add_special_tokens = not (self._begins and string.startswith(self._begins))
@@ -169,28 +170,28 @@ class Adapter:
         return self._text.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The messages as one text. Without a generation prompt the last message is left open, to be continued."""
+        """The messages as one text; without a generation prompt the last message is not closed, to be continued."""
         try:
             text = self._text.chat(chat_history, add_generation_prompt)
         except UserError:
             without = [message for message in chat_history if message.get("role") != "system"]
             if len(without) == len(chat_history):
                 raise
-            log.warning("The chat template refuses these messages; they are given without the system's.")
+            log.warning("The chat template refuses these messages; the system message is left out.")
             return self.apply_chat_template(without, add_generation_prompt)
         if add_generation_prompt:
             return text
         last = str(chat_history[-1]["content"])
         start = text.rfind(last.strip())
         if start < 0:
-            raise UserError("The chat template does not write the last message as it is: it cannot be continued.")
+            raise UnsupportedError("The chat template changes the last message: it cannot be continued.")
         whole = last.lstrip()
         return text[: start + len(whole if text.startswith(whole, start) else last.strip())]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """What the results say of the template: the conversation it makes of two messages. `UserError` for a name."""
+        """The template in the results: its text of one message. `ConfigError` for a template's name."""
         if isinstance(chat_template, str):
-            raise UserError(f"--apply_chat_template={chat_template}: there is one template, which has no name.")
+            raise ConfigError(f"--apply_chat_template={chat_template}: there is one template, which has no name.")
         return self.apply_chat_template([{"role": "user", "content": "..."}]) if chat_template else None
 
     # --------------------------------------------------------------------------------------------------------
@@ -204,15 +205,15 @@ class Adapter:
         pairs, cut = [], 0
         for key, context, continuation in requests:
             if not context or not continuation or len(continuation) > self.max_length:
-                raise UserError(
+                raise DataError(
                     f"A request has {len(context)} tokens of context and {len(continuation)} to score, and max_length "
-                    f"is {self.max_length}: {_shortened(key)}. There must be one token each at least, and those to "
-                    "score must fit."
+                    f"is {self.max_length}: {_shortened(key)}. Both need at least one token, and those to score must "
+                    "fit."
                 )
             # The last token is not read: one more than max_length fits.
-            room = self.max_length + 1 - len(continuation)
-            cut += len(context) > room
-            pairs.append((context[-room:], continuation))
+            limit = self.max_length + 1 - len(continuation)
+            cut += len(context) > limit
+            pairs.append((context[-limit:], continuation))
         self._count(cut, len(pairs))
         rolling = bool(requests) and requests[0][0] is None
         plan = self.journal.plan("loglikelihood_rolling" if rolling else "loglikelihood", pairs)
@@ -264,32 +265,32 @@ class Adapter:
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(index)
-        asked: dict[int, generation.Generation] = {}
+        asked: dict[int, Generation] = {}
         for indices in groups.values():
             until, new_tokens, sampling = self._settings(requests[indices[0]].args[1])
-            if (room := self.max_length - new_tokens) < 1:
-                raise UserError(
+            if (limit := self.max_length - new_tokens) < 1:
+                raise ConfigError(
                     f"{new_tokens} new tokens are asked for, and max_length is {self.max_length}: nothing is left for "
                     "a prompt. Give another max_length, or fewer max_gen_toks."
                 )
             for index in indices:
                 prompt = self.tok_encode(requests[index].args[0]) or [self.prefix_token_id]
-                seed = generation.seed_of(self._seed, index) if sampling.get("temperature") else self._seed
-                asked[index] = generation.Generation(prompt, room, until, new_tokens, sampling, seed)
-            self._count(sum(len(asked[index].prompt) > room for index in indices), len(indices))
+                seed = seed_of(self._seed, index) if sampling.get("temperature") else self._seed
+                asked[index] = Generation(prompt, limit, until, new_tokens, sampling, seed)
+            self._count(sum(len(asked[index].prompt) > limit for index in indices), len(indices))
         plan = self.journal.plan("generate_until", [asked[index] for index in range(len(requests))])
         texts = [""] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
             for indices in groups.values():
-                for batch, filled in generation.batches(self.lm, self.batch_size, asked, indices):
+                for batch, filled in generation_batches(self.lm, self.batch_size, asked, indices):
                     if not plan.answered(batch):
                         start = time.perf_counter()
-                        written = generation.write(self.lm, [asked[index] for index in filled])
+                        written = generate(self.lm, [asked[index] for index in filled])
                         plan.put(dict(zip(batch, written, strict=False)), time.perf_counter() - start)
                     for index in batch:
                         request, text, whole = requests[index], plan.answers[index], len(asked[index].prompt)
                         texts[index] = text.removeprefix(" ") if self._drops_a_space else text
-                        read = min(whole, asked[index].room)
+                        read = min(whole, asked[index].prompt_limit)
                         self.tokens += read + len(self._text.encode(text))
                         self._note(request, Used(read, whole, plan.seconds[index]))
                         self.cache_hook.add_partial("generate_until", request.args, texts[index])
@@ -297,7 +298,7 @@ class Adapter:
         return texts
 
     def _settings(self, settings: Mapping[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
-        """Stop strings, new tokens, and how tokens are chosen, of what the harness and its tasks write."""
+        """Stop strings, new tokens and sampling from a request's settings; `UnsupportedError` for other settings."""
         from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
         given = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
@@ -307,22 +308,22 @@ class Adapter:
         sampling = {name: given.pop(name) for name in ("temperature", "top_k", "top_p") if name in given}
         for name, value in given.items():
             if value is not None and not (name in WITHOUT_EFFECT and value == WITHOUT_EFFECT[name]):
-                raise UserError(f"A task generates with {name}={value}, which pe_lab cannot do.")
+                raise UnsupportedError(f"A task generates with {name}={value}, which pe_lab cannot do.")
         kinds = {"temperature": float, "top_k": int, "top_p": float}
         sampling = {name: kinds[name](value) for name, value in sampling.items() if value is not None}
         return [stop for stop in until if stop], new_tokens, sampling if drawn else {}
 
     @functools.cached_property
     def _drops_a_space(self) -> bool:
-        """Whether decoding leaves out the space that a text begins with, as SentencePiece's does.
+        """Whether decoding drops the space at a text's beginning, as SentencePiece does.
 
-        HFLM decodes what was generated by itself; `LanguageModel.generate` decodes it as it continues the prompt.
+        HFLM decodes the generated tokens alone; `LanguageModel.generate` decodes them as a continuation of the prompt.
         """
         ids, begun = self._text.encode("a b").tolist(), len(self._text.encode("a"))
         return self.tok_decode(ids) == "a b" and self.tok_decode(ids[begun:]) == "b"
 
     def _note(self, request: Any, used: Used) -> None:
-        """What a request came to, added to its document's."""
+        """Adds the cost of a request to its document's."""
         document = (getattr(request, "task_name", None), getattr(request, "doc_id", None))
         self.used.setdefault(document, Used()).add(used)
 
@@ -342,18 +343,18 @@ def _shortened(key: Any) -> str:
 
 @functools.cache
 def adapter() -> type:
-    """`PeLabLM`, registered with the harness as `pe_lab`. `UserError` where the harness is not installed."""
+    """`PeLabLM`, registered with the harness as `pe_lab`. `UnsupportedError` where the harness is not installed."""
     try:
         from lm_eval.api.model import TemplateLM
         from lm_eval.api.registry import register_model
     except ImportError as error:
-        raise UserError(
+        raise UnsupportedError(
             f"lm-evaluation-harness is needed ({error}). Install it: pip install 'pe-lab[eval]', or lm-eval alone."
         ) from None
 
     @register_model("pe_lab")
     class PeLabLM(Adapter, TemplateLM):
-        """A model of pe_lab as lm-evaluation-harness takes models; see `Adapter`."""
+        """A model of pe_lab for lm-evaluation-harness; see `Adapter`."""
 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             found = super().loglikelihood(requests, disable_tqdm)

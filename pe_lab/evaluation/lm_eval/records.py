@@ -1,63 +1,22 @@
-"""A model measured on tasks of lm-evaluation-harness: a row a task and metric."""
+"""Measures a model on tasks of lm-evaluation-harness: a record a task and metric, a sample record a document."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pe_lab.evaluation.lm_eval.adapter import adapter
-from pe_lab.evaluation.lm_eval.task_lists import expand_tasks, open_tasks
-from pe_lab.language_model import LanguageModel
+from pe_lab.evaluation.lm_eval.requests import Used
+from pe_lab.results.records import Record, finite
+from pe_lab.results.samples import SampleRecord
 
-Record = dict[str, Any]
 BOOTSTRAPS = 1000  # for the standard errors of metrics that have no formula
-
-
-def evaluate_lm_eval(
-    lm: LanguageModel,
-    tasks: Sequence[str],
-    include_path: str | Path | None = None,
-    limit: float | None = None,
-    num_fewshot: int | None = None,
-    seed: int | None = None,
-    apply_chat_template: bool = False,
-    measured: Callable[[list[Record]], None] = lambda rows: None,
-    **settings: Any,
-) -> list[Record]:
-    """Measures a model on tasks of the harness, one after another; all are opened before the first is measured.
-
-    Args:
-      tasks: of the harness or of `include_path`, and names of `TASK_LISTS`.
-      include_path: a folder with YAML files of tasks.
-      limit: documents of each task, or below 1 a share of them; None is all.
-      num_fewshot: examples before each question; None is what each task says.
-      seed: of few-shot examples and draws; None is the harness's own.
-      apply_chat_template: whether questions are put as a user's messages.
-      measured: hears of the rows of each task as they come.
-      settings: as `PeLabLM` takes them: batch_size, max_length, max_gen_toks ...
-
-    Returns:
-      A row a task and metric: its `score` and `stderr` (None where it has none), `samples`, the task's `version`,
-      `num_fewshot`, `higher_is_better`, the release of the `harness`, `max_length`, how many contexts of the task were
-      `truncated` to it, and the `tokens` and `seconds` that it took. A metric after a filter is called
-      `metric,filter`. Groups have rows of their own.
-
-    Raises:
-      UserError: an unknown task, or one whose dataset cannot be had.
-    """
-    model = adapter()(lm, **settings, **({} if seed is None else {"seed": seed}))
-    manager, opened = open_tasks(expand_tasks(tasks), include_path)
-    rows: list[Record] = []
-    for loaded in opened.values():
-        found, _ = measure(model, manager, loaded, limit, num_fewshot, seed, apply_chat_template)
-        measured(found)
-        rows += found
-    return rows
+# The metric that papers report of a task is the first of these; its others are in the record too.
+MAIN = ("acc_norm", "acc", "exact_match", "word_perplexity", "perplexity")
 
 
 def measure(
@@ -66,18 +25,24 @@ def measure(
     loaded: Sequence[Any],
     limit: float | None = None,
     num_fewshot: int | None = None,
-    seed: int | None = None,
-    apply_chat_template: bool = False,
-    log_samples: bool = False,
+    chat: bool = False,
 ) -> tuple[list[Record], Mapping[str, Sequence[Any]]]:
-    """What one name stands for, measured on a `PeLabLM`: its rows, and where asked for the documents of each task.
+    """Measures a `PeLabLM` on loaded tasks.
 
     Args:
-      manager, loaded: as `open_tasks` gives them.
+      manager, loaded: as `open_tasks` returns them.
+      limit: documents of each task, or below 1 a share of them; None: all.
+      num_fewshot: examples before each question; None: the task's own number.
+      chat: whether questions are put as a user's messages.
+
+    Returns:
+      A record a task and metric: its `score` and `stderr` (None where it has none), `samples`, the task's `version`,
+      `num_fewshot`, `higher_is_better`, the release of the `harness`, `max_length`, the number of contexts of the task
+      that were `truncated` to it, and the `tokens` and `seconds` that it took. A metric after a filter is called
+      `metric,filter`. Groups have records of their own. And by task what the harness logs of each document.
     """
     from lm_eval import simple_evaluate
 
-    kinds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     journal = model.journal
     before, tokens, kept, start = model.truncated, model.tokens, journal.seconds, time.perf_counter()
     with _in_one_process():
@@ -87,16 +52,18 @@ def measure(
             task_manager=manager,
             limit=limit,
             num_fewshot=num_fewshot,
-            apply_chat_template=apply_chat_template,
-            fewshot_as_multiturn=apply_chat_template,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=chat,
             bootstrap_iters=BOOTSTRAPS,
-            log_samples=log_samples,
-            **({} if seed is None else dict.fromkeys(kinds, seed)),
         )
-    # What was answered before took its time then.
-    seconds = time.perf_counter() - start + journal.seconds - kept
-    found = _rows(results, max_length=model.max_length, truncated=model.truncated - before)
-    return [row | {"tokens": model.tokens - tokens, "seconds": seconds} for row in found], results.get("samples") or {}
+    seconds = time.perf_counter() - start + journal.seconds - kept  # with those of answers by an earlier process
+    more = {
+        "max_length": model.max_length,
+        "truncated": model.truncated - before,
+        "tokens": model.tokens - tokens,
+        "seconds": seconds,
+    }
+    return _records(results, more), results["samples"]
 
 
 @contextlib.contextmanager
@@ -113,15 +80,15 @@ def _in_one_process() -> Iterator[None]:
             os.environ["DISABLE_MULTIPROC"] = before
 
 
-def _rows(results: Mapping[str, Any], **more: Any) -> list[Record]:
-    rows = []
+def _records(results: Mapping[str, Any], more: Mapping[str, Any]) -> list[Record]:
+    records = []
     for task, metrics in {**results["results"], **results.get("groups", {})}.items():
         for key, score in metrics.items():
             metric, _, kind = key.partition(",")
             if not kind or metric.endswith("_stderr"):
                 continue
             stderr = metrics.get(f"{metric}_stderr,{kind}")
-            rows.append(
+            records.append(
                 {
                     "task": task,
                     "metric": metric if kind == "none" else key,
@@ -135,4 +102,86 @@ def _rows(results: Mapping[str, Any], **more: Any) -> list[Record]:
                     **more,
                 }
             )
-    return rows
+    return records
+
+
+def rank(metric: str) -> int:
+    """The order of metrics, the main one first; a metric after a filter is called `metric,filter`."""
+    name = metric.split(",")[0]
+    return MAIN.index(name) if name in MAIN else len(MAIN)
+
+
+def sample_records(
+    samples: Mapping[str, Sequence[Mapping[str, Any]]],
+    used: Mapping[tuple[Any, Any], Used],
+    identity: Mapping[str, Any],
+    more: Mapping[str, Any],
+) -> list[SampleRecord]:
+    """A sample record a document, task after task, from the harness's log, which has an entry a document and filter.
+
+    `references` has the harness's target: the text of the answer, or the number of the right choice. `output` is the
+    output of the first filter: a text, or (log-likelihood, whether it is the greedy one) of each choice; `outputs` has
+    those of all filters. `scores` has, for a metric over all documents, the document's part of it.
+
+    Args:
+      used: by (task, document).
+      identity: checkpoint_id, reading, suite, length, seed, settings.
+      more: the other keys that are the same in all records.
+    """
+    found = []
+    for task, entries in samples.items():
+        documents: dict[Any, list[Mapping[str, Any]]] = {}
+        for entry in entries:
+            documents.setdefault(entry["doc_id"], []).append(entry)
+        for index, of_document in documents.items():
+            record = _document(of_document, used.get((task, index), Used()))
+            found.append(finite({**identity, "task": task, "index": index, **record, **more}))
+    return found
+
+
+def _document(entries: Sequence[Mapping[str, Any]], used: Used) -> SampleRecord:
+    first = entries[0]
+    scores = {
+        metric if entry["filter"] == "none" else f"{metric},{entry['filter']}": _to_json(entry[metric])
+        for entry in entries
+        for metric in entry["metrics"]
+    }
+    main = scores[min(scores, key=rank)] if scores else None
+    outputs = {entry["filter"]: _output(entry["filtered_resps"]) for entry in entries}
+    target = first["target"]
+    metadata = {"document": first["doc_hash"][:16], "requests": len(first["arguments"])}
+    if used.tokens < used.tokens_before_truncation:
+        metadata |= {"truncated": True, "tokens_before_truncation": used.tokens_before_truncation}
+    record = {
+        "prompt": first["prompt_hash"][:16],
+        "tokens": used.tokens,
+        "depth": [],
+        "references": _to_json(target if isinstance(target, list | tuple) else [target]),
+        "output": outputs[first["filter"]],
+        "score": float(main) if isinstance(main, int | float) else None,
+        "scores": scores,
+        "facts": metadata,
+        "seconds": used.seconds,
+    }
+    return record | ({"outputs": outputs} if len(outputs) > 1 else {})
+
+
+def _output(answers: Sequence[Any]) -> Any:
+    """The answer of a single request, or the list of several."""
+    found = [_to_json(answer) for answer in answers]
+    return found[0] if len(found) == 1 else found
+
+
+def _to_json(value: Any) -> Any:
+    """The value as JSON can hold it; the text of anything else, null for a number that is not finite."""
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _to_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(item) for item in value]
+    if hasattr(value, "tolist"):  # NumPy's
+        return _to_json(value.tolist())
+    return str(value)

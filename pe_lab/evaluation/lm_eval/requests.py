@@ -1,19 +1,77 @@
-"""What was answered of the harness's requests: kept on disk a batch at a time, so that a task goes on where it was."""
+"""Requests of the harness: batches of texts to generate, and the answers, kept on disk a batch at a time."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import namedtuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from pe_lab.evaluation.generation.backend import ModelBackend
+from pe_lab.language_model import LanguageModel
 from pe_lab.results.samples import SampleFile, SampleRecord, key
+
+
+class Generation(NamedTuple):
+    """A request to generate a text."""
+
+    prompt: list[int]
+    prompt_limit: int  # tokens of the prompt that are read, its last ones
+    until: list[str]
+    new_tokens: int
+    sampling: dict[str, Any]
+    seed: int  # of its draws
+
+    def __repr__(self) -> str:
+        """The form whose digest answers on disk have, with the names of their time: `room` is `prompt_limit`."""
+        return repr(_StoredGeneration(*self))
+
+
+_StoredGeneration = namedtuple("Generation", ("prompt", "room", "until", "new_tokens", "sampling", "seed"))
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of one request's draws; requests of one seed, or of neighbouring seeds, have different ones."""
+    return int(np.random.SeedSequence((seed % 2**32, index)).generate_state(1)[0])
+
+
+def generation_batches(
+    lm: LanguageModel, batch_size: int | None, asked: Mapping[int, Generation], indices: Sequence[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Batches of requests that differ only in prompts and seeds: (indices, indices filled up to a power of two).
+
+    The longest prompts come first. A request is alone in its batch where a layer follows the length, or where tokens
+    are drawn: a draw depends on the place in the batch.
+    """
+    order = sorted(indices, key=lambda index: -len(asked[index].prompt))
+    first = asked[order[0]]
+    follows = any(layer.follows_length for layer in lm.layers) and lm.read_as is None
+    alone = follows or bool(first.sampling.get("temperature"))
+    start = 0
+    while start < len(order):
+        longest = min(len(asked[order[start]].prompt), first.prompt_limit) + first.new_tokens
+        size = 1 if alone else batch_size * lm.devices if batch_size else ModelBackend(lm).batch_size(longest)
+        some = order[start : start + size]
+        # Powers of two: few programs are compiled.
+        fill = min(size, 1 << (len(some) - 1).bit_length()) - len(some)
+        yield some, [*some, *some[-1:] * fill]
+        start += len(some)
+
+
+def generate(lm: LanguageModel, batch: Sequence[Generation]) -> list[str]:
+    """The text that continues each prompt."""
+    first = batch[0]
+    prompts = [one.prompt[-one.prompt_limit :] for one in batch]
+    return lm.generate(prompts, first.new_tokens, stop=first.until, text=True, seed=first.seed, **first.sampling)
 
 
 @dataclass
 class Used:
-    """What the requests of one document came to: tokens of the longest, before and after cuts; seconds of all."""
+    """The cost of one document's requests: tokens of the longest, after and before cuts; seconds of all."""
 
     tokens: int = 0
     tokens_before_truncation: int = 0
@@ -26,15 +84,15 @@ class Used:
 
 
 class Journal:
-    """The answers of one measurement: of one reader, on what one name of a task stands for.
+    """The answers of one measurement: of one variant, on one task, group or tag.
 
     Args:
-      path: a file of lines; None keeps nothing.
+      path: a file of JSON lines; None keeps nothing.
       identity: what the answers depend on besides the requests: checkpoint_id, reading, suite, task, settings ...
 
     Attributes:
-      found: answers that an earlier process gave.
-      seconds: what they took then.
+      found: the number of answers by an earlier process.
+      seconds: the time that these took.
     """
 
     def __init__(self, path: Path | None = None, identity: Mapping[str, Any] | None = None):
@@ -43,15 +101,14 @@ class Journal:
         self.found, self.seconds = 0, 0.0
 
     def plan(self, kind: str, requests: Sequence[Any]) -> Plan:
-        """All requests of a call, of which some may be answered.
+        """All requests of a call, with the answers that exist.
 
-        What a batch holds follows from all requests, and so may the last digits of its answers: they are taken for
-        a request at the same place among the same requests only.
+        The batches follow from all requests, and so may the last digits of an answer: an answer counts only for a
+        request at the same place among the same requests.
 
         Args:
           kind: the method that was called, such as `generate_until`.
-          requests: what each asks, as it is given to the model: tokens, stop strings, the seed of draws. Their `repr`
-            says it all.
+          requests: as they are given to the model: tokens, stop strings, the seed of draws; compared by their `repr`.
         """
         digests = [hashlib.sha256(repr(request).encode()).hexdigest()[:16] for request in requests]
         whole = hashlib.sha256("".join([kind, *digests]).encode()).hexdigest()[:16]
@@ -66,7 +123,7 @@ class Plan:
 
     Attributes:
       answers: by place, as far as they are known.
-      seconds: that each took.
+      seconds: the time that each took.
     """
 
     def __init__(self, identity: Mapping[str, Any], whole: str, digests: Sequence[str], file: SampleFile | None):
@@ -74,20 +131,20 @@ class Plan:
         self.answers: dict[int, Any] = {}
         self.seconds: dict[int, float] = {}
         for place in range(len(digests)) if file is not None and file.records else ():
-            if (kept := file.records.get(key(self._line(place)))) is not None:
+            if (kept := file.records.get(key(self._record(place)))) is not None:
                 self.answers[place], self.seconds[place] = kept["answer"], kept["seconds"]
 
-    def _line(self, place: int) -> SampleRecord:
+    def _record(self, place: int) -> SampleRecord:
         return {**self._identity, "request": self._digests[place], "index": f"{self._whole}:{place}"}
 
     def answered(self, places: Iterable[int]) -> bool:
         return all(place in self.answers for place in places)
 
     def put(self, answers: Mapping[int, Any], seconds: float) -> None:
-        """The answers of a batch, which took so many seconds; on return they are on disk. The first answer stays."""
+        """Adds the answers of a batch, which took `seconds`; they are on disk on return. Existing answers stay."""
         new = {place: answer for place, answer in answers.items() if place not in self.answers}
         self.answers |= new
         self.seconds |= dict.fromkeys(new, seconds / len(answers))
         if self._file is not None:
             more = [{"answer": answer, "seconds": self.seconds[place]} for place, answer in new.items()]
-            self._file.add([self._line(place) | rest for place, rest in zip(new, more, strict=True)])
+            self._file.add([self._record(place) | rest for place, rest in zip(new, more, strict=True)])

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness' tasks as a suite: rows beside those of the others, a task at a time, none measured twice."""
+"""Tasks of lm-evaluation-harness as a suite: records beside those of the other suites, no task measured twice."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pe_lab.evaluation import methods
 from pe_lab.evaluation.lm_eval.adapter import adapter
-from pe_lab.evaluation.lm_eval.records import measure
+from pe_lab.evaluation.lm_eval.records import measure, rank, sample_records
 from pe_lab.evaluation.lm_eval.requests import Journal
-from pe_lab.evaluation.lm_eval.samples import document_lines, rank
 from pe_lab.evaluation.lm_eval.task_lists import TASK_LISTS, expand_tasks, fingerprint, harness_version, open_tasks
-from pe_lab.evaluation.readers import Reader
+from pe_lab.evaluation.variants import Variant, summary
 from pe_lab.results.intervals import Z95, wilson
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.samples import SampleFile, key
@@ -31,20 +29,20 @@ class Opened:
 
 
 def check_harness(names: Sequence[str], include: str | None = None) -> Opened:
-    """Opens tasks, so that what cannot be measured is known before anything is; `run_harness` takes what is returned.
+    """Opens tasks, so that an impossible one is refused before anything is measured; `run_harness` takes the result.
 
     Args:
       names, include: as in `run_harness`.
 
     Raises:
-      UserError: the harness is not installed, a task is unknown, or its dataset cannot be had.
+      UserError: the harness is not installed, a task is unknown, or its dataset cannot be opened.
     """
     adapter()
     return Opened(*open_tasks(_expanded(names), include))
 
 
 def run_harness(
-    readers: Sequence[Reader],
+    variants: Sequence[Variant],
     names: Sequence[str],
     directory: Path,
     max_length: int | None = None,
@@ -53,25 +51,26 @@ def run_harness(
     num_fewshot: int | None = None,
     chat: bool = False,
     again: bool = False,
-    said: Callable[[str], None] = print,
+    report: Callable[[str], None] = print,
     opened: Opened | None = None,
 ) -> list[Record]:
-    """Measures readers on tasks, one after another.
+    """Measures variants on tasks, one after another.
 
-    Each task's rows are written as it ends, to `lm_eval.jsonl`, and a line for every document, to
-    `samples/lm_eval.jsonl`. The answers to its requests are kept a batch at a time in `samples/lm_eval_requests`:
-    a task that was interrupted goes on where it was, and ends as if it had not been.
+    The records of a task are written as it ends, to `lm_eval.jsonl`, and a sample record for every document to
+    `samples/lm_eval.jsonl`. The answers to its requests are kept a batch at a time in `samples/lm_eval_requests`: an
+    interrupted task goes on where it was, and its records are the same in the end.
 
     Args:
-      names: of tasks, and of `TASK_LISTS`; none is DroPE's six.
-      max_length: tokens beyond which the harness cuts contexts from the left; None is the training length. A reader
-        that crops sees no more than it crops to.
+      names: of tasks, and of `TASK_LISTS`; none: DroPE's six.
+      max_length: tokens to which the harness cuts contexts from the left; None: the training length. It is never more
+        than a variant's `crop`.
       include: a folder with YAML files of tasks.
       limit: documents of each task.
-      opened: what `check_harness` gave for these names; by default they are opened here, before the first is measured.
+      report: is called with sentences for the user.
+      opened: the result of `check_harness` for these names; by default they are opened before the first is measured.
 
     Raises:
-      UserError: the harness is not installed, a task is unknown, or its dataset cannot be had.
+      UserError: the harness is not installed, a task is unknown, or its dataset cannot be opened.
     """
     asked = _expanded(names)
     shared = {
@@ -82,30 +81,30 @@ def run_harness(
         "contents": fingerprint(include, directory),
         "harness": harness_version(),
     }
-    measurements = [Measurement(reader, name, max_length, shared, directory) for reader in readers for name in asked]
+    measurements = [Measurement(variant, name, max_length, shared, directory) for variant in variants for name in asked]
     file = RecordFile(directory / "lm_eval.jsonl")
     left = [one for one in measurements if again or not one.found(file.records)]
     if left and opened is None:
         opened = check_harness(list(dict.fromkeys(one.name for one in left)), include)
     samples = SampleFile(directory / "samples" / "lm_eval.jsonl") if left else None
-    rows: list[Record] = []
+    records: list[Record] = []
     model, of = None, None
     for one in measurements:
         if one not in left:
-            said(f"{one.name} was measured before for {one.reader.label} (--again: once more).")
-            rows += one.found(file.records)
+            report(f"{one.name} was measured before for {one.variant.label} (--again: once more).")
+            records += one.found(file.records)
             continue
         assert opened is not None and samples is not None
-        said(f"lm_eval:{one.name} for {one.reader.label}")
-        if of is not one.reader:
-            model, of = None, one.reader  # its weights go before others come
-            model = adapter()(one.reader.at(one.length), max_length=one.length)
+        report(f"lm_eval:{one.name} for {one.variant.label}")
+        if of is not one.variant:
+            model, of = None, one.variant  # frees its weights before others are placed
+            model = adapter()(one.variant.at(one.length), max_length=one.length)
         if again:
             one.requests.unlink(missing_ok=True)
-        new = one.run(model, opened, samples, said)
+        new = one.run(model, opened, samples, report)
         file.put(new)
-        rows += new
-    return rows
+        records += new
+    return records
 
 
 def _expanded(names: Sequence[str]) -> list[str]:
@@ -113,134 +112,105 @@ def _expanded(names: Sequence[str]) -> list[str]:
 
 
 class Measurement:
-    """One reader on what one name stands for.
+    """One variant on one name: a task, a group or a tag.
 
     Attributes:
       length: tokens that contexts are cut to.
       requests: the file that keeps the answers.
     """
 
-    def __init__(self, reader: Reader, name: str, max_length: int | None, shared: Mapping[str, Any], directory: Path):
-        self.reader, self.name, self.shared = reader, name, shared
-        length = max_length or reader.training_length
-        self.length = min(length, reader.crop or length)
-        self.reading = reader.fingerprint(self.length)
+    def __init__(self, variant: Variant, name: str, max_length: int | None, shared: Mapping[str, Any], directory: Path):
+        self.variant, self.name, self.shared = variant, name, shared
+        length = max_length or variant.training_length
+        self.length = min(length, variant.crop or length)
+        self.reading = variant.fingerprint(self.length)
         settings = {**shared, "max_length": self.length, "reading": self.reading}
         text = json.dumps(settings, sort_keys=True)
         self.mine = {
-            "checkpoint_id": reader.subject.id,
+            "checkpoint_id": variant.subject.id,
             "settings": hashlib.sha256(text.encode()).hexdigest()[:16],
         }
         place = hashlib.sha256(json.dumps([name, self.mine], sort_keys=True).encode()).hexdigest()[:12]
         shown = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:80]
         self.requests = directory / "samples" / "lm_eval_requests" / f"{shown}-{place}.jsonl"
 
-    def found(self, rows: Sequence[Record]) -> list[Record]:
-        """Its rows, where all that it wrote are still there: another measurement may have taken the place of one."""
-        subject = self.reader.subject
-        who = {"run": subject.run, "checkpoint": subject.path, "method": self.reader.method}
+    def found(self, records: Sequence[Record]) -> list[Record]:
+        """Its records if all of them exist; another measurement may have replaced one."""
+        subject = self.variant.subject
+        who = {"run": subject.run, "checkpoint": subject.path, "method": self.variant.method}
         wanted = {"asked": self.name, **who, **self.mine}
-        mine = {row["source"]: row for row in rows if wanted.items() <= row.items()}
-        wrote = next(iter(mine.values())).get("asked_tasks", []) if mine else []
-        return [mine[task] for task in wrote] if set(wrote) == set(mine) else []
+        mine = {record["source"]: record for record in records if wanted.items() <= record.items()}
+        written = next(iter(mine.values())).get("asked_tasks", []) if mine else []
+        return [mine[task] for task in written] if set(written) == set(mine) else []
 
-    def run(self, model: Any, opened: Opened, samples: SampleFile, said: Callable[[str], None]) -> list[Record]:
-        """Its rows; the lines of its documents are written."""
-        shared, loaded = self.shared, opened.tasks[self.name]
-        identity = self._identity()
+    def run(self, model: Any, opened: Opened, samples: SampleFile, report: Callable[[str], None]) -> list[Record]:
+        """Measures it, and writes the sample records; its records."""
+        shared = self.shared
+        fields = {"reading": self.reading, "suite": "lm_eval", "task": "", "length": None, "seed": None}
+        identity = {**self.mine, **fields, "index": 0}
         model.journal = Journal(self.requests, identity | {"task": self.name})
         model.used.clear()
-        measured, logged = measure(
-            model,
-            opened.manager,
-            loaded,
-            shared["limit"],
-            shared["num_fewshot"],
-            apply_chat_template=shared["chat"],
-            log_samples=True,
-        )
-        lines = document_lines(logged, model.used, identity, self._more())
-        samples.forget([key(line) for line in lines])
-        samples.add(lines)
+        how = shared["limit"], shared["num_fewshot"], shared["chat"]
+        measured, logged = measure(model, opened.manager, opened.tasks[self.name], *how)
+        more = self.variant.sample_record(self.length) | {"protocol": f"lm_eval-{shared['harness']}"}
+        documents = sample_records(logged, model.used, identity, more)
+        samples.forget([key(record) for record in documents])
+        samples.add(documents)
         if kept := model.journal.found:
-            said(f"{kept:,} requests of {self.name} were answered before.")
+            report(f"{kept:,} requests of {self.name} were answered before.")
         if not (by_task := _by_task(measured)):
-            said(f"{self.name} gives no number; what was answered is in {samples.path}.")
+            report(f"{self.name} gives no number; its answers are in {samples.path}.")
             return []
         read, seconds = measured[0]["tokens"], measured[0]["seconds"]
-        said(f"Read {read:,} tokens in {seconds:.1f} s, compiling included: {read / seconds:,.1f} tokens/s")
-        wrote = {"asked_tasks": [metrics[0]["task"] for metrics in by_task]}
-        rows = [finite(_row(self.reader, self.length, self.name, each) | self.mine | wrote) for each in by_task]
-        if cut := sum(row["truncated"] for row in rows):
-            said(f"{cut} contexts of {self.name} were cut from the left to {self.length:,} tokens, as the harness "
-                 "has it.")  # fmt: skip
-        return rows
+        report(f"Read {read:,} tokens in {seconds:.1f} s, compiling included: {read / seconds:,.1f} tokens/s")
+        written = {"asked_tasks": [metrics[0]["task"] for metrics in by_task]}
+        records = [finite(self._record(metrics) | self.mine | written) for metrics in by_task]
+        if cut := sum(record["truncated"] for record in records):
+            report(f"{cut} contexts of {self.name} were cut from the left to {self.length:,} tokens, as the harness "
+                   "does.")  # fmt: skip
+        return records
 
-    def _identity(self) -> dict[str, Any]:
-        fields = {"reading": self.reading, "suite": "lm_eval", "task": "", "length": None, "seed": None}
-        return {"checkpoint_id": self.mine["checkpoint_id"], **fields, "settings": self.mine["settings"], "index": 0}
-
-    def _more(self) -> dict[str, Any]:
-        reader = self.reader
+    def _record(self, metrics: Sequence[Mapping[str, Any]]) -> Record:
+        """The record of a task; `metrics` has its main one first."""
+        variant, main = self.variant, metrics[0]
+        score, stderr, count = main["score"], main["stderr"], main["samples"]
+        higher = main["higher_is_better"] is not False
+        if stderr:
+            low, high = score - Z95 * stderr, score + Z95 * stderr
+            if higher and 0 <= score <= 1:
+                low, high = max(low, 0.0), min(high, 1.0)
+        else:  # equal answers, or a metric without a formula for its error
+            low, high = wilson(score, count) if higher and count and 0 <= score <= 1 else (None, None)
         return {
-            "run": reader.subject.run,
-            "checkpoint": reader.subject.path,
-            "label": reader.label,
-            "positional": methods.summary(reader.layers_at(self.length)),
-            "read_as": self.length,
-            "lineage": reader.lineage,
-            "protocol": f"lm_eval-{self.shared['harness']}",
+            "suite": "lm_eval",
+            "source": main["task"],
+            "asked": self.name,
+            **variant.record(None),
+            "positional": summary(variant.layers_at(self.length)),
+            "metric": main["metric"],
+            "score": score,
+            "stderr": stderr,
+            "low": low,
+            "high": high,
+            "samples": count,
+            "scores": {one["metric"]: one["score"] for one in metrics},
+            "stderrs": {one["metric"]: one["stderr"] for one in metrics},
+            "higher_is_better": higher,
+            "num_fewshot": main["num_fewshot"],
+            "max_length": self.length,
+            "truncated": main["truncated"],
+            "tokens": main["tokens"],
+            "seconds": main["seconds"],
+            "lineage": variant.subject.lineage,
+            "task_version": main["version"],
+            "versions": versions() | {"lm_eval": main["harness"]},
         }
 
 
 def _by_task(measured: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The metrics of each task, the one that is reported first; those without a number are left out."""
+    """The metrics of each task, the main one first; those without a number are left out."""
     tasks: dict[str, list[Mapping[str, Any]]] = {}
-    for row in measured:
-        if isinstance(row["score"], float):
-            tasks.setdefault(row["task"], []).append(row)
-    return [sorted(rows, key=lambda row: rank(row["metric"])) for rows in tasks.values()]
-
-
-def _row(reader: Reader, length: int, asked: str, metrics: Sequence[Mapping[str, Any]]) -> Record:
-    subject, main = reader.subject, metrics[0]
-    score, stderr, count = main["score"], main["stderr"], main["samples"]
-    higher = main["higher_is_better"] is not False
-    if stderr:
-        low, high = score - Z95 * stderr, score + Z95 * stderr
-        if higher and 0 <= score <= 1:
-            low, high = max(low, 0.0), min(high, 1.0)
-    else:  # of equal answers, or of a metric without a formula
-        low, high = wilson(score, count) if higher and count and 0 <= score <= 1 else (None, None)
-    return {
-        "suite": "lm_eval",
-        "source": main["task"],
-        "asked": asked,
-        "run": subject.run,
-        "phase": subject.checkpoint.metadata.get("phase", ""),
-        "checkpoint": subject.path,
-        "step": subject.checkpoint.step,
-        "model": subject.model,
-        "method": reader.method,
-        "label": reader.label,
-        "positional": methods.summary(reader.layers_at(length)),
-        "length": None,
-        "factor": None,
-        "metric": main["metric"],
-        "score": score,
-        "stderr": stderr,
-        "low": low,
-        "high": high,
-        "samples": count,
-        "scores": {row["metric"]: row["score"] for row in metrics},
-        "stderrs": {row["metric"]: row["stderr"] for row in metrics},
-        "higher_is_better": higher,
-        "num_fewshot": main["num_fewshot"],
-        "max_length": length,
-        "truncated": main["truncated"],
-        "tokens": main["tokens"],
-        "seconds": main["seconds"],
-        "lineage": reader.lineage,
-        "task_version": main["version"],
-        "versions": versions() | {"lm_eval": main["harness"]},
-    }
+    for record in measured:
+        if isinstance(record["score"], float):
+            tasks.setdefault(record["task"], []).append(record)
+    return [sorted(metrics, key=lambda one: rank(one["metric"])) for metrics in tasks.values()]

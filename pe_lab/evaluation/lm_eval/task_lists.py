@@ -1,4 +1,4 @@
-"""Which tasks of lm-evaluation-harness: the lists that papers report, and opening tasks with their data."""
+"""Tasks of lm-evaluation-harness: the lists that papers report, and opening tasks with their data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pe_lab.errors import UserError, did_you_mean
+from pe_lab.errors import ConfigError, DataError, UnsupportedError, did_you_mean
 
 YAML = (".yaml", ".yml")
 
@@ -36,72 +36,74 @@ TASK_LISTS = {
 
 
 def expand_tasks(names: Sequence[str]) -> list[str]:
-    """The tasks that names stand for, each once: a list's name, in any capitals, for its tasks; others as they are.
+    """The tasks of names, each once: those of a list for its name, in any capitals; other names unchanged.
 
     Raises:
-      UserError: no name, or one that is nearly a list's.
+      ConfigError: no name, or one that is nearly a list's.
     """
     lists = {name.lower(): name for name in TASK_LISTS}
     found: list[str] = []
     for name in filter(None, (name.strip() for name in names)):
         if name.lower() in lists:
             found += TASK_LISTS[lists[name.lower()]]
-        # Nearer than did_you_mean asks for: `drop` is a task.
+        # A stricter cutoff than did_you_mean's: `drop` is a task.
         elif near := difflib.get_close_matches(name.lower(), lists, n=1, cutoff=0.75):
-            raise UserError(f"No list of tasks is called '{name}'. Did you mean '{lists[near[0]]}'?")
+            raise ConfigError(f"No list of tasks is called '{name}'. Did you mean '{lists[near[0]]}'?")
         else:
             found.append(name)
     if not found:
-        raise UserError(f"No task is named. Name tasks of lm-evaluation-harness, or a list: {', '.join(TASK_LISTS)}.")
+        raise ConfigError(f"No task is named. Name tasks of lm-evaluation-harness, or a list: {', '.join(TASK_LISTS)}.")
     return list(dict.fromkeys(found))
 
 
 def open_tasks(names: Sequence[str], include_path: str | Path | None = None) -> tuple[Any, dict[str, list[Any]]]:
-    """The harness's task manager, and by name what it loads: tasks and groups with their data.
+    """The harness's task manager, and the tasks and groups with their data, by name.
 
     Args:
       names: of tasks, groups or tags of the harness.
-      include_path: a folder of YAML files with tasks of one's own, which go before the harness's.
+      include_path: a folder of YAML files with further tasks, which take precedence over the harness's.
 
     Raises:
-      UserError: an unknown task, a task whose dataset cannot be had, a folder that is not there.
+      ConfigError: an unknown task, or no such folder.
+      DataError: a task whose dataset cannot be opened.
     """
     manager = _manager(names, include_path)
     known = manager.task_index
     for name in names:
         if name not in known:
             also = f" (nor in {include_path})" if include_path else ""
-            raise UserError(
+            raise ConfigError(
                 f"lm-evaluation-harness has no task '{name}'{also}. {_nearest(name, [*known, *TASK_LISTS])}"
             )
     return manager, {name: _open(manager, name) for name in names}
 
 
 def harness_version() -> str:
-    """The harness's release. `UserError` where it is not installed."""
+    """The harness's release; `UnsupportedError` where it is not installed."""
     try:
         return importlib.metadata.version("lm_eval")
     except importlib.metadata.PackageNotFoundError:
-        raise UserError(
+        raise UnsupportedError(
             "lm-evaluation-harness is needed. Install it: pip install 'pe-lab[eval]', or lm-eval alone."
         ) from None
 
 
 def fingerprint(include_path: str | Path | None, besides: Path | None = None) -> str | None:
-    """Of the contents of a folder of tasks, and of files elsewhere that its YAML files name; None without a folder.
+    """A digest of a folder of tasks, and of files elsewhere that its YAML files name; None without a folder.
 
     Args:
-      besides: a directory whose files are no part of tasks, wherever it lies: that of the results.
+      besides: the directory of the results, whose files do not count.
 
     Raises:
-      UserError: the folder is not there, or a file in it cannot be read.
+      ConfigError: there is no such folder.
+      DataError: a file in it cannot be read.
     """
     if include_path is None:
         return None
     folder, whole = _folder(include_path), hashlib.sha256()
     inside = {path: path.relative_to(folder).as_posix() for path in _files(folder)}
     named = (name for path in inside if path.suffix in YAML for name in _named(path))
-    # A path that stands in a YAML file is in the contents already: what it leads to is not.
+    # The contents hold the paths in a YAML file, and not the files at these paths.
     for path, name in sorted({**{path: str(path) for path in named}, **inside}.items(), key=lambda item: item[1]):
         if besides is None or besides.resolve() not in path.parents:
             with _reading(path), open(path, "rb") as file:
@@ -118,7 +120,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _named(yaml: Path) -> Iterator[Path]:
-    """Files that a YAML file names: data, or tasks that it includes. Its own tags keep it from being parsed alone."""
+    """Files that a YAML file names: data, or tasks that it includes. Its tags cannot be parsed here: it is searched."""
     with _reading(yaml):
         text = yaml.read_text(encoding="utf-8", errors="replace")
     for name in dict.fromkeys(re.findall(r"""[^\s'",:{}\[\]]+\.\w+""", text)):
@@ -132,13 +134,15 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path}, of the folder of tasks, cannot be read ({error.strerror}).") from None
+        raise DataError(f"{path}, of the folder of tasks, cannot be read ({error.strerror}).") from None
 
 
 def _folder(include_path: str | Path) -> Path:
     folder = Path(include_path).expanduser().resolve()
     if not folder.is_dir():
-        raise UserError(f"The folder of tasks '{include_path}' is not there. Give one that holds YAML files of tasks.")
+        raise ConfigError(
+            f"The folder of tasks '{include_path}' is not there. Give one that holds YAML files of tasks."
+        )
     return folder
 
 
@@ -147,14 +151,14 @@ def _manager(names: Sequence[str], include_path: str | Path | None) -> Any:
         return _task_manager(None, True)
     folder = _folder(include_path)
     contents = tuple((str(path), path.stat().st_mtime_ns) for path in _files(folder) if path.suffix in YAML)
-    # The harness's own files, thousands of them, are read where they are needed alone: that takes seconds.
+    # The harness's own files are read only where they are needed: reading thousands of them takes seconds.
     local = _task_manager(folder, False, contents)
     return local if set(names) <= set(local.all_subtasks) else _task_manager(folder, True, contents)
 
 
 @functools.lru_cache(maxsize=8)
 def _task_manager(include_path: Path | None, defaults: bool, contents: Any = None) -> Any:
-    """One for a folder as it is: `contents` tells it from what it was before."""
+    """The task manager of a folder; `contents` changes when the folder does, and makes a new one."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=include_path and str(include_path), include_defaults=defaults)
@@ -164,12 +168,12 @@ def _open(manager: Any, name: str) -> list[Any]:
     """A task, a group, or the tasks of a tag, with their data."""
     try:
         loaded = manager.load([name])
-    except Exception as error:  # datasets, the hub, and what a task's own code does all have theirs
+    except Exception as error:  # datasets, the hub and a task's own code raise their own errors
         entry = manager.task_index[name]
         config = entry.cfg or {}
         dataset = config.get("dataset_path")
         splits = [config[f"{kind}_split"] for kind in ("training", "validation", "test") if config.get(f"{kind}_split")]
-        raise UserError(
+        raise DataError(
             f"Task '{name}' cannot be opened{f', with its dataset {dataset!r}' if dataset else ''}: "
             f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}. "
             + by_hand("--lm-eval-tasks", str(entry.yaml_path or "THE TASK'S OWN YAML"), splits or ("test",))
@@ -180,7 +184,7 @@ def _open(manager: Any, name: str) -> list[Any]:
 
 
 def by_hand(option: str, yaml: str = "THE TASK'S OWN YAML", splits: Sequence[str] = ("test",)) -> str:
-    """How a task gets its documents where the hub cannot be reached; `option` names the folder of tasks."""
+    """Advice for a task whose documents the hub does not give; `option` is the flag for the folder of tasks."""
     files = ", ".join(f"{split}: /absolute/{split}.jsonl" for split in splits)
     return (
         "Where there is no network, set HF_DATASETS_CACHE to a folder in which the dataset was downloaded before, and "
@@ -192,6 +196,6 @@ def by_hand(option: str, yaml: str = "THE TASK'S OWN YAML", splits: Sequence[str
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    """As `did_you_mean`, of so many names that none would read them all."""
+    """As `did_you_mean`, without a list of all names: there are thousands."""
     found = did_you_mean(name, known)
     return found if found.startswith("Did you mean") else "`lm-eval ls tasks` lists them all."

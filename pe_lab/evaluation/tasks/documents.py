@@ -16,10 +16,9 @@ from jaxtyping import Int32
 
 from pe_lab.data.sources import Source
 from pe_lab.errors import ConfigError, DataError
-from pe_lab.evaluation import methods
-from pe_lab.evaluation.readers import Reader as Variant
 from pe_lab.evaluation.scoring.likelihood import Likelihoods
 from pe_lab.evaluation.tasks import perplexity
+from pe_lab.evaluation.variants import Variant, summary
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
 from pe_lab.training.machine import versions
@@ -54,7 +53,7 @@ def measure_documents(
       DataError: a variant has no tokenizer, or no document has two tokens.
     """
     file, results = SampleFile(directory / "samples" / "documents.jsonl"), []
-    summary = RecordFile(directory / "perplexity.jsonl")
+    result_file = RecordFile(directory / "perplexity.jsonl")
     settings = hashlib.sha256(json.dumps([source.identity(), PROTOCOL], sort_keys=True).encode()).hexdigest()[:12]
     for variant, length in itertools.product(variants, lengths):
         if variant.crop is not None:
@@ -63,7 +62,7 @@ def measure_documents(
         if not records:
             raise DataError(f"{source.name} has no document of two tokens or more; there is nothing to measure.")
         results.append(_summary(variant, length, source.name, settings, records))
-        summary.put(results[-1:])
+        result_file.put(results[-1:])
     return results
 
 
@@ -112,8 +111,8 @@ def _records(
                     "run": variant.subject.run,
                     "checkpoint": variant.subject.path,
                     "label": variant.label,
-                    "positional": methods.summary(variant.layers_at(length)),
-                    "lineage": variant.lineage,
+                    "positional": summary(variant.layers_at(length)),
+                    "lineage": variant.subject.lineage,
                     "protocol": PROTOCOL,
                     "seconds": seconds,
                 }
@@ -153,6 +152,7 @@ def _summary(variant: Variant, length: int, name: str, settings: str, records: S
         "checkpoint": subject.path,
         "checkpoint_id": subject.id,
         "step": subject.checkpoint.step,
+        "tokens_trained": subject.tokens_trained,
         "model": subject.model,
         "method": variant.method,
         "label": variant.label,

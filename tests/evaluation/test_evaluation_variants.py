@@ -2,10 +2,23 @@ import dataclasses
 
 import numpy as np
 import pytest
+import tiny
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation import label, methods_of, model_name, parse_methods, read_with
+from pe_lab.evaluation.variants import (
+    LABEL_WIDTH,
+    Subject,
+    layers_under,
+    methods_of,
+    model_name,
+    paper_coefficient,
+    parse_description,
+    parse_methods,
+    short_description,
+    variants_of,
+)
 from pe_lab.positional import NTK, PI, Alibi, Beta, Layer, NoPE, Rope, Yarn, build_schedule, frequencies, layers
+from pe_lab.results.variants import label
 
 ROPE = layers(Rope(base=5000.0), 3)
 NOPE = layers(NoPE(), 3)
@@ -13,7 +26,7 @@ NOPE = layers(NoPE(), 3)
 
 @pytest.mark.parametrize(("method", "scaling"), [("PI", PI(4.0)), ("NTK", NTK(4.0)), ("YaRN", Yarn(4.0, 128))])
 def test_a_stretch_is_the_scaling_of_the_length_over_the_training_length(method, scaling):
-    schedule = build_schedule(read_with(method, ROPE, 512, 128), 2, 1, 16)
+    schedule = build_schedule(layers_under(method, ROPE, 512, 128), 2, 1, 16)
     inv_freq, gain = frequencies(Rope(base=5000.0, scaling=scaling), 16)
     np.testing.assert_allclose(schedule.inv_freq, np.broadcast_to(inv_freq, (3, 2, 8)), rtol=1e-6)
     np.testing.assert_allclose(schedule.gain, np.broadcast_to(gain, (3, 2, 8)), rtol=1e-6)
@@ -22,7 +35,7 @@ def test_a_stretch_is_the_scaling_of_the_length_over_the_training_length(method,
 
 
 def test_pi_divides_every_frequency_by_the_factor():
-    stretched, plain = (build_schedule(x, 1, 1, 8) for x in (read_with("PI", ROPE, 300, 100), ROPE))
+    stretched, plain = (build_schedule(x, 1, 1, 8) for x in (layers_under("PI", ROPE, 300, 100), ROPE))
     np.testing.assert_allclose(np.asarray(plain.inv_freq) / stretched.inv_freq, 3, rtol=1e-6)
 
 
@@ -30,12 +43,12 @@ def test_pi_divides_every_frequency_by_the_factor():
 @pytest.mark.parametrize("length", [50, 100])
 def test_up_to_the_training_length_every_method_leaves_the_model_as_it_is(method, length):
     for given in (ROPE, NOPE):
-        assert read_with(method, given, length, 100, beta=1.7) == given
+        assert layers_under(method, given, length, 100, beta=1.7) == given
 
 
 def test_beta_scales_the_logits_of_every_layer():
     scaled = (Layer(NoPE()), Layer(NoPE(), logit_scale=2.0))
-    assert [x.logit_scale for x in read_with("beta", scaled, 200, 100, beta=1.5)] == [1.5, 3.0]
+    assert [x.logit_scale for x in layers_under("beta", scaled, 200, 100, beta=1.5)] == [1.5, 3.0]
 
 
 def test_which_methods_make_sense():
@@ -54,16 +67,13 @@ def test_which_methods_make_sense():
 
 def test_a_layer_with_a_short_window_is_not_stretched():
     mixed = (Layer(Rope(), window=64), Layer(Rope(), window=200), Layer(Rope()), Layer(NoPE()))
-    read = read_with("PI", mixed, 400, 100)
+    read = layers_under("PI", mixed, 400, 100)
     assert read[0] == mixed[0] and read[3] == mixed[3]
     assert read[1].encoding.scaling == read[2].encoding.scaling == PI(4.0)
 
 
 def test_model_names_and_labels():
-    dropped = [
-        {"what": "trained 5 steps of 'pretrain' with rope"},
-        {"what": "rope(base=10000) -> nope on layers 0-2"},
-    ]
+    dropped = ["trained 5 steps of 'pretrain' with rope", "rope(base=10000) -> nope on layers 0-2"]
     assert model_name(ROPE) == "RoPE"
     assert model_name(NOPE, dropped[:1]) == "NoPE"
     assert model_name(NOPE, dropped) == "DroPE"
@@ -82,3 +92,46 @@ def test_parsing_methods():
         parse_methods("yarm")
     with pytest.raises(UserError, match="empty"):
         parse_methods(" , ")
+
+
+@pytest.mark.parametrize(
+    ("lineage", "coefficient"),
+    [
+        (["trained 5 steps of 'pretrain' with rope(base=10000)", tiny.DROPPED], 0.412),
+        (["converted from hf:SmolLM-360M", tiny.DROPPED, "trained 5 steps of 'recalibrate' with nope"], 0.103),
+        (["read from hf:SmolLM-DroPE", tiny.DROPPED], 0.103),
+    ],
+)
+def test_the_papers_scale_follows_the_lineage(lineage, coefficient):
+    """DroPE, appendix C.2: 0.412 for its model trained from scratch, 0.103 for SmolLM-DroPE."""
+    assert paper_coefficient(lineage) == coefficient
+    dropped = Subject(
+        tiny.language_model(tiny.checkpoint(NoPE(), lineage=lineage)), "tiny", "recalibrate/checkpoints/3"
+    )
+    (variant,) = variants_of(dropped, ["paper beta"], [], None)
+    assert variant.label == f"DroPE, paper's β (c = {coefficient})" and variant.method == "paper beta"
+    (scale,) = {layer.logit_scale for layer in variant.layers_at(4 * tiny.LENGTH)}
+    assert scale == pytest.approx(1 + coefficient * np.log(4))
+
+
+def test_labels_of_descriptions_are_short():
+    subject = Subject(tiny.language_model(tiny.checkpoint()), "tiny", "pretrain/checkpoints/3")
+    assert parse_description(subject, "rope:base=500").label == "RoPE with rope:base=500"
+    assert parse_description(subject, "yarn:factor=2").layers[0].encoding.scaling == Yarn(2, tiny.LENGTH)
+    named = parse_description(subject, "half:rope:base=500+nope")
+    assert (named.label, named.method) == ("RoPE with half", "rope:base=500+nope")
+    assert named.layers == parse_description(subject, "rope:base=500+nope").layers
+    with pytest.raises(UserError, match="rpoe"):
+        parse_description(subject, "rpoe:base=500")
+
+    def short(items):
+        return short_description(
+            "+".join(items), [Layer(NoPE()) if item == "nope" else Layer(Rope()) for item in items]
+        )
+
+    every_fourth = (["rope"] * 3 + ["nope"]) * 8
+    assert short(every_fourth[:8]) == "rope 0-2,4-6; nope 3,7"
+    assert short(every_fourth).startswith("rope on 24 layers; nope on 8 layers #")
+    based = ["rope:base=123456" if item == "rope" else item for item in every_fourth]
+    lengths = [len(short(items)) for items in (every_fourth, based, ["rope", "nope"] * 500)]
+    assert max(lengths) <= LABEL_WIDTH and short(based) != short(every_fourth)

@@ -14,19 +14,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from prompted_rows import METHODS, by_depth, row  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from pe_lab.evaluation.terminal import (  # noqa: E402
+from pe_lab.evaluation.tables import (  # noqa: E402
     COLOURS,
     describe_cell,
     heat_cell,
     octave_perplexities,
     print_by_position,
-    print_rows,
-    say,
+    print_line,
+    print_records,
+    three_digits,
 )
 from pe_lab.results.intervals import wilson
 
 
-def printed(rows, width: int = 300, show=print_rows) -> str:
+def printed(rows, width: int = 300, show=print_records) -> str:
     """As in a file."""
     console = Console(file=io.StringIO(), width=width, highlight=False)
     show(rows, console)
@@ -36,7 +37,7 @@ def printed(rows, width: int = 300, show=print_rows) -> str:
 def coloured(rows, width: int = 300) -> str:
     """As in a terminal that has all colours."""
     console = Console(file=io.StringIO(), width=width, highlight=False, force_terminal=True, color_system="truecolor")
-    print_rows(rows, console)
+    print_records(rows, console)
     return console.file.getvalue()
 
 
@@ -186,7 +187,7 @@ def test_nothing_is_markup():
     text = printed(rows) + coloured(rows)
     assert "[red]task[/]" in text and "[bold]x[/bold" in text
     console = Console(file=io.StringIO(), width=20)
-    say("[red]" + "long " * 20, console)
+    print_line("[red]" + "long " * 20, console)
     assert console.file.getvalue() == "[red]" + "long " * 20 + "\n"
 
 
@@ -195,6 +196,22 @@ def test_a_narrow_terminal_loses_no_number(width):
     rows = [row("niah", "standard", label, 0.5, n) for label in ("RoPE", "DroPE") for n in (64, 128)]
     text = printed(rows, width)
     assert text.count("50.0%") == 4 and text.count("(40.0–60.0)") == 4 and "…" not in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_every_table_fits_its_terminal(width):
+    """Also with a label of two thousand characters, as records of before have, and with more lengths than fit."""
+    labels = ["RoPE", "RoPE, read as " + "+".join(["rope:base=10000"] * 120)]
+    lengths = [64 * 2**n for n in range(10)]
+    records = [measured("perplexity", label, 5.0 + n, n) for label in labels for n in lengths]
+    records += [row("ruler", f"niah_multikey_{n}", label, 0.5, 64) for label in labels for n in range(3)]
+    records += [row("ruler", f"niah_multikey_{n}", label, 0.5, 128) for label in [*labels, *"abcde"] for n in range(3)]
+    lines = [line for line in printed(records, width).splitlines() if line[:1] in "┃│┏┡└├"]
+    assert lines and max(map(len, lines)) <= width
+    text = " ".join(lines)
+    for n in lengths:
+        assert f"{n:,}" in text and three_digits(n + 5.0) in text
+    assert text.count("(40.0–60.0)") == 2 * 3 + 7 * 3 and text.count("50.0%") == 27 + 2 + 7  # with the means
 
 
 def test_fitted_scales_are_a_line_each():
@@ -210,12 +227,15 @@ def test_perplexity_by_position():
     assert octave_perplexities(fine, [0, 1024]) == [f"{math.sqrt(7):.4g}"]
     assert octave_perplexities({**fine, "nll_by_position": [None, 800.0]}, [0, 512, 1024]) == ["–", "–"]
     text = printed([measured("perplexity", "RoPE", 8.0, 1024, **fine)], show=print_by_position)
-    assert "\nPerplexity by position in texts of 1,024 tokens of stdlib\n" in text and cells(text, "RoPE") == ["1", "7"]
+    assert "\nPerplexity by position in sequences of 1,024 tokens of stdlib\n" in text and cells(text, "RoPE") == [
+        "1",
+        "7",
+    ]
     assert printed([measured("perplexity", "RoPE", 8.0, 1024)], show=print_by_position) == ""  # of documents: no places
 
 
 def test_a_log_breaks_no_table(capsys):
-    print_rows(
+    print_records(
         [row("niah", "a_task_with_quite_a_name", f"method {i}", 0.5, 64 * n) for i in range(3) for n in range(1, 9)]
     )
     lines = capsys.readouterr().out.splitlines()

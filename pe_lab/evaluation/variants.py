@@ -1,0 +1,373 @@
+"""Variants of a model: its layers under a method (PI, YaRN, a logit scale ...) or under another encoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pe_lab.checkpoints import Checkpoint
+from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
+from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.language_model import LanguageModel
+from pe_lab.positional import NTK, PI, DynamicYarn, Layer, NoPE, PartialRope, Rope, Yarn, drop, family, to_json
+from pe_lab.positional import label as layer_label
+from pe_lab.positional import read_with as parse_layers
+from pe_lab.positional.codec import ranges
+from pe_lab.positional.encodings import ENCODINGS
+from pe_lab.positional.scalings import SCALINGS
+from pe_lab.results.variants import PAPER_COEFFICIENT, PAPER_COEFFICIENT_EXTERNAL, VARIANTS, label, paper_beta
+from pe_lab.results.variants import SCALINGS as SCALING_METHODS
+
+ON_REQUEST = ("dropped",)  # methods that are measured only when they are named
+LABEL_WIDTH = 60  # characters of a description in a label, at most
+EXTERNAL = ("converted from ", "read from ")  # how the lineage of an externally pretrained checkpoint begins
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint to measure.
+
+    Attributes:
+      lm: the weights, with their tokenizer.
+      run: the run's name.
+      path: of the checkpoint within the run's directory, such as `pretrain/checkpoints/3000`.
+    """
+
+    lm: LanguageModel
+    run: str
+    path: str
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self.lm.checkpoint
+
+    @property
+    def id(self) -> str:
+        return str(self.checkpoint.metadata["id"])
+
+    @property
+    def training_length(self) -> int:
+        return int(self.checkpoint.metadata["training_length"])
+
+    @property
+    def tokens_trained(self) -> int | None:
+        """Tokens of the checkpoint's phase up to its step; None where the checkpoint does not tell."""
+        return self.checkpoint.metadata.get("tokens")
+
+    @property
+    def lineage(self) -> list[str]:
+        """The operations that made the weights, oldest first."""
+        return [str(ancestor.get("what", "")) for ancestor in self.checkpoint.metadata.get("lineage", [])]
+
+    @functools.cached_property
+    def model(self) -> str:
+        return model_name(self.checkpoint.layers, self.lineage)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return methods_of(self.checkpoint.layers, self.training_length)
+
+
+def unscaled(length: int) -> float:
+    """The logit scale of methods without one."""
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A checkpoint under a method, or under a described encoding.
+
+    Attributes:
+      subject: the checkpoint.
+      method: of `VARIANTS`, or the description; records hold it under the key `method`.
+      label: its name in tables.
+      described: the layers of a description, the same at every length; None under a method.
+      beta_at: length in tokens -> the logit scale of the methods `beta` and `paper beta`.
+    """
+
+    subject: Subject
+    method: str
+    label: str
+    described: tuple[Layer, ...] | None = None
+    beta_at: Callable[[int], float] = unscaled
+
+    @property
+    def lm(self) -> LanguageModel:
+        return self.subject.lm
+
+    @property
+    def training_length(self) -> int:
+        return self.subject.training_length
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers of the description, or those that the method changes."""
+        return self.subject.checkpoint.layers if self.described is None else self.described
+
+    @property
+    def crop(self) -> int | None:
+        """Tokens at the end of a sequence that the method `cropped` reads (DroPE, Fig. 5); None: all."""
+        return self.training_length if self.method == "cropped" else None
+
+    def layers_at(self, length: int) -> tuple[Layer, ...]:
+        """The layers for sequences of `length` tokens."""
+        if self.described is not None:
+            return self.described
+        return layers_under(self.method, self.layers, length, self.training_length, self.beta_at(length))
+
+    def at(self, length: int) -> LanguageModel:
+        """The model for sequences of `length` tokens."""
+        layers = self.layers_at(length)
+        return dataclasses.replace(self.lm, layers=layers).at_length(length)
+
+    def fingerprint(self, length: int) -> str:
+        """A digest of the layers for sequences of `length` tokens; sample records hold it under the key `reading`."""
+        layers = self.layers_at(length)
+        follows = length if any(layer.follows_length for layer in layers) else None
+        described = [[to_json(layer) for layer in layers], follows, self.crop]
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:12]
+
+    def record(self, length: int | None) -> dict[str, Any]:
+        """The keys of a result record that name the checkpoint, the variant and the length (None: the samples' own)."""
+        factor = None if length is None else length / self.training_length
+        return {
+            "run": self.subject.run,
+            "phase": self.subject.checkpoint.metadata.get("phase", ""),
+            "checkpoint": self.subject.path,
+            "checkpoint_id": self.subject.id,
+            "step": self.subject.checkpoint.step,
+            "tokens_trained": self.subject.tokens_trained,
+            "model": self.subject.model,
+            "method": self.method,
+            "label": self.label,
+            "length": length,
+            "factor": int(factor) if factor is not None and factor.is_integer() else factor,
+        }
+
+    def sample_record(self, length: int) -> dict[str, Any]:
+        """The keys of a sample record that describe the variant as sequences of `length` tokens are read."""
+        return {
+            "run": self.subject.run,
+            "checkpoint": self.subject.path,
+            "label": self.label,
+            "positional": summary(self.layers_at(length)),
+            "read_as": length,
+            "lineage": self.subject.lineage,
+        }
+
+
+def parse_methods(text: str) -> tuple[str, ...]:
+    """Method names from a comma-separated list, in any capitals; `as-trained` for `as trained`."""
+    known = {option(method).lower(): method for method in VARIANTS}
+    chosen = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name = item.lower().replace(" ", "-").replace("_", "-")
+        if name not in known:
+            raise ConfigError(f"--methods: no method is called '{item}'. {did_you_mean(name, list(known))}")
+        chosen.append(known[name])
+    if not chosen:
+        raise ConfigError(f"--methods is empty. Allowed: {', '.join(known)}.")
+    return tuple(dict.fromkeys(chosen))
+
+
+def option(method: str) -> str:
+    """A method as `--methods` takes it."""
+    return method.replace(" ", "-")
+
+
+def variants_of(
+    subject: Subject, methods: Sequence[str], descriptions: Sequence[str], beta_at: Callable[[int], float] | None
+) -> list[Variant]:
+    """The variants of a checkpoint: the methods that are possible for it, then the descriptions.
+
+    Args:
+      descriptions: encodings as `--positional` takes them: `[NAME:]ENCODING`.
+      beta_at: the fitted logit scale by length, for the method `beta`; None: none was fitted.
+
+    Raises:
+      ConfigError: no scale was fitted for `beta`, or a description that is impossible for the model.
+    """
+    coefficient = paper_coefficient(subject.lineage)
+
+    def paper_beta_at(length: int) -> float:
+        return paper_beta(coefficient, length / subject.training_length)
+
+    found = []
+    for method in (method for method in methods if method in subject.methods):
+        if method == "beta" and beta_at is None:
+            raise ConfigError(f"--methods=beta: {how_to_fit(subject.checkpoint)} Or name paper-beta.")
+        scale = {"beta": beta_at, "paper beta": paper_beta_at}.get(method) or unscaled
+        found.append(Variant(subject, method, label(subject.model, method, coefficient), beta_at=scale))
+    return found + [parse_description(subject, text) for text in descriptions]
+
+
+def all_variants(
+    subjects: Sequence[Subject],
+    methods: Sequence[str] | None,
+    descriptions: Sequence[str],
+    attention: str | None = None,
+) -> list[Variant]:
+    """The variants of several checkpoints, for suites that generate; see `variants_of`.
+
+    Args:
+      methods: None: as trained; none where there are descriptions.
+      attention: the implementation of attention, instead of the checkpoints' own.
+
+    Raises:
+      ConfigError: a method is possible for none of the checkpoints.
+      UnsupportedError: `attention` does not run here, or cannot read a KV cache.
+    """
+    check_methods(methods or (), subjects)
+    chosen = methods if methods is not None else () if descriptions else VARIANTS[:1]
+    found = []
+    for subject in subjects:
+        if attention is not None:
+            subject = dataclasses.replace(subject, lm=subject.lm.with_attention(attention))
+        scale = read_logit_scale(subject.checkpoint)
+        found += variants_of(subject, chosen, descriptions, None if scale is None else scale.at)
+    return found
+
+
+def check_methods(methods: Sequence[str], subjects: Sequence[Subject]) -> None:
+    """Raises `ConfigError` for a method that is possible for none of the checkpoints."""
+    possible = [method for method in VARIANTS if any(method in subject.methods for subject in subjects)]
+    for method in methods:
+        if method not in possible:
+            models = ", ".join(dict.fromkeys(subject.model for subject in subjects))
+            raise ConfigError(
+                f"--methods={option(method)} makes no sense for what is here ({models}). "
+                f"Possible: {', '.join(map(option, possible))}."
+            )
+
+
+def parse_description(subject: Subject, text: str) -> Variant:
+    """The variant that `--positional=[NAME:]ENCODING` describes.
+
+    ENCODING is one for all layers, or one a layer joined by `+`. The label has NAME; without it ENCODING, shortened
+    to at most `LABEL_WIDTH` characters.
+
+    Raises:
+      UserError: no such encoding, or an encoding that is impossible for the model.
+    """
+    name, _, rest = text.partition(":")
+    kinds = {*ENCODINGS, *SCALINGS}
+    if name in kinds or not re.fullmatch(r"[\w .-]+", name) or re.split("[:+/]", rest)[0] not in kinds:
+        name, rest = "", text
+    items = rest.split("+")
+    before = subject.checkpoint.layers
+    layers = tuple(parse_layers(items if len(items) > 1 else rest, before, subject.training_length))
+    return Variant(subject, rest, f"{subject.model} with {name or short_description(rest, layers)}", layers)
+
+
+def short_description(text: str, layers: Sequence[Layer]) -> str:
+    """At most `LABEL_WIDTH` characters: the text, layer ranges such as `rope 0-2,4-6; nope 3,7`, or counts of layers.
+
+    Where parameters or ranges are left out, four digits of the text's hash tell different descriptions apart.
+    """
+    if len(text) <= LABEL_WIDTH // 2:
+        return text
+    kinds: dict[str, list[int]] = {}
+    for n, layer in enumerate(layers):
+        kinds.setdefault(re.split(r"\W", layer_label(layer))[0], []).append(n)
+    digest = f" #{hashlib.sha256(text.encode()).hexdigest()[:4]}"
+    by_range = "; ".join(f"{kind} {ranges(numbers)}" for kind, numbers in kinds.items())
+    by_range += digest if re.search("[:/]", text) else ""
+    if len(by_range) <= LABEL_WIDTH:
+        return by_range
+    counts = "; ".join(f"{kind} on {len(numbers)} layers" for kind, numbers in kinds.items())
+    return counts[: LABEL_WIDTH - len(digest)] + digest
+
+
+def model_name(layers: Sequence[Layer], lineage: Sequence[str] = ()) -> str:
+    """The name of a model by its encodings: RoPE, NoPE, DroPE (NoPE with a drop in its lineage), ALiBi, or a mix."""
+    families = list(dict.fromkeys(family(layer) for layer in layers))
+    if families == ["NoPE"]:
+        # Surgery, and a phase that changes the encoding, write `rope(base=10000) -> nope on layers 0-23`.
+        return "DroPE" if any("-> nope" in what for what in lineage) else "NoPE"
+    scalings = dict.fromkeys(_scaling(layer) for layer in layers if _rotates(layer))
+    names = [_scaling_name(s) for s in scalings if s is not None]
+    return "/".join(families) + (f" ({', '.join(names)})" if names else "")
+
+
+def paper_coefficient(lineage: Sequence[str]) -> float:
+    """DroPE's c for a dropped model: 0.103 after an external pretraining (SmolLM-DroPE), 0.412 from scratch."""
+    return PAPER_COEFFICIENT_EXTERNAL if any(what.startswith(EXTERNAL) for what in lineage) else PAPER_COEFFICIENT
+
+
+def methods_of(layers: Sequence[Layer], training_length: int) -> tuple[str, ...]:
+    """The methods that are possible for a model.
+
+    Cropping, scaling and dropping need layers that rotate. A layer that is scaled already is not scaled again, nor is
+    one whose window is within the training length. The logit scales are for models without encodings and without a
+    scale of their own. `dropped` shows the cost of a drop before recalibration.
+    """
+    chosen = ["as trained"]
+    if any(_rotates(layer) for layer in layers):
+        chosen.append("cropped")
+        if any(_can_scale(layer, training_length) for layer in layers):
+            chosen += SCALING_METHODS
+        chosen.append("dropped")
+    elif all(isinstance(layer.encoding, NoPE) and layer.logit_scale == 1 for layer in layers):
+        chosen += ["beta", "paper beta"]
+    return tuple(chosen)
+
+
+def layers_under(
+    method: str, layers: Sequence[Layer], length: int, training_length: int, beta: float = 1.0
+) -> tuple[Layer, ...]:
+    """The layers under a method, for sequences of `length` tokens.
+
+    Up to the training length every method but `dropped` leaves the layers unchanged. `cropped` never changes them.
+    """
+    if method == "dropped":
+        return drop().apply(layers)
+    factor = length / training_length
+    if factor <= 1 or method in ("as trained", "cropped"):
+        return tuple(layers)
+    if method in ("beta", "paper beta"):
+        return tuple(dataclasses.replace(layer, logit_scale=layer.scale_at(length) * beta) for layer in layers)
+    scaling = {"PI": PI(factor), "NTK": NTK(factor), "YaRN": Yarn(factor, training_length)}[method]
+    return tuple(
+        dataclasses.replace(layer, encoding=dataclasses.replace(layer.encoding, scaling=scaling))
+        if _can_scale(layer, training_length)
+        else layer
+        for layer in layers
+    )
+
+
+def summary(layers: Sequence[Layer]) -> str:
+    """The encodings of all layers, equal neighbours joined: `rope(base=10000) on layers 0-11; nope ...`."""
+    parts: list[tuple[str, int, int]] = []
+    for n, layer in enumerate(layers):
+        text = layer_label(layer)
+        if parts and parts[-1][0] == text:
+            parts[-1] = (text, parts[-1][1], n)
+        else:
+            parts.append((text, n, n))
+    if len(parts) == 1:
+        return parts[0][0]
+    return "; ".join(f"{text} on layers {first}-{last}" for text, first, last in parts)
+
+
+def _scaling_name(scaling: Any) -> str:
+    name = type(scaling).__name__.replace("Yarn", "YaRN").replace("LongRope", "LongRoPE")
+    return name if isinstance(scaling, DynamicYarn) else f"{name} {scaling.factor:g}"
+
+
+def _scaling(layer: Layer) -> Any:
+    return getattr(layer.encoding, "scaling", None)
+
+
+def _rotates(layer: Layer) -> bool:
+    return isinstance(layer.encoding, Rope | PartialRope) and layer.encoding.fraction > 0
+
+
+def _can_scale(layer: Layer, training_length: int) -> bool:
+    beyond = layer.window is None or layer.window > training_length
+    return _rotates(layer) and _scaling(layer) is None and beyond
