@@ -1,5 +1,5 @@
-"""Attention against what else there is: on a GPU against cuDNN, tokamax, torch and the device's own limits, on a CPU
-against torch; and what it takes of memory.
+"""Compares attention with cuDNN, tokamax, torch and the limits of the device on a GPU, and with torch on a CPU, in time
+and in memory.
 
     python -m benchmarks.attention --peer-python=/path/to/venv/bin/python     # what this machine is for
     python -m benchmarks.attention --tiny --ours-only                         # a GPU's parts, interpreted: do they run?
@@ -63,7 +63,7 @@ BACKWARD_UP_TO = 4096  # tokens, on a CPU
 
 @dataclasses.dataclass
 class Report:
-    """What was found, and its tables: printed and written as they come, for a machine may be lent for minutes.
+    """The results and their tables, printed and written one by one, because a machine may be lent for minutes only.
 
     Attributes:
       markdown: how tables are printed.
@@ -187,7 +187,7 @@ def numbers(option: str, text: str, at_least: int) -> tuple[int, ...]:
 
 
 def complete(args: argparse.Namespace, platform: str) -> None:
-    """Fills in what depends on the machine, and refuses what cannot be.
+    """Completes the arguments for this machine, and refuses impossible ones.
 
     Raises:
       UserError: says what, and what would do.

@@ -1,4 +1,4 @@
-"""What `attention.py` measures attention on, the same for us and for the peer: arrays, the right answer, arithmetic.
+"""The cases of `attention.py`, equal for pe_lab and the peer: arrays, expected results, and FLOPs.
 
 Imports NumPy alone, for the peer's Python may have nothing else of ours.
 """

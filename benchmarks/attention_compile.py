@@ -1,4 +1,4 @@
-"""What attention kernels need of a TPU core, compiled by its compiler without having one; beside JAX's splash.
+"""The memory of attention kernels on a TPU core, from its compiler, without a TPU; compared with JAX's splash.
 
     python -m benchmarks.attention_compile --write docs/attention.md
 

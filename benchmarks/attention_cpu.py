@@ -1,4 +1,4 @@
-"""Part of `attention.py`: what attention takes on a CPU, seconds against torch's, and memory.
+"""Part of `attention.py`: attention on a CPU, its time against that of torch, and its memory.
 
 As a program, `python attention_cpu.py TOKENS WHOLE`, it reads a text with the demo's model and prints, as JSON, the
 memory that its own process took: in one pass if the text has at most WHOLE tokens, else in chunks.
@@ -31,7 +31,7 @@ VOCABULARY = 640  # the demo's tokenizer and its needles' symbols, rounded up
 
 
 def speed(plan: Any, lengths: Sequence[int], heads: int, kv_heads: int, longest_backward: int) -> tuple[list[Any], Any]:
-    """Chunked attention (dense for short texts) against torch's, forward and forward with backward; and a table."""
+    """Chunked attention (dense for short sequences) against torch's, forward and forward with backward; and a table."""
     from attention_cases import Case
     from attention_kernels import Entry, backward, forward, taken
     from attention_tables import failures
@@ -79,7 +79,7 @@ def speed(plan: Any, lengths: Sequence[int], heads: int, kv_heads: int, longest_
 
 
 def interpreted(plan: Any) -> tuple[list[Any], Any]:
-    """Whether an accelerator's kernels, interpreted on small texts and caches, give what they should; and a table."""
+    """Errors of an accelerator's kernels, interpreted on short sequences and small caches; and a table."""
     from attention_cases import TOLERANCE, Case
     from attention_kernels import backward, backward_runs, decode, forward, forward_entries
     from attention_tables import failures
@@ -152,7 +152,7 @@ def line(x: Sequence[float], y: Sequence[float]) -> dict[str, float]:
 
 
 def reading(tokens: int = READ) -> tuple[list[dict[str, Any]], Any]:
-    """Memory of processes that read texts with the demo's model."""
+    """Memory of processes that run the demo's model on sequences."""
     from attention_tools import Table, tell
 
     found = []

@@ -1,4 +1,4 @@
-"""Part of `attention.py`: kernels of an accelerator against each other, against torch's, and against the device.
+"""Part of `attention.py`: an accelerator's kernels against each other, torch, and the limits of the device.
 
 With `plan.tiny` it runs on any machine: pe_lab's kernels are interpreted, and XLA computes the calls of cuDNN and
 tokamax.

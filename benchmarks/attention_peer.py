@@ -35,7 +35,7 @@ class Attention:
         self._calls: dict = {}
 
     def tensors(self, case: Case, how: str) -> list:
-        """Queries, keys and values as they lie in a model [B, T, H, K], seen as [B, H, T, K]; on a CPU as torch likes
+        """Queries, keys and values as they lie in a model [B, T, H, K], viewed as [B, H, T, K]; on a CPU as torch likes
         them best, heads first."""
         key = (case, how == "repeated")
         if self._made[0] != key:

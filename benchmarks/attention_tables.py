@@ -51,11 +51,13 @@ def errors(results: Sequence[dict[str, Any]]) -> str:
 
 
 def judged(what: str, values: Sequence[float | None], target: float) -> list[str]:
-    """A line that holds the lowest of some numbers against their target; none where there are no numbers."""
-    held = [value for value in values if value is not None]
-    if not held:
+    """A line that compares the lowest of some numbers with their target; no line if there are no numbers."""
+    numbers = [value for value in values if value is not None]
+    if not numbers:
         return []
-    return [f"{what}: {min(held):.3f} at worst, target {target}: {'reached' if min(held) >= target else 'MISSED'}."]
+    return [
+        f"{what}: {min(numbers):.3f} at worst, target {target}: {'reached' if min(numbers) >= target else 'MISSED'}."
+    ]
 
 
 class _Columns:
@@ -115,7 +117,7 @@ def flops_table(title: str, results: list[dict[str, Any]], factor: float, matmul
 
 
 def decode_table(title: str, results: list[dict[str, Any]], copy: float, auto: str, tiny: bool) -> Table:
-    """GB/s of the cache, counted once, that one query a text reads; and what the dispatcher's choice makes of a copy.
+    """GB/s of reading the cache once, for one query per sequence, and the ratio of the dispatcher's choice to a copy.
 
     Args:
       results: each {"case", "rows"}.

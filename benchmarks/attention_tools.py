@@ -1,4 +1,4 @@
-"""What the parts of `attention.py` share: turns, the peer, tables, and how many repeats a turn takes."""
+"""Shared by the parts of `attention.py`: measured turns, the peer, tables, and the repeats of a turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class Spent(NamedTuple):
-    """What one call took, the mean of a turn of several: seconds, and seconds of processors."""
+    """The mean time of a call in a turn: seconds, and processor seconds."""
 
     seconds: float
     cpu: float
@@ -35,16 +35,16 @@ Turn = Callable[[], Spent]
 
 @dataclass
 class Plan:
-    """What a measurement is to do, beside its shapes.
+    """The settings of a measurement, without its shapes.
 
     Attributes:
       rounds: turns of each side.
       turn: seconds that a turn should take; 0: one call.
-      timed: otherwise only errors are looked at.
-      tiny: kernels are interpreted, and times mean nothing.
+      timed: measure times, not only errors.
+      tiny: kernels are interpreted, so that times are meaningless.
       peer: torch's process.
       backends: of torch (`attention_peer.py`).
-      only: rows whose names have one of these in them; none: all. Ratios of what is left out are left out.
+      only: measure only rows whose names contain one of these; empty: all rows.
     """
 
     rounds: int = 5
@@ -61,7 +61,7 @@ class Plan:
 
 @dataclass
 class Table:
-    """Rows of text, headings first, with what is to be said above and below."""
+    """A table with its header first, a title and notes."""
 
     title: str
     rows: list[list[str]]
@@ -140,7 +140,7 @@ def turn_of(call: Callable[[], Any], seconds: float) -> Turn:
 
 
 def measure(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[Spent]]:
-    """Each side's turns: every side once a round, each round beginning with another."""
+    """The turns of each side: every side once a round, in an order that changes from round to round."""
     found: dict[str, list[Spent]] = {name: [] for name in turns}
     names = list(turns)
     for i in range(rounds):
@@ -225,7 +225,7 @@ def tell(text: str) -> None:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """So many figures, or a dash for what there is not."""
+    """A number with this many figures, or a dash for None."""
     if value is None:
         return "–"
     if value == 0 or not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Seconds to trace and compile the train step at two depths: with a scan, depth should cost nothing.
+"""Seconds to trace and compile the train step at two depths: with a scan, both should take the same time.
 
     python benchmarks/compile_time.py --depths=12,48 --repeats=5
 

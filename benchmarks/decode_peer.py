@@ -1,4 +1,4 @@
-"""The peer's side of `decode.py` and `niah.py`: transformers' `generate` under torch, told by lines of JSON what to do.
+"""The peer of `decode.py` and `niah.py`: transformers' `generate` under torch, controlled by lines of JSON.
 
 Run by them with a Python that has torch and transformers; imports nothing of pe_lab.
 """

@@ -8,7 +8,7 @@ from pe_lab.errors import UserError
 
 
 class Place:
-    """What stands between `<!-- name -->` and `<!-- end of name -->` in a document; looked for before it is needed.
+    """The text between `<!-- name -->` and `<!-- end of name -->` in a document; an error at once if it is missing.
 
     Raises:
       UserError: where there is no such document, or no such place in it.

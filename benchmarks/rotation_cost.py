@@ -1,4 +1,4 @@
-"""What the rotation costs: the train step of one model with RoPE on every layer against the same with none.
+"""The cost of the rotation: the train step of one model with RoPE on every layer, against the same model without.
 
     python benchmarks/rotation_cost.py
 

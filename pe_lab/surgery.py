@@ -136,7 +136,7 @@ def fitting_batch(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarr
         try:
             ids = load_tokenizer(parent.tokenizer).encode(Path(text).read_text())
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"--text: '{text}' is no text ({error}).") from None
+            raise DataError(f"--text: '{text}' cannot be read ({error}).") from None
         count = min(FIT_WINDOWS, (len(ids) - 1) // length)
         if count < 1:
             raise DataError(f"--text: '{text}' has {len(ids)} tokens; one window needs {length + 1}.")

@@ -243,4 +243,4 @@ def test_attention_by_name_or_a_reason_why_not(run, capsys):
     assert capsys.readouterr().out == plain
     assert main([*argv, "--attention=dense"]) == 2
     said = capsys.readouterr().err
-    assert "'dense' gives no partial results, which caches" in said and "Choose one of auto, chunked" in said
+    assert "'dense' gives no partial results, from which KV caches" in said and "Choose one of auto, chunked" in said

@@ -50,7 +50,7 @@ def open_source(config: SourceConfig) -> Source:
 
     Raises:
       ConfigError: the kind or the column is unknown.
-      DataError: no file matches, or a file is not what its kind says.
+      DataError: no file matches, or a file is of another kind.
     """
     kind, _, where = config.source.partition(":")
     if kind == "stdlib" and not where:

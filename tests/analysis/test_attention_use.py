@@ -154,7 +154,7 @@ def test_denoised_heads_and_no_others_are_what_dope_makes_of_them(params):
     b = attention_use(MODEL, params, tokens, schedule_of((edited, plain, plain)), layers=[0])
     np.testing.assert_allclose(b.mean.entropy[0, 2], np.log(np.arange(T) + 1).mean(), rtol=1e-5)
     np.testing.assert_allclose(b.mean.distance[0, 2], (T - 1) / 4, rtol=1e-5)
-    for name in ("entropy", "largest", "distance", "log_sum"):
+    for name in ("entropy", "largest", "distance", "logsumexp"):
         changed = np.abs(getattr(b.mean, name) - getattr(a.mean, name))[0]
         assert (changed[[0, 2]] > 1e-3).all() and (changed[[1, 3]] < 1e-5).all(), name
 
@@ -194,7 +194,10 @@ def test_a_layers_memory_is_linear_in_the_length(params):
 
 def test_a_mesh_that_cuts_texts_is_refused(params):
     mesh = make_mesh(MeshConfig(data=1, context=2), jax.devices()[:2])
-    with use_mesh(mesh, AxisRules()), pytest.raises(UserError, match="not measured on texts cut over 2 devices"):
+    with (
+        use_mesh(mesh, AxisRules()),
+        pytest.raises(UserError, match="not measured on sequences sharded over 2"),
+    ):
         attention_use(MODEL, params, TOKENS, schedule_of(MIXED))
 
 
