@@ -1,8 +1,7 @@
-"""Line charts as inline SVG, with nothing to download and no script needed to read them.
+"""Line charts as inline SVG, which need no script and no download.
 
-Each chart is drawn twice, for wide and for narrow screens, so that text keeps its size on a phone; the
-stylesheet shows one of the two. Colours are variables of the stylesheet (`--c-NAME`), so that dark mode
-recolours them.
+Each chart is drawn twice, for wide and for narrow screens, so that text keeps its size on a phone; the stylesheet shows
+one of the two. Colours are variables of the stylesheet (`--c-NAME`), which dark mode changes.
 """
 
 from __future__ import annotations
@@ -11,19 +10,18 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pe_lab.analysis.variants import Style
 from pe_lab.page.markup import Markup, element
-from pe_lab.results.formatting import Number, short_number
+from pe_lab.page.variants import Style
+from pe_lab.results.formatting import Number, short_number, shortened
 
 Point = tuple[Number, Number]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line. `faint` lines carry no label and no tooltip; `markers` adds a dot a point, `line=False` only
-    dots."""
+    """One line. `faint`: without label and tooltip. `markers`: with a dot at each point. `line=False`: dots only."""
 
     name: str
     points: Sequence[Point]
@@ -35,8 +33,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """`ticks` fixes the ticks (else they are chosen), `domain` the ends (else the data's); both in data
-    units."""
+    """An axis. `ticks` and `domain`, its ends, are in data units; None: chosen from the data."""
 
     label: str
     log: bool = False
@@ -47,7 +44,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line with a word on it, such as the training length."""
+    """A vertical line with a label, such as the training length."""
 
     x: Number
     label: str
@@ -100,8 +97,7 @@ def linear_ticks(low: Number, high: Number, wanted: int = 5) -> list[Number]:
 
 
 def log_ticks(low: Number, high: Number, wanted: int = 6) -> list[Number]:
-    """Values 1, 2, 5 times powers of ten within [low, high]; only powers where that is too many; some linear
-    if none."""
+    """Values 1, 2 and 5 times powers of ten within [low, high]: powers alone if these are too many, linear if none."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for sizes in ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1, 3), (1,)):
         ticks = [size * 10.0**e for e in exponents for size in sizes if low * 0.999 <= size * 10.0**e <= high * 1.001]
@@ -112,8 +108,7 @@ def log_ticks(low: Number, high: Number, wanted: int = 6) -> list[Number]:
 
 
 def decimate(points: Sequence[Point], limit: int = 240) -> list[Point]:
-    """At most about 2 * `limit` points; of each bin the lowest and the highest are kept, so that spikes
-    survive."""
+    """At most about 2 * `limit` points: the lowest and the highest of each bin, so that spikes survive."""
     if len(points) <= 2 * limit:
         return list(points)
     kept = [points[0]]
@@ -148,20 +143,25 @@ def line_chart(
     caption: object = "",
     size: str = "wide",
 ) -> Markup:
-    """A figure with the chart in two sizes, a legend, and its data for the tooltip. Empty if nothing can be
-    drawn.
+    """A figure with the chart in two sizes, a legend, and its data for the tooltip; "" if nothing can be drawn.
 
-    `size`: wide, or half or third of a laptop's page. Points that are not finite, or not positive on a
-    logarithmic axis, are left out.
+    Points that are not finite, or not positive on a logarithmic axis, are left out.
+
+    Args:
+      title: above the chart.
+      series: the lines.
+      x, y: the axes.
+      marks: vertical lines.
+      caption: below the chart.
+      size: wide, or half or third of a laptop's page.
     """
-    series = [clean for s in series if (clean := drawable(s, x, y)).points]
+    series = [clean for s in series if (clean := _drawable(s, x, y)).points]
     if not series:
         return Markup("")
-    xs, ys = extent(series, 0, x, marks), extent(series, 1, y)
+    xs, ys = _extent(series, 0, x, marks), _extent(series, 1, y)
     named = [s for s in series if not s.faint]
     summary = "; ".join(
-        f"{s.name}: from {y.show(s.points[0][1])} at {x.show(s.points[0][0])} to {y.show(s.points[-1][1])} "
-        f"at "
+        f"{s.name}: from {y.show(s.points[0][1])} at {x.show(s.points[0][0])} to {y.show(s.points[-1][1])} at "
         f"{x.show(s.points[-1][0])}"
         for s in named
     )
@@ -172,21 +172,21 @@ def line_chart(
             {
                 "n": s.name,
                 "c": s.style.colour,
-                "p": [[rounded(a), rounded(b), x.show(a), y.show(b)] for a, b in thin(s.points)],
+                "p": [[_rounded(a), _rounded(b), x.show(a), y.show(b)] for a, b in decimate(s.points, 80)],
             }
             for s in named
         ],
     }
     wide = {"wide": WIDE, "half": HALF}.get(size)
     drawings = [
-        draw(frame, kind, title, description, series, x, y, marks, xs, ys)
+        _draw(frame, kind, title, description, series, x, y, marks, xs, ys)
         for frame, kind in ((wide, "wide"), (NARROW, "narrow"))
         if frame
     ]
     return element(
         "figure",
         element("div", title, class_="chart-title"),
-        legend(named),
+        _legend(named),
         drawings,
         element("figcaption", caption) if caption else None,
         class_=f"chart {size}",
@@ -194,28 +194,23 @@ def line_chart(
     )
 
 
-def thin(points: Sequence[Point]) -> list[Point]:
-    """The points a tooltip knows: at most 160."""
-    return decimate(points, 80)
-
-
-def rounded(value: Number) -> Number:
-    """Six digits: the tooltip needs no more."""
+def _rounded(value: Number) -> Number:
+    """Six digits, which is enough for the tooltip."""
     return float(f"{value:.6g}")
 
 
-def drawable(series: Series, x: Axis, y: Axis) -> Series:
-    """The series without points that cannot be drawn."""
+def _drawable(series: Series, x: Axis, y: Axis) -> Series:
+    """The series with a short name and without points that cannot be drawn."""
     points = [
         (a, b)
         for a, b in series.points
         if math.isfinite(a) and math.isfinite(b) and not (x.log and a <= 0) and not (y.log and b <= 0)
     ]
-    return Series(series.name, points, series.style, series.faint, series.markers, series.line)
+    return replace(series, name=shortened(series.name), points=points)
 
 
-def extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Mark] = ()) -> tuple[Number, Number]:
-    """Both ends of an axis."""
+def _extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Mark] = ()) -> tuple[Number, Number]:
+    """The ends of an axis."""
     if axis.domain:
         return axis.domain
     values = [point[which] for s in series for point in s.points] + [mark.x for mark in marks]
@@ -223,12 +218,12 @@ def extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Mar
     if which == 0:
         return low, high
     if axis.log:
-        room = (high / low) ** 0.05
-        return low / room, high * room
+        margin = (high / low) ** 0.05
+        return low / margin, high * margin
     return low - 0.04 * (high - low), high + 0.06 * (high - low)
 
 
-def legend(series: Sequence[Series]) -> Markup:
+def _legend(series: Sequence[Series]) -> Markup:
     """Names beside a stroke in each one's colour and dash."""
     items = []
     for s in series:
@@ -242,7 +237,7 @@ def legend(series: Sequence[Series]) -> Markup:
     return element("ul", *items, class_="legend")
 
 
-def draw(
+def _draw(
     frame: Frame,
     size: str,
     title: str,
@@ -257,16 +252,16 @@ def draw(
     """One SVG of a chart."""
     right, bottom = frame.width - frame.right, frame.height - frame.bottom
     to_x, to_y = Scale(*xs, frame.left, right, x.log), Scale(*ys, bottom, frame.top, y.log)
-    x_ticks = [t for t in x.ticks or axis_ticks(x, xs, 6 if size == "wide" else 4) if xs[0] <= t <= xs[1]]
-    y_ticks = [t for t in y.ticks or axis_ticks(y, ys, 6) if ys[0] <= t <= ys[1]]
+    x_ticks = [t for t in x.ticks or _axis_ticks(x, xs, 6 if size == "wide" else 4) if xs[0] <= t <= xs[1]]
+    y_ticks = [t for t in y.ticks or _axis_ticks(y, ys, 6) if ys[0] <= t <= ys[1]]
     shapes: list[Markup] = []
     for tick in y_ticks:
         at = to_y(tick)
         shapes.append(element("line", x1=frame.left, x2=right, y1=at, y2=at, class_="grid"))
-        shapes.append(element("text", tick_text(y, tick), x=frame.left - 8, y=at + 4, text_anchor="end"))
+        shapes.append(element("text", _tick_text(y, tick), x=frame.left - 8, y=at + 4, text_anchor="end"))
     last = -math.inf
     for tick in x_ticks:
-        at, word = to_x(tick), tick_text(x, tick)
+        at, word = to_x(tick), _tick_text(x, tick)
         shapes.append(element("line", x1=at, x2=at, y1=bottom, y2=bottom + 4, class_="axis"))
         width = 7 * len(word)
         if at - width / 2 > last:  # a label that would touch its neighbour is left out
@@ -300,9 +295,9 @@ def draw(
             )
         )
     for s in sorted(series, key=lambda one: not one.faint):
-        shapes.append(stroke(s, to_x, to_y))
+        shapes.append(_stroke(s, to_x, to_y))
     if size == "wide":
-        shapes += end_labels(frame, [s for s in series if not s.faint], to_y, right)
+        shapes += _end_labels(frame, [s for s in series if not s.faint], to_y, right)
     return element(
         "svg",
         element("title", title),
@@ -316,18 +311,18 @@ def draw(
     )
 
 
-def axis_ticks(axis: Axis, ends: tuple[Number, Number], wanted: int) -> list[Number]:
-    """Ticks of our choice."""
+def _axis_ticks(axis: Axis, ends: tuple[Number, Number], wanted: int) -> list[Number]:
+    """About `wanted` ticks."""
     return log_ticks(*ends, wanted) if axis.log else linear_ticks(*ends, wanted)
 
 
-def tick_text(axis: Axis, tick: Number) -> str:
-    """A tick's label: round values without decimals that say nothing."""
+def _tick_text(axis: Axis, tick: Number) -> str:
+    """A tick's label, without zeros at the end."""
     word = axis.show(tick)
     return word.rstrip("0").rstrip(".") if re.fullmatch(r"-?\d+\.\d+", word) else word
 
 
-def stroke(series: Series, to_x: Scale, to_y: Scale) -> Markup:
+def _stroke(series: Series, to_x: Scale, to_y: Scale) -> Markup:
     """The line and the dots of a series."""
     colour = f"var(--c-{series.style.colour})"
     pixels = [(to_x(a), to_y(b)) for a, b in series.points]
@@ -353,7 +348,7 @@ def stroke(series: Series, to_x: Scale, to_y: Scale) -> Markup:
     return element("g", *shapes)
 
 
-def end_labels(frame: Frame, series: Sequence[Series], to_y: Scale, right: int) -> list[Markup]:
+def _end_labels(frame: Frame, series: Sequence[Series], to_y: Scale, right: int) -> list[Markup]:
     """Each line's name beside its last point, moved apart where they would overlap."""
     gap = 14.0
     wanted = sorted(((to_y(s.points[-1][1]), s) for s in series if s.line), key=lambda item: item[0])
@@ -369,7 +364,6 @@ def end_labels(frame: Frame, series: Sequence[Series], to_y: Scale, right: int) 
     for (at, s), place in zip(wanted, places, strict=True):
         colour = f"var(--c-{s.style.colour})"
         labels.append(element("path", d=f"M{right + 3} {at:.1f}L{right + 11} {place:.1f}", stroke=colour, fill="none"))
-        room = round((frame.right - 12) / 7)  # a generous width for a letter
-        name = s.name if len(s.name) <= room else s.name[: room - 1] + "…"
+        name = shortened(s.name, round((frame.right - 12) / 7))  # a letter is at most about 7 pixels wide
         labels.append(element("text", name, x=right + 14, y=place + 4, class_="end", style=f"fill:{colour}"))
     return labels

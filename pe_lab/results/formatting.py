@@ -62,3 +62,9 @@ def duration(seconds: Number) -> str:
 def listing(parts: list[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else ""
+
+
+def shortened(text: str, limit: int = 48) -> str:
+    """A text of at most `limit` characters: a longer one keeps its beginning and its end."""
+    tail = limit // 3
+    return text if len(text) <= limit else f"{text[: limit - tail - 1]}…{text[-tail:]}"

@@ -18,6 +18,14 @@ def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(record.get(name) for name in KEYS)
 
 
+def number(record: Mapping[str, Any], name: str) -> float | None:
+    """`record[name]` as a finite float; None if it is absent, null, a text, NaN or infinite."""
+    value = record.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
 class RecordFile:
     """The result records of one suite. Every change is on disk at once, whole.
 
