@@ -195,7 +195,7 @@ def test_the_point_is_on_the_page_and_a_pointer_tells_the_values(browser, pages)
     browser.open(pages["one"], 1280)
     text = browser.value("document.body.innerText")
     for words in (
-        "at 8× it finds 51% of the needles",
+        "at 8× DroPE, β finds 51% of the needles",
         "Needle accuracy",
         "Perplexity",
         "training length",

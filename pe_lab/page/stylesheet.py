@@ -43,9 +43,9 @@ code,pre{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mo
 pre{background:var(--faint);border:1px solid var(--line);border-radius:6px;padding:12px 14px;overflow-x:auto;
 margin:8px 0}
 .command{white-space:pre-wrap;overflow-wrap:anywhere}
-.facts{display:flex;flex-wrap:wrap;gap:8px 28px;margin:18px 0 0;padding:0}
-.facts div{min-width:92px}.facts dt{font-size:12.5px;color:var(--soft)}
-.facts dd{margin:0;font-weight:600;font-size:15px;font-variant-numeric:tabular-nums}
+.summary{display:flex;flex-wrap:wrap;gap:8px 28px;margin:18px 0 0;padding:0}
+.summary div{min-width:92px}.summary dt{font-size:12.5px;color:var(--soft)}
+.summary dd{margin:0;font-weight:600;font-size:15px;font-variant-numeric:tabular-nums}
 .note{border-left:3px solid var(--mark);background:var(--faint);padding:10px 14px;margin:14px 0;
 max-width:80ch;border-radius:0 6px 6px 0}
 .note p{margin:0}.note p+p{margin-top:6px}
