@@ -185,7 +185,7 @@ def study(settings: Settings) -> Numbers:
 def scaling_curve(settings: Settings, method: str, factor: float) -> ScalingCurve:
     """One method at one factor: gamma_m = w'_m / w_m, DroPE's eq. 3 and 9 to 11.
 
-    Pairs count from 0 here, as in eq. 3. Appendix A counts m from 1, so its eq. 10 holds with m - 1 for m.
+    Pairs count from 0 here. The paper counts m from 1, so NTK's exponent in eq. 3 and 10 holds with m - 1 for m.
     """
     kind = METHODS[method][0]
     fields = {field.name for field in dataclasses.fields(kind)}

@@ -62,27 +62,8 @@ class Frame:
     bottom: int
 
 
-WIDE = Frame(960, 360, 56, 176, 28, 46)
-HALF = Frame(520, 310, 52, 160, 28, 46)
+FRAMES = {"wide": Frame(960, 360, 56, 176, 28, 46), "half": Frame(520, 310, 52, 160, 28, 46)}
 NARROW = Frame(358, 280, 44, 14, 28, 44)
-
-
-class Scale:
-    """Data units to pixels along one axis."""
-
-    def __init__(self, low: Number, high: Number, start: Number, end: Number, log: bool) -> None:
-        if log and low <= 0:
-            raise ValueError("a logarithmic axis needs values above 0")
-        if low == high:
-            low, high = (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
-        self.low, self.high, self.start, self.end, self.log = low, high, start, end, log
-
-    def __call__(self, value: Number) -> Number:
-        if self.log:
-            share = math.log(max(value, 1e-300) / self.low) / math.log(self.high / self.low)
-        else:
-            share = (value - self.low) / (self.high - self.low)
-        return self.start + (self.end - self.start) * min(max(share, 0.0), 1.0)
 
 
 def linear_ticks(low: Number, high: Number, wanted: int = 5) -> list[Number]:
@@ -158,7 +139,6 @@ def line_chart(
     series = [clean for s in series if (clean := _drawable(s, x, y)).points]
     if not series:
         return Markup("")
-    xs, ys = _extent(series, 0, x, marks), _extent(series, 1, y)
     named = [s for s in series if not s.faint]
     summary = "; ".join(
         f"{s.name}: from {y.show(s.points[0][1])} at {x.show(s.points[0][0])} to {y.show(s.points[-1][1])} at "
@@ -166,31 +146,26 @@ def line_chart(
         for s in named
     )
     description = f"{y.label} against {x.label}. {summary}."
-    data = {
-        "x": x.label,
-        "series": [
-            {
-                "n": s.name,
-                "c": s.style.colour,
-                "p": [[_rounded(a), _rounded(b), x.show(a), y.show(b)] for a, b in decimate(s.points, 80)],
-            }
-            for s in named
-        ],
-    }
-    wide = {"wide": WIDE, "half": HALF}.get(size)
-    drawings = [
-        _draw(frame, kind, title, description, series, x, y, marks, xs, ys)
-        for frame, kind in ((wide, "wide"), (NARROW, "narrow"))
-        if frame
+    data = [
+        {
+            "n": s.name,
+            "c": s.style.colour,
+            "p": [[_rounded(a), _rounded(b), x.show(a), y.show(b)] for a, b in decimate(s.points, 80)],
+        }
+        for s in named
     ]
+    frames = [(FRAMES[size], "wide")] if size in FRAMES else []
     return element(
         "figure",
         element("div", title, class_="chart-title"),
         _legend(named),
-        drawings,
+        [
+            _draw(frame, kind, series, x, y, marks, (title, description))
+            for frame, kind in [*frames, (NARROW, "narrow")]
+        ],
         element("figcaption", caption) if caption else None,
         class_=f"chart {size}",
-        data_chart=json.dumps(data, separators=(",", ":")),
+        data_chart=json.dumps({"x": x.label, "series": data}, separators=(",", ":")),
     )
 
 
@@ -223,97 +198,93 @@ def _extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Ma
     return low - 0.04 * (high - low), high + 0.06 * (high - low)
 
 
+def _colour(series: Series) -> str:
+    return f"var(--c-{series.style.colour})"
+
+
+def _line(x1: Number, x2: Number, y1: Number, y2: Number, **attributes: object) -> Markup:
+    return element("line", x1=x1, x2=x2, y1=y1, y2=y2, **attributes)
+
+
+def _text(words: str, x: Number, y: Number, anchor: str | None = None, look: str | None = None) -> Markup:
+    return element("text", words, x=x, y=y, text_anchor=anchor, class_=look)
+
+
 def _legend(series: Sequence[Series]) -> Markup:
     """Names beside a stroke in each one's colour and dash."""
     items = []
     for s in series:
-        stroke = {"stroke": f"var(--c-{s.style.colour})", "stroke_width": s.style.width}
-        swatch = (
-            element("line", x1=1, y1=6, x2=25, y2=6, stroke_dasharray=s.style.dash, **stroke)
-            if s.line
-            else element("circle", cx=13, cy=6, r=4, fill=f"var(--c-{s.style.colour})")
-        )
+        swatch = element("circle", cx=13, cy=6, r=4, fill=_colour(s))
+        if s.line:
+            style = {"stroke": _colour(s), "stroke_width": s.style.width, "stroke_dasharray": s.style.dash}
+            swatch = _line(1, 25, 6, 6, **style)
         items.append(element("li", element("svg", swatch, width=26, height=12, aria_hidden="true"), s.name))
     return element("ul", *items, class_="legend")
 
 
 def _draw(
-    frame: Frame,
-    size: str,
-    title: str,
-    description: str,
-    series: Sequence[Series],
-    x: Axis,
-    y: Axis,
-    marks: Sequence[Mark],
-    xs: tuple[Number, Number],
-    ys: tuple[Number, Number],
+    frame: Frame, size: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequence[Mark], texts: tuple[str, str]
 ) -> Markup:
-    """One SVG of a chart."""
-    right, bottom = frame.width - frame.right, frame.height - frame.bottom
-    to_x, to_y = Scale(*xs, frame.left, right, x.log), Scale(*ys, bottom, frame.top, y.log)
-    x_ticks = [t for t in x.ticks or _axis_ticks(x, xs, 6 if size == "wide" else 4) if xs[0] <= t <= xs[1]]
-    y_ticks = [t for t in y.ticks or _axis_ticks(y, ys, 6) if ys[0] <= t <= ys[1]]
+    """One SVG of a chart. `texts`: its title and its description."""
+    xs, ys = _extent(series, 0, x, marks), _extent(series, 1, y)
+    left, right, top, bottom = frame.left, frame.width - frame.right, frame.top, frame.height - frame.bottom
+    to_x, to_y = _scale(xs, left, right, x.log), _scale(ys, bottom, top, y.log)
     shapes: list[Markup] = []
-    for tick in y_ticks:
+    for tick in _ticks(y, ys, 6):
         at = to_y(tick)
-        shapes.append(element("line", x1=frame.left, x2=right, y1=at, y2=at, class_="grid"))
-        shapes.append(element("text", _tick_text(y, tick), x=frame.left - 8, y=at + 4, text_anchor="end"))
+        shapes += [_line(left, right, at, at, class_="grid"), _text(_tick_text(y, tick), left - 8, at + 4, "end")]
     last = -math.inf
-    for tick in x_ticks:
+    for tick in _ticks(x, xs, 6 if size == "wide" else 4):
         at, word = to_x(tick), _tick_text(x, tick)
-        shapes.append(element("line", x1=at, x2=at, y1=bottom, y2=bottom + 4, class_="axis"))
+        shapes.append(_line(at, at, bottom, bottom + 4, class_="axis"))
         width = 7 * len(word)
         if at - width / 2 > last:  # a label that would touch its neighbour is left out
             middle = min(max(at, width / 2), frame.width - width / 2)
-            shapes.append(element("text", word, x=middle, y=bottom + 18, text_anchor="middle"))
+            shapes.append(_text(word, middle, bottom + 18, "middle"))
             last = at + width / 2 + 4
-    shapes.append(element("line", x1=frame.left, x2=right, y1=bottom, y2=bottom, class_="axis"))
-    shapes.append(
-        element(
-            "text",
-            x.label,
-            x=(frame.left + right) / 2,
-            y=frame.height - 8,
-            text_anchor="middle",
-            class_="name",
-        )
-    )
-    shapes.append(element("text", y.label, x=4, y=13, class_="name"))
+    shapes.append(_line(left, right, bottom, bottom, class_="axis"))
+    shapes.append(_text(x.label, (left + right) / 2, frame.height - 8, "middle", "name"))
+    shapes.append(_text(y.label, 4, 13, look="name"))
     for mark in marks:
         at = to_x(mark.x)
-        shapes.append(element("line", x1=at, x2=at, y1=frame.top, y2=bottom, class_="mark"))
-        after = at < (frame.left + right) / 2
-        shapes.append(
-            element(
-                "text",
-                mark.label,
-                x=at + (5 if after else -5),
-                y=frame.top + 11,
-                text_anchor="start" if after else "end",
-                class_="marked",
-            )
-        )
-    for s in sorted(series, key=lambda one: not one.faint):
-        shapes.append(_stroke(s, to_x, to_y))
+        after = at < (left + right) / 2
+        shapes.append(_line(at, at, top, bottom, class_="mark"))
+        shapes.append(_text(mark.label, at + (5 if after else -5), top + 11, "start" if after else "end", "marked"))
+    shapes += [_stroke(s, to_x, to_y) for s in sorted(series, key=lambda one: not one.faint)]
     if size == "wide":
-        shapes += _end_labels(frame, [s for s in series if not s.faint], to_y, right)
+        shapes += _end_labels(frame, [s for s in series if s.line and not s.faint], to_y, right)
     return element(
         "svg",
-        element("title", title),
-        element("desc", description),
+        [element("title", texts[0]), element("desc", texts[1])],
         *shapes,
         viewBox=f"0 0 {frame.width} {frame.height}",
         class_=size,
         role="img",
-        aria_label=f"{title}. {description}",
-        data_plot=json.dumps([frame.left, right, frame.top, bottom, *xs, int(x.log), *ys, int(y.log)]),
+        aria_label=". ".join(texts),
+        data_plot=json.dumps([left, right, top, bottom, *xs, int(x.log), *ys, int(y.log)]),
     )
 
 
-def _axis_ticks(axis: Axis, ends: tuple[Number, Number], wanted: int) -> list[Number]:
-    """About `wanted` ticks."""
-    return log_ticks(*ends, wanted) if axis.log else linear_ticks(*ends, wanted)
+def _scale(ends: tuple[Number, Number], start: Number, end: Number, log: bool) -> Callable[[Number], Number]:
+    """Data units to pixels along one axis."""
+    low, high = ends
+    if low == high:
+        low, high = (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
+
+    def to_pixels(value: Number) -> Number:
+        if log:
+            share = math.log(max(value, 1e-300) / low) / math.log(high / low)
+        else:
+            share = (value - low) / (high - low)
+        return start + (end - start) * min(max(share, 0.0), 1.0)
+
+    return to_pixels
+
+
+def _ticks(axis: Axis, ends: tuple[Number, Number], wanted: int) -> list[Number]:
+    """The axis's own ticks, else about `wanted`."""
+    ticks = axis.ticks or (log_ticks(*ends, wanted) if axis.log else linear_ticks(*ends, wanted))
+    return [tick for tick in ticks if ends[0] <= tick <= ends[1]]
 
 
 def _tick_text(axis: Axis, tick: Number) -> str:
@@ -322,39 +293,36 @@ def _tick_text(axis: Axis, tick: Number) -> str:
     return word.rstrip("0").rstrip(".") if re.fullmatch(r"-?\d+\.\d+", word) else word
 
 
-def _stroke(series: Series, to_x: Scale, to_y: Scale) -> Markup:
+def _stroke(series: Series, to_x: Callable[[Number], Number], to_y: Callable[[Number], Number]) -> Markup:
     """The line and the dots of a series."""
-    colour = f"var(--c-{series.style.colour})"
     pixels = [(to_x(a), to_y(b)) for a, b in series.points]
     shapes = []
     if series.line and len(pixels) > 1:
-        path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in pixels)
-        shapes.append(
-            element(
-                "path",
-                element("title", series.name),
-                d=path,
-                stroke=colour,
-                fill="none",
-                stroke_width=1.0 if series.faint else series.style.width,
-                stroke_dasharray=series.style.dash,
-                stroke_linejoin="round",
-                stroke_linecap="butt" if series.style.dash else "round",
-                opacity=0.45 if series.faint else None,
-            )
+        line = element(
+            "path",
+            element("title", series.name),
+            d="M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in pixels),
+            stroke=_colour(series),
+            fill="none",
+            stroke_width=1.0 if series.faint else series.style.width,
+            stroke_dasharray=series.style.dash,
+            stroke_linejoin="round",
+            stroke_linecap="butt" if series.style.dash else "round",
+            opacity=0.45 if series.faint else None,
         )
+        shapes.append(line)
     if series.markers or not series.line or len(pixels) == 1:
-        shapes += [element("circle", cx=a, cy=b, r=3.0, fill=colour) for a, b in pixels]
+        shapes += [element("circle", cx=a, cy=b, r=3.0, fill=_colour(series)) for a, b in pixels]
     return element("g", *shapes)
 
 
-def _end_labels(frame: Frame, series: Sequence[Series], to_y: Scale, right: int) -> list[Markup]:
+def _end_labels(frame: Frame, series: Sequence[Series], to_y: Callable[[Number], Number], right: int) -> list[Markup]:
     """Each line's name beside its last point, moved apart where they would overlap."""
     gap = 14.0
-    wanted = sorted(((to_y(s.points[-1][1]), s) for s in series if s.line), key=lambda item: item[0])
+    wanted = sorted(((to_y(s.points[-1][1]), s) for s in series), key=lambda item: item[0])
     places: list[float] = []
     for at, _ in wanted:
-        places.append(max(at, places[-1] + gap) if places else max(at, frame.top))
+        places.append(max(at, places[-1] + gap if places else frame.top))
     overflow = (places[-1] if places else 0.0) - (frame.height - frame.bottom)
     if overflow > 0:
         places[-1] -= overflow
@@ -362,8 +330,8 @@ def _end_labels(frame: Frame, series: Sequence[Series], to_y: Scale, right: int)
             places[index] = min(places[index], places[index + 1] - gap)
     labels = []
     for (at, s), place in zip(wanted, places, strict=True):
-        colour = f"var(--c-{s.style.colour})"
-        labels.append(element("path", d=f"M{right + 3} {at:.1f}L{right + 11} {place:.1f}", stroke=colour, fill="none"))
         name = shortened(s.name, round((frame.right - 12) / 7))  # a letter is at most about 7 pixels wide
-        labels.append(element("text", name, x=right + 14, y=place + 4, class_="end", style=f"fill:{colour}"))
+        stroke = f"M{right + 3} {at:.1f}L{right + 11} {place:.1f}"
+        labels.append(element("path", d=stroke, stroke=_colour(s), fill="none"))
+        labels.append(element("text", name, x=right + 14, y=place + 4, class_="end", style=f"fill:{_colour(s)}"))
     return labels
