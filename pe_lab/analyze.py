@@ -13,6 +13,7 @@ from pe_lab.analysis import frequencies
 from pe_lab.config import ModelConfig, from_dict, load_config, split_overrides
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.model import complete, preset
+from pe_lab.page import frequency_figures
 from pe_lab.positional import build_schedule, describe, layers
 from pe_lab.storage import local_path, write_files
 from pe_lab.terminal import command
@@ -102,8 +103,8 @@ def _frequencies(args: argparse.Namespace, formats: Sequence[str]) -> Findings:
     )
     numbers = frequencies.study(settings)
     pictures = {
-        f"{name}.{form}": frequencies.render(figure, form)
-        for name, figure in frequencies.draw(numbers).items()
+        f"{name}.{form}": frequency_figures.render(figure, form)
+        for name, figure in frequency_figures.draw(numbers).items()
         for form in formats
     }
     written = json.dumps(numbers.to_json(), allow_nan=False)

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pe_lab.analysis.frequencies import LOOKS, METHODS, Settings, draw, incomplete_pairs, render, study
+from pe_lab.analysis.frequencies import METHODS, Settings, incomplete_pairs, study
 from pe_lab.analyze import STUDIES, items, main, whole
 from pe_lab.errors import UserError
+from pe_lab.page.frequency_figures import LOOKS, draw, render
 from pe_lab.positional import Rope, frequencies
 
 ROOT = Path(__file__).parents[1]

@@ -272,10 +272,7 @@ def _scale(ends: tuple[Number, Number], start: Number, end: Number, log: bool) -
         low, high = (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
 
     def to_pixels(value: Number) -> Number:
-        if log:
-            share = math.log(max(value, 1e-300) / low) / math.log(high / low)
-        else:
-            share = (value - low) / (high - low)
+        share = math.log(max(value, 1e-300) / low) / math.log(high / low) if log else (value - low) / (high - low)
         return start + (end - start) * min(max(share, 0.0), 1.0)
 
     return to_pixels
