@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from pe_lab.analysis import frequencies
 from pe_lab.config import ModelConfig, from_dict, load_config, split_overrides
@@ -16,29 +16,17 @@ from pe_lab.model import complete, preset
 from pe_lab.page import frequency_figures
 from pe_lab.positional import build_schedule, describe, layers
 from pe_lab.storage import local_path, write_files
-from pe_lab.terminal import command
+from pe_lab.terminal import command, table
 from pe_lab.training.run import plan_phases
 
 FORMATS = ("png", "svg")
 
 
-@dataclass(frozen=True)
-class Findings:
-    """The results of a study: text to print, and files to write by name."""
-
-    text: str
-    files: Mapping[str, bytes]
+Findings = tuple[str, dict[str, bytes]]  # text to print, and files to write by name
 
 
-@dataclass(frozen=True)
-class Study:
-    """One entry of `STUDIES`.
-
-    Attributes:
-      summary: one line for --help.
-      options: adds the study's own options to the command line.
-      run: from the parsed command line and the picture formats to findings. Writes nothing itself.
-    """
+class Study(NamedTuple):
+    """A study: one line for --help, a function that adds its options, and one that computes it from these options."""
 
     summary: str
     options: Callable[[argparse.ArgumentParser], None]
@@ -108,7 +96,7 @@ def _frequencies(args: argparse.Namespace, formats: Sequence[str]) -> Findings:
         for form in formats
     }
     written = json.dumps(numbers.to_json(), allow_nan=False)
-    return Findings(frequencies.tables(numbers), {**pictures, "frequencies.json": f"{written}\n".encode()})
+    return frequencies.tables(numbers), {**pictures, "frequencies.json": f"{written}\n".encode()}
 
 
 def _schedule_options(parser: argparse.ArgumentParser) -> None:
@@ -128,20 +116,18 @@ def _schedule(args: argparse.Namespace, formats: Sequence[str]) -> Findings:
     if args.config:
         config = load_config(args.config, args.overrides)
         shape = complete(dataclasses.replace(config.model, vocab_size=config.model.loss_chunks))
-        shown = {f"{phase.name}, QK-norm {phase.qk_norm}": phase.layers for phase in plan_phases(config)}
-        windows = {name: phase.sequence_length for name, phase in zip(shown, config.phases, strict=True)}
+        phases = zip(plan_phases(config), config.phases, strict=True)
+        shown = [(f"{p.name}, QK-norm {p.qk_norm}", p.layers, length or phase.sequence_length) for p, phase in phases]
     else:
         shape = complete(from_dict(ModelConfig, preset(args.model), "--model"))
-        shown = {args.model: layers(args.positional.split("+"), shape.layers)}
-        windows = {args.model: None}
+        shown = [(args.model, layers(args.positional.split("+"), shape.layers), length)]
+    heads = f"{shape.heads} query heads on {shape.kv_heads} key heads of {shape.head_dim} channels"
     parts = []
-    for name, described in shown.items():
-        read = length or windows[name]
-        schedule = build_schedule(described, shape.heads, shape.kv_heads, shape.head_dim, read)
-        heads = f"{shape.heads} query heads on {shape.kv_heads} key heads of {shape.head_dim} channels"
-        tokens = f", sequences of {read:,} tokens" if read else ""
+    for name, described, at in shown:
+        schedule = build_schedule(described, shape.heads, shape.kv_heads, shape.head_dim, at)
+        tokens = f", sequences of {at:,} tokens" if at else ""
         parts.append(f"{name}: {heads}{tokens}\n{describe(schedule, described)}")
-    return Findings("\n\n".join(parts), {})
+    return "\n\n".join(parts), {}
 
 
 STUDIES = {
@@ -164,10 +150,10 @@ STUDIES = {
 
 def parser(study: str | None) -> argparse.ArgumentParser:
     """The parser of the command line, with the options of one study."""
-    listing = "\n".join(f"  {name:14}{known.summary}" for name, known in STUDIES.items())
+    listing = table(("studies:", ""), [(f"  {name}", known.summary) for name, known in STUDIES.items()], words=2)
     p = argparse.ArgumentParser(
         prog="python -m pe_lab.analyze",
-        description=f"Draws a study's figures and writes the numbers behind them.\n\nstudies:\n{listing}",
+        description=f"Draws a study's figures and writes the numbers behind them.\n\n{listing}",
         epilog="--study=NAME --help lists the options of that study." if study is None else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -204,9 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if form not in FORMATS:
             raise ConfigError(f"--format: '{form}' cannot be written. {did_you_mean(form, FORMATS)}")
     out = local_path("--out", args.out if args.out else f"analysis/{args.study}")
-    findings = STUDIES[args.study].run(args, formats)
-    written = write_files({out / name: data for name, data in findings.files.items()}, "Give another --out.")
-    print(findings.text)
+    text, files = STUDIES[args.study].run(args, formats)
+    written = write_files({out / name: data for name, data in files.items()}, "Give another --out.")
+    print(text)
     if written:
         print("\nWrote:", *written, sep="\n  ")
     return 0

@@ -281,6 +281,17 @@ def test_all_phases_are_on_one_axis_with_the_jump_at_the_drop(demo_page):
     assert "the loss jumps from 2." in page and "recalibrate starts" in page
 
 
+def test_a_model_trained_without_encoding_has_the_colour_of_nope(tmp_path):
+    run = make_run(tmp_path, evaluated=False, phases=(("pretrain", "nope", 50),))
+    info = json.loads((run / "pretrain" / "phase.json").read_text())
+    info["lineage"] = [{"what": "initialized at random, seed 0"}, {"what": "trained 50 steps of 'pretrain' with nope"}]
+    (run / "pretrain" / "phase.json").write_text(json.dumps(info))
+    assert "--at:var(--c-nope)" in page_of(run)
+    info["lineage"].insert(1, {"what": "rope(base=10000) -> nope on layers 0-2"})
+    (run / "pretrain" / "phase.json").write_text(json.dumps(info))
+    assert "--at:var(--c-drope)" in page_of(run)
+
+
 def test_phases_whose_tokens_count_on_are_not_shifted_twice(tmp_path):
     run = make_run(tmp_path, phases=(("a", "rope(base=10000)", 50), ("b", "nope", 50)))
     path = run / "b" / "metrics.jsonl"
