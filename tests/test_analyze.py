@@ -1,4 +1,4 @@
-"""Studies: their numbers are those of the papers, their pictures show these numbers, and bad input writes nothing."""
+"""Studies: numbers are those of the papers, pictures show these numbers, and bad input writes nothing."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_lines_hold_the_numbers(written):
 def test_many_factors_wrap_into_rows_of_three():
     panels = draw(study(Settings(factors=(2.0, 3.0, 4.0, 8.0))))["frequency_scaling_by_factor"].axes
     assert [p.get_title() for p in panels] == ["s = 2", "s = 3", "s = 4", "s = 8"]
-    # The lowest of each column says what lies across, also above the two places that stay empty.
+    # The lowest panel of each column has the label, also above the two empty places.
     assert [bool(p.get_xlabel()) for p in panels] == [False, True, True, True]
 
 
@@ -333,7 +333,7 @@ def test_the_figures_of_the_docs_are_those_of_the_commands_beside_them(tmp_path)
     assert gammas(made).keys() == gammas(committed).keys()
 
 
-# --- The other study: a schedule as a table --------------------------------------------------------------------------
+# --- The study `schedule`, a table --------------------------------------------------------------------------
 
 
 def test_a_recipes_schedule_phase_by_phase(capsys):

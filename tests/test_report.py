@@ -1,4 +1,4 @@
-"""The report: numbers from rows reach the page, the verdict is honest, and no bad file or name breaks it."""
+"""The report: numbers of records reach the page, and no bad file or name breaks it."""
 
 from __future__ import annotations
 

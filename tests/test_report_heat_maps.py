@@ -1,4 +1,4 @@
-"""Heat maps of needles: a cell says what a row says, in the colour of its share; on the page and as a picture."""
+"""Heat maps of needles, on the page and as a picture: each cell has the score and the colour of its record."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def cells_of(table: str, part: str = "tbody") -> dict[str, list[tuple[str, str, 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
-    """All methods, three depths, three lengths; one length is not measured for NTK, one depth for nobody at 256."""
+    """All variants, three depths, three lengths; NTK lacks one length, and all lack one depth at 256."""
     run = make_run(tmp_path_factory.mktemp("maps"), evaluated=False)
     scores = {label: {64: [1.0, 0.996, 0.75], 128: [0.5, 0.25, 0.004], 256: [0.0, None, 0.1]} for label in LABELS}
     del scores["RoPE + NTK"][128]

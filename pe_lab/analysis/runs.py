@@ -1,4 +1,4 @@
-"""Reads run directories: what training and evaluation wrote about a run and its phases.
+"""Reads run directories: the files that training and evaluation wrote about a run and its phases.
 
 A run may still be going. A missing or damaged file raises no error: it becomes a sentence in `Run.problems`, which the
 report shows.

@@ -144,6 +144,8 @@ def _plain_rope(table: Table, column: Column) -> Cell | None:
 def _opening(table: Table, found: Sequence[Duel]) -> str:
     """The scores of the dropped model and of the best RoPE variant, at the nearest and the farthest length."""
     near, far = found[0], found[-1]
+    if near is far and near.outcome == "win":  # the headline has these numbers
+        return ""
     sentence = (
         f"At {near.column.title} its training length {shortened(near.label)} {_has(table, near.ours)}, the best RoPE "
         f"variant ({shortened(near.rival)}) {near.theirs.shown}"
@@ -154,7 +156,7 @@ def _opening(table: Table, found: Sequence[Duel]) -> str:
 
 
 def _undecided(table: Table) -> str:
-    """What is missing for a verdict."""
+    """The headline of a run without a verdict: the measurement that is missing."""
     if not any(is_dropped(record) for record in table.variants.values()):
         return "No dropped model has been evaluated here yet, so there is nothing to compare RoPE with."
     if not any(is_rotary(record) for record in table.variants.values()):
@@ -209,7 +211,7 @@ def _measured_against(duel: Duel) -> str:
 
 
 def _perplexity_clause(found: Sequence[Duel], after: Sequence[Duel]) -> str:
-    """What the perplexities add to a headline about needles; "" where every duel of both tables is a win."""
+    """The perplexities as a clause after a headline about needles; "" if every duel of both tables is a win."""
     wins, ties, losses = _by_outcome(found)
     if len(wins) == len(found) and all(duel.outcome == "win" for duel in after):
         return ""
@@ -233,7 +235,7 @@ def _rope_by_length(table: Table) -> str | None:
 
 
 def _at_training_length(judged: Sequence[tuple[Table, list[Duel]]]) -> str | None:
-    """What dropping costs or gains at the training length."""
+    """The scores of both sides at the training length; None if they were not measured there."""
     words = {"win": "better", "loss": "worse", "tie": "no difference beyond the noise"}
     parts = []
     for table, found in judged:

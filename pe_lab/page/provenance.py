@@ -1,4 +1,4 @@
-"""What was run, as HTML: lineage, config, machine, versions, mixture, and caveats."""
+"""The provenance of a run, as HTML: lineage, config, machine, versions, mixture, and caveats."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def _phase_table(phase: Phase) -> Markup:
 
 
 def caveats(run: Run) -> list[str]:
-    """What limits the conclusions from a run."""
+    """The limits of the conclusions from a run."""
     result = []
     records = [record for found in run.evaluation.values() for record in found]
     dropped = {str(record.get("phase")) for record in records if is_dropped(record)}

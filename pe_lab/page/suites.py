@@ -1,4 +1,4 @@
-"""The names of suites and tasks on the page, and what it tells about them."""
+"""The names of suites and tasks on the page, and their explanations."""
 
 from __future__ import annotations
 

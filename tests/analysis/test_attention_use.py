@@ -1,4 +1,4 @@
-"""What layers attend to: against the layers told one by one with all weights, and where theory knows the answer."""
+"""Attention statistics of a model: against full attention weights layer by layer, and against theory."""
 
 import dataclasses
 import functools
@@ -146,7 +146,7 @@ def test_a_head_without_encoding_attends_by_what_tokens_are_and_others_by_where(
 
 
 def test_denoised_heads_and_no_others_are_what_dope_makes_of_them(params):
-    """A uniform head averages what it sees: entropy log(t + 1), distance t / 2. A head of noise is another, too."""
+    """A uniform head averages what it sees: entropy log(t + 1), distance t / 2. A head of noise changes as well."""
     plain = Layer(Rope(100.0))
     tokens = jnp.asarray(TOKENS)
     edited = Layer(Rope(100.0), heads=(HeadEdit((2,), Uniform()), HeadEdit((0,), Gaussian(7))))
@@ -160,7 +160,7 @@ def test_denoised_heads_and_no_others_are_what_dope_makes_of_them(params):
 
 
 def test_depth_is_not_compiled(params):
-    """One program for all layers that are alike, whichever is measured, and of models of any depth."""
+    """All layers of one structure share a program, for any measured layers and for models of any depth."""
     deep = Model(dataclasses.replace(CONFIG, layers=7))
     deeper = jax.tree.map(lambda a: jnp.concatenate([a, a, a[:1]]), params["layers"])
     before = module._layer._cache_size()
