@@ -64,8 +64,8 @@ DEFINITIONS = {
     "on held-out text at the target length.",
     "NoPE": "Trained without any positional encoding from the first step; only the causal mask tells order.",
     "NoPE beta": "The NoPE model with attention logits multiplied by a fitted β(s).",
-    "DroPE paper beta": "The same with a constant c that the DroPE paper reports (0.412 for its models trained from "
-    "scratch): nothing is fitted here.",
+    "DroPE paper beta": "The same with a constant c that the DroPE paper reports: 0.412 for its models trained from "
+    "scratch, 0.103 for models dropped after an external pretraining. Nothing is fitted here.",
     "NoPE paper beta": "The NoPE model with the paper's β(s) = 1 + 0.412 ln s.",
 }
 

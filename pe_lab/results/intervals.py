@@ -24,15 +24,16 @@ class Mean:
 
 
 def mean_of(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Mean | None:
-    """The mean of scores in 0..1; None of none.
+    """The mean of scores in 0..1; None of no scores.
 
-    The interval is Wilson's, of as many yes-or-no answers as the scores are worth: n p (1 - p) / s^2, with the mean p
-    and the variance s^2 of the scores and a 0 and a 1 beside them. That is n where every score is 0 or 1, more where
-    scores are alike, and never so many that equal scores became a certainty: 20 zeros end at 16%, 19 and a 0.25 too.
+    The interval is Wilson's for an effective number of yes-or-no answers: n p (1 - p) / s^2, where p and s^2 are the
+    mean and the variance of the scores together with one 0 and one 1. It is n where every score is 0 or 1, and larger
+    where the scores vary less. The added 0 and 1 keep it finite: 20 zeros end at 16%, and so do 19 zeros and a 0.25.
 
     Args:
-      clusters: of each score, what it has in common with others (four questions about one problem). Scores of one
-        cluster count as a single one, their mean: they are not independent. None: each stands alone.
+      scores: in 0..1.
+      clusters: the cluster of each score (four questions about one problem). Scores of a cluster are not independent:
+        they count as one, their mean. None: all scores are independent.
     """
     if not scores:
         return None
