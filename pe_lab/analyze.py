@@ -125,7 +125,7 @@ def _schedule(args: argparse.Namespace, formats: Sequence[str]) -> Findings:
     parts = []
     for name, described, at in shown:
         schedule = build_schedule(described, shape.heads, shape.kv_heads, shape.head_dim, at)
-        tokens = f", sequences of {at:,} tokens" if at else ""
+        tokens = f", texts of {at:,} tokens" if at else ""
         parts.append(f"{name}: {heads}{tokens}\n{describe(schedule, described)}")
     return "\n\n".join(parts), {}
 

@@ -340,7 +340,7 @@ def test_a_recipes_schedule_phase_by_phase(capsys):
     recipe = f"{ROOT}/configs/table1.py:method=rnope_swa"
     assert main(["--study=schedule", f"--config={recipe}", "--config.model.layers=8"]) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
-    assert head == "pretrain, QK-norm none: 14 query heads on 2 key heads of 64 channels, sequences of 1,024 tokens"
+    assert head == f"pretrain, QK-norm none: 14 query heads on 2 key heads of 64 channels, texts of {1024:,} tokens"
     assert [re.split(r"  +", row)[0] for row in rows] == ["0-2,4-6", "3,7"]
     assert "window 256" in rows[0] and rows[1].split()[1] == "nope"
     assert main(["--study=schedule", f"--config={ROOT}/configs/drope_16b.py"]) == 0
