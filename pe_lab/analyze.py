@@ -6,39 +6,28 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from pe_lab.analysis import frequencies
 from pe_lab.config import ModelConfig, from_dict
-from pe_lab.errors import UserError, did_you_mean
+from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.model import complete, preset
+from pe_lab.page import frequency_figures
 from pe_lab.positional import build_schedule, describe, layers
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import local_path, write_files
-from pe_lab.terminal import command
+from pe_lab.terminal import command, table
 from pe_lab.training.run import plan_phases
 
 FORMATS = ("png", "svg")
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What a study hands over: text to print, and files to write by name."""
-
-    text: str
-    files: Mapping[str, bytes]
+Findings = tuple[str, dict[str, bytes]]  # text to print, and files to write by name
 
 
-@dataclass(frozen=True)
-class Study:
-    """One entry of `STUDIES`.
-
-    Attributes:
-      summary: one line for --help.
-      options: adds the study's own options to the command line.
-      run: from the parsed command line and the picture formats to findings. Writes nothing itself.
-    """
+class Study(NamedTuple):
+    """A study: one line for --help, a function that adds its options, and one that computes it from these options."""
 
     summary: str
     options: Callable[[argparse.ArgumentParser], None]
@@ -46,7 +35,7 @@ class Study:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Numbers on a command line
+# Parsing of numbers
 
 
 def number(option: str, text: str) -> float:
@@ -54,7 +43,7 @@ def number(option: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UserError(f"{option}: '{text}' is not a number.") from None
+        raise ConfigError(f"{option}: '{text}' is not a number.") from None
 
 
 def whole(option: str, text: str) -> int:
@@ -62,7 +51,7 @@ def whole(option: str, text: str) -> int:
     thousands = text.lower().endswith("k")
     value = number(option, text[:-1] if thousands else text) * (1024 if thousands else 1)
     if not value.is_integer():
-        raise UserError(f"{option}: '{text}' is not a whole number.")
+        raise ConfigError(f"{option}: '{text}' is not a whole number.")
     return int(value)
 
 
@@ -70,7 +59,7 @@ def items(option: str, text: str) -> tuple[str, ...]:
     """The parts of `a,b,c`."""
     parts = tuple(part.strip() for part in text.split(","))
     if not all(parts):
-        raise UserError(f"{option}: '{text}' has an empty place; write values with commas between.")
+        raise ConfigError(f"{option}: '{text}' has an empty place; separate the values with commas.")
     return parts
 
 
@@ -79,7 +68,7 @@ def items(option: str, text: str) -> tuple[str, ...]:
 
 
 def _frequencies_options(parser: argparse.ArgumentParser) -> None:
-    # Texts, read by `_frequencies`: argparse would answer a bad number with its usage.
+    # `_frequencies` parses the values: argparse would print its usage for a bad number.
     add = parser.add_argument
     add("--head-dim", default="64", help="channels of a head (default: %(default)s)")
     add("--base", default="1e4", help="RoPE's base (default: %(default)s)")
@@ -103,45 +92,43 @@ def _frequencies(args: argparse.Namespace, formats: Sequence[str]) -> Findings:
     )
     numbers = frequencies.study(settings)
     pictures = {
-        f"{name}.{form}": frequencies.render(figure, form)
-        for name, figure in frequencies.draw(numbers).items()
+        f"{name}.{form}": frequency_figures.render(figure, form)
+        for name, figure in frequency_figures.draw(numbers).items()
         for form in formats
     }
     written = json.dumps(numbers.to_json(), allow_nan=False)
-    return Findings(frequencies.tables(numbers), {**pictures, "frequencies.json": f"{written}\n".encode()})
+    return frequencies.tables(numbers), {**pictures, "frequencies.json": f"{written}\n".encode()}
 
 
 def _schedule_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", help="a recipe, such as configs/table1.py:method=rnope_swa; --config.a.b=value as in training")
-    add("--positional", help="instead of a recipe: texts of layers, A+B+C for a pattern")
+    add("--positional", help="instead of a recipe: descriptions of layers, A+B+C for a pattern")
     add("--model", default="drope_494m", help="instead of a recipe: a preset's shape (default: %(default)s)")
-    add("--length", help="tokens of the text, for schemes that follow it (default: a window of training)")
+    add("--length", help="tokens of the sequence, for schemes that depend on it (default: the training length)")
 
 
 def _schedule(args: argparse.Namespace, formats: Sequence[str]) -> Findings:
     length = whole("--length", args.length) if args.length else None
     if bool(args.config) == bool(args.positional):
-        raise UserError(
+        raise ConfigError(
             "--study=schedule shows a recipe (--config=...) or layers (--positional=...): give one of them."
         )
     if args.config:
         config = load_config(args.config, args.overrides)
         shape = complete(dataclasses.replace(config.model, vocab_size=config.model.loss_chunks))
-        shown = {f"{phase.name}, QK-norm {phase.qk_norm}": phase.layers for phase in plan_phases(config)}
-        windows = {name: phase.sequence_length for name, phase in zip(shown, config.phases, strict=True)}
+        phases = zip(plan_phases(config), config.phases, strict=True)
+        shown = [(f"{p.name}, QK-norm {p.qk_norm}", p.layers, length or phase.sequence_length) for p, phase in phases]
     else:
         shape = complete(from_dict(ModelConfig, preset(args.model), "--model"))
-        shown = {args.model: layers(args.positional.split("+"), shape.layers)}
-        windows = {args.model: None}
+        shown = [(args.model, layers(args.positional.split("+"), shape.layers), length)]
+    heads = f"{shape.heads} query heads on {shape.kv_heads} key heads of {shape.head_dim} channels"
     parts = []
-    for name, described in shown.items():
-        read = length or windows[name]
-        schedule = build_schedule(described, shape.heads, shape.kv_heads, shape.head_dim, read)
-        heads = f"{shape.heads} query heads on {shape.kv_heads} key heads of {shape.head_dim} channels"
-        tokens = f", texts of {read:,} tokens" if read else ""
+    for name, described, at in shown:
+        schedule = build_schedule(described, shape.heads, shape.kv_heads, shape.head_dim, at)
+        tokens = f", sequences of {at:,} tokens" if at else ""
         parts.append(f"{name}: {heads}{tokens}\n{describe(schedule, described)}")
-    return Findings("\n\n".join(parts), {})
+    return "\n\n".join(parts), {}
 
 
 STUDIES = {
@@ -151,7 +138,7 @@ STUDIES = {
         _schedule,
     ),
     "frequencies": Study(
-        "what PI, NTK and YaRN do to each rotary frequency, and the bytes of a rotary cache by length",
+        "each rotary frequency under PI, NTK and YaRN, and the bytes of a rotary cache by length",
         _frequencies_options,
         _frequencies,
     ),
@@ -159,15 +146,15 @@ STUDIES = {
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The verb
+# The command
 
 
 def parser(study: str | None) -> argparse.ArgumentParser:
-    """The command line of this verb, with the options of one study."""
-    listing = "\n".join(f"  {name:14}{known.summary}" for name, known in STUDIES.items())
+    """The parser of the command line, with the options of one study."""
+    listing = table(("studies:", ""), [(f"  {name}", known.summary) for name, known in STUDIES.items()], words=2)
     p = argparse.ArgumentParser(
         prog="python -m pe_lab.analyze",
-        description=f"Draws a study's figures and writes the numbers behind them.\n\nstudies:\n{listing}",
+        description=f"Draws a study's figures and writes the numbers behind them.\n\n{listing}",
         epilog="--study=NAME --help lists the options of that study." if study is None else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -181,32 +168,32 @@ def parser(study: str | None) -> argparse.ArgumentParser:
 
 
 def chosen_study(argv: Sequence[str]) -> str | None:
-    """The study that a command line names, before its options are known; None where it names none."""
+    """The study that a command line names, parsed before its options are known; None if it names none."""
     first = argparse.ArgumentParser(prog="python -m pe_lab.analyze", add_help=False, allow_abbrev=False)
     first.add_argument("--study")
     name = first.parse_known_args(argv)[0].study
     if name is not None and name not in STUDIES:
-        raise UserError(f"--study: there is no study '{name}'. {did_you_mean(name, list(STUDIES))}")
+        raise ConfigError(f"--study: there is no study '{name}'. {did_you_mean(name, list(STUDIES))}")
     return name
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the verb."""
+    """Entry point of the command."""
     argv, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     study = chosen_study(argv)
     args = parser(study).parse_args(argv)
     if overrides and not getattr(args, "config", None):
-        raise UserError(f"--config.{next(iter(overrides))}: there is no --config here whose key it could set.")
+        raise ConfigError(f"--config.{next(iter(overrides))}: there is no --config here to override.")
     args.overrides = overrides
     formats = tuple(dict.fromkeys(items("--format", args.format)))
     for form in formats:
         if form not in FORMATS:
-            raise UserError(f"--format: '{form}' cannot be written. {did_you_mean(form, FORMATS)}")
+            raise ConfigError(f"--format: '{form}' cannot be written. {did_you_mean(form, FORMATS)}")
     out = local_path("--out", args.out if args.out else f"analysis/{args.study}")
-    findings = STUDIES[args.study].run(args, formats)
-    written = write_files({out / name: data for name, data in findings.files.items()}, "Give another --out.")
-    print(findings.text)
+    text, files = STUDIES[args.study].run(args, formats)
+    written = write_files({out / name: data for name, data in files.items()}, "Give another --out.")
+    print(text)
     if written:
         print("\nWrote:", *written, sep="\n  ")
     return 0

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pe_lab.analysis.run_files import Run, read_runs
-from pe_lab.errors import UserError
+from pe_lab.analysis.runs import Run, read_runs
+from pe_lab.errors import ConfigError
 from pe_lab.page.document import build_page, headline
 from pe_lab.page.heat_picture import KINDS, draw_heat_maps, needle_table
 from pe_lab.storage import write_file
@@ -20,7 +20,7 @@ from pe_lab.terminal import command
 
 
 def output_path(directories: Sequence[Path], out: str | None) -> Path:
-    """Where the page goes: `out`, else into the one run, else beside the runs, in their common parent."""
+    """The file of the page: `out`, else in the one run, else in the common parent of the runs."""
     if out:
         path = Path(out)
         return path / "report.html" if path.is_dir() else path
@@ -31,10 +31,10 @@ def output_path(directories: Sequence[Path], out: str | None) -> Path:
 
 
 def write_heat_maps(runs: Sequence[Run], path: Path, suite: str | None, task: str | None) -> None:
-    """The picture of needles by depth and length."""
+    """Writes the picture of needles by depth and length."""
     kind = path.suffix.lower().removeprefix(".")
     if kind not in KINDS:
-        raise UserError(f"--heat-map={path} is no picture that can be drawn. End its name in .{', .'.join(KINDS)}.")
+        raise ConfigError(f"--heat-map={path} is no picture that can be drawn. End its name in .{', .'.join(KINDS)}.")
     table = needle_table(runs, suite, task)
     write_file(path, draw_heat_maps(table, kind), "Give another file with --heat-map.")
     print(f"Wrote {path}: {table.suite}{f', {table.source}' if table.source else ''}.")
@@ -42,7 +42,7 @@ def write_heat_maps(runs: Sequence[Run], path: Path, suite: str | None, task: st
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the verb."""
+    """Entry point of the command."""
     parser = argparse.ArgumentParser(prog="python -m pe_lab.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run directories, such as runs/*")
     parser.add_argument("--out", help="the file to write (default: RUN/report.html; report.html beside several runs)")
@@ -51,19 +51,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--task", help="of --heat-map, such as standard (default: the suite's first)")
     arguments = parser.parse_args(argv)
     if arguments.heat_map is None and (arguments.suite or arguments.task):
-        raise UserError(
-            "--suite and --task say what --heat-map=FILE draws, which is missing. The page shows all tasks."
+        raise ConfigError(
+            "--suite and --task are options of --heat-map=FILE, which is missing. The page has all tasks."
         )
     # `runs/*` also names the report that an earlier call wrote there.
     directories = [path for path in arguments.runs if not (path.is_file() and path.suffix == ".html")]
     if not directories:
-        raise UserError("No run directory was given, only HTML files. Give the directories of runs, such as runs/demo.")
+        raise ConfigError(
+            "No run directory was given, only HTML files. Give the directories of runs, such as runs/demo."
+        )
     runs = read_runs(directories)
     if arguments.heat_map is not None:
         write_heat_maps(runs, arguments.heat_map, arguments.suite, arguments.task)
         return 0
     path = output_path([run.directory for run in runs], arguments.out)
-    write_file(path, build_page(runs).encode(), "Give another file with --out.")
+    write_file(path, build_page(runs), "Give another file with --out.")
     print(headline(runs))
     print(f"Wrote {path} ({path.stat().st_size / 1024:.0f} KB); open it in a browser.")
     return 0

@@ -1,4 +1,4 @@
-"""Studies: their numbers are those of the papers, their pictures show these numbers, and bad input writes nothing."""
+"""Studies: numbers are those of the papers, pictures show these numbers, and bad input writes nothing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pe_lab.analysis.frequencies import LOOKS, METHODS, Settings, draw, render, study
+from pe_lab.analysis.frequencies import METHODS, Settings, incomplete_pairs, study
 from pe_lab.analyze import STUDIES, items, main, whole
 from pe_lab.errors import UserError
+from pe_lab.page.frequency_figures import LOOKS, draw, render
+from pe_lab.positional import Rope, frequencies
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,6 +66,19 @@ def test_all_methods_compress_the_slowest_pair_by_the_factor(written):
     assert gamma[4, "ntk"][10] == pytest.approx(0.25 ** (20 / 62))
 
 
+@pytest.mark.parametrize(("length", "pairs"), [(32_000, 2), (14_900, 4), (14_899, 5), (2048, 11)])
+def test_pairs_that_never_complete_a_rotation(length, pairs):
+    """DroPE, section 4: "at least five" of its model at 32,000 tokens. Two do; five need 2 pi 10^(27/8) = 14,900."""
+    assert incomplete_pairs(frequencies(Rope(base=1e4), 64)[0], length) == pairs
+
+
+def test_eq_10_counts_pairs_from_1():
+    """Taken with m = 1..d/2, the fastest pair would be slowed and the slowest more than s times; m - 1 is NTK."""
+    (curve,) = study(Settings(factors=(4.0,), methods=("ntk",))).scaling
+    assert curve.gamma == pytest.approx([0.25 ** (2 * (m - 1) / 62) for m in range(1, 33)])
+    assert curve.gamma[0] == 1 > 0.25 ** (2 * 1 / 62) and curve.gamma[-1] == pytest.approx(0.25)
+
+
 def test_other_heads_move_yarns_ramp():
     # Bounds of the ramp by transformers: 20.944 and 45.027 for (128, 1e4, 4096), rounded outwards.
     (curve,) = study(Settings(head_dim=128, length=4096, factors=(8.0,), methods=("yarn",))).scaling
@@ -97,7 +112,7 @@ def test_the_methods_that_came_later():
     if "ntk_by_parts" in curves:
         assert curves["ntk_by_parts"].attention_factor == 1
     if "llama3" in curves:
-        # By rotations in 2,048 tokens, kept above 4 and divided below 1: pair 15 turns 4.35 times, 16 3.26 times, 20
+        # By rotations in 2,048 tokens, kept above 4 and divided below 1: pair 15 rotates 4.35 times, 16 3.26 times, 20
         # 1.03 times, 21 0.77 times (2048 / 2 pi * 10000^(-i / 32)).
         gamma = np.array(curves["llama3"].gamma)
         assert np.all(gamma[:16] == 1) and np.all(gamma[21:] == 0.5) and np.all(gamma[16:21] < 1)
@@ -150,7 +165,7 @@ def test_lines_hold_the_numbers(written):
 def test_many_factors_wrap_into_rows_of_three():
     panels = draw(study(Settings(factors=(2.0, 3.0, 4.0, 8.0))))["frequency_scaling_by_factor"].axes
     assert [p.get_title() for p in panels] == ["s = 2", "s = 3", "s = 4", "s = 8"]
-    # The lowest of each column says what lies across, also above the two places that stay empty.
+    # The lowest panel of each column has the label, also above the two empty places.
     assert [bool(p.get_xlabel()) for p in panels] == [False, True, True, True]
 
 
@@ -196,7 +211,7 @@ def test_the_table_shows_the_check_values(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines[:20]) <= 120
     head = lines[1].replace("pair 0", "0").replace("cos, sin x", "x").split()
-    row = {line.split()[1]: dict(zip(head, line.split(), strict=True)) for line in lines if re.match(r" +2 ", line)}
+    row = {line.split()[1]: dict(zip(head, line.split(), strict=True)) for line in lines if re.match(r"2 ", line)}
     assert row["YaRN"]["x"] == "1.069315"
     assert [row["YaRN"][pair] for pair in ("8", "9", "10", "20", "21", "31")] == [
         "1.0000", "0.9615", "0.9231", "0.5385", "0.5000", "0.5000"]  # fmt: skip
@@ -249,8 +264,8 @@ def test_help_lists_every_study_in_a_line(capsys):
         (["--methods=yran"], "there is no 'yran'. Did you mean 'yarn'?"),
         (["--format=pgn"], "--format: 'pgn' cannot be written. Did you mean 'png'?"),
         (["--out=gs://bucket/x"], "is an address, and a path is needed"),
-        (["--out=file"], "file could not be written"),
-        (["--out=file/inside"], "could not be written"),
+        (["--out=file"], "file/frequency_scaling.png cannot be written"),
+        (["--out=file/inside"], "cannot be written"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys, arguments, says):
@@ -276,7 +291,7 @@ def test_nothing_is_replaced_unless_all_of_it_can_be_written(tmp_path, monkeypat
     (tmp_path / "frequency_scaling.png").write_text("of before")
     (tmp_path / "rotation_cache.png").mkdir()
     assert main(["--study=frequencies", f"--out={tmp_path}"]) == 2
-    assert "a directory of that name is there" in capsys.readouterr().err
+    assert "a directory of that name exists" in capsys.readouterr().err
     (tmp_path / "rotation_cache.png").rmdir()
 
     real, calls = Path.write_bytes, []
@@ -318,14 +333,14 @@ def test_the_figures_of_the_docs_are_those_of_the_commands_beside_them(tmp_path)
     assert gammas(made).keys() == gammas(committed).keys()
 
 
-# --- The other study: a schedule as a table --------------------------------------------------------------------------
+# --- The study `schedule`, a table --------------------------------------------------------------------------
 
 
 def test_a_recipes_schedule_phase_by_phase(capsys):
     recipe = f"{ROOT}/configs/table1.py:method=rnope_swa"
     assert main(["--study=schedule", f"--config={recipe}", "--config.model.layers=8"]) == 0
     head, _, *rows = capsys.readouterr().out.splitlines()
-    assert head == "pretrain, QK-norm none: 14 query heads on 2 key heads of 64 channels, texts of 1,024 tokens"
+    assert head == f"pretrain, QK-norm none: 14 query heads on 2 key heads of 64 channels, sequences of {1024:,} tokens"
     assert [re.split(r"  +", row)[0] for row in rows] == ["0-2,4-6", "3,7"]
     assert "window 256" in rows[0] and rows[1].split()[1] == "nope"
     assert main(["--study=schedule", f"--config={ROOT}/configs/drope_16b.py"]) == 0

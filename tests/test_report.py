@@ -1,4 +1,4 @@
-"""The report: numbers from rows reach the page, the verdict is honest, and no bad file or name breaks it."""
+"""The report: numbers of records reach the page, and no bad file or name breaks it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from html.parser import HTMLParser
 import pytest
 from run_directories import FACTORS, WINNING, make_run
 
-from pe_lab.analysis.run_files import read_run, read_runs
+from pe_lab.analysis.runs import read_run, read_runs
 from pe_lab.analysis.scores import tables
-from pe_lab.analysis.variants import Style
 from pe_lab.errors import UserError
 from pe_lab.page.charts import Axis, Series, decimate, line_chart, log_ticks
 from pe_lab.page.document import build_page
+from pe_lab.page.variants import Style
 from pe_lab.report import main
 
 
@@ -106,7 +106,7 @@ def test_the_best_of_a_column_is_marked_and_what_cannot_be_told_from_it(demo_pag
 
 def test_an_interval_is_not_empty_where_every_answer_was_wrong(tmp_path):
     (cell,) = [t.cells["RoPE", 8.0] for t in tables(read_run(make_run(tmp_path)), "needles")]
-    assert cell.value == 0 and 0 < cell.stderr < 0.005 and cell.interval == "0–0.3%"
+    assert cell.value == 0 and 0 < cell.stderr < 0.005 and cell.interval == "0–0.4%"  # Wilson's interval of 0 of 1,024
 
 
 def test_a_run_that_is_still_training_says_so(tmp_path):
@@ -143,7 +143,58 @@ def test_a_missing_piece_never_breaks_the_page(tmp_path, gone):
     outline(page_of(run))
 
 
-def test_unknown_suites_methods_and_labels_are_shown(tmp_path):
+def test_chance_is_on_the_page(tmp_path):
+    run = make_run(tmp_path)
+    path = run / "evaluation" / "needles.jsonl"
+    records = [json.loads(line) | {"guessing": 0.16} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = page_of(run)
+    assert page.count("Chance: picking any value that was stated and not yet asked for finds 16%.") == 1
+
+
+def test_up_to_the_training_length_a_scaling_is_marked_as_the_model_as_trained(demo_page):
+    rows = table_rows(demo_page, "Needle accuracy")
+    marked = {label: ["as trained<" in cell for cell in cells] for label, cells in rows.items()}
+    changed = {"RoPE + PI", "RoPE + NTK", "RoPE + YaRN", "RoPE, cropped context", "DroPE, β"}
+    for label, cells in marked.items():
+        assert cells == [label in changed, False, False, False], label
+    assert "nothing is changed up to the training length" in rows["RoPE + YaRN"][0]
+
+
+def test_scores_of_several_checkpoints_are_drawn_against_tokens_trained(tmp_path):
+    run = make_run(tmp_path)
+    for suite, name in (("needles", "accuracy"), ("perplexity", "nll")):
+        path = run / "evaluation" / f"{suite}.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        early = [r | {"step": 400, "checkpoint": f"{r['phase']}/checkpoints/400", name: r[name] / 2} for r in records]
+        # Older records have no tokens_trained: step times the tokens of a step, 32 sequences of 64.
+        known = [r | {"tokens_trained": r["step"] * 2048} if suite == "needles" else r for r in [*records, *early]]
+        path.write_text("".join(json.dumps(record) + "\n" for record in known))
+    page = page_of(run)
+    assert table_rows(page, "Needle accuracy")["DroPE, β"][3].count("51%") == 2  # the tables have the last checkpoint
+    for suite, early, late in (("Needle accuracy", 0.255, 0.51), ("Perplexity", 7.4**0.5, 7.4)):
+        title = f"{suite} by tokens trained in recalibrate, sequences of 8× the training length (512 tokens)"
+        chart = re.search(rf'data-chart="([^"]*)"><div class="chart-title">{re.escape(title)}<', page).group(1)
+        data = {s["n"]: s["p"] for s in json.loads(html.unescape(chart))["series"]}
+        assert [point[:2] for point in data["DroPE, β"]] == [
+            [400 * 2048, pytest.approx(early, rel=1e-5)],
+            [800 * 2048, pytest.approx(late, rel=1e-5)],
+        ]
+    assert 'href="#history"' in page and 'id="history"' not in page_of(make_run(tmp_path, "plain"))
+
+
+def test_a_long_label_is_short_on_the_page_and_whole_on_hover(tmp_path):
+    long = "RoPE (" + ", ".join(f"layer {n}: rope(base=10000) / window 256" for n in range(60)) + ")"
+    run = make_run(tmp_path, methods=WINNING | {("RoPE", "half", long): WINNING["RoPE", "YaRN", "RoPE + YaRN"]})
+    page = page_of(run)
+    assert len(long) > 2000 and max(map(len, outline(page).words)) < 2000
+    cells = table_rows(page, "Needle accuracy")
+    shown = next(label for label in cells if label.startswith("RoPE (layer 0"))
+    assert len(shown) <= 48 and "…" in shown and shown.endswith("256)")
+    assert f'title="{long}"' in page
+
+
+def test_unknown_suites_variants_and_labels_are_shown(tmp_path):
     odd = {("Mamba", "whirl", "Mamba, whirled"): ((0.1, 0.2, 0.3, 0.4), (9.0, 9.0, 9.0, 9.0))}
     run = make_run(tmp_path, methods=WINNING | odd)
     rows = [{"suite": "puzzles", "label": "RoPE", "factor": f, "length": 64 * f, "score": 0.1234} for f in FACTORS]
@@ -155,7 +206,7 @@ def test_unknown_suites_methods_and_labels_are_shown(tmp_path):
     assert "Puzzles" in text and "0.12" in text and "Weird" in text and "blue" in text
 
 
-def test_the_latest_checkpoint_of_a_method_counts(tmp_path):
+def test_the_latest_checkpoint_of_a_variant_counts(tmp_path):
     run = make_run(tmp_path)
     path = run / "evaluation" / "needles.jsonl"
     first = json.loads(path.read_text().splitlines()[0])
@@ -228,6 +279,17 @@ def test_all_phases_are_on_one_axis_with_the_jump_at_the_drop(demo_page):
     assert data["recalibrate"][0][1] > data["pretrain"][-1][1] + 1.5
     assert {x > border for x, *_ in data["validation"]} == {True, False}
     assert "the loss jumps from 2." in page and "recalibrate starts" in page
+
+
+def test_a_model_trained_without_encoding_has_the_colour_of_nope(tmp_path):
+    run = make_run(tmp_path, evaluated=False, phases=(("pretrain", "nope", 50),))
+    info = json.loads((run / "pretrain" / "phase.json").read_text())
+    info["lineage"] = [{"what": "initialized at random, seed 0"}, {"what": "trained 50 steps of 'pretrain' with nope"}]
+    (run / "pretrain" / "phase.json").write_text(json.dumps(info))
+    assert "--at:var(--c-nope)" in page_of(run)
+    info["lineage"].insert(1, {"what": "rope(base=10000) -> nope on layers 0-2"})
+    (run / "pretrain" / "phase.json").write_text(json.dumps(info))
+    assert "--at:var(--c-drope)" in page_of(run)
 
 
 def test_phases_whose_tokens_count_on_are_not_shifted_twice(tmp_path):
@@ -310,7 +372,7 @@ def test_a_place_that_cannot_be_written_is_an_error(tmp_path, capsys):
     run = make_run(tmp_path)
     (tmp_path / "file").write_text("")
     assert main([str(run), "--out", str(tmp_path / "file" / "page.html")]) == 2
-    assert "could not be written" in capsys.readouterr().err
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_a_spike_survives_decimation():

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from prompted_rows import all_suites
+from prompted_rows import all_suites, by_depth, row, write_rows
 from run_directories import WINNING, make_run
 
 from pe_lab.report import main
@@ -145,8 +145,10 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """A page of one run, one of a run with every suite, and one of three: whole, of another kind with an awkward name,
-    and still going."""
+    """Pages of one run, of a run with every suite, of a run with wide tables, and of three runs.
+
+    The three are a whole one, one of another kind with an awkward name, and one that is still going.
+    """
     root = tmp_path_factory.mktemp("runs")
     whole = make_run(root, "demo")
     nope = {("NoPE", "as trained", "NoPE"): WINNING["DroPE", "beta", "DroPE, β"]}
@@ -162,8 +164,17 @@ def pages(tmp_path_factory):
     assert main([str(path) for path in sorted(root.iterdir())]) == 0
     asked = make_run(tmp_path_factory.mktemp("asked"), "asked")
     all_suites(asked)
-    assert main([str(asked)]) == 0
-    return {"one": whole / "report.html", "several": root / "report.html", "asked": asked / "report.html"}
+    # A label of two thousand characters, eight lengths, and perplexities whose intervals are long.
+    long = f"RoPE ({', '.join(f'layer {n}: rope(base=10000) / window 256' for n in range(60))})"
+    wide, lengths = make_run(tmp_path_factory.mktemp("wide"), "wide"), [1024 * 2**n for n in range(8)]
+    rows = [row("niah", "standard", long, 0.5, n, factor=n // 1024, by_depth=by_depth([1, 0.5, 0])) for n in lengths]
+    write_rows(wide, "niah", rows)
+    losses = [row("perplexity", "essays", long, None, n, factor=n // 1024, nll=12.0, stderr=0.1) for n in lengths]
+    write_rows(wide, "perplexity", [{k: v for k, v in one.items() if k not in ("metric", "score")} for one in losses])
+    found = {"one": whole, "several": root, "asked": asked, "wide": wide}
+    for run in (asked, wide):
+        assert main([str(run)]) == 0
+    return {name: directory / "report.html" for name, directory in found.items()}
 
 
 @pytest.mark.parametrize("page", ["one", "several", "asked"])
@@ -195,7 +206,7 @@ def test_the_point_is_on_the_page_and_a_pointer_tells_the_values(browser, pages)
     browser.open(pages["one"], 1280)
     text = browser.value("document.body.innerText")
     for words in (
-        "at 8× it finds 51% of the needles",
+        "at 8× DroPE, β finds 51% of the needles",
         "Needle accuracy",
         "Perplexity",
         "training length",
@@ -247,6 +258,37 @@ def test_maps_are_side_by_side_on_a_laptop_and_below_one_another_on_a_phone(brow
         assert len(tops) == 3 and len(set(tops)) == rows
         cell = browser.value("document.querySelector('.heat tbody td').getBoundingClientRect().toJSON()")
         assert cell["width"] > 24 and cell["height"] > 16
+
+
+UNREACHABLE = """
+(() => {
+  document.querySelectorAll('details').forEach(d => d.open = true);
+  const unreachable = [];
+  document.querySelectorAll('table').forEach(table => {
+    // The header and one row of each table: columns are what may lie outside the screen.
+    [...table.tHead.rows[0].cells, ...table.tBodies[0].rows[0].cells].forEach(cell => {
+      cell.scrollIntoView({block: 'center', inline: 'end', behavior: 'instant'});
+      if (cell.scrollWidth > cell.clientWidth + 1)
+        unreachable.push([table.getAttribute('aria-label'), cell.innerText, 'sticks out of its cell']);
+      const box = cell.getBoundingClientRect();
+      const y = box.top + Math.min(box.height, 40) / 2;
+      for (const x of [box.left + 3, box.right - 3]) {
+        const at = x > 0 && x < innerWidth && document.elementFromPoint(x, y);
+        if (!at || !cell.contains(at)) {
+          unreachable.push([table.getAttribute('aria-label'), cell.innerText, x, at && at.outerHTML.slice(0, 60)]);
+        }
+      }
+    });
+  });
+  return unreachable;
+})()
+"""
+
+
+@pytest.mark.parametrize("page", ["one", "several", "asked", "wide"])
+def test_every_column_can_be_reached_on_a_phone(browser, pages, page):
+    browser.open(pages[page], 400)
+    assert browser.value(UNREACHABLE) == []
 
 
 def brightness(colour: str) -> float:

@@ -1,4 +1,4 @@
-"""Heat maps of needles: a cell says what a row says, in the colour of its share; on the page and as a picture."""
+"""Heat maps of needles, on the page and as a picture: each cell has the score and the colour of its record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prompted_rows import METHODS, by_depth, row, write_rows
 from run_directories import make_run
 from test_report import outline, page_of
 
-from pe_lab.analysis.run_files import read_runs
+from pe_lab.analysis.runs import read_runs
 from pe_lab.page.heat_maps import DARK, LIGHT, STEPS, cell_text, colours, contrast, luminance, palette_css, step
 from pe_lab.page.heat_maps import by_depth as by_depth_of
 from pe_lab.page.heat_picture import needle_table
@@ -56,7 +56,7 @@ def cells_of(table: str, part: str = "tbody") -> dict[str, list[tuple[str, str, 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
-    """All methods, three depths, three lengths; one length is not measured for NTK, one depth for nobody at 256."""
+    """All variants, three depths, three lengths; NTK lacks one length, and all lack one depth at 256."""
     run = make_run(tmp_path_factory.mktemp("maps"), evaluated=False)
     scores = {label: {64: [1.0, 0.996, 0.75], 128: [0.5, 0.25, 0.004], 256: [0.0, None, 0.1]} for label in LABELS}
     del scores["RoPE + NTK"][128]
@@ -112,7 +112,7 @@ def test_rope_yarn_and_the_dropped_model_are_in_sight_the_others_folded(page):
     assert list(maps_of(page)) == ["RoPE", "RoPE + YaRN", "DroPE, paper's β", "RoPE + NTK", "DroPE"]
     section = page[page.index('id="depth"') : page.index('id="tasks"')]
     at = [section.index(table) for table in maps_of(page).values()]
-    fold = section.index("<summary>The other ways of reading</summary>")
+    fold = section.index("<summary>The other variants</summary>")
     assert [place < fold for place in at] == [True, True, True, False, False]
     assert (
         fold < section.index("Needle in a haystack: 1 more") < section.index("Needle in a haystack: multi key, RoPE:")
@@ -137,7 +137,7 @@ def test_symbolic_needles_have_maps_too_by_bins(tmp_path):
     cells = cells_of(maps["RoPE"])
     assert {depth: row[0][1] for depth, row in cells.items()} == {"0–50%": "25", "50–100%": "75"}
     assert [cell[1] for cell in cells_of(maps["RoPE"], "tfoot")["all"]] == ["54", "29", "2.0", "0"]
-    assert 'href="#depth"' in page and "Where in the text a needle stands" in page
+    assert 'href="#depth"' in page and "Where in the sequence a needle stands" in page
 
 
 def test_broken_depths_never_break_the_page(tmp_path):
@@ -219,7 +219,7 @@ def test_the_picture_has_the_colours_of_the_page(run, tmp_path, capsys):
         (["--heat-map=OUT.png", "--suite=nia"], "Did you mean 'niah'?"),
         (["--heat-map=OUT.png", "--task=multikey"], "Did you mean 'multi_key'?"),
         (["--heat-map=OUT.gif"], "End its name in .png"),
-        (["--heat-map=RUN/run.json/maps.png"], "could not be written"),
+        (["--heat-map=RUN/run.json/maps.png"], "cannot be written"),
         (["--suite=niah"], "--heat-map=FILE"),
     ],
 )
@@ -235,7 +235,7 @@ def test_runs_apart_are_drawn_together_under_names_that_are_no_formulas(run, tmp
     other = make_run(tmp_path, "$_$", evaluated=False)
     write_rows(other, "niah", niah({"DroPE": {64: [1, 1, 1]}}))
     table = needle_table(read_runs([run, other]))
-    assert {"demo: RoPE", "demo: DroPE", "$_$: DroPE"} <= set(table.rows)
+    assert {"demo: RoPE", "demo: DroPE", "$_$: DroPE"} <= set(table.variants)
     make_run(tmp_path, "third")
     paths = [str(tmp_path / name) for name in ("third", "$_$")]
     assert main([*paths, f"--heat-map={tmp_path / 'maps.svg'}"]) == 0

@@ -1,4 +1,4 @@
-"""Suites that ask with prompts, on the page: scores in method-by-task tables, averages, lengths, and several runs."""
+"""Suites that ask with prompts, on the page: scores in variant-by-task tables, averages, lengths, and several runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from prompted_rows import METHODS, all_suites, row, write_rows
 from run_directories import make_run
 from test_report import outline, page_of
 
-from pe_lab.analysis.run_files import read_run
+from pe_lab.analysis.runs import read_run
 from pe_lab.analysis.scores import measure, tables
+from pe_lab.analysis.tasks import averages, by_sequence_length
 from pe_lab.analysis.variants import kind
-from pe_lab.page.prompted_tables import averages, bucket_table
 from pe_lab.page.run_section import work_out
+from pe_lab.page.suites import AVERAGED
 
 
 def plain(markup: str) -> str:
@@ -50,10 +51,10 @@ def found_in(directory, suite: str):
     return tables(read_run(directory), suite)
 
 
-def test_a_table_has_tasks_in_columns_methods_in_rows_at_the_longest_length_first(page):
+def test_a_table_has_tasks_in_columns_variants_in_rows_at_the_longest_length_first(page):
     heads, rows = table_of(page, "Needle in a haystack at")
-    assert heads == ["Method", "standard", "multi query"] and list(rows) == list(METHODS)
-    assert 'aria-label="Needle in a haystack at 4× (256 tokens): each method on each task"' in page
+    assert heads == ["Variant", "standard", "multi query"] and list(rows) == list(METHODS)
+    assert 'aria-label="Needle in a haystack at 4× (256 tokens): each variant on each task"' in page
     first = page.index("Needle in a haystack at 4×")
     assert first < page.index("Needle in a haystack at the other lengths") < page.index("Needle in a haystack at 2×")
     at_256 = rows["RoPE + YaRN"][0]  # 0.4 * 128 / 256, and its interval as the row gives it
@@ -91,26 +92,26 @@ def test_the_verdict_is_as_without_the_tasks(whole, tmp_path):
     assert work_out(read_run(whole)).verdict == work_out(read_run(make_run(tmp_path))).verdict
 
 
-def test_an_average_is_of_a_method_that_has_all_tasks(tmp_path):
+def test_an_average_is_of_a_variant_that_has_all_tasks(tmp_path):
     rows = [row("ruler", f"t{i}", "RoPE", i / 13, 128) for i in range(13)]
     rows += [row("ruler", f"t{i}", "DroPE", 0.5, 128) for i in range(12)]
     write_rows(tmp_path, "ruler", rows)
-    average = averages(found_in(tmp_path, "ruler"))
-    assert average.source == "average" and list(average.rows) == ["RoPE"]
+    average = averages(found_in(tmp_path, "ruler"), AVERAGED)
+    assert average.source == "average" and list(average.variants) == ["RoPE"]
     (cell,) = average.cells.values()
     assert cell.value == pytest.approx(6 / 13)
     # Errors of 13 independent means: sqrt(sum of variances) / 13. The one of 0 of 100 is Agresti and Coull's.
     variances = [p * (1 - p) / 100 for p in (i / 13 for i in range(1, 13))] + [2 / 104 * 102 / 104 / 104]
     assert cell.stderr == pytest.approx(math.sqrt(sum(variances)) / 13)
     heads, table = table_of(page_of(tmp_path), "RULER at")
-    assert heads[:3] == ["Method", "average", "t0"] and ">46%<" in table["RoPE"][0] and "–" in table["DroPE"][0]
+    assert heads[:3] == ["Variant", "average", "t0"] and ">46%<" in table["RoPE"][0] and "–" in table["DroPE"][0]
 
 
 def test_an_average_of_some_tasks_says_of_how_many(whole):
-    assert averages(found_in(whole, "ruler")).source == "mean of 5 of 13 tasks"
-    assert averages(found_in(whole, "longbench")).source == "mean of 2 of 21 tasks"
-    assert averages(found_in(whole, "lm_eval")).source == "mean of 2 tasks"  # not of a perplexity
-    assert averages(found_in(whole, "niah")) is None
+    assert averages(found_in(whole, "ruler"), AVERAGED).source == "mean of 5 of 13 tasks"
+    assert averages(found_in(whole, "longbench"), AVERAGED).source == "mean of 2 of 21 tasks"
+    assert averages(found_in(whole, "lm_eval"), AVERAGED).source == "mean of 2 tasks"  # not of a perplexity
+    assert averages(found_in(whole, "niah"), AVERAGED) is None
 
 
 def test_the_harness_table_has_its_standard_errors_and_knows_that_less_perplexity_is_better(page):
@@ -132,20 +133,20 @@ def test_less_is_better_where_the_row_says_so(tmp_path, metric):
     assert table.cells["DroPE", 0.0].interval == "22.1–22.9"
 
 
-def test_scores_by_the_length_of_the_text(page, whole):
+def test_scores_by_the_length_of_the_sequence(page, whole):
     heads, rows = table_of(page, "LongBench, musique")
-    assert heads == ["Method", "0–4K 0–64×", "4–8K 64–128×", "8–16K 128–256×"]
+    assert heads == ["Variant", "0–4K 0–64×", "4–8K 64–128×", "8–16K 128–256×"]
     assert ">40%<" in rows["DroPE, paper's β"][0] and ">10–50%<" in rows["DroPE, paper's β"][0]
     assert ">20%<" in rows["DroPE, paper's β"][2] and "9 answers" in rows["DroPE, paper's β"][2]
-    assert "3 of them to texts that were cut to fit" in table_of(page, "LongBench:")[1]["RoPE"][1]
-    bucketed = bucket_table(found_in(whole, "longbench")[0])
+    assert "3 of them to sequences that were cut to fit" in table_of(page, "LongBench:")[1]["RoPE"][1]
+    bucketed = by_sequence_length(found_in(whole, "longbench")[0])
     assert [column.key for column in bucketed.columns] == [4096, 8192, 16384]
 
 
-def test_a_bucket_without_texts_is_not_measured(tmp_path):
+def test_a_bucket_without_sequences_is_not_measured(tmp_path):
     lengths = {"edges": [0, 1000, 4096], "score": [0.5, None], "low": [0.4, None], "high": [0.6, None], "count": [9, 0]}
     write_rows(tmp_path, "longbench", [row("longbench", "lcc", "RoPE", 0.5, by_length=lengths)])
-    bucketed = bucket_table(found_in(tmp_path, "longbench")[0])
+    bucketed = by_sequence_length(found_in(tmp_path, "longbench")[0])
     assert [column.title for column in bucketed.columns] == ["0–1,000"]
 
 
@@ -163,7 +164,7 @@ def test_a_run_with_tasks_alone_says_what_was_measured(tmp_path):
     text = outline(page_of(run)).text
     assert "Measured here: Needle in a haystack. Perplexity and symbolic needles" in text
     assert "Nothing has been evaluated" not in text and "To measure it" not in text
-    heads, rows = table_of(page_of(run), "Needle in a haystack, standard of each method")  # one task: by length
+    heads, rows = table_of(page_of(run), "Needle in a haystack, standard of each variant")  # one task: by length
     assert heads[1:] == ["trained 1× 64", "2× 128"] and ">50%<" in rows["RoPE"][1]
 
 
@@ -176,7 +177,7 @@ def test_several_runs_are_compared_task_by_task(tmp_path):
         ))  # fmt: skip
     page = page_of(*paths)
     heads, rows = table_of(page[page.index('id="compare"') :], "Needle in a haystack at")
-    assert heads == ["Method", "a", "b"] and set(rows) == {"one: RoPE", "two: RoPE", "one: DroPE", "two: DroPE"}
+    assert heads == ["Variant", "a", "b"] and set(rows) == {"one: RoPE", "two: RoPE", "one: DroPE", "two: DroPE"}
     assert ">75%<" in rows["two: DroPE"][1] and ">25%<" in rows["one: RoPE"][0]
     outline(page)
 
@@ -231,10 +232,10 @@ def test_a_share_is_shown_in_per_cent_and_nothing_else(suite, metric, score, sho
 def test_all_wrong_is_not_certain():
     given = measure(row("niah", "t", "RoPE", 0.0, 64, low=0.0, high=0.06))
     assert given.interval == "0–6.0%" and given.stderr > 0
-    assert measure(row("niah", "t", "RoPE", 0.0, 64, low=None, high=None)).interval == "0–2.6%"
+    assert measure(row("niah", "t", "RoPE", 0.0, 64, low=None, high=None)).interval == "0–3.7%"  # Wilson's
 
 
-def test_a_stretch_with_options_is_of_its_kind():
+def test_a_scaling_with_options_is_of_its_kind():
     assert kind({"model": "RoPE", "method": "yarn:factor=2"}) == "YaRN"
     assert kind({"model": "RoPE", "method": "longrope:factor=2"}) == ""
     assert kind({"model": "DroPE", "method": "yarn:factor=2"}) == ""

@@ -1,12 +1,15 @@
-"""The headline: who wins where, said as the rows have it, with ties and losses."""
+"""The headline: wins, ties and losses as the records have them."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from prompted_rows import row, write_rows
 from run_directories import WINNING, make_run
 
-from pe_lab.analysis.run_files import read_run, read_runs
-from pe_lab.page.document import build_page
+from pe_lab.analysis.runs import read_run, read_runs
+from pe_lab.page.document import build_page, headline
 from pe_lab.page.run_section import work_out
 
 DROPPED = ("DroPE", "beta", "DroPE, β")
@@ -25,7 +28,7 @@ def change(methods, method, accuracies=None, perplexities=None):
 def test_headline_where_the_dropped_model_wins(tmp_path):
     found = verdict(make_run(tmp_path))
     assert found.tone == "win"
-    for part in ("at 8× it finds 51%", "RoPE as trained 0%", "RoPE + YaRN) 30%"):
+    for part in ("at 8× DroPE, β finds 51%", "RoPE as trained 0%", "RoPE + YaRN) 30%"):
         assert part in found.headline
     assert "does not" not in found.headline
 
@@ -33,7 +36,7 @@ def test_headline_where_the_dropped_model_wins(tmp_path):
 def test_headline_where_it_loses_says_where_and_by_how_much(tmp_path):
     worse = change(WINNING, DROPPED, (0.53, 0.30, 0.20, 0.05), (8.0, 12.0, 30.0, 96.0))
     found = verdict(make_run(tmp_path, methods=worse))
-    assert found.tone == "loss" and found.headline.startswith("The dropped model does not win:")
+    assert found.tone == "loss" and found.headline.startswith("The dropped model (DroPE, β) does not win:")
     assert "at 8× (25 points lower than RoPE + YaRN)" in found.headline
     assert (
         "in perplexity it loses at 2×, 4× and 8× (at worst 12.0 times that of RoPE, cropped context)" in found.headline
@@ -81,3 +84,48 @@ def test_headline_where_a_side_is_missing(tmp_path, models, words):
     run = make_run(tmp_path, methods=one)
     assert words in verdict(run).headline and verdict(run).tone == "missing"
     assert words in build_page(read_runs([run]))
+
+
+def test_the_opening_compares_with_the_best_variant_and_names_both(tmp_path):
+    found = verdict(make_run(tmp_path))
+    assert found.opening == (
+        "At 2× its training length DroPE, β finds 56% of the needles, the best RoPE variant (RoPE + NTK) 45%; at 8×, "
+        "51% and 30% (RoPE + YaRN)."
+    )
+    paper = {("DroPE", "paper beta", "DroPE, paper's β"): WINNING[DROPPED]}
+    found = verdict(make_run(tmp_path / "paper", methods=WINNING | paper))
+    assert "DroPE, paper's β finds" in found.opening and "DroPE, paper's β finds" in found.headline
+
+
+def test_several_runs_without_a_dropped_model_have_a_whole_headline(tmp_path):
+    rope = {key: value for key, value in WINNING.items() if key[0] == "RoPE"}
+    runs = read_runs([make_run(tmp_path, name, methods=rope) for name in ("one", "two")])
+    sentence = "2 runs side by side; none has both RoPE and a dropped model measured past the training length."
+    assert f">{sentence}</h1>" in build_page(runs)
+
+
+@pytest.mark.parametrize("written", ["lineage", "source.json"])
+def test_an_imported_checkpoint_has_a_headline_of_its_own(tmp_path, written):
+    rope = {key: value for key, value in WINNING.items() if key[0] == "RoPE"}
+    run = make_run(tmp_path, methods=rope, phases=(("convert", "rope(base=10000)", 10),))
+    if written == "lineage":
+        info = json.loads((run / "convert" / "phase.json").read_text())
+        info["lineage"] = [{"id": "a", "what": "converted from hf:models/small", "path": "", "step": 0}]
+        (run / "convert" / "phase.json").write_text(json.dumps(info))
+    else:
+        (run / "source.json").write_text('{"source": "hf:models/small"}')
+    assert headline(read_runs([run])) == (
+        "Imported from hf:models/small. At 8× its training length RoPE + YaRN finds 30% of the needles, the best of 5 "
+        "variants; as it is, the model finds 0% of the needles."
+    )
+
+
+def test_an_imported_checkpoint_with_prompted_tasks_alone(tmp_path):
+    write_rows(
+        tmp_path, "niah", [row("niah", "standard", "RoPE", 0.25, 128), row("niah", "standard", "RoPE + YaRN", 0.5, 128)]
+    )
+    (tmp_path / "source.json").write_text('{"source": "gguf:small.gguf"}')
+    assert headline(read_runs([tmp_path])).startswith(
+        "Imported from gguf:small.gguf. At 2× its training length RoPE + YaRN scores 50%"
+    )
+    assert not read_run(tmp_path).problems  # nothing is missing

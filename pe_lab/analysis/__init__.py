@@ -1,1 +1,1 @@
-"""What is learned from runs: their files, scores, verdicts and charts, and the page made of them."""
+"""Studies of models and runs: files of a run, scores, verdicts, frequencies, attention. Nothing here renders a page."""

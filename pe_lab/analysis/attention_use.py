@@ -1,4 +1,4 @@
-"""What every layer and head of a model attends to over a text, at any length that attention itself can read."""
+"""Statistics of the attention of every layer and head of a model over a sequence, of any length."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from pe_lab.attention.statistics import (
     refuse_sharded_sequences,
     summarize,
 )
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
 from pe_lab.model.decoder import layer_arrays
 from pe_lab.positional import LayerStructure, Schedule
 
 
 class AttentionUse(NamedTuple):
-    """Statistics of layers and heads, averaged over texts and queries; numpy, float32.
+    """Statistics of layers and heads, averaged over sequences and queries; numpy, float32.
 
     Attributes:
-      layers: the L layers looked at, in order.
+      layers: the L layers measured, in order.
       mean: arrays [L, H], `in_ranges` [S, L, H].
       by_octave: arrays [L, H, O], `in_ranges` [S, L, H, O], by the query's index; NaN in an octave without any query.
       octaves: O + 1 indices, where octaves of queries begin and the last one ends: 0, 2, 4, 8, .. T.
@@ -63,34 +63,34 @@ def attention_use(
     layers: Sequence[int] | None = None,
     rows: Mapping[int, Indices] | None = None,
 ) -> AttentionUse:
-    """Reads texts and measures the attention of every layer on the way.
+    """Computes the attention statistics of every layer over a batch of sequences.
 
-    Layer follows layer through one compiled program per structure, whatever the depth. Of a layer only means leave
-    the device, and no [T, T] array is made: memory is linear in T.
+    All layers of one structure share a compiled program, whatever the depth. Only the means of a layer leave the
+    device, and no [T, T] array is made: memory is linear in T.
 
     Args:
       model, params, tokens, positions, segments, schedule: as `Model.hidden` takes them.
       spans: ranges of token indices (a needle, the question), first and last + 1, whose weights are added up.
-      queries: indices of the queries that means are over; None: all. Few cost less than all.
+      queries: indices of the queries that are averaged over; None: all. Few cost less than all.
       layers: which to measure; None: all. Those above the last one are not computed.
-      rows: layer -> indices of queries, whose weights to all T tokens come back: B * H * T numbers each. These layers
-        are measured, too.
+      rows: layer -> indices of queries, whose weights to all T tokens are returned: B * H * T numbers each. These
+        layers are measured, too.
 
     Raises:
-      UserError: a schedule for another model; a span, query or row outside the text; a layer that does not exist; a
-        mesh that cuts texts.
+      UserError: a schedule for another model; a span, query or row outside the sequence; a layer that does not exist;
+        a mesh that shards sequences.
     """
     T = tokens.shape[1]
     refuse_sharded_sequences()
-    # A forward pass that is not computed: it says what is wrong with a schedule.
+    # Traced and not computed, for the errors of a schedule that does not fit.
     jax.eval_shape(functools.partial(model.hidden, schedule=schedule), params, tokens, positions, segments)
     rows = {n: checked_indices(at, T, "rows") for n, at in (rows or {}).items()}
     measured = sorted({*(range(model.config.layers) if layers is None else layers), *rows})
     for n in measured:
         if not 0 <= n < model.config.layers:
-            raise UserError(f"There is no layer {n} to measure; the model has {model.config.layers}, counted from 0.")
+            raise ConfigError(f"There is no layer {n} to measure; the model has {model.config.layers}, counted from 0.")
     if not measured:
-        raise UserError("There is no layer to measure: name one in layers or in rows.")
+        raise ConfigError("There is no layer to measure: name one in layers or in rows.")
     spans = checked_ranges(spans, T)
     queries = None if queries is None else checked_indices(queries, T, "queries")
     positions, segments = (None if x is None else jnp.asarray(x) for x in (positions, segments))
@@ -120,7 +120,7 @@ def _embed(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
     return model.embed(params, tokens)
 
 
-# Each layer's output takes the place of its input: only one is held, however deep the model.
+# Each layer's output replaces its input in memory, whatever the depth of the model.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _layer(
     model: Model,
@@ -135,8 +135,8 @@ def _layer(
     queries: Int[jax.Array, " Q"] | None,
     rows: Int[jax.Array, " Q2"] | None,
 ) -> tuple[Float[jax.Array, "B T D"], Summary | None, Float[jax.Array, "B H Q2 T"] | None]:
-    """Layer n: its output, the summary of its statistics where that is to `measure`, and the weights of `rows`."""
-    # The layer's number is data, and its weights are cut out in here: all layers of a structure share a program.
+    """The output of layer n, the summary of its statistics if `measure`, and the attention weights of `rows`."""
+    # The layer's number is data, so that all layers of a structure share a program.
     params, arrays = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, n, keepdims=False), stacked)
     at = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
     row = model.layer_encoding(arrays, structure, at)

@@ -1,23 +1,21 @@
-"""What a scaling does to every rotary frequency, and what a stored sine and cosine would weigh: numbers and figures.
+"""The rotary frequencies under each scaling, and the bytes of a rotary cache.
 
-The figures are those of two papers, drawn from `pe_lab.positional` alone: DroPE's Figures 6 and 11 (Gelberg et al.
-2025; the factor gamma_m between a pair's frequency under a scaling and without it) and Partial RoPE's Figure 1 (the
-bytes of a rotary cache by length, its eq. 1).
+The numbers are those of two papers' figures, computed from `pe_lab.positional` alone: DroPE's Figures 6 and 11 (Gelberg
+et al. 2025; the factor gamma_m between a pair's frequency under a scaling and without it) and Partial RoPE's Figure 1
+(the bytes of a rotary cache by length, its eq. 1).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
-from pe_lab.errors import UserError, did_you_mean
+from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.positional import (
     NTK,
     PI,
@@ -32,8 +30,9 @@ from pe_lab.positional import (
     frequencies,
     to_json,
 )
+from pe_lab.terminal import table
 
-# A method by its name in recipes: its class, and what people call it.
+# A scaling by its name in recipes: its class and its display name.
 METHODS = {
     "pi": (PI, "PI"),
     "ntk": (NTK, "NTK"),
@@ -43,34 +42,22 @@ METHODS = {
     "dynamic_yarn": (DynamicYarn, "dynamic YaRN"),
     "llama3": (Llama3, "Llama 3"),
 }
-# Okabe and Ito's colours, which the colour-blind tell apart, and a dash pattern for those who see none.
-LOOKS = {
-    "pi": ("#0072B2", (6, 2)),
-    "ntk": ("#D55E00", (6, 2, 1.5, 2)),
-    "yarn": ("#000000", ()),
-    "ntk_by_parts": ("#009E73", (1.5, 1.5)),
-    "dynamic_ntk": ("#CC79A7", (3, 1.5)),
-    "dynamic_yarn": ("#56B4E9", (1.5, 3)),
-    "llama3": ("#E69F00", (4, 1.5, 1, 1.5, 1, 1.5)),
-}
 # 4,096 to 8,388,608 in powers of two, and the ten million of the paper's title figure.
 CACHE_LENGTHS = (*(2**k for k in range(12, 24)), 10_000_000)
 BYTES_PER_VALUE = 4  # float32, as in the paper
-MAX_FACTORS, MAX_FRACTIONS, MAX_HEAD_DIM = 12, 8, 4096  # what a figure can still show
+MAX_FACTORS, MAX_FRACTIONS, MAX_HEAD_DIM = 12, 8, 4096  # so that a figure stays readable
 MAX_LENGTH = 2**31  # the last position that rotates
-MAX_FACTOR = 1e30  # what stands for "no rotation" elsewhere
-
-Figures = dict[str, Any]  # file name without its ending -> matplotlib Figure
+MAX_FACTOR = 1e30  # stands for "no rotation" in exported checkpoints
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is drawn. The defaults are SmolLM-360M's heads (DroPE's second model) and Pythia-1B's (Partial RoPE's).
+    """The settings of the figures. The defaults are the heads of SmolLM-360M (DroPE) and of Pythia-1B (Partial RoPE).
 
     Attributes:
       head_dim: channels of a head, in the figures of scalings; even.
-      base: RoPE's base there.
-      length: the training length there, in tokens.
+      base: RoPE's base in these figures.
+      length: the training length in these figures, in tokens.
       factors: the scaling factors s; the first one is also drawn alone.
       methods: keys of `METHODS`.
       cache_head_dim: channels of a head, in the figure of the cache; even.
@@ -89,34 +76,34 @@ class Settings:
         for name, least in (("head_dim", 4), ("cache_head_dim", 2)):  # a curve needs two pairs
             value = getattr(self, name)
             if not least <= value <= MAX_HEAD_DIM or value % 2:
-                raise UserError(f"{name} is {value}; it must be even, from {least} to {MAX_HEAD_DIM}.")
+                raise ConfigError(f"{name} is {value}; it must be even, from {least} to {MAX_HEAD_DIM}.")
         if not 1 <= self.length <= MAX_LENGTH:
-            raise UserError(f"length is {self.length}; give the training length, 1 to {MAX_LENGTH} tokens.")
+            raise ConfigError(f"length is {self.length}; give the training length, 1 to {MAX_LENGTH} tokens.")
         for name, most in (("factors", MAX_FACTORS), ("fractions", MAX_FRACTIONS), ("methods", len(METHODS))):
             values = getattr(self, name)
             if not 1 <= len(values) <= most or len(set(values)) < len(values):
-                raise UserError(f"{name} holds {len(values)} values; give 1 to {most}, all different.")
+                raise ConfigError(f"{name} holds {len(values)} values; give 1 to {most}, all different.")
         for factor in self.factors:
             if not 1 <= factor <= MAX_FACTOR:
-                raise UserError(f"factors holds {factor:g}; each must lie between 1 and {MAX_FACTOR:g}.")
+                raise ConfigError(f"factors holds {factor:g}; each must lie between 1 and {MAX_FACTOR:g}.")
         for fraction in self.fractions:
             if not 0 < fraction <= 1:
-                raise UserError(f"fractions holds {fraction:g}; each must lie above 0 and be at most 1.")
+                raise ConfigError(f"fractions holds {fraction:g}; each must lie above 0 and be at most 1.")
         for method in self.methods:
             if method not in METHODS:
-                raise UserError(f"methods: there is no '{method}'. {did_you_mean(method, list(METHODS))}")
+                raise ConfigError(f"methods: there is no '{method}'. {did_you_mean(method, list(METHODS))}")
 
 
 @dataclass(frozen=True)
 class ScalingCurve:
-    """One scaling of all pairs.
+    """All pairs under one scaling.
 
     Attributes:
       method: a key of `METHODS`.
       factor: s.
-      encoding: the description, as plain JSON.
+      encoding: the description, as JSON.
       gamma: [R], a pair's new frequency over its old one; pair 0 is the fastest.
-      attention_factor: what cos and sin are multiplied by (so logits by its square).
+      attention_factor: multiplies cos and sin, and so logits by its square.
     """
 
     method: str
@@ -132,9 +119,9 @@ class ScalingCurve:
 
 @dataclass(frozen=True)
 class CacheCurve:
-    """The bytes of a cache of sines and cosines, one number a length of `CACHE_LENGTHS`.
+    """The bytes of a cache of sines and cosines, one number for each of `CACHE_LENGTHS`.
 
-    `rotated_channels` of a head hold one cosine and one sine a pair, so as many numbers as channels.
+    A pair of the `rotated_channels` has one cosine and one sine, so the cache holds a number for each channel.
     """
 
     fraction: float
@@ -144,14 +131,14 @@ class CacheCurve:
 
 @dataclass(frozen=True)
 class Numbers:
-    """All that the figures show. `scaling` has a curve for each factor and method, `cache` one a fraction."""
+    """The numbers of the figures: `scaling` has a curve for each factor and method, `cache` one for each fraction."""
 
     settings: Settings
     scaling: tuple[ScalingCurve, ...]
     cache: tuple[CacheCurve, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON: pairs counted from 0, lengths in tokens."""
+        """The numbers as JSON: pairs counted from 0, lengths in tokens."""
         return {
             "study": "frequencies",
             "settings": dataclasses.asdict(self.settings),
@@ -171,20 +158,23 @@ def study(settings: Settings) -> Numbers:
     """Computes every number of the three figures.
 
     Raises:
-      UserError: where a description refuses its numbers (a base of 1), or none of the fractions rotates a channel.
+      ConfigError: a description refuses its numbers (a base of 1), or none of the fractions rotates a channel.
     """
     scaling = [scaling_curve(settings, method, factor) for factor in settings.factors for method in settings.methods]
     cache = [cache_curve(settings.cache_head_dim, fraction) for fraction in settings.fractions]
     if not any(curve.rotated_channels for curve in cache):
-        raise UserError(f"None of the fractions rotates a channel of {settings.cache_head_dim}; give larger ones.")
+        raise ConfigError(f"None of the fractions rotates a channel of {settings.cache_head_dim}; give larger ones.")
     return Numbers(settings, tuple(scaling), tuple(cache))
 
 
 def scaling_curve(settings: Settings, method: str, factor: float) -> ScalingCurve:
-    """One method at one factor: gamma_m = w'_m / w_m, DroPE's eq. 8 (its m counts from 1, a pair here from 0)."""
+    """One method at one factor: gamma_m = w'_m / w_m, DroPE's eq. 3 and 9 to 11.
+
+    Pairs count from 0 here. The paper counts m from 1, so NTK's exponent in eq. 3 and 10 holds with m - 1 for m.
+    """
     kind = METHODS[method][0]
     fields = {field.name for field in dataclasses.fields(kind)}
-    # A dynamic scheme takes its stretch from the text: it reads factor * length tokens, and has no s of its own.
+    # A dynamic scheme computes s from the length of the sequence, here factor * length tokens.
     values = {"factor": factor, "original_length": settings.length}
     given = {name: v for name, v in values.items() if name in fields and not (kind.dynamic and name == "factor")}
     encoding = Rope(base=settings.base, scaling=kind(**given))
@@ -194,39 +184,46 @@ def scaling_curve(settings: Settings, method: str, factor: float) -> ScalingCurv
     return ScalingCurve(method, factor, described, tuple((scaled / plain).tolist()), float(gain[0]))
 
 
+def incomplete_pairs(inv_freq: Float[np.ndarray, " R"], length: int) -> int:
+    """The number of pairs that rotate less than once (2 pi) in `length` tokens. `inv_freq`: radians per token."""
+    return int(np.sum(np.asarray(inv_freq) * length / (2 * math.pi) < 1))
+
+
 def cache_curve(head_dim: int, fraction: float) -> CacheCurve:
-    """Partial RoPE's eq. 1, with the channels that rotate in the place of all: length * channels * 4 bytes."""
+    """Partial RoPE's eq. 1, with the rotated channels instead of all channels: length * channels * 4 bytes."""
     channels = PartialRope(fraction=fraction).rotated_channels(head_dim)
     return CacheCurve(fraction, channels, tuple(length * channels * BYTES_PER_VALUE for length in CACHE_LENGTHS))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a person reads
+# Tables
 
 
 def tables(numbers: Numbers) -> str:
     """The numbers at chosen pairs and lengths, as two tables of plain text."""
     settings = numbers.settings
     pairs = telling_pairs(settings)
-    rows = [("s", "method", "cos, sin x", *(f"pair {pair}" if pair == pairs[0] else str(pair) for pair in pairs))]
-    for curve in numbers.scaling:
-        gamma = (f"{curve.gamma[pair]:.4f}" for pair in pairs)
-        rows.append((f"{curve.factor:g}", curve.label, f"{curve.attention_factor:.6f}", *gamma))
+    head = ("s", "method", "cos, sin x", *(f"pair {pair}" if pair == pairs[0] else str(pair) for pair in pairs))
+    rows = [
+        (f"{curve.factor:g}", curve.label, f"{curve.attention_factor:.6f}", *(f"{curve.gamma[n]:.4f}" for n in pairs))
+        for curve in numbers.scaling
+    ]
     shown = [CACHE_LENGTHS.index(length) for length in (2**12, 2**15, 2**17, 2**20, 10_000_000)]
-    cache = [("rotated", "channels", *(f"{CACHE_LENGTHS[i]:,}" for i in shown))]
-    for part in numbers.cache:
-        sizes = (size_text(part.bytes[i]) for i in shown)
-        cache.append((percent(part.fraction), str(part.rotated_channels), *sizes))
+    cache_head = ("rotated", "channels", *(f"{CACHE_LENGTHS[i]:,}" for i in shown))
+    cache = [
+        (percent(part.fraction), str(part.rotated_channels), *(size_text(part.bytes[i]) for i in shown))
+        for part in numbers.cache
+    ]
     return (
         f"new frequency / old frequency: {settings.head_dim} channels, base {settings.base:g}, trained on "
-        f"{settings.length:,} tokens; pair 0 turns fastest\n{_table(rows)}\n\n"
+        f"{settings.length:,} tokens; pair 0 rotates fastest\n{table(head, rows, words=0)}\n\n"
         f"bytes of a float32 cache of sines and cosines by length in tokens: {settings.cache_head_dim} channels\n"
-        f"{_table(cache)}"
+        f"{table(cache_head, cache, words=0)}"
     )
 
 
 def telling_pairs(settings: Settings) -> list[int]:
-    """The pairs where the methods part: the ends, the middle, and YaRN's ramp."""
+    """The pairs at which the methods differ most: the ends, the middle, and YaRN's ramp."""
     pairs = settings.head_dim // 2
     bounds = Yarn(factor=1.0, original_length=settings.length).ramp_bounds(settings.base, settings.head_dim)
     low, high = (int(min(max(bound, 0), pairs)) for bound in bounds)
@@ -240,156 +237,8 @@ def percent(fraction: float) -> str:
 
 
 def size_text(size: float) -> str:
-    """10.2 GB; decimal units, as the axis of the figure counts."""
+    """10.2 GB, in decimal units."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= unit:
             return f"{size / unit:.3g} {name}"
     return f"{size:.0f} B"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns under their heads, aligned to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The figures
-
-
-def draw(numbers: Numbers) -> Figures:
-    """The three figures: `frequency_scaling` (Figure 6), `frequency_scaling_by_factor` (11), `rotation_cache` (1)."""
-    with _look():
-        return {
-            "frequency_scaling": draw_scaling(numbers, numbers.settings.factors[:1]),
-            "frequency_scaling_by_factor": draw_scaling(numbers, numbers.settings.factors),
-            "rotation_cache": draw_cache(numbers),
-        }
-
-
-def render(figure: Any, form: str) -> bytes:
-    """A figure as the bytes of a `png` or `svg` file; the same bytes each time."""
-    buffer = io.BytesIO()
-    with _look():
-        # Neither the date nor the version of matplotlib: a picture changes when its numbers do.
-        metadata = {"Software": None} if form == "png" else {"Date": None, "Creator": None}
-        figure.savefig(buffer, format=form, metadata=metadata)
-    return buffer.getvalue()
-
-
-@contextlib.contextmanager
-def _look() -> Iterator[None]:
-    """Fonts and lines of all figures, whatever the user's own matplotlibrc says.
-
-    1,400 pixels wide, so that a page of 700 shows 100 a point of 72: letters of 10 points are 14 pixels high there.
-    """
-    import matplotlib
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(
-            {
-                "figure.dpi": 200,
-                "savefig.dpi": 200,
-                "savefig.facecolor": "white",  # dark pages show a white card, not black letters on black
-                "font.size": 10,
-                "axes.titlesize": 11,
-                "axes.labelsize": 10.5,
-                "axes.spines.top": False,
-                "axes.spines.right": False,
-                "axes.grid": True,
-                "axes.axisbelow": True,
-                "grid.color": "#dddddd",
-                "grid.linewidth": 0.6,
-                "lines.linewidth": 2,
-                "legend.framealpha": 1,
-                "legend.edgecolor": "#cccccc",
-                "svg.hashsalt": "pe_lab",
-            }
-        )
-        yield
-
-
-def _figure(height: float) -> Any:
-    """An empty figure, 7 inches wide. Not pyplot's: nothing global, no window, and Agg renders it everywhere."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def draw_scaling(numbers: Numbers, factors: Sequence[float]) -> Any:
-    """gamma by pair, a panel a factor: DroPE's Figure 6 (one factor) and Figure 11 (several)."""
-    settings = numbers.settings
-    pairs = np.arange(settings.head_dim // 2)
-    columns = min(len(factors), 3)
-    rows = -(-len(factors) // columns)
-    figure = _figure(4.2 if len(factors) == 1 else 0.9 + 2.5 * rows)
-    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
-    for panel in panels[len(factors) :]:
-        panel.remove()
-    for i, (panel, factor) in enumerate(zip(panels, factors, strict=False)):
-        for curve in numbers.scaling:
-            if curve.factor == factor:
-                colour, dashes = LOOKS[curve.method]
-                # Dashes lie above what is solid: YaRN ends on PI, and both are to be seen.
-                (line,) = panel.plot(pairs, curve.gamma, color=colour, label=curve.label, zorder=3 if dashes else 2)
-                if dashes:
-                    line.set_dashes(dashes)
-        panel.set_ylim(0, 1.06)
-        panel.margins(x=0.02)
-        panel.set_title(f"s = {factor:g}")
-        if i % columns == 0:
-            panel.set_ylabel("new / old frequency")
-        if i + columns >= len(factors):
-            panel.set_xlabel("pair, from fast to slow")
-            panel.tick_params(labelbottom=True)  # also above an empty place of the last row
-    described = f"{settings.head_dim} channels, base {settings.base:,.10g}, trained on {settings.length:,} tokens"
-    if len(factors) == 1:
-        panels[0].set_title(f"What each scaling does to RoPE's frequencies at s = {factors[0]:g}\n{described}")
-        panels[0].set_xlabel("pair of channels, from the fastest to the slowest")
-        panels[0].set_ylabel("new frequency / old frequency")
-        panels[0].legend(loc="best", handlelength=3.5)
-    else:
-        figure.suptitle(f"What each scaling does to RoPE's frequencies\n{described}", fontsize=11)
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), handlelength=3.5)
-    return figure
-
-
-def draw_cache(numbers: Numbers) -> Any:
-    """Bytes of the cache by length, a line a fraction, both axes logarithmic: Partial RoPE's Figure 1."""
-    import matplotlib
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    figure = _figure(4.6)
-    axes = figure.subplots()
-    # Ordered, so dark to light; the light third of the map is too pale for a white page.
-    map_ = matplotlib.colormaps["viridis"]
-    curves = sorted(numbers.cache, key=lambda curve: -curve.fraction)
-    for i, curve in enumerate(curves):
-        label = f"{percent(curve.fraction)}: {curve.rotated_channels} channels"
-        colour = map_(0.8 * i / max(len(curves) - 1, 1))
-        # A logarithmic axis has no place for nothing.
-        drawn = curve.bytes if curve.rotated_channels else [math.nan] * len(CACHE_LENGTHS)
-        axes.plot(CACHE_LENGTHS, drawn, color=colour, marker="osD^vPX*"[i], markersize=4, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_locator(FixedLocator([2**12, 2**14, 2**16, 2**18, 2**20, 2**22, CACHE_LENGTHS[-1]]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens_text(round(value))))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(value)))
-    axes.set_xlabel("longest text, tokens (4k = 4,096)")
-    axes.set_ylabel("size of the stored sines and cosines")
-    axes.set_title(f"A stored rotary cache, by the share of {numbers.settings.cache_head_dim} channels that rotates")
-    axes.legend(title="rotated", loc="upper left")
-    return figure
-
-
-def _tokens_text(tokens: int) -> str:
-    """4096 as 4k, 2^20 as 1M; ten million is no power of two and keeps its decimal name."""
-    if tokens == 10_000_000:
-        return "10M"
-    return f"{tokens // 2**20}M" if tokens >= 2**20 else f"{tokens // 2**10}k"

@@ -1,8 +1,7 @@
-"""Line charts as inline SVG, with nothing to download and no script needed to read them.
+"""Line charts as inline SVG, which need no script and no download.
 
-Each chart is drawn twice, for wide and for narrow screens, so that text keeps its size on a phone; the
-stylesheet shows one of the two. Colours are variables of the stylesheet (`--c-NAME`), so that dark mode
-recolours them.
+Each chart is drawn twice, for wide and for narrow screens, so that text keeps its size on a phone; the stylesheet shows
+one of the two. Colours are variables of the stylesheet (`--c-NAME`), which dark mode changes.
 """
 
 from __future__ import annotations
@@ -11,19 +10,18 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pe_lab.analysis.variants import Style
 from pe_lab.page.markup import Markup, element
-from pe_lab.results.formatting import Number, short_number
+from pe_lab.page.variants import Style
+from pe_lab.results.formatting import Number, short_number, shortened
 
 Point = tuple[Number, Number]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line. `faint` lines carry no label and no tooltip; `markers` adds a dot a point, `line=False` only
-    dots."""
+    """One line. `faint`: without label and tooltip. `markers`: with a dot at each point. `line=False`: dots only."""
 
     name: str
     points: Sequence[Point]
@@ -35,8 +33,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """`ticks` fixes the ticks (else they are chosen), `domain` the ends (else the data's); both in data
-    units."""
+    """An axis. `ticks` and `domain`, its ends, are in data units; None: chosen from the data."""
 
     label: str
     log: bool = False
@@ -47,7 +44,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line with a word on it, such as the training length."""
+    """A vertical line with a label, such as the training length."""
 
     x: Number
     label: str
@@ -65,27 +62,8 @@ class Frame:
     bottom: int
 
 
-WIDE = Frame(960, 360, 56, 176, 28, 46)
-HALF = Frame(520, 310, 52, 160, 28, 46)
+FRAMES = {"wide": Frame(960, 360, 56, 176, 28, 46), "half": Frame(520, 310, 52, 160, 28, 46)}
 NARROW = Frame(358, 280, 44, 14, 28, 44)
-
-
-class Scale:
-    """Data units to pixels along one axis."""
-
-    def __init__(self, low: Number, high: Number, start: Number, end: Number, log: bool) -> None:
-        if log and low <= 0:
-            raise ValueError("a logarithmic axis needs values above 0")
-        if low == high:
-            low, high = (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
-        self.low, self.high, self.start, self.end, self.log = low, high, start, end, log
-
-    def __call__(self, value: Number) -> Number:
-        if self.log:
-            share = math.log(max(value, 1e-300) / self.low) / math.log(self.high / self.low)
-        else:
-            share = (value - self.low) / (self.high - self.low)
-        return self.start + (self.end - self.start) * min(max(share, 0.0), 1.0)
 
 
 def linear_ticks(low: Number, high: Number, wanted: int = 5) -> list[Number]:
@@ -100,8 +78,7 @@ def linear_ticks(low: Number, high: Number, wanted: int = 5) -> list[Number]:
 
 
 def log_ticks(low: Number, high: Number, wanted: int = 6) -> list[Number]:
-    """Values 1, 2, 5 times powers of ten within [low, high]; only powers where that is too many; some linear
-    if none."""
+    """Values 1, 2 and 5 times powers of ten within [low, high]: powers alone if these are too many, linear if none."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for sizes in ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1, 3), (1,)):
         ticks = [size * 10.0**e for e in exponents for size in sizes if low * 0.999 <= size * 10.0**e <= high * 1.001]
@@ -112,8 +89,7 @@ def log_ticks(low: Number, high: Number, wanted: int = 6) -> list[Number]:
 
 
 def decimate(points: Sequence[Point], limit: int = 240) -> list[Point]:
-    """At most about 2 * `limit` points; of each bin the lowest and the highest are kept, so that spikes
-    survive."""
+    """At most about 2 * `limit` points: the lowest and the highest of each bin, so that spikes survive."""
     if len(points) <= 2 * limit:
         return list(points)
     kept = [points[0]]
@@ -148,74 +124,68 @@ def line_chart(
     caption: object = "",
     size: str = "wide",
 ) -> Markup:
-    """A figure with the chart in two sizes, a legend, and its data for the tooltip. Empty if nothing can be
-    drawn.
+    """A figure with the chart in two sizes, a legend, and its data for the tooltip; "" if nothing can be drawn.
 
-    `size`: wide, or half or third of a laptop's page. Points that are not finite, or not positive on a
-    logarithmic axis, are left out.
+    Points that are not finite, or not positive on a logarithmic axis, are left out.
+
+    Args:
+      title: above the chart.
+      series: the lines.
+      x, y: the axes.
+      marks: vertical lines.
+      caption: below the chart.
+      size: wide, or half or third of a laptop's page.
     """
-    series = [clean for s in series if (clean := drawable(s, x, y)).points]
+    series = [clean for s in series if (clean := _drawable(s, x, y)).points]
     if not series:
         return Markup("")
-    xs, ys = extent(series, 0, x, marks), extent(series, 1, y)
     named = [s for s in series if not s.faint]
     summary = "; ".join(
-        f"{s.name}: from {y.show(s.points[0][1])} at {x.show(s.points[0][0])} to {y.show(s.points[-1][1])} "
-        f"at "
+        f"{s.name}: from {y.show(s.points[0][1])} at {x.show(s.points[0][0])} to {y.show(s.points[-1][1])} at "
         f"{x.show(s.points[-1][0])}"
         for s in named
     )
     description = f"{y.label} against {x.label}. {summary}."
-    data = {
-        "x": x.label,
-        "series": [
-            {
-                "n": s.name,
-                "c": s.style.colour,
-                "p": [[rounded(a), rounded(b), x.show(a), y.show(b)] for a, b in thin(s.points)],
-            }
-            for s in named
-        ],
-    }
-    wide = {"wide": WIDE, "half": HALF}.get(size)
-    drawings = [
-        draw(frame, kind, title, description, series, x, y, marks, xs, ys)
-        for frame, kind in ((wide, "wide"), (NARROW, "narrow"))
-        if frame
+    data = [
+        {
+            "n": s.name,
+            "c": s.style.colour,
+            "p": [[_rounded(a), _rounded(b), x.show(a), y.show(b)] for a, b in decimate(s.points, 80)],
+        }
+        for s in named
     ]
+    frames = [(FRAMES[size], "wide")] if size in FRAMES else []
     return element(
         "figure",
         element("div", title, class_="chart-title"),
-        legend(named),
-        drawings,
+        _legend(named),
+        [
+            _draw(frame, kind, series, x, y, marks, (title, description))
+            for frame, kind in [*frames, (NARROW, "narrow")]
+        ],
         element("figcaption", caption) if caption else None,
         class_=f"chart {size}",
-        data_chart=json.dumps(data, separators=(",", ":")),
+        data_chart=json.dumps({"x": x.label, "series": data}, separators=(",", ":")),
     )
 
 
-def thin(points: Sequence[Point]) -> list[Point]:
-    """The points a tooltip knows: at most 160."""
-    return decimate(points, 80)
-
-
-def rounded(value: Number) -> Number:
-    """Six digits: the tooltip needs no more."""
+def _rounded(value: Number) -> Number:
+    """Six digits, which is enough for the tooltip."""
     return float(f"{value:.6g}")
 
 
-def drawable(series: Series, x: Axis, y: Axis) -> Series:
-    """The series without points that cannot be drawn."""
+def _drawable(series: Series, x: Axis, y: Axis) -> Series:
+    """The series with a short name and without points that cannot be drawn."""
     points = [
         (a, b)
         for a, b in series.points
         if math.isfinite(a) and math.isfinite(b) and not (x.log and a <= 0) and not (y.log and b <= 0)
     ]
-    return Series(series.name, points, series.style, series.faint, series.markers, series.line)
+    return replace(series, name=shortened(series.name), points=points)
 
 
-def extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Mark] = ()) -> tuple[Number, Number]:
-    """Both ends of an axis."""
+def _extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Mark] = ()) -> tuple[Number, Number]:
+    """The ends of an axis."""
     if axis.domain:
         return axis.domain
     values = [point[which] for s in series for point in s.points] + [mark.x for mark in marks]
@@ -223,143 +193,133 @@ def extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Mar
     if which == 0:
         return low, high
     if axis.log:
-        room = (high / low) ** 0.05
-        return low / room, high * room
+        margin = (high / low) ** 0.05
+        return low / margin, high * margin
     return low - 0.04 * (high - low), high + 0.06 * (high - low)
 
 
-def legend(series: Sequence[Series]) -> Markup:
+def _colour(series: Series) -> str:
+    return f"var(--c-{series.style.colour})"
+
+
+def _line(x1: Number, x2: Number, y1: Number, y2: Number, **attributes: object) -> Markup:
+    return element("line", x1=x1, x2=x2, y1=y1, y2=y2, **attributes)
+
+
+def _text(words: str, x: Number, y: Number, anchor: str | None = None, look: str | None = None) -> Markup:
+    return element("text", words, x=x, y=y, text_anchor=anchor, class_=look)
+
+
+def _legend(series: Sequence[Series]) -> Markup:
     """Names beside a stroke in each one's colour and dash."""
     items = []
     for s in series:
-        stroke = {"stroke": f"var(--c-{s.style.colour})", "stroke_width": s.style.width}
-        swatch = (
-            element("line", x1=1, y1=6, x2=25, y2=6, stroke_dasharray=s.style.dash, **stroke)
-            if s.line
-            else element("circle", cx=13, cy=6, r=4, fill=f"var(--c-{s.style.colour})")
-        )
+        swatch = element("circle", cx=13, cy=6, r=4, fill=_colour(s))
+        if s.line:
+            style = {"stroke": _colour(s), "stroke_width": s.style.width, "stroke_dasharray": s.style.dash}
+            swatch = _line(1, 25, 6, 6, **style)
         items.append(element("li", element("svg", swatch, width=26, height=12, aria_hidden="true"), s.name))
     return element("ul", *items, class_="legend")
 
 
-def draw(
-    frame: Frame,
-    size: str,
-    title: str,
-    description: str,
-    series: Sequence[Series],
-    x: Axis,
-    y: Axis,
-    marks: Sequence[Mark],
-    xs: tuple[Number, Number],
-    ys: tuple[Number, Number],
+def _draw(
+    frame: Frame, size: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequence[Mark], texts: tuple[str, str]
 ) -> Markup:
-    """One SVG of a chart."""
-    right, bottom = frame.width - frame.right, frame.height - frame.bottom
-    to_x, to_y = Scale(*xs, frame.left, right, x.log), Scale(*ys, bottom, frame.top, y.log)
-    x_ticks = [t for t in x.ticks or axis_ticks(x, xs, 6 if size == "wide" else 4) if xs[0] <= t <= xs[1]]
-    y_ticks = [t for t in y.ticks or axis_ticks(y, ys, 6) if ys[0] <= t <= ys[1]]
+    """One SVG of a chart. `texts`: its title and its description."""
+    xs, ys = _extent(series, 0, x, marks), _extent(series, 1, y)
+    left, right, top, bottom = frame.left, frame.width - frame.right, frame.top, frame.height - frame.bottom
+    to_x, to_y = _scale(xs, left, right, x.log), _scale(ys, bottom, top, y.log)
     shapes: list[Markup] = []
-    for tick in y_ticks:
+    for tick in _ticks(y, ys, 6):
         at = to_y(tick)
-        shapes.append(element("line", x1=frame.left, x2=right, y1=at, y2=at, class_="grid"))
-        shapes.append(element("text", tick_text(y, tick), x=frame.left - 8, y=at + 4, text_anchor="end"))
+        shapes += [_line(left, right, at, at, class_="grid"), _text(_tick_text(y, tick), left - 8, at + 4, "end")]
     last = -math.inf
-    for tick in x_ticks:
-        at, word = to_x(tick), tick_text(x, tick)
-        shapes.append(element("line", x1=at, x2=at, y1=bottom, y2=bottom + 4, class_="axis"))
+    for tick in _ticks(x, xs, 6 if size == "wide" else 4):
+        at, word = to_x(tick), _tick_text(x, tick)
+        shapes.append(_line(at, at, bottom, bottom + 4, class_="axis"))
         width = 7 * len(word)
         if at - width / 2 > last:  # a label that would touch its neighbour is left out
             middle = min(max(at, width / 2), frame.width - width / 2)
-            shapes.append(element("text", word, x=middle, y=bottom + 18, text_anchor="middle"))
+            shapes.append(_text(word, middle, bottom + 18, "middle"))
             last = at + width / 2 + 4
-    shapes.append(element("line", x1=frame.left, x2=right, y1=bottom, y2=bottom, class_="axis"))
-    shapes.append(
-        element(
-            "text",
-            x.label,
-            x=(frame.left + right) / 2,
-            y=frame.height - 8,
-            text_anchor="middle",
-            class_="name",
-        )
-    )
-    shapes.append(element("text", y.label, x=4, y=13, class_="name"))
+    shapes.append(_line(left, right, bottom, bottom, class_="axis"))
+    shapes.append(_text(x.label, (left + right) / 2, frame.height - 8, "middle", "name"))
+    shapes.append(_text(y.label, 4, 13, look="name"))
     for mark in marks:
         at = to_x(mark.x)
-        shapes.append(element("line", x1=at, x2=at, y1=frame.top, y2=bottom, class_="mark"))
-        after = at < (frame.left + right) / 2
-        shapes.append(
-            element(
-                "text",
-                mark.label,
-                x=at + (5 if after else -5),
-                y=frame.top + 11,
-                text_anchor="start" if after else "end",
-                class_="marked",
-            )
-        )
-    for s in sorted(series, key=lambda one: not one.faint):
-        shapes.append(stroke(s, to_x, to_y))
+        after = at < (left + right) / 2
+        shapes.append(_line(at, at, top, bottom, class_="mark"))
+        shapes.append(_text(mark.label, at + (5 if after else -5), top + 11, "start" if after else "end", "marked"))
+    shapes += [_stroke(s, to_x, to_y) for s in sorted(series, key=lambda one: not one.faint)]
     if size == "wide":
-        shapes += end_labels(frame, [s for s in series if not s.faint], to_y, right)
+        shapes += _end_labels(frame, [s for s in series if s.line and not s.faint], to_y, right)
     return element(
         "svg",
-        element("title", title),
-        element("desc", description),
+        [element("title", texts[0]), element("desc", texts[1])],
         *shapes,
         viewBox=f"0 0 {frame.width} {frame.height}",
         class_=size,
         role="img",
-        aria_label=f"{title}. {description}",
-        data_plot=json.dumps([frame.left, right, frame.top, bottom, *xs, int(x.log), *ys, int(y.log)]),
+        aria_label=". ".join(texts),
+        data_plot=json.dumps([left, right, top, bottom, *xs, int(x.log), *ys, int(y.log)]),
     )
 
 
-def axis_ticks(axis: Axis, ends: tuple[Number, Number], wanted: int) -> list[Number]:
-    """Ticks of our choice."""
-    return log_ticks(*ends, wanted) if axis.log else linear_ticks(*ends, wanted)
+def _scale(ends: tuple[Number, Number], start: Number, end: Number, log: bool) -> Callable[[Number], Number]:
+    """Data units to pixels along one axis."""
+    low, high = ends
+    if low == high:
+        low, high = (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
+
+    def to_pixels(value: Number) -> Number:
+        share = math.log(max(value, 1e-300) / low) / math.log(high / low) if log else (value - low) / (high - low)
+        return start + (end - start) * min(max(share, 0.0), 1.0)
+
+    return to_pixels
 
 
-def tick_text(axis: Axis, tick: Number) -> str:
-    """A tick's label: round values without decimals that say nothing."""
+def _ticks(axis: Axis, ends: tuple[Number, Number], wanted: int) -> list[Number]:
+    """The axis's own ticks, else about `wanted`."""
+    ticks = axis.ticks or (log_ticks(*ends, wanted) if axis.log else linear_ticks(*ends, wanted))
+    return [tick for tick in ticks if ends[0] <= tick <= ends[1]]
+
+
+def _tick_text(axis: Axis, tick: Number) -> str:
+    """A tick's label, without zeros at the end."""
     word = axis.show(tick)
     return word.rstrip("0").rstrip(".") if re.fullmatch(r"-?\d+\.\d+", word) else word
 
 
-def stroke(series: Series, to_x: Scale, to_y: Scale) -> Markup:
+def _stroke(series: Series, to_x: Callable[[Number], Number], to_y: Callable[[Number], Number]) -> Markup:
     """The line and the dots of a series."""
-    colour = f"var(--c-{series.style.colour})"
     pixels = [(to_x(a), to_y(b)) for a, b in series.points]
     shapes = []
     if series.line and len(pixels) > 1:
-        path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in pixels)
-        shapes.append(
-            element(
-                "path",
-                element("title", series.name),
-                d=path,
-                stroke=colour,
-                fill="none",
-                stroke_width=1.0 if series.faint else series.style.width,
-                stroke_dasharray=series.style.dash,
-                stroke_linejoin="round",
-                stroke_linecap="butt" if series.style.dash else "round",
-                opacity=0.45 if series.faint else None,
-            )
+        line = element(
+            "path",
+            element("title", series.name),
+            d="M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in pixels),
+            stroke=_colour(series),
+            fill="none",
+            stroke_width=1.0 if series.faint else series.style.width,
+            stroke_dasharray=series.style.dash,
+            stroke_linejoin="round",
+            stroke_linecap="butt" if series.style.dash else "round",
+            opacity=0.45 if series.faint else None,
         )
+        shapes.append(line)
     if series.markers or not series.line or len(pixels) == 1:
-        shapes += [element("circle", cx=a, cy=b, r=3.0, fill=colour) for a, b in pixels]
+        shapes += [element("circle", cx=a, cy=b, r=3.0, fill=_colour(series)) for a, b in pixels]
     return element("g", *shapes)
 
 
-def end_labels(frame: Frame, series: Sequence[Series], to_y: Scale, right: int) -> list[Markup]:
+def _end_labels(frame: Frame, series: Sequence[Series], to_y: Callable[[Number], Number], right: int) -> list[Markup]:
     """Each line's name beside its last point, moved apart where they would overlap."""
     gap = 14.0
-    wanted = sorted(((to_y(s.points[-1][1]), s) for s in series if s.line), key=lambda item: item[0])
+    wanted = sorted(((to_y(s.points[-1][1]), s) for s in series), key=lambda item: item[0])
     places: list[float] = []
     for at, _ in wanted:
-        places.append(max(at, places[-1] + gap) if places else max(at, frame.top))
+        places.append(max(at, places[-1] + gap if places else frame.top))
     overflow = (places[-1] if places else 0.0) - (frame.height - frame.bottom)
     if overflow > 0:
         places[-1] -= overflow
@@ -367,9 +327,8 @@ def end_labels(frame: Frame, series: Sequence[Series], to_y: Scale, right: int) 
             places[index] = min(places[index], places[index + 1] - gap)
     labels = []
     for (at, s), place in zip(wanted, places, strict=True):
-        colour = f"var(--c-{s.style.colour})"
-        labels.append(element("path", d=f"M{right + 3} {at:.1f}L{right + 11} {place:.1f}", stroke=colour, fill="none"))
-        room = round((frame.right - 12) / 7)  # a generous width for a letter
-        name = s.name if len(s.name) <= room else s.name[: room - 1] + "…"
-        labels.append(element("text", name, x=right + 14, y=place + 4, class_="end", style=f"fill:{colour}"))
+        name = shortened(s.name, round((frame.right - 12) / 7))  # a letter is at most about 7 pixels wide
+        stroke = f"M{right + 3} {at:.1f}L{right + 11} {place:.1f}"
+        labels.append(element("path", d=stroke, stroke=_colour(s), fill="none"))
+        labels.append(element("text", name, x=right + 14, y=place + 4, class_="end", style=f"fill:{_colour(s)}"))
     return labels

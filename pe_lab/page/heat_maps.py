@@ -1,5 +1,7 @@
-"""Heat maps of needles: what share is found, by the needle's depth (rows) and the text's length (columns), one small
-map a method, as tables that need neither script nor pictures."""
+"""Heat maps of needles: the share found by the needle's depth (rows) and the sequence's length (columns).
+
+Each variant has one small map, which is a table and needs neither a script nor a picture.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +9,43 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pe_lab.analysis.run_files import Row, as_dict, as_list, number
+from pe_lab.analysis.runs import as_dict, as_list
 from pe_lab.analysis.scores import Cell, Column, Table
-from pe_lab.analysis.variants import Style, kind
+from pe_lab.analysis.variants import kind
 from pe_lab.page.markup import Markup, element, text
-from pe_lab.page.result_tables import scroll, suite_title, swatch
+from pe_lab.page.suites import suite_title, task_name
+from pe_lab.page.tables import UNMEASURED, header, label_markup, row, table
+from pe_lab.page.variants import Style
+from pe_lab.results.records import Record, number
 
-Depth = tuple[float, float]  # per cent of the text before the needle, from and to; the same twice is one depth
+Depth = tuple[float, float]  # per cent of the sequence before the needle, from and to; equal ends are one depth
 STEPS = 20  # of colour between none found and all found
-# One hue, so that whoever sees no hues reads it too; found is dark on light pages and bright on dark ones.
+# One hue, for readers who do not tell hues apart; found is dark on light pages and bright on dark ones.
 LIGHT = ("#eef2ef", "#c3e5d6", "#74c6a7", "#1f8f6c", "#004f39")
 DARK = ("#262d32", "#1e4a40", "#1f7a60", "#38b88e", "#a5f2d5")
 INKS = ("#04100b", "#ffffff")
 IN_SIGHT = 3  # maps; the others are folded away
-NAMES = ("", "RoPE", "YaRN", "DroPE paper beta", "DroPE beta", "DroPE")
+DROPPED = ("DroPE paper beta", "DroPE beta", "DroPE")  # the first one measured is in sight
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """One method: `cells` are (score in 0..1, needles or None) by (depth, column key); `overall` by column key."""
+    """One variant: `cells` are (score in 0..1, needles or None) by (depth, column key); `overall` by column key."""
 
     label: str
-    row: Row
+    record: Record
     depths: tuple[Depth, ...]
     columns: tuple[Column, ...]
     cells: Mapping[tuple[Depth, float], tuple[float, float | None]]
     overall: Mapping[float, Cell]
 
 
-def by_depth(row: Row) -> dict[Depth, tuple[float, float | None]]:
-    """The depths of a row that were measured, with score and count. `depth` holds a depth a score, or the borders of
-    bins; {} where it is neither."""
-    found = as_dict(row.get("by_depth"))
+def by_depth(record: Record) -> dict[Depth, tuple[float, float | None]]:
+    """Score and count of each depth that was measured.
+
+    The list `depth` has as many depths as there are scores, or the borders of bins; {} if it has neither.
+    """
+    found = as_dict(record.get("by_depth"))
     depths, scores, counts = (as_list(found.get(key)) for key in ("depth", "score", "count"))
     if any(number({"depth": depth}, "depth") is None for depth in depths):
         return {}
@@ -57,29 +64,32 @@ def by_depth(row: Row) -> dict[Depth, tuple[float, float | None]]:
     return measured
 
 
-def heat_maps(table: Table) -> list[HeatMap]:
-    """The maps of a table's methods, all with the same depths and lengths; none if no row knows depths."""
-    found = {key: by_depth(cell.row) for key, cell in table.cells.items()}
+def heat_maps(scores: Table) -> list[HeatMap]:
+    """The maps of a table's variants, all with the same depths and lengths; [] if no record has depths."""
+    found = {key: by_depth(cell.record) for key, cell in scores.cells.items()}
     depths = tuple(sorted({depth for places in found.values() for depth in places}))
-    columns = tuple(c for c in table.columns if any(found.get((label, c.key)) for label in table.rows))
+    columns = tuple(c for c in scores.columns if any(found.get((label, c.key)) for label in scores.variants))
     maps = []
-    for label, row in table.rows.items():
+    for label, record in scores.variants.items():
         cells = {
             (depth, column.key): value
             for column in columns
             for depth, value in found.get((label, column.key), {}).items()
         }
-        overall = {column.key: cell for column in columns if (cell := table.cell(label, column))}
+        overall = {column.key: cell for column in columns if (cell := scores.cell(label, column))}
         if cells:
-            maps.append(HeatMap(label, row, depths, columns, cells, overall))
+            maps.append(HeatMap(label, record, depths, columns, cells, overall))
     return maps
 
 
 def in_sight(maps: Sequence[HeatMap]) -> tuple[list[HeatMap], list[HeatMap]]:
-    """The maps to show first, and the others: RoPE as trained, RoPE + YaRN, the dropped model as the verdict reads it,
-    then whatever else there is, in the order of tables."""
-    of_kind = {name: [one for one in maps if kind(one.row) == name] for name in NAMES}
-    dropped = next((of_kind[name] for name in NAMES[3:] if of_kind[name]), [])
+    """The maps to show first, and the others.
+
+    First come RoPE as trained, RoPE + YaRN and the variant of the dropped model that the verdict compares, then any
+    others in the order of tables.
+    """
+    of_kind = {name: [one for one in maps if kind(one.record) == name] for name in ("RoPE", "YaRN", *DROPPED)}
+    dropped = next((of_kind[name] for name in DROPPED if of_kind[name]), [])
     first = [*of_kind["RoPE"][:1], *of_kind["YaRN"][:1], *dropped[:1]]
     rest = [one for one in maps if not any(one is other for other in first)]
     missing = IN_SIGHT - len(first)
@@ -87,12 +97,12 @@ def in_sight(maps: Sequence[HeatMap]) -> tuple[list[HeatMap], list[HeatMap]]:
 
 
 def step(score: float) -> int:
-    """Which of the STEPS + 1 colours a score has."""
+    """The index of a score's colour, of STEPS + 1."""
     return round(STEPS * min(max(score, 0.0), 1.0))
 
 
 def colours(index: int, anchors: Sequence[str] = LIGHT) -> tuple[str, str]:
-    """Background and ink of a step: between its neighbours in `anchors`, and whichever ink is easier to read there."""
+    """Background and ink of a step: a mix of its neighbours in `anchors`, and the ink with more contrast to it."""
     place = index / STEPS * (len(anchors) - 1)
     low = min(int(place), len(anchors) - 2)
     mixed = [
@@ -120,7 +130,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def palette_css() -> str:
-    """Rules `.h0` to `.h20` for both kinds of page."""
+    """Rules `.h0` to `.h20` for light and dark pages."""
     light, dark = (
         "".join(
             f".h{index}{{background:{background};color:{ink}}}"
@@ -138,56 +148,45 @@ def depth_name(depth: Depth) -> str:
 
 
 def cell_text(score: float) -> str:
-    """Per cent without the sign, and 0 and 100 for none and all alone."""
+    """Per cent without the sign; 0 and 100 are none and all, nothing else."""
     value = 100 * min(max(score, 0.0), 1.0)
     if 0 < value < 1:
         return "<1"
     return f"{math.floor(value) if value > 99 else value:.0f}"
 
 
-def map_table(one: HeatMap, name: str) -> Markup:
+def _map_table(one: HeatMap, name: str) -> Markup:
     """One map as a table."""
-    head = [element("th", "depth", scope="col")]
-    for column in one.columns:
-        small = element("small", column.small) if column.small else None
-        trained = "trained" if column.factor == 1 else None
-        head.append(element("th", column.title.removesuffix(" tokens"), small, scope="col", class_=trained))
-    body = []
-    for depth in one.depths:
-        cells = [map_cell(one, depth, column) for column in one.columns]
-        body.append(element("tr", element("th", depth_name(depth), scope="row"), cells))
+    head = [header("depth")]
+    head += [
+        header(c.title.removesuffix(" tokens"), c.small, look="trained" if c.factor == 1 else None) for c in one.columns
+    ]
+    body = [row(depth_name(depth), [_map_cell(one, depth, column) for column in one.columns]) for depth in one.depths]
     overall = []
     for column in one.columns:
         cell = one.overall.get(column.key)
         title = f"95% interval {cell.interval}" if cell and cell.interval else None
         trained = "trained" if column.factor == 1 else None
         overall.append(element("td", cell.shown.removesuffix("%") if cell else "–", class_=trained, title=title))
-    foot = element("tr", element("th", "all", scope="row"), overall)
-    return element(
-        "table",
-        element("thead", element("tr", head)),
-        element("tbody", body),
-        element("tfoot", foot),
-        class_="heat dense" if len(one.columns) > 9 else "heat",
-        aria_label=f"{name}, {one.label}: per cent found, by depth of the needle and length of the text",
-    )
+    look = "heat dense" if len(one.columns) > 9 else "heat"
+    about = ": per cent found, by depth of the needle and length of the sequence"
+    return table(f"{name}, {one.label}", head, body, look, about, "sideways", row("all", overall))
 
 
-def map_cell(one: HeatMap, depth: Depth, column: Column) -> Markup:
-    """One depth at one length: its score as figure and as colour, its counts on hover."""
+def _map_cell(one: HeatMap, depth: Depth, column: Column) -> Markup:
+    """One depth at one length: its score as a figure and as a colour, its counts on hover."""
     at = f"{column.title}, depth {depth_name(depth)}"
     trained = " trained" if column.factor == 1 else ""
     found = one.cells.get((depth, column.key))
     if found is None:
-        blank = element("span", "–", aria_label="not measured")
-        return element("td", blank, class_=f"none{trained}", title=f"{at}: not measured")
+        return element("td", UNMEASURED, class_=f"none{trained}", title=f"{at}: not measured")
     score, count = found
     of = f" of {count:,.0f} needles" if count else ""
     return element("td", cell_text(score), class_=f"h{step(score)}{trained}", title=f"{at}: {100 * score:.1f}%{of}")
 
 
 def legend() -> Markup:
-    """The colours from none to all, and what an empty cell and a frame mean."""
+    """The colours from none to all, an empty cell, and the frame of the training length."""
     bar = [element("i", class_=f"h{index}") for index in range(0, STEPS + 1, 2)]
     return element(
         "p",
@@ -199,14 +198,14 @@ def legend() -> Markup:
 
 
 def heat_map_figures(tables: Sequence[Table], styles: Mapping[str, Style], level: int) -> list[Markup]:
-    """The maps of a suite's tasks: those of the first task under a heading of `level`, the other tasks folded. Nothing
-    if no row knows depths."""
-    drawn = [(map_name(table), maps) for table in tables if (maps := heat_maps(table))]
+    """The maps of a suite's tasks: the first task under a heading of `level`, the others folded; [] without depths."""
     figures = []
-    for name, maps in drawn:
-        shown, others = (map_grid(some, styles, name) for some in in_sight(maps))
-        more = element("details", element("summary", "The other ways of reading"), others) if others else None
-        figures.append((name, text([shown, more])))
+    for scores in tables:
+        if maps := heat_maps(scores):
+            name = map_name(scores)
+            shown, others = (_map_grid(some, styles, name) for some in in_sight(maps))
+            more = element("details", element("summary", "The other variants"), others) if others else None
+            figures.append((name, text([shown, more])))
     if not figures:
         return []
     (name, first), *rest = figures
@@ -215,16 +214,14 @@ def heat_map_figures(tables: Sequence[Table], styles: Mapping[str, Style], level
     return [element(f"h{level}", name), first, *([element("details", summary, folded)] if rest else [])]
 
 
-def map_name(table: Table) -> str:
-    """What a table's maps are of: `Needle in a haystack: multi query`."""
-    synthetic = table.suite == "needles"
-    return "Needles in filler" if synthetic else f"{suite_title(table.suite)}: {table.source.replace('_', ' ')}"
+def map_name(scores: Table) -> str:
+    """The name of a table's maps: `Needle in a haystack: multi query`."""
+    return "Needles in filler" if scores.suite == "needles" else f"{suite_title(scores.suite)}: {task_name(scores)}"
 
 
-def map_grid(maps: Sequence[HeatMap], styles: Mapping[str, Style], name: str) -> Markup:
-    """Maps in a grid that wraps."""
-    figures = []
-    for one in maps:
-        title = element("figcaption", swatch(styles.get(one.label)), one.label)
-        figures.append(element("figure", title, scroll(map_table(one, name), f"{name}, {one.label}", "sideways")))
+def _map_grid(maps: Sequence[HeatMap], styles: Mapping[str, Style], name: str) -> Markup:
+    """Maps in a grid that wraps; "" without maps."""
+    figures = [
+        element("figure", element("figcaption", label_markup(one.label, styles)), _map_table(one, name)) for one in maps
+    ]
     return element("div", figures, class_="maps") if figures else Markup("")

@@ -1,46 +1,48 @@
-"""The heat maps of needles as a picture file, for documents and slides: the same maps and colours as on the page."""
+"""The heat maps of needles as a picture file, with the maps and colours of the page."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
 
-from pe_lab.analysis.run_files import Run
+from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import Table, build_tables
-from pe_lab.errors import UserError, did_you_mean
+from pe_lab.errors import ConfigError, DataError, did_you_mean
 from pe_lab.page.heat_maps import LIGHT, STEPS, HeatMap, cell_text, colours, depth_name, heat_maps, in_sight, step
-from pe_lab.page.prompted_tables import task_suites
-from pe_lab.page.result_tables import suite_title
+from pe_lab.page.suites import suite_title, task_suites
+from pe_lab.results.formatting import shortened
 
 INK, SOFT, MARK, BLANK = "#1c2024", "#5c636b", "#8a6d1d", "#d9dbd7"
 KINDS = ("png", "svg", "pdf")
 
 
 def needle_table(runs: Sequence[Run], suite: str | None = None, task: str | None = None) -> Table:
-    """The results to draw: of `suite` and `task` where they are named, else the first that know depths, symbolic
-    needles last.
+    """The results to draw: those of `suite` and `task` if they are named, else the first with depths.
 
     Raises:
-      UserError: nothing of that kind was measured in these runs.
+      DataError: the runs have no needle results by depth.
+      ConfigError: they have none of this suite or task.
     """
     found: dict[str, list[Table]] = {}
     for name in sorted(task_suites({name for run in runs for name in run.evaluation}), key=lambda n: n == "needles"):
-        rows = [(run, row) for run in runs for row in run.evaluation.get(name, [])]
-        if tables := [table for table in build_tables(name, rows, len(runs) > 1) if heat_maps(table)]:
+        records = [(run, record) for run in runs for record in run.evaluation.get(name, [])]
+        if tables := [table for table in build_tables(name, records, len(runs) > 1) if heat_maps(table)]:
             found[name] = tables
     where = ", ".join(str(run.directory) for run in runs)
     if not found:
-        raise UserError(
+        raise DataError(
             f"--heat-map: {where} has no needle results by depth. Measure some: "
             f"python -m pe_lab.evaluate --from={runs[0].directory} --suite=niah"
         )
     if suite is not None and suite not in found:
-        raise UserError(f"--suite='{suite}' has no needle results by depth in {where}. {did_you_mean(suite, [*found])}")
+        raise ConfigError(
+            f"--suite='{suite}' has no needle results by depth in {where}. {did_you_mean(suite, [*found])}"
+        )
     tables = found[suite or next(iter(found))]
     if task is None:
         return tables[0]
     if task not in (sources := [table.source for table in tables]):
-        raise UserError(f"--task='{task}' has no needle results by depth in {where}. {did_you_mean(task, sources)}")
+        raise ConfigError(f"--task='{task}' has no needle results by depth in {where}. {did_you_mean(task, sources)}")
     return tables[sources.index(task)]
 
 
@@ -54,19 +56,19 @@ def draw_heat_maps(table: Table, kind: str) -> bytes:
     figure = Figure(figsize=(10, 1.45 + 0.25 * rows), dpi=200, layout="constrained")
     axes = figure.subplots(1, len(maps), squeeze=False)[0]
     for one, ax in zip(maps, axes, strict=True):
-        draw_map(one, ax, labelled=ax is axes[0], size=9 if columns <= 6 else 7)
-    what = "Needles in filler" if table.suite == "needles" else f"{suite_title(table.suite)}, {table.source}"
+        _draw_map(one, ax, labelled=ax is axes[0], size=9 if columns <= 6 else 7)
+    name = "Needles in filler" if table.suite == "needles" else f"{suite_title(table.suite)}, {table.source}"
     bold = {"fontweight": "bold", "color": INK, "parse_math": False}  # a name with a $ is no formula
-    figure.suptitle(f"{what}: per cent found", x=0.008, ha="left", fontsize=12.5, **bold)
-    figure.supxlabel("text length (framed: the training length)", fontsize=9, color=SOFT)
-    add_scale(figure, axes)
+    figure.suptitle(f"{name}: per cent found", x=0.008, ha="left", fontsize=12.5, **bold)
+    figure.supxlabel("sequence length (framed: the training length)", fontsize=9, color=SOFT)
+    _add_scale(figure, axes)
     written = io.BytesIO()
     figure.savefig(written, format=kind, facecolor="white")
     return written.getvalue()
 
 
-def draw_map(one: HeatMap, ax, labelled: bool, size: float) -> None:
-    """One method: cells with their figures, the training length framed; hatched where nothing was measured."""
+def _draw_map(one: HeatMap, ax, labelled: bool, size: float) -> None:
+    """One variant: cells with their figures, the training length framed; hatched if not measured."""
     from matplotlib.patches import Rectangle
 
     for y, depth in enumerate(one.depths):
@@ -90,14 +92,14 @@ def draw_map(one: HeatMap, ax, labelled: bool, size: float) -> None:
     ax.set_yticks([y + 0.5 for y in range(len(depths))], depths, fontsize=size - 0.5, color=SOFT)
     if labelled:
         ax.set_ylabel("depth of the needle", fontsize=9, color=SOFT)
-    ax.set_title(one.label, fontsize=10.5, fontweight="bold", color=INK, loc="left", parse_math=False)
+    ax.set_title(shortened(one.label, 36), fontsize=10.5, fontweight="bold", color=INK, loc="left", parse_math=False)
     ax.tick_params(length=0)
     for spine in ax.spines.values():
         spine.set_visible(False)
 
 
-def add_scale(figure, axes) -> None:
-    """The bar of colours beside the maps."""
+def _add_scale(figure, axes) -> None:
+    """Draws the bar of colours beside the maps."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
 

@@ -1,4 +1,4 @@
-"""The page's looks (CSS) and the charts' tooltips (JavaScript), as text to put inside the page."""
+"""The CSS of the page and the JavaScript of the charts' tooltips, as text to put inside the page."""
 
 CSS = """
 :root{color-scheme:light dark;--bg:#fcfcfb;--panel:#fff;--ink:#1c2024;--soft:#5c636b;--line:#e3e4e1;
@@ -43,9 +43,9 @@ code,pre{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"Liberation Mo
 pre{background:var(--faint);border:1px solid var(--line);border-radius:6px;padding:12px 14px;overflow-x:auto;
 margin:8px 0}
 .command{white-space:pre-wrap;overflow-wrap:anywhere}
-.facts{display:flex;flex-wrap:wrap;gap:8px 28px;margin:18px 0 0;padding:0}
-.facts div{min-width:92px}.facts dt{font-size:12.5px;color:var(--soft)}
-.facts dd{margin:0;font-weight:600;font-size:15px;font-variant-numeric:tabular-nums}
+.summary{display:flex;flex-wrap:wrap;gap:8px 28px;margin:18px 0 0;padding:0}
+.summary div{min-width:92px}.summary dt{font-size:12.5px;color:var(--soft)}
+.summary dd{margin:0;font-weight:600;font-size:15px;font-variant-numeric:tabular-nums}
 .note{border-left:3px solid var(--mark);background:var(--faint);padding:10px 14px;margin:14px 0;
 max-width:80ch;border-radius:0 6px 6px 0}
 .note p{margin:0}.note p+p{margin-top:6px}
@@ -82,8 +82,8 @@ align-items:start;margin:12px 0 6px}
 .maps figure{margin:0;min-width:0;max-width:440px;break-inside:avoid}
 .maps figcaption{font-weight:600;color:var(--ink);margin:0 0 4px}
 .sideways{overflow-x:auto;-webkit-overflow-scrolling:touch}
-.heat{table-layout:fixed;min-width:100%;font-size:12.5px;line-height:1.3}
-.heat th,.heat td{border:1px solid var(--bg);padding:3px 1px;text-align:center;white-space:nowrap;min-width:0}
+.heat{width:max-content;min-width:100%;font-size:12.5px;line-height:1.3}
+.heat th,.heat td{border:1px solid var(--bg);padding:3px 2px;text-align:center;white-space:nowrap;min-width:0}
 .heat thead th{border-top:2px solid var(--bg);padding-bottom:4px}.heat thead small{font-size:11px}
 .heat th:first-child{width:52px;padding-right:7px;text-align:right;color:var(--soft);font-weight:400;min-width:0}
 .heat .trained{border-left:2px solid var(--mark);border-right:2px solid var(--mark)}
@@ -150,7 +150,7 @@ header{padding-top:24px}h2{margin-top:44px}
 .chart{padding:12px 8px 10px}.chart-title,.chart .legend,figcaption{margin-left:6px;margin-right:6px}
 th,td{padding:6px 8px}.scores th,.scores td{padding:5px 5px}.scores{font-size:13.5px}
 .scores small{font-size:10.5px}
-.scores td{min-width:54px}tbody th{min-width:84px}.swatch{margin-right:5px}.flag{margin-right:2px;
+.scores td{min-width:54px}tbody th{min-width:84px;max-width:40vw}.swatch{margin-right:5px}.flag{margin-right:2px;
 font-size:9px}
 .score-board{font-size:13px}.score-board td{min-width:58px;padding:5px 3px}
 .score-board td small{font-size:10.5px}.score-board tbody th{min-width:66px;padding:5px 6px}
@@ -164,9 +164,8 @@ body{font-size:11pt}nav,.tip{display:none}table,.chart,.scroll{break-inside:avoi
 h2,h3,h4{break-after:avoid}.scores td,.heat td,.scale i{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
 """
 
-# Follows the pointer over a chart: a thin line at the nearest point, and what each curve is there. Without
-# it the page
-# loses nothing but this; every chart has its numbers in a title, a description, and most in a table.
+# Follows the pointer over a chart: a thin line at the nearest point, and the value of each curve there. The page works
+# without it: every chart has its numbers in a title and a description, and most have them in a table.
 SCRIPT = """
 (function(){
 document.querySelectorAll('figure.chart').forEach(function(figure){

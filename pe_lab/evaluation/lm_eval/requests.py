@@ -49,7 +49,7 @@ def generation_batches(
     """
     order = sorted(indices, key=lambda index: -len(asked[index].prompt))
     first = asked[order[0]]
-    follows = any(layer.follows_length for layer in lm.layers) and lm.read_as is None
+    follows = any(layer.follows_length for layer in lm.layers) and lm.schedule_length is None
     alone = follows or bool(first.sampling.get("temperature"))
     start = 0
     while start < len(order):

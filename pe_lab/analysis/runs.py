@@ -1,0 +1,223 @@
+"""Reads run directories: the files that training and evaluation wrote about a run and its phases.
+
+A run may still be going. A missing or damaged file raises no error: it becomes a sentence in `Run.problems`, which the
+report shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pe_lab.errors import DataError
+from pe_lab.results.records import Record, number
+from pe_lab.storage import json_object
+
+IMPORTED = ("converted from ", "read from ")  # how the lineage of an imported checkpoint begins
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of training: `phase.json` and the records that it logged."""
+
+    name: str
+    directory: Path
+    info: Record
+    metrics: list[Record] = field(default_factory=list)
+    speed: list[Record] = field(default_factory=list)
+
+    @property
+    def length(self) -> int | None:
+        """Sequence length of training, in tokens."""
+        value = number(self.info, "sequence_length")
+        return int(value) if value else None
+
+    @property
+    def running(self) -> bool:
+        """Whether `phase.json` does not name the phase complete."""
+        return self.info.get("status") != "complete"
+
+    @property
+    def steps_done(self) -> int:
+        """The last step that was logged."""
+        return max((int(step) for record in self.metrics if (step := number(record, "step")) is not None), default=0)
+
+    @property
+    def tokens(self) -> float:
+        """Training tokens read so far."""
+        logged = max((t for record in self.metrics if (t := number(record, "tokens")) is not None), default=0.0)
+        return logged or self.steps_done * (number(self.info, "tokens_per_step") or 0.0)
+
+    @property
+    def encodings(self) -> list[Record]:
+        """The positional encoding of each range of layers."""
+        return mappings(self.info.get("positional"))
+
+    @property
+    def lineage(self) -> list[Record]:
+        """The checkpoints that the phase descends from, oldest first."""
+        return mappings(self.info.get("lineage"))
+
+    @property
+    def mixture(self) -> list[tuple[str, float]]:
+        """(source, share of the sequences); the shares add up to 1."""
+        records = mappings(self.info.get("mixture"))
+        weights = [(str(record.get("source", "?")), number(record, "weight") or 0.0) for record in records]
+        total = sum(weight for _, weight in weights)
+        return [(source, weight / total) for source, weight in weights] if total > 0 else []
+
+    def series(self, key: str) -> list[tuple[float, float]]:
+        """(tokens, value) of each logged record that has `key`."""
+        each = number(self.info, "tokens_per_step") or 1.0
+        points = []
+        for record in self.metrics:
+            value, tokens, step = number(record, key), number(record, "tokens"), number(record, "step")
+            if value is not None and (tokens is not None or step is not None):
+                points.append((tokens if tokens is not None else step * each, value))
+        return points
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory. `source` names the external checkpoint that it was imported from, or is empty."""
+
+    name: str
+    directory: Path
+    info: Record
+    phases: list[Phase]
+    evaluation: dict[str, list[Record]]
+    problems: list[str]
+    source: str = ""
+
+    @property
+    def config(self) -> Record:
+        """The resolved config, or {}."""
+        return as_dict(self.info.get("config"))
+
+    @property
+    def training_length(self) -> int | None:
+        """Sequence length of the first phase, in tokens."""
+        return next((phase.length for phase in self.phases if phase.length), None)
+
+    def phase(self, name: object) -> Phase | None:
+        """The phase of this name."""
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+    def tokens_until(self, name: object) -> float | None:
+        """Training tokens up to the end of phase `name`, those of earlier phases of this run included."""
+        total = 0.0
+        for phase in self.phases:
+            total += phase.tokens
+            if phase.name == name:
+                return total
+        return None
+
+
+def as_list(value: object) -> list:
+    """`value` if it is a list, else []."""
+    return value if isinstance(value, list) else []
+
+
+def as_dict(value: object) -> dict:
+    """`value` if it is a mapping, else {}."""
+    return value if isinstance(value, dict) else {}
+
+
+def mappings(value: object) -> list[Record]:
+    """The mappings in a list; [] for anything but a list."""
+    return [item for item in as_list(value) if isinstance(item, dict)]
+
+
+def read_run(directory: Path) -> Run:
+    """The run of a directory.
+
+    Raises:
+      DataError: the directory does not exist or holds no file of a run.
+    """
+    if not directory.exists():
+        raise DataError(f"{directory} does not exist. Give the directory of a run (--workdir of its training).")
+    if not directory.is_dir():
+        raise DataError(f"{directory} is a file, not a run directory. Give the directory that holds run.json.")
+    problems: list[str] = []
+    own_phase, run_file = directory / "phase.json", directory / "run.json"
+    phase_files = sorted(directory.glob("*/phase.json"))
+    evaluation_files = sorted((directory / "evaluation").glob("*.jsonl"))
+    if not run_file.exists() and not own_phase.exists() and not phase_files and not evaluation_files:
+        raise DataError(
+            f"{directory} is not a run directory: it has no run.json, no PHASE/phase.json and no evaluation/*.jsonl. "
+            "Give a directory that pe_lab.train, pe_lab.surgery or pe_lab.evaluate wrote."
+        )
+    # Surgery and conversion write one phase and no run.json; an external checkpoint has neither, but a source.json.
+    info = _read_json(run_file, directory, problems) if run_file.exists() or phase_files else {}
+    if own_phase.exists():
+        phase_files.insert(0, own_phase)
+    phases = [_read_phase(path, directory, problems) for path in phase_files]
+    phases.sort(key=lambda phase: (number(phase.info, "index") or 0.0, phase.name))
+    evaluation: dict[str, list[Record]] = {}
+    for path in evaluation_files:
+        for record in _read_records(path, directory, problems):
+            evaluation.setdefault(str(record.get("suite") or path.stem), []).append(record)
+    source = ""
+    if (directory / "source.json").exists():
+        source = str(_read_json(directory / "source.json", directory, problems).get("source") or "")
+    name = str(info.get("name") or directory.resolve().name)
+    return Run(name, directory, info, phases, evaluation, problems, source or _imported_from(phases))
+
+
+def read_runs(directories: Sequence[Path]) -> list[Run]:
+    """The runs of all directories, each once; runs of equal names get the names of their directories."""
+    given = {path.resolve(): path for path in reversed(directories)}
+    runs = [read_run(given[path]) for path in dict.fromkeys(path.resolve() for path in directories)]
+    names = [run.name for run in runs]
+    return [replace(run, name=run.directory.resolve().name) if names.count(run.name) > 1 else run for run in runs]
+
+
+def _imported_from(phases: Sequence[Phase]) -> str:
+    """The external checkpoint that the lineages of the phases begin with; "" if there is none."""
+    entries = [str(entry.get("what", "")) for phase in phases for entry in phase.lineage]
+    return next((what.removeprefix(p) for what in entries for p in IMPORTED if what.startswith(p)), "")
+
+
+def _read_phase(path: Path, root: Path, problems: list[str]) -> Phase:
+    """The phase whose `phase.json` is `path`."""
+    directory = path.parent
+    info = _read_json(path, root, problems)
+    trained = number(info, "steps") or (directory / "metrics.jsonl").exists()  # surgery makes phases without steps
+    metrics = _read_records(directory / "metrics.jsonl", root, problems) if trained else []
+    speed = _read_records(directory / "speed.jsonl", root, []) if (directory / "speed.jsonl").exists() else []
+    return Phase(str(info.get("phase") or directory.resolve().name), directory, info, metrics, speed)
+
+
+def _read_bytes(path: Path, root: Path, problems: list[str]) -> bytes | None:
+    """The content of a file; None and a problem if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        problems.append(f"{path.relative_to(root)} is missing.")
+    except OSError as error:
+        problems.append(f"{path.relative_to(root)} could not be read ({error.strerror}).")
+    return None
+
+
+def _read_json(path: Path, root: Path, problems: list[str]) -> dict[str, Any]:
+    """The JSON object in a file; {} and a problem if there is none."""
+    content = _read_bytes(path, root, problems)
+    value = None if content is None else json_object(content)
+    if content is not None and value is None:
+        problems.append(f"{path.relative_to(root)} could not be read: it holds no whole JSON object.")
+    return value or {}
+
+
+def _read_records(path: Path, root: Path, problems: list[str]) -> list[Record]:
+    """The records of a file of JSON lines; lines that cannot be read are left out and become a problem."""
+    name = path.relative_to(root)
+    lines = (_read_bytes(path, root, problems) or b"").rstrip(b"\n").split(b"\n")
+    found = {number: json_object(line) for number, line in enumerate(lines, 1) if line.strip()}
+    broken = [number for number, record in found.items() if record is None]
+    if broken == [len(lines)]:
+        problems.append(f"The last line of {name} was cut off (still being written?) and is left out.")
+    elif broken:
+        problems.append(f"{name}: {len(broken)} line(s) could not be read and are left out (first: line {broken[0]}).")
+    return [record for record in found.values() if record is not None]

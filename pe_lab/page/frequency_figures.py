@@ -1,0 +1,156 @@
+"""The figures of the study `frequencies`: DroPE's Figures 6 and 11, and Partial RoPE's Figure 1."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pe_lab.analysis.frequencies import CACHE_LENGTHS, Numbers, percent, size_text
+
+# Okabe and Ito's colours, which the colour-blind tell apart, and a dash pattern for readers without colours.
+LOOKS = {
+    "pi": ("#0072B2", (6, 2)),
+    "ntk": ("#D55E00", (6, 2, 1.5, 2)),
+    "yarn": ("#000000", ()),
+    "ntk_by_parts": ("#009E73", (1.5, 1.5)),
+    "dynamic_ntk": ("#CC79A7", (3, 1.5)),
+    "dynamic_yarn": ("#56B4E9", (1.5, 3)),
+    "llama3": ("#E69F00", (4, 1.5, 1, 1.5, 1, 1.5)),
+}
+
+
+def draw(numbers: Numbers) -> dict[str, Any]:
+    """The matplotlib figures: `frequency_scaling` (6), `frequency_scaling_by_factor` (11) and `rotation_cache` (1)."""
+    with _look():
+        return {
+            "frequency_scaling": _draw_scaling(numbers, numbers.settings.factors[:1]),
+            "frequency_scaling_by_factor": _draw_scaling(numbers, numbers.settings.factors),
+            "rotation_cache": _draw_cache(numbers),
+        }
+
+
+def render(figure: Any, form: str) -> bytes:
+    """A figure as the bytes of a `png` or `svg` file; the same bytes each time."""
+    buffer = io.BytesIO()
+    with _look():
+        # No date and no version of matplotlib, so that equal numbers make equal files.
+        metadata = {"Software": None} if form == "png" else {"Date": None, "Creator": None}
+        figure.savefig(buffer, format=form, metadata=metadata)
+    return buffer.getvalue()
+
+
+@contextlib.contextmanager
+def _look() -> Iterator[None]:
+    """Sets fonts and lines of all figures, whatever the user's matplotlibrc: 7 inches are 1,400 pixels."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(
+            {
+                "figure.dpi": 200,
+                "savefig.dpi": 200,
+                "savefig.facecolor": "white",  # dark pages show a white card, not black letters on black
+                "font.size": 10,
+                "axes.titlesize": 11,
+                "axes.labelsize": 10.5,
+                "axes.spines.top": False,
+                "axes.spines.right": False,
+                "axes.grid": True,
+                "axes.axisbelow": True,
+                "grid.color": "#dddddd",
+                "grid.linewidth": 0.6,
+                "lines.linewidth": 2,
+                "legend.framealpha": 1,
+                "legend.edgecolor": "#cccccc",
+                "svg.hashsalt": "pe_lab",
+            }
+        )
+        yield
+
+
+def _figure(height: float) -> Any:
+    """An empty figure, 7 inches wide, without pyplot's windows and global state."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(7, height), layout="constrained")
+
+
+def _draw_scaling(numbers: Numbers, factors: Sequence[float]) -> Any:
+    """gamma by pair, a panel for each factor: DroPE's Figure 6 (one factor) and Figure 11 (several)."""
+    settings = numbers.settings
+    pairs = np.arange(settings.head_dim // 2)
+    columns = min(len(factors), 3)
+    rows = -(-len(factors) // columns)
+    figure = _figure(4.2 if len(factors) == 1 else 0.9 + 2.5 * rows)
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    for panel in panels[len(factors) :]:
+        panel.remove()
+    for i, (panel, factor) in enumerate(zip(panels, factors, strict=False)):
+        for curve in numbers.scaling:
+            if curve.factor == factor:
+                colour, dashes = LOOKS[curve.method]
+                # Dashed lines are drawn above solid ones: YaRN ends on PI, and both must be visible.
+                (line,) = panel.plot(pairs, curve.gamma, color=colour, label=curve.label, zorder=3 if dashes else 2)
+                if dashes:
+                    line.set_dashes(dashes)
+        panel.set_ylim(0, 1.06)
+        panel.margins(x=0.02)
+        panel.set_title(f"s = {factor:g}")
+        if i % columns == 0:
+            panel.set_ylabel("new / old frequency")
+        if i + columns >= len(factors):
+            panel.set_xlabel("pair, from fast to slow")
+            panel.tick_params(labelbottom=True)  # also above an empty place in the last row
+    described = f"{settings.head_dim} channels, base {settings.base:,.10g}, trained on {settings.length:,} tokens"
+    if len(factors) == 1:
+        panels[0].set_title(f"RoPE's frequencies under each scaling at s = {factors[0]:g}\n{described}")
+        panels[0].set_xlabel("pair of channels, from the fastest to the slowest")
+        panels[0].set_ylabel("new frequency / old frequency")
+        panels[0].legend(loc="best", handlelength=3.5)
+    else:
+        figure.suptitle(f"RoPE's frequencies under each scaling\n{described}", fontsize=11)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), handlelength=3.5)
+    return figure
+
+
+def _draw_cache(numbers: Numbers) -> Any:
+    """Bytes of the cache by length, a line for each fraction, on logarithmic axes: Partial RoPE's Figure 1."""
+    import matplotlib
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    figure = _figure(4.6)
+    axes = figure.subplots()
+    # From dark to light; the lightest fifth of the map is too pale for a white page.
+    map_ = matplotlib.colormaps["viridis"]
+    curves = sorted(numbers.cache, key=lambda curve: -curve.fraction)
+    for i, curve in enumerate(curves):
+        label = f"{percent(curve.fraction)}: {curve.rotated_channels} channels"
+        colour = map_(0.8 * i / max(len(curves) - 1, 1))
+        # A logarithmic axis has no place for 0.
+        drawn = curve.bytes if curve.rotated_channels else [math.nan] * len(CACHE_LENGTHS)
+        axes.plot(CACHE_LENGTHS, drawn, color=colour, marker="osD^vPX*"[i], markersize=4, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(FixedLocator([2**12, 2**14, 2**16, 2**18, 2**20, 2**22, CACHE_LENGTHS[-1]]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens_text(round(value))))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(value)))
+    axes.set_xlabel("longest sequence, tokens (4k = 4,096)")
+    axes.set_ylabel("size of the stored sines and cosines")
+    axes.set_title(f"A stored rotary cache, by the share of {numbers.settings.cache_head_dim} channels that rotates")
+    axes.legend(title="rotated", loc="upper left")
+    return figure
+
+
+def _tokens_text(tokens: int) -> str:
+    """4096 as 4k, 2^20 as 1M; ten million, which is no power of two, as 10M."""
+    if tokens == 10_000_000:
+        return "10M"
+    return f"{tokens // 2**20}M" if tokens >= 2**20 else f"{tokens // 2**10}k"
