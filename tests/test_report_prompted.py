@@ -16,8 +16,8 @@ from pe_lab.analysis.runs import read_run
 from pe_lab.analysis.scores import measure, tables
 from pe_lab.analysis.tasks import averages, by_sequence_length
 from pe_lab.analysis.variants import kind
+from pe_lab.evaluation.tasks.suites import AVERAGED
 from pe_lab.page.run_section import work_out
-from pe_lab.page.suites import AVERAGED
 
 
 def plain(markup: str) -> str:

@@ -153,7 +153,6 @@ def _summary(variant: Variant, length: int, name: str, settings: str, records: S
         "checkpoint_id": subject.id,
         "step": subject.checkpoint.step,
         "tokens_trained": subject.tokens_trained,
-        "tokens_trained": subject.tokens_trained,
         "model": subject.model,
         "method": variant.method,
         "label": variant.label,
