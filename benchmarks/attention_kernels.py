@@ -120,8 +120,8 @@ def forward_entries(case: Case, tiny: bool) -> list[Entry]:
         *(Entry(name, plain(run)) for name, run in made.items()),
         Entry(f"{OURS}, heads first", kernel_alone(tiny), heads_first=True),
         Entry(f"{OURS}, ALiBi", plain(made[OURS], alibi_slopes(case.H)), "slopes"),
-        Entry(f"{OURS}, heads turn apart", rotating(made[OURS], inside=True), "rotations"),
-        Entry("cudnn, heads turn apart", rotating(made["cudnn"], inside=False), "rotations"),
+        Entry(f"{OURS}, heads rotate differently", rotating(made[OURS], inside=True), "rotations"),
+        Entry("cudnn, heads rotate differently", rotating(made["cudnn"], inside=False), "rotations"),
     ]
     if tiny or case.T <= CHUNKED_UP_TO:
         return entries
@@ -230,7 +230,7 @@ def decode_entries(case: Case, tiny: bool) -> list[Entry]:
 
     entries = [
         Entry(OURS, at_the_end(ours), heads_first=True),
-        Entry(f"{OURS}, heads turn apart", at_the_end(ours, apart=True), "rotations", heads_first=True),
+        Entry(f"{OURS}, heads rotate differently", at_the_end(ours, apart=True), "rotations", heads_first=True),
         Entry("chunked", at_the_end(chunked_key_block), heads_first=True),
         Entry("cudnn", cudnn),
     ]

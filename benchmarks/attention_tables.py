@@ -101,7 +101,7 @@ def flops_table(title: str, results: list[dict[str, Any]], factor: float, matmul
     chosen = table.add("auto / best", lambda r: speedup(r["rows"], ["auto"], CHOICES))
     table.add("auto / torch's best", lambda r: speedup(r["rows"], ["auto"], TORCH))
     over = table.add(f"{OURS} / cudnn", lambda r: speedup(r["rows"], [OURS], ["cudnn"]))
-    apart = [f"{name}, heads turn apart" for name in (OURS, "cudnn")]
+    apart = [f"{name}, heads rotate differently" for name in (OURS, "cudnn")]
     table.add(f"{apart[0]} / cudnn's", lambda r: speedup(r["rows"], apart[:1], apart[1:]))
     table.add(
         "best / matrix product",

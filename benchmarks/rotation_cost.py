@@ -3,9 +3,9 @@
     python benchmarks/rotation_cost.py
 
 Both sides take the step that `pe_lab.train` takes, at the shapes of `make demo` (QK-norm and all), from the same
-weights and batch. They take short turns one after the other, so that whatever else the machine does falls on both, and
-each pair of turns gives one ratio; what is reported is the median of these ratios, of wall-clock and of processor time,
-with the middle half of them. `--description` measures another encoding, such as yarn:factor=2,original_length=64.
+weights and batch. They alternate after a few steps, so that other work of the machine falls on both. Each pair of
+measurements gives one ratio of wall-clock and one of processor time; the median of these ratios is reported, with the
+middle half of them. `--description` measures another encoding, such as yarn:factor=2,original_length=64.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ def spread(ratios: Sequence[float]) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--description", default="rope:base=200", help="the encoding that is compared with none")
-    parser.add_argument("--turns", type=int, default=150, help="pairs of turns")
-    parser.add_argument("--steps", type=int, default=4, help="steps a turn")
+    parser.add_argument("--rounds", type=int, default=150, help="pairs of measurements")
+    parser.add_argument("--turns", dest="rounds", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=4, help="steps of a measurement")
     parser.add_argument("--out", default=str(HERE / "results" / "cpu"), help="folder of results; empty: none")
     args = parser.parse_args(argv)
     keep_freed_memory()
@@ -92,12 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for side in sides.values():
         side.run(20)
     ratios: dict[str, list[tuple[float, float]]] = {"with": [], "again": []}
-    for turn in range(args.turns):
-        order = list(sides) if turn % 2 else list(sides)[::-1]
+    for round_ in range(args.rounds):
+        order = list(sides) if round_ % 2 else list(sides)[::-1]
         spent = {name: sides[name].run(args.steps) for name in order}
         for name, found in ratios.items():
             found.append((spent[name][0] / spent["without"][0], spent[name][1] / spent["without"][1]))
-    result: dict[str, Any] = {"description": args.description, "turns": args.turns, "steps_per_turn": args.steps}
+    result: dict[str, Any] = {"description": args.description, "rounds": args.rounds, "steps_per_round": args.steps}
     for name, title in (("with", f"{args.description} over none"), ("again", "none over none")):
         wall, cpu = (spread([ratio[i] for ratio in ratios[name]]) for i in (0, 1))
         result[name] = {"wall_percent": wall, "cpu_percent": cpu}

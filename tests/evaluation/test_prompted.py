@@ -177,7 +177,7 @@ def test_methods_and_encodings_of_variants():
 
 def test_a_model_without_a_tokenizer_is_an_error(tmp_path):
     lm = model()
-    bare = type(lm)(lm.checkpoint, lm.layers, lm.schedule)
+    bare = type(lm)(lm.checkpoint, lm.layers)
     with pytest.raises(UserError, match="came without a tokenizer"):
         Prompted(variants(bare), [task()], LENGTHS, 2, 42, tmp_path)
 
