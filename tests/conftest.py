@@ -28,11 +28,6 @@ os.environ["XLA_FLAGS"] = " ".join([*filter(None, [_flags_before]), *_missing])
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
-from slow_budget import (  # noqa: E402, F401
-    pytest_addoption,
-    pytest_collection_modifyitems,
-    pytest_report_collectionfinish,
-)
 
 # XLA has read its flags once something is compiled. Then they go, so that a command which a test starts finds
 # the machine as its user would.

@@ -1,8 +1,8 @@
-"""Chooses slow tests that fit a budget: `pytest -m slow --slow-budget=900` (seconds). `.ci/run` does so.
+"""Chooses files of slow tests that fit a budget: `python tests/slow_budget.py SECONDS` prints their names.
 
-Files of tests are chosen whole, since their tests share fixtures: first those that a change concerns, then others in
-an order drawn from the commit, so that over many commits all of them run. tests/slow_costs.json holds the measured
-seconds of each slow test; `make test-all` writes it (pytest-split, --store-durations).
+Files are chosen whole, since their tests share fixtures: first those that a change concerns, then others in an order
+drawn from the commit, so that over many commits all of them run. The report on stderr lists what runs and what is left
+out. tests/slow_costs.json holds the measured seconds of each slow test; `make test-all` writes it (pytest-split).
 
 A file is concerned if it changed, or if it names a changed module of pe_lab, a changed recipe or a changed helper of
 the tests. Changed means: since $CI_BASE, or since the last commit that is at least four hours older than HEAD.
@@ -15,47 +15,40 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 COSTS = Path(__file__).parent / "slow_costs.json"
-UNKNOWN_SECONDS = 30.0  # of a test that was never measured
-REPORT = pytest.StashKey[list[str]]()
+UNKNOWN_SECONDS = 60.0  # of a file that was never measured
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow-budget", type=float, metavar="SECONDS", help="run no more slow tests than fit")
-
-
-@pytest.hookimpl(trylast=True)  # after -m has deselected the fast tests
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    budget = config.getoption("--slow-budget")
-    if budget is None:
-        return
-    measured = json.loads(COSTS.read_text()) if COSTS.exists() else {}
-    costs: dict[str, float] = {}
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        costs[file] = costs.get(file, 0.0) + measured.get(item.nodeid, UNKNOWN_SECONDS)
-    head, changed = git("rev-parse", "HEAD").strip(), changed_files()
+def main(budget: float) -> None:
+    costs = measured_costs()
+    commit, changed = git("rev-parse", "HEAD").strip(), changed_files()
     urgent = {file for file in costs if concerns(changed, file, (ROOT / file).read_text(encoding="utf-8"))}
-    chosen, left = choose(costs, urgent, budget, head)
-    config.stash[REPORT] = [
-        f"slow tests: {len(chosen)} files, {sum(costs[f] for f in chosen):.0f} of {budget:.0f} s; "
-        f"{len(urgent)} are concerned by {len(changed)} changed files",
-        *(f"  runs      {costs[f]:6.0f} s  {f}{'  (changed)' if f in urgent else ''}" for f in chosen),
-        *(f"  left out  {costs[f]:6.0f} s  {f}{'  (changed)' if f in urgent else ''}" for f in left),
-    ]
-    out = [item for item in items if item.nodeid.partition("::")[0] in left]
-    items[:] = [item for item in items if item not in set(out)]
-    config.hook.pytest_deselected(items=out)
+    chosen, left = choose(costs, urgent, budget, commit)
+    print(
+        f"slow tests: {sum(costs[f] for f in chosen):.0f} of {budget:.0f} s in {len(chosen)} of {len(costs)} files; "
+        f"{len(changed)} changed files concern {len(urgent)}",
+        file=sys.stderr,
+    )
+    for what, files in (("runs", chosen), ("left out", left)):
+        for file in files:
+            print(f"  {what:8} {costs[file]:5.0f} s  {file}{' (changed)' * (file in urgent)}", file=sys.stderr)
+    print("\n".join(chosen))
 
 
-def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
-    return config.stash.get(REPORT, [])
+def measured_costs() -> dict[str, float]:
+    """Seconds by file, of the files that have slow tests."""
+    measured: dict[str, float] = {}
+    for test, seconds in json.loads(COSTS.read_text()).items():
+        file = test.partition("::")[0]
+        measured[file] = measured.get(file, 0.0) + seconds
+    files = (path.relative_to(ROOT).as_posix() for path in sorted(Path(__file__).parent.rglob("test_*.py")))
+    slow = (file for file in files if "mark.slow" in (ROOT / file).read_text(encoding="utf-8"))
+    return {file: measured.get(file, UNKNOWN_SECONDS) for file in slow}
 
 
 def choose(costs: dict[str, float], urgent: set[str], budget: float, commit: str) -> tuple[list[str], list[str]]:
@@ -95,3 +88,7 @@ def base_time() -> int:
 
 def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))
