@@ -114,8 +114,11 @@ def show(prompt: str, pieces: Iterator[str]) -> int:
 def why_empty(new_tokens: int) -> str:
     """Why a continuation has no characters."""
     if new_tokens <= 1:
-        return "The continuation is empty: the model's first token ends the text."
-    return f"The continuation is empty: {new_tokens} tokens were generated, all of them special tokens or blank."
+        return "The continuation is empty: the first token ends the text, or decodes to no character."
+    return (
+        f"The continuation is empty: of the {new_tokens} tokens that were generated, all decode to no character, or a "
+        "stop string comes first."
+    )
 
 
 @command

@@ -48,4 +48,4 @@ def test_python_dash_m(tmp_path):
 
 def test_an_empty_reply_is_explained():
     assert "first token ends the text" in why_empty(1)
-    assert "7 tokens were generated" in why_empty(7)
+    assert "the 7 tokens that were generated" in why_empty(7)
