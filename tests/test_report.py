@@ -390,6 +390,20 @@ def test_a_chart_leaves_out_what_cannot_be_drawn():
     assert line_chart("T", [Series("s", points[1:2], style)], Axis("x"), Axis("y")) == ""
 
 
+@pytest.mark.parametrize("log", [False, True])
+def test_a_line_stays_inside_its_plot(log):
+    points = [(1.0, 0.02), (4.0, 0.2), (8.0, 0.05)]
+    chart = line_chart("T", [Series("s", points, Style("rope"))], Axis("x", log=log), Axis("y", log=log))
+    frames = [json.loads(text) for text in re.findall(r'data-plot="([^"]*)"', chart)]
+    paths = re.findall(r'<g><path d="M([^"]*)"', chart)
+    assert len(frames) == len(paths) == 2  # wide and narrow
+    for (left, right, top, bottom, *_), path in zip(frames, paths, strict=True):
+        xs, ys = zip(*(map(float, point.split()) for point in path.split("L")), strict=True)
+        assert (xs[0], xs[-1]) == (left, right)
+        margin = 0.03 * (bottom - top)  # above and below the line
+        assert top + margin < min(ys) == ys[1] and ys[0] == max(ys) < bottom - margin
+
+
 @pytest.mark.parametrize(("low", "high"), [(1, 8), (7.3, 7.6), (0.001, 1e6), (2, 3)])
 def test_log_ticks_lie_inside_and_are_few(low, high):
     ticks = log_ticks(low, high)

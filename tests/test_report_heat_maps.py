@@ -190,7 +190,7 @@ def test_only_none_and_all_are_0_and_100():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     run = make_run(tmp_path_factory.mktemp("picture"))
-    rows = niah({label: {64: [1, 1, 1], 128: [0.75, None, 0.75]} for label in LABELS})
+    rows = niah({label: {64: [1, None, 1], 128: [0.75, 0.75, 0.75]} for label in LABELS})
     write_rows(run, "niah", rows + niah({"RoPE": {64: [0.5, 0.5, 0.5]}}, task="multi_key"))
     return run
 
@@ -208,7 +208,8 @@ def test_the_picture_has_the_colours_of_the_page(run, tmp_path, capsys):
         wanted = [int(colours(index)[0][i : i + 2], 16) for i in (1, 3, 5)]
         return (abs(pixels - np.array(wanted)).max(-1) <= 1).mean()
 
-    assert share(STEPS) > 0.1 and share(step(0.75)) > 0.06  # half of the cells found all, a third three in four
+    # Two cells of six found all, three found three in four, one was not measured.
+    assert share(STEPS) > 0.1 and share(step(0.75)) == pytest.approx(1.5 * share(STEPS), rel=0.1)
     assert max(share(step(score)) for score in (0, 0.25, 0.5)) < 0.02  # of the scale alone
     assert [path.name for path in path.parent.iterdir()] == ["maps.png"]
 

@@ -1,10 +1,12 @@
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiny
 
 from pe_lab.errors import UserError
+from pe_lab.evaluation import targets
 from pe_lab.evaluation.variants import (
     LABEL_WIDTH,
     Subject,
@@ -17,6 +19,7 @@ from pe_lab.evaluation.variants import (
     short_description,
     variants_of,
 )
+from pe_lab.model import Model
 from pe_lab.positional import NTK, PI, Alibi, Beta, Layer, NoPE, Rope, Yarn, build_schedule, frequencies, layers
 from pe_lab.results.variants import label
 
@@ -135,3 +138,20 @@ def test_labels_of_descriptions_are_short():
     based = ["rope:base=123456" if item == "rope" else item for item in every_fourth]
     lengths = [len(short(items)) for items in (every_fourth, based, ["rope", "nope"] * 500)]
     assert max(lengths) <= LABEL_WIDTH and short(based) != short(every_fourth)
+
+
+def test_weights_are_sharded_until_a_third_of_a_device_holds_them(monkeypatch):
+    model = dataclasses.replace(tiny.MODEL, heads=4, kv_heads=4)
+    size = 4 * Model(model).num_parameters  # bytes in float32
+
+    def tensor_axis(memory):
+        device = SimpleNamespace(memory_stats=lambda: None if memory is None else {"bytes_limit": memory})
+        monkeypatch.setattr(targets.jax, "local_devices", lambda: [device] * 8)
+        monkeypatch.setattr(targets, "open_source", lambda path: SimpleNamespace(model=model))
+        made = []
+        monkeypatch.setattr(targets, "make_mesh", lambda config, devices: made.append(config))
+        targets.mesh_for("runs/any")
+        return made[0].tensor
+
+    assert [tensor_axis(memory) for memory in (None, 3 * size, 3 * size - 1, 0.8 * size)] == [1, 1, 2, 4]
+    assert tensor_axis(0.1 * size) == 4  # no further than the KV heads

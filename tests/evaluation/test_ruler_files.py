@@ -48,6 +48,8 @@ def test_what_is_written_scores_the_same_when_read(tmp_path):
     written = read_predictions(tmp_path / "512" / "pred" / "vt.jsonl")
     fields = {"index", "pred", "input", "outputs", "others", "truncation", "length"}
     assert [line["index"] for line in written] == [0, 1, 2] and all(set(line) == fields for line in written)
+    fixed = GOLDEN["predictions"]["vt-0.jsonl"][0]
+    assert all(line[name] == fixed[name] for line in written for name in ("input", "others", "truncation"))
     assert written[0]["length"] == 100  # RULER's lengths have the answer in them
     rows = {row["task"]: row["score"] for row in score_predictions(tmp_path)}
     assert rows == {task: GOLDEN["summary"][task]["score"] for task in ("vt", "qa_1")}

@@ -1,0 +1,47 @@
+"""What commands print while they work."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from pe_lab import terminal
+from pe_lab.terminal import Progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_log_gets_a_line_every_ten_seconds_with_the_time_left(clock):
+    out = io.StringIO()
+    with Progress(Console(file=out), "reading", total=1000, done=200) as progress:
+        for _ in range(8):
+            clock[0] += 3
+            progress.update(200 + 50 * (clock[0] - 1000) / 3, text="some")
+    # 50 in 3 s; the 200 of an earlier session are no measure of speed. At 6 s 700 are left, at 18 s 500.
+    left = re.findall(r"^reading some (\d+):(\d\d) left$", out.getvalue(), re.M)
+    assert [60 * int(minutes) + int(seconds) for minutes, seconds in left] == [42, 30]
+
+
+@pytest.mark.parametrize(("total", "done"), [(None, 5), (10, 2)])
+def test_no_time_is_promised_where_none_is_known(clock, total, done):
+    out = io.StringIO()
+    progress = Progress(Console(file=out), "reading", total=total, done=2)
+    clock[0] += 60
+    progress.update(done, name="writing")
+    assert out.getvalue() == "writing\n"
+
+
+def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock):
+    out = io.StringIO()
+    with Progress(Console(file=out, force_terminal=True, width=80), "reading", total=4) as progress:
+        progress.update(2, text="two of four")
+    erase_the_line_above = "\x1b[1A\x1b[2K"
+    assert "two of four" in out.getvalue() and out.getvalue().endswith(erase_the_line_above)
