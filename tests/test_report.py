@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -15,7 +16,7 @@ from pe_lab.analysis.scores import tables
 from pe_lab.errors import UserError
 from pe_lab.page.charts import Axis, Series, decimate, line_chart, log_ticks
 from pe_lab.page.document import build_page
-from pe_lab.page.variants import Style
+from pe_lab.page.variants import Style, assign_styles
 from pe_lab.report import main
 
 
@@ -79,6 +80,14 @@ def table_rows(page: str, suite: str) -> dict[str, list[str]]:
         header = html.unescape(re.sub(r"<svg.*?</svg>|<[^>]+>", "", re.search(r"<th.*?</th>", row, re.S).group(0)))
         rows[header] = re.findall(r"<td.*?</td>", row, re.S)
     return rows
+
+
+def test_the_fitted_scales_are_printed(demo_page):
+    body = re.search(r'aria-label="Fitted beta".*?</table>', demo_page, re.S).group(0).split("<tbody>")[1]
+    rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in body.split("</tr>")[:-1]]
+    scales = [round(1 + 0.2 * math.log(factor), 3) for factor in (2, 4, 8)]
+    assert [row[0] for row in rows] == ["2× (128 tokens)", "4× (256 tokens)", "8× (512 tokens)"]
+    assert [float(row[1]) for row in rows] == scales and all(float(row[2]) == 0.2 for row in rows)
 
 
 def test_the_table_shows_the_rows_of_the_evaluation(demo_page):
@@ -402,6 +411,32 @@ def test_a_line_stays_inside_its_plot(log):
         assert (xs[0], xs[-1]) == (left, right)
         margin = 0.03 * (bottom - top)  # above and below the line
         assert top + margin < min(ys) == ys[1] and ys[0] == max(ys) < bottom - margin
+
+
+def test_names_at_the_ends_of_lines_are_apart_and_inside():
+    ends = (0.0, 0.001, 0.002, 0.5, 1.0)
+    series = [Series(f"line {end}", [(0.0, 0.5), (1.0, end)], Style("rope")) for end in ends]
+    chart = line_chart("T", series, Axis("position"), Axis("y", domain=(0.0, 1.0)))
+    wide = re.search(r'<svg viewBox="0 0 960 360".*?</svg>', chart, re.S).group(0)
+    left, right, top, bottom, *_ = json.loads(re.search(r'data-plot="([^"]*)"', wide).group(1))
+    found = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" class="end"[^>]*>([^<]*)<', wide)
+    heights = [float(y) for _, y, _ in found]
+    assert [name for *_, name in found] == [f"line {end}" for end in reversed(ends)]
+    assert all(float(x) > right for x, *_ in found) and heights[0] == top + 4 and heights[-1] == bottom + 4
+    # The lowest three would overlap: they move up, a line of text apart; the others stay beside their lines.
+    assert [b - a for a, b in zip(heights[2:], heights[3:], strict=False)] == [14, 14]
+    assert heights[1] == pytest.approx((top + bottom) / 2 + 4, abs=0.1)
+    (middle,) = re.findall(r'<text x="([\d.]+)"[^>]*class="name">position<', wide)
+    assert float(middle) == (left + right) / 2
+
+
+def test_variants_without_a_colour_of_their_own_get_spare_ones_in_order():
+    records = {f"custom {i}": {"variant": f"custom {i}", "method": "custom"} for i in range(6)}
+    assert [(style.colour, style.dash) for style in assign_styles(records).values()] == [
+        *((colour, None) for colour in ("extra-1", "extra-2", "extra-3", "extra-4")),
+        ("extra-1", "7 3"),
+        ("extra-2", "7 3"),
+    ]
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 8), (7.3, 7.6), (0.001, 1e6), (2, 3)])

@@ -88,6 +88,14 @@ def test_batches_devices_and_chunks_do_not_matter(monkeypatch):
             agree(found, same)
 
 
+def test_a_batch_has_as_many_sequences_as_a_device_is_good_for(monkeypatch):
+    monkeypatch.setitem(forwards.BATCH_TOKENS, "cpu", 5 * 16)
+    asked = [([i // 50, i % 50], [1, 2]) for i in range(8 * likelihoods.STEPS)]  # each padded to 16 tokens
+    batches = Likelihoods(model(), devices=tiny.one_device()).batches(asked)
+    # 4 sequences: the power of two below 5.
+    assert [len(batch.sequences) for batch in batches] == [4 * likelihoods.STEPS] * 2
+
+
 def test_a_context_is_read_once_for_all_its_last_tokens():
     scorer = Likelihoods(model(), devices=tiny.one_device())
     read = []

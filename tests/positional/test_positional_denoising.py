@@ -225,6 +225,9 @@ def test_the_appendix_has_one_seed_and_a_fixed_sigma():
     with pytest.raises(UserError, match="layer 0: its Gaussian heads have different sigmas"):
         edits = (HeadEdit((0,), Gaussian(7)), HeadEdit((1,), Gaussian(7, 2.0)))
         schedule_of([Layer(Rope(), heads=edits)])
+    for sigma in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(UserError, match="it must be finite and above 0"):
+            Gaussian(7, sigma)
 
 
 def test_noise_of_a_fixed_sigma_has_that_size():
