@@ -48,6 +48,7 @@ def test_dropped_by_surgery_and_exported(tmp_path, capsys):
     assert surgery.main([f"--from={LLAMA}", f"--to={tmp_path / 'dropped'}", "--drop", "--layers=1"]) == 0
     child = open_checkpoint(tmp_path / "dropped")
     assert child.layers == (Layer(Rope(500.0)), Layer(NoPE()))
+    assert child.metadata["tokens"] == 0  # none of them trained here
     whats = [entry["what"] for entry in child.metadata["lineage"]]
     assert whats == [f"read from {LLAMA}", "rope(base=500) -> nope on layer 1"]
     assert main([f"--from={tmp_path / 'dropped'}", f"--to=hf:{tmp_path / 'out'}", "--parity=off"]) == 0

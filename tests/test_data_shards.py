@@ -57,6 +57,14 @@ def test_every_document_is_in_one_split(tmp_path, small_records):
     assert m.dtype == "uint16" and m.eos_id == 256 and m.characters == sum(map(len, DOCUMENTS))
 
 
+def test_the_last_record_may_hold_one_token(tmp_path, small_records):
+    opened = open_prepared(
+        prepared(tmp_path, ["x" * 256], fraction=0.0)
+    )  # and the end: two records of 128 and one token
+    assert opened.metadata.tokens["train"] == opened.streams["train"].tokens == 257
+    assert decoded(opened, "train") == ["x" * 256]
+
+
 def test_a_stream_gives_equal_tokens_from_memory_and_by_record(tmp_path, small_records):
     out = prepared(tmp_path)
     memory = open_prepared(out).streams["train"]

@@ -56,6 +56,13 @@ def test_a_win_in_needles_does_not_hide_a_loss_in_perplexity(tmp_path):
     assert "in perplexity it wins at 4× and 8× and loses at 2× (10.0% higher than RoPE + YaRN)" in found.headline
 
 
+def test_the_worst_loss_is_the_largest_difference_not_the_highest_perplexity(tmp_path):
+    methods = {key: (found, (8.0, 8.0, 8.0, 90.0)) for key, (found, _) in WINNING.items() if key[0] == "RoPE"}
+    methods[DROPPED] = (WINNING[DROPPED][0], (8.0, 9.0, 24.0, 120.0))
+    found = verdict(make_run(tmp_path, methods=methods))
+    assert "in perplexity it loses at 2×, 4× and 8× (at worst 3.00 times that of RoPE" in found.headline
+
+
 def test_a_difference_within_the_noise_is_a_tie(tmp_path):
     tied = change(WINNING, YARN, (0.54, 0.55, 0.54, 0.52), (8.0, 7.6, 7.45, 7.4))
     found = verdict(make_run(tmp_path, methods=tied))
