@@ -290,6 +290,16 @@ def test_all_phases_are_on_one_axis_with_the_jump_at_the_drop(demo_page):
     assert "the loss jumps from 2." in page and "recalibrate starts" in page
 
 
+def test_each_change_of_encoding_is_said_to_jump_or_not(tmp_path):
+    phases = (("pretrain", "rope(base=10000)", 60), ("slopes", "alibi", 40), ("drop", "nope", 40))
+    run = make_run(tmp_path, phases=phases, evaluated=False)
+    for phase, losses in (("pretrain", [3.0] * 60), ("slopes", [2.5] * 40), ("drop", [4.0] * 12 + [2.0] * 28)):
+        lines = [json.dumps({"step": n, "tokens": n * 2048, "loss": loss}) for n, loss in enumerate(losses, 1)]
+        (run / phase / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    said = "At slopes the loss does not jump. Where drop starts, the loss jumps from 2.50 to 4.00 and is back within "
+    assert said in page_of(run)
+
+
 def test_a_model_trained_without_encoding_has_the_colour_of_nope(tmp_path):
     run = make_run(tmp_path, evaluated=False, phases=(("pretrain", "nope", 50),))
     info = json.loads((run / "pretrain" / "phase.json").read_text())

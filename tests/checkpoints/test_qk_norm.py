@@ -101,11 +101,16 @@ def test_a_norm_that_starts_at_ones_has_scale_1_and_changes_nothing_else(batch):
         change_qk_norm(start, params, "none", schedule_of(Rope()), batch, init="ones")
 
 
+@pytest.mark.filterwarnings("error")  # no division by zero
 def test_losses_are_those_of_parent_and_child(batch):
     params, schedule = random_params(CONFIG), schedule_of(NoPE())
+    for name in ("query", "query_bias"):  # no logits in layer 0, and so no constant
+        params["layers"]["attention"][name] = params["layers"]["attention"][name].at[0].set(0.0)
     config, child, told = change_qk_norm(CONFIG, params, "head", schedule, batch)
     for c, p, loss in ((CONFIG, params, told.loss_before), (config, child, told.loss_after)):
         assert float(Model(c).token_loss(p, batch, schedule).mean()) == pytest.approx(loss, rel=1e-5)
+    scale = child["layers"]["attention"]["query_norm"]["scale"]
+    assert (scale[0] == 1).all() and (scale[1] != 1).all()
     assert told.loss_before != told.loss_after and told.tokens == 3 * T and 0 < told.error < 1
     assert str(told).startswith(f"QK-norm none -> head: loss {told.loss_before:.4f} -> {told.loss_after:.4f} on 36")
 
