@@ -11,11 +11,12 @@ import pytest
 from checkpoints.external import DATA, NAMES, Memory, copy_of, golden, logits, read_tensors
 from tiny_runs import arrays, compilations_kept, tiny, train  # noqa: F401
 
-from pe_lab import surgery
+from pe_lab import convert, surgery
 from pe_lab.checkpoints import open_checkpoint, parity
 from pe_lab.checkpoints.hf_write import plan_export, write_huggingface
 from pe_lab.config import ModelConfig
 from pe_lab.convert import main
+from pe_lab.model import Model
 from pe_lab.positional import Layer, NoPE, Rope, drop
 
 LLAMA = f"hf:{DATA / 'llama'}"
@@ -181,6 +182,11 @@ def test_the_parity_check_may_be_left_out(fake, tmp_path, capsys, monkeypatch):
     assert "Logits not compared: transformers and torch are not installed here" in capsys.readouterr().out
     assert main([f"--from={LLAMA}", f"--to={tmp_path / 'off'}", "--parity=off", fake(1.0)]) == 0
     assert "Logits not compared: --parity=off." in capsys.readouterr().out
+    asked = []
+    monkeypatch.setattr(convert, "fits_twice", lambda size: asked.append(size))
+    assert main([f"--from={LLAMA}", f"--to={tmp_path / 'large'}", "--parity=auto", fake(1.0)]) == 0
+    assert "Logits not compared: memory cannot hold the model twice" in capsys.readouterr().out
+    assert asked == [4 * Model(open_checkpoint(tmp_path / "large").model).num_parameters]  # bytes in float32
 
 
 def test_the_batch_of_the_parity_check_never_changes():

@@ -328,6 +328,14 @@ def test_the_drawn_frequencies_are_those_of_the_schemes(demo_page):
     assert ratio["PI"] == [0.25] * 16 and ratio["RoPE"] == [1.0] * 16 and ratio["DroPE"] == [0.0] * 16
     assert ratio["NTK"][0] == 1 and ratio["NTK"][-1] == pytest.approx(0.25) and ratio["YaRN"][-1] == 0.25
     assert ratio["NTK"][5] == pytest.approx(4 ** (-10 / 30), abs=1e-5)  # w'/w = s^(-2i/(d-2))
+    circles = re.search(r'aria-label="Stretched 4×[^"]*".*?</svg>', page, re.S).group(0).count("<circle")
+    assert circles == 3 * 16  # on the curves of PI, NTK and YaRN, not on the straight lines
+
+
+def test_slow_frequencies_are_marked_where_there_are_some(demo_page, tmp_path):
+    assert demo_page.count("&lt; 1 rotation in training") == 3  # at 2, 4 and 8 times, a chart each
+    fast = make_run(tmp_path, evaluated=False, phases=(("pretrain", "rope(base=2)", 20),))
+    assert "Stretched" in (page := page_of(fast)) and "1 rotation in training" not in page
 
 
 def test_several_runs_are_compared_and_each_has_its_section(tmp_path, capsys):
