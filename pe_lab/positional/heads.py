@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,11 +11,11 @@ import numpy as np
 from pe_lab.config import OMIT_DEFAULT
 from pe_lab.errors import ConfigError
 from pe_lab.positional.encodings import ENCODINGS, Alibi, Encoding, NotebookBias, NotebookYarn, frequencies
-from pe_lab.positional.scalings import require
+from pe_lab.positional.scalings import Checked, require
 
 
 @dataclass(frozen=True)
-class Bands:
+class Bands(Checked):
     """DoPE-by-parts (eq. 32 to 34): the pairs on one side of a threshold are removed from queries and keys.
 
     Equation 32 keeps pairs of at most `threshold` radians a position ("slow"); its text, and the aim of the method,
@@ -26,13 +25,6 @@ class Bands:
     threshold: float
     keep: Literal["slow", "fast"] = "fast"
 
-    def __post_init__(self) -> None:
-        require(
-            0 < self.threshold < math.inf,
-            f"Bands.threshold is {self.threshold}; give radians per position, such as 2 pi / training length.",
-        )
-        require(self.keep in ("slow", "fast"), f"Bands.keep is '{self.keep}'; it must be slow or fast.")
-
 
 @dataclass(frozen=True)
 class Uniform:
@@ -40,7 +32,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class Gaussian:
+class Gaussian(Checked):
     """DoPE-by-Gaussian (eq. 36, 37): queries and keys of the head are noise.
 
     Attributes:
@@ -51,16 +43,6 @@ class Gaussian:
 
     seed: int
     sigma: float | None = field(default=None, metadata=OMIT_DEFAULT)
-
-    def __post_init__(self) -> None:
-        require(
-            0 < self.seed < 2**32 and self.seed == int(self.seed),
-            f"Gaussian.seed is {self.seed}; give a whole number in [1, 2^32).",
-        )
-        require(
-            self.sigma is None or 0 < self.sigma < math.inf,
-            f"Gaussian.sigma is {self.sigma}; it must be finite and above 0, or left out.",
-        )
 
 
 HeadKind = Encoding | Bands | Uniform | Gaussian

@@ -13,11 +13,11 @@ from pe_lab.config import OMIT_DEFAULT
 from pe_lab.errors import ConfigError
 from pe_lab.positional.encodings import Encoding, NoPE, NotebookBias, NotebookYarn, PartialRope, Rope, follows_length
 from pe_lab.positional.heads import HeadEdit
-from pe_lab.positional.scalings import SCALINGS, Scaling, check_fields, require, stretch
+from pe_lab.positional.scalings import SCALINGS, Checked, Scaling, require, stretch
 
 
 @dataclass(frozen=True)
-class Beta:
+class Beta(Checked):
     """A logit scale that depends on the length: 1 + `coefficient` * ln(n / L) for n > L tokens, else 1.
 
     DroPE (App. C.2) fits the coefficient: 0.412 for its model trained from scratch, 0.103 for SmolLM.
@@ -26,10 +26,6 @@ class Beta:
 
     coefficient: float
     original_length: int
-
-    def __post_init__(self) -> None:
-        require(math.isfinite(self.coefficient), f"Beta.coefficient is {self.coefficient}; it must be finite.")
-        check_fields(self)
 
     def at(self, length: int | None) -> float:
         """The scale for sequences of `length` tokens; `ConfigError` where a negative coefficient makes it negative."""

@@ -25,31 +25,41 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-# Fields that several descriptions share: the valid values, and the advice of the error message.
+# The fields of descriptions: their valid values, and the advice of the error message.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "base": (lambda x: 1 < x < math.inf, "it must be finite and above 1."),
     "fraction": (lambda x: 0 <= x <= 1, "it must lie in [0, 1]."),
     "factor": (lambda x: 1 <= x < math.inf, "it must be finite and at least 1."),
     "original_length": (lambda x: 0 < x < math.inf and x == int(x), "give the training length, a number of tokens."),
     "attention_factor": (lambda x: x is None or 0 < x < math.inf, "it must be finite and above 0, or left out."),
+    "coefficient": (math.isfinite, "it must be finite."),
+    "strength": (math.isfinite, "it must be finite."),
+    "alpha": (lambda x: 0 < x <= 16, "it must be above 0 and at most 16."),
+    "beta": (lambda x: 0 < x <= 16, "it must be above 0 and at most 16."),
+    "threshold": (lambda x: 0 < x < math.inf, "give radians per position, such as 2 pi / training length."),
+    "keep": (lambda x: x in ("slow", "fast"), "it must be slow or fast."),
+    "seed": (lambda x: 0 < x < 2**32 and x == int(x), "give a whole number in [1, 2^32)."),
+    "sigma": (lambda x: x is None or 0 < x < math.inf, "it must be finite and above 0, or left out."),
 }
 
 
-def check_fields(description: Any) -> None:
-    """Raises a `ConfigError` for a field that several descriptions share and whose value is not valid."""
-    kind, values = type(description).__name__, vars(description)
-    for name, (is_valid, advice) in _FIELDS.items():
-        if name in values:
-            require(is_valid(values[name]), f"{kind}.{name} is {values[name]}; {advice}")
-    if "beta_fast" in values:
-        fast, slow = values["beta_fast"], values["beta_slow"]
-        require(math.inf > fast > slow > 0, f"{kind} needs beta_fast > beta_slow > 0, and has {fast} and {slow}.")
-    if "mscale" in values:
-        one, other = values["mscale"], values["mscale_all_dim"]
-        both = f"{kind}.mscale is {one} and mscale_all_dim {other}; "
-        require(0 <= one < math.inf and 0 <= other < math.inf, both + "they must be finite and not negative.")
-        # transformers ignores one without the other.
-        require(bool(one) == bool(other), both + "give both, or neither.")
+class Checked:
+    """Base of the descriptions, which are frozen dataclasses: raises a `ConfigError` for a value that is not valid."""
+
+    def __post_init__(self) -> None:
+        kind, values = type(self).__name__, vars(self)
+        for name, (is_valid, advice) in _FIELDS.items():
+            if name in values:
+                require(is_valid(values[name]), f"{kind}.{name} is {values[name]!r}; {advice}")
+        if "beta_fast" in values:
+            fast, slow = values["beta_fast"], values["beta_slow"]
+            require(math.inf > fast > slow > 0, f"{kind} needs beta_fast > beta_slow > 0, and has {fast} and {slow}.")
+        if "mscale" in values:
+            one, other = values["mscale"], values["mscale_all_dim"]
+            both = f"{kind}.mscale is {one} and mscale_all_dim {other}; "
+            require(0 <= one < math.inf and 0 <= other < math.inf, both + "they must be finite and not negative.")
+            # transformers ignores one without the other.
+            require(bool(one) == bool(other), both + "give both, or neither.")
 
 
 def stretch(length: int | None, original_length: int) -> float:
@@ -57,13 +67,10 @@ def stretch(length: int | None, original_length: int) -> float:
     return max(1.0, (length or 0) / original_length)
 
 
-class Scaling:
+class Scaling(Checked):
     """Base of all scalings. `dynamic`: whether the frequencies depend on the length of the sequence."""
 
     dynamic: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
         """The scaled frequencies and the factor on cos and sin.
