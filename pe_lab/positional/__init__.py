@@ -16,9 +16,9 @@ from pe_lab.positional.encodings import (
     frequencies,
 )
 from pe_lab.positional.heads import Bands, Gaussian, HeadEdit, Uniform
-from pe_lab.positional.layers import Beta, Drop, Layer, Rescale, drop, rescale
+from pe_lab.positional.layers import Beta, Drop, Layer, Pattern, Rescale, drop, rescale
 from pe_lab.positional.layouts import CANONICAL, Layout, channel_order, from_canonical, to_canonical
-from pe_lab.positional.patterns import Pattern, layers, pattern, read_with, rnope_swa, smollm3, swan
+from pe_lab.positional.patterns import layers, pattern, read_with, rnope_swa, smollm3, swan
 from pe_lab.positional.rotation import Warp, angles, apply_p_rope, apply_rope, rotate, rotation_tables
 from pe_lab.positional.scalings import (
     NTK,

@@ -51,7 +51,7 @@ class Layer:
     heads: tuple[HeadEdit, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
+        if self.window is not None and (self.window < 1 or self.window % 1):
             raise ConfigError(f"Layer.window is {self.window}; give at least 1 token, or None for no window.")
         scale = self.logit_scale
         if not isinstance(scale, Beta) and not (isinstance(scale, numbers.Real) and 0 < scale < math.inf):
@@ -76,13 +76,18 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Pattern:
+    """Layers that repeat from the first layer up. With `cut`, the last repetition may be incomplete."""
+
+    items: tuple[Any, ...]
+    cut: bool = False
+
+
+@dataclass(frozen=True)
 class Drop:
     """DroPE's drop as an edit: the chosen layers (None: all) lose their encoding and head edits, and keep windows."""
 
     layers: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", None if self.layers is None else tuple(self.layers))
 
     def apply(self, before: Sequence[Layer]) -> tuple[Layer, ...]:
         """The layers after the drop; `ConfigError` for a layer that does not exist."""
@@ -101,7 +106,6 @@ class Rescale:
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", None if self.layers is None else tuple(self.layers))
         names = ", ".join(kind.__name__ for kind in SCALINGS.values())
         require(isinstance(self.scaling, Scaling), f"rescale needs a scaling ({names}), not {self.scaling!r}.")
 

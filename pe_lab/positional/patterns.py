@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from pe_lab.config import register_descriptions
 from pe_lab.errors import ConfigError
-from pe_lab.positional.codec import from_json, kind_from_json, parse
-from pe_lab.positional.encodings import ENCODINGS, Encoding, NoPE, Rope
-from pe_lab.positional.heads import HEAD_KINDS
-from pe_lab.positional.layers import Beta, Drop, Layer, Rescale
+from pe_lab.positional.codec import description_from_json, parse
+from pe_lab.positional.encodings import Encoding, NoPE, Rope
+from pe_lab.positional.layers import Beta, Drop, Layer, Pattern, Rescale
 from pe_lab.positional.scalings import SCALINGS
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """Layers that repeat from the first layer up. With `cut`, the last repetition may be incomplete."""
-
-    items: tuple[Any, ...]
-    cut: bool = False
 
 
 def pattern(items: Sequence[Any], cut: bool = False) -> Pattern:
@@ -121,20 +110,3 @@ def _layer(item: Any) -> Layer:
     if isinstance(item, Encoding):
         return Layer(item)
     raise ConfigError(f"{item!r} does not describe a layer; give an encoding, a Layer, or a text like 'rope'.")
-
-
-_EDITS: dict[str, type] = {"drop": Drop, "rescale": Rescale}
-
-
-def description_from_json(value: Mapping[str, Any]) -> Any:
-    """A `Layer`, an encoding, a pattern or an edit from the JSON of `config.to_json`, also of earlier versions."""
-    kind, where = value.get("kind", "Layer"), str(dict(value))
-    if kind in ("pattern", "Pattern"):
-        items = value.get("items", ())
-        read = [description_from_json(item) if isinstance(item, Mapping) else item for item in items]
-        return Pattern(tuple(read), bool(value.get("cut", False)))
-    return from_json(value) if kind == "Layer" else kind_from_json(value, {**ENCODINGS, **_EDITS}, where)
-
-
-# Layer, HeadEdit and Beta have no kind: their place and their keys identify them.
-register_descriptions({**HEAD_KINDS, **SCALINGS, "pattern": Pattern, **_EDITS}, description_from_json)
