@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pe_lab.config import register_descriptions
@@ -224,12 +224,10 @@ def label(layer: Layer) -> str:
 
 def label_layers(layers: Sequence[Layer]) -> str:
     """The labels of all layers in one line, equal ones joined: `rope(base=10000) on layers 0-2; nope on layer 3`."""
-    equal: dict[str, list[int]] = {}
-    for n, layer in enumerate(layers):
-        equal.setdefault(label(layer), []).append(n)
+    equal = ranges_by(map(label, layers))
     if len(equal) == 1:
         return next(iter(equal))
-    return "; ".join(f"{text} on layer{'s' * (len(at) > 1)} {ranges(at)}" for text, at in equal.items())
+    return "; ".join(f"{text} on layer{'s' * (not at.isdecimal())} {at}" for text, at in equal.items())
 
 
 def _name(kind: Any) -> str:
@@ -266,6 +264,14 @@ def ranges(numbers_: Sequence[int]) -> str:
         else:
             runs.append([h, h])
     return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs)
+
+
+def ranges_by(values: Iterable[Hashable]) -> dict[Any, str]:
+    """The places of each distinct value, such as {"rope": "0-2", "nope": "3"}, in the order of the first places."""
+    places: dict[Hashable, list[int]] = {}
+    for n, value in enumerate(values):
+        places.setdefault(value, []).append(n)
+    return {value: ranges(at) for value, at in places.items()}
 
 
 def family(layer: Layer) -> str:

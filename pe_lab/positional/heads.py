@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
 from pe_lab.config import OMIT_DEFAULT
-from pe_lab.errors import ConfigError
-from pe_lab.positional.encodings import ENCODINGS, Alibi, Encoding, NotebookBias, NotebookYarn, frequencies
+from pe_lab.positional.encodings import ENCODINGS, Encoding, NotebookBias, NotebookYarn
 from pe_lab.positional.scalings import Checked, require
 
 
@@ -68,50 +64,3 @@ class HeadEdit:
             f"HeadEdit.to is {self.to!r}; a head can have an encoding (the notebook's are whole layers'), Bands, "
             "Uniform or Gaussian.",
         )
-
-
-@dataclass
-class HeadArrays:
-    """One layer's part of a schedule while it is built, per query head."""
-
-    inv_freq: np.ndarray  # [H, R]
-    gain: np.ndarray  # [H, R]
-    slope: np.ndarray  # [H]
-    noise: np.ndarray  # [H] uint32 seeds; 0 = none
-    sigma: np.ndarray  # [H] of the noise; 0 = as large as the other heads' components
-
-
-def edit_heads(
-    arrays: HeadArrays, edits: Sequence[HeadEdit], slopes: np.ndarray, length: int | None, where: str
-) -> None:
-    """Applies edits to the arrays of one layer, in order.
-
-    Args:
-      arrays: changed in place.
-      edits: of the layer.
-      slopes: [H] of ALiBi.
-      length: tokens of the sequence, for encodings that depend on it.
-      where: the layer, for messages.
-
-    Raises:
-      ConfigError: no such head, an encoding that does not fit the head, two sigmas in the layer.
-    """
-    count, pairs = arrays.inv_freq.shape
-    for edit in edits:
-        for head in edit.heads:
-            if not 0 <= head < count:
-                raise ConfigError(f"{where}: there is no query head {head}; the heads are 0 to {count - 1}.")
-        at = list(edit.heads)
-        if isinstance(edit.to, Bands):
-            slow = arrays.inv_freq[at] <= edit.to.threshold
-            arrays.gain[at] = np.where(slow == (edit.to.keep == "slow"), arrays.gain[at], 0.0)
-        elif isinstance(edit.to, Uniform):
-            arrays.gain[at] = 0.0
-        elif isinstance(edit.to, Gaussian):
-            arrays.noise[at], arrays.sigma[at] = edit.to.seed, edit.to.sigma or 0.0
-        else:
-            arrays.inv_freq[at], arrays.gain[at] = frequencies(edit.to, 2 * pairs, length)
-            arrays.slope[at] = slopes[at] if isinstance(edit.to, Alibi) else 0.0
-            arrays.noise[at] = 0
-    if len(np.unique(arrays.sigma[arrays.noise != 0])) > 1:
-        raise ConfigError(f"{where}: its Gaussian heads have different sigmas; a layer can have one.")

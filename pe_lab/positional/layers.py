@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,11 +91,7 @@ class Drop:
 
     def apply(self, before: Sequence[Layer]) -> tuple[Layer, ...]:
         """The layers after the drop; `ConfigError` for a layer that does not exist."""
-        chosen = _chosen("drop", self.layers, len(before))
-        return tuple(
-            dataclasses.replace(layer, encoding=NoPE(), heads=()) if n in chosen else layer
-            for n, layer in enumerate(before)
-        )
+        return _edit("drop", before, self.layers, lambda layer: dataclasses.replace(layer, encoding=NoPE(), heads=()))
 
 
 @dataclass(frozen=True)
@@ -111,9 +107,9 @@ class Rescale:
 
     def apply(self, before: Sequence[Layer]) -> tuple[Layer, ...]:
         """The layers with the scaling; `ConfigError` where none of the chosen ones rotates."""
-        chosen = _chosen("rescale", self.layers, len(before))
-        after = tuple(self._scaled_layer(layer) if n in chosen else layer for n, layer in enumerate(before))
-        rotary = any(isinstance(before[n].encoding, Rope | PartialRope) for n in chosen)
+        after = _edit("rescale", before, self.layers, self._scaled_layer)
+        chosen = before if self.layers is None else [before[n] for n in self.layers]
+        rotary = any(isinstance(layer.encoding, Rope | PartialRope) for layer in chosen)
         require(
             rotary or after != tuple(before), "rescale: none of these layers is rotary; there is nothing to rescale."
         )
@@ -139,8 +135,11 @@ def rescale(scaling: Any, layers: Sequence[int] | None = None) -> Rescale:
     return Rescale(scaling, None if layers is None else tuple(layers))
 
 
-def _chosen(what: str, layers: Sequence[int] | None, count: int) -> set[int]:
-    for n in layers or ():
-        if not 0 <= n < count:
-            raise ConfigError(f"{what}: there is no layer {n}; the model has layers 0 to {count - 1}.")
-    return set(range(count)) if layers is None else set(layers)
+def _edit(
+    what: str, before: Sequence[Layer], chosen: Sequence[int] | None, change: Callable[[Layer], Layer]
+) -> tuple[Layer, ...]:
+    """`before` with the chosen layers changed; None is all layers."""
+    for n in chosen or ():
+        if not 0 <= n < len(before):
+            raise ConfigError(f"{what}: there is no layer {n}; the model has layers 0 to {len(before) - 1}.")
+    return tuple(change(layer) if chosen is None or n in chosen else layer for n, layer in enumerate(before))

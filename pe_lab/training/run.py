@@ -22,7 +22,7 @@ from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Model, complete
 from pe_lab.parallel import AxisRules, balanced_order, check_batch, make_mesh, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule, layers
-from pe_lab.positional.codec import ranges
+from pe_lab.positional.codec import ranges_by
 from pe_lab.training.optimizer import learning_rate
 from pe_lab.training.step import Batch, parameter_shardings
 
@@ -188,8 +188,7 @@ def attention_of(model: Model, phase: PhasePlan, config: Config, mesh: Mesh, rul
     with use_mesh(mesh, rules):
         structure, length = phase.schedule.structure, phase.config.sequence_length
         chosen = model.attention_by_layer(structure, length, config.data.segments)
-    layers = {name: [n for n, one in enumerate(chosen) if one == name] for name in dict.fromkeys(chosen)}
-    return ", ".join(f"{name} on layers {ranges(where)}" for name, where in layers.items())
+    return ", ".join(f"{name} on layers {where}" for name, where in ranges_by(chosen).items())
 
 
 def open_pipeline(config: Config, phase: PhasePlan, mesh: Mesh, state: Mapping[str, Any] | None = None) -> Pipeline:
