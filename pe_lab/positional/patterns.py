@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,9 +46,9 @@ def layers(description: Any, num_layers: int, before: Sequence[Layer] | None = N
     """One `Layer` for each of N layers, from the description in a config.
 
     Args:
-      description: an encoding, a `Layer`, a text (see `parse`), the JSON of one, a sequence of these, which is
-        repeated as a pattern and whose length must divide N, `pattern(...)`, or an edit of earlier layers:
-        `drop(...)`, `rescale(...)`, the text 'drop'.
+      description: an encoding, a `Layer`, a text (see `parse`), the JSON of one, a sequence of these (or texts joined
+        by `+`), which is repeated as a pattern and whose length must divide N, `pattern(...)`, or an edit of earlier
+        layers: `drop(...)`, `rescale(...)`, the text 'drop'.
       num_layers: N.
       before: the layers that an edit changes; None if there are none.
 
@@ -65,11 +66,11 @@ def layers(description: Any, num_layers: int, before: Sequence[Layer] | None = N
         if len(before) != num_layers:
             raise ConfigError(f"An edit of {len(before)} layers cannot make {num_layers}: the model has another depth.")
         return description.apply(before)
-    if isinstance(description, Pattern):
-        items, cut = description.items, description.cut
-    else:
-        several = isinstance(description, Sequence) and not isinstance(description, str)
-        items, cut = tuple(description) if several else (description,), False
+    if isinstance(description, str):
+        description = re.split(r"\+(?=\s*[A-Za-z])", description)  # 1e+4 is a number
+    if not isinstance(description, Pattern):
+        description = Pattern(tuple(description) if isinstance(description, Sequence) else (description,))
+    items, cut = description.items, description.cut
     if not items or (num_layers % len(items) and not cut):
         raise ConfigError(
             f"A pattern of {len(items)} layers does not tile {num_layers} layers; its length must divide, or use "
