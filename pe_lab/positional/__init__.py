@@ -15,10 +15,9 @@ from pe_lab.positional.encodings import (
     follows_length,
     frequencies,
 )
-from pe_lab.positional.heads import Bands, Gaussian, HeadEdit, Uniform
-from pe_lab.positional.layers import Beta, Drop, Layer, Pattern, Rescale, drop, rescale
+from pe_lab.positional.layers import Bands, Beta, Drop, Gaussian, HeadEdit, Layer, Pattern, Rescale, Uniform
 from pe_lab.positional.layouts import CANONICAL, Layout, channel_order, from_canonical, to_canonical
-from pe_lab.positional.patterns import layers, pattern, read_with, rnope_swa, smollm3, swan
+from pe_lab.positional.patterns import drop, layers, pattern, read_with, rescale, rnope_swa, smollm3, swan
 from pe_lab.positional.rotation import Warp, angles, apply_p_rope, apply_rope, rotate, rotation_tables
 from pe_lab.positional.scalings import (
     NTK,

@@ -10,8 +10,7 @@ from typing import Any
 from pe_lab.config import register_descriptions
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.positional.encodings import ENCODINGS, Alibi, NoPE, NotebookBias, NotebookYarn, PartialRope, Rope
-from pe_lab.positional.heads import HEAD_KINDS, HeadEdit
-from pe_lab.positional.layers import Beta, Drop, Layer, Pattern, Rescale
+from pe_lab.positional.layers import HEAD_KINDS, Beta, Drop, HeadEdit, Layer, Pattern, Rescale
 from pe_lab.positional.scalings import SCALINGS
 
 _ROPE_KEYS = ("base", "fraction")
@@ -231,19 +230,16 @@ def label_layers(layers: Sequence[Layer]) -> str:
 
 
 def _name(kind: Any) -> str:
-    text = _call(kind, skip=("scaling",))
-    scaling = getattr(kind, "scaling", None)
-    return text if scaling is None else text + " + " + _call(scaling)
-
-
-def _call(value: Any, skip: Sequence[str] = ()) -> str:
-    name = next(name for name, kind in {**HEAD_KINDS, **SCALINGS}.items() if kind is type(value))
+    """A description's name with the values that its class does not determine, and its scaling's."""
+    name = next(name for name, known in {**HEAD_KINDS, **SCALINGS}.items() if known is type(kind))
     shown = []
-    for f in dataclasses.fields(value):
-        v = getattr(value, f.name)
-        if f.name not in skip and (f.name == "base" or f.default is dataclasses.MISSING or v != f.default):
-            shown.append(f"{f.name}={_short(v)}")
-    return f"{name}({', '.join(shown)})" if shown else name
+    for f in dataclasses.fields(kind):
+        value = getattr(kind, f.name)
+        if f.name != "scaling" and (f.name == "base" or f.default is dataclasses.MISSING or value != f.default):
+            shown.append(f"{f.name}={_short(value)}")
+    text = f"{name}({', '.join(shown)})" if shown else name
+    scaling = getattr(kind, "scaling", None)
+    return text if scaling is None else f"{text} + {_name(scaling)}"
 
 
 def _short(value: Any) -> str:

@@ -15,8 +15,7 @@ from jaxtyping import Float
 
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.positional.encodings import NoPE
-from pe_lab.positional.heads import Bands, Gaussian, HeadEdit, HeadKind, Uniform
-from pe_lab.positional.layers import Layer
+from pe_lab.positional.layers import Bands, Gaussian, HeadEdit, HeadKind, Layer, Uniform
 
 Head = tuple[int, int]  # (layer, query head)
 

@@ -19,6 +19,16 @@ def pattern(items: Sequence[Any], cut: bool = False) -> Pattern:
     return Pattern(tuple(items), cut)
 
 
+def drop(layers: Sequence[int] | None = None) -> Drop:
+    """For a phase's `positional`: the layers of the phase before without their encoding; None is all layers."""
+    return Drop(None if layers is None else tuple(layers))
+
+
+def rescale(scaling: Any, layers: Sequence[int] | None = None) -> Rescale:
+    """For a phase's `positional`: the layers of the phase before with another scaling; None is all layers."""
+    return Rescale(scaling, None if layers is None else tuple(layers))
+
+
 def rnope_swa(window: int, base: float = 10000.0) -> Pattern:
     """RNoPE-SWA (Yang et al. 2025, Cohere 2): three rotary layers with a sliding window to one full NoPE layer.
 

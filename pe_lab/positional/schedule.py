@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import jax
@@ -15,8 +15,7 @@ from jaxtyping import Float, UInt32
 from pe_lab.errors import ConfigError
 from pe_lab.positional.codec import label, ranges_by
 from pe_lab.positional.encodings import Alibi, NotebookBias, NotebookYarn, alibi_slopes, frequencies
-from pe_lab.positional.heads import Bands, Gaussian, Uniform
-from pe_lab.positional.layers import Layer
+from pe_lab.positional.layers import Bands, Gaussian, Layer, Uniform
 from pe_lab.positional.rotation import Warp, fixed_point_frequencies
 from pe_lab.terminal import table
 
@@ -46,6 +45,7 @@ class LayerStructure:
     diagonal_bias: tuple[float, int] | None = None
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
     """The positional encoding of a whole model, as arrays. A pytree: `structure` is static, the rest is data.
@@ -69,8 +69,8 @@ class Schedule:
     logit_scale: Float[ArrayLike, " N"]
     noise: UInt32[ArrayLike, "N H"]
     noise_sigma: Float[ArrayLike, " N"]
-    structure: tuple[LayerStructure, ...]
-    same_rotation: bool = False
+    structure: tuple[LayerStructure, ...] = field(metadata={"static": True})
+    same_rotation: bool = field(default=False, metadata={"static": True})
 
     @property
     def num_layers(self) -> int:
@@ -102,13 +102,6 @@ class Schedule:
             for s in self.structure
         )
         return dataclasses.replace(self, structure=structure, same_rotation=False)
-
-
-jax.tree_util.register_dataclass(
-    Schedule,
-    data_fields=["inv_freq", "gain", "fixed_freq", "alibi_slope", "logit_scale", "noise", "noise_sigma"],
-    meta_fields=["structure", "same_rotation"],
-)
 
 
 def build_schedule(
