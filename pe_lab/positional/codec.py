@@ -36,29 +36,30 @@ def parse(text: str) -> Layer:
     edits = []
     for item in tail:
         key, _, value = item.partition("=")
-        field = {"beta": "logit_scale"}.get(key, key)
+        field = "logit_scale" if key == "beta" else key
         if field in options:
             raise ConfigError(f"'{text}': '{item}' comes after another {field}; give one of them.")
         if key == "window" and value.isdecimal():
-            options["window"] = int(value)
+            options[field] = int(value)
         elif key == "logit_scale":
-            options["logit_scale"] = _of_type("float", _number(value, text, item), text, "logit_scale")
+            options[field] = _number(value, text, item)
         elif key == "beta" and "@" in value:
             coefficient, _, length = value.partition("@")
             values = {"coefficient": _number(coefficient, text, item), "original_length": _number(length, text, item)}
-            options["logit_scale"] = build(Beta, values, text)
+            options[field] = values
         elif key == "heads" and ":" in value:
             chosen, _, encoding = value.partition(":")
-            edits.append(HeadEdit(tuple(numbers_and_ranges(chosen, f"'{text}'")), _encoding(encoding, text)))
+            edits.append({"heads": numbers_and_ranges(chosen, f"'{text}'"), "to": _encoding(encoding, text)})
         else:
             raise ConfigError(
                 f"'{text}': after '/' give window=TOKENS, logit_scale=X, beta=C@LENGTH or heads=0-3:ENCODING, not "
                 f"'{item}'."
             )
-    return Layer(_encoding(head, text), heads=tuple(edits), **options)
+    return build(Layer, {"encoding": _encoding(head, text), "heads": edits, **options}, text)
 
 
-def _encoding(part: str, text: str) -> Any:
+def _encoding(part: str, text: str) -> dict[str, Any]:
+    """The JSON of an encoding from its part of a text."""
     name, _, arguments = part.partition(":")
     values: dict[str, Any] = {}
     for item in filter(None, arguments.split(",")):
@@ -76,14 +77,13 @@ def _encoding(part: str, text: str) -> Any:
         values["scaling"], name = name, "rope"
     if name not in ENCODINGS:
         raise ConfigError(f"'{text}': there is no encoding '{name}'. {did_you_mean(name, [*ENCODINGS, *SCALINGS])}")
-    kind = ENCODINGS[name]
-    if "scaling" in values and kind in (Rope, PartialRope):
-        scaling = values.pop("scaling")
-        if scaling not in SCALINGS:
-            raise ConfigError(f"'{text}': there is no scaling '{scaling}'. {did_you_mean(scaling, list(SCALINGS))}")
-        rope = {k: values.pop(k) for k in _ROPE_KEYS if k in values}
-        return kind(**rope, scaling=build(SCALINGS[scaling], values, text, also=_ROPE_KEYS))
-    return build(kind, values, text)
+    if "scaling" not in values or ENCODINGS[name] not in (Rope, PartialRope):
+        return {"kind": name, **values}
+    scaling = values.pop("scaling")
+    if scaling not in SCALINGS:
+        raise ConfigError(f"'{text}': there is no scaling '{scaling}'. {did_you_mean(scaling, list(SCALINGS))}")
+    own = {key: values.pop(key) for key in _ROPE_KEYS if key in values}
+    return {"kind": name, **own, "scaling": {"kind": scaling, **values}}
 
 
 _WORDS = {"true": True, "false": False, "none": None}
@@ -110,15 +110,16 @@ def numbers_and_ranges(chosen: str, where: str) -> list[int]:
     return found
 
 
-def build(kind: type, values: Mapping[str, Any], where: str, also: Sequence[str] = ()) -> Any:
-    """A dataclass from plain values, each read as the type of its field says; `also`: more names for messages."""
+def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
+    """A dataclass from plain values, each read as the type of its field says."""
     fields = {f.name: f for f in dataclasses.fields(kind)}
     ready = {}
     for key, value in values.items():
         if (key, value) == ("kind", kind.__name__):
             continue  # earlier versions wrote it where it need not be
         if key not in fields:
-            allowed = [*fields, *also]
+            # A text has the keys of RoPE among those of its scaling.
+            allowed = [*fields, *(_ROPE_KEYS if kind in SCALINGS.values() else ())]
             advice = did_you_mean(key, allowed) if allowed else "It takes nothing."
             raise ConfigError(f"'{where}': {kind.__name__} has no '{key}'. {advice}")
         ready[key] = _of_type(str(fields[key].type), value, where, f"{kind.__name__}.{key}")

@@ -95,11 +95,7 @@ def read_with(description: Any, before: Sequence[Layer], original_length: int) -
 
     `yarn:factor=4` scales the rotation of `before`, with its base and with `original_length` as the length to stretch
     from. As an encoding of its own it would have the default base instead of the weights' base.
-
-    Args:
-      description: as in `layers`.
-      before: the layers that the weights were trained with.
-      original_length: tokens of a training window.
+    `before` are the layers that the weights were trained with, in windows of `original_length` tokens.
     """
     if isinstance(description, str) and "+" not in description and "/" not in description:
         name, _, arguments = description.strip().partition(":")

@@ -73,13 +73,10 @@ class Scaling(Checked):
     dynamic: ClassVar[bool] = False
 
     def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
-        """The scaled frequencies and the factor on cos and sin.
+        """The scaled frequencies [d/2], and the factor on cos and sin.
 
-        Args:
-          inv_freq: [d/2] unscaled, radians per position.
-          base: of `inv_freq`.
-          dim: d.
-          length: tokens of the sequence; None is the training length or less.
+        `inv_freq` [d/2] is unscaled, in radians per position, of `base` and `dim` = d; `length` counts the tokens of
+        the sequence, and None is the training length or less.
         """
         raise NotImplementedError
 
