@@ -281,12 +281,13 @@ def identity(config: Config) -> dict[str, Any]:
     flat: dict[str, Any] = {}
 
     def walk(value: Any, path: str) -> None:
-        children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-        if children is None:
-            flat[path] = value
-        else:
-            for key, item in children:
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        if isinstance(value, dict):
+            for key, item in value.items():
                 walk(item, f"{path}.{key}")
+        else:
+            flat[path] = value
 
     plain = to_json(config)
     for name in _IDENTITY:
