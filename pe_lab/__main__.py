@@ -22,9 +22,9 @@ def summary(name: str) -> str:
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Runs the command that the first argument names. Without one, lists the commands."""
-    name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    name, *rest = argv or ["--help"]
     if name in ("-h", "--help"):
         print("pe_lab COMMAND [options]; pe_lab COMMAND --help lists the options\n")
         print("\n".join(f"  {one:10}{summary(one)}" for one in COMMANDS))

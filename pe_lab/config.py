@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -189,11 +189,6 @@ _ALIASES = {
 }
 
 
-def _nearest_key(key: str, allowed: Sequence[str]) -> str:
-    """`did_you_mean`, which also knows the names of other training stacks."""
-    return did_you_mean(_ALIASES[key] if _ALIASES.get(key) in allowed else key, allowed)
-
-
 def from_dict(kind: type, value: Any, where: str = "config") -> Any:
     """A frozen dataclass (`Config`, `ModelConfig`, ...) from nested dicts, checking every key and every type."""
     if isinstance(value, kind):
@@ -206,7 +201,8 @@ def from_dict(kind: type, value: Any, where: str = "config") -> Any:
         value = {**value, "qk_norm": "head" if value["qk_norm"] else "none"}
     for key in value:
         if key not in hints:
-            raise ConfigError(f"{where} has no key '{key}'. {_nearest_key(str(key), list(hints))}")
+            known = _ALIASES[key] if _ALIASES.get(key) in hints else str(key)
+            raise ConfigError(f"{where} has no key '{key}'. {did_you_mean(known, list(hints))}")
     return kind(**{key: _convert(hints[key], item, f"{where}.{key}") for key, item in value.items()})
 
 
@@ -285,12 +281,13 @@ def identity(config: Config) -> dict[str, Any]:
     flat: dict[str, Any] = {}
 
     def walk(value: Any, path: str) -> None:
-        children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-        if children is None:
-            flat[path] = value
-        else:
-            for key, item in children:
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        if isinstance(value, dict):
+            for key, item in value.items():
                 walk(item, f"{path}.{key}")
+        else:
+            flat[path] = value
 
     plain = to_json(config)
     for name in _IDENTITY:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pe_lab.errors import ConfigError, DataError, UnsupportedError
-from pe_lab.terminal import command
+from pe_lab.terminal import argument_parser, command
 
 if TYPE_CHECKING:
     from pe_lab.language_model import LanguageModel
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pe_lab.generate",
-        description="Continues a prompt. The continuation is streamed to stdout, the speed is printed to stderr.",
+    parser = argument_parser(
+        "generate", "Continues a prompt. The continuation is streamed to stdout, the speed is printed to stderr."
     )
     parser.add_argument("--from", dest="source", required=True, help="a run, a checkpoint, hf:DIR or gguf:FILE")
     what = parser.add_mutually_exclusive_group(required=True)
@@ -122,7 +121,7 @@ def why_empty(new_tokens: int) -> str:
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     if args.batch < 1:
         raise ConfigError(f"--batch is {args.batch}; continue at least one prompt at a time.")
@@ -140,22 +139,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.drop:
         lm = lm.drop_positional()
     if args.positional:
-        items = args.positional.split("+")
-        lm = lm.with_positional(items if len(items) > 1 else items[0])
+        lm = lm.with_positional(args.positional)
     if args.attention:
         lm = lm.with_attention(args.attention)
     statistics = Statistics()
-    settings: dict[str, Any] = {
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "stop": args.stop,
-        "seed": args.seed,
-        "cache_length": args.cache_length,
-        "refresh": args.refresh,
-        "statistics": statistics,
-    }
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "cache_length", "refresh")
+    settings: dict[str, Any] = {name: getattr(args, name) for name in names} | {"statistics": statistics}
     given = [as_chat(lm, prompt) for prompt in prompts] if args.chat else prompts
     try:
         if args.prompts:

@@ -15,7 +15,7 @@ from pe_lab.data.sources import Source, open_source
 from pe_lab.data.tokenizers import load_tokenizer, train_sentencepiece, training_size
 from pe_lab.errors import ConfigError
 from pe_lab.storage import local_path
-from pe_lab.terminal import command, table
+from pe_lab.terminal import argument_parser, command, table
 
 DESCRIPTION = """\
 Tokenizes a corpus and writes it to a directory of ArrayRecord shards, with a metadata.json (source,
@@ -46,12 +46,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
-        prog="python -m pe_lab.prepare",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = argument_parser("prepare", DESCRIPTION, EXAMPLES)
     p.add_argument("--source", required=True, help="the corpus, see below")
     p.add_argument("--tokenizer", required=True, help="the tokenizer, see below")
     p.add_argument("--out", required=True, metavar="DIR", help="directory to write; must not exist, or be empty")
@@ -68,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     if args.limit_documents is not None and args.limit_documents < 1:
         raise ConfigError(f"--limit-documents={args.limit_documents} must be at least 1.")

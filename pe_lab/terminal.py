@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import sys
@@ -16,20 +17,31 @@ LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
 def command(main: Callable[..., int]) -> Callable[..., int]:
-    """Wraps a command's `main`: a `UserError` becomes one message on stderr and exit status 2.
+    """Wraps a command's `main`, which gets a list of arguments, by default those of the command line.
 
-    `TrainingDiverged` becomes a message and status 1.
+    A `UserError` becomes one message on stderr and exit status 2, `TrainingDiverged` a message and status 1.
     """
 
     @functools.wraps(main)
     def wrapper(argv: Sequence[str] | None = None) -> int:
         try:
-            return main(argv)
+            return main(sys.argv[1:] if argv is None else list(argv))
         except (UserError, TrainingDiverged) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2 if isinstance(error, UserError) else 1
 
     return wrapper
+
+
+def argument_parser(command: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    """The parser of `python -m pe_lab.COMMAND`. Its help wraps the texts, unless they have lines of their own."""
+    own_lines = "\n" in description + (epilog or "")
+    return argparse.ArgumentParser(
+        prog=f"python -m pe_lab.{command}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter if own_lines else argparse.HelpFormatter,
+    )
 
 
 def console(quiet: bool = False, stderr: bool = False, markup: bool = False) -> Any:

@@ -14,7 +14,7 @@ from pe_lab.data.tokenizers import KIND_FILE, save_tokenizer
 from pe_lab.parallel import has_accelerator, keep_freed_memory, start_processes
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import local_path, new_directory
-from pe_lab.terminal import command, console
+from pe_lab.terminal import argument_parser, command, console
 from pe_lab.training import Stopped, open_run, train_phase
 from pe_lab.training.logs import claim_workdir, write_run
 from pe_lab.training.machine import peak_flops
@@ -22,10 +22,10 @@ from pe_lab.training.machine import peak_flops
 
 def parser() -> argparse.ArgumentParser:
     """The command line of this command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pe_lab.train",
-        description="Trains every phase of a recipe. Run it again to continue an interrupted run.",
-        epilog="Any key of the recipe can be set: --config.model.layers=4 --config.phases.0.steps=100",
+    parser = argument_parser(
+        "train",
+        "Trains every phase of a recipe. Run it again to continue an interrupted run.",
+        "Any key of the recipe can be set: --config.model.layers=4 --config.phases.0.steps=100",
     )
     parser.add_argument("--config", required=True, help="recipe, with an argument after a colon: configs/x.py:quick")
     parser.add_argument("--workdir", help="where the run is written; runs/NAME by default")
@@ -33,8 +33,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else list(argv)
+def main(argv: Sequence[str]) -> int:
     rest, overrides = split_overrides(argv)
     args = parser().parse_args(rest)
     config = load_config(args.config, overrides)

@@ -1,34 +1,6 @@
 """The device mesh, logical axes, and the start of several processes."""
 
-from pe_lab.parallel.context import balanced_order, padded_length
 from pe_lab.parallel.host_memory import keep_freed_memory
-from pe_lab.parallel.mesh import check_batch, make_mesh, mesh_shape
+from pe_lab.parallel.mesh import balanced_order, check_batch, make_mesh, mesh_shape, padded_length
 from pe_lab.parallel.processes import has_accelerator, hide_absent_tpu, start_processes
-from pe_lab.parallel.sharding import (
-    AxisRules,
-    constrain,
-    context_size,
-    current_mesh,
-    platform,
-    slots_are_cut,
-    use_mesh,
-)
-
-__all__ = [
-    "AxisRules",
-    "balanced_order",
-    "check_batch",
-    "constrain",
-    "context_size",
-    "current_mesh",
-    "has_accelerator",
-    "hide_absent_tpu",
-    "keep_freed_memory",
-    "make_mesh",
-    "mesh_shape",
-    "padded_length",
-    "platform",
-    "slots_are_cut",
-    "start_processes",
-    "use_mesh",
-]
+from pe_lab.parallel.sharding import AxisRules, constrain, context_size, current_mesh, platform, slots_are_cut, use_mesh

@@ -15,10 +15,9 @@ from pe_lab.positional.encodings import (
     follows_length,
     frequencies,
 )
-from pe_lab.positional.heads import Bands, Gaussian, HeadEdit, Uniform
-from pe_lab.positional.layers import Beta, Drop, Layer, Rescale, drop, rescale
+from pe_lab.positional.layers import Bands, Beta, Drop, Gaussian, HeadEdit, Layer, Pattern, Rescale, Uniform
 from pe_lab.positional.layouts import CANONICAL, Layout, channel_order, from_canonical, to_canonical
-from pe_lab.positional.patterns import Pattern, layers, pattern, read_with, rnope_swa, smollm3, swan
+from pe_lab.positional.patterns import drop, layers, pattern, read_with, rescale, rnope_swa, smollm3, swan
 from pe_lab.positional.rotation import Warp, angles, apply_p_rope, apply_rope, rotate, rotation_tables
 from pe_lab.positional.scalings import (
     NTK,
@@ -33,70 +32,3 @@ from pe_lab.positional.scalings import (
     Yarn,
 )
 from pe_lab.positional.schedule import LayerStructure, Schedule, build_schedule, describe
-
-__all__ = [
-    "CANONICAL",
-    "NTK",
-    "PI",
-    "Alibi",
-    "Bands",
-    "Beta",
-    "Drop",
-    "DynamicNTK",
-    "DynamicYarn",
-    "Encoding",
-    "Gaussian",
-    "HeadEdit",
-    "Layer",
-    "LayerStructure",
-    "Layout",
-    "Llama3",
-    "LongRope",
-    "NTKByParts",
-    "NoPE",
-    "NotebookBias",
-    "NotebookNTK",
-    "NotebookYarn",
-    "PartialRope",
-    "Pattern",
-    "Rescale",
-    "Rope",
-    "Scaling",
-    "Schedule",
-    "Uniform",
-    "Warp",
-    "Yarn",
-    "alibi_slopes",
-    "angles",
-    "apply_p_rope",
-    "apply_rope",
-    "build_schedule",
-    "channel_order",
-    "denoise",
-    "describe",
-    "dope_by_all",
-    "dope_by_gaussian",
-    "dope_by_parts",
-    "drop",
-    "family",
-    "follows_length",
-    "frequencies",
-    "from_canonical",
-    "from_json",
-    "label",
-    "label_layers",
-    "layers",
-    "parse",
-    "pattern",
-    "read_scores",
-    "read_with",
-    "rescale",
-    "rnope_swa",
-    "rotate",
-    "rotation_tables",
-    "select_heads",
-    "smollm3",
-    "swan",
-    "to_canonical",
-    "to_json",
-]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+from pe_lab.config import register_descriptions
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.positional.encodings import ENCODINGS, Alibi, NoPE, NotebookBias, NotebookYarn, PartialRope, Rope
-from pe_lab.positional.heads import HEAD_KINDS, HeadEdit
-from pe_lab.positional.layers import Beta, Layer
+from pe_lab.positional.layers import HEAD_KINDS, Beta, Drop, HeadEdit, Layer, Pattern, Rescale
 from pe_lab.positional.scalings import SCALINGS
 
 _ROPE_KEYS = ("base", "fraction")
@@ -36,29 +36,30 @@ def parse(text: str) -> Layer:
     edits = []
     for item in tail:
         key, _, value = item.partition("=")
-        field = {"beta": "logit_scale"}.get(key, key)
+        field = "logit_scale" if key == "beta" else key
         if field in options:
             raise ConfigError(f"'{text}': '{item}' comes after another {field}; give one of them.")
         if key == "window" and value.isdecimal():
-            options["window"] = int(value)
+            options[field] = int(value)
         elif key == "logit_scale":
-            options["logit_scale"] = _of_type("float", _number(value, text, item), f"'{text}': logit_scale")
+            options[field] = _number(value, text, item)
         elif key == "beta" and "@" in value:
             coefficient, _, length = value.partition("@")
             values = {"coefficient": _number(coefficient, text, item), "original_length": _number(length, text, item)}
-            options["logit_scale"] = build(Beta, values, text)
+            options[field] = values
         elif key == "heads" and ":" in value:
             chosen, _, encoding = value.partition(":")
-            edits.append(HeadEdit(tuple(numbers_and_ranges(chosen, f"'{text}'")), _encoding(encoding, text)))
+            edits.append({"heads": numbers_and_ranges(chosen, f"'{text}'"), "to": _encoding(encoding, text)})
         else:
             raise ConfigError(
                 f"'{text}': after '/' give window=TOKENS, logit_scale=X, beta=C@LENGTH or heads=0-3:ENCODING, not "
                 f"'{item}'."
             )
-    return Layer(_encoding(head, text), heads=tuple(edits), **options)
+    return build(Layer, {"encoding": _encoding(head, text), "heads": edits, **options}, text)
 
 
-def _encoding(part: str, text: str) -> Any:
+def _encoding(part: str, text: str) -> dict[str, Any]:
+    """The JSON of an encoding from its part of a text."""
     name, _, arguments = part.partition(":")
     values: dict[str, Any] = {}
     for item in filter(None, arguments.split(",")):
@@ -76,14 +77,13 @@ def _encoding(part: str, text: str) -> Any:
         values["scaling"], name = name, "rope"
     if name not in ENCODINGS:
         raise ConfigError(f"'{text}': there is no encoding '{name}'. {did_you_mean(name, [*ENCODINGS, *SCALINGS])}")
-    kind = ENCODINGS[name]
-    if "scaling" in values and kind in (Rope, PartialRope):
-        scaling = values.pop("scaling")
-        if scaling not in SCALINGS:
-            raise ConfigError(f"'{text}': there is no scaling '{scaling}'. {did_you_mean(scaling, list(SCALINGS))}")
-        rope = {k: values.pop(k) for k in _ROPE_KEYS if k in values}
-        return kind(**rope, scaling=build(SCALINGS[scaling], values, text, also=_ROPE_KEYS))
-    return build(kind, values, text)
+    if "scaling" not in values or ENCODINGS[name] not in (Rope, PartialRope):
+        return {"kind": name, **values}
+    scaling = values.pop("scaling")
+    if scaling not in SCALINGS:
+        raise ConfigError(f"'{text}': there is no scaling '{scaling}'. {did_you_mean(scaling, list(SCALINGS))}")
+    own = {key: values.pop(key) for key in _ROPE_KEYS if key in values}
+    return {"kind": name, **own, "scaling": {"kind": scaling, **values}}
 
 
 _WORDS = {"true": True, "false": False, "none": None}
@@ -110,39 +110,70 @@ def numbers_and_ranges(chosen: str, where: str) -> list[int]:
     return found
 
 
-def build(kind: type, values: Mapping[str, Any], where: str, also: Sequence[str] = ()) -> Any:
-    """A dataclass from plain values, each checked against the type of its field; `also`: more names for messages."""
+def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
+    """A dataclass from plain values, each read as the type of its field says."""
     fields = {f.name: f for f in dataclasses.fields(kind)}
     ready = {}
     for key, value in values.items():
+        if (key, value) == ("kind", kind.__name__):
+            continue  # earlier versions wrote it where it need not be
         if key not in fields:
-            allowed = [*fields, *also]
+            # A text has the keys of RoPE among those of its scaling.
+            allowed = [*fields, *(_ROPE_KEYS if kind in SCALINGS.values() else ())]
             advice = did_you_mean(key, allowed) if allowed else "It takes nothing."
             raise ConfigError(f"'{where}': {kind.__name__} has no '{key}'. {advice}")
-        ready[key] = _of_type(str(fields[key].type), value, f"'{where}': {kind.__name__}.{key}")
+        ready[key] = _of_type(str(fields[key].type), value, where, f"{kind.__name__}.{key}")
     required = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
     if required:
         raise ConfigError(f"'{where}': {kind.__name__} needs {', '.join(required)}.")
     return kind(**ready)
 
 
-def _of_type(declared: str, value: Any, where: str) -> Any:
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+# By the type of a field: the descriptions that it may hold, and what a list of such items is called.
+_DESCRIPTIONS: dict[str, Mapping[str, type]] = {"Encoding": ENCODINGS, "HeadKind": HEAD_KINDS, "Scaling": SCALINGS}
+_LISTS = {
+    "float": "a list of numbers; a text cannot hold one",
+    "int": "a list of whole numbers",
+    "HeadEdit": "a list of edits, each written {'heads': [0], 'to': {'kind': ...}}",
+    "Any": "a list of layers",
+}
+
+
+def _of_type(declared: str, value: Any, where: str, name: str) -> Any:
+    """The value of a field, from plain data. What it refuses to hold is the description's to say."""
+
+    def wrong(needed: str) -> ConfigError:
+        return ConfigError(f"'{where}': {name} is {value!r}; it must be {needed}.")
+
+    if value is None and declared.endswith("None"):
+        return None
+    declared = declared.removesuffix(" | None")
+    if declared.startswith("tuple"):
+        item = declared.partition("[")[2].partition(",")[0]
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise wrong(_LISTS[item])
+        items = tuple(_of_type(item, one, where, name) for one in value)
+        if item == "int" and not all(isinstance(one, int) for one in items):
+            raise wrong(_LISTS[item])
+        return items
+    if declared in _DESCRIPTIONS and (isinstance(value, Mapping) or declared != "Scaling"):
+        return kind_from_json(value, _DESCRIPTIONS[declared], where)
+    if declared == "HeadEdit":
+        if not isinstance(value, Mapping):
+            raise wrong(_LISTS[declared])
+        return build(HeadEdit, {"heads": (), "to": None, **value}, where)
+    if declared == "float | Beta" and isinstance(value, Mapping):
+        return build(Beta, value, where)
+    if declared == "Any":
+        return description_from_json(value) if isinstance(value, Mapping) else value
     if declared == "bool":
         # In a text true and false may be numbers: truncate=0.
         if isinstance(value, bool) or value in (0, 1):
             return bool(value)
-        raise ConfigError(f"{where} is {value!r}; it must be true or false (1 or 0).")
-    if value is None and declared.endswith("None"):
-        return None
-    if declared.startswith("tuple"):
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            item = declared.partition("[")[2].partition(",")[0]
-            return tuple(_of_type(item, x, where) for x in value)
-        raise ConfigError(f"{where} is {value!r}; it must be a list of numbers; a text cannot hold one.")
-    if declared in ("float", "int", "float | None"):
-        if not number:
-            raise ConfigError(f"{where} is {value!r}; it must be a number.")
+        raise wrong("true or false (1 or 0)")
+    if declared.partition(" ")[0] in ("float", "int"):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise wrong("a number or a Beta's fields" if "Beta" in declared else "a number")
         # 1024.0 becomes 1024; the description refuses a fraction.
         return int(value) if declared == "int" and float(value).is_integer() else value
     return value
@@ -150,47 +181,7 @@ def _of_type(declared: str, value: Any, where: str) -> Any:
 
 def from_json(value: Mapping[str, Any]) -> Layer:
     """The `Layer` that `config.to_json` wrote; `ConfigError` for a kind or a field that this version does not know."""
-    where = str(dict(value))
-    rest = _fields_of(value, Layer, where)
-    scale = rest.get("logit_scale", 1.0)
-    if isinstance(scale, Mapping):
-        scale = build(Beta, _fields_of(scale, Beta, where), where)
-    elif isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise ConfigError(f"'{where}': logit_scale is {scale!r}; it must be a number or a Beta's fields.")
-    window = rest.get("window")
-    if window is not None and not _is_whole(window):
-        raise ConfigError(f"'{where}': window is {window!r}; it must be a whole number of tokens, or null.")
-    heads = rest.get("heads") or []
-    if not isinstance(heads, Sequence) or isinstance(heads, str):
-        raise ConfigError(f"'{where}': heads is {heads!r}; it must be a list of edits.")
-    edits = tuple(_edit_from_json(edit, where) for edit in heads)
-    return Layer(kind_from_json(rest.get("encoding"), ENCODINGS, where), window, scale, edits)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _edit_from_json(edit: Any, where: str) -> HeadEdit:
-    if not isinstance(edit, Mapping):
-        raise ConfigError(
-            f"'{where}': heads holds {edit!r}; an edit is written {{'heads': [0], 'to': {{'kind': ...}}}}."
-        )
-    rest = _fields_of(edit, HeadEdit, where)
-    chosen = rest.get("heads", ())
-    if not isinstance(chosen, Sequence) or isinstance(chosen, str) or not all(map(_is_whole, chosen)):
-        raise ConfigError(f"'{where}': heads of an edit are {chosen!r}; they must be a list of whole numbers.")
-    return HeadEdit(tuple(chosen), kind_from_json(rest.get("to"), HEAD_KINDS, where))
-
-
-def _fields_of(value: Mapping[str, Any], kind: type, where: str) -> dict[str, Any]:
-    """The JSON of a dataclass whose kind need not be written, without the kind that earlier versions wrote."""
-    allowed = [f.name for f in dataclasses.fields(kind)]
-    rest = {key: item for key, item in value.items() if (key, item) != ("kind", kind.__name__)}
-    for key in rest:
-        if key not in allowed:
-            raise ConfigError(f"'{where}': {kind.__name__} has no '{key}'. {did_you_mean(key, allowed)}")
-    return rest
+    return build(Layer, {"encoding": None, **value}, str(dict(value)))
 
 
 def kind_from_json(value: Any, kinds: Mapping[str, type], where: str) -> Any:
@@ -202,9 +193,19 @@ def kind_from_json(value: Any, kinds: Mapping[str, type], where: str) -> Any:
     found = next((kind for name, kind in kinds.items() if written in (name, kind.__name__)), None)
     if found is None:
         raise ConfigError(f"'{where}': there is no kind '{written}'. {did_you_mean(str(written), [*kinds])}")
-    if isinstance(rest.get("scaling"), Mapping):
-        rest["scaling"] = kind_from_json(rest["scaling"], SCALINGS, where)
     return build(found, rest, where)
+
+
+def description_from_json(value: Mapping[str, Any]) -> Any:
+    """A `Layer`, an encoding, a pattern or an edit from the JSON of `config.to_json`, also of earlier versions."""
+    if value.get("kind", "Layer") == "Layer":
+        return from_json(value)
+    return kind_from_json(value, {**ENCODINGS, **_EDITS}, str(dict(value)))
+
+
+# Layer, HeadEdit and Beta have no kind: their place and their keys identify them.
+_EDITS: dict[str, type] = {"pattern": Pattern, "drop": Drop, "rescale": Rescale}
+register_descriptions({**HEAD_KINDS, **SCALINGS, **_EDITS}, description_from_json)
 
 
 def label(layer: Layer) -> str:
@@ -223,28 +224,23 @@ def label(layer: Layer) -> str:
 
 def label_layers(layers: Sequence[Layer]) -> str:
     """The labels of all layers in one line, equal ones joined: `rope(base=10000) on layers 0-2; nope on layer 3`."""
-    equal: dict[str, list[int]] = {}
-    for n, layer in enumerate(layers):
-        equal.setdefault(label(layer), []).append(n)
+    equal = ranges_by(map(label, layers))
     if len(equal) == 1:
         return next(iter(equal))
-    return "; ".join(f"{text} on layer{'s' * (len(at) > 1)} {ranges(at)}" for text, at in equal.items())
+    return "; ".join(f"{text} on layer{'s' * (not at.isdecimal())} {at}" for text, at in equal.items())
 
 
 def _name(kind: Any) -> str:
-    text = _call(kind, skip=("scaling",))
-    scaling = getattr(kind, "scaling", None)
-    return text if scaling is None else text + " + " + _call(scaling)
-
-
-def _call(value: Any, skip: Sequence[str] = ()) -> str:
-    name = next(name for name, kind in {**HEAD_KINDS, **SCALINGS}.items() if kind is type(value))
+    """A description's name with the values that its class does not determine, and its scaling's."""
+    name = next(name for name, known in {**HEAD_KINDS, **SCALINGS}.items() if known is type(kind))
     shown = []
-    for f in dataclasses.fields(value):
-        v = getattr(value, f.name)
-        if f.name not in skip and (f.name == "base" or f.default is dataclasses.MISSING or v != f.default):
-            shown.append(f"{f.name}={_short(v)}")
-    return f"{name}({', '.join(shown)})" if shown else name
+    for f in dataclasses.fields(kind):
+        value = getattr(kind, f.name)
+        if f.name != "scaling" and (f.name == "base" or f.default is dataclasses.MISSING or value != f.default):
+            shown.append(f"{f.name}={_short(value)}")
+    text = f"{name}({', '.join(shown)})" if shown else name
+    scaling = getattr(kind, "scaling", None)
+    return text if scaling is None else f"{text} + {_name(scaling)}"
 
 
 def _short(value: Any) -> str:
@@ -265,6 +261,14 @@ def ranges(numbers_: Sequence[int]) -> str:
         else:
             runs.append([h, h])
     return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs)
+
+
+def ranges_by(values: Iterable[Hashable]) -> dict[Any, str]:
+    """The places of each distinct value, such as {"rope": "0-2", "nope": "3"}, in the order of the first places."""
+    places: dict[Hashable, list[int]] = {}
+    for n, value in enumerate(values):
+        places.setdefault(value, []).append(n)
+    return {value: ranges(at) for value, at in places.items()}
 
 
 def family(layer: Layer) -> str:

@@ -15,8 +15,7 @@ from jaxtyping import Float
 
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.positional.encodings import NoPE
-from pe_lab.positional.heads import Bands, Gaussian, HeadEdit, HeadKind, Uniform
-from pe_lab.positional.layers import Layer
+from pe_lab.positional.layers import Bands, Gaussian, HeadEdit, HeadKind, Layer, Uniform
 
 Head = tuple[int, int]  # (layer, query head)
 
@@ -133,7 +132,6 @@ def dope_by_gaussian(
     1.0 and one fixed seed, 42: `dope_by_gaussian(layers, heads, 42, 1.0, one_seed=True)`.
 
     Args:
-      layers, heads: the layers, and the (layer, head) pairs to change.
       seed: not negative; with `one_seed` in [1, 2^32).
       sigma: standard deviation of the noise; None is that of the other heads' components at the same token.
       one_seed: all heads have the same noise; otherwise `seed`, layer and head determine it.

@@ -12,20 +12,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from pe_lab.errors import ConfigError
-from pe_lab.positional.scalings import SCALINGS, Scaling, check_fields, require
+from pe_lab.positional.scalings import SCALINGS, Checked, Scaling, require
 
 
-def _check_rope(encoding: Rope | PartialRope) -> None:
-    check_fields(encoding)
-    require(
-        encoding.scaling is None or isinstance(encoding.scaling, Scaling),
-        f"{type(encoding).__name__}.scaling is {encoding.scaling!r}; give None or one of "
-        f"{', '.join(s.__name__ for s in SCALINGS.values())}(...).",
-    )
+class _Rotary(Checked):
+    """Base of the encodings with a scaling."""
+
+    scaling: Scaling | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = ", ".join(kind.__name__ for kind in SCALINGS.values())
+        require(
+            self.scaling is None or isinstance(self.scaling, Scaling),
+            f"{type(self).__name__}.scaling is {self.scaling!r}; give None or one of {names}(...).",
+        )
 
 
 @dataclass(frozen=True)
-class Rope:
+class Rope(_Rotary):
     """Rotary embedding (Su et al. 2021) with an optional scaling.
 
     `fraction` < 1 is p-RoPE (Barbero et al. 2024): the full spectrum over head_dim, of which the lowest frequencies
@@ -36,12 +41,9 @@ class Rope:
     fraction: float = 1.0
     scaling: Scaling | None = None
 
-    def __post_init__(self) -> None:
-        _check_rope(self)
-
 
 @dataclass(frozen=True)
-class PartialRope:
+class PartialRope(_Rotary):
     """Rotary embedding on the first channels only: `fraction` of head_dim, made even by rounding up.
 
     The spectrum is that of a head as wide as the rotated part: w_i = base^(-2i/r).
@@ -50,9 +52,6 @@ class PartialRope:
     base: float = 10000.0
     fraction: float = 0.25
     scaling: Scaling | None = None
-
-    def __post_init__(self) -> None:
-        _check_rope(self)
 
     def rotated_channels(self, head_dim: int) -> int:
         channels = int(head_dim * self.fraction)
@@ -70,7 +69,7 @@ class Alibi:
 
 
 @dataclass(frozen=True)
-class NotebookYarn:
+class NotebookYarn(Checked):
     """The notebook's "YaRN": RoPE with position n replaced by n * m(n).
 
     m goes from `alpha` to `beta` linearly over `blend` tokens on either side of `original_length`. There is no ramp
@@ -85,10 +84,7 @@ class NotebookYarn:
     blend: int = 16
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        for field in ("alpha", "beta"):
-            value = getattr(self, field)
-            require(0 < value <= 16, f"NotebookYarn.{field} is {value}; it must be above 0 and at most 16.")
+        super().__post_init__()
         require(
             0 < self.blend <= self.original_length and self.blend == int(self.blend),
             f"NotebookYarn.blend is {self.blend}; it must lie in [1, original_length], which is "
@@ -97,7 +93,7 @@ class NotebookYarn:
 
 
 @dataclass(frozen=True)
-class NotebookBias:
+class NotebookBias(Checked):
     """The notebook's "NoPE": `strength` added to the diagonal of the logits, at positions below `original_length`.
 
     There is no other encoding. Only for comparison with the notebook; `NoPE` is NoPE.
@@ -105,10 +101,6 @@ class NotebookBias:
 
     strength: float = 2.0
     original_length: int = 128
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        require(math.isfinite(self.strength), f"NotebookBias.strength is {self.strength}; it must be finite.")
 
 
 Encoding = Rope | PartialRope | NoPE | Alibi | NotebookYarn | NotebookBias

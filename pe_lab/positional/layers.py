@@ -1,23 +1,87 @@
-"""The positional encoding of one layer as a description, and edits of all layers of a model."""
+"""The positional encoding of one layer as a description, with its edits of single heads, and edits of all layers."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pe_lab.config import OMIT_DEFAULT
 from pe_lab.errors import ConfigError
-from pe_lab.positional.encodings import Encoding, NoPE, NotebookBias, NotebookYarn, PartialRope, Rope, follows_length
-from pe_lab.positional.heads import HeadEdit
-from pe_lab.positional.scalings import SCALINGS, Scaling, check_fields, require, stretch
+from pe_lab.positional.encodings import (
+    ENCODINGS,
+    Encoding,
+    NoPE,
+    NotebookBias,
+    NotebookYarn,
+    PartialRope,
+    Rope,
+    follows_length,
+)
+from pe_lab.positional.scalings import SCALINGS, Checked, Scaling, require, stretch
 
 
 @dataclass(frozen=True)
-class Beta:
+class Bands(Checked):
+    """DoPE-by-parts (eq. 32 to 34): the pairs on one side of a threshold are removed from queries and keys.
+
+    Equation 32 keeps pairs of at most `threshold` radians a position ("slow"); its text, and the aim of the method,
+    keep the faster ones ("fast"). The paper's threshold is 2 pi / training length (eq. 33).
+    """
+
+    threshold: float
+    keep: Literal["slow", "fast"] = "fast"
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """DoPE-by-all as eq. 35 is printed: queries and keys are zero, and the head's attention is uniform."""
+
+
+@dataclass(frozen=True)
+class Gaussian(Checked):
+    """DoPE-by-Gaussian (eq. 36, 37): queries and keys of the head are noise.
+
+    Attributes:
+      seed: in [1, 2^32); the noise is a function of it and of a token's position.
+      sigma: the noise's standard deviation, one for all noisy heads of a layer. None: that of the other heads'
+        rotated components, as the paper's body has it; its appendix A.2 has 1.0.
+    """
+
+    seed: int
+    sigma: float | None = field(default=None, metadata=OMIT_DEFAULT)
+
+
+HeadKind = Encoding | Bands | Uniform | Gaussian
+HEAD_KINDS: dict[str, type] = {**ENCODINGS, "bands": Bands, "uniform": Uniform, "gaussian": Gaussian}
+
+
+@dataclass(frozen=True)
+class HeadEdit:
+    """Some query heads of a layer, and the encoding or the denoising that replaces the layer's.
+
+    `NoPE()` removes a head's encoding (the prose of DoPE-by-all), another encoding replaces it, and `Bands`, `Uniform`
+    and `Gaussian` denoise it. Query heads that share a key head may differ.
+    """
+
+    heads: tuple[int, ...]
+    to: HeadKind
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "heads", tuple(int(h) for h in self.heads))
+        require(bool(self.heads), "HeadEdit.heads is empty; name at least one query head.")
+        require(
+            isinstance(self.to, HeadKind) and not isinstance(self.to, NotebookYarn | NotebookBias),
+            f"HeadEdit.to is {self.to!r}; a head can have an encoding (the notebook's are whole layers'), Bands, "
+            "Uniform or Gaussian.",
+        )
+
+
+@dataclass(frozen=True)
+class Beta(Checked):
     """A logit scale that depends on the length: 1 + `coefficient` * ln(n / L) for n > L tokens, else 1.
 
     DroPE (App. C.2) fits the coefficient: 0.412 for its model trained from scratch, 0.103 for SmolLM.
@@ -26,10 +90,6 @@ class Beta:
 
     coefficient: float
     original_length: int
-
-    def __post_init__(self) -> None:
-        require(math.isfinite(self.coefficient), f"Beta.coefficient is {self.coefficient}; it must be finite.")
-        check_fields(self)
 
     def at(self, length: int | None) -> float:
         """The scale for sequences of `length` tokens; `ConfigError` where a negative coefficient makes it negative."""
@@ -55,7 +115,7 @@ class Layer:
     heads: tuple[HeadEdit, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
+        if self.window is not None and (self.window < 1 or self.window % 1):
             raise ConfigError(f"Layer.window is {self.window}; give at least 1 token, or None for no window.")
         scale = self.logit_scale
         if not isinstance(scale, Beta) and not (isinstance(scale, numbers.Real) and 0 < scale < math.inf):
@@ -80,21 +140,22 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Pattern:
+    """Layers that repeat from the first layer up. With `cut`, the last repetition may be incomplete."""
+
+    items: tuple[Any, ...]
+    cut: bool = False
+
+
+@dataclass(frozen=True)
 class Drop:
     """DroPE's drop as an edit: the chosen layers (None: all) lose their encoding and head edits, and keep windows."""
 
     layers: tuple[int, ...] | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", None if self.layers is None else tuple(self.layers))
-
     def apply(self, before: Sequence[Layer]) -> tuple[Layer, ...]:
         """The layers after the drop; `ConfigError` for a layer that does not exist."""
-        chosen = _chosen("drop", self.layers, len(before))
-        return tuple(
-            dataclasses.replace(layer, encoding=NoPE(), heads=()) if n in chosen else layer
-            for n, layer in enumerate(before)
-        )
+        return _edit("drop", before, self.layers, lambda layer: dataclasses.replace(layer, encoding=NoPE(), heads=()))
 
 
 @dataclass(frozen=True)
@@ -105,15 +166,14 @@ class Rescale:
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", None if self.layers is None else tuple(self.layers))
         names = ", ".join(kind.__name__ for kind in SCALINGS.values())
         require(isinstance(self.scaling, Scaling), f"rescale needs a scaling ({names}), not {self.scaling!r}.")
 
     def apply(self, before: Sequence[Layer]) -> tuple[Layer, ...]:
         """The layers with the scaling; `ConfigError` where none of the chosen ones rotates."""
-        chosen = _chosen("rescale", self.layers, len(before))
-        after = tuple(self._scaled_layer(layer) if n in chosen else layer for n, layer in enumerate(before))
-        rotary = any(isinstance(before[n].encoding, Rope | PartialRope) for n in chosen)
+        after = _edit("rescale", before, self.layers, self._scaled_layer)
+        chosen = before if self.layers is None else [before[n] for n in self.layers]
+        rotary = any(isinstance(layer.encoding, Rope | PartialRope) for layer in chosen)
         require(
             rotary or after != tuple(before), "rescale: none of these layers is rotary; there is nothing to rescale."
         )
@@ -129,18 +189,11 @@ class Rescale:
         return encoding
 
 
-def drop(layers: Sequence[int] | None = None) -> Drop:
-    """For a phase's `positional`: the layers of the phase before without their encoding; None is all layers."""
-    return Drop(None if layers is None else tuple(layers))
-
-
-def rescale(scaling: Any, layers: Sequence[int] | None = None) -> Rescale:
-    """For a phase's `positional`: the layers of the phase before with another scaling; None is all layers."""
-    return Rescale(scaling, None if layers is None else tuple(layers))
-
-
-def _chosen(what: str, layers: Sequence[int] | None, count: int) -> set[int]:
-    for n in layers or ():
-        if not 0 <= n < count:
-            raise ConfigError(f"{what}: there is no layer {n}; the model has layers 0 to {count - 1}.")
-    return set(range(count)) if layers is None else set(layers)
+def _edit(
+    what: str, before: Sequence[Layer], chosen: Sequence[int] | None, change: Callable[[Layer], Layer]
+) -> tuple[Layer, ...]:
+    """`before` with the chosen layers changed; None is all layers."""
+    for n in chosen or ():
+        if not 0 <= n < len(before):
+            raise ConfigError(f"{what}: there is no layer {n}; the model has layers 0 to {len(before) - 1}.")
+    return tuple(change(layer) if chosen is None or n in chosen else layer for n, layer in enumerate(before))

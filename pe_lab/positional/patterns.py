@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from pe_lab.config import register_descriptions
 from pe_lab.errors import ConfigError
-from pe_lab.positional.codec import from_json, kind_from_json, parse
-from pe_lab.positional.encodings import ENCODINGS, Encoding, NoPE, Rope
-from pe_lab.positional.heads import HEAD_KINDS
-from pe_lab.positional.layers import Beta, Drop, Layer, Rescale
+from pe_lab.positional.codec import description_from_json, parse
+from pe_lab.positional.encodings import Encoding, NoPE, Rope
+from pe_lab.positional.layers import Beta, Drop, Layer, Pattern, Rescale
 from pe_lab.positional.scalings import SCALINGS
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """Layers that repeat from the first layer up. With `cut`, the last repetition may be incomplete."""
-
-    items: tuple[Any, ...]
-    cut: bool = False
 
 
 def pattern(items: Sequence[Any], cut: bool = False) -> Pattern:
     """A pattern such as `pattern(['rope/window=512'] * 3 + ['nope'])`; items as in `layers`."""
     return Pattern(tuple(items), cut)
+
+
+def drop(layers: Sequence[int] | None = None) -> Drop:
+    """For a phase's `positional`: the layers of the phase before without their encoding; None is all layers."""
+    return Drop(None if layers is None else tuple(layers))
+
+
+def rescale(scaling: Any, layers: Sequence[int] | None = None) -> Rescale:
+    """For a phase's `positional`: the layers of the phase before with another scaling; None is all layers."""
+    return Rescale(scaling, None if layers is None else tuple(layers))
 
 
 def rnope_swa(window: int, base: float = 10000.0) -> Pattern:
@@ -56,9 +56,9 @@ def layers(description: Any, num_layers: int, before: Sequence[Layer] | None = N
     """One `Layer` for each of N layers, from the description in a config.
 
     Args:
-      description: an encoding, a `Layer`, a text (see `parse`), the JSON of one, a sequence of these, which is
-        repeated as a pattern and whose length must divide N, `pattern(...)`, or an edit of earlier layers:
-        `drop(...)`, `rescale(...)`, the text 'drop'.
+      description: an encoding, a `Layer`, a text (see `parse`), the JSON of one, a sequence of these (or texts joined
+        by `+`), which is repeated as a pattern and whose length must divide N, `pattern(...)`, or an edit of earlier
+        layers: `drop(...)`, `rescale(...)`, the text 'drop'.
       num_layers: N.
       before: the layers that an edit changes; None if there are none.
 
@@ -76,11 +76,11 @@ def layers(description: Any, num_layers: int, before: Sequence[Layer] | None = N
         if len(before) != num_layers:
             raise ConfigError(f"An edit of {len(before)} layers cannot make {num_layers}: the model has another depth.")
         return description.apply(before)
-    if isinstance(description, Pattern):
-        items, cut = description.items, description.cut
-    else:
-        several = isinstance(description, Sequence) and not isinstance(description, str)
-        items, cut = tuple(description) if several else (description,), False
+    if isinstance(description, str):
+        description = re.split(r"\+(?=\s*[A-Za-z])", description)  # 1e+4 is a number
+    if not isinstance(description, Pattern):
+        description = Pattern(tuple(description) if isinstance(description, Sequence) else (description,))
+    items, cut = description.items, description.cut
     if not items or (num_layers % len(items) and not cut):
         raise ConfigError(
             f"A pattern of {len(items)} layers does not tile {num_layers} layers; its length must divide, or use "
@@ -95,11 +95,7 @@ def read_with(description: Any, before: Sequence[Layer], original_length: int) -
 
     `yarn:factor=4` scales the rotation of `before`, with its base and with `original_length` as the length to stretch
     from. As an encoding of its own it would have the default base instead of the weights' base.
-
-    Args:
-      description: as in `layers`.
-      before: the layers that the weights were trained with.
-      original_length: tokens of a training window.
+    `before` are the layers that the weights were trained with, in windows of `original_length` tokens.
     """
     if isinstance(description, str) and "+" not in description and "/" not in description:
         name, _, arguments = description.strip().partition(":")
@@ -121,20 +117,3 @@ def _layer(item: Any) -> Layer:
     if isinstance(item, Encoding):
         return Layer(item)
     raise ConfigError(f"{item!r} does not describe a layer; give an encoding, a Layer, or a text like 'rope'.")
-
-
-_EDITS: dict[str, type] = {"drop": Drop, "rescale": Rescale}
-
-
-def description_from_json(value: Mapping[str, Any]) -> Any:
-    """A `Layer`, an encoding, a pattern or an edit from the JSON of `config.to_json`, also of earlier versions."""
-    kind, where = value.get("kind", "Layer"), str(dict(value))
-    if kind in ("pattern", "Pattern"):
-        items = value.get("items", ())
-        read = [description_from_json(item) if isinstance(item, Mapping) else item for item in items]
-        return Pattern(tuple(read), bool(value.get("cut", False)))
-    return from_json(value) if kind == "Layer" else kind_from_json(value, {**ENCODINGS, **_EDITS}, where)
-
-
-# Layer, HeadEdit and Beta have no kind: their place and their keys identify them.
-register_descriptions({**HEAD_KINDS, **SCALINGS, "pattern": Pattern, **_EDITS}, description_from_json)

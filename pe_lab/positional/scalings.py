@@ -25,22 +25,41 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-# Fields that several descriptions share: the valid values, and the advice of the error message.
+# The fields of descriptions: their valid values, and the advice of the error message.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "base": (lambda x: 1 < x < math.inf, "it must be finite and above 1."),
     "fraction": (lambda x: 0 <= x <= 1, "it must lie in [0, 1]."),
     "factor": (lambda x: 1 <= x < math.inf, "it must be finite and at least 1."),
     "original_length": (lambda x: 0 < x < math.inf and x == int(x), "give the training length, a number of tokens."),
     "attention_factor": (lambda x: x is None or 0 < x < math.inf, "it must be finite and above 0, or left out."),
+    "coefficient": (math.isfinite, "it must be finite."),
+    "strength": (math.isfinite, "it must be finite."),
+    "alpha": (lambda x: 0 < x <= 16, "it must be above 0 and at most 16."),
+    "beta": (lambda x: 0 < x <= 16, "it must be above 0 and at most 16."),
+    "threshold": (lambda x: 0 < x < math.inf, "give radians per position, such as 2 pi / training length."),
+    "keep": (lambda x: x in ("slow", "fast"), "it must be slow or fast."),
+    "seed": (lambda x: 0 < x < 2**32 and x == int(x), "give a whole number in [1, 2^32)."),
+    "sigma": (lambda x: x is None or 0 < x < math.inf, "it must be finite and above 0, or left out."),
 }
 
 
-def check_fields(description: Any) -> None:
-    """Raises a `ConfigError` for a field of `_FIELDS` whose value is not valid."""
-    for name, (is_valid, advice) in _FIELDS.items():
-        if hasattr(description, name):
-            value = getattr(description, name)
-            require(is_valid(value), f"{type(description).__name__}.{name} is {value}; {advice}")
+class Checked:
+    """Base of the descriptions, which are frozen dataclasses: raises a `ConfigError` for a value that is not valid."""
+
+    def __post_init__(self) -> None:
+        kind, values = type(self).__name__, vars(self)
+        for name, (is_valid, advice) in _FIELDS.items():
+            if name in values:
+                require(is_valid(values[name]), f"{kind}.{name} is {values[name]!r}; {advice}")
+        if "beta_fast" in values:
+            fast, slow = values["beta_fast"], values["beta_slow"]
+            require(math.inf > fast > slow > 0, f"{kind} needs beta_fast > beta_slow > 0, and has {fast} and {slow}.")
+        if "mscale" in values:
+            one, other = values["mscale"], values["mscale_all_dim"]
+            both = f"{kind}.mscale is {one} and mscale_all_dim {other}; "
+            require(0 <= one < math.inf and 0 <= other < math.inf, both + "they must be finite and not negative.")
+            # transformers ignores one without the other.
+            require(bool(one) == bool(other), both + "give both, or neither.")
 
 
 def stretch(length: int | None, original_length: int) -> float:
@@ -48,22 +67,16 @@ def stretch(length: int | None, original_length: int) -> float:
     return max(1.0, (length or 0) / original_length)
 
 
-class Scaling:
+class Scaling(Checked):
     """Base of all scalings. `dynamic`: whether the frequencies depend on the length of the sequence."""
 
     dynamic: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
-        """The scaled frequencies and the factor on cos and sin.
+        """The scaled frequencies [d/2], and the factor on cos and sin.
 
-        Args:
-          inv_freq: [d/2] unscaled, radians per position.
-          base: of `inv_freq`.
-          dim: d.
-          length: tokens of the sequence; None is the training length or less.
+        `inv_freq` [d/2] is unscaled, in radians per position, of `base` and `dim` = d; `length` counts the tokens of
+        the sequence, and None is the training length or less.
         """
         raise NotImplementedError
 
@@ -112,82 +125,6 @@ class DynamicNTK(Scaling):
         return _enlarged_base(inv_freq, dim, growth, "DynamicNTK"), 1.0
 
 
-def ramp_bounds(
-    base: float, dim: int, original_length: int, beta_fast: float, beta_slow: float, truncate: bool = True
-) -> tuple[float, float]:
-    """The pair indices between which YaRN's ramp rises; unequal, within [0, dim - 1].
-
-    They are the pairs that make `beta_fast` and `beta_slow` rotations within `original_length` tokens; `truncate`
-    rounds them outwards.
-    """
-
-    def index(rotations: float) -> float:
-        return dim * math.log(original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = index(beta_fast), index(beta_slow)
-    if truncate:
-        low, high = float(math.floor(low)), float(math.ceil(high))
-    low, high = max(low, 0.0), min(high, dim - 1.0)
-    require(
-        low <= high,
-        f"YaRN: within {original_length} tokens, at base {base:g}, no pair of {dim} channels makes between "
-        f"{beta_slow:g} and {beta_fast:g} rotations: nothing to interpolate. Check original_length and the base.",
-    )
-    return low, high + 0.001 if low == high else high
-
-
-def _check_ramp(scaling: Any) -> None:
-    require(
-        math.inf > scaling.beta_fast > scaling.beta_slow > 0,
-        f"{type(scaling).__name__} needs beta_fast > beta_slow > 0, and has {scaling.beta_fast} and "
-        f"{scaling.beta_slow}.",
-    )
-
-
-def _check_mscales(scaling: Any) -> None:
-    both = f"{type(scaling).__name__}.mscale is {scaling.mscale} and mscale_all_dim {scaling.mscale_all_dim}; "
-    valid = 0 <= scaling.mscale < math.inf and 0 <= scaling.mscale_all_dim < math.inf
-    require(valid, both + "they must be finite and not negative.")
-    # transformers ignores one without the other.
-    require(bool(scaling.mscale) == bool(scaling.mscale_all_dim), both + "give both, or neither.")
-
-
-def _interpolated_by_parts(inv_freq: np.ndarray, factor: float, bounds: tuple[float, float]) -> np.ndarray:
-    """Frequencies with slow pairs divided by `factor`, fast ones kept, and a linear ramp in the pair index between."""
-    low, high = bounds
-    slow = np.clip((np.arange(len(inv_freq)) - low) / (high - low), 0, 1)
-    # In this order of operations factor 1 changes no bit: a dynamic scheme equals RoPE up to its length.
-    return inv_freq * (1 - slow + slow / factor)
-
-
-@dataclass(frozen=True)
-class NTKByParts(Scaling):
-    """NTK-by-parts: YaRN's frequencies without its attention factor (Peng et al. 2023, Section 3.2)."""
-
-    factor: float
-    original_length: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_ramp(self)
-
-    def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
-        bounds = ramp_bounds(base, dim, self.original_length, self.beta_fast, self.beta_slow, self.truncate)
-        return _interpolated_by_parts(inv_freq, self.factor, bounds), 1.0
-
-
-def yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -> float:
-    """g(mscale) / g(mscale_all_dim) where both are given, else g(1), with g(m) = 0.1 m ln(factor) + 1."""
-
-    def g(m: float) -> float:
-        return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
-
-    return g(mscale) / g(mscale_all_dim) if mscale and mscale_all_dim else g(1.0)
-
-
 @dataclass(frozen=True)
 class Yarn(Scaling):
     """YaRN: slow pairs are interpolated, fast ones kept, and logits scaled up (Peng et al. 2023).
@@ -206,19 +143,57 @@ class Yarn(Scaling):
     attention_factor: float | None = None
     truncate: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_ramp(self)
-        _check_mscales(self)
-
     def ramp_bounds(self, base: float, dim: int) -> tuple[float, float]:
-        return ramp_bounds(base, dim, self.original_length, self.beta_fast, self.beta_slow, self.truncate)
+        """The pair indices between which the ramp rises; unequal, within [0, dim - 1].
+
+        They are the pairs that make `beta_fast` and `beta_slow` rotations within `original_length` tokens; `truncate`
+        rounds them outwards.
+        """
+
+        def index(rotations: float) -> float:
+            return dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+        low, high = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            low, high = float(math.floor(low)), float(math.ceil(high))
+        low, high = max(low, 0.0), min(high, dim - 1.0)
+        require(
+            low <= high,
+            f"YaRN: within {self.original_length} tokens, at base {base:g}, no pair of {dim} channels makes between "
+            f"{self.beta_slow:g} and {self.beta_fast:g} rotations: nothing to interpolate. Check original_length and "
+            "the base.",
+        )
+        return low, high + 0.001 if low == high else high
 
     def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
-        attention_factor = self.attention_factor
-        if attention_factor is None:
-            attention_factor = yarn_attention_factor(self.factor, self.mscale, self.mscale_all_dim)
-        return _interpolated_by_parts(inv_freq, self.factor, self.ramp_bounds(base, dim)), attention_factor
+        low, high = self.ramp_bounds(base, dim)
+        slow = np.clip((np.arange(len(inv_freq)) - low) / (high - low), 0, 1)
+        # In this order of operations factor 1 changes no bit: a dynamic scheme equals RoPE up to its length.
+        return inv_freq * (1 - slow + slow / self.factor), self._attention_factor()
+
+    def _attention_factor(self) -> float:
+        """g(mscale) / g(mscale_all_dim) where both are given, else g(1), with g(m) = 0.1 m ln(factor) + 1."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+
+        def g(m: float) -> float:
+            return 0.1 * m * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+        return g(self.mscale) / g(self.mscale_all_dim) if self.mscale else g(1.0)
+
+
+@dataclass(frozen=True)
+class NTKByParts(Scaling):
+    """NTK-by-parts: YaRN's frequencies without its attention factor (Peng et al. 2023, Section 3.2)."""
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
+        return Yarn(**vars(self), attention_factor=1.0).scale(inv_freq, base, dim, length)
 
 
 @dataclass(frozen=True)
@@ -234,16 +209,8 @@ class DynamicYarn(Scaling):
 
     dynamic: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_ramp(self)
-        _check_mscales(self)
-
     def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
-        factor = stretch(length, self.original_length)
-        bounds = ramp_bounds(base, dim, self.original_length, self.beta_fast, self.beta_slow, self.truncate)
-        attention_factor = yarn_attention_factor(factor, self.mscale, self.mscale_all_dim)
-        return _interpolated_by_parts(inv_freq, factor, bounds), attention_factor
+        return Yarn(**vars(self), factor=stretch(length, self.original_length)).scale(inv_freq, base, dim, length)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import jax
@@ -13,10 +13,9 @@ import numpy as np
 from jaxtyping import Float, UInt32
 
 from pe_lab.errors import ConfigError
-from pe_lab.positional.codec import label, ranges
+from pe_lab.positional.codec import label, ranges_by
 from pe_lab.positional.encodings import Alibi, NotebookBias, NotebookYarn, alibi_slopes, frequencies
-from pe_lab.positional.heads import HeadArrays, edit_heads
-from pe_lab.positional.layers import Layer
+from pe_lab.positional.layers import Bands, Gaussian, Layer, Uniform
 from pe_lab.positional.rotation import Warp, fixed_point_frequencies
 from pe_lab.terminal import table
 
@@ -46,6 +45,7 @@ class LayerStructure:
     diagonal_bias: tuple[float, int] | None = None
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Schedule:
     """The positional encoding of a whole model, as arrays. A pytree: `structure` is static, the rest is data.
@@ -69,8 +69,8 @@ class Schedule:
     logit_scale: Float[ArrayLike, " N"]
     noise: UInt32[ArrayLike, "N H"]
     noise_sigma: Float[ArrayLike, " N"]
-    structure: tuple[LayerStructure, ...]
-    same_rotation: bool = False
+    structure: tuple[LayerStructure, ...] = field(metadata={"static": True})
+    same_rotation: bool = field(default=False, metadata={"static": True})
 
     @property
     def num_layers(self) -> int:
@@ -104,13 +104,6 @@ class Schedule:
         return dataclasses.replace(self, structure=structure, same_rotation=False)
 
 
-jax.tree_util.register_dataclass(
-    Schedule,
-    data_fields=["inv_freq", "gain", "fixed_freq", "alibi_slope", "logit_scale", "noise", "noise_sigma"],
-    meta_fields=["structure", "same_rotation"],
-)
-
-
 def build_schedule(
     layers: Sequence[Layer], num_heads: int, num_kv_heads: int, head_dim: int, length: int | None = None
 ) -> Schedule:
@@ -133,16 +126,13 @@ def build_schedule(
         raise ConfigError(f"A schedule needs layers and heads, and has {len(layers)} layers and {num_heads} heads.")
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads do not divide into {num_kv_heads} key-value heads.")
-    slopes = alibi_slopes(num_heads)
     # Most layers of a deep model are equal: compute each distinct one once.
-    known: dict[Layer, HeadArrays] = {}
+    known: dict[Layer, tuple[np.ndarray, ...]] = {}
     for n, layer in enumerate(layers):
         if layer not in known:
-            known[layer] = _layer_arrays(layer, num_heads, head_dim, slopes, length, f"layer {n}")
-    arrays = [known[layer] for layer in layers]
-    inv_freq, gain, slope, noise = (
-        np.stack([getattr(a, name) for a in arrays]) for name in ("inv_freq", "gain", "slope", "noise")
-    )
+            known[layer] = _layer_arrays(layer, num_heads, head_dim, length, f"layer {n}")
+    parts = zip(*(known[layer] for layer in layers), strict=True)
+    inv_freq, gain, slope, noise, sigma = map(np.stack, parts)
     fixed_freq = fixed_point_frequencies(inv_freq)
     structure = [
         _structure(layer, *parts, num_kv_heads)
@@ -157,25 +147,42 @@ def build_schedule(
         slope.astype(np.float32),
         np.array([layer.scale_at(length) for layer in layers], np.float32),
         noise,
-        np.array([a.sigma.max(where=a.noise != 0, initial=0.0) for a in arrays], np.float32),
+        sigma.max(axis=1, where=noise != 0, initial=0.0).astype(np.float32),
         tuple(structure),
         same_rotation=len(alike) == 1,
     )
 
 
 def _layer_arrays(
-    layer: Layer, num_heads: int, head_dim: int, slopes: np.ndarray, length: int | None, where: str
-) -> HeadArrays:
-    inv_freq, gain = frequencies(layer.encoding, head_dim, length)
-    arrays = HeadArrays(
-        np.tile(inv_freq, (num_heads, 1)),
-        np.tile(gain, (num_heads, 1)),
-        slopes.copy() if isinstance(layer.encoding, Alibi) else np.zeros(num_heads),
-        np.zeros(num_heads, np.uint32),
-        np.zeros(num_heads),
-    )
-    edit_heads(arrays, layer.heads, slopes, length, where)
-    return arrays
+    layer: Layer, num_heads: int, head_dim: int, length: int | None, where: str
+) -> tuple[np.ndarray, ...]:
+    """A layer's inv_freq and gain [H, R], slope, seed of the noise and sigma of the noise [H], as in `Schedule`.
+
+    Its encoding gives those of all heads, which its edits of single heads change, in order.
+    """
+    inv_freq, gain = (np.tile(array, (num_heads, 1)) for array in frequencies(layer.encoding, head_dim, length))
+    slopes = alibi_slopes(num_heads)
+    slope = slopes.copy() if isinstance(layer.encoding, Alibi) else np.zeros(num_heads)
+    noise, sigma = np.zeros(num_heads, np.uint32), np.zeros(num_heads)
+    for edit in layer.heads:
+        at = list(edit.heads)
+        for head in at:
+            if not 0 <= head < num_heads:
+                raise ConfigError(f"{where}: there is no query head {head}; the heads are 0 to {num_heads - 1}.")
+        if isinstance(edit.to, Bands):
+            slow = inv_freq[at] <= edit.to.threshold
+            gain[at] = np.where(slow == (edit.to.keep == "slow"), gain[at], 0.0)
+        elif isinstance(edit.to, Uniform):
+            gain[at] = 0.0
+        elif isinstance(edit.to, Gaussian):
+            noise[at], sigma[at] = edit.to.seed, edit.to.sigma or 0.0
+        else:
+            inv_freq[at], gain[at] = frequencies(edit.to, head_dim, length)
+            slope[at] = slopes[at] if isinstance(edit.to, Alibi) else 0.0
+            noise[at] = 0
+    if len(np.unique(sigma[noise != 0])) > 1:
+        raise ConfigError(f"{where}: its Gaussian heads have different sigmas; a layer can have one.")
+    return inv_freq, gain, slope, noise, sigma
 
 
 def _structure(
@@ -207,30 +214,26 @@ def describe(schedule: Schedule, layers: Sequence[Layer] | None = None) -> str:
     freq, gain = np.asarray(schedule.inv_freq, np.float64), np.asarray(schedule.gain)
     slope, scale, noise = (np.asarray(a) for a in (schedule.alibi_slope, schedule.logit_scale, schedule.noise))
 
-    def cells(n: int) -> tuple[str, ...]:
+    def columns(n: int) -> dict[str, str]:
         structure = schedule.structure[n]
         counts = sorted({int(c) for c in rotated[n].sum(-1)})
         waves = 2 * math.pi / freq[n][rotated[n]]
-        return (
-            *([label(layers[n])] if layers else []),
-            f"{'-'.join(map(str, counts))}/{freq.shape[-1]}",
-            f"{waves.min():.4g} .. {waves.max():.4g}" if len(waves) else "none",
-            _range(gain[n]) if structure.rotates else "none",
-            _range(slope[n]) if (slope[n] != 0).any() else "none",
-            str(structure.window or "all"),
-            f"{scale[n]:.4g}",
-            structure.heads if structure.rotates else "none",
-            _other(structure, int((noise[n] != 0).sum()), float(schedule.noise_sigma[n])),
-        )
+        return {
+            **({"encoding": label(layers[n])} if layers else {}),
+            "rotated pairs": f"{'-'.join(map(str, counts))}/{freq.shape[-1]}",
+            "wavelength (tokens)": f"{waves.min():.4g} .. {waves.max():.4g}" if len(waves) else "none",
+            "gain": _range(gain[n]) if structure.rotates else "none",
+            "slope": _range(slope[n]) if (slope[n] != 0).any() else "none",
+            "window": str(structure.window or "all"),
+            "logit scale": f"{scale[n]:.4g}",
+            "heads": structure.heads if structure.rotates else "none",
+            "other": _other(structure, int((noise[n] != 0).sum()), float(schedule.noise_sigma[n])),
+        }
 
-    equal: dict[tuple[str, ...], list[int]] = {}
-    for n in range(schedule.num_layers):
-        equal.setdefault(cells(n), []).append(n)
-    header = ["layers", *(["encoding"] if layers else []), "rotated pairs", "wavelength (tokens)", "gain", "slope"]
-    header += ["window", "logit scale", "heads", "other"]
-    shown = len(header) if any(row[-1] for row in equal) else len(header) - 1
-    lines = [(ranges(where), *row)[:shown] for row, where in equal.items()]
-    return table(header[:shown], lines, words=shown)
+    described = [columns(n) for n in range(schedule.num_layers)]
+    header = [name for name in described[0] if name != "other" or any(layer["other"] for layer in described)]
+    equal = ranges_by(tuple(layer[name] for name in header) for layer in described)
+    return table(["layers", *header], [(where, *cells) for cells, where in equal.items()], words=len(header) + 1)
 
 
 def _range(values: np.ndarray) -> str:

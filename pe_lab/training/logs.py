@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from pe_lab.config import Config, config_hash, from_dict, identity, to_json
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Flops
 from pe_lab.positional import describe, label
+from pe_lab.positional.codec import ranges
 from pe_lab.storage import json_object, read_records, write_json, write_records
 from pe_lab.training.machine import Peak, machine, versions
 from pe_lab.training.run import PhasePlan, Run
@@ -84,26 +86,16 @@ def write_phase(
 ) -> None:
     """Writes phase.json, for the report.
 
-    Args:
-      run: the run.
-      phase: one of `run.phases`.
-      flops: FLOPs per token.
-      peak: FLOP/s of the machine.
-      lineage: of the checkpoint that was read or saved last.
-      status: running or complete.
-      started: the step at which this session began.
-      seconds: the duration of this session.
+    `flops` is per token, `peak` that of the machine, `lineage` of the checkpoint that was read or saved last, `status`
+    running or complete; the session began at step `started` and took `seconds`.
     """
     if jax.process_index() != 0:
         return
     model = run.models[phase.index]
-    encodings: list[dict[str, Any]] = []
-    for n, layer in enumerate(phase.layers):
-        entry = {"layers": f"{n}", "encoding": label(layer), "window": layer.window}
-        if encodings and encodings[-1]["encoding"] == entry["encoding"]:
-            encodings[-1]["layers"] = f"{encodings[-1]['layers'].split('-')[0]}-{n}"
-        else:
-            encodings.append(entry)
+    encodings = []
+    for encoding, equal in itertools.groupby(enumerate(phase.layers), key=lambda item: label(item[1])):
+        places, layers = zip(*equal, strict=True)
+        encodings.append({"layers": ranges(places), "encoding": encoding, "window": layers[0].window})
     record = {
         "phase": phase.name,
         "index": phase.index,

@@ -41,11 +41,7 @@ class Stopped(Exception):
 def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak) -> Path:
     """Trains one phase from the state of its files to its end, and returns its last checkpoint.
 
-    Args:
-      run: the run.
-      phase: one of `run.phases`.
-      previous: the last checkpoint of the previous phase, if there is one.
-      peak: the FLOP/s that MFU is a fraction of.
+    `previous` is the last checkpoint of the previous phase, if there is one; MFU is a fraction of `peak`.
 
     Raises:
       Stopped: a SIGTERM was received, and everything is saved.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Model, complete
 from pe_lab.parallel import AxisRules, balanced_order, check_batch, make_mesh, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule, layers
-from pe_lab.positional.codec import ranges
+from pe_lab.positional.codec import ranges_by
 from pe_lab.training.optimizer import learning_rate
 from pe_lab.training.step import Batch, parameter_shardings
 
@@ -188,20 +189,17 @@ def attention_of(model: Model, phase: PhasePlan, config: Config, mesh: Mesh, rul
     with use_mesh(mesh, rules):
         structure, length = phase.schedule.structure, phase.config.sequence_length
         chosen = model.attention_by_layer(structure, length, config.data.segments)
-    layers = {name: [n for n, one in enumerate(chosen) if one == name] for name in dict.fromkeys(chosen)}
-    return ", ".join(f"{name} on layers {ranges(where)}" for name, where in layers.items())
+    return ", ".join(f"{name} on layers {where}" for name, where in ranges_by(chosen).items())
 
 
 def open_pipeline(config: Config, phase: PhasePlan, mesh: Mesh, state: Mapping[str, Any] | None = None) -> Pipeline:
     """The training batches of a phase from the position `state`. Each phase has its own order of the windows."""
-    index, count = batch_share(mesh)
     pipeline = build_pipeline(
         config.data,
         sequence_length=phase.config.sequence_length,
         batch_size=phase.config.batch_size,
-        process_index=index,
-        process_count=count,
         seed=config.data.seed + phase.index,
+        **batch_share(mesh),
     )
     if state is not None:
         pipeline.set_state(state)
@@ -210,26 +208,24 @@ def open_pipeline(config: Config, phase: PhasePlan, mesh: Mesh, state: Mapping[s
 
 def held_out_batches(config: Config, phase: PhasePlan, mesh: Mesh, count: int) -> dict[str, list[Batch]]:
     """At most `count` batches of held-out text for each source, with the shape of a micro-batch of the phase."""
-    index, process_count = batch_share(mesh)
     return validation_batches(
         config.data,
         sequence_length=phase.config.sequence_length,
         batch_size=phase.config.batch_size // phase.config.accumulate,
         count=count,
-        process_index=index,
-        process_count=process_count,
+        **batch_share(mesh),
     )
 
 
-def batch_share(mesh: Mesh) -> tuple[int, int]:
-    """(index, count): this process feeds part `index` of `count` equal parts of a batch to its devices.
+def batch_share(mesh: Mesh) -> dict[str, int]:
+    """This process feeds part `process_index` of `process_count` equal parts of a batch to its devices.
 
     Processes that differ only along `tensor` or `context` have the same sequences of a batch, so they read one part.
     """
     if jax.process_count() == 1:
-        return 0, 1
+        return {"process_index": 0, "process_count": 1}
     rows = mesh.devices.reshape(-1, mesh.shape["tensor"] * mesh.shape["context"])
-    by_process = {device.process_index: set() for device in rows.flat}
+    by_process: dict[int, set[int]] = defaultdict(set)
     for row, devices in enumerate(rows):
         for device in devices:
             by_process[device.process_index].add(row)
@@ -239,7 +235,8 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
             f"mesh {dict(mesh.shape)}: the {len(by_process)} processes have parts of a batch that overlap. Choose "
             "tensor and context so that their product divides the devices of one process, or is a multiple of them."
         )
-    return parts.index(tuple(sorted(by_process[jax.process_index()]))), len(parts)
+    index = parts.index(tuple(sorted(by_process[jax.process_index()])))
+    return {"process_index": index, "process_count": len(parts)}
 
 
 def vocabulary(config: Config, needed: int) -> int:

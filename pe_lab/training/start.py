@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,19 +24,8 @@ from pe_lab.training.logs import checkpoint_metadata
 from pe_lab.training.run import PhasePlan, Run, held_out_batches, open_pipeline
 from pe_lab.training.step import Shardings, TrainState, init_state, place_batch
 
-
-class Start(NamedTuple):
-    """The state of a phase at the start of a session.
-
-    Attributes:
-      state: parameters, optimizer state and step.
-      lineage: of the phase's first state.
-      data_state: the position in the data; None: the beginning.
-    """
-
-    state: TrainState
-    lineage: list[dict[str, Any]]
-    data_state: dict[str, Any] | None
+# A phase's state, the lineage of its first state, and the position in the data (None: the beginning).
+Start = tuple[TrainState, list[dict[str, Any]], dict[str, Any] | None]
 
 
 def start_phase(
@@ -51,17 +40,9 @@ def start_phase(
 ) -> Start:
     """Reads or makes the state that a phase starts with.
 
-    In this order: the last readable checkpoint in `store`; a child of `init_from` or of `previous`, which is saved as
-    step 0; random parameters.
-
-    Args:
-      run: the run.
-      phase: one of `run.phases`.
-      previous: the last checkpoint of the previous phase, if there is one.
-      store: the phase's own checkpoints.
-      optimizer, shardings: of the phase.
-      schedule: of the phase, on the devices.
-      show: prints a line on the terminal.
+    In this order: the last readable checkpoint in `store`, the phase's own; a child of `init_from` or of `previous`,
+    the last checkpoint of the previous phase, which is saved as step 0; random parameters. The schedule is on the
+    devices; `show` prints a line.
 
     Raises:
       CheckpointError: a checkpoint is damaged or does not fit.
@@ -75,7 +56,7 @@ def start_phase(
     if not source or source == "random":
         make = jax.jit(lambda key: new_state(model.init(key)), out_shardings=shardings.state)
         entry = lineage_entry(f"initialized at random, seed {run.config.seed}", new_id(), "", 0)
-        return Start(make(jax.random.key(run.config.seed)), [entry], None)
+        return make(jax.random.key(run.config.seed)), [entry], None
 
     parent = open_checkpoint(source, mesh=run.mesh, rules=run.rules)
     if source == previous:
@@ -90,7 +71,7 @@ def start_phase(
     show(f"{phase.name}: from {parent.path}: {what}")
     store.save(0, params, None, checkpoint_metadata(run, phase, lineage, None))
     store.wait()
-    return Start(jax.jit(new_state, out_shardings=shardings.state)(params), lineage, None)
+    return jax.jit(new_state, out_shardings=shardings.state)(params), lineage, None
 
 
 def _resume(
@@ -113,9 +94,9 @@ def _resume(
         store.set_aside_after(step)
         show(f"{phase.name}: resuming at step {step}")
         if step == 0:  # a child, which has no optimizer state
-            return Start(jax.jit(new_state, out_shardings=shardings.state)(params), metadata["lineage"], None)
+            return jax.jit(new_state, out_shardings=shardings.state)(params), metadata["lineage"], None
         state = TrainState(jax.device_put(np.int32(step), shardings.replicated), params, optimizer)
-        return Start(state, metadata["lineage"][:-1], metadata["data_state"])
+        return state, metadata["lineage"][:-1], metadata["data_state"]
     raise CheckpointError(
         f"No checkpoint of '{store.directory.parent}' can be read. Delete that directory to train it again."
     )

@@ -39,7 +39,7 @@ from pe_lab.positional import (
     to_json,
 )
 from pe_lab.positional.encodings import ENCODINGS
-from pe_lab.positional.heads import HEAD_KINDS
+from pe_lab.positional.layers import HEAD_KINDS
 from pe_lab.positional.scalings import SCALINGS
 
 # The tests' check of annotations looks at a random item of a tuple, also while a strategy builds a description.

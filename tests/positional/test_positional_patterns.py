@@ -72,6 +72,12 @@ def test_patterns_of_texts_read_as_lists_do():
     assert layers(pattern(["rope/window=512"] * 3 + ["nope"], cut=True), 6) == (LOCAL, LOCAL, LOCAL, NOPE, LOCAL, LOCAL)
 
 
+def test_texts_joined_by_a_plus_are_a_pattern():
+    assert layers("rope:base=50+nope/window=8", 4) == layers(["rope:base=50", "nope/window=8"], 4)
+    assert layers("rope:base=1e+4", 2) == layers("rope:base=1e4", 2)
+    assert read_with("rope + nope", layers("rope", 2), 64) == layers(["rope", "nope"], 2)
+
+
 @pytest.mark.parametrize("count", [1, 3, 4, 6, 24, 30])
 def test_rnope_swa_has_a_full_nope_layer_where_cohere2_has_one(count):
     described = layers(rnope_swa(512, base=5e4), count)
