@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pe_lab.analysis.runs import Run
-from pe_lab.analysis.variants import order
+from pe_lab.analysis.variants import in_order
 from pe_lab.results.formatting import percent, short_number, times
 from pe_lab.results.intervals import Z95, interval_of, is_loss, is_prompted, is_share, value_of
 from pe_lab.results.records import Record, number
@@ -168,35 +169,35 @@ def label_of(record: Record) -> str:
     return str(label or "unnamed")
 
 
-def tables(run: Run, suite: str) -> list[Table]:
-    """The tables of a suite in one run, one for each source; see `build_tables`."""
-    return build_tables(suite, [(run, record) for record in run.evaluation.get(suite, [])], name_runs=False)
+def source_of(record: Record) -> str:
+    """The source or the task that a record measured; "" if it names none."""
+    return str(record.get("source") or record.get("task") or "")
 
 
-def build_tables(suite: str, records: Sequence[tuple[Run, Record]], name_runs: bool) -> list[Table]:
-    """Tables from the records of one or several runs, one for each source.
+def build_tables(suite: str, runs: Sequence[Run]) -> list[Table]:
+    """The tables of a suite, one for each source; among several runs a label begins with the run's name.
 
     The source with most tokens comes first, symbolic needles last. Of several checkpoints of a variant the latest
     counts, of repeated records the last.
     """
-    sources: dict[str, list[tuple[str, Column, Record]]] = {}
-    skipped: dict[str, int] = {}
+    records = [(run, record) for run in runs for record in run.evaluation.get(suite, [])]
+    sources: dict[str, list[tuple[str, Column, Cell]]] = {}
+    skipped: Counter[str] = Counter()
     phases: dict[tuple[str, str], set[str]] = {}
     for run, record in records:
         phases.setdefault((run.name, label_of(record)), set()).add(str(record.get("phase", "")))
     for run, record in records:
-        source = str(record.get("source") or record.get("task") or "")
-        label = label_of(record)
+        source, label = source_of(record), label_of(record)
         if len(phases[run.name, label]) > 1:  # one label, two sets of weights
             label += f" ({record.get('phase')})"
-        if name_runs:
+        if len(runs) > 1:
             label = f"{run.name}: {label}"
-        column = column_of(run, record)
-        if column is None or measure(record) is None:
-            skipped[source] = skipped.get(source, 0) + 1
+        column, cell = column_of(run, record), measure(record)
+        if column is None or cell is None:
+            skipped[source] += 1
         else:
-            sources.setdefault(source, []).append((label, column, record))
-    built = [_build_table(suite, source, found, skipped.get(source, 0)) for source, found in sources.items()]
+            sources.setdefault(source, []).append((label, column, cell))
+    built = [_build_table(suite, source, found, skipped[source]) for source, found in sources.items()]
     return sorted(built, key=lambda table: (table.source.startswith("needles"), -_tokens_measured(table)))
 
 
@@ -217,26 +218,25 @@ def column_of(run: Run, record: Record) -> Column | None:
     return Column(factor, int(length) if length is not None else None)
 
 
-def _build_table(suite: str, source: str, found: Sequence[tuple[str, Column, Record]], skipped: int) -> Table:
+def _build_table(suite: str, source: str, found: Sequence[tuple[str, Column, Cell]], skipped: int) -> Table:
     columns: dict[float, Column] = {}
-    latest: dict[tuple[str, float], Record] = {}
+    cells: dict[tuple[str, float], Cell] = {}
     last_step: dict[str, float] = {}
-    for label, _, record in found:
-        last_step[label] = max(last_step.get(label, -1.0), number(record, "step") or 0.0)
-    for label, column, record in found:
+    for label, _, cell in found:
+        last_step[label] = max(last_step.get(label, -1.0), number(cell.record, "step") or 0.0)
+    for label, column, cell in found:
         columns.setdefault(column.key, column)
         if columns[column.key].length != column.length:  # training lengths differ: only the factor is common
             columns[column.key] = Column(column.factor, None)
-        if (number(record, "step") or 0.0) == last_step[label]:
-            latest[label, column.key] = record
+        if (number(cell.record, "step") or 0.0) == last_step[label]:
+            cells[label, column.key] = cell
     variants: dict[str, Record] = {}
-    for (label, _), record in latest.items():
-        variants.setdefault(label, record)
-    ordered = dict(sorted(variants.items(), key=lambda item: order(*item)))
-    cells = {key: cell for key, record in latest.items() if (cell := measure(record))}
-    lower = any("nll" in r or "perplexity" in r or r.get("higher_is_better") is False for r in latest.values())
+    for (label, _), cell in cells.items():
+        variants.setdefault(label, cell.record)
+    records = [cell.record for cell in cells.values()]
+    lower = any("nll" in r or "perplexity" in r or r.get("higher_is_better") is False for r in records)
     by_length = tuple(sorted(columns.values(), key=lambda column: column.key))
-    return Table(suite, source, by_length, ordered, cells, not lower, skipped)
+    return Table(suite, source, by_length, in_order(variants), cells, not lower, skipped)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,8 +262,7 @@ def histories(run: Run, suite: str) -> list[History]:
         column, cell, trained = column_of(run, record), measure(record), tokens_trained(run, record)
         if column is not None and cell is not None and trained is not None:
             columns.setdefault(column.key, column)
-            source = str(record.get("source") or record.get("task") or "")
-            by_label = found.setdefault((source, str(record.get("phase", "")), column.key), {})
+            by_label = found.setdefault((source_of(record), str(record.get("phase", "")), column.key), {})
             by_label.setdefault(label_of(record), {})[trained] = cell
     result = []
     for (source, phase, key), by_label in sorted(found.items(), key=lambda item: -item[0][2]):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pe_lab.analysis.runs import as_dict, as_list
 from pe_lab.analysis.scores import Cell, Column, Table, share_cell
-from pe_lab.analysis.variants import order
+from pe_lab.analysis.variants import in_order
 from pe_lab.results.intervals import Z95
 from pe_lab.results.records import Record, number
 
@@ -40,8 +40,8 @@ def variants_of(tables: Sequence[Table]) -> dict[str, Record]:
     """The variants of several tasks, in the order of tables."""
     found: dict[str, Record] = {}
     for table in tables:
-        found |= {label: record for label, record in table.variants.items() if label not in found}
-    return dict(sorted(found.items(), key=lambda item: order(*item)))
+        found = table.variants | found
+    return in_order(found)
 
 
 def averages(tables: Sequence[Table], averaged: Mapping[str, int | None]) -> Table | None:

@@ -19,7 +19,6 @@ from pe_lab.page.tables import header, label_markup, row, score_table, swatch, t
 from pe_lab.page.task_section import suite_parts
 from pe_lab.page.variants import DEFINITIONS, GLOSSARY, NAMES, STYLES, comparison_styles
 from pe_lab.results.formatting import count, duration, listing, short_number
-from pe_lab.results.records import Record
 
 SECTIONS = (
     ("results", "Results"),
@@ -111,37 +110,34 @@ def joint_headline(worked: Sequence[Results]) -> str:
             f"{f': {listing(wins)}' if wins else ''}."
         )
     if len({results.run.training_length for results in worked}) == 1:
-        first = [next(iter(build_tables(suite, _records(worked, suite), name_runs=True)), None) for suite in SCORED]
+        runs = [results.run for results in worked]
+        first = [next(iter(build_tables(suite, runs)), None) for suite in SCORED]
         verdict = judge(*first)
         if verdict.tone != "missing":
             return f"Across runs: {verdict.headline}"
     return f"{len(worked)} runs side by side; none has both RoPE and a dropped model measured past the training length."
 
 
-def _records(worked: Sequence[Results], suite: str) -> list[tuple[Run, Record]]:
-    """The records of a suite in all runs."""
-    return [(results.run, record) for results in worked for record in results.run.evaluation.get(suite, [])]
-
-
 def _comparison(worked: Sequence[Results]) -> list[object]:
     """Tables over all runs, and their losses on one chart."""
     parts: list[object] = [_runs_table(worked)]
-    if len({name for results in worked if (name := provenance.tokenizer(results.run))}) > 1:
+    runs = [results.run for results in worked]
+    if len({name for run in runs if (name := provenance.tokenizer(run))}) > 1:
         words = (
             "These runs cut text with different tokenizers, so losses and perplexities per token are not comparable "
             "between them."
         )
         parts.append(note(element("p", words)))
-    others = task_suites({suite for results in worked for suite in results.run.evaluation} - set(SCORED) - {"beta"})
+    others = task_suites({suite for run in runs for suite in run.evaluation} - set(SCORED) - {"beta"})
     grids, tasks = [], []
     for suite in [*SCORED, *others]:
-        found = [one for one in build_tables(suite, _records(worked, suite), name_runs=True) if one.cells]
+        found = [one for one in build_tables(suite, runs) if one.cells]
         asked, plain = [one for one in found if one.prompted], [one for one in found if not one.prompted]
         grids += [score_table(one, comparison_styles(one), len(plain) > 1) for one in plain]
         styles = {label: style for one in asked for label, style in comparison_styles(one).items()}
         tasks += suite_parts(suite, asked, styles, 3, charts=False)
-    losses = run_charts.loss_comparison([results.run for results in worked])
-    return [*parts, element("div", grids, class_="grid", style="margin-top:28px"), *tasks, losses]
+    grid = element("div", grids, class_="grid", style="margin-top:28px")
+    return [*parts, grid, *tasks, run_charts.loss_comparison(runs)]
 
 
 def _runs_table(worked: Sequence[Results]) -> Markup:

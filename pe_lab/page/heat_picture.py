@@ -25,8 +25,7 @@ def needle_table(runs: Sequence[Run], suite: str | None = None, task: str | None
     """
     found: dict[str, list[Table]] = {}
     for name in sorted(task_suites({name for run in runs for name in run.evaluation}), key=lambda n: n == "needles"):
-        records = [(run, record) for run in runs for record in run.evaluation.get(name, [])]
-        if tables := [table for table in build_tables(name, records, len(runs) > 1) if heat_maps(table)]:
+        if tables := [table for table in build_tables(name, runs) if heat_maps(table)]:
             found[name] = tables
     where = ", ".join(str(run.directory) for run in runs)
     if not found:

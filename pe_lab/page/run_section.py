@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pe_lab.analysis.runs import Run
-from pe_lab.analysis.scores import Table, histories, measure, tables
+from pe_lab.analysis.scores import Table, build_tables, histories, measure
 from pe_lab.analysis.tasks import variants_of
 from pe_lab.analysis.variants import is_dropped, is_rotary
 from pe_lab.analysis.verdict import Verdict, imported_headline, judge
@@ -57,7 +57,7 @@ class Results:
 def work_out(run: Run) -> Results:
     """Tables, verdict and styles of a run."""
     suites = [*SCORED, *sorted(set(run.evaluation) - set(SCORED) - {"beta"})]
-    found = {suite: tables(run, suite) for suite in suites}
+    found = {suite: build_tables(suite, [run]) for suite in suites}
     first = [found[suite][0] if found[suite] else None for suite in SCORED]
     styles = assign_styles(variants_of([table for suite in found.values() for table in suite]))
     results = Results(run, found, judge(*first, run.source), styles)
