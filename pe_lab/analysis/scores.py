@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from pe_lab.analysis.runs import Run
+from pe_lab.analysis.runs import Run, as_list
 from pe_lab.analysis.variants import in_order
 from pe_lab.results.formatting import percent, short_number, times
 from pe_lab.results.intervals import Z95, interval_of, is_loss, is_prompted, is_share, value_of
@@ -237,6 +238,26 @@ def _build_table(suite: str, source: str, found: Sequence[tuple[str, Column, Cel
     lower = any("nll" in r or "perplexity" in r or r.get("higher_is_better") is False for r in records)
     by_length = tuple(sorted(columns.values(), key=lambda column: column.key))
     return Table(suite, source, by_length, in_order(variants), cells, not lower, skipped)
+
+
+def bins(found: Mapping[str, Any], edges: str, value: str, *others: str) -> list[dict[str, float | None]]:
+    """The bins of parallel lists in a record: `start`, `end`, and the number that each list has for the bin.
+
+    Bins without a value and those whose `count` is 0 are left out; [] if the lists do not fit each other.
+
+    Args:
+      found: the record, or the part of it that holds the lists.
+      edges: names the borders of the bins, or one place for each value.
+      value, others: name the lists of numbers. Of the others, those of another length are left out.
+    """
+    lists = {name: [number({name: x}, name) for x in as_list(found.get(name))] for name in (edges, value, *others)}
+    borders, size = lists.pop(edges), len(lists[value])
+    if None in borders or len(borders) not in (size, size + 1):
+        return []
+    lists = {"start": borders[:size], "end": borders[-size:]} | lists
+    names = [name for name, numbers in lists.items() if len(numbers) == size]
+    measured = [{name: lists[name][index] for name in names} for index in range(size)]
+    return [one for one in measured if one[value] is not None and one.get("count") != 0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from pe_lab.analysis.runs import as_dict, as_list
-from pe_lab.analysis.scores import Cell, Column, Table, share_cell
+from pe_lab.analysis.runs import as_dict
+from pe_lab.analysis.scores import Cell, Column, Table, bins, share_cell
 from pe_lab.analysis.variants import in_order
 from pe_lab.results.intervals import Z95
 from pe_lab.results.records import Record, number
@@ -95,16 +95,10 @@ def by_sequence_length(table: Table, training_length: int | None = None) -> Tabl
     cells: dict[tuple[str, float], Cell] = {}
     for (label, _), cell in table.cells.items():
         found = as_dict(cell.record.get("by_length"))
-        edges, scores = as_list(found.get("edges")), as_list(found.get("score"))
-        ends = [number({"edge": edge}, "edge") for edge in edges]
-        if len(edges) != len(scores) + 1 or None in ends:
-            continue
-        lists = {key: as_list(found.get(key)) for key in ("score", "low", "high", "count")}
         unit = training_length if found.get("of", "tokens") == "tokens" else None
-        for index, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
-            here = {key: values[index] for key, values in lists.items() if len(values) == len(scores)}
-            score, low, high = (number(here, key) for key in ("score", "low", "high"))
-            if score is None or not 0 <= score <= 1 or number(here, "count") == 0:
+        for here in bins(found, "edges", "score", "low", "high", "count"):
+            start, end, score, low, high = map(here.get, ("start", "end", "score", "low", "high"))
+            if not 0 <= score <= 1:
                 continue
             multiples = f"{start / unit:.3g}–{end / unit:.3g}×" if unit else ""
             column = Bucket(None, int(end), int(start), multiples)

@@ -9,14 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pe_lab.analysis.runs import as_dict, as_list
-from pe_lab.analysis.scores import Cell, Column, Table
+from pe_lab.analysis.runs import as_dict
+from pe_lab.analysis.scores import Cell, Column, Table, bins
 from pe_lab.analysis.variants import kind
 from pe_lab.page.markup import Markup, element, text
 from pe_lab.page.suites import suite_title, task_name
 from pe_lab.page.tables import UNMEASURED, header, label_markup, row, table
 from pe_lab.page.variants import Style
-from pe_lab.results.records import Record, number
+from pe_lab.results.records import Record
 
 Depth = tuple[float, float]  # per cent of the sequence before the needle, from and to; equal ends are one depth
 STEPS = 20  # of colour between none found and all found
@@ -41,27 +41,9 @@ class HeatMap:
 
 
 def by_depth(record: Record) -> dict[Depth, tuple[float, float | None]]:
-    """Score and count of each depth that was measured.
-
-    The list `depth` has as many depths as there are scores, or the borders of bins; {} if it has neither.
-    """
-    found = as_dict(record.get("by_depth"))
-    depths, scores, counts = (as_list(found.get(key)) for key in ("depth", "score", "count"))
-    if any(number({"depth": depth}, "depth") is None for depth in depths):
-        return {}
-    if len(depths) == len(scores):
-        places = [(float(depth), float(depth)) for depth in depths]
-    elif len(depths) == len(scores) + 1:
-        places = [(float(a), float(b)) for a, b in zip(depths, depths[1:], strict=False)]
-    else:
-        return {}
-    measured = {}
-    for index, place in enumerate(places):
-        score = number({"score": scores[index]}, "score")
-        count = number({"count": counts[index]}, "count") if len(counts) == len(scores) else None
-        if score is not None and count != 0:
-            measured[place] = (score, count)
-    return measured
+    """Score and count of each depth that was measured."""
+    found = bins(as_dict(record.get("by_depth")), "depth", "score", "count")
+    return {(part["start"], part["end"]): (part["score"], part.get("count")) for part in found}
 
 
 def heat_maps(scores: Table) -> list[HeatMap]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from pe_lab.analysis.runs import Run, as_dict, as_list
-from pe_lab.analysis.scores import Cell, Column, History, Table
+from pe_lab.analysis.runs import Run, as_dict
+from pe_lab.analysis.scores import Cell, Column, History, Table, bins
 from pe_lab.analysis.tasks import Bucket
 from pe_lab.page.charts import Axis, Mark, Point, Series, line_chart
 from pe_lab.page.markup import Markup
 from pe_lab.page.suites import suite_title
 from pe_lab.page.variants import INK, Style
-from pe_lab.results.formatting import Number, count, percent, times
+from pe_lab.results.formatting import count, percent, times
 from pe_lab.results.intervals import exp
-from pe_lab.results.records import number
+from pe_lab.results.records import Record
 
 
 def score_chart(
@@ -100,7 +100,7 @@ def position_chart(
     """Perplexity by the position of a token, in sequences of one length."""
     series = []
     for label, cell in scores.column(column).items():
-        points = _binned(cell.record.get("position_edges"), cell.record.get("nll_by_position"))
+        points = _points(cell.record, "position_edges", "nll_by_position")
         series.append(Series(label, [(x, exp(min(y, 50.0))) for x, y in points], styles.get(label, INK)))
     title, name = "Perplexity by position", "position in the sequence (tokens, log scale)"
     return _by_tokens(run, column, title, name, series, Axis("perplexity (log scale)", True), size, caption)
@@ -112,9 +112,7 @@ def distance_chart(
     """Needle accuracy by the distance between a fact and its question, in sequences of one length."""
     series = []
     for label, cell in scores.column(column).items():
-        by = as_dict(cell.record.get("accuracy_by_distance"))
-        counts = [n if isinstance(n, int | float) else 0 for n in as_list(by.get("count"))]
-        points = _binned(by.get("edges"), by.get("accuracy"), counts)
+        points = _points(as_dict(cell.record.get("accuracy_by_distance")), "edges", "accuracy")
         series.append(Series(label, points, styles.get(label, INK), markers=True))
     y = _share_axis("accuracy", [y for one in series for _, y in one.points])
     title, name = "Needle accuracy by distance", "tokens from fact to question (log scale)"
@@ -136,18 +134,9 @@ def _by_tokens(
     return line_chart(f"{title}, sequences of {length_words(column)}", series, x, y, marks, caption, size)
 
 
-def _binned(edges: object, values: object, counts: Sequence[Number] | None = None) -> list[Point]:
-    """(middle of the bin, value) of the bins that have a value and, if counts are given, a count."""
-    edges, values = as_list(edges), as_list(values)
-    if len(edges) != len(values) + 1:
-        return []
-    points = []
-    for index, value in enumerate(values):
-        empty = counts is not None and len(counts) == len(values) and not counts[index]
-        ends = [number({"v": v}, "v") for v in (edges[index], edges[index + 1], value)]
-        if not empty and None not in ends:
-            points.append((max((ends[0] + ends[1]) / 2, 0.5), ends[2]))
-    return points
+def _points(found: Record, edges: str, value: str) -> list[Point]:
+    """(middle of the bin, value) of the bins in a record."""
+    return [(max((part["start"] + part["end"]) / 2, 0.5), part[value]) for part in bins(found, edges, value, "count")]
 
 
 def length_words(column: Column) -> str:

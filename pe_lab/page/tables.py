@@ -270,8 +270,7 @@ def duel_board(judged: Sequence[tuple[Table, Sequence[Duel]]]) -> Markup:
             if duel is None:
                 cells.append(element("td", "–"))
                 continue
-            gap, rival = duel.gap.removeprefix("perplexity "), shortened(duel.rival)
-            small = element("small", gap, element("br"), f"vs {rival}")
+            small = element("small", duel.gap, element("br"), f"vs {shortened(duel.rival)}")
             title = f"{duel.label} {duel.ours.shown}, {duel.rival} {duel.theirs.shown}"
             cells.append(element("td", element("b", words[duel.outcome], class_=duel.outcome), small, title=title))
         body.append(row(suite_title(scores.suite), cells))
