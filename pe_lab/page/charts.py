@@ -17,6 +17,7 @@ from pe_lab.page.variants import Style
 from pe_lab.results.formatting import Number, short_number, shortened
 
 Point = tuple[Number, Number]
+Mark = tuple[Number, str]  # where a vertical line stands, and its label: the training length
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,6 @@ class Axis:
     show: Callable[[Number], str] = short_number
     ticks: Sequence[Number] | None = None
     domain: tuple[Number, Number] | None = None
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A vertical line with a label, such as the training length."""
-
-    x: Number
-    label: str
 
 
 @dataclass(frozen=True)
@@ -188,7 +181,7 @@ def _extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Ma
     """The ends of an axis."""
     if axis.domain:
         return axis.domain
-    values = [point[which] for s in series for point in s.points] + [mark.x for mark in marks]
+    values = [point[which] for s in series for point in s.points] + [at for at, _ in marks]
     low, high = min(values), max(values)
     if which == 0:
         return low, high
@@ -245,11 +238,11 @@ def _draw(
     shapes.append(_line(left, right, bottom, bottom, class_="axis"))
     shapes.append(_text(x.label, (left + right) / 2, frame.height - 8, "middle", "name"))
     shapes.append(_text(y.label, 4, 13, look="name"))
-    for mark in marks:
-        at = to_x(mark.x)
+    for place, label in marks:
+        at = to_x(place)
         after = at < (left + right) / 2
         shapes.append(_line(at, at, top, bottom, class_="mark"))
-        shapes.append(_text(mark.label, at + (5 if after else -5), top + 11, "start" if after else "end", "marked"))
+        shapes.append(_text(label, at + (5 if after else -5), top + 11, "start" if after else "end", "marked"))
     shapes += [_stroke(s, to_x, to_y) for s in sorted(series, key=lambda one: not one.faint)]
     if size == "wide":
         shapes += _end_labels(frame, [s for s in series if s.line and not s.faint], to_y, right)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from pe_lab.analysis.runs import Phase, Run, as_dict
 from pe_lab.analysis.variants import is_dropped
 from pe_lab.errors import UserError
-from pe_lab.page.charts import Axis, Mark, Point, Series, decimate, line_chart, smooth
+from pe_lab.page.charts import Axis, Point, Series, decimate, line_chart, smooth
 from pe_lab.page.markup import Markup, element
 from pe_lab.page.variants import INK, STYLES, Style
 from pe_lab.results.formatting import Number, count, times
@@ -83,7 +81,7 @@ def loss_chart(run: Run) -> Markup:
             style = Style(f"extra-{len(used) % 4 + 1}", style.dash, style.width)
         used.add(style)
         if series:
-            marks.append(Mark(points[0][0], f"{phase.name} starts"))
+            marks.append((points[0][0], f"{phase.name} starts"))
         if len(points) > 40:
             series.append(Series(phase.name, decimate(points), style, faint=True))
         series.append(Series(phase.name, smoothed(points) if len(points) > 40 else points, style))
@@ -126,7 +124,7 @@ def source_losses(run: Run) -> Markup:
         Series(name, points, Style(SOURCE_COLOURS[i % len(SOURCE_COLOURS)]), markers=len(points) < 60)
         for i, (name, points) in enumerate(found.items())
     ]
-    marks = [Mark(shift[phase.name], f"{phase.name} starts") for phase in run.phases[1:] if shift[phase.name]]
+    marks = [(shift[phase.name], f"{phase.name} starts") for phase in run.phases[1:] if shift[phase.name]]
     return line_chart("Validation loss by source", series, token_axis(run), LOSS, marks)
 
 
@@ -160,44 +158,32 @@ def rotation_of(run: Run) -> tuple[float, int, int] | None:
     return None
 
 
-def frequency_charts(run: Run, factors: Sequence[Number]) -> Markup:
-    """Each frequency under PI, NTK and YaRN, one panel for each factor; "" for a run that does not rotate."""
-    rotation = rotation_of(run)
-    if rotation is None:
-        return Markup("")
-    base, head_dim, length = rotation
-    from pe_lab.positional import NTK, PI, Rope, Yarn, frequencies  # jax is slow to import
-
+def frequency_charts(run: Run, factors: Sequence[Number], base: float, head_dim: int, length: int) -> Markup:
+    """Each frequency under PI, NTK and YaRN, one panel for each factor."""
+    stretched = [factor for factor in factors if factor > 1][:6] or [2.0, 4.0, 8.0]
     try:
-        plain, _ = frequencies(Rope(base=base), head_dim)
-        panels = []
-        for factor in [factor for factor in factors if factor > 1][:6] or [2.0, 4.0, 8.0]:
-            scalings = {"PI": PI(factor), "NTK": NTK(factor), "YaRN": Yarn(factor, original_length=length)}
-            ratios = {
-                name: np.asarray(frequencies(Rope(base=base, scaling=scaling), head_dim)[0]) / np.asarray(plain)
-                for name, scaling in scalings.items()
-            }
-            panels.append(_frequency_panel(factor, np.asarray(plain), ratios, length, run))
+        panels = [_frequency_panel(run, factor, base, head_dim, length) for factor in stretched]
     except UserError as error:
         return element("p", f"The frequencies cannot be drawn: {error}", class_="soft")
     return element("div", panels, class_="grid thirds")
 
 
-def _frequency_panel(
-    factor: Number, plain: np.ndarray, ratios: Mapping[str, np.ndarray], length: int, run: Run
-) -> Markup:
+def _frequency_panel(run: Run, factor: Number, base: float, head_dim: int, length: int) -> Markup:
     """Relative frequency w'/w by pair at one factor, with a mark where pairs rotate less than once in training."""
-    from pe_lab.analysis.frequencies import incomplete_pairs
+    from pe_lab.analysis.frequencies import incomplete_pairs, scaling_curve  # jax is slow to import
+    from pe_lab.positional import Rope, frequencies
 
+    plain, _ = frequencies(Rope(base=base), head_dim)
     pairs = [float(i) for i in range(len(plain))]
     series = [Series("RoPE", [(i, 1.0) for i in pairs], STYLES["RoPE"])]
-    for name, ratio in ratios.items():
-        points = list(zip(pairs, map(float, ratio), strict=True))
-        series.append(Series(name, points, STYLES[name], markers=len(plain) <= 40))
+    for method in ("pi", "ntk", "yarn"):
+        curve = scaling_curve(method, factor, head_dim, base, length)
+        points = list(zip(pairs, curve.gamma, strict=True))
+        series.append(Series(curve.label, points, STYLES[curve.label], markers=len(plain) <= 40))
     if any(is_dropped(record) for records in run.evaluation.values() for record in records):
         series.append(Series("DroPE", [(i, 0.0) for i in pairs], STYLES["DroPE paper beta"]))
     slow = incomplete_pairs(plain, length)
-    marks = [Mark(len(plain) - slow - 0.5, "< 1 rotation in training")] if 0 < slow < len(plain) else []
+    marks = [(len(plain) - slow - 0.5, "< 1 rotation in training")] if 0 < slow < len(plain) else []
     y = Axis(
         "frequency / trained frequency",
         show=lambda value: f"1/{factor:g}" if abs(value * factor - 1) < 1e-9 else f"{value:.2f}",

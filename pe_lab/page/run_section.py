@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import Table, build_tables, histories, measure
@@ -13,7 +14,7 @@ from pe_lab.analysis.verdict import Verdict, imported_headline, judge
 from pe_lab.page import provenance, run_charts
 from pe_lab.page.heat_maps import heat_map_figures, legend
 from pe_lab.page.markup import Markup, element, text
-from pe_lab.page.score_charts import distance_chart, history_chart, position_chart, score_chart
+from pe_lab.page.score_charts import history_chart, position_chart, score_chart
 from pe_lab.page.suites import SCORED, suite_title, task_suites
 from pe_lab.page.tables import beta_table, duel_board, records_table, score_table, weights_table
 from pe_lab.page.task_section import suite_parts
@@ -227,13 +228,13 @@ def _task_parts(results: Results, level: int) -> list[object]:
 def _position_parts(results: Results) -> list[object]:
     """Curves by position and by distance: the longest sequences in full, shorter ones folded."""
     parts: list[object] = []
-    for suite, chart in (("perplexity", position_chart), ("needles", distance_chart)):
+    for suite, caption in CAPTIONS.items():
         for table in results.tables[suite][:1]:
-            drawn = [(c, chart(results.run, table, c, results.styles, "half")) for c in reversed(table.columns)]
-            drawn = [(column, half) for column, half in drawn if half]
+            draw = partial(position_chart, results.run, table, styles=results.styles)
+            drawn = [(column, half) for column in reversed(table.columns) if (half := draw(column, size="half"))]
             if not drawn:
                 continue
-            parts.append(chart(results.run, table, drawn[0][0], results.styles, "wide", CAPTIONS[suite]))
+            parts.append(draw(drawn[0][0], size="wide", caption=caption))
             if others := [half for _, half in drawn[1:]]:
                 summary = element("summary", f"{suite_title(suite)} at the other lengths")
                 parts.append(element("details", summary, element("div", others, class_="grid")))
@@ -251,11 +252,11 @@ def _training_parts(results: Results) -> list[object]:
 
 def _frequency_parts(results: Results) -> list[object]:
     """The scalings at the factors that were evaluated."""
-    factors = sorted({c.factor for table in results.all_tables for c in table.columns if c.factor})
-    charts = run_charts.frequency_charts(results.run, factors)
-    if not charts:
+    rotation = run_charts.rotation_of(results.run)
+    if rotation is None:
         return []
-    base, head_dim, length = run_charts.rotation_of(results.run) or (0.0, 0, 0)
+    base, head_dim, length = rotation
+    factors = sorted({c.factor for table in results.all_tables for c in table.columns if c.factor})
     words = (
         f"RoPE rotates each of the {head_dim // 2} pairs of channels of a head at its own frequency (base {base:g}, "
         f"training length {length:,}). For longer sequences, the scalings lower some of these frequencies. At 1 a "
@@ -263,4 +264,4 @@ def _frequency_parts(results: Results) -> list[object]:
         "training length: in a longer sequence they reach angles that were never seen. A dropped model has no "
         "rotation."
     )
-    return [element("p", words), charts]
+    return [element("p", words), run_charts.frequency_charts(results.run, factors, *rotation)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pe_lab.analysis.runs import Run, as_dict
 from pe_lab.analysis.scores import Cell, Column, History, Table, bins
 from pe_lab.analysis.tasks import Bucket
-from pe_lab.page.charts import Axis, Mark, Point, Series, line_chart
+from pe_lab.page.charts import Axis, Point, Series, line_chart
 from pe_lab.page.markup import Markup
 from pe_lab.page.suites import suite_title
 from pe_lab.page.variants import INK, Style
@@ -40,7 +40,7 @@ def score_chart(
     if (x is None and (len(keys) < 2 or min(keys) <= 0)) or (bars and not all(cell.share for cell in cells)):
         return Markup("")
     multiples = all(column.factor is not None for column in scores.columns)
-    marks = [Mark(1.0, "trained")] if multiples and 1.0 in keys and min(keys) < 1 else []
+    marks = [(1.0, "trained")] if multiples and 1.0 in keys and min(keys) < 1 else []
     if x is None:
         name = "sequence length / training length" if multiples else "tokens"
         x = Axis(name, True, times if multiples else count, keys)
@@ -97,39 +97,31 @@ def history_chart(history: History, styles: Mapping[str, Style], size: str = "ha
 def position_chart(
     run: Run, scores: Table, column: Column, styles: Mapping[str, Style], size: str, caption: str = ""
 ) -> Markup:
-    """Perplexity by the position of a token, in sequences of one length."""
+    """Scores inside the sequences of one length, with a mark at the training length.
+
+    Perplexity by the position of a token, or needle accuracy by the distance between a fact and its question.
+    """
     series = []
     for label, cell in scores.column(column).items():
-        points = _points(cell.record, "position_edges", "nll_by_position")
-        series.append(Series(label, [(x, exp(min(y, 50.0))) for x, y in points], styles.get(label, INK)))
-    title, name = "Perplexity by position", "position in the sequence (tokens, log scale)"
-    return _by_tokens(run, column, title, name, series, Axis("perplexity (log scale)", True), size, caption)
-
-
-def distance_chart(
-    run: Run, scores: Table, column: Column, styles: Mapping[str, Style], size: str, caption: str = ""
-) -> Markup:
-    """Needle accuracy by the distance between a fact and its question, in sequences of one length."""
-    series = []
-    for label, cell in scores.column(column).items():
-        points = _points(as_dict(cell.record.get("accuracy_by_distance")), "edges", "accuracy")
-        series.append(Series(label, points, styles.get(label, INK), markers=True))
-    y = _share_axis("accuracy", [y for one in series for _, y in one.points])
-    title, name = "Needle accuracy by distance", "tokens from fact to question (log scale)"
-    return _by_tokens(run, column, title, name, series, y, size, caption)
-
-
-def _by_tokens(
-    run: Run, column: Column, title: str, name: str, series: Sequence[Series], y: Axis, size: str, caption: str
-) -> Markup:
-    """A chart against tokens on a logarithmic axis, with a mark at the training length."""
+        if scores.suite == "needles":
+            points = _points(as_dict(cell.record.get("accuracy_by_distance")), "edges", "accuracy")
+        else:
+            losses = _points(cell.record, "position_edges", "nll_by_position")
+            points = [(x, exp(min(y, 50.0))) for x, y in losses]
+        series.append(Series(label, points, styles.get(label, INK), markers=scores.suite == "needles"))
+    if scores.suite == "needles":
+        title, name = "Needle accuracy by distance", "tokens from fact to question (log scale)"
+        y = _share_axis("accuracy", [y for one in series for _, y in one.points])
+    else:
+        title, name = "Perplexity by position", "position in the sequence (tokens, log scale)"
+        y = Axis("perplexity (log scale)", True)
     xs = [x for one in series for x, _ in one.points if x > 0]
     ticks = None
     if xs:
         ticks = [2.0**e for e in range(math.floor(math.log2(min(xs))), math.ceil(math.log2(max(xs))) + 1)]
         ticks = ticks[:: max(1, math.ceil(len(ticks) / 11))]
     trained = float(run.training_length or 0)
-    marks = [Mark(trained, "training length")] if xs and min(xs) <= trained <= max(xs) else []
+    marks = [(trained, "training length")] if xs and min(xs) <= trained <= max(xs) else []
     x = Axis(name, True, lambda value: f"{value:,.0f}", ticks)
     return line_chart(f"{title}, sequences of {length_words(column)}", series, x, y, marks, caption, size)
 
