@@ -129,22 +129,28 @@ def _how_to_evaluate(results: Results) -> Markup | None:
     return note(element("p", state, "To measure it: ", element("code", command)))
 
 
-def run_sections(results: Results, level: int, prefix: str) -> list[Markup]:
-    """All sections of a run below its verdict, with headings of `level`."""
+def problem_note(run: Run) -> Markup:
+    """The problems that the files of a run have; "" without any."""
+    about = element("p", "Some files were missing or incomplete:")
+    return note(about, bullets(run.problems)) if run.problems else Markup("")
+
+
+def run_sections(results: Results, level: int, prefix: str) -> list[tuple[str, str, Markup]]:
+    """(identity, name in the navigation, HTML) of each section of a run below its verdict; headings of `level`."""
     run = results.run
-    problems = note(element("p", "Some files were missing or incomplete:"), bullets(run.problems))
-    return [
-        problems if run.problems else Markup(""),
-        section(level, "Past the training length", f"{prefix}results", *_result_parts(results)),
-        section(level, "Scores by tokens trained", f"{prefix}history", *_history_parts(results)),
-        section(level, "Needles by depth and length", f"{prefix}depth", *_depth_parts(results, level + 1)),
-        section(level, "Tasks asked in prompts", f"{prefix}tasks", *_task_parts(results, level + 1)),
-        section(level, "Where in the sequence", f"{prefix}position", *_position_parts(results)),
-        section(level, "Training", f"{prefix}training", *_training_parts(results)),
-        section(level, "Frequencies under each scaling", f"{prefix}frequencies", *_frequency_parts(results)),
-        section(level, "What was run", f"{prefix}run", provenance.what_was_run(run)),
-        section(level, "What to keep in mind", f"{prefix}caveats", bullets(provenance.caveats(run))),
-    ]
+    sections = (
+        ("results", "Results", "Past the training length", _result_parts(results)),
+        ("history", "By tokens trained", "Scores by tokens trained", _history_parts(results)),
+        ("depth", "Heat maps", "Needles by depth and length", _depth_parts(results, level + 1)),
+        ("tasks", "Tasks", "Tasks asked in prompts", _task_parts(results, level + 1)),
+        ("position", "Where in the sequence", "Where in the sequence", _position_parts(results)),
+        ("training", "Training", "Training", _training_parts(results)),
+        ("frequencies", "Frequencies", "Frequencies under each scaling", _frequency_parts(results)),
+        ("run", "What was run", "What was run", [provenance.what_was_run(run)]),
+        ("caveats", "Keep in mind", "What to keep in mind", [bullets(provenance.caveats(run))]),
+    )
+    drawn = [(key, name, section(level, title, prefix + key, *parts)) for key, name, title, parts in sections]
+    return [(key, name, part) for key, name, part in drawn if part]
 
 
 def _result_parts(results: Results) -> list[object]:

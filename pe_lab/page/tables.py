@@ -162,17 +162,18 @@ def _heat(scores: Table, cell: Cell) -> float:
     return max(0.0, 1 - (max(finite) - cell.score) / spread) if spread else 1.0
 
 
+def _variant_row(label: str, record: Record, styles: Mapping[str, Style], cells: Sequence[Markup]) -> Markup:
+    """The row of a variant; that of a dropped model stands out."""
+    return row(label_markup(label, styles), cells, "ours" if is_dropped(record) else None)
+
+
 def score_table(scores: Table, styles: Mapping[str, Style], name_source: bool = False) -> Markup:
     """Variant by length: the best of each length marked, the training length framed, deeper green for better."""
     known = any(column.small and column.factor is not None for column in scores.columns)
     head = [header("Variant", "length in tokens" if known else None)]
     head += [header(column.title, column.small, column.factor == 1) for column in scores.columns]
     body = [
-        row(
-            label_markup(label, styles),
-            [score_cell(scores, label, column) for column in scores.columns],
-            "ours" if is_dropped(record) else None,
-        )
+        _variant_row(label, record, styles, [score_cell(scores, label, column) for column in scores.columns])
         for label, record in scores.variants.items()
     ]
     direction = "higher is better" if scores.higher_is_better else "lower is better"
@@ -212,11 +213,7 @@ def task_table(tables: Sequence[Table], column: Column, styles: Mapping[str, Sty
         else:
             head.append(header(task_name(one), metric_name(one) if len(metrics) > 1 else None))
     body = [
-        row(
-            label_markup(label, styles),
-            [score_cell(one, label, column, framed=False) for one in shown],
-            "ours" if is_dropped(record) else None,
-        )
+        _variant_row(label, record, styles, [score_cell(one, label, column, framed=False) for one in shown])
         for label, record in variants_of(tables).items()
         if any(one.cell(label, column) for one in tables)
     ]

@@ -8,14 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
-
-from pe_lab.model import Model
-from pe_lab.parallel import AxisRules
-from pe_lab.planning.estimate import step_inputs
-from pe_lab.training.optimizer import make_optimizer
-from pe_lab.training.run import PhasePlan
-from pe_lab.training.step import compile_train_step
 
 
 @dataclass(frozen=True)
@@ -42,18 +34,6 @@ class OutOfMemory(Exception):
     def __init__(self, message: str, used: int | None, capacity: int | None):
         super().__init__(message)
         self.used, self.capacity = used, capacity
-
-
-def compile_step(model: Model, phase: PhasePlan, segments: bool, mesh: Mesh, rules: AxisRules) -> Compiled:
-    """Compiles the train step of a phase for the devices of `mesh`, which need not exist.
-
-    Raises:
-      OutOfMemory: the compiler found no layout that fits the chip.
-    """
-    optimizer = make_optimizer(phase.config.optimizer, phase.config.steps, model.axes)
-    inputs = step_inputs(model, optimizer, phase, segments)
-    start = time.perf_counter()
-    return analyze(compile_train_step(model, optimizer, mesh, rules, phase.config.accumulate).lower(*inputs), start)
 
 
 def analyze(lowered: Any, start: float) -> Compiled:

@@ -49,11 +49,6 @@ def cache_bytes(config: ModelConfig, structure: Sequence[LayerStructure], length
     return kept * cache_bytes_per_token(config)
 
 
-def weight_bytes(model: Model, dtype: str) -> int:
-    """Bytes of the parameters, which evaluation replicates on every chip."""
-    return model.num_parameters * np.dtype(dtype).itemsize
-
-
 def sequence_memory(model: Model, structure: Sequence[LayerStructure], length: int, chips: int) -> SequenceMemory:
     """The estimated memory of one sequence of `length` tokens on `chips` chips."""
     config = model.config
