@@ -67,7 +67,7 @@ class Column:
     """
 
     factor: float | None
-    length: int | None
+    length: float | None
 
     @property
     def title(self) -> str:
@@ -264,32 +264,27 @@ def bins(found: Mapping[str, Any], edges: str, value: str, *others: str) -> list
 # Scores by tokens trained
 
 
-@dataclass(frozen=True)
-class History:
-    """The scores of one phase's checkpoints at one length, on one source: label -> (tokens trained, cell), sorted."""
+def histories(run: Run, suite: str) -> list[tuple[str, Column, Table]]:
+    """(phase, length, table) of a suite, longest sequences first; a table's columns are tokens of training.
 
-    suite: str
-    source: str
-    phase: str
-    column: Column
-    points: dict[str, list[tuple[float, Cell]]]
-
-
-def histories(run: Run, suite: str) -> list[History]:
-    """The histories of a suite, longest sequences first; only of phases of which several steps were measured."""
-    found: dict[tuple[str, str, float], dict[str, dict[float, Cell]]] = {}
+    Only of phases of which several steps were measured.
+    """
+    found: dict[tuple[str, str, float], dict[tuple[str, float], Cell]] = {}
     columns: dict[float, Column] = {}
     for record in run.evaluation.get(suite, []):
         column, cell, trained = column_of(run, record), measure(record), tokens_trained(run, record)
         if column is not None and cell is not None and trained is not None:
             columns.setdefault(column.key, column)
-            by_label = found.setdefault((source_of(record), str(record.get("phase", "")), column.key), {})
-            by_label.setdefault(label_of(record), {})[trained] = cell
+            cells = found.setdefault((source_of(record), str(record.get("phase", "")), column.key), {})
+            cells[label_of(record), trained] = cell
     result = []
-    for (source, phase, key), by_label in sorted(found.items(), key=lambda item: -item[0][2]):
-        several = {label: sorted(cells.items()) for label, cells in by_label.items() if len(cells) > 1}
+    for (source, phase, key), cells in sorted(found.items(), key=lambda item: -item[0][2]):
+        steps = Counter(label for label, _ in cells)
+        several = {(label, trained): cell for (label, trained), cell in cells.items() if steps[label] > 1}
         if several:
-            result.append(History(suite, source, phase, columns[key], several))
+            variants = {label: cell.record for (label, _), cell in several.items()}
+            tokens = tuple(Column(None, trained) for trained in sorted({trained for _, trained in several}))
+            result.append((phase, columns[key], Table(suite, source, tokens, variants, several, True)))
     return result
 
 

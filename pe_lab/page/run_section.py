@@ -194,9 +194,9 @@ def _history_parts(results: Results) -> list[object]:
     """Scores of the checkpoints of a phase: the longest sequences of each suite, the others folded."""
     drawn: dict[str, list[Markup]] = {}
     for suite in results.tables:
-        for history in histories(results.run, suite):
-            if chart := history_chart(history, results.styles):
-                drawn.setdefault(f"{suite}, {history.phase}", []).append(chart)
+        for phase, column, table in histories(results.run, suite):
+            if chart := history_chart(phase, column, table, results.styles):
+                drawn.setdefault(f"{suite}, {phase}", []).append(chart)
     if not drawn:
         return []
     words = "Each dot is a checkpoint. The tables of this page have the last checkpoint of each phase."

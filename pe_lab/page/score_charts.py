@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 from pe_lab.analysis.runs import Run, as_dict
-from pe_lab.analysis.scores import Cell, Column, History, Table, bins
+from pe_lab.analysis.scores import Cell, Column, Table, bins
 from pe_lab.analysis.tasks import Bucket
 from pe_lab.page.charts import Axis, Point, Series, line_chart
 from pe_lab.page.markup import Markup
-from pe_lab.page.suites import suite_title
+from pe_lab.page.suites import SCORED, suite_title, task_name
 from pe_lab.page.variants import INK, Style
 from pe_lab.results.formatting import count, percent, times
 from pe_lab.results.intervals import exp
@@ -31,7 +31,7 @@ def score_chart(
       scores: the table.
       styles: by label.
       title: of the chart.
-      x: an axis of its own, for a table of buckets; these are drawn at the geometric middle of their lengths.
+      x: an axis of its own, for a table of buckets, drawn at the geometric middle of their lengths, or of tokens.
       bars: whether to draw 95% intervals; then only shares of 1 are drawn.
       size: as `line_chart` takes it.
     """
@@ -80,18 +80,13 @@ def _share_axis(name: str, values: Sequence[float]) -> Axis:
     return Axis(name, show=percent, domain=(0.0, min(1.0, max(1.12 * max(values, default=1.0), 0.1))))
 
 
-def history_chart(history: History, styles: Mapping[str, Style], size: str = "half") -> Markup:
+def history_chart(phase: str, column: Column, scores: Table, styles: Mapping[str, Style]) -> Markup:
     """The scores of a phase's checkpoints against the tokens that they were trained on (DroPE's Figure 10)."""
-    series = [
-        Series(label, [(tokens, cell.value) for tokens, cell in points], styles.get(label, INK), markers=True)
-        for label, points in history.points.items()
-    ]
-    cells = [cell for points in history.points.values() for _, cell in points]
-    task = history.source.replace("_", " ")
-    name = suite_title(history.suite) + (f", {task}" if task and history.suite not in ("needles", "perplexity") else "")
-    where = length_words(history.column)
-    title = f"{name} by tokens trained in {history.phase}" + (f", sequences of {where}" if where else "")
-    return line_chart(title, series, Axis("tokens trained", show=count), _value_axis(history.suite, cells), size=size)
+    task = task_name(scores)
+    name = suite_title(scores.suite) + (f", {task}" if task and scores.suite not in SCORED else "")
+    where = length_words(column)
+    title = f"{name} by tokens trained in {phase}" + (f", sequences of {where}" if where else "")
+    return score_chart(scores, styles, title, Axis("tokens trained", show=count))
 
 
 def position_chart(
