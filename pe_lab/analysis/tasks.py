@@ -47,9 +47,8 @@ def variants_of(tables: Sequence[Table]) -> dict[str, Record]:
 def averages(tables: Sequence[Table], averaged: Mapping[str, int | None]) -> Table | None:
     """The mean over tasks by variant and length, for variants that have all tasks; None if there is nothing to average.
 
-    Args:
-      tables: the tasks of one suite. Those whose scores are not shares of 1 are left out.
-      averaged: the suites that are averaged, with the number of their tasks (None: any).
+    Tasks whose scores are not shares of 1 are left out. `averaged` names the suites that are averaged, with the number
+    of their tasks (None: any).
     """
     tables = [table for table in tables if all(cell.share for cell in table.cells.values())]
     if len(tables) < 2 or (suite := tables[0].suite) not in averaged:

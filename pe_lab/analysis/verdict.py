@@ -65,11 +65,9 @@ class Verdict:
 
 
 def judge(needles: Table | None, perplexity: Table | None, source: str = "") -> Verdict:
-    """The verdict from a table of needle accuracies and one of perplexities.
+    """The verdict from a table of needle accuracies and one of perplexities; None if not measured.
 
-    Args:
-      needles, perplexity: None if not measured.
-      source: the external checkpoint that was measured, if the run was imported.
+    `source` is the external checkpoint of an imported run.
     """
     judged = [(table, duels(table)) for table in (needles, perplexity) if table and table.cells]
     if not judged:

@@ -6,6 +6,7 @@ one of the two. Colours are variables of the stylesheet (`--c-NAME`), which dark
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -88,20 +89,16 @@ def decimate(points: Sequence[Point], limit: int = 240) -> list[Point]:
     kept = [points[0]]
     for index in range(limit):
         part = points[index * len(points) // limit : (index + 1) * len(points) // limit]
-        if part:
-            ends = {part.index(min(part, key=lambda p: p[1])), part.index(max(part, key=lambda p: p[1]))}
-            kept += [part[i] for i in sorted(ends)]
+        ends = {part.index(min(part, key=lambda p: p[1])), part.index(max(part, key=lambda p: p[1]))}
+        kept += [part[i] for i in sorted(ends)]
     kept.append(points[-1])
     return kept
 
 
 def smooth(points: Sequence[Point], window: int) -> list[Point]:
     """A centred running mean over `window` points, narrower at the ends."""
-    half, total, sums = window // 2, 0.0, [0.0]
-    for _, value in points:
-        total += value
-        sums.append(total)
-    result = []
+    half, result = window // 2, []
+    sums = list(itertools.accumulate((value for _, value in points), initial=0.0))
     for index, (x, _) in enumerate(points):
         reach = min(half, index, len(points) - 1 - index)
         result.append((x, (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)))
@@ -119,15 +116,8 @@ def line_chart(
 ) -> Markup:
     """A figure with the chart in two sizes, a legend, and its data for the tooltip; "" if nothing can be drawn.
 
-    Points that are not finite, or not positive on a logarithmic axis, are left out.
-
-    Args:
-      title: above the chart.
-      series: the lines.
-      x, y: the axes.
-      marks: vertical lines.
-      caption: below the chart.
-      size: wide, or half or third of a laptop's page.
+    Points that are not finite, or not positive on a logarithmic axis, are left out. `size` is wide, or half or third
+    of a laptop's page.
     """
     series = [clean for s in series if (clean := _drawable(s, x, y)).points]
     if not series:
@@ -143,7 +133,8 @@ def line_chart(
         {
             "n": s.name,
             "c": s.style.colour,
-            "p": [[_rounded(a), _rounded(b), x.show(a), y.show(b)] for a, b in decimate(s.points, 80)],
+            # Six digits are enough for the tooltip.
+            "p": [[float(f"{a:.6g}"), float(f"{b:.6g}"), x.show(a), y.show(b)] for a, b in decimate(s.points, 80)],
         }
         for s in named
     ]
@@ -160,11 +151,6 @@ def line_chart(
         class_=f"chart {size}",
         data_chart=json.dumps({"x": x.label, "series": data}, separators=(",", ":")),
     )
-
-
-def _rounded(value: Number) -> Number:
-    """Six digits, which is enough for the tooltip."""
-    return float(f"{value:.6g}")
 
 
 def _drawable(series: Series, x: Axis, y: Axis) -> Series:

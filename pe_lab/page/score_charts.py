@@ -27,13 +27,8 @@ def score_chart(
 ) -> Markup:
     """A table's values against length; "" for fewer than two lengths.
 
-    Args:
-      scores: the table.
-      styles: by label.
-      title: of the chart.
-      x: an axis of its own, for a table of buckets, drawn at the geometric middle of their lengths, or of tokens.
-      bars: whether to draw 95% intervals; then only shares of 1 are drawn.
-      size: as `line_chart` takes it.
+    A table of buckets or of training tokens has an axis `x` of its own. With `bars`, 95% intervals are drawn, and only
+    shares of 1.
     """
     keys = [column.key for column in scores.columns]
     cells = list(scores.cells.values())
@@ -58,7 +53,7 @@ def score_chart(
 
 
 def _place(column: Column) -> float:
-    """A column's place on the axis of lengths."""
+    """A column's place on the axis of lengths; a bucket's is the geometric middle."""
     if isinstance(column, Bucket):
         end = column.length or 1
         return math.sqrt(max(column.start, end / 2) * end)

@@ -31,14 +31,9 @@ def table(
     box: str = "scroll",
     foot: Markup | None = None,
 ) -> Markup:
-    """A table in a box that scrolls sideways and can be reached by keyboard.
+    """A table in a box that scrolls sideways and can be reached by keyboard; `look` and `box` are their classes.
 
-    Args:
-      name: for screen readers; `about` continues it.
-      head: the header cells.
-      body: the rows, as `row` makes them.
-      look, box: classes of the table and of its box.
-      foot: a last row.
+    `head` holds header cells, `body` and `foot` hold rows. `name` is for screen readers; `about` continues it.
     """
     inner = element(
         "table",
@@ -99,11 +94,7 @@ def swatch(style: Style | None) -> Markup:
 def score_cell(scores: Table, label: str, column: Column, *, framed: bool = True, small: str | None = None) -> Markup:
     """One value, marked if it is the best of its column or a tie with it; its measurement on hover.
 
-    Args:
-      scores: the value's table, in which it is compared.
-      label, column: the value's place.
-      framed: whether a column of the training length has a frame.
-      small: instead of the 95% interval.
+    `framed`: with a frame around the column of the training length. `small`: shown instead of the 95% interval.
     """
     trained = "trained" if framed and column.factor == 1 else None
     cell = scores.cell(label, column)
