@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from pe_lab.analysis.runs import as_dict
 from pe_lab.analysis.scores import Column, Table, bins
 from pe_lab.analysis.variants import kind
@@ -84,10 +86,8 @@ def step(score: float) -> int:
 def colours(index: int, anchors: Sequence[str] = LIGHT) -> tuple[str, str]:
     """Background and ink of a step: a mix of its neighbours in `anchors`, and the ink with more contrast to it."""
     place = index / STEPS * (len(anchors) - 1)
-    low = min(int(place), len(anchors) - 2)
-    mixed = [
-        a + (b - a) * (place - low) for a, b in zip(channels(anchors[low]), channels(anchors[low + 1]), strict=True)
-    ]
+    by_channel = zip(*map(channels, anchors), strict=True)
+    mixed = [np.interp(place, range(len(anchors)), values) for values in by_channel]
     background = "#" + "".join(f"{round(value):02x}" for value in mixed)
     return background, max(INKS, key=lambda ink: contrast(ink, background))
 

@@ -28,12 +28,25 @@ class Compiled:
         return max(self.peak, self.arguments + self.outputs - self.aliased + self.temporaries + self.code)
 
 
+# libtpu 0.0.51 writes "... (32.57G) exceeds available HBM (15.75G)", earlier ones "Used 32.57G of 15.75G hbm".
+_REFUSALS = (
+    r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)",
+    r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm",
+)
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
 class OutOfMemory(Exception):
     """The compiler found no layout that fits the chip. `used` and `capacity` in bytes; None if it gave no numbers."""
 
-    def __init__(self, message: str, used: int | None, capacity: int | None):
-        super().__init__(message)
-        self.used, self.capacity = used, capacity
+    def __init__(self, message: str):
+        super().__init__(message.splitlines()[0][:300])
+        self.used = self.capacity = None
+        for pattern in _REFUSALS:
+            if found := re.search(pattern, message):
+                used, used_unit, capacity, unit = found.groups()
+                self.used, self.capacity = int(float(used) * _UNITS[used_unit]), int(float(capacity) * _UNITS[unit])
+                break
 
 
 def analyze(lowered: Any, start: float) -> Compiled:
@@ -47,7 +60,7 @@ def analyze(lowered: Any, start: float) -> Compiled:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise out_of_memory(str(error)) from None
+        raise OutOfMemory(str(error)) from None
     return Compiled(
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes,
@@ -57,21 +70,3 @@ def analyze(lowered: Any, start: float) -> Compiled:
         peak=getattr(analysis, "peak_memory_in_bytes", 0),
         seconds=time.perf_counter() - start,
     )
-
-
-# libtpu 0.0.51 writes "... (32.57G) exceeds available HBM (15.75G)", earlier ones "Used 32.57G of 15.75G hbm".
-_REFUSALS = (
-    r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)",
-    r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm",
-)
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def out_of_memory(message: str) -> OutOfMemory:
-    """The error with the numbers that a compiler's message contains."""
-    first = message.splitlines()[0][:300]
-    for pattern in _REFUSALS:
-        if found := re.search(pattern, message):
-            used, used_unit, capacity, unit = found.groups()
-            return OutOfMemory(first, int(float(used) * _UNITS[used_unit]), int(float(capacity) * _UNITS[unit]))
-    return OutOfMemory(first, None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -72,12 +73,11 @@ def sequence_memory(model: Model, structure: Sequence[LayerStructure], length: i
 
 def longest(model: Model, structure: Sequence[LayerStructure], chips: int, available: int, mode: str) -> int:
     """The largest length, a multiple of 1024, whose `mode` (a field of `SequenceMemory`) fits `available` bytes."""
-    low, high = 0, 2**30 // 1024
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = getattr(sequence_memory(model, structure, middle * 1024, chips), mode) <= available
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low * 1024
+
+    def needed(multiple: int) -> int:
+        return getattr(sequence_memory(model, structure, multiple * 1024, chips), mode)
+
+    return 1024 * bisect.bisect_right(range(1, 2**30 // 1024 + 1), available, key=needed)
 
 
 def compile_evaluation(model: Model, schedule: Schedule, length: int, mesh: Mesh) -> Compiled:
