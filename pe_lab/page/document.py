@@ -11,8 +11,8 @@ from pe_lab.analysis.variants import kind
 from pe_lab.analysis.verdict import judge
 from pe_lab.page import provenance, run_charts
 from pe_lab.page.heat_maps import heat_maps, palette_css
-from pe_lab.page.markup import Markup, element, text
-from pe_lab.page.run_section import Results, note, problem_note, run_sections, section, title_of, top, work_out
+from pe_lab.page.markup import Markup, element, note, text
+from pe_lab.page.run_section import Results, problem_note, run_sections, section, title_of, top, work_out
 from pe_lab.page.stylesheet import CSS, SCRIPT
 from pe_lab.page.suites import SCORED, task_suites, task_terms
 from pe_lab.page.tables import label_markup, plain_table, score_table, swatch
@@ -116,7 +116,7 @@ def _comparison(worked: Sequence[Results]) -> list[object]:
             "These runs cut text with different tokenizers, so losses and perplexities per token are not comparable "
             "between them."
         )
-        parts.append(note(element("p", words)))
+        parts.append(note(words))
     others = task_suites({suite for run in runs for suite in run.evaluation} - set(SCORED) - {"beta"})
     grids, tasks = [], []
     for suite in [*SCORED, *others]:

@@ -14,7 +14,7 @@ import numpy as np
 from pe_lab.analysis.runs import as_dict
 from pe_lab.analysis.scores import Column, Table, bins
 from pe_lab.analysis.variants import kind
-from pe_lab.page.markup import Markup, element, text
+from pe_lab.page.markup import Markup, element, folded, text
 from pe_lab.page.suites import suite_title, task_name
 from pe_lab.page.tables import UNMEASURED, header, label_markup, row, table
 from pe_lab.page.variants import Style
@@ -183,14 +183,12 @@ def heat_map_figures(tables: Sequence[Table], styles: Mapping[str, Style], level
     for scores in tables:
         if maps := heat_maps(scores):
             shown, others = (_map_grid(some, styles) for some in in_sight(maps))
-            more = element("details", element("summary", "The other variants"), others) if others else None
-            figures.append((map_name(scores), text([shown, more])))
+            figures.append((map_name(scores), text([shown, folded("The other variants", others)])))
     if not figures:
         return []
     (name, first), *rest = figures
-    folded = [element("div", element("p", name, class_="title"), figure, class_="below") for name, figure in rest]
-    summary = element("summary", f"{suite_title(tables[0].suite)}: {len(rest)} more")
-    return [element(f"h{level}", name), first, *([element("details", summary, folded)] if rest else [])]
+    others = [element("div", element("p", name, class_="title"), figure, class_="below") for name, figure in rest]
+    return [element(f"h{level}", name), first, folded(f"{suite_title(tables[0].suite)}: {len(rest)} more", others)]
 
 
 def map_name(scores: Table) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pe_lab.analysis.runs import Phase, Run, as_dict
 from pe_lab.analysis.variants import is_dropped, is_rotary
-from pe_lab.page.markup import Markup, element, text
+from pe_lab.page.markup import Markup, element, folded, note, text
 from pe_lab.page.run_charts import phase_style
 from pe_lab.page.tables import plain_table
 from pe_lab.results.formatting import count, duration, listing, percent
@@ -79,7 +79,7 @@ def mixture_note(run: Run) -> Markup:
         words = "phase.json does not record the training mixture, so it is not known whether needles were part of it."
     else:
         return Markup("")
-    return element("div", element("p", words), class_="note")
+    return note(words)
 
 
 def lineage_diagram(run: Run) -> Markup:
@@ -146,7 +146,7 @@ def what_was_run(run: Run) -> Markup:
     parts += [_phase_table(phase) for phase in run.phases]
     if run.config:
         shown = json.dumps(run.config, indent=2, ensure_ascii=False, default=str)
-        parts.append(element("details", element("summary", "The whole config"), element("pre", shown)))
+        parts.append(folded("The whole config", element("pre", shown)))
     return element("div", parts)
 
 
@@ -228,13 +228,8 @@ def _phase_table(phase: Phase) -> Markup:
         for r in phase.encodings
     ]
     schedule = plain_table(f"Encodings of {phase.name}", ("Layers", "Encoding", "Window"), rows) if rows else None
-    return element(
-        "details",
-        element("summary", f"Phase {phase.name}: positional schedule and figures"),
-        pairs(items),
-        schedule,
-        element("pre", str(info["describe"])) if info.get("describe") else None,
-    )
+    described = element("pre", str(info["describe"])) if info.get("describe") else None
+    return folded(f"Phase {phase.name}: positional schedule and figures", pairs(items), schedule, described)
 
 
 def caveats(run: Run) -> list[str]:

@@ -13,7 +13,7 @@ from pe_lab.analysis.variants import is_dropped, is_rotary
 from pe_lab.analysis.verdict import Verdict, imported_headline, judge
 from pe_lab.page import provenance, run_charts
 from pe_lab.page.heat_maps import heat_map_figures, legend
-from pe_lab.page.markup import Markup, element, text
+from pe_lab.page.markup import Markup, element, folded, note, text
 from pe_lab.page.score_charts import history_chart, position_chart, score_chart
 from pe_lab.page.suites import SCORED, suite_title, task_suites
 from pe_lab.page.tables import beta_table, duel_board, records_table, score_table, weights_table
@@ -90,11 +90,6 @@ def bullets(sentences: list[str], look: str | None = None) -> Markup:
     return element("ul", items, class_=look) if items else Markup("")
 
 
-def note(*children: object) -> Markup:
-    """A box with a remark."""
-    return element("div", *children, class_="note")
-
-
 def top(results: Results, level: int) -> Markup:
     """The verdict of a run, its duels and its summary. At level 1 the first sentence is the page's title."""
     verdict = results.verdict
@@ -126,13 +121,12 @@ def _how_to_evaluate(results: Results) -> Markup | None:
     unfinished = [phase.name for phase in run.phases if phase.running]
     state = f"Training is not complete (phase {unfinished[-1]}). " if unfinished else ""
     command = f"python -m pe_lab.evaluate --from={run.directory}"
-    return note(element("p", state, "To measure it: ", element("code", command)))
+    return note([state, "To measure it: ", element("code", command)])
 
 
 def problem_note(run: Run) -> Markup:
     """The problems that the files of a run have; "" without any."""
-    about = element("p", "Some files were missing or incomplete:")
-    return note(about, bullets(run.problems)) if run.problems else Markup("")
+    return note("Some files were missing or incomplete:", bullets(run.problems)) if run.problems else Markup("")
 
 
 def run_sections(results: Results, level: int, prefix: str) -> list[tuple[str, str, Markup]]:
@@ -187,7 +181,7 @@ def _result_parts(results: Results) -> list[object]:
 
 def _weights(measured: list[Table]) -> Markup:
     """The checkpoints behind the rows of some tables, folded."""
-    return element("details", element("summary", "Weights behind each row"), weights_table(measured))
+    return folded("Weights behind each row", weights_table(measured))
 
 
 def _history_parts(results: Results) -> list[object]:
@@ -200,10 +194,10 @@ def _history_parts(results: Results) -> list[object]:
     if not drawn:
         return []
     words = "Each dot is a checkpoint. The tables of this page have the last checkpoint of each phase."
+    first = [chart for chart, *_ in drawn.values()]
     rest = [chart for _, *others in drawn.values() for chart in others]
-    folded = element("details", element("summary", "At the other lengths"), element("div", rest, class_="grid"))
-    first = element("div", [chart for chart, *_ in drawn.values()], class_="grid")
-    return [element("p", words, class_="soft"), first, folded if rest else None]
+    more = folded("At the other lengths", element("div", rest, class_="grid")) if rest else None
+    return [element("p", words, class_="soft"), element("div", first, class_="grid"), more]
 
 
 def _depth_parts(results: Results, level: int) -> list[object]:
@@ -242,8 +236,8 @@ def _position_parts(results: Results) -> list[object]:
                 continue
             parts.append(draw(drawn[0][0], size="wide", caption=caption))
             if others := [half for _, half in drawn[1:]]:
-                summary = element("summary", f"{suite_title(suite)} at the other lengths")
-                parts.append(element("details", summary, element("div", others, class_="grid")))
+                grid = element("div", others, class_="grid")
+                parts.append(folded(f"{suite_title(suite)} at the other lengths", grid))
     return parts
 
 
