@@ -299,11 +299,10 @@ def _end_labels(frame: Frame, series: Sequence[Series], to_y: Callable[[Number],
     places: list[float] = []
     for at, _ in wanted:
         places.append(max(at, places[-1] + gap if places else frame.top))
-    overflow = (places[-1] if places else 0.0) - (frame.height - frame.bottom)
-    if overflow > 0:
-        places[-1] -= overflow
-        for index in range(len(places) - 2, -1, -1):
-            places[index] = min(places[index], places[index + 1] - gap)
+    lowest = float(frame.height - frame.bottom)
+    for index in reversed(range(len(places))):
+        places[index] = min(places[index], lowest)
+        lowest = places[index] - gap
     labels = []
     for (at, s), place in zip(wanted, places, strict=True):
         name = shortened(s.name, round((frame.right - 12) / 7))  # a letter is at most about 7 pixels wide

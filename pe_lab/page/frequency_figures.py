@@ -78,8 +78,10 @@ def _draw_scaling(numbers: Numbers, factors: Sequence[float]) -> Any:
     pairs = np.arange(settings.head_dim // 2)
     columns = min(len(factors), 3)
     rows = -(-len(factors) // columns)
-    height = 4.2 if len(factors) == 1 else 0.9 + 2.5 * rows
-    figure = Figure(figsize=(7, height), layout="constrained")
+    alone = len(factors) == 1
+    figure = Figure(figsize=(7, 4.2 if alone else 0.9 + 2.5 * rows), layout="constrained")
+    heading = "RoPE's frequencies under each scaling"
+    described = f"{settings.head_dim} channels, base {settings.base:,.10g}, trained on {settings.length:,} tokens"
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
     for panel in panels[len(factors) :]:
         panel.remove()
@@ -93,20 +95,18 @@ def _draw_scaling(numbers: Numbers, factors: Sequence[float]) -> Any:
                     line.set_dashes(dashes)
         panel.set_ylim(0, 1.06)
         panel.margins(x=0.02)
-        panel.set_title(f"s = {factor:g}")
+        panel.set_title(f"{heading} at s = {factor:g}\n{described}" if alone else f"s = {factor:g}")
         if i % columns == 0:
-            panel.set_ylabel("new / old frequency")
+            panel.set_ylabel("new frequency / old frequency" if alone else "new / old frequency")
         if i + columns >= len(factors):
-            panel.set_xlabel("pair, from fast to slow")
+            panel.set_xlabel(
+                "pair of channels, from the fastest to the slowest" if alone else "pair, from fast to slow"
+            )
             panel.tick_params(labelbottom=True)  # also above an empty place in the last row
-    described = f"{settings.head_dim} channels, base {settings.base:,.10g}, trained on {settings.length:,} tokens"
-    if len(factors) == 1:
-        panels[0].set_title(f"RoPE's frequencies under each scaling at s = {factors[0]:g}\n{described}")
-        panels[0].set_xlabel("pair of channels, from the fastest to the slowest")
-        panels[0].set_ylabel("new frequency / old frequency")
+    if alone:
         panels[0].legend(loc="best", handlelength=3.5)
     else:
-        figure.suptitle(f"RoPE's frequencies under each scaling\n{described}", fontsize=11)
+        figure.suptitle(f"{heading}\n{described}", fontsize=11)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), handlelength=3.5)
     return figure
