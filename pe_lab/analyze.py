@@ -182,7 +182,6 @@ def chosen_study(argv: Sequence[str]) -> str | None:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command."""
     argv, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     study = chosen_study(argv)
     args = parser(study).parse_args(argv)

@@ -130,7 +130,6 @@ def _comparison(worked: Sequence[Results]) -> list[object]:
 
 
 def _runs_table(worked: Sequence[Results]) -> Markup:
-    """A row for each run."""
     rows = []
     for index, results in enumerate(worked):
         run = results.run

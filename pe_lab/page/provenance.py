@@ -186,7 +186,6 @@ def _model_text(run: Run) -> str:
 
 
 def _mixture_text(run: Run) -> str:
-    """The mixture of each phase."""
     texts = {p.name: listing([f"{percent(share)} {source}" for source, share in p.mixture]) for p in run.phases}
     distinct = set(filter(None, texts.values()))
     if len(distinct) == 1:

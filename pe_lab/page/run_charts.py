@@ -48,9 +48,10 @@ def offsets(run: Run) -> dict[str, float]:
     return result
 
 
-def moved(points: Sequence[Point], by: Number) -> list[Point]:
-    """Points shifted along x."""
-    return [(x + by, y) for x, y in points]
+def curves(run: Run, key: str) -> dict[str, list[Point]]:
+    """Phase -> the points of a logged number, against the tokens of the whole run."""
+    shift = offsets(run)
+    return {phase.name: [(x + shift[phase.name], y) for x, y in phase.series(key)] for phase in run.phases}
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
@@ -68,12 +69,10 @@ def token_axis(run: Run) -> Axis:
 
 def loss_chart(run: Run) -> Markup:
     """Training and validation loss of all phases on one axis, with marks where phases begin."""
-    shift = offsets(run)
-    series, marks, validation = [], [], []
+    series, marks, losses = [], [], curves(run, "loss")
     used: set[Style] = set()
     for phase in run.phases:
-        points = moved(phase.series("loss"), shift[phase.name])
-        validation += moved(phase.series("validation_loss"), shift[phase.name])
+        points = losses[phase.name]
         if not points:
             continue
         style = phase_style(run, phase)
@@ -85,7 +84,7 @@ def loss_chart(run: Run) -> Markup:
         if len(points) > 40:
             series.append(Series(phase.name, decimate(points), style, faint=True))
         series.append(Series(phase.name, smoothed(points) if len(points) > 40 else points, style))
-    if validation:
+    if validation := [point for points in curves(run, "validation_loss").values() for point in points]:
         series.append(Series("validation", validation, INK, line=False))
     caption = "Thin: every logged step. Thick: running mean. Dots: loss on held-out text." + _jumps(run)
     return line_chart("Loss over training", series, token_axis(run), LOSS, marks, caption)
@@ -112,18 +111,16 @@ def _jumps(run: Run) -> str:
 
 def source_losses(run: Run) -> Markup:
     """Validation loss by held-out source; "" for fewer than two sources."""
-    shift, found = offsets(run), {}
-    for phase in run.phases:
-        keys = dict.fromkeys(key for record in phase.metrics for key in record if key.startswith("validation_loss/"))
-        for key in keys:
-            name = key.removeprefix("validation_loss/")
-            found.setdefault(name, []).extend(moved(phase.series(key), shift[phase.name]))
-    if len(found) < 2:
+    logged = dict.fromkeys(key for phase in run.phases for record in phase.metrics for key in record)
+    keys = [key for key in logged if key.startswith("validation_loss/")]
+    if len(keys) < 2:
         return Markup("")
-    series = [
-        Series(name, points, Style(SOURCE_COLOURS[i % len(SOURCE_COLOURS)]), markers=len(points) < 60)
-        for i, (name, points) in enumerate(found.items())
-    ]
+    series = []
+    for i, key in enumerate(keys):
+        points = [point for points in curves(run, key).values() for point in points]
+        style = Style(SOURCE_COLOURS[i % len(SOURCE_COLOURS)])
+        series.append(Series(key.removeprefix("validation_loss/"), points, style, markers=len(points) < 60))
+    shift = offsets(run)
     marks = [(shift[phase.name], f"{phase.name} starts") for phase in run.phases[1:] if shift[phase.name]]
     return line_chart("Validation loss by source", series, token_axis(run), LOSS, marks)
 
@@ -132,10 +129,8 @@ def loss_comparison(runs: Sequence[Run]) -> Markup:
     """The training losses of several runs, a running mean each."""
     series = []
     for index, run in enumerate(runs):
-        shift = offsets(run)
-        points = []
-        for phase in run.phases:  # a mean across the border of two phases would flatten the jump there
-            points += moved(smoothed(phase.series("loss")), shift[phase.name])
+        # A mean across the border of two phases would flatten the jump there.
+        points = [point for points in curves(run, "loss").values() for point in smoothed(points)]
         style = Style(RUN_COLOURS[index % len(RUN_COLOURS)], None if index < len(RUN_COLOURS) else "6 3")
         series.append(Series(run.name, points, style))
     return line_chart("Training loss of the runs (running mean)", series, token_axis(runs[0]), LOSS)
