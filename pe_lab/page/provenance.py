@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pe_lab.analysis.runs import Phase, Run, as_dict
 from pe_lab.analysis.variants import is_dropped, is_rotary
 from pe_lab.page.markup import Markup, element, folded, note, text
-from pe_lab.page.run_charts import phase_style
+from pe_lab.page.run_charts import encoding_text, phase_style
 from pe_lab.page.tables import plain_table
 from pe_lab.results.formatting import count, duration, listing, percent
 from pe_lab.results.records import Record, number
@@ -112,15 +112,6 @@ def _node_box(run: Run, node: Record) -> Markup:
     colour = f"--at:var(--c-{phase_style(run, phase).colour})" if phase else None
     name = element("b", str(node.get("what") or "?"))
     return element("li", name, [element("span", line) for line in lines if line], style=colour)
-
-
-def encoding_text(encoding: object) -> str:
-    """An encoding in one line, whether it was written as a text or as a mapping."""
-    described = as_dict(encoding)
-    if not described:
-        return str(encoding or "unknown encoding")
-    rest = ", ".join(f"{k}={v}" for k, v in described.items() if k != "kind" and v is not None)
-    return f"{described.get('kind', '?')}({rest})" if rest else str(described.get("kind", "?"))
 
 
 def what_was_run(run: Run) -> Markup:

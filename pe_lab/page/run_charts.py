@@ -20,11 +20,19 @@ RUN_COLOURS = ("ntk", "nope", "drope", "yarn", "extra-1", "pi", "extra-3", "extr
 SOURCE_COLOURS = ("ntk", "nope", "extra-1", "extra-3", "yarn", "pi")
 
 
+def encoding_text(encoding: object) -> str:
+    """An encoding in one line, whether it was written as a text or as a mapping."""
+    described = as_dict(encoding)
+    if not described:
+        return str(encoding or "unknown encoding")
+    rest = ", ".join(f"{k}={v}" for k, v in described.items() if k != "kind" and v is not None)
+    return f"{described.get('kind', '?')}({rest})" if rest else str(described.get("kind", "?"))
+
+
 def encoding_name(phase: Phase) -> str:
     """The name of the encoding of a phase's first layers: rope, nope, ..."""
-    encoding = phase.encodings[0].get("encoding") if phase.encodings else ""
-    name = as_dict(encoding).get("kind", encoding)
-    return re.split(r"[^a-z_]", str(name).lower(), maxsplit=1)[0]
+    described = encoding_text(phase.encodings[0].get("encoding") if phase.encodings else "")
+    return re.split(r"[^a-z_]", described.lower(), maxsplit=1)[0]
 
 
 def phase_style(run: Run, phase: Phase) -> Style:
@@ -143,13 +151,10 @@ def rotation_of(run: Run) -> tuple[float, int, int] | None:
     head_dim = number(model, "head_dim") or (width // heads if heads and width else None)
     for phase in run.phases:
         for record in phase.encodings:
-            encoding = record.get("encoding")
-            described = as_dict(encoding)
-            name = str(described.get("kind", encoding)).lower()
-            if name.startswith("rope") and head_dim and phase.length:
-                found = re.search(r"base=([-+.\deE]+)", str(encoding))
-                base = number(described, "base") or (float(found.group(1)) if found else 10000.0)
-                return base, int(head_dim), phase.length
+            described = encoding_text(record.get("encoding"))
+            if described.lower().startswith("rope") and head_dim and phase.length:
+                found = re.search(r"base=([-+.\deE]+)", described)
+                return float(found.group(1)) if found else 10000.0, int(head_dim), phase.length
     return None
 
 
