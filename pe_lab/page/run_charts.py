@@ -52,7 +52,7 @@ def offsets(run: Run) -> dict[str, float]:
         points = phase.series("loss") or phase.series("validation_loss")
         counts_on = bool(points) and points[0][0] > total > 0
         result[phase.name] = 0.0 if counts_on else total
-        total = (points[-1][0] if points else 0.0) + result[phase.name] if points else total
+        total = points[-1][0] + result[phase.name] if points else total
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from pe_lab.analysis.runs import Run
@@ -37,10 +37,14 @@ CAPTIONS = {
 
 @dataclass(frozen=True)
 class Results:
-    """A run with its tables by suite, its verdict, and a style for each label."""
+    """A run with its tables by suite, its verdict, and a style for each label.
+
+    `task_tables` holds the tables of suites that are asked with prompts, one for each task, in the page's order.
+    """
 
     run: Run
     tables: dict[str, list[Table]]
+    task_tables: dict[str, list[Table]]
     verdict: Verdict
     styles: Mapping[str, Style]
 
@@ -48,34 +52,29 @@ class Results:
     def all_tables(self) -> list[Table]:
         return [table for found in self.tables.values() for table in found]
 
-    @property
-    def task_tables(self) -> dict[str, list[Table]]:
-        """The tables of suites that are asked with prompts, one for each task, in the page's order."""
-        asked = {suite: [t for t in self.tables[suite] if t.prompted] for suite in task_suites(self.tables)}
-        return {suite: found for suite, found in asked.items() if found}
-
 
 def work_out(run: Run) -> Results:
     """Tables, verdict and styles of a run."""
     suites = [*SCORED, *sorted(set(run.evaluation) - set(SCORED) - {"beta"})]
     found = {suite: build_tables(suite, [run]) for suite in suites}
+    prompted = {suite: [table for table in found[suite] if table.prompted] for suite in task_suites(found)}
+    asked = {suite: tables for suite, tables in prompted.items() if tables}
     first = [found[suite][0] if found[suite] else None for suite in SCORED]
-    styles = assign_styles(variants_of([table for suite in found.values() for table in suite]))
-    results = Results(run, found, judge(*first, run.source), styles)
-    asked = results.task_tables
+    verdict = judge(*first, run.source)
     if asked and not any(table and table.cells for table in first):
         words = f"Measured here: {listing([suite_title(suite) for suite in asked])}."
         if run.source:
             words = f"{imported_headline(next(iter(asked.values()))[0], run.source)} {words}"
         else:
             words += " Perplexity and symbolic needles, which a verdict is made of, were not."
-        return replace(results, verdict=Verdict(words, "missing"))
-    return results
+        verdict = Verdict(words, "missing")
+    styles = assign_styles(variants_of([table for tables in found.values() for table in tables]))
+    return Results(run, found, asked, verdict, styles)
 
 
 def section(level: int, title: str, identity: str, *children: object) -> Markup:
     """A section with its heading; "" if it would be empty."""
-    body = text(list(children))
+    body = text(children)
     return element("section", element(f"h{level}", title, id=identity), body) if body else Markup("")
 
 
