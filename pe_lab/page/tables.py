@@ -251,17 +251,13 @@ def duel_board(judged: Sequence[tuple[Table, Sequence[Duel]]]) -> Markup:
     words = {"win": "✓ wins", "loss": "✗ loses", "tie": "≈ ties"}
     body = []
     for scores, found in judged:
-        by_key = {duel.column.key: duel for duel in found}
-        cells = []
-        for key in sorted(columns):
-            duel = by_key.get(key)
-            if duel is None:
-                cells.append(element("td", "–"))
-                continue
+        cells = dict.fromkeys(sorted(columns), element("td", "–"))
+        for duel in found:
             small = element("small", duel.gap, element("br"), f"vs {shortened(duel.rival)}")
             title = f"{duel.label} {duel.ours.shown}, {duel.rival} {duel.theirs.shown}"
-            cells.append(element("td", element("b", words[duel.outcome], class_=duel.outcome), small, title=title))
-        body.append(row(suite_title(scores.suite), cells))
+            outcome = element("b", words[duel.outcome], class_=duel.outcome)
+            cells[duel.column.key] = element("td", outcome, small, title=title)
+        body.append(row(suite_title(scores.suite), [*cells.values()]))
     ours = shortened(judged[0][1][-1].label)
     title = f"The dropped model ({ours}) against the best RoPE variant of each length"
     name = "Dropped model against the best RoPE variant"
