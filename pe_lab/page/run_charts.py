@@ -56,10 +56,10 @@ def offsets(run: Run) -> dict[str, float]:
     return result
 
 
-def curves(run: Run, key: str) -> dict[str, list[Point]]:
-    """Phase -> the points of a logged number, against the tokens of the whole run."""
+def curves(run: Run, key: str) -> list[list[Point]]:
+    """The points of a logged number in each phase, against the tokens of the whole run."""
     shift = offsets(run)
-    return {phase.name: [(x + shift[phase.name], y) for x, y in phase.series(key)] for phase in run.phases}
+    return [[(x + shift[phase.name], y) for x, y in phase.series(key)] for phase in run.phases]
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
@@ -77,10 +77,9 @@ def token_axis(run: Run) -> Axis:
 
 def loss_chart(run: Run) -> Markup:
     """Training and validation loss of all phases on one axis, with marks where phases begin."""
-    series, marks, losses = [], [], curves(run, "loss")
+    series, marks = [], []
     used: set[Style] = set()
-    for phase in run.phases:
-        points = losses[phase.name]
+    for phase, points in zip(run.phases, curves(run, "loss"), strict=True):
         if not points:
             continue
         style = phase_style(run, phase)
@@ -92,7 +91,7 @@ def loss_chart(run: Run) -> Markup:
         if len(points) > 40:
             series.append(Series(phase.name, decimate(points), style, faint=True))
         series.append(Series(phase.name, smoothed(points) if len(points) > 40 else points, style))
-    if validation := [point for points in curves(run, "validation_loss").values() for point in points]:
+    if validation := [point for points in curves(run, "validation_loss") for point in points]:
         series.append(Series("validation", validation, INK, line=False))
     caption = "Thin: every logged step. Thick: running mean. Dots: loss on held-out text." + _jumps(run)
     return line_chart("Loss over training", series, token_axis(run), LOSS, marks, caption)
@@ -125,7 +124,7 @@ def source_losses(run: Run) -> Markup:
         return Markup("")
     series = []
     for i, key in enumerate(keys):
-        points = [point for points in curves(run, key).values() for point in points]
+        points = [point for points in curves(run, key) for point in points]
         style = Style(SOURCE_COLOURS[i % len(SOURCE_COLOURS)])
         series.append(Series(key.removeprefix("validation_loss/"), points, style, markers=len(points) < 60))
     shift = offsets(run)
@@ -138,7 +137,7 @@ def loss_comparison(runs: Sequence[Run]) -> Markup:
     series = []
     for index, run in enumerate(runs):
         # A mean across the border of two phases would flatten the jump there.
-        points = [point for points in curves(run, "loss").values() for point in smoothed(points)]
+        points = [point for points in curves(run, "loss") for point in smoothed(points)]
         style = Style(RUN_COLOURS[index % len(RUN_COLOURS)], None if index < len(RUN_COLOURS) else "6 3")
         series.append(Series(run.name, points, style))
     return line_chart("Training loss of the runs (running mean)", series, token_axis(runs[0]), LOSS)
