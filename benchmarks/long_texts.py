@@ -14,7 +14,7 @@ import jax
 
 from benchmarks.document import Place
 from pe_lab.parallel.topology import GIB, parse_topology
-from pe_lab.planning.evaluation_memory import cache_bytes, longest, weight_bytes
+from pe_lab.planning.evaluation_memory import cache_bytes, longest
 from pe_lab.planning.plan import make_plan
 from pe_lab.recipes import load_config
 from pe_lab.terminal import command
@@ -48,7 +48,7 @@ def rows() -> list[tuple[str, ...]]:
             plan = make_plan(config, parse_topology(machine))
             phase = plan.phases[0]
             model, structure = phase.model, phase.plan.schedule.structure
-            weights = weight_bytes(model, "float32")
+            weights = 4 * model.num_parameters  # float32
             if not cells:
                 caches = (cache_bytes(model.config, structure, length) for length in (2**17, 2**20))
                 cells = [f"{size / GIB:.1f} GiB" for size in (weights, *caches)]

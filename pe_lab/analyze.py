@@ -63,41 +63,44 @@ def items(option: str, text: str) -> tuple[str, ...]:
     return parts
 
 
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    """The numbers of `1,0.5,1e4`."""
+    return tuple(number(option, part) for part in items(option, text))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The studies
+
+FREQUENCIES = {  # option -> how its text is read, its default, and its help
+    "--head-dim": (whole, "64", "channels of a head (default: %(default)s)"),
+    "--base": (number, "1e4", "RoPE's base (default: %(default)s)"),
+    "--length": (whole, "2048", "training length in tokens (default: %(default)s)"),
+    "--factors": (numbers, "2,3,4", "scaling factors s (default: %(default)s); the first is also drawn alone"),
+    "--methods": (items, "pi,ntk,yarn", f"of {', '.join(frequencies.METHODS)} (default: %(default)s)"),
+    "--cache-head-dim": (whole, "256", "channels of a head, for the cache (default: %(default)s)"),
+    "--fractions": (numbers, "0.01,0.1,0.25,0.5,0.75,1", "shares that rotate there (default: %(default)s)"),
+}
 
 
 def _frequencies_options(parser: argparse.ArgumentParser) -> None:
     # `_frequencies` parses the values: argparse would print its usage for a bad number.
-    add = parser.add_argument
-    add("--head-dim", default="64", help="channels of a head (default: %(default)s)")
-    add("--base", default="1e4", help="RoPE's base (default: %(default)s)")
-    add("--length", default="2048", help="training length in tokens (default: %(default)s)")
-    add("--factors", default="2,3,4", help="scaling factors s (default: %(default)s); the first is also drawn alone")
-    known = ", ".join(frequencies.METHODS)
-    add("--methods", default="pi,ntk,yarn", help=f"of {known} (default: %(default)s)")
-    add("--cache-head-dim", default="256", help="channels of a head, for the cache (default: %(default)s)")
-    add("--fractions", default="0.01,0.1,0.25,0.5,0.75,1", help="shares that rotate there (default: %(default)s)")
+    for option, (_, default, help) in FREQUENCIES.items():
+        parser.add_argument(option, default=default, help=help)
 
 
 def _frequencies(args: argparse.Namespace, formats: Sequence[str]) -> Findings:
-    settings = frequencies.Settings(
-        head_dim=whole("--head-dim", args.head_dim),
-        base=number("--base", args.base),
-        length=whole("--length", args.length),
-        factors=tuple(number("--factors", text) for text in items("--factors", args.factors)),
-        methods=items("--methods", args.methods),
-        cache_head_dim=whole("--cache-head-dim", args.cache_head_dim),
-        fractions=tuple(number("--fractions", text) for text in items("--fractions", args.fractions)),
-    )
-    numbers = frequencies.study(settings)
+    settings = {}
+    for option, (parse, *_) in FREQUENCIES.items():
+        name = option.removeprefix("--").replace("-", "_")
+        settings[name] = parse(option, getattr(args, name))
+    found = frequencies.study(frequencies.Settings(**settings))
     pictures = {
         f"{name}.{form}": frequency_figures.render(figure, form)
-        for name, figure in frequency_figures.draw(numbers).items()
+        for name, figure in frequency_figures.draw(found).items()
         for form in formats
     }
-    written = json.dumps(numbers.to_json(), allow_nan=False)
-    return frequencies.tables(numbers), {**pictures, "frequencies.json": f"{written}\n".encode()}
+    written = json.dumps(found.to_json(), allow_nan=False)
+    return frequencies.tables(found), {**pictures, "frequencies.json": f"{written}\n".encode()}
 
 
 def _schedule_options(parser: argparse.ArgumentParser) -> None:
@@ -179,7 +182,6 @@ def chosen_study(argv: Sequence[str]) -> str | None:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command."""
     argv, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     study = chosen_study(argv)
     args = parser(study).parse_args(argv)

@@ -42,7 +42,6 @@ def write_heat_maps(runs: Sequence[Run], path: Path, suite: str | None, task: st
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command."""
     parser = argparse.ArgumentParser(prog="python -m pe_lab.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run directories, such as runs/*")
     parser.add_argument("--out", help="the file to write (default: RUN/report.html; report.html beside several runs)")

@@ -44,32 +44,25 @@ def argument_parser(command: str, description: str, epilog: str | None = None) -
     )
 
 
-def console(quiet: bool = False, stderr: bool = False, markup: bool = False) -> Any:
-    """A rich console that prints text as it is: no wrapping, no highlighting, and markup only on request."""
+def console(quiet: bool = False, stderr: bool = False) -> Any:
+    """A rich console that prints text as it is: no wrapping, no highlighting, no markup."""
     from rich.console import Console
 
-    return Console(quiet=quiet, stderr=stderr, soft_wrap=True, highlight=False, markup=markup)
+    return Console(quiet=quiet, stderr=stderr, soft_wrap=True, highlight=False, markup=False)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1, width: int | None = None) -> str:
-    """A table as text, without a frame.
-
-    Args:
-      header: a title for each column.
-      rows: cells.
-      words: how many columns hold words, aligned to the left; the others hold numbers, aligned to the right.
-      width: in characters; longer cells are folded. None: as wide as needed.
-    """
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
+    """A table as text, without a frame: `words` columns of words, aligned to the left, then columns of numbers."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     for n, title in enumerate(header):
-        drawn.add_column(Text(title), justify="left" if n < words else "right", overflow="fold", no_wrap=width is None)
+        drawn.add_column(Text(title), justify="left" if n < words else "right", no_wrap=True)
     for row in rows:
         drawn.add_row(*map(Text, row))
-    screen = Console(width=width or 100_000, color_system=None, legacy_windows=False)
+    screen = Console(width=100_000, color_system=None, legacy_windows=False)
     with screen.capture() as captured:
         screen.print(drawn)
     return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
@@ -122,7 +115,8 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        if self._bar is not None:
+            self._bar.stop()
 
     def update(self, done: float, text: str = "", name: str | None = None) -> None:
         """Shows that `done` of the total is done; `text` says it in the caller's units, `name` what is under way."""
@@ -139,8 +133,3 @@ class Progress:
             return ""
         seconds = (time.monotonic() - start) * (self._total - done) / (done - before)
         return "{}:{:02d} left".format(*divmod(max(int(seconds), 0), 60))
-
-    def close(self) -> None:
-        """Ends the bar; the terminal is free again."""
-        if self._bar is not None:
-            self._bar.stop()

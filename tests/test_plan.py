@@ -11,7 +11,6 @@ from pe_lab import plan as command
 from pe_lab.config import Config, from_dict
 from pe_lab.parallel import AxisRules, make_mesh, topology
 from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
-from pe_lab.planning import compiled_memory
 from pe_lab.planning.compiled_memory import OutOfMemory
 from pe_lab.planning.estimate import estimate_memory, step_inputs
 from pe_lab.planning.evaluation_memory import sequence_memory
@@ -267,7 +266,7 @@ REFUSALS = [
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_the_numbers_of_a_refusal(refusal, recipe, capsys, monkeypatch):
     def refuse(*_):
-        raise compiled_memory.out_of_memory(refusal)
+        raise OutOfMemory(refusal)
 
     monkeypatch.setattr(command, "compile_phase", refuse)
     assert command.main([f"--config={recipe}", "--topology=v5e:2x2", "--config.model.remat=dots"]) == 1
@@ -277,7 +276,7 @@ def test_the_numbers_of_a_refusal(refusal, recipe, capsys, monkeypatch):
 
 
 def test_a_refusal_without_numbers_is_quoted():
-    refused = compiled_memory.out_of_memory("RESOURCE_EXHAUSTED: no numbers")
+    refused = OutOfMemory("RESOURCE_EXHAUSTED: no numbers")
     assert (refused.used, refused.capacity) == (None, None)
     assert str(refused) == "RESOURCE_EXHAUSTED: no numbers"
 

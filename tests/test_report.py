@@ -12,7 +12,7 @@ import pytest
 from run_directories import FACTORS, WINNING, make_run
 
 from pe_lab.analysis.runs import read_run, read_runs
-from pe_lab.analysis.scores import tables
+from pe_lab.analysis.scores import build_tables
 from pe_lab.errors import UserError
 from pe_lab.page.charts import Axis, Series, decimate, line_chart, log_ticks
 from pe_lab.page.document import build_page
@@ -114,7 +114,7 @@ def test_the_best_of_a_column_is_marked_and_what_cannot_be_told_from_it(demo_pag
 
 
 def test_an_interval_is_not_empty_where_every_answer_was_wrong(tmp_path):
-    (cell,) = [t.cells["RoPE", 8.0] for t in tables(read_run(make_run(tmp_path)), "needles")]
+    (cell,) = [t.cells["RoPE", 8.0] for t in build_tables("needles", [read_run(make_run(tmp_path))])]
     assert cell.value == 0 and 0 < cell.stderr < 0.005 and cell.interval == "0–0.4%"  # Wilson's interval of 0 of 1,024
 
 
@@ -223,7 +223,7 @@ def test_the_latest_checkpoint_of_a_variant_counts(tmp_path):
     again = {**first, "accuracy": 0.11}
     with path.open("a") as file:
         file.write(json.dumps(again) + "\n" + json.dumps(older) + "\n")
-    (table,) = tables(read_run(run), "needles")
+    (table,) = build_tables("needles", [read_run(run)])
     assert table.cells["RoPE", 1.0].value == 0.11
 
 

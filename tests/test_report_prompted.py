@@ -13,7 +13,7 @@ from run_directories import make_run
 from test_report import outline, page_of
 
 from pe_lab.analysis.runs import read_run
-from pe_lab.analysis.scores import measure, tables
+from pe_lab.analysis.scores import build_tables, measure
 from pe_lab.analysis.tasks import averages, by_sequence_length
 from pe_lab.analysis.variants import kind
 from pe_lab.evaluation.tasks.suites import AVERAGED
@@ -48,7 +48,7 @@ def page(whole) -> str:
 
 
 def found_in(directory, suite: str):
-    return tables(read_run(directory), suite)
+    return build_tables(suite, [read_run(directory)])
 
 
 def test_a_table_has_tasks_in_columns_variants_in_rows_at_the_longest_length_first(page):

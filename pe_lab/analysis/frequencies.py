@@ -16,31 +16,19 @@ import numpy as np
 from jaxtyping import Float
 
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.positional import (
-    NTK,
-    PI,
-    DynamicNTK,
-    DynamicYarn,
-    Layer,
-    Llama3,
-    NTKByParts,
-    PartialRope,
-    Rope,
-    Yarn,
-    frequencies,
-    to_json,
-)
+from pe_lab.positional import Layer, PartialRope, Rope, Yarn, frequencies, to_json
+from pe_lab.positional.scalings import SCALINGS
 from pe_lab.terminal import table
 
-# A scaling by its name in recipes: its class and its display name.
+# The display name of a scaling by its name in recipes.
 METHODS = {
-    "pi": (PI, "PI"),
-    "ntk": (NTK, "NTK"),
-    "yarn": (Yarn, "YaRN"),
-    "ntk_by_parts": (NTKByParts, "NTK-by-parts"),
-    "dynamic_ntk": (DynamicNTK, "dynamic NTK"),
-    "dynamic_yarn": (DynamicYarn, "dynamic YaRN"),
-    "llama3": (Llama3, "Llama 3"),
+    "pi": "PI",
+    "ntk": "NTK",
+    "yarn": "YaRN",
+    "ntk_by_parts": "NTK-by-parts",
+    "dynamic_ntk": "dynamic NTK",
+    "dynamic_yarn": "dynamic YaRN",
+    "llama3": "Llama 3",
 }
 # 4,096 to 8,388,608 in powers of two, and the ten million of the paper's title figure.
 CACHE_LENGTHS = (*(2**k for k in range(12, 24)), 10_000_000)
@@ -114,7 +102,7 @@ class ScalingCurve:
 
     @property
     def label(self) -> str:
-        return METHODS[self.method][1]
+        return METHODS[self.method]
 
 
 @dataclass(frozen=True)
@@ -160,26 +148,32 @@ def study(settings: Settings) -> Numbers:
     Raises:
       ConfigError: a description refuses its numbers (a base of 1), or none of the fractions rotates a channel.
     """
-    scaling = [scaling_curve(settings, method, factor) for factor in settings.factors for method in settings.methods]
-    cache = [cache_curve(settings.cache_head_dim, fraction) for fraction in settings.fractions]
+    trained = (settings.head_dim, settings.base, settings.length)
+    scaling = [scaling_curve(method, factor, *trained) for factor in settings.factors for method in settings.methods]
+    cache = []
+    for fraction in settings.fractions:
+        # Partial RoPE's eq. 1, with the rotated channels instead of all channels.
+        channels = PartialRope(fraction=fraction).rotated_channels(settings.cache_head_dim)
+        sizes = tuple(length * channels * BYTES_PER_VALUE for length in CACHE_LENGTHS)
+        cache.append(CacheCurve(fraction, channels, sizes))
     if not any(curve.rotated_channels for curve in cache):
         raise ConfigError(f"None of the fractions rotates a channel of {settings.cache_head_dim}; give larger ones.")
     return Numbers(settings, tuple(scaling), tuple(cache))
 
 
-def scaling_curve(settings: Settings, method: str, factor: float) -> ScalingCurve:
+def scaling_curve(method: str, factor: float, head_dim: int, base: float, length: int) -> ScalingCurve:
     """One method at one factor: gamma_m = w'_m / w_m, DroPE's eq. 3 and 9 to 11.
 
     Pairs count from 0 here. The paper counts m from 1, so NTK's exponent in eq. 3 and 10 holds with m - 1 for m.
     """
-    kind = METHODS[method][0]
+    kind = SCALINGS[method]
     fields = {field.name for field in dataclasses.fields(kind)}
     # A dynamic scheme computes s from the length of the sequence, here factor * length tokens.
-    values = {"factor": factor, "original_length": settings.length}
+    values = {"factor": factor, "original_length": length}
     given = {name: v for name, v in values.items() if name in fields and not (kind.dynamic and name == "factor")}
-    encoding = Rope(base=settings.base, scaling=kind(**given))
-    plain, _ = frequencies(Rope(base=settings.base), settings.head_dim)
-    scaled, gain = frequencies(encoding, settings.head_dim, length=round(factor * settings.length))
+    encoding = Rope(base=base, scaling=kind(**given))
+    plain, _ = frequencies(Rope(base=base), head_dim)
+    scaled, gain = frequencies(encoding, head_dim, length=round(factor * length))
     described = to_json(Layer(encoding))["encoding"]
     return ScalingCurve(method, factor, described, tuple((scaled / plain).tolist()), float(gain[0]))
 
@@ -187,12 +181,6 @@ def scaling_curve(settings: Settings, method: str, factor: float) -> ScalingCurv
 def incomplete_pairs(inv_freq: Float[np.ndarray, " R"], length: int) -> int:
     """The number of pairs that rotate less than once (2 pi) in `length` tokens. `inv_freq`: radians per token."""
     return int(np.sum(np.asarray(inv_freq) * length / (2 * math.pi) < 1))
-
-
-def cache_curve(head_dim: int, fraction: float) -> CacheCurve:
-    """Partial RoPE's eq. 1, with the rotated channels instead of all channels: length * channels * 4 bytes."""
-    channels = PartialRope(fraction=fraction).rotated_channels(head_dim)
-    return CacheCurve(fraction, channels, tuple(length * channels * BYTES_PER_VALUE for length in CACHE_LENGTHS))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ class Phase:
     """One phase of training: `phase.json` and the records that it logged."""
 
     name: str
-    directory: Path
     info: Record
     metrics: list[Record] = field(default_factory=list)
     speed: list[Record] = field(default_factory=list)
@@ -187,7 +186,7 @@ def _read_phase(path: Path, root: Path, problems: list[str]) -> Phase:
     trained = number(info, "steps") or (directory / "metrics.jsonl").exists()  # surgery makes phases without steps
     metrics = _read_records(directory / "metrics.jsonl", root, problems) if trained else []
     speed = _read_records(directory / "speed.jsonl", root, []) if (directory / "speed.jsonl").exists() else []
-    return Phase(str(info.get("phase") or directory.resolve().name), directory, info, metrics, speed)
+    return Phase(str(info.get("phase") or directory.resolve().name), info, metrics, speed)
 
 
 def _read_bytes(path: Path, root: Path, problems: list[str]) -> bytes | None:

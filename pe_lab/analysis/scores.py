@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from pe_lab.analysis.runs import Run
-from pe_lab.analysis.variants import order
+from pe_lab.analysis.runs import Run, as_list
+from pe_lab.analysis.variants import in_order
 from pe_lab.results.formatting import percent, short_number, times
 from pe_lab.results.intervals import Z95, interval_of, is_loss, is_prompted, is_share, value_of
 from pe_lab.results.records import Record, number
@@ -65,7 +67,7 @@ class Column:
     """
 
     factor: float | None
-    length: int | None
+    length: float | None
 
     @property
     def title(self) -> str:
@@ -168,35 +170,35 @@ def label_of(record: Record) -> str:
     return str(label or "unnamed")
 
 
-def tables(run: Run, suite: str) -> list[Table]:
-    """The tables of a suite in one run, one for each source; see `build_tables`."""
-    return build_tables(suite, [(run, record) for record in run.evaluation.get(suite, [])], name_runs=False)
+def source_of(record: Record) -> str:
+    """The source or the task that a record measured; "" if it names none."""
+    return str(record.get("source") or record.get("task") or "")
 
 
-def build_tables(suite: str, records: Sequence[tuple[Run, Record]], name_runs: bool) -> list[Table]:
-    """Tables from the records of one or several runs, one for each source.
+def build_tables(suite: str, runs: Sequence[Run]) -> list[Table]:
+    """The tables of a suite, one for each source; among several runs a label begins with the run's name.
 
     The source with most tokens comes first, symbolic needles last. Of several checkpoints of a variant the latest
     counts, of repeated records the last.
     """
-    sources: dict[str, list[tuple[str, Column, Record]]] = {}
-    skipped: dict[str, int] = {}
+    records = [(run, record) for run in runs for record in run.evaluation.get(suite, [])]
+    sources: dict[str, list[tuple[str, Column, Cell]]] = {}
+    skipped: Counter[str] = Counter()
     phases: dict[tuple[str, str], set[str]] = {}
     for run, record in records:
         phases.setdefault((run.name, label_of(record)), set()).add(str(record.get("phase", "")))
     for run, record in records:
-        source = str(record.get("source") or record.get("task") or "")
-        label = label_of(record)
+        source, label = source_of(record), label_of(record)
         if len(phases[run.name, label]) > 1:  # one label, two sets of weights
             label += f" ({record.get('phase')})"
-        if name_runs:
+        if len(runs) > 1:
             label = f"{run.name}: {label}"
-        column = column_of(run, record)
-        if column is None or measure(record) is None:
-            skipped[source] = skipped.get(source, 0) + 1
+        column, cell = column_of(run, record), measure(record)
+        if column is None or cell is None:
+            skipped[source] += 1
         else:
-            sources.setdefault(source, []).append((label, column, record))
-    built = [_build_table(suite, source, found, skipped.get(source, 0)) for source, found in sources.items()]
+            sources.setdefault(source, []).append((label, column, cell))
+    built = [_build_table(suite, source, found, skipped[source]) for source, found in sources.items()]
     return sorted(built, key=lambda table: (table.source.startswith("needles"), -_tokens_measured(table)))
 
 
@@ -217,59 +219,72 @@ def column_of(run: Run, record: Record) -> Column | None:
     return Column(factor, int(length) if length is not None else None)
 
 
-def _build_table(suite: str, source: str, found: Sequence[tuple[str, Column, Record]], skipped: int) -> Table:
+def _build_table(suite: str, source: str, found: Sequence[tuple[str, Column, Cell]], skipped: int) -> Table:
     columns: dict[float, Column] = {}
-    latest: dict[tuple[str, float], Record] = {}
+    cells: dict[tuple[str, float], Cell] = {}
     last_step: dict[str, float] = {}
-    for label, _, record in found:
-        last_step[label] = max(last_step.get(label, -1.0), number(record, "step") or 0.0)
-    for label, column, record in found:
+    for label, _, cell in found:
+        last_step[label] = max(last_step.get(label, -1.0), number(cell.record, "step") or 0.0)
+    for label, column, cell in found:
         columns.setdefault(column.key, column)
         if columns[column.key].length != column.length:  # training lengths differ: only the factor is common
             columns[column.key] = Column(column.factor, None)
-        if (number(record, "step") or 0.0) == last_step[label]:
-            latest[label, column.key] = record
+        if (number(cell.record, "step") or 0.0) == last_step[label]:
+            cells[label, column.key] = cell
     variants: dict[str, Record] = {}
-    for (label, _), record in latest.items():
-        variants.setdefault(label, record)
-    ordered = dict(sorted(variants.items(), key=lambda item: order(*item)))
-    cells = {key: cell for key, record in latest.items() if (cell := measure(record))}
-    lower = any("nll" in r or "perplexity" in r or r.get("higher_is_better") is False for r in latest.values())
+    for (label, _), cell in cells.items():
+        variants.setdefault(label, cell.record)
+    records = [cell.record for cell in cells.values()]
+    lower = any("nll" in r or "perplexity" in r or r.get("higher_is_better") is False for r in records)
     by_length = tuple(sorted(columns.values(), key=lambda column: column.key))
-    return Table(suite, source, by_length, ordered, cells, not lower, skipped)
+    return Table(suite, source, by_length, in_order(variants), cells, not lower, skipped)
+
+
+def bins(found: Mapping[str, Any], edges: str, value: str, *others: str) -> list[dict[str, float | None]]:
+    """The bins of parallel lists in a record: `start`, `end`, and the number that each list has for the bin.
+
+    Bins without a value and those whose `count` is 0 are left out; [] if the lists do not fit each other.
+
+    Args:
+      found: the record, or the part of it that holds the lists.
+      edges: names the borders of the bins, or one place for each value.
+      value, others: name the lists of numbers. Of the others, those of another length are left out.
+    """
+    lists = {name: [number({name: x}, name) for x in as_list(found.get(name))] for name in (edges, value, *others)}
+    borders, size = lists.pop(edges), len(lists[value])
+    if None in borders or len(borders) not in (size, size + 1):
+        return []
+    lists = {"start": borders[:size], "end": borders[-size:]} | lists
+    names = [name for name, numbers in lists.items() if len(numbers) == size]
+    measured = [{name: lists[name][index] for name in names} for index in range(size)]
+    return [one for one in measured if one[value] is not None and one.get("count") != 0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Scores by tokens trained
 
 
-@dataclass(frozen=True)
-class History:
-    """The scores of one phase's checkpoints at one length, on one source: label -> (tokens trained, cell), sorted."""
+def histories(run: Run, suite: str) -> list[tuple[str, Column, Table]]:
+    """(phase, length, table) of a suite, longest sequences first; a table's columns are tokens of training.
 
-    suite: str
-    source: str
-    phase: str
-    column: Column
-    points: dict[str, list[tuple[float, Cell]]]
-
-
-def histories(run: Run, suite: str) -> list[History]:
-    """The histories of a suite, longest sequences first; only of phases of which several steps were measured."""
-    found: dict[tuple[str, str, float], dict[str, dict[float, Cell]]] = {}
+    Only of phases of which several steps were measured.
+    """
+    found: dict[tuple[str, str, float], dict[tuple[str, float], Cell]] = {}
     columns: dict[float, Column] = {}
     for record in run.evaluation.get(suite, []):
         column, cell, trained = column_of(run, record), measure(record), tokens_trained(run, record)
         if column is not None and cell is not None and trained is not None:
             columns.setdefault(column.key, column)
-            source = str(record.get("source") or record.get("task") or "")
-            by_label = found.setdefault((source, str(record.get("phase", "")), column.key), {})
-            by_label.setdefault(label_of(record), {})[trained] = cell
+            cells = found.setdefault((source_of(record), str(record.get("phase", "")), column.key), {})
+            cells[label_of(record), trained] = cell
     result = []
-    for (source, phase, key), by_label in sorted(found.items(), key=lambda item: -item[0][2]):
-        several = {label: sorted(cells.items()) for label, cells in by_label.items() if len(cells) > 1}
+    for (source, phase, key), cells in sorted(found.items(), key=lambda item: -item[0][2]):
+        steps = Counter(label for label, _ in cells)
+        several = {(label, trained): cell for (label, trained), cell in cells.items() if steps[label] > 1}
         if several:
-            result.append(History(suite, source, phase, columns[key], several))
+            variants = {label: cell.record for (label, _), cell in several.items()}
+            tokens = tuple(Column(None, trained) for trained in sorted({trained for _, trained in several}))
+            result.append((phase, columns[key], Table(suite, source, tokens, variants, several, True)))
     return result
 
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from pe_lab.analysis.runs import as_dict, as_list
-from pe_lab.analysis.scores import Cell, Column, Table, share_cell
-from pe_lab.analysis.variants import order
+from pe_lab.analysis.runs import as_dict
+from pe_lab.analysis.scores import Cell, Column, Table, bins, share_cell
+from pe_lab.analysis.variants import in_order
 from pe_lab.results.intervals import Z95
 from pe_lab.results.records import Record, number
 
@@ -40,16 +40,15 @@ def variants_of(tables: Sequence[Table]) -> dict[str, Record]:
     """The variants of several tasks, in the order of tables."""
     found: dict[str, Record] = {}
     for table in tables:
-        found |= {label: record for label, record in table.variants.items() if label not in found}
-    return dict(sorted(found.items(), key=lambda item: order(*item)))
+        found = table.variants | found
+    return in_order(found)
 
 
 def averages(tables: Sequence[Table], averaged: Mapping[str, int | None]) -> Table | None:
     """The mean over tasks by variant and length, for variants that have all tasks; None if there is nothing to average.
 
-    Args:
-      tables: the tasks of one suite. Those whose scores are not shares of 1 are left out.
-      averaged: the suites that are averaged, with the number of their tasks (None: any).
+    Tasks whose scores are not shares of 1 are left out. `averaged` names the suites that are averaged, with the number
+    of their tasks (None: any).
     """
     tables = [table for table in tables if all(cell.share for cell in table.cells.values())]
     if len(tables) < 2 or (suite := tables[0].suite) not in averaged:
@@ -95,16 +94,10 @@ def by_sequence_length(table: Table, training_length: int | None = None) -> Tabl
     cells: dict[tuple[str, float], Cell] = {}
     for (label, _), cell in table.cells.items():
         found = as_dict(cell.record.get("by_length"))
-        edges, scores = as_list(found.get("edges")), as_list(found.get("score"))
-        ends = [number({"edge": edge}, "edge") for edge in edges]
-        if len(edges) != len(scores) + 1 or None in ends:
-            continue
-        lists = {key: as_list(found.get(key)) for key in ("score", "low", "high", "count")}
         unit = training_length if found.get("of", "tokens") == "tokens" else None
-        for index, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
-            here = {key: values[index] for key, values in lists.items() if len(values) == len(scores)}
-            score, low, high = (number(here, key) for key in ("score", "low", "high"))
-            if score is None or not 0 <= score <= 1 or number(here, "count") == 0:
+        for here in bins(found, "edges", "score", "low", "high", "count"):
+            start, end, score, low, high = map(here.get, ("start", "end", "score", "low", "high"))
+            if not 0 <= score <= 1:
                 continue
             multiples = f"{start / unit:.3g}–{end / unit:.3g}×" if unit else ""
             column = Bucket(None, int(end), int(start), multiples)

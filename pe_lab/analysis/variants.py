@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pe_lab.results.records import Record
 from pe_lab.results.variants import SCALINGS, UNCHANGED_IN_TRAINING_LENGTH
 
@@ -43,7 +45,11 @@ def is_unchanged(record: Record, factor: float | None) -> bool:
     return factor is not None and factor <= 1 and record.get("method") in UNCHANGED_IN_TRAINING_LENGTH
 
 
-def order(label: str, record: Record) -> tuple[int, str]:
-    """Sort key of a variant: those of `KINDS` in their order, then the others by label."""
-    name = kind(record)
-    return KINDS.index(name) if name in KINDS else len(KINDS), label
+def in_order(variants: Mapping[str, Record]) -> dict[str, Record]:
+    """Variants (label -> one of its records) in the order of tables: `KINDS`, then the others by label."""
+
+    def place(label: str) -> tuple[int, str]:
+        name = kind(variants[label])
+        return KINDS.index(name) if name in KINDS else len(KINDS), label
+
+    return {label: variants[label] for label in sorted(variants, key=place)}

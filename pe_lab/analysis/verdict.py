@@ -8,12 +8,13 @@ paper's beta, else with a fitted one, else as trained. A difference within 95% o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pe_lab.analysis.scores import Cell, Column, Table, compare
 from pe_lab.analysis.variants import is_dropped, is_rotary, kind
 from pe_lab.results.formatting import listing, short_number, shortened
+from pe_lab.results.records import Record
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Duel:
 
     @property
     def gap(self) -> str:
-        """The difference as seen from the dropped model: `21 points higher`, `perplexity 12.0% lower`."""
+        """The difference as seen from the dropped model: `21 points higher`; of perplexities `12.0% lower`."""
         difference = self.ours.score - self.theirs.score
         direction = "higher" if difference >= 0 else "lower"
         if "accuracy" in self.ours.record:
@@ -39,9 +40,9 @@ class Duel:
             return f"{short_number(abs(difference))} {direction}"
         ratio = math.exp(min(abs(difference), 700.0))  # the worse perplexity over the better one
         if difference < 0 and ratio > 2:
-            return f"perplexity {short_number(ratio)} times as high"
+            return f"{short_number(ratio)} times as high"
         share = 100 * (1 - 1 / ratio if difference >= 0 else ratio - 1)
-        return f"perplexity {share:.1f}% {'lower' if difference >= 0 else 'higher'}"
+        return f"{share:.1f}% {'lower' if difference >= 0 else 'higher'}"
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,9 @@ class Verdict:
 
 
 def judge(needles: Table | None, perplexity: Table | None, source: str = "") -> Verdict:
-    """The verdict from a table of needle accuracies and one of perplexities.
+    """The verdict from a table of needle accuracies and one of perplexities; None if not measured.
 
-    Args:
-      needles, perplexity: None if not measured.
-      source: the external checkpoint that was measured, if the run was imported.
+    `source` is the external checkpoint of an imported run.
     """
     judged = [(table, duels(table)) for table in (needles, perplexity) if table and table.cells]
     if not judged:
@@ -95,7 +94,7 @@ def duels(table: Table) -> list[Duel]:
     """A duel for each length at which both sides were measured."""
     result = []
     for column in table.columns:
-        ours, theirs = _dropped(table, column), _best_rotary(table, column)
+        ours, theirs = _dropped(table, column), _best(table, column, is_rotary)
         if ours and theirs:
             result.append(Duel(column, *ours, *theirs, compare(ours[1], theirs[1])))
     return result
@@ -124,21 +123,21 @@ def _has(table: Table, cell: Cell) -> str:
 
 def _dropped(table: Table, column: Column) -> tuple[str, Cell] | None:
     """The variant of the dropped model that is compared: with the paper's beta, else a fitted one, else as trained."""
-    found = [item for item in table.column(column).items() if is_dropped(table.variants[item[0]])]
+    found = [item for item in table.column(column).items() if is_dropped(item[1].record)]
     preferred = ("DroPE paper beta", "DroPE beta")
-    chosen = [item for name in preferred for item in found if kind(table.variants[item[0]]) == name]
+    chosen = [item for name in preferred for item in found if kind(item[1].record) == name]
     return next(iter([*chosen, *found]), None)
 
 
-def _best_rotary(table: Table, column: Column) -> tuple[str, Cell] | None:
-    """The best RoPE variant at a length."""
-    found = [item for item in table.column(column).items() if is_rotary(table.variants[item[0]])]
+def _best(table: Table, column: Column, wanted: Callable[[Record], bool]) -> tuple[str, Cell] | None:
+    """The best of the wanted variants at a length."""
+    found = [item for item in table.column(column).items() if wanted(item[1].record)]
     return max(found, key=lambda item: item[1].score, default=None)
 
 
 def _plain_rope(table: Table, column: Column) -> Cell | None:
     """RoPE as trained, at a length."""
-    return next((cell for label, cell in table.column(column).items() if kind(table.variants[label]) == "RoPE"), None)
+    return next((cell for cell in table.column(column).values() if kind(cell.record) == "RoPE"), None)
 
 
 def _opening(table: Table, found: Sequence[Duel]) -> str:
@@ -164,10 +163,11 @@ def _undecided(table: Table) -> str:
     return "The dropped model and RoPE have not both been evaluated past the training length yet."
 
 
-def _by_outcome(found: Sequence[Duel]) -> tuple[list[Duel], list[Duel], list[Duel]]:
-    """The wins, ties and losses."""
+def _by_outcome(found: Sequence[Duel]) -> tuple[list[Duel], list[Duel], list[Duel], list[str]]:
+    """The wins, ties and losses, and the lengths of the wins and of the ties in words."""
     wins, ties, losses = ([duel for duel in found if duel.outcome == name] for name in ("win", "tie", "loss"))
-    return wins, ties, losses
+    words = [f"{name} at {_lengths(some)}" for name, some in (("wins", wins), ("ties", ties)) if some]
+    return wins, ties, losses, words
 
 
 def _lengths(found: Sequence[Duel]) -> str:
@@ -177,7 +177,7 @@ def _lengths(found: Sequence[Duel]) -> str:
 
 def _sentence(table: Table, found: Sequence[Duel]) -> str:
     """The duels of one table, past the training length, in one sentence."""
-    wins, ties, losses = _by_outcome(found)
+    wins, ties, losses, parts = _by_outcome(found)
     name = shortened(found[-1].label)
     if len(wins) == len(found):
         last = wins[-1]
@@ -194,8 +194,6 @@ def _sentence(table: Table, found: Sequence[Duel]) -> str:
             f"The dropped model ({name}) does not win: {what} it cannot be told from the best RoPE variant at "
             f"{_lengths(ties)} its training length."
         )
-    parts = [f"wins at {_lengths(wins)}"] if wins else []
-    parts += [f"ties at {_lengths(ties)}"] if ties else []
     if losses:
         each = [f"at {duel.column.title} ({_measured_against(duel)})" for duel in losses]
         parts.append(f"loses to the best RoPE variant {listing(each)}")
@@ -204,19 +202,17 @@ def _sentence(table: Table, found: Sequence[Duel]) -> str:
 
 def _measured_against(duel: Duel) -> str:
     """`15 points lower than RoPE + NTK`, `10.0% higher than ...`, `3.7 times that of ...`."""
-    size, rival = duel.gap.removeprefix("perplexity "), shortened(duel.rival)
-    if size.endswith(" times as high"):
-        return f"{size.removesuffix(' as high')} that of {rival}"
-    return f"{size} than {rival}"
+    rival = shortened(duel.rival)
+    if duel.gap.endswith(" times as high"):
+        return f"{duel.gap.removesuffix(' as high')} that of {rival}"
+    return f"{duel.gap} than {rival}"
 
 
 def _perplexity_clause(found: Sequence[Duel], after: Sequence[Duel]) -> str:
     """The perplexities as a clause after a headline about needles; "" if every duel of both tables is a win."""
-    wins, ties, losses = _by_outcome(found)
+    wins, _, losses, parts = _by_outcome(found)
     if len(wins) == len(found) and all(duel.outcome == "win" for duel in after):
         return ""
-    parts = [f"wins at {_lengths(wins)}"] if wins else []
-    parts += [f"ties at {_lengths(ties)}"] if ties else []
     if losses:
         worst = min(losses, key=lambda duel: duel.ours.score - duel.theirs.score)
         most = "at worst " if len(losses) > 1 else ""
@@ -249,16 +245,15 @@ def _at_training_length(judged: Sequence[tuple[Table, list[Duel]]]) -> str | Non
 def _against_other_schemes(table: Table) -> str | None:
     """The dropped model beside models that never had RoPE (NoPE from scratch, ALiBi), at the longest length."""
     for column in reversed(table.columns):
-        ours, cells = _dropped(table, column), table.column(column)
-        others = {label: cell for label, cell in cells.items() if not is_rotary(table.variants[label])}
-        others = {label: cell for label, cell in others.items() if not is_dropped(table.variants[label])}
-        if not ours or not others:
+        dropped = _dropped(table, column)
+        other = _best(table, column, lambda record: not is_rotary(record) and not is_dropped(record))
+        if not dropped or not other:
             continue
-        label = max(others, key=lambda name: others[name].score)
-        words = {"win": "ahead of", "loss": "behind", "tie": "within the noise of"}[compare(ours[1], others[label])]
-        unit = "needles" if "accuracy" in ours[1].record else "perplexity"
+        (label, ours), (rival, theirs) = dropped, other
+        words = {"win": "ahead of", "loss": "behind", "tie": "within the noise of"}[compare(ours, theirs)]
+        unit = "needles" if "accuracy" in ours.record else "perplexity"
         return (
-            f"At {column.title}, {shortened(ours[0])} ({unit} {ours[1].shown}) is {words} {shortened(label)} "
-            f"({others[label].shown}), which was not trained with RoPE at all."
+            f"At {column.title}, {shortened(label)} ({unit} {ours.shown}) is {words} {shortened(rival)} "
+            f"({theirs.shown}), which was not trained with RoPE at all."
         )
     return None

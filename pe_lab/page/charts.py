@@ -6,6 +6,7 @@ one of the two. Colours are variables of the stylesheet (`--c-NAME`), which dark
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from pe_lab.page.variants import Style
 from pe_lab.results.formatting import Number, short_number, shortened
 
 Point = tuple[Number, Number]
+Mark = tuple[Number, str]  # where a vertical line stands, and its label: the training length
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,6 @@ class Axis:
     show: Callable[[Number], str] = short_number
     ticks: Sequence[Number] | None = None
     domain: tuple[Number, Number] | None = None
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A vertical line with a label, such as the training length."""
-
-    x: Number
-    label: str
 
 
 @dataclass(frozen=True)
@@ -95,20 +89,16 @@ def decimate(points: Sequence[Point], limit: int = 240) -> list[Point]:
     kept = [points[0]]
     for index in range(limit):
         part = points[index * len(points) // limit : (index + 1) * len(points) // limit]
-        if part:
-            ends = {part.index(min(part, key=lambda p: p[1])), part.index(max(part, key=lambda p: p[1]))}
-            kept += [part[i] for i in sorted(ends)]
+        ends = {part.index(min(part, key=lambda p: p[1])), part.index(max(part, key=lambda p: p[1]))}
+        kept += [part[i] for i in sorted(ends)]
     kept.append(points[-1])
     return kept
 
 
 def smooth(points: Sequence[Point], window: int) -> list[Point]:
     """A centred running mean over `window` points, narrower at the ends."""
-    half, total, sums = window // 2, 0.0, [0.0]
-    for _, value in points:
-        total += value
-        sums.append(total)
-    result = []
+    half, result = window // 2, []
+    sums = list(itertools.accumulate((value for _, value in points), initial=0.0))
     for index, (x, _) in enumerate(points):
         reach = min(half, index, len(points) - 1 - index)
         result.append((x, (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)))
@@ -126,15 +116,8 @@ def line_chart(
 ) -> Markup:
     """A figure with the chart in two sizes, a legend, and its data for the tooltip; "" if nothing can be drawn.
 
-    Points that are not finite, or not positive on a logarithmic axis, are left out.
-
-    Args:
-      title: above the chart.
-      series: the lines.
-      x, y: the axes.
-      marks: vertical lines.
-      caption: below the chart.
-      size: wide, or half or third of a laptop's page.
+    Points that are not finite, or not positive on a logarithmic axis, are left out. `size` is wide, or half or third
+    of a laptop's page.
     """
     series = [clean for s in series if (clean := _drawable(s, x, y)).points]
     if not series:
@@ -150,7 +133,8 @@ def line_chart(
         {
             "n": s.name,
             "c": s.style.colour,
-            "p": [[_rounded(a), _rounded(b), x.show(a), y.show(b)] for a, b in decimate(s.points, 80)],
+            # Six digits are enough for the tooltip.
+            "p": [[float(f"{a:.6g}"), float(f"{b:.6g}"), x.show(a), y.show(b)] for a, b in decimate(s.points, 80)],
         }
         for s in named
     ]
@@ -169,11 +153,6 @@ def line_chart(
     )
 
 
-def _rounded(value: Number) -> Number:
-    """Six digits, which is enough for the tooltip."""
-    return float(f"{value:.6g}")
-
-
 def _drawable(series: Series, x: Axis, y: Axis) -> Series:
     """The series with a short name and without points that cannot be drawn."""
     points = [
@@ -188,7 +167,7 @@ def _extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Ma
     """The ends of an axis."""
     if axis.domain:
         return axis.domain
-    values = [point[which] for s in series for point in s.points] + [mark.x for mark in marks]
+    values = [point[which] for s in series for point in s.points] + [at for at, _ in marks]
     low, high = min(values), max(values)
     if which == 0:
         return low, high
@@ -245,11 +224,11 @@ def _draw(
     shapes.append(_line(left, right, bottom, bottom, class_="axis"))
     shapes.append(_text(x.label, (left + right) / 2, frame.height - 8, "middle", "name"))
     shapes.append(_text(y.label, 4, 13, look="name"))
-    for mark in marks:
-        at = to_x(mark.x)
+    for place, label in marks:
+        at = to_x(place)
         after = at < (left + right) / 2
         shapes.append(_line(at, at, top, bottom, class_="mark"))
-        shapes.append(_text(mark.label, at + (5 if after else -5), top + 11, "start" if after else "end", "marked"))
+        shapes.append(_text(label, at + (5 if after else -5), top + 11, "start" if after else "end", "marked"))
     shapes += [_stroke(s, to_x, to_y) for s in sorted(series, key=lambda one: not one.faint)]
     if size == "wide":
         shapes += _end_labels(frame, [s for s in series if s.line and not s.faint], to_y, right)
@@ -320,11 +299,10 @@ def _end_labels(frame: Frame, series: Sequence[Series], to_y: Callable[[Number],
     places: list[float] = []
     for at, _ in wanted:
         places.append(max(at, places[-1] + gap if places else frame.top))
-    overflow = (places[-1] if places else 0.0) - (frame.height - frame.bottom)
-    if overflow > 0:
-        places[-1] -= overflow
-        for index in range(len(places) - 2, -1, -1):
-            places[index] = min(places[index], places[index + 1] - gap)
+    lowest = float(frame.height - frame.bottom)
+    for index in reversed(range(len(places))):
+        places[index] = min(places[index], lowest)
+        lowest = places[index] - gap
     labels = []
     for (at, s), place in zip(wanted, places, strict=True):
         name = shortened(s.name, round((frame.right - 12) / 7))  # a letter is at most about 7 pixels wide

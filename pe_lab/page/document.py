@@ -11,28 +11,16 @@ from pe_lab.analysis.variants import kind
 from pe_lab.analysis.verdict import judge
 from pe_lab.page import provenance, run_charts
 from pe_lab.page.heat_maps import heat_maps, palette_css
-from pe_lab.page.markup import Markup, element, text
-from pe_lab.page.run_section import Results, note, run_sections, section, title_of, top, work_out
+from pe_lab.page.markup import Markup, element, note, text
+from pe_lab.page.run_section import Results, problem_note, run_sections, section, title_of, top, work_out
 from pe_lab.page.stylesheet import CSS, SCRIPT
 from pe_lab.page.suites import SCORED, task_suites, task_terms
-from pe_lab.page.tables import header, label_markup, row, score_table, swatch, table
+from pe_lab.page.tables import label_markup, plain_table, score_table, swatch
 from pe_lab.page.task_section import suite_parts
 from pe_lab.page.variants import DEFINITIONS, GLOSSARY, NAMES, STYLES, comparison_styles
 from pe_lab.results.formatting import count, duration, listing, short_number
-from pe_lab.results.records import Record
 
-SECTIONS = (
-    ("results", "Results"),
-    ("history", "By tokens trained"),
-    ("depth", "Heat maps"),
-    ("tasks", "Tasks"),
-    ("position", "Where in the sequence"),
-    ("training", "Training"),
-    ("frequencies", "Frequencies"),
-    ("run", "What was run"),
-    ("caveats", "Keep in mind"),
-    ("read", "How to read this"),
-)
+READ = ("#read", "How to read this")
 HOW_THE_VERDICT_IS_MADE = (
     "At each length the dropped model (with β where that was measured) is compared with the best RoPE variant at that "
     "length, cropping included, so the comparison favours RoPE. It wins or loses there if the difference exceeds 1.96 "
@@ -73,11 +61,10 @@ def headline(runs: Sequence[Run]) -> str:
 def _one_run(results: Results) -> Markup:
     """Body of a page about one run."""
     kicker = element("p", "pe_lab report · run ", element("b", results.run.name), class_="kicker")
-    sections = [*run_sections(results, 2, ""), _how_to_read([results])]
-    links = [
-        (f"#{identity}", name) for identity, name in SECTIONS if any(f'id="{identity}"' in part for part in sections)
-    ]
-    return text([element("header", kicker, top(results, 1), _navigation(links)), element("main", sections)])
+    sections = run_sections(results, 2, "")
+    links = [*((f"#{identity}", name) for identity, name, _ in sections), READ]
+    main = element("main", problem_note(results.run), [part for *_, part in sections], _how_to_read([results]))
+    return text([element("header", kicker, top(results, 1), _navigation(links)), main])
 
 
 def _several_runs(worked: Sequence[Results]) -> Markup:
@@ -85,10 +72,11 @@ def _several_runs(worked: Sequence[Results]) -> Markup:
     kicker = element("p", "pe_lab report · ", element("b", f"{len(worked)} runs"), class_="kicker")
     parts = []
     for index, results in enumerate(worked):
-        inner = [element("h2", results.run.name, id=f"run-{index}"), top(results, 2)]
-        parts.append(element("section", inner, run_sections(results, 3, f"run-{index}-"), class_="run"))
+        inner = [element("h2", results.run.name, id=f"run-{index}"), top(results, 2), problem_note(results.run)]
+        inner += [part for *_, part in run_sections(results, 3, f"run-{index}-")]
+        parts.append(element("section", inner, class_="run"))
     links = [(f"#run-{index}", results.run.name) for index, results in enumerate(worked)]
-    navigation = _navigation([("#compare", "Comparison"), *links, ("#read", "How to read this")])
+    navigation = _navigation([("#compare", "Comparison"), *links, READ])
     compared = section(2, "The runs side by side", "compare", *_comparison(worked))
     top_parts = [kicker, title_of(joint_headline(worked)), navigation]
     return text([element("header", top_parts), element("main", compared, parts, _how_to_read(worked))])
@@ -111,48 +99,45 @@ def joint_headline(worked: Sequence[Results]) -> str:
             f"{f': {listing(wins)}' if wins else ''}."
         )
     if len({results.run.training_length for results in worked}) == 1:
-        first = [next(iter(build_tables(suite, _records(worked, suite), name_runs=True)), None) for suite in SCORED]
+        runs = [results.run for results in worked]
+        first = [next(iter(build_tables(suite, runs)), None) for suite in SCORED]
         verdict = judge(*first)
         if verdict.tone != "missing":
             return f"Across runs: {verdict.headline}"
     return f"{len(worked)} runs side by side; none has both RoPE and a dropped model measured past the training length."
 
 
-def _records(worked: Sequence[Results], suite: str) -> list[tuple[Run, Record]]:
-    """The records of a suite in all runs."""
-    return [(results.run, record) for results in worked for record in results.run.evaluation.get(suite, [])]
-
-
 def _comparison(worked: Sequence[Results]) -> list[object]:
     """Tables over all runs, and their losses on one chart."""
     parts: list[object] = [_runs_table(worked)]
-    if len({name for results in worked if (name := provenance.tokenizer(results.run))}) > 1:
+    runs = [results.run for results in worked]
+    if len({name for run in runs if (name := provenance.tokenizer(run))}) > 1:
         words = (
             "These runs cut text with different tokenizers, so losses and perplexities per token are not comparable "
             "between them."
         )
-        parts.append(note(element("p", words)))
-    others = task_suites({suite for results in worked for suite in results.run.evaluation} - set(SCORED) - {"beta"})
+        parts.append(note(words))
+    others = task_suites({suite for run in runs for suite in run.evaluation} - set(SCORED) - {"beta"})
     grids, tasks = [], []
     for suite in [*SCORED, *others]:
-        found = [one for one in build_tables(suite, _records(worked, suite), name_runs=True) if one.cells]
+        found = [one for one in build_tables(suite, runs) if one.cells]
         asked, plain = [one for one in found if one.prompted], [one for one in found if not one.prompted]
         grids += [score_table(one, comparison_styles(one), len(plain) > 1) for one in plain]
         styles = {label: style for one in asked for label, style in comparison_styles(one).items()}
         tasks += suite_parts(suite, asked, styles, 3, charts=False)
-    losses = run_charts.loss_comparison([results.run for results in worked])
-    return [*parts, element("div", grids, class_="grid", style="margin-top:28px"), *tasks, losses]
+    grid = element("div", grids, class_="grid", style="margin-top:28px")
+    return [*parts, grid, *tasks, run_charts.loss_comparison(runs)]
 
 
 def _runs_table(worked: Sequence[Results]) -> Markup:
-    """A row for each run."""
-    body = []
+    rows = []
     for index, results in enumerate(worked):
         run = results.run
         size, seconds = provenance.parameters(run), provenance.seconds(run)
         validation = [value for phase in run.phases for _, value in phase.series("validation_loss")]
         complete = run.phases and not any(phase.running for phase in run.phases)
-        cells = (
+        cells = [
+            element("a", run.name, href=f"#run-{index}"),
             " → ".join(phase.name for phase in run.phases) or "–",
             count(size) if size else "–",
             f"{run.training_length:,}" if run.training_length else "–",
@@ -160,10 +145,10 @@ def _runs_table(worked: Sequence[Results]) -> Markup:
             short_number(validation[-1]) if validation else "–",
             duration(seconds) if seconds else "–",
             "complete" if complete else "not complete",
-        )
-        body.append(row(element("a", run.name, href=f"#run-{index}"), [element("td", cell) for cell in cells]))
+        ]
+        rows.append(cells)
     head = ("Run", "Phases", "Parameters", "Training length", "Tokens", "Last validation loss", "Time", "Status")
-    return table("Runs", [header(name) for name in head], body)
+    return plain_table("Runs", head, rows, words=())
 
 
 def _how_to_read(worked: Sequence[Results]) -> Markup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,25 @@ LOOKS = {
     "dynamic_ntk": ("#CC79A7", (3, 1.5)),
     "dynamic_yarn": ("#56B4E9", (1.5, 3)),
     "llama3": ("#E69F00", (4, 1.5, 1, 1.5, 1, 1.5)),
+}
+# Fonts and lines of all figures, which are 7 inches, or 1,400 pixels, wide.
+STYLE = {
+    "figure.dpi": 200,
+    "savefig.dpi": 200,
+    "savefig.facecolor": "white",  # dark pages show a white card, not black letters on black
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.labelsize": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 2,
+    "legend.framealpha": 1,
+    "legend.edgecolor": "#cccccc",
+    "svg.hashsalt": "pe_lab",
 }
 
 
@@ -44,50 +63,25 @@ def render(figure: Any, form: str) -> bytes:
     return buffer.getvalue()
 
 
-@contextlib.contextmanager
-def _look() -> Iterator[None]:
-    """Sets fonts and lines of all figures, whatever the user's matplotlibrc: 7 inches are 1,400 pixels."""
-    import matplotlib
+def _look() -> contextlib.AbstractContextManager[None]:
+    """Sets fonts and lines of all figures, whatever the user's matplotlibrc."""
+    import matplotlib.style
 
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(
-            {
-                "figure.dpi": 200,
-                "savefig.dpi": 200,
-                "savefig.facecolor": "white",  # dark pages show a white card, not black letters on black
-                "font.size": 10,
-                "axes.titlesize": 11,
-                "axes.labelsize": 10.5,
-                "axes.spines.top": False,
-                "axes.spines.right": False,
-                "axes.grid": True,
-                "axes.axisbelow": True,
-                "grid.color": "#dddddd",
-                "grid.linewidth": 0.6,
-                "lines.linewidth": 2,
-                "legend.framealpha": 1,
-                "legend.edgecolor": "#cccccc",
-                "svg.hashsalt": "pe_lab",
-            }
-        )
-        yield
-
-
-def _figure(height: float) -> Any:
-    """An empty figure, 7 inches wide, without pyplot's windows and global state."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(7, height), layout="constrained")
+    return matplotlib.style.context(STYLE, after_reset=True)
 
 
 def _draw_scaling(numbers: Numbers, factors: Sequence[float]) -> Any:
     """gamma by pair, a panel for each factor: DroPE's Figure 6 (one factor) and Figure 11 (several)."""
+    from matplotlib.figure import Figure
+
     settings = numbers.settings
     pairs = np.arange(settings.head_dim // 2)
     columns = min(len(factors), 3)
     rows = -(-len(factors) // columns)
-    figure = _figure(4.2 if len(factors) == 1 else 0.9 + 2.5 * rows)
+    alone = len(factors) == 1
+    figure = Figure(figsize=(7, 4.2 if alone else 0.9 + 2.5 * rows), layout="constrained")
+    heading = "RoPE's frequencies under each scaling"
+    described = f"{settings.head_dim} channels, base {settings.base:,.10g}, trained on {settings.length:,} tokens"
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
     for panel in panels[len(factors) :]:
         panel.remove()
@@ -101,20 +95,18 @@ def _draw_scaling(numbers: Numbers, factors: Sequence[float]) -> Any:
                     line.set_dashes(dashes)
         panel.set_ylim(0, 1.06)
         panel.margins(x=0.02)
-        panel.set_title(f"s = {factor:g}")
+        panel.set_title(f"{heading} at s = {factor:g}\n{described}" if alone else f"s = {factor:g}")
         if i % columns == 0:
-            panel.set_ylabel("new / old frequency")
+            panel.set_ylabel("new frequency / old frequency" if alone else "new / old frequency")
         if i + columns >= len(factors):
-            panel.set_xlabel("pair, from fast to slow")
+            panel.set_xlabel(
+                "pair of channels, from the fastest to the slowest" if alone else "pair, from fast to slow"
+            )
             panel.tick_params(labelbottom=True)  # also above an empty place in the last row
-    described = f"{settings.head_dim} channels, base {settings.base:,.10g}, trained on {settings.length:,} tokens"
-    if len(factors) == 1:
-        panels[0].set_title(f"RoPE's frequencies under each scaling at s = {factors[0]:g}\n{described}")
-        panels[0].set_xlabel("pair of channels, from the fastest to the slowest")
-        panels[0].set_ylabel("new frequency / old frequency")
+    if alone:
         panels[0].legend(loc="best", handlelength=3.5)
     else:
-        figure.suptitle(f"RoPE's frequencies under each scaling\n{described}", fontsize=11)
+        figure.suptitle(f"{heading}\n{described}", fontsize=11)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), handlelength=3.5)
     return figure
@@ -123,9 +115,10 @@ def _draw_scaling(numbers: Numbers, factors: Sequence[float]) -> Any:
 def _draw_cache(numbers: Numbers) -> Any:
     """Bytes of the cache by length, a line for each fraction, on logarithmic axes: Partial RoPE's Figure 1."""
     import matplotlib
+    from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    figure = _figure(4.6)
+    figure = Figure(figsize=(7, 4.6), layout="constrained")
     axes = figure.subplots()
     # From dark to light; the lightest fifth of the map is too pale for a white page.
     map_ = matplotlib.colormaps["viridis"]

@@ -9,14 +9,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pe_lab.analysis.runs import as_dict, as_list
-from pe_lab.analysis.scores import Cell, Column, Table
+import numpy as np
+
+from pe_lab.analysis.runs import as_dict
+from pe_lab.analysis.scores import Column, Table, bins
 from pe_lab.analysis.variants import kind
-from pe_lab.page.markup import Markup, element, text
+from pe_lab.page.markup import Markup, element, folded, text
 from pe_lab.page.suites import suite_title, task_name
 from pe_lab.page.tables import UNMEASURED, header, label_markup, row, table
 from pe_lab.page.variants import Style
-from pe_lab.results.records import Record, number
+from pe_lab.results.records import Record
 
 Depth = tuple[float, float]  # per cent of the sequence before the needle, from and to; equal ends are one depth
 STEPS = 20  # of colour between none found and all found
@@ -30,38 +32,19 @@ DROPPED = ("DroPE paper beta", "DroPE beta", "DroPE")  # the first one measured 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """One variant: `cells` are (score in 0..1, needles or None) by (depth, column key); `overall` by column key."""
+    """One variant of a table: `cells` are (score in 0..1, needles or None) by (depth, column key)."""
 
+    scores: Table
     label: str
-    record: Record
     depths: tuple[Depth, ...]
     columns: tuple[Column, ...]
     cells: Mapping[tuple[Depth, float], tuple[float, float | None]]
-    overall: Mapping[float, Cell]
 
 
 def by_depth(record: Record) -> dict[Depth, tuple[float, float | None]]:
-    """Score and count of each depth that was measured.
-
-    The list `depth` has as many depths as there are scores, or the borders of bins; {} if it has neither.
-    """
-    found = as_dict(record.get("by_depth"))
-    depths, scores, counts = (as_list(found.get(key)) for key in ("depth", "score", "count"))
-    if any(number({"depth": depth}, "depth") is None for depth in depths):
-        return {}
-    if len(depths) == len(scores):
-        places = [(float(depth), float(depth)) for depth in depths]
-    elif len(depths) == len(scores) + 1:
-        places = [(float(a), float(b)) for a, b in zip(depths, depths[1:], strict=False)]
-    else:
-        return {}
-    measured = {}
-    for index, place in enumerate(places):
-        score = number({"score": scores[index]}, "score")
-        count = number({"count": counts[index]}, "count") if len(counts) == len(scores) else None
-        if score is not None and count != 0:
-            measured[place] = (score, count)
-    return measured
+    """Score and count of each depth that was measured."""
+    found = bins(as_dict(record.get("by_depth")), "depth", "score", "count")
+    return {(part["start"], part["end"]): (part["score"], part.get("count")) for part in found}
 
 
 def heat_maps(scores: Table) -> list[HeatMap]:
@@ -70,15 +53,14 @@ def heat_maps(scores: Table) -> list[HeatMap]:
     depths = tuple(sorted({depth for places in found.values() for depth in places}))
     columns = tuple(c for c in scores.columns if any(found.get((label, c.key)) for label in scores.variants))
     maps = []
-    for label, record in scores.variants.items():
+    for label in scores.variants:
         cells = {
             (depth, column.key): value
             for column in columns
             for depth, value in found.get((label, column.key), {}).items()
         }
-        overall = {column.key: cell for column in columns if (cell := scores.cell(label, column))}
         if cells:
-            maps.append(HeatMap(label, record, depths, columns, cells, overall))
+            maps.append(HeatMap(scores, label, depths, columns, cells))
     return maps
 
 
@@ -88,9 +70,9 @@ def in_sight(maps: Sequence[HeatMap]) -> tuple[list[HeatMap], list[HeatMap]]:
     First come RoPE as trained, RoPE + YaRN and the variant of the dropped model that the verdict compares, then any
     others in the order of tables.
     """
-    of_kind = {name: [one for one in maps if kind(one.record) == name] for name in ("RoPE", "YaRN", *DROPPED)}
-    dropped = next((of_kind[name] for name in DROPPED if of_kind[name]), [])
-    first = [*of_kind["RoPE"][:1], *of_kind["YaRN"][:1], *dropped[:1]]
+    of_kind = {kind(one.scores.variants[one.label]): one for one in reversed(maps)}
+    dropped = [name for name in DROPPED if name in of_kind][:1]
+    first = [of_kind[name] for name in ("RoPE", "YaRN", *dropped) if name in of_kind]
     rest = [one for one in maps if not any(one is other for other in first)]
     missing = IN_SIGHT - len(first)
     return first + rest[:missing], rest[missing:]
@@ -104,10 +86,8 @@ def step(score: float) -> int:
 def colours(index: int, anchors: Sequence[str] = LIGHT) -> tuple[str, str]:
     """Background and ink of a step: a mix of its neighbours in `anchors`, and the ink with more contrast to it."""
     place = index / STEPS * (len(anchors) - 1)
-    low = min(int(place), len(anchors) - 2)
-    mixed = [
-        a + (b - a) * (place - low) for a, b in zip(channels(anchors[low]), channels(anchors[low + 1]), strict=True)
-    ]
+    by_channel = zip(*map(channels, anchors), strict=True)
+    mixed = [np.interp(place, range(len(anchors)), values) for values in by_channel]
     background = "#" + "".join(f"{round(value):02x}" for value in mixed)
     return background, max(INKS, key=lambda ink: contrast(ink, background))
 
@@ -155,7 +135,7 @@ def cell_text(score: float) -> str:
     return f"{math.floor(value) if value > 99 else value:.0f}"
 
 
-def _map_table(one: HeatMap, name: str) -> Markup:
+def _map_table(one: HeatMap) -> Markup:
     """One map as a table."""
     head = [header("depth")]
     head += [
@@ -164,13 +144,13 @@ def _map_table(one: HeatMap, name: str) -> Markup:
     body = [row(depth_name(depth), [_map_cell(one, depth, column) for column in one.columns]) for depth in one.depths]
     overall = []
     for column in one.columns:
-        cell = one.overall.get(column.key)
+        cell = one.scores.cell(one.label, column)
         title = f"95% interval {cell.interval}" if cell and cell.interval else None
         trained = "trained" if column.factor == 1 else None
         overall.append(element("td", cell.shown.removesuffix("%") if cell else "–", class_=trained, title=title))
     look = "heat dense" if len(one.columns) > 9 else "heat"
     about = ": per cent found, by depth of the needle and length of the sequence"
-    return table(f"{name}, {one.label}", head, body, look, about, "sideways", row("all", overall))
+    return table(f"{map_name(one.scores)}, {one.label}", head, body, look, about, "sideways", row("all", overall))
 
 
 def _map_cell(one: HeatMap, depth: Depth, column: Column) -> Markup:
@@ -202,16 +182,13 @@ def heat_map_figures(tables: Sequence[Table], styles: Mapping[str, Style], level
     figures = []
     for scores in tables:
         if maps := heat_maps(scores):
-            name = map_name(scores)
-            shown, others = (_map_grid(some, styles, name) for some in in_sight(maps))
-            more = element("details", element("summary", "The other variants"), others) if others else None
-            figures.append((name, text([shown, more])))
+            shown, others = (_map_grid(some, styles) for some in in_sight(maps))
+            figures.append((map_name(scores), text([shown, folded("The other variants", others)])))
     if not figures:
         return []
     (name, first), *rest = figures
-    folded = [element("div", element("p", name, class_="title"), figure, class_="below") for name, figure in rest]
-    summary = element("summary", f"{suite_title(tables[0].suite)}: {len(rest)} more")
-    return [element(f"h{level}", name), first, *([element("details", summary, folded)] if rest else [])]
+    others = [element("div", element("p", name, class_="title"), figure, class_="below") for name, figure in rest]
+    return [element(f"h{level}", name), first, folded(f"{suite_title(tables[0].suite)}: {len(rest)} more", others)]
 
 
 def map_name(scores: Table) -> str:
@@ -219,9 +196,9 @@ def map_name(scores: Table) -> str:
     return "Needles in filler" if scores.suite == "needles" else f"{suite_title(scores.suite)}: {task_name(scores)}"
 
 
-def _map_grid(maps: Sequence[HeatMap], styles: Mapping[str, Style], name: str) -> Markup:
+def _map_grid(maps: Sequence[HeatMap], styles: Mapping[str, Style]) -> Markup:
     """Maps in a grid that wraps; "" without maps."""
     figures = [
-        element("figure", element("figcaption", label_markup(one.label, styles)), _map_table(one, name)) for one in maps
+        element("figure", element("figcaption", label_markup(one.label, styles)), _map_table(one)) for one in maps
     ]
     return element("div", figures, class_="maps") if figures else Markup("")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import Table, build_tables
 from pe_lab.errors import ConfigError, DataError, did_you_mean
-from pe_lab.page.heat_maps import LIGHT, STEPS, HeatMap, cell_text, colours, depth_name, heat_maps, in_sight, step
+from pe_lab.page.heat_maps import STEPS, HeatMap, cell_text, colours, depth_name, heat_maps, in_sight, step
 from pe_lab.page.suites import suite_title, task_suites
 from pe_lab.results.formatting import shortened
 
@@ -25,8 +25,7 @@ def needle_table(runs: Sequence[Run], suite: str | None = None, task: str | None
     """
     found: dict[str, list[Table]] = {}
     for name in sorted(task_suites({name for run in runs for name in run.evaluation}), key=lambda n: n == "needles"):
-        records = [(run, record) for run in runs for record in run.evaluation.get(name, [])]
-        if tables := [table for table in build_tables(name, records, len(runs) > 1) if heat_maps(table)]:
+        if tables := [table for table in build_tables(name, runs) if heat_maps(table)]:
             found[name] = tables
     where = ", ".join(str(run.directory) for run in runs)
     if not found:
@@ -94,8 +93,7 @@ def _draw_map(one: HeatMap, ax, labelled: bool, size: float) -> None:
         ax.set_ylabel("depth of the needle", fontsize=9, color=SOFT)
     ax.set_title(shortened(one.label, 36), fontsize=10.5, fontweight="bold", color=INK, loc="left", parse_math=False)
     ax.tick_params(length=0)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
+    ax.spines[:].set_visible(False)
 
 
 def _add_scale(figure, axes) -> None:
@@ -103,7 +101,7 @@ def _add_scale(figure, axes) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
 
-    steps = ListedColormap([colours(index, LIGHT)[0] for index in range(STEPS + 1)])
+    steps = ListedColormap([colours(index)[0] for index in range(STEPS + 1)])
     bar = figure.colorbar(ScalarMappable(Normalize(0, 100), steps), ax=list(axes), fraction=0.02, pad=0.015, aspect=26)
     bar.set_ticks([0, 50, 100], labels=["0%", "50%", "100%"])
     bar.ax.tick_params(length=0, labelsize=8.5, labelcolor=SOFT)

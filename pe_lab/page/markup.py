@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from markupsafe import Markup, escape
 
-__all__ = ["Markup", "element", "text"]
+__all__ = ["Markup", "element", "folded", "note", "text"]
 
 
 def text(value: object) -> Markup:
@@ -34,3 +34,14 @@ def element(tag: str, *children: object, **attributes: object) -> Markup:
     if not children and tag in {"path", "line", "rect", "circle", "br", "meta", "polyline"}:
         return Markup(f"{opening}/>" if tag not in {"br", "meta"} else f"{opening}>")
     return Markup(f"{opening}>{text(children)}</{tag}>")
+
+
+def folded(title: str, *children: object, unfolded: bool = False) -> Markup:
+    """A part of the page below a title that opens it; "" without content."""
+    body = text(children)
+    return element("details", element("summary", title), body, open=unfolded) if body else Markup("")
+
+
+def note(words: object, *more: object) -> Markup:
+    """A box with a remark."""
+    return element("div", element("p", words), *more, class_="note")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from pe_lab.analysis.runs import Phase, Run, as_dict
 from pe_lab.analysis.variants import is_dropped, is_rotary
-from pe_lab.page.markup import Markup, element, text
-from pe_lab.page.run_charts import phase_style
+from pe_lab.page.markup import Markup, element, folded, note, text
+from pe_lab.page.run_charts import encoding_text, phase_style
 from pe_lab.page.tables import plain_table
 from pe_lab.results.formatting import count, duration, listing, percent
 from pe_lab.results.records import Record, number
@@ -79,7 +79,7 @@ def mixture_note(run: Run) -> Markup:
         words = "phase.json does not record the training mixture, so it is not known whether needles were part of it."
     else:
         return Markup("")
-    return element("div", element("p", words), class_="note")
+    return note(words)
 
 
 def lineage_diagram(run: Run) -> Markup:
@@ -114,15 +114,6 @@ def _node_box(run: Run, node: Record) -> Markup:
     return element("li", name, [element("span", line) for line in lines if line], style=colour)
 
 
-def encoding_text(encoding: object) -> str:
-    """An encoding in one line, whether it was written as a text or as a mapping."""
-    described = as_dict(encoding)
-    if not described:
-        return str(encoding or "unknown encoding")
-    rest = ", ".join(f"{k}={v}" for k, v in described.items() if k != "kind" and v is not None)
-    return f"{described.get('kind', '?')}({rest})" if rest else str(described.get("kind", "?"))
-
-
 def what_was_run(run: Run) -> Markup:
     """Everything that is needed to run it again, and the machine that it ran on."""
     info, notes = run.info, as_dict(run.info.get("notes"))
@@ -146,7 +137,7 @@ def what_was_run(run: Run) -> Markup:
     parts += [_phase_table(phase) for phase in run.phases]
     if run.config:
         shown = json.dumps(run.config, indent=2, ensure_ascii=False, default=str)
-        parts.append(element("details", element("summary", "The whole config"), element("pre", shown)))
+        parts.append(folded("The whole config", element("pre", shown)))
     return element("div", parts)
 
 
@@ -186,7 +177,6 @@ def _model_text(run: Run) -> str:
 
 
 def _mixture_text(run: Run) -> str:
-    """The mixture of each phase."""
     texts = {p.name: listing([f"{percent(share)} {source}" for source, share in p.mixture]) for p in run.phases}
     distinct = set(filter(None, texts.values()))
     if len(distinct) == 1:
@@ -228,13 +218,8 @@ def _phase_table(phase: Phase) -> Markup:
         for r in phase.encodings
     ]
     schedule = plain_table(f"Encodings of {phase.name}", ("Layers", "Encoding", "Window"), rows) if rows else None
-    return element(
-        "details",
-        element("summary", f"Phase {phase.name}: positional schedule and figures"),
-        pairs(items),
-        schedule,
-        element("pre", str(info["describe"])) if info.get("describe") else None,
-    )
+    described = element("pre", str(info["describe"])) if info.get("describe") else None
+    return folded(f"Phase {phase.name}: positional schedule and figures", pairs(items), schedule, described)
 
 
 def caveats(run: Run) -> list[str]:

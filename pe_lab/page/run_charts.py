@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from pe_lab.analysis.runs import Phase, Run, as_dict
 from pe_lab.analysis.variants import is_dropped
 from pe_lab.errors import UserError
-from pe_lab.page.charts import Axis, Mark, Point, Series, decimate, line_chart, smooth
+from pe_lab.page.charts import Axis, Point, Series, decimate, line_chart, smooth
 from pe_lab.page.markup import Markup, element
 from pe_lab.page.variants import INK, STYLES, Style
 from pe_lab.results.formatting import Number, count, times
@@ -22,11 +20,19 @@ RUN_COLOURS = ("ntk", "nope", "drope", "yarn", "extra-1", "pi", "extra-3", "extr
 SOURCE_COLOURS = ("ntk", "nope", "extra-1", "extra-3", "yarn", "pi")
 
 
+def encoding_text(encoding: object) -> str:
+    """An encoding in one line, whether it was written as a text or as a mapping."""
+    described = as_dict(encoding)
+    if not described:
+        return str(encoding or "unknown encoding")
+    rest = ", ".join(f"{k}={v}" for k, v in described.items() if k != "kind" and v is not None)
+    return f"{described.get('kind', '?')}({rest})" if rest else str(described.get("kind", "?"))
+
+
 def encoding_name(phase: Phase) -> str:
     """The name of the encoding of a phase's first layers: rope, nope, ..."""
-    encoding = phase.encodings[0].get("encoding") if phase.encodings else ""
-    name = as_dict(encoding).get("kind", encoding)
-    return re.split(r"[^a-z_]", str(name).lower(), maxsplit=1)[0]
+    described = encoding_text(phase.encodings[0].get("encoding") if phase.encodings else "")
+    return re.split(r"[^a-z_]", described.lower(), maxsplit=1)[0]
 
 
 def phase_style(run: Run, phase: Phase) -> Style:
@@ -46,13 +52,14 @@ def offsets(run: Run) -> dict[str, float]:
         points = phase.series("loss") or phase.series("validation_loss")
         counts_on = bool(points) and points[0][0] > total > 0
         result[phase.name] = 0.0 if counts_on else total
-        total = (points[-1][0] if points else 0.0) + result[phase.name] if points else total
+        total = points[-1][0] + result[phase.name] if points else total
     return result
 
 
-def moved(points: Sequence[Point], by: Number) -> list[Point]:
-    """Points shifted along x."""
-    return [(x + by, y) for x, y in points]
+def curves(run: Run, key: str) -> list[list[Point]]:
+    """The points of a logged number in each phase, against the tokens of the whole run."""
+    shift = offsets(run)
+    return [[(x + shift[phase.name], y) for x, y in phase.series(key)] for phase in run.phases]
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
@@ -70,12 +77,9 @@ def token_axis(run: Run) -> Axis:
 
 def loss_chart(run: Run) -> Markup:
     """Training and validation loss of all phases on one axis, with marks where phases begin."""
-    shift = offsets(run)
-    series, marks, validation = [], [], []
+    series, marks = [], []
     used: set[Style] = set()
-    for phase in run.phases:
-        points = moved(phase.series("loss"), shift[phase.name])
-        validation += moved(phase.series("validation_loss"), shift[phase.name])
+    for phase, points in zip(run.phases, curves(run, "loss"), strict=True):
         if not points:
             continue
         style = phase_style(run, phase)
@@ -83,11 +87,11 @@ def loss_chart(run: Run) -> Markup:
             style = Style(f"extra-{len(used) % 4 + 1}", style.dash, style.width)
         used.add(style)
         if series:
-            marks.append(Mark(points[0][0], f"{phase.name} starts"))
+            marks.append((points[0][0], f"{phase.name} starts"))
         if len(points) > 40:
             series.append(Series(phase.name, decimate(points), style, faint=True))
         series.append(Series(phase.name, smoothed(points) if len(points) > 40 else points, style))
-    if validation:
+    if validation := [point for points in curves(run, "validation_loss") for point in points]:
         series.append(Series("validation", validation, INK, line=False))
     caption = "Thin: every logged step. Thick: running mean. Dots: loss on held-out text." + _jumps(run)
     return line_chart("Loss over training", series, token_axis(run), LOSS, marks, caption)
@@ -114,19 +118,17 @@ def _jumps(run: Run) -> str:
 
 def source_losses(run: Run) -> Markup:
     """Validation loss by held-out source; "" for fewer than two sources."""
-    shift, found = offsets(run), {}
-    for phase in run.phases:
-        keys = dict.fromkeys(key for record in phase.metrics for key in record if key.startswith("validation_loss/"))
-        for key in keys:
-            name = key.removeprefix("validation_loss/")
-            found.setdefault(name, []).extend(moved(phase.series(key), shift[phase.name]))
-    if len(found) < 2:
+    logged = dict.fromkeys(key for phase in run.phases for record in phase.metrics for key in record)
+    keys = [key for key in logged if key.startswith("validation_loss/")]
+    if len(keys) < 2:
         return Markup("")
-    series = [
-        Series(name, points, Style(SOURCE_COLOURS[i % len(SOURCE_COLOURS)]), markers=len(points) < 60)
-        for i, (name, points) in enumerate(found.items())
-    ]
-    marks = [Mark(shift[phase.name], f"{phase.name} starts") for phase in run.phases[1:] if shift[phase.name]]
+    series = []
+    for i, key in enumerate(keys):
+        points = [point for points in curves(run, key) for point in points]
+        style = Style(SOURCE_COLOURS[i % len(SOURCE_COLOURS)])
+        series.append(Series(key.removeprefix("validation_loss/"), points, style, markers=len(points) < 60))
+    shift = offsets(run)
+    marks = [(shift[phase.name], f"{phase.name} starts") for phase in run.phases[1:] if shift[phase.name]]
     return line_chart("Validation loss by source", series, token_axis(run), LOSS, marks)
 
 
@@ -134,10 +136,8 @@ def loss_comparison(runs: Sequence[Run]) -> Markup:
     """The training losses of several runs, a running mean each."""
     series = []
     for index, run in enumerate(runs):
-        shift = offsets(run)
-        points = []
-        for phase in run.phases:  # a mean across the border of two phases would flatten the jump there
-            points += moved(smoothed(phase.series("loss")), shift[phase.name])
+        # A mean across the border of two phases would flatten the jump there.
+        points = [point for points in curves(run, "loss") for point in smoothed(points)]
         style = Style(RUN_COLOURS[index % len(RUN_COLOURS)], None if index < len(RUN_COLOURS) else "6 3")
         series.append(Series(run.name, points, style))
     return line_chart("Training loss of the runs (running mean)", series, token_axis(runs[0]), LOSS)
@@ -150,54 +150,39 @@ def rotation_of(run: Run) -> tuple[float, int, int] | None:
     head_dim = number(model, "head_dim") or (width // heads if heads and width else None)
     for phase in run.phases:
         for record in phase.encodings:
-            encoding = record.get("encoding")
-            described = as_dict(encoding)
-            name = str(described.get("kind", encoding)).lower()
-            if name.startswith("rope") and head_dim and phase.length:
-                found = re.search(r"base=([-+.\deE]+)", str(encoding))
-                base = number(described, "base") or (float(found.group(1)) if found else 10000.0)
-                return base, int(head_dim), phase.length
+            described = encoding_text(record.get("encoding"))
+            if described.lower().startswith("rope") and head_dim and phase.length:
+                found = re.search(r"base=([-+.\deE]+)", described)
+                return float(found.group(1)) if found else 10000.0, int(head_dim), phase.length
     return None
 
 
-def frequency_charts(run: Run, factors: Sequence[Number]) -> Markup:
-    """Each frequency under PI, NTK and YaRN, one panel for each factor; "" for a run that does not rotate."""
-    rotation = rotation_of(run)
-    if rotation is None:
-        return Markup("")
-    base, head_dim, length = rotation
-    from pe_lab.positional import NTK, PI, Rope, Yarn, frequencies  # jax is slow to import
-
+def frequency_charts(run: Run, factors: Sequence[Number], base: float, head_dim: int, length: int) -> Markup:
+    """Each frequency under PI, NTK and YaRN, one panel for each factor."""
+    stretched = [factor for factor in factors if factor > 1][:6] or [2.0, 4.0, 8.0]
     try:
-        plain, _ = frequencies(Rope(base=base), head_dim)
-        panels = []
-        for factor in [factor for factor in factors if factor > 1][:6] or [2.0, 4.0, 8.0]:
-            scalings = {"PI": PI(factor), "NTK": NTK(factor), "YaRN": Yarn(factor, original_length=length)}
-            ratios = {
-                name: np.asarray(frequencies(Rope(base=base, scaling=scaling), head_dim)[0]) / np.asarray(plain)
-                for name, scaling in scalings.items()
-            }
-            panels.append(_frequency_panel(factor, np.asarray(plain), ratios, length, run))
+        panels = [_frequency_panel(run, factor, base, head_dim, length) for factor in stretched]
     except UserError as error:
         return element("p", f"The frequencies cannot be drawn: {error}", class_="soft")
     return element("div", panels, class_="grid thirds")
 
 
-def _frequency_panel(
-    factor: Number, plain: np.ndarray, ratios: Mapping[str, np.ndarray], length: int, run: Run
-) -> Markup:
+def _frequency_panel(run: Run, factor: Number, base: float, head_dim: int, length: int) -> Markup:
     """Relative frequency w'/w by pair at one factor, with a mark where pairs rotate less than once in training."""
-    from pe_lab.analysis.frequencies import incomplete_pairs
+    from pe_lab.analysis.frequencies import incomplete_pairs, scaling_curve  # jax is slow to import
+    from pe_lab.positional import Rope, frequencies
 
+    plain, _ = frequencies(Rope(base=base), head_dim)
     pairs = [float(i) for i in range(len(plain))]
     series = [Series("RoPE", [(i, 1.0) for i in pairs], STYLES["RoPE"])]
-    for name, ratio in ratios.items():
-        points = list(zip(pairs, map(float, ratio), strict=True))
-        series.append(Series(name, points, STYLES[name], markers=len(plain) <= 40))
+    for method in ("pi", "ntk", "yarn"):
+        curve = scaling_curve(method, factor, head_dim, base, length)
+        points = list(zip(pairs, curve.gamma, strict=True))
+        series.append(Series(curve.label, points, STYLES[curve.label], markers=len(plain) <= 40))
     if any(is_dropped(record) for records in run.evaluation.values() for record in records):
         series.append(Series("DroPE", [(i, 0.0) for i in pairs], STYLES["DroPE paper beta"]))
     slow = incomplete_pairs(plain, length)
-    marks = [Mark(len(plain) - slow - 0.5, "< 1 rotation in training")] if 0 < slow < len(plain) else []
+    marks = [(len(plain) - slow - 0.5, "< 1 rotation in training")] if 0 < slow < len(plain) else []
     y = Axis(
         "frequency / trained frequency",
         show=lambda value: f"1/{factor:g}" if abs(value * factor - 1) < 1e-9 else f"{value:.2f}",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 from pe_lab.analysis.runs import Run
-from pe_lab.analysis.scores import Table, histories, measure, tables
+from pe_lab.analysis.scores import Table, build_tables, histories, measure
 from pe_lab.analysis.tasks import variants_of
 from pe_lab.analysis.variants import is_dropped, is_rotary
 from pe_lab.analysis.verdict import Verdict, imported_headline, judge
 from pe_lab.page import provenance, run_charts
 from pe_lab.page.heat_maps import heat_map_figures, legend
-from pe_lab.page.markup import Markup, element, text
-from pe_lab.page.score_charts import distance_chart, history_chart, position_chart, score_chart
+from pe_lab.page.markup import Markup, element, folded, note, text
+from pe_lab.page.score_charts import history_chart, position_chart, score_chart
 from pe_lab.page.suites import SCORED, suite_title, task_suites
 from pe_lab.page.tables import beta_table, duel_board, records_table, score_table, weights_table
 from pe_lab.page.task_section import suite_parts
@@ -36,10 +37,14 @@ CAPTIONS = {
 
 @dataclass(frozen=True)
 class Results:
-    """A run with its tables by suite, its verdict, and a style for each label."""
+    """A run with its tables by suite, its verdict, and a style for each label.
+
+    `task_tables` holds the tables of suites that are asked with prompts, one for each task, in the page's order.
+    """
 
     run: Run
     tables: dict[str, list[Table]]
+    task_tables: dict[str, list[Table]]
     verdict: Verdict
     styles: Mapping[str, Style]
 
@@ -47,34 +52,29 @@ class Results:
     def all_tables(self) -> list[Table]:
         return [table for found in self.tables.values() for table in found]
 
-    @property
-    def task_tables(self) -> dict[str, list[Table]]:
-        """The tables of suites that are asked with prompts, one for each task, in the page's order."""
-        asked = {suite: [t for t in self.tables[suite] if t.prompted] for suite in task_suites(self.tables)}
-        return {suite: found for suite, found in asked.items() if found}
-
 
 def work_out(run: Run) -> Results:
     """Tables, verdict and styles of a run."""
     suites = [*SCORED, *sorted(set(run.evaluation) - set(SCORED) - {"beta"})]
-    found = {suite: tables(run, suite) for suite in suites}
+    found = {suite: build_tables(suite, [run]) for suite in suites}
+    prompted = {suite: [table for table in found[suite] if table.prompted] for suite in task_suites(found)}
+    asked = {suite: tables for suite, tables in prompted.items() if tables}
     first = [found[suite][0] if found[suite] else None for suite in SCORED]
-    styles = assign_styles(variants_of([table for suite in found.values() for table in suite]))
-    results = Results(run, found, judge(*first, run.source), styles)
-    asked = results.task_tables
+    verdict = judge(*first, run.source)
     if asked and not any(table and table.cells for table in first):
         words = f"Measured here: {listing([suite_title(suite) for suite in asked])}."
         if run.source:
             words = f"{imported_headline(next(iter(asked.values()))[0], run.source)} {words}"
         else:
             words += " Perplexity and symbolic needles, which a verdict is made of, were not."
-        return replace(results, verdict=Verdict(words, "missing"))
-    return results
+        verdict = Verdict(words, "missing")
+    styles = assign_styles(variants_of([table for tables in found.values() for table in tables]))
+    return Results(run, found, asked, verdict, styles)
 
 
 def section(level: int, title: str, identity: str, *children: object) -> Markup:
     """A section with its heading; "" if it would be empty."""
-    body = text(list(children))
+    body = text(children)
     return element("section", element(f"h{level}", title, id=identity), body) if body else Markup("")
 
 
@@ -87,11 +87,6 @@ def bullets(sentences: list[str], look: str | None = None) -> Markup:
     """Sentences as a list; "" without any."""
     items = [element("li", sentence) for sentence in sentences]
     return element("ul", items, class_=look) if items else Markup("")
-
-
-def note(*children: object) -> Markup:
-    """A box with a remark."""
-    return element("div", *children, class_="note")
 
 
 def top(results: Results, level: int) -> Markup:
@@ -125,25 +120,30 @@ def _how_to_evaluate(results: Results) -> Markup | None:
     unfinished = [phase.name for phase in run.phases if phase.running]
     state = f"Training is not complete (phase {unfinished[-1]}). " if unfinished else ""
     command = f"python -m pe_lab.evaluate --from={run.directory}"
-    return note(element("p", state, "To measure it: ", element("code", command)))
+    return note([state, "To measure it: ", element("code", command)])
 
 
-def run_sections(results: Results, level: int, prefix: str) -> list[Markup]:
-    """All sections of a run below its verdict, with headings of `level`."""
+def problem_note(run: Run) -> Markup:
+    """The problems that the files of a run have; "" without any."""
+    return note("Some files were missing or incomplete:", bullets(run.problems)) if run.problems else Markup("")
+
+
+def run_sections(results: Results, level: int, prefix: str) -> list[tuple[str, str, Markup]]:
+    """(identity, name in the navigation, HTML) of each section of a run below its verdict; headings of `level`."""
     run = results.run
-    problems = note(element("p", "Some files were missing or incomplete:"), bullets(run.problems))
-    return [
-        problems if run.problems else Markup(""),
-        section(level, "Past the training length", f"{prefix}results", *_result_parts(results)),
-        section(level, "Scores by tokens trained", f"{prefix}history", *_history_parts(results)),
-        section(level, "Needles by depth and length", f"{prefix}depth", *_depth_parts(results, level + 1)),
-        section(level, "Tasks asked in prompts", f"{prefix}tasks", *_task_parts(results, level + 1)),
-        section(level, "Where in the sequence", f"{prefix}position", *_position_parts(results)),
-        section(level, "Training", f"{prefix}training", *_training_parts(results)),
-        section(level, "Frequencies under each scaling", f"{prefix}frequencies", *_frequency_parts(results)),
-        section(level, "What was run", f"{prefix}run", provenance.what_was_run(run)),
-        section(level, "What to keep in mind", f"{prefix}caveats", bullets(provenance.caveats(run))),
-    ]
+    sections = (
+        ("results", "Results", "Past the training length", _result_parts(results)),
+        ("history", "By tokens trained", "Scores by tokens trained", _history_parts(results)),
+        ("depth", "Heat maps", "Needles by depth and length", _depth_parts(results, level + 1)),
+        ("tasks", "Tasks", "Tasks asked in prompts", _task_parts(results, level + 1)),
+        ("position", "Where in the sequence", "Where in the sequence", _position_parts(results)),
+        ("training", "Training", "Training", _training_parts(results)),
+        ("frequencies", "Frequencies", "Frequencies under each scaling", _frequency_parts(results)),
+        ("run", "What was run", "What was run", [provenance.what_was_run(run)]),
+        ("caveats", "Keep in mind", "What to keep in mind", [bullets(provenance.caveats(run))]),
+    )
+    drawn = [(key, name, section(level, title, prefix + key, *parts)) for key, name, title, parts in sections]
+    return [(key, name, part) for key, name, part in drawn if part]
 
 
 def _result_parts(results: Results) -> list[object]:
@@ -180,23 +180,23 @@ def _result_parts(results: Results) -> list[object]:
 
 def _weights(measured: list[Table]) -> Markup:
     """The checkpoints behind the rows of some tables, folded."""
-    return element("details", element("summary", "Weights behind each row"), weights_table(measured))
+    return folded("Weights behind each row", weights_table(measured))
 
 
 def _history_parts(results: Results) -> list[object]:
     """Scores of the checkpoints of a phase: the longest sequences of each suite, the others folded."""
     drawn: dict[str, list[Markup]] = {}
     for suite in results.tables:
-        for history in histories(results.run, suite):
-            if chart := history_chart(history, results.styles):
-                drawn.setdefault(f"{suite}, {history.phase}", []).append(chart)
+        for phase, column, table in histories(results.run, suite):
+            if chart := history_chart(phase, column, table, results.styles):
+                drawn.setdefault(f"{suite}, {phase}", []).append(chart)
     if not drawn:
         return []
     words = "Each dot is a checkpoint. The tables of this page have the last checkpoint of each phase."
+    first = [chart for chart, *_ in drawn.values()]
     rest = [chart for _, *others in drawn.values() for chart in others]
-    folded = element("details", element("summary", "At the other lengths"), element("div", rest, class_="grid"))
-    first = element("div", [chart for chart, *_ in drawn.values()], class_="grid")
-    return [element("p", words, class_="soft"), first, folded if rest else None]
+    more = folded("At the other lengths", element("div", rest, class_="grid")) if rest else None
+    return [element("p", words, class_="soft"), element("div", first, class_="grid"), more]
 
 
 def _depth_parts(results: Results, level: int) -> list[object]:
@@ -227,16 +227,16 @@ def _task_parts(results: Results, level: int) -> list[object]:
 def _position_parts(results: Results) -> list[object]:
     """Curves by position and by distance: the longest sequences in full, shorter ones folded."""
     parts: list[object] = []
-    for suite, chart in (("perplexity", position_chart), ("needles", distance_chart)):
+    for suite, caption in CAPTIONS.items():
         for table in results.tables[suite][:1]:
-            drawn = [(c, chart(results.run, table, c, results.styles, "half")) for c in reversed(table.columns)]
-            drawn = [(column, half) for column, half in drawn if half]
+            draw = partial(position_chart, results.run, table, styles=results.styles)
+            drawn = [(column, half) for column in reversed(table.columns) if (half := draw(column, size="half"))]
             if not drawn:
                 continue
-            parts.append(chart(results.run, table, drawn[0][0], results.styles, "wide", CAPTIONS[suite]))
+            parts.append(draw(drawn[0][0], size="wide", caption=caption))
             if others := [half for _, half in drawn[1:]]:
-                summary = element("summary", f"{suite_title(suite)} at the other lengths")
-                parts.append(element("details", summary, element("div", others, class_="grid")))
+                grid = element("div", others, class_="grid")
+                parts.append(folded(f"{suite_title(suite)} at the other lengths", grid))
     return parts
 
 
@@ -251,11 +251,11 @@ def _training_parts(results: Results) -> list[object]:
 
 def _frequency_parts(results: Results) -> list[object]:
     """The scalings at the factors that were evaluated."""
-    factors = sorted({c.factor for table in results.all_tables for c in table.columns if c.factor})
-    charts = run_charts.frequency_charts(results.run, factors)
-    if not charts:
+    rotation = run_charts.rotation_of(results.run)
+    if rotation is None:
         return []
-    base, head_dim, length = run_charts.rotation_of(results.run) or (0.0, 0, 0)
+    base, head_dim, length = rotation
+    factors = sorted({c.factor for table in results.all_tables for c in table.columns if c.factor})
     words = (
         f"RoPE rotates each of the {head_dim // 2} pairs of channels of a head at its own frequency (base {base:g}, "
         f"training length {length:,}). For longer sequences, the scalings lower some of these frequencies. At 1 a "
@@ -263,4 +263,4 @@ def _frequency_parts(results: Results) -> list[object]:
         "training length: in a longer sequence they reach angles that were never seen. A dropped model has no "
         "rotation."
     )
-    return [element("p", words), charts]
+    return [element("p", words), run_charts.frequency_charts(results.run, factors, *rotation)]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from pe_lab.analysis.runs import Run, as_dict, as_list
-from pe_lab.analysis.scores import Cell, Column, History, Table
+from pe_lab.analysis.runs import Run, as_dict
+from pe_lab.analysis.scores import Cell, Column, Table, bins
 from pe_lab.analysis.tasks import Bucket
-from pe_lab.page.charts import Axis, Mark, Point, Series, line_chart
+from pe_lab.page.charts import Axis, Point, Series, line_chart
 from pe_lab.page.markup import Markup
-from pe_lab.page.suites import suite_title
+from pe_lab.page.suites import SCORED, suite_title, task_name
 from pe_lab.page.variants import INK, Style
-from pe_lab.results.formatting import Number, count, percent, times
+from pe_lab.results.formatting import count, percent, times
 from pe_lab.results.intervals import exp
-from pe_lab.results.records import number
+from pe_lab.results.records import Record
 
 
 def score_chart(
@@ -27,20 +27,15 @@ def score_chart(
 ) -> Markup:
     """A table's values against length; "" for fewer than two lengths.
 
-    Args:
-      scores: the table.
-      styles: by label.
-      title: of the chart.
-      x: an axis of its own, for a table of buckets; these are drawn at the geometric middle of their lengths.
-      bars: whether to draw 95% intervals; then only shares of 1 are drawn.
-      size: as `line_chart` takes it.
+    A table of buckets or of training tokens has an axis `x` of its own. With `bars`, 95% intervals are drawn, and only
+    shares of 1.
     """
     keys = [column.key for column in scores.columns]
     cells = list(scores.cells.values())
     if (x is None and (len(keys) < 2 or min(keys) <= 0)) or (bars and not all(cell.share for cell in cells)):
         return Markup("")
     multiples = all(column.factor is not None for column in scores.columns)
-    marks = [Mark(1.0, "trained")] if multiples and 1.0 in keys and min(keys) < 1 else []
+    marks = [(1.0, "trained")] if multiples and 1.0 in keys and min(keys) < 1 else []
     if x is None:
         name = "sequence length / training length" if multiples else "tokens"
         x = Axis(name, True, times if multiples else count, keys)
@@ -58,7 +53,7 @@ def score_chart(
 
 
 def _place(column: Column) -> float:
-    """A column's place on the axis of lengths."""
+    """A column's place on the axis of lengths; a bucket's is the geometric middle."""
     if isinstance(column, Bucket):
         end = column.length or 1
         return math.sqrt(max(column.start, end / 2) * end)
@@ -80,74 +75,50 @@ def _share_axis(name: str, values: Sequence[float]) -> Axis:
     return Axis(name, show=percent, domain=(0.0, min(1.0, max(1.12 * max(values, default=1.0), 0.1))))
 
 
-def history_chart(history: History, styles: Mapping[str, Style], size: str = "half") -> Markup:
+def history_chart(phase: str, column: Column, scores: Table, styles: Mapping[str, Style]) -> Markup:
     """The scores of a phase's checkpoints against the tokens that they were trained on (DroPE's Figure 10)."""
-    series = [
-        Series(label, [(tokens, cell.value) for tokens, cell in points], styles.get(label, INK), markers=True)
-        for label, points in history.points.items()
-    ]
-    cells = [cell for points in history.points.values() for _, cell in points]
-    task = history.source.replace("_", " ")
-    name = suite_title(history.suite) + (f", {task}" if task and history.suite not in ("needles", "perplexity") else "")
-    where = length_words(history.column)
-    title = f"{name} by tokens trained in {history.phase}" + (f", sequences of {where}" if where else "")
-    return line_chart(title, series, Axis("tokens trained", show=count), _value_axis(history.suite, cells), size=size)
+    task = task_name(scores)
+    name = suite_title(scores.suite) + (f", {task}" if task and scores.suite not in SCORED else "")
+    where = length_words(column)
+    title = f"{name} by tokens trained in {phase}" + (f", sequences of {where}" if where else "")
+    return score_chart(scores, styles, title, Axis("tokens trained", show=count))
 
 
 def position_chart(
     run: Run, scores: Table, column: Column, styles: Mapping[str, Style], size: str, caption: str = ""
 ) -> Markup:
-    """Perplexity by the position of a token, in sequences of one length."""
+    """Scores inside the sequences of one length, with a mark at the training length.
+
+    Perplexity by the position of a token, or needle accuracy by the distance between a fact and its question.
+    """
     series = []
     for label, cell in scores.column(column).items():
-        points = _binned(cell.record.get("position_edges"), cell.record.get("nll_by_position"))
-        series.append(Series(label, [(x, exp(min(y, 50.0))) for x, y in points], styles.get(label, INK)))
-    title, name = "Perplexity by position", "position in the sequence (tokens, log scale)"
-    return _by_tokens(run, column, title, name, series, Axis("perplexity (log scale)", True), size, caption)
-
-
-def distance_chart(
-    run: Run, scores: Table, column: Column, styles: Mapping[str, Style], size: str, caption: str = ""
-) -> Markup:
-    """Needle accuracy by the distance between a fact and its question, in sequences of one length."""
-    series = []
-    for label, cell in scores.column(column).items():
-        by = as_dict(cell.record.get("accuracy_by_distance"))
-        counts = [n if isinstance(n, int | float) else 0 for n in as_list(by.get("count"))]
-        points = _binned(by.get("edges"), by.get("accuracy"), counts)
-        series.append(Series(label, points, styles.get(label, INK), markers=True))
-    y = _share_axis("accuracy", [y for one in series for _, y in one.points])
-    title, name = "Needle accuracy by distance", "tokens from fact to question (log scale)"
-    return _by_tokens(run, column, title, name, series, y, size, caption)
-
-
-def _by_tokens(
-    run: Run, column: Column, title: str, name: str, series: Sequence[Series], y: Axis, size: str, caption: str
-) -> Markup:
-    """A chart against tokens on a logarithmic axis, with a mark at the training length."""
+        if scores.suite == "needles":
+            points = _points(as_dict(cell.record.get("accuracy_by_distance")), "edges", "accuracy")
+        else:
+            losses = _points(cell.record, "position_edges", "nll_by_position")
+            points = [(x, exp(min(y, 50.0))) for x, y in losses]
+        series.append(Series(label, points, styles.get(label, INK), markers=scores.suite == "needles"))
+    if scores.suite == "needles":
+        title, name = "Needle accuracy by distance", "tokens from fact to question (log scale)"
+        y = _share_axis("accuracy", [y for one in series for _, y in one.points])
+    else:
+        title, name = "Perplexity by position", "position in the sequence (tokens, log scale)"
+        y = Axis("perplexity (log scale)", True)
     xs = [x for one in series for x, _ in one.points if x > 0]
     ticks = None
     if xs:
         ticks = [2.0**e for e in range(math.floor(math.log2(min(xs))), math.ceil(math.log2(max(xs))) + 1)]
         ticks = ticks[:: max(1, math.ceil(len(ticks) / 11))]
     trained = float(run.training_length or 0)
-    marks = [Mark(trained, "training length")] if xs and min(xs) <= trained <= max(xs) else []
+    marks = [(trained, "training length")] if xs and min(xs) <= trained <= max(xs) else []
     x = Axis(name, True, lambda value: f"{value:,.0f}", ticks)
     return line_chart(f"{title}, sequences of {length_words(column)}", series, x, y, marks, caption, size)
 
 
-def _binned(edges: object, values: object, counts: Sequence[Number] | None = None) -> list[Point]:
-    """(middle of the bin, value) of the bins that have a value and, if counts are given, a count."""
-    edges, values = as_list(edges), as_list(values)
-    if len(edges) != len(values) + 1:
-        return []
-    points = []
-    for index, value in enumerate(values):
-        empty = counts is not None and len(counts) == len(values) and not counts[index]
-        ends = [number({"v": v}, "v") for v in (edges[index], edges[index + 1], value)]
-        if not empty and None not in ends:
-            points.append((max((ends[0] + ends[1]) / 2, 0.5), ends[2]))
-    return points
+def _points(found: Record, edges: str, value: str) -> list[Point]:
+    """(middle of the bin, value) of the bins in a record."""
+    return [(max((part["start"] + part["end"]) / 2, 0.5), part[value]) for part in bins(found, edges, value, "count")]
 
 
 def length_words(column: Column) -> str:

@@ -22,8 +22,7 @@ def task_terms(suites: Collection[str], depths: bool) -> dict[str, str]:
 
 def task_suites(names: Collection[str]) -> list[str]:
     """Suites in the order of the page: the known ones first, then by name."""
-    known = list(ORDER)
-    return sorted(names, key=lambda name: (known.index(name) if name in known else len(known), name))
+    return sorted(names, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
 
 
 def task_name(table: Table) -> str:

@@ -31,14 +31,9 @@ def table(
     box: str = "scroll",
     foot: Markup | None = None,
 ) -> Markup:
-    """A table in a box that scrolls sideways and can be reached by keyboard.
+    """A table in a box that scrolls sideways and can be reached by keyboard; `look` and `box` are their classes.
 
-    Args:
-      name: for screen readers; `about` continues it.
-      head: the header cells.
-      body: the rows, as `row` makes them.
-      look, box: classes of the table and of its box.
-      foot: a last row.
+    `head` holds header cells, `body` and `foot` hold rows. `name` is for screen readers; `about` continues it.
     """
     inner = element(
         "table",
@@ -99,11 +94,7 @@ def swatch(style: Style | None) -> Markup:
 def score_cell(scores: Table, label: str, column: Column, *, framed: bool = True, small: str | None = None) -> Markup:
     """One value, marked if it is the best of its column or a tie with it; its measurement on hover.
 
-    Args:
-      scores: the value's table, in which it is compared.
-      label, column: the value's place.
-      framed: whether a column of the training length has a frame.
-      small: instead of the 95% interval.
+    `framed`: with a frame around the column of the training length. `small`: shown instead of the 95% interval.
     """
     trained = "trained" if framed and column.factor == 1 else None
     cell = scores.cell(label, column)
@@ -162,17 +153,18 @@ def _heat(scores: Table, cell: Cell) -> float:
     return max(0.0, 1 - (max(finite) - cell.score) / spread) if spread else 1.0
 
 
+def _variant_row(label: str, record: Record, styles: Mapping[str, Style], cells: Sequence[Markup]) -> Markup:
+    """The row of a variant; that of a dropped model stands out."""
+    return row(label_markup(label, styles), cells, "ours" if is_dropped(record) else None)
+
+
 def score_table(scores: Table, styles: Mapping[str, Style], name_source: bool = False) -> Markup:
     """Variant by length: the best of each length marked, the training length framed, deeper green for better."""
     known = any(column.small and column.factor is not None for column in scores.columns)
     head = [header("Variant", "length in tokens" if known else None)]
     head += [header(column.title, column.small, column.factor == 1) for column in scores.columns]
     body = [
-        row(
-            label_markup(label, styles),
-            [score_cell(scores, label, column) for column in scores.columns],
-            "ours" if is_dropped(record) else None,
-        )
+        _variant_row(label, record, styles, [score_cell(scores, label, column) for column in scores.columns])
         for label, record in scores.variants.items()
     ]
     direction = "higher is better" if scores.higher_is_better else "lower is better"
@@ -212,11 +204,7 @@ def task_table(tables: Sequence[Table], column: Column, styles: Mapping[str, Sty
         else:
             head.append(header(task_name(one), metric_name(one) if len(metrics) > 1 else None))
     body = [
-        row(
-            label_markup(label, styles),
-            [score_cell(one, label, column, framed=False) for one in shown],
-            "ours" if is_dropped(record) else None,
-        )
+        _variant_row(label, record, styles, [score_cell(one, label, column, framed=False) for one in shown])
         for label, record in variants_of(tables).items()
         if any(one.cell(label, column) for one in tables)
     ]
@@ -263,18 +251,13 @@ def duel_board(judged: Sequence[tuple[Table, Sequence[Duel]]]) -> Markup:
     words = {"win": "✓ wins", "loss": "✗ loses", "tie": "≈ ties"}
     body = []
     for scores, found in judged:
-        by_key = {duel.column.key: duel for duel in found}
-        cells = []
-        for key in sorted(columns):
-            duel = by_key.get(key)
-            if duel is None:
-                cells.append(element("td", "–"))
-                continue
-            gap, rival = duel.gap.removeprefix("perplexity "), shortened(duel.rival)
-            small = element("small", gap, element("br"), f"vs {rival}")
+        cells = dict.fromkeys(sorted(columns), element("td", "–"))
+        for duel in found:
+            small = element("small", duel.gap, element("br"), f"vs {shortened(duel.rival)}")
             title = f"{duel.label} {duel.ours.shown}, {duel.rival} {duel.theirs.shown}"
-            cells.append(element("td", element("b", words[duel.outcome], class_=duel.outcome), small, title=title))
-        body.append(row(suite_title(scores.suite), cells))
+            outcome = element("b", words[duel.outcome], class_=duel.outcome)
+            cells[duel.column.key] = element("td", outcome, small, title=title)
+        body.append(row(suite_title(scores.suite), [*cells.values()]))
     ours = shortened(judged[0][1][-1].label)
     title = f"The dropped model ({ours}) against the best RoPE variant of each length"
     name = "Dropped model against the best RoPE variant"

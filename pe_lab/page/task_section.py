@@ -9,7 +9,7 @@ from pe_lab.analysis.scores import Table
 from pe_lab.analysis.tasks import averages, by_sequence_length, columns_of
 from pe_lab.evaluation.tasks.suites import AVERAGED
 from pe_lab.page.charts import Axis
-from pe_lab.page.markup import Markup, element
+from pe_lab.page.markup import Markup, element, folded
 from pe_lab.page.score_charts import score_chart
 from pe_lab.page.suites import ABOUT, suite_title, table_title, task_name
 from pe_lab.page.tables import harness_table, measured_at, score_table, task_table
@@ -43,29 +43,21 @@ def suite_parts(
     if len(tables) > 1 or len(columns) == 1:
         drawn = [task_table(measured_at(tables, column), column, styles) for column in reversed(columns)]
         parts.append(element("div", drawn[0], class_="below"))
-        summary = element("summary", f"{suite_title(suite)} at the other lengths")
         others = [element("div", table, class_="below") for table in drawn[1:]]
-        parts.append(element("details", summary, others) if others else None)
+        parts.append(folded(f"{suite_title(suite)} at the other lengths", others))
     if not charts:
         return parts
     size, look = ("half", "grid") if len(tables) <= FEW else ("third", "grid thirds")
     by_task = tables if len(tables) > 1 else []
     lines = [score_chart(table, styles, table_title(table), bars=True, size=size) for table in by_task]
     buckets = [_by_sequence_length(table, styles, training_length) for table in tables]
-    return [
-        *parts,
-        *_folded("By length, task by task", lines, look),
-        *_folded("By the length of the sequence, task by task", buckets),
-    ]
-
-
-def _folded(title: str, drawn: Sequence[Markup], look: str = "grid") -> list[Markup]:
-    """Drawings in a grid below a title, folded away if they are many."""
-    drawn = [one for one in drawn if one]
-    if not drawn:
-        return []
-    grid = element("div", drawn, class_=look)
-    return [element("details", element("summary", title), grid, open=len(drawn) <= FEW)]
+    for title, found, grid in (
+        ("By length, task by task", lines, look),
+        ("By the length of the sequence, task by task", buckets, "grid"),
+    ):
+        if shown := [one for one in found if one]:
+            parts.append(folded(title, element("div", shown, class_=grid), unfolded=len(shown) <= FEW))
+    return parts
 
 
 def _by_sequence_length(table: Table, styles: Mapping[str, Style], training_length: int | None) -> Markup:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pe_lab.analysis.scores import Table
-from pe_lab.analysis.variants import kind, order
+from pe_lab.analysis.variants import in_order, kind
 from pe_lab.results.records import Record
 
 
@@ -90,7 +90,7 @@ def assign_styles(variants: Mapping[str, Record]) -> dict[str, Style]:
     """A style for each label (with one of its records). No two share a style: later ones get spare colours."""
     styles: dict[str, Style] = {}
     spare = 0
-    for label, record in sorted(variants.items(), key=lambda item: order(*item)):
+    for label, record in in_order(variants).items():
         style = STYLES.get(kind(record))
         if style is None or style in styles.values():
             style = Style(SPARE[spare % len(SPARE)], (None, "7 3", "2 3")[spare // len(SPARE) % 3])

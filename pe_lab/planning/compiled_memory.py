@@ -8,14 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
-
-from pe_lab.model import Model
-from pe_lab.parallel import AxisRules
-from pe_lab.planning.estimate import step_inputs
-from pe_lab.training.optimizer import make_optimizer
-from pe_lab.training.run import PhasePlan
-from pe_lab.training.step import compile_train_step
 
 
 @dataclass(frozen=True)
@@ -36,24 +28,25 @@ class Compiled:
         return max(self.peak, self.arguments + self.outputs - self.aliased + self.temporaries + self.code)
 
 
+# libtpu 0.0.51 writes "... (32.57G) exceeds available HBM (15.75G)", earlier ones "Used 32.57G of 15.75G hbm".
+_REFUSALS = (
+    r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)",
+    r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm",
+)
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
 class OutOfMemory(Exception):
     """The compiler found no layout that fits the chip. `used` and `capacity` in bytes; None if it gave no numbers."""
 
-    def __init__(self, message: str, used: int | None, capacity: int | None):
-        super().__init__(message)
-        self.used, self.capacity = used, capacity
-
-
-def compile_step(model: Model, phase: PhasePlan, segments: bool, mesh: Mesh, rules: AxisRules) -> Compiled:
-    """Compiles the train step of a phase for the devices of `mesh`, which need not exist.
-
-    Raises:
-      OutOfMemory: the compiler found no layout that fits the chip.
-    """
-    optimizer = make_optimizer(phase.config.optimizer, phase.config.steps, model.axes)
-    inputs = step_inputs(model, optimizer, phase, segments)
-    start = time.perf_counter()
-    return analyze(compile_train_step(model, optimizer, mesh, rules, phase.config.accumulate).lower(*inputs), start)
+    def __init__(self, message: str):
+        super().__init__(message.splitlines()[0][:300])
+        self.used = self.capacity = None
+        for pattern in _REFUSALS:
+            if found := re.search(pattern, message):
+                used, used_unit, capacity, unit = found.groups()
+                self.used, self.capacity = int(float(used) * _UNITS[used_unit]), int(float(capacity) * _UNITS[unit])
+                break
 
 
 def analyze(lowered: Any, start: float) -> Compiled:
@@ -67,7 +60,7 @@ def analyze(lowered: Any, start: float) -> Compiled:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise out_of_memory(str(error)) from None
+        raise OutOfMemory(str(error)) from None
     return Compiled(
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes,
@@ -77,21 +70,3 @@ def analyze(lowered: Any, start: float) -> Compiled:
         peak=getattr(analysis, "peak_memory_in_bytes", 0),
         seconds=time.perf_counter() - start,
     )
-
-
-# libtpu 0.0.51 writes "... (32.57G) exceeds available HBM (15.75G)", earlier ones "Used 32.57G of 15.75G hbm".
-_REFUSALS = (
-    r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)",
-    r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm",
-)
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def out_of_memory(message: str) -> OutOfMemory:
-    """The error with the numbers that a compiler's message contains."""
-    first = message.splitlines()[0][:300]
-    for pattern in _REFUSALS:
-        if found := re.search(pattern, message):
-            used, used_unit, capacity, unit = found.groups()
-            return OutOfMemory(first, int(float(used) * _UNITS[used_unit]), int(float(capacity) * _UNITS[unit]))
-    return OutOfMemory(first, None, None)

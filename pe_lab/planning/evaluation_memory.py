@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -49,11 +50,6 @@ def cache_bytes(config: ModelConfig, structure: Sequence[LayerStructure], length
     return kept * cache_bytes_per_token(config)
 
 
-def weight_bytes(model: Model, dtype: str) -> int:
-    """Bytes of the parameters, which evaluation replicates on every chip."""
-    return model.num_parameters * np.dtype(dtype).itemsize
-
-
 def sequence_memory(model: Model, structure: Sequence[LayerStructure], length: int, chips: int) -> SequenceMemory:
     """The estimated memory of one sequence of `length` tokens on `chips` chips."""
     config = model.config
@@ -77,12 +73,11 @@ def sequence_memory(model: Model, structure: Sequence[LayerStructure], length: i
 
 def longest(model: Model, structure: Sequence[LayerStructure], chips: int, available: int, mode: str) -> int:
     """The largest length, a multiple of 1024, whose `mode` (a field of `SequenceMemory`) fits `available` bytes."""
-    low, high = 0, 2**30 // 1024
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = getattr(sequence_memory(model, structure, middle * 1024, chips), mode) <= available
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low * 1024
+
+    def needed(multiple: int) -> int:
+        return getattr(sequence_memory(model, structure, multiple * 1024, chips), mode)
+
+    return 1024 * bisect.bisect_right(range(1, 2**30 // 1024 + 1), available, key=needed)
 
 
 def compile_evaluation(model: Model, schedule: Schedule, length: int, mesh: Mesh) -> Compiled:

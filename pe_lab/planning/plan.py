@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Flops, Model, train_flops_per_token
 from pe_lab.parallel import AxisRules, check_batch, make_mesh
 from pe_lab.parallel.topology import CHIPS, Topology, placeholder_mesh, topology_devices
-from pe_lab.planning.compiled_memory import Compiled, compile_step
-from pe_lab.planning.estimate import Estimate, estimate_memory
+from pe_lab.planning.compiled_memory import Compiled, analyze
+from pe_lab.planning.estimate import Estimate, estimate_memory, step_inputs
 from pe_lab.positional import label
+from pe_lab.training.optimizer import make_optimizer
 from pe_lab.training.run import PhasePlan, phase_models, plan_phases, vocabulary
+from pe_lab.training.step import compile_train_step
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,12 @@ def _data_vocabulary(config: Config) -> int:
 def compile_phase(plan: Plan, phase: PhaseNumbers) -> Compiled:
     """The memory that the compiler assigns to the train step of a phase. Raises `NoCompiler` or `OutOfMemory`."""
     mesh = make_mesh(plan.config.mesh, topology_devices(plan.topology))
-    return compile_step(phase.model, phase.plan, plan.config.data.segments, mesh, AxisRules())
+    config = phase.plan.config
+    optimizer = make_optimizer(config.optimizer, config.steps, phase.model.axes)
+    inputs = step_inputs(phase.model, optimizer, phase.plan, plan.config.data.segments)
+    start = time.perf_counter()
+    step = compile_train_step(phase.model, optimizer, mesh, AxisRules(), config.accumulate)
+    return analyze(step.lower(*inputs), start)
 
 
 def choose_phases(plan: Plan, chosen: str | None) -> list[PhaseNumbers]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pe_lab.parallel.topology import CHIPS, GIB
 from pe_lab.planning.compiled_memory import Compiled
-from pe_lab.planning.evaluation_memory import cache_bytes_per_token, longest, sequence_memory, weight_bytes
+from pe_lab.planning.evaluation_memory import cache_bytes_per_token, longest, sequence_memory
 from pe_lab.planning.plan import PhaseNumbers, Plan
 from pe_lab.results.formatting import count
 from pe_lab.terminal import table
@@ -61,7 +61,7 @@ def evaluation_text(plan: Plan, phase: PhaseNumbers, length: int) -> str:
     """The estimated memory to evaluate one sequence: of `length`, and of powers of two up to a million tokens."""
     model, structure = phase.model, phase.plan.schedule.structure
     config, chip, chips = model.config, plan.topology.chip, plan.topology.count
-    weights = weight_bytes(model, "float32")
+    weights = 4 * model.num_parameters  # float32, replicated on every chip
     available = chip.memory - weights
     windows = sorted({layer.window for layer in structure if layer.window is not None})
     unlimited = sum(layer.window is None for layer in structure)
