@@ -15,6 +15,7 @@ from pe_lab.config import DataConfig
 from pe_lab.data.mixture import open_mixture
 from pe_lab.errors import CheckpointError, ConfigError, UserError
 from pe_lab.evaluation.plan import SUITES, Plan, Unit, choose
+from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.tasks import beta as betas
 from pe_lab.evaluation.tasks import needles, perplexity
@@ -23,6 +24,7 @@ from pe_lab.model import complete
 from pe_lab.positional import Alibi, Layer
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.variants import PAPER_COEFFICIENT
+from pe_lab.terminal import console
 from pe_lab.training.machine import versions
 
 Forwards = dict[Any, Forward]  # compiled forward passes by shape
@@ -42,6 +44,7 @@ class Evaluation:
     Attributes:
       skipped: sentences about what is left out, and why.
       kept: sentences about what was stored with the checkpoints.
+      reused: units whose records existed.
 
     Raises:
       UserError: a suite or a method that is impossible here, or lengths that the data cannot fill.
@@ -68,6 +71,7 @@ class Evaluation:
         self._needles = [i for i, s in sources if s.needles is not None]
         self.skipped: list[str] = []
         self.kept: list[str] = []
+        self.reused: list[Unit] = []
         self.suites, self.methods = self._possible()
         self.variants = [
             variant
@@ -80,13 +84,8 @@ class Evaluation:
             self._forward(variant).check_attention(variant.layers, max(plan.lengths))
         self._check_lengths()
 
-    @property
-    def work(self) -> int:
-        """Tokens in all units, for a progress bar."""
-        return sum(self.cost(unit) for unit in self.units)
-
     def cost(self, unit: Unit) -> int:
-        """Tokens of a unit, about."""
+        """Tokens of a unit, about, for a progress bar."""
         settings = self.plan.settings
         return {
             "perplexity": settings.tokens,
@@ -94,26 +93,33 @@ class Evaluation:
             "beta": 10 * settings.fit_tokens,
         }[unit.suite]
 
-    def run(
-        self,
-        measured: Callable[[Unit, bool], None] = lambda unit, reused: None,
-        on_tokens: Callable[[int], None] = lambda tokens: None,
-    ) -> list[Record]:
-        """The records of the plan, in its order; those that do not exist yet are measured.
-
-        Args:
-          measured: is called with each unit and whether its record existed.
-          on_tokens: is called with numbers of tokens as they are read.
-        """
-        for forward in self.forwards.values():
-            forward.on_tokens = on_tokens
-        records = []
-        for unit in self.units:
-            record, reused = self._record(unit)
-            measured(unit, reused)
-            records.append(record)
+    def run(self) -> list[Record]:
+        """The records of the plan, in its order; those that do not exist yet are measured."""
+        out = console()
+        for sentence in self.skipped:
+            out.print(sentence)
+        models = ", ".join(dict.fromkeys(f"{s.model} ({s.path})" for s in self.subjects))
+        out.print(f"{len(self.units)} measurements of {models}")
+        records, finished = [], 0
+        with TokenProgress("compiling", sum(map(self.cost, self.units))) as progress:
+            for unit in self.units:
+                name = f"{unit.suite} {unit.length:,} {unit.variant.label}"
+                for forward in self.forwards.values():
+                    forward.on_tokens = functools.partial(progress.add, name=name)
+                record, existed = self._record(unit)
+                records.append(record)
+                self.reused += [unit] * existed
+                finished += self.cost(unit)
+                progress.show(finished, name)
         if "beta" in self.methods:
             self._write_common_coefficients()
+        if self.reused:
+            out.print(f"{len(self.reused)} of them were measured before (--again measures them again).")
+        for sentence in self.kept:
+            out.print(sentence)
+        if progress.read:
+            out.print(progress.speed())
+        out.print(f"Records: {self.files['perplexity'].path.parent}")
         return records
 
     # --------------------------------------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import math
+import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 from pe_lab.evaluation.lm_eval.requests import Used
 from pe_lab.results.records import Record, finite
@@ -45,7 +45,8 @@ def measure(
 
     journal = model.journal
     before, tokens, kept, start = model.truncated, model.tokens, journal.seconds, time.perf_counter()
-    with _in_one_process():
+    # The harness bootstraps in forked processes, and a process in which JAX runs must not be forked.
+    with mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"):
         results = simple_evaluate(
             model,
             tasks=loaded,
@@ -64,20 +65,6 @@ def measure(
         "seconds": seconds,
     }
     return _records(results, more), results["samples"]
-
-
-@contextlib.contextmanager
-def _in_one_process() -> Iterator[None]:
-    """The harness bootstraps in forked processes, and a process in which JAX runs must not be forked."""
-    before = os.environ.get("DISABLE_MULTIPROC")
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = before
 
 
 def _records(results: Mapping[str, Any], more: Mapping[str, Any]) -> list[Record]:
@@ -173,15 +160,7 @@ def _output(answers: Sequence[Any]) -> Any:
 
 
 def _to_json(value: Any) -> Any:
-    """The value as JSON can hold it; the text of anything else, null for a number that is not finite."""
-    if isinstance(value, bool | int | str) or value is None:
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _to_json(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(item) for item in value]
-    if hasattr(value, "tolist"):  # NumPy's
-        return _to_json(value.tolist())
-    return str(value)
+    """The value as JSON holds it: arrays as lists, the text of anything else that JSON has no form for."""
+    return json.loads(
+        json.dumps(value, default=lambda other: other.tolist() if hasattr(other, "tolist") else str(other))
+    )
