@@ -19,9 +19,9 @@ from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.tasks import beta as betas
 from pe_lab.evaluation.tasks import needles, perplexity
-from pe_lab.evaluation.variants import Subject, Variant, layers_under, paper_coefficient, summary, variants_of
+from pe_lab.evaluation.variants import Subject, Variant, layers_under, paper_coefficient, variants_of
 from pe_lab.model import complete
-from pe_lab.positional import Alibi, Layer
+from pe_lab.positional import Alibi, Layer, label_layers
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.variants import PAPER_COEFFICIENT
 from pe_lab.terminal import console
@@ -230,7 +230,7 @@ class Evaluation:
             unit.suite
         ]
         if unit.suite != "beta":
-            record |= {"beta": variant.beta_at(unit.length), "positional": summary(variant.layers_at(unit.length))}
+            record |= {"beta": variant.beta_at(unit.length), "positional": label_layers(variant.layers_at(unit.length))}
         record = finite({**record, **measure(unit), "versions": versions()})
         file.put([record])
         return record, False

@@ -62,6 +62,10 @@ class Adapter:
       UserError: an unknown setting, or one out of its range; a model without its tokenizer.
     """
 
+    # `TemplateLM` has properties of these names, which these replace; values are set for each model.
+    eot_token_id = prefix_token_id = max_length = max_gen_toks = 0
+    tokenizer_name = ""
+
     def __init__(
         self,
         pretrained: Any = None,
@@ -94,21 +98,23 @@ class Adapter:
             raise CheckpointError(f"'{lm.checkpoint.path}' came without a tokenizer; the harness gives texts.")
         lm = with_encoding(lm, positional, drop, logit_scale, attention)
         self.batch_size = sequences_at_once(batch_size)
-        self._max_length = lm.training_length
+        self.max_length = lm.training_length
         if max_length is not None:
-            self._max_length = parse_length("max_length", str(max_length), lm.training_length)
-        self._max_gen_toks = whole_number("max_gen_toks", max_gen_toks, 1, 2**31 - 1)
+            self.max_length = parse_length("max_length", str(max_length), lm.training_length)
+        self.max_gen_toks = whole_number("max_gen_toks", max_gen_toks, 1, 2**31 - 1)
         self._seed = whole_number("seed", seed, -(2**31), 2**32 - 1)
         self._text, self._add_bos = lm.tokenizer, add_bos(add_bos_token, lm.tokenizer)
-        self._prefix = self._text.eos_id if self._text.bos_id is None else self._text.bos_id
+        self.tokenizer_name = f"pe_lab__{lm.tokenizer.fingerprint}"
+        self.eot_token_id = lm.tokenizer.eos_id
+        self.prefix_token_id = self.eot_token_id if lm.tokenizer.bos_id is None else lm.tokenizer.bos_id
         if prefix_token_id is not None:
-            self._prefix = whole_number("prefix_token_id", prefix_token_id, 0, lm.config.vocab_size - 1)
+            self.prefix_token_id = whole_number("prefix_token_id", prefix_token_id, 0, lm.config.vocab_size - 1)
         self._likelihoods = Likelihoods(lm, self.batch_size, devices)
         # Generation uses all devices that the weights are on.
         checkpoint = dataclasses.replace(lm.checkpoint, params=self._likelihoods.params)
         moved = any(map(operator.is_not, *map(jax.tree.leaves, (checkpoint.params, lm.checkpoint.params))))
         self.lm = dataclasses.replace(lm, checkpoint=checkpoint) if moved else lm
-        self._begins = self.tok_decode([self._prefix], skip_special_tokens=False)
+        self._begins = self.tok_decode([self.prefix_token_id], skip_special_tokens=False)
         self.truncated = self.tokens = 0
         self.journal = Journal()
         self.used: dict[tuple[Any, Any], Used] = {}
@@ -116,26 +122,6 @@ class Adapter:
 
     # --------------------------------------------------------------------------------------------------------
     # The model
-
-    @property
-    def eot_token_id(self) -> int:
-        return self._text.eos_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        return self._prefix
-
-    @property
-    def max_length(self) -> int:
-        return self._max_length
-
-    @property
-    def max_gen_toks(self) -> int:
-        return self._max_gen_toks
-
-    @property
-    def tokenizer_name(self) -> str:
-        return f"pe_lab__{self._text.fingerprint}"
 
     def get_model_info(self) -> dict[str, Any]:
         """The description of the model in the results' config."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import time
@@ -11,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 from pe_lab.evaluation.lm_eval.requests import Used
+from pe_lab.results.intervals import Z95, wilson
 from pe_lab.results.records import Record, finite
 from pe_lab.results.samples import SampleRecord
 
@@ -36,10 +36,9 @@ def measure(
       chat: whether questions are put as a user's messages.
 
     Returns:
-      A record a task and metric: its `score` and `stderr` (None where it has none), `samples`, the task's `version`,
-      `num_fewshot`, `higher_is_better`, the release of the `harness`, `max_length`, the number of contexts of the task
-      that were `truncated` to it, and the `tokens` and `seconds` that it took. A metric after a filter is called
-      `metric,filter`. Groups have records of their own. And by task what the harness logs of each document.
+      A record a task or group that gives a number, with the `score` and `stderr` (None where it has none) of its main
+      `metric`, and the `scores` and `stderrs` of all: one after a filter is called `metric,filter`. `truncated` counts
+      the contexts that were cut. And by task what the harness logs of each document.
     """
     from lm_eval import simple_evaluate
 
@@ -57,39 +56,51 @@ def measure(
             fewshot_as_multiturn=chat,
             bootstrap_iters=BOOTSTRAPS,
         )
-    seconds = time.perf_counter() - start + journal.seconds - kept  # with those of answers by an earlier process
     more = {
         "max_length": model.max_length,
         "truncated": model.truncated - before,
         "tokens": model.tokens - tokens,
-        "seconds": seconds,
+        "seconds": time.perf_counter() - start + journal.seconds - kept,  # with those of answers by an earlier process
     }
-    return _records(results, more), results["samples"]
+    found = {**results["results"], **results.get("groups", {})}
+    records = [_record(task, metrics, results) for task, metrics in found.items()]
+    return [record | more for record in records if record], results["samples"]
 
 
-def _records(results: Mapping[str, Any], more: Mapping[str, Any]) -> list[Record]:
-    records = []
-    for task, metrics in {**results["results"], **results.get("groups", {})}.items():
-        for key, score in metrics.items():
-            metric, _, kind = key.partition(",")
-            if not kind or metric.endswith("_stderr"):
-                continue
-            stderr = metrics.get(f"{metric}_stderr,{kind}")
-            records.append(
-                {
-                    "task": task,
-                    "metric": metric if kind == "none" else key,
-                    "score": float(score) if isinstance(score, int | float) else score,
-                    "stderr": float(stderr) if isinstance(stderr, int | float) else None,
-                    "samples": metrics.get("sample_len"),
-                    "version": results["versions"].get(task),
-                    "num_fewshot": results["n-shot"].get(task),
-                    "higher_is_better": results["higher_is_better"].get(task, {}).get(metric),
-                    "harness": importlib.metadata.version("lm_eval"),
-                    **more,
-                }
-            )
-    return records
+def _record(task: str, found: Mapping[str, Any], results: Mapping[str, Any]) -> Record:
+    """The record of a task; empty where it gives no number."""
+    scores, stderrs = {}, {}
+    for key, score in found.items():
+        metric, _, kind = key.partition(",")
+        if kind and not metric.endswith("_stderr") and isinstance(score, int | float):
+            name, stderr = metric if kind == "none" else key, found.get(f"{metric}_stderr,{kind}")
+            scores[name] = float(score)
+            stderrs[name] = float(stderr) if isinstance(stderr, int | float) else None
+    if not scores:
+        return {}
+    names = sorted(scores, key=rank)
+    score, stderr, count = scores[names[0]], stderrs[names[0]], found.get("sample_len")
+    higher = results["higher_is_better"].get(task, {}).get(names[0].split(",")[0]) is not False
+    if stderr:
+        low, high = score - Z95 * stderr, score + Z95 * stderr
+        if higher and 0 <= score <= 1:
+            low, high = max(low, 0.0), min(high, 1.0)
+    else:  # equal answers, or a metric without a formula for its error
+        low, high = wilson(score, count) if higher and count and 0 <= score <= 1 else (None, None)
+    return {
+        "source": task,
+        "metric": names[0],
+        "score": score,
+        "stderr": stderr,
+        "low": low,
+        "high": high,
+        "samples": count,
+        "scores": {name: scores[name] for name in names},
+        "stderrs": {name: stderrs[name] for name in names},
+        "higher_is_better": higher,
+        "num_fewshot": results["n-shot"].get(task),
+        "task_version": results["versions"].get(task),
+    }
 
 
 def rank(metric: str) -> int:

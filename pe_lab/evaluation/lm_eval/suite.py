@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.evaluation.lm_eval.adapter import adapter
-from pe_lab.evaluation.lm_eval.records import measure, rank, sample_records
+from pe_lab.evaluation.lm_eval.records import measure, sample_records
 from pe_lab.evaluation.lm_eval.requests import Journal
 from pe_lab.evaluation.lm_eval.task_lists import TASK_LISTS, expand_tasks, fingerprint, harness_version, open_tasks
 from pe_lab.evaluation.progress import describe_speed
-from pe_lab.evaluation.variants import Variant, summary
-from pe_lab.results.intervals import Z95, wilson
+from pe_lab.evaluation.variants import Variant
+from pe_lab.positional import label_layers
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.samples import SampleFile, key
 from pe_lab.terminal import console
@@ -131,68 +131,29 @@ class Measurement:
         identity = {**self.mine, **fields, "index": 0}
         model.journal = Journal(self.requests, identity | {"task": self.name})
         model.used.clear()
-        how = shared["limit"], shared["num_fewshot"], shared["chat"]
-        measured, logged = measure(model, manager, loaded, *how)
+        measured, logged = measure(model, manager, loaded, shared["limit"], shared["num_fewshot"], shared["chat"])
         more = self.variant.sample_record(self.length) | {"protocol": f"lm_eval-{shared['harness']}"}
         documents = sample_records(logged, model.used, identity, more)
         samples.forget([key(record) for record in documents])
         samples.add(documents)
         if kept := model.journal.found:
             out.print(f"{kept:,} requests of {self.name} were answered before.")
-        if not (by_task := _by_task(measured)):
+        if not measured:
             out.print(f"{self.name} gives no number; its answers are in {samples.path}.")
             return []
-        read, seconds = measured[0]["tokens"], measured[0]["seconds"]
-        out.print(describe_speed(read, seconds))
-        written = {"asked_tasks": [metrics[0]["task"] for metrics in by_task]}
-        records = [finite(self._record(metrics) | self.mine | written) for metrics in by_task]
-        if cut := sum(record["truncated"] for record in records):
+        out.print(describe_speed(measured[0]["tokens"], measured[0]["seconds"]))
+        if cut := sum(record["truncated"] for record in measured):
             out.print(
                 f"{cut} contexts of {self.name} were cut from the left to {self.length:,} tokens, as the harness does."
             )
-        return records
-
-    def _record(self, metrics: Sequence[Mapping[str, Any]]) -> Record:
-        """The record of a task; `metrics` has its main one first."""
-        variant, main = self.variant, metrics[0]
-        score, stderr, count = main["score"], main["stderr"], main["samples"]
-        higher = main["higher_is_better"] is not False
-        if stderr:
-            low, high = score - Z95 * stderr, score + Z95 * stderr
-            if higher and 0 <= score <= 1:
-                low, high = max(low, 0.0), min(high, 1.0)
-        else:  # equal answers, or a metric without a formula for its error
-            low, high = wilson(score, count) if higher and count and 0 <= score <= 1 else (None, None)
-        return {
+        shared_keys = {
             "suite": "lm_eval",
-            "source": main["task"],
             "asked": self.name,
-            **variant.record(None),
-            "positional": summary(variant.layers_at(self.length)),
-            "metric": main["metric"],
-            "score": score,
-            "stderr": stderr,
-            "low": low,
-            "high": high,
-            "samples": count,
-            "scores": {one["metric"]: one["score"] for one in metrics},
-            "stderrs": {one["metric"]: one["stderr"] for one in metrics},
-            "higher_is_better": higher,
-            "num_fewshot": main["num_fewshot"],
-            "max_length": self.length,
-            "truncated": main["truncated"],
-            "tokens": main["tokens"],
-            "seconds": main["seconds"],
-            "lineage": variant.subject.lineage,
-            "task_version": main["version"],
-            "versions": versions() | {"lm_eval": main["harness"]},
+            **self.variant.record(None),
+            "positional": label_layers(self.variant.layers_at(self.length)),
+            "lineage": self.variant.subject.lineage,
+            "versions": versions() | {"lm_eval": shared["harness"]},
+            **self.mine,
+            "asked_tasks": [record["source"] for record in measured],
         }
-
-
-def _by_task(measured: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The metrics of each task, the main one first; those without a number are left out."""
-    tasks: dict[str, list[Mapping[str, Any]]] = {}
-    for record in measured:
-        if isinstance(record["score"], float):
-            tasks.setdefault(record["task"], []).append(record)
-    return [sorted(metrics, key=lambda one: rank(one["metric"])) for metrics in tasks.values()]
+        return [finite(shared_keys | record) for record in measured]
