@@ -221,7 +221,7 @@ class Evaluation:
         if unit.suite == "perplexity" and self.plan.stride:
             record["source"] += f", windows sliding by {self.plan.stride}"
         file = self.files[unit.suite]
-        if not self.plan.again and (found := file.find(record, same=("checkpoint_id", "settings"))):
+        if not self.plan.again and (found := file.find(record)):
             renamed = found | {name: record[name] for name in ("label", "tokens_trained")}
             if renamed != found:
                 file.put([renamed])

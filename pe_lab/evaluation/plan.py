@@ -51,10 +51,7 @@ class Unit:
 def choose(
     plan: Plan, subjects: Sequence[Subject], reasons: Mapping[str, str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The suites and the methods to measure.
-
-    Args:
-      reasons: suite -> why it is impossible.
+    """The suites and the methods to measure, where `reasons` says of a suite why it is impossible.
 
     Raises:
       ConfigError: a named suite or method is impossible, or nothing is left to measure.

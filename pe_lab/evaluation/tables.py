@@ -37,12 +37,7 @@ def print_line(text: str, console: Console, style: str = "") -> None:
 
 
 def print_records(records: Sequence[Record], console: Console | None = None) -> None:
-    """Tables of all suites, with the best of each length or task in bold; needles by depth; and the fitted scales.
-
-    Args:
-      records: result records of one or several runs.
-      console: by default standard output.
-    """
+    """Tables of all suites, with the best of each length or task in bold; needles by depth; and the fitted scales."""
     console = console or open_console()
     shown = names(records)
     by_source = grouped(records, lambda record: (record["suite"], record.get("source")))
@@ -113,11 +108,7 @@ def names(records: Iterable[Record]) -> dict[tuple[Any, ...], str]:
 
 
 def print_table(title: str, columns: Sequence[Column], row_names: Sequence[str], console: Console) -> None:
-    """Prints a table below its title; a table that is wider than the console is printed in parts.
-
-    Args:
-      row_names: the first cell of each row.
-    """
+    """Prints a table below its title; a table that is wider than the console is printed in parts."""
     console.print()
     print_line(title, console, "italic")
     # A word of a number is never broken: columns that do not fit below one another go into a further table.

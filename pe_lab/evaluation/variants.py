@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pe_lab.positional import read_with as parse_layers
 from pe_lab.positional.codec import label_layers, ranges
 from pe_lab.positional.encodings import ENCODINGS
 from pe_lab.positional.scalings import SCALINGS
+from pe_lab.results.records import digest
 from pe_lab.results.variants import PAPER_COEFFICIENT, PAPER_COEFFICIENT_EXTERNAL, VARIANTS, label, paper_beta
 from pe_lab.results.variants import SCALINGS as SCALING_METHODS
 
@@ -130,8 +130,7 @@ class Variant:
         """A digest of the layers for sequences of `length` tokens; sample records hold it under the key `reading`."""
         layers = self.layers_at(length)
         follows = length if any(layer.follows_length for layer in layers) else None
-        described = [[to_json(layer) for layer in layers], follows, self.crop]
-        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:12]
+        return digest([[to_json(layer) for layer in layers], follows, self.crop])
 
     def record(self, length: int | None) -> dict[str, Any]:
         """The keys of a result record that name the checkpoint, the variant and the length (None: the samples' own)."""

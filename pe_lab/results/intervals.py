@@ -31,7 +31,6 @@ def mean_of(scores: Sequence[float], clusters: Sequence[Hashable] | None = None)
     where the scores vary less. The added 0 and 1 keep it finite: 20 zeros end at 16%, and so do 19 zeros and a 0.25.
 
     Args:
-      scores: in 0..1.
       clusters: the cluster of each score (four questions about one problem). Scores of a cluster are not independent:
         they count as one, their mean. None: all scores are independent.
     """

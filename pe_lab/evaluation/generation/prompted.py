@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import math
 import sys
 import time
@@ -25,7 +23,7 @@ from pe_lab.evaluation.tasks.suites import SUITES
 from pe_lab.evaluation.tasks.task import Sample, Task
 from pe_lab.evaluation.variants import Variant
 from pe_lab.results.intervals import mean_of
-from pe_lab.results.records import Record, RecordFile, finite
+from pe_lab.results.records import Record, RecordFile, digest, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
@@ -44,8 +42,7 @@ class Prompts:
         self.task, self.length, self.seed = task, length, seed
         self.samples = task.samples(tokenizer, length, count or suite.samples.get(task.name, sys.maxsize), seed)
         self.protocol = f"{task.suite}-{suite.protocol}"
-        text = json.dumps([dict(task.settings), tokenizer.fingerprint], sort_keys=True, default=str)
-        self.settings = f"{self.protocol}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        self.settings = f"{self.protocol}-{digest([dict(task.settings), tokenizer.fingerprint])}"
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from pe_lab.errors import CheckpointError, ConfigError, DataError, UnsupportedError, UserError, did_you_mean
-from pe_lab.evaluation.lm_eval.requests import Generation, Journal, Used, generate, generation_batches, seed_of
+from pe_lab.evaluation.lm_eval.requests import Answers, Generation, Journal, Used, generate, generation_batches, seed_of
 from pe_lab.evaluation.lm_eval.settings import add_bos, sequences_at_once, whole_number, with_encoding
 from pe_lab.evaluation.plan import parse_length
 from pe_lab.evaluation.scoring.likelihood import Likelihoods
@@ -202,24 +202,24 @@ class Adapter:
             pairs.append((context[-limit:], continuation))
         self._count(cut, len(pairs))
         rolling = bool(requests) and requests[0][0] is None
-        plan = self.journal.plan("loglikelihood_rolling" if rolling else "loglikelihood", pairs)
+        answers = Answers(self.journal, "loglikelihood_rolling" if rolling else "loglikelihood", pairs)
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for batch in self._likelihoods.batches(pairs):
-                if not plan.answered(batch.pairs):
+                if not answers.has(batch.pairs):
                     start = time.perf_counter()
                     known = {index: [found.total, found.greedy] for index, found in self._likelihoods.read(batch)}
-                    plan.put(known, time.perf_counter() - start)
+                    answers.put(known, time.perf_counter() - start)
                 for index in batch.pairs:
                     if requests[index][0] is not None:
-                        self.cache_hook.add_partial("loglikelihood", requests[index][0], tuple(plan.answers[index]))
+                        self.cache_hook.add_partial("loglikelihood", requests[index][0], tuple(answers[index]))
                 bar.update(len(batch.pairs))
         sizes = [len(context) + len(continuation) for context, continuation in pairs]
         self.tokens += sum(sizes)
         self._pairs = [
-            Used(size, len(context) + len(continuation), plan.seconds[index])
+            Used(size, len(context) + len(continuation), answers.seconds[index])
             for index, (size, (_, context, continuation)) in enumerate(zip(sizes, requests, strict=True))
         ]
-        return [tuple(plan.answers[index]) for index in range(len(pairs))]
+        return [tuple(answers[index]) for index in range(len(pairs))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -264,21 +264,21 @@ class Adapter:
                 seed = seed_of(self._seed, index) if sampling.get("temperature") else self._seed
                 asked[index] = Generation(prompt, limit, until, new_tokens, sampling, seed)
             self._count(sum(len(asked[index].prompt) > limit for index in indices), len(indices))
-        plan = self.journal.plan("generate_until", [asked[index] for index in range(len(requests))])
+        answers = Answers(self.journal, "generate_until", [asked[index] for index in range(len(requests))])
         texts = [""] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
             for indices in groups.values():
                 for batch, filled in generation_batches(self.lm, self.batch_size, asked, indices):
-                    if not plan.answered(batch):
+                    if not answers.has(batch):
                         start = time.perf_counter()
                         written = generate(self.lm, [asked[index] for index in filled])
-                        plan.put(dict(zip(batch, written, strict=False)), time.perf_counter() - start)
+                        answers.put(dict(zip(batch, written, strict=False)), time.perf_counter() - start)
                     for index in batch:
-                        request, text, whole = requests[index], plan.answers[index], len(asked[index].prompt)
+                        request, text, whole = requests[index], answers[index], len(asked[index].prompt)
                         texts[index] = text.removeprefix(" ") if self._drops_a_space else text
                         read = min(whole, asked[index].prompt_limit)
                         self.tokens += read + len(self._text.encode(text))
-                        self._note(request, Used(read, whole, plan.seconds[index]))
+                        self._note(request, Used(read, whole, answers.seconds[index]))
                         self.cache_hook.add_partial("generate_until", request.args, texts[index])
                     bar.update(len(batch))
         return texts

@@ -23,17 +23,11 @@ def measure(
     model: Any,
     manager: Any,
     loaded: Sequence[Any],
-    limit: float | None = None,
+    limit: int | None = None,
     num_fewshot: int | None = None,
     chat: bool = False,
 ) -> tuple[list[Record], Mapping[str, Sequence[Any]]]:
-    """Measures a `PeLabLM` on loaded tasks.
-
-    Args:
-      manager, loaded: as `open_tasks` returns them.
-      limit: documents of each task, or below 1 a share of them; None: all.
-      num_fewshot: examples before each question; None: the task's own number.
-      chat: whether questions are put as a user's messages.
+    """Measures a `PeLabLM` on tasks as `open_tasks` returns them; for the rest see `Harness`.
 
     Returns:
       A record a task or group that gives a number, with the `score` and `stderr` (None where it has none) of its main

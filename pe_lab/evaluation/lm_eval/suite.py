@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from pe_lab.evaluation.lm_eval.task_lists import TASK_LISTS, expand_tasks, finge
 from pe_lab.evaluation.progress import describe_speed
 from pe_lab.evaluation.variants import Variant
 from pe_lab.positional import label_layers
-from pe_lab.results.records import Record, RecordFile, finite
+from pe_lab.results.records import Record, RecordFile, digest, finite
 from pe_lab.results.samples import SampleFile, key
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
@@ -33,7 +31,9 @@ class Harness:
       max_length: tokens to which the harness cuts contexts from the left; None: the training length. It is never more
         than a variant's `crop`.
       include: a folder with YAML files of tasks.
-      limit: documents of each task.
+      limit: documents of each task; None: all.
+      num_fewshot: examples before each question; None: the task's own number.
+      chat: whether questions are put as a user's messages.
       again: whether tasks that were measured before are measured again.
 
     Raises:
@@ -106,14 +106,9 @@ class Measurement:
         self.length = min(length, variant.crop or length)
         self.reading = variant.fingerprint(self.length)
         settings = {**shared, "max_length": self.length, "reading": self.reading}
-        text = json.dumps(settings, sort_keys=True)
-        self.mine = {
-            "checkpoint_id": variant.subject.id,
-            "settings": hashlib.sha256(text.encode()).hexdigest()[:16],
-        }
-        place = hashlib.sha256(json.dumps([name, self.mine], sort_keys=True).encode()).hexdigest()[:12]
+        self.mine = {"checkpoint_id": variant.subject.id, "settings": digest(settings, 16)}
         shown = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:80]
-        self.requests = directory / "samples" / "lm_eval_requests" / f"{shown}-{place}.jsonl"
+        self.requests = directory / "samples" / "lm_eval_requests" / f"{shown}-{digest([name, self.mine])}.jsonl"
 
     def found(self, records: Sequence[Record]) -> list[Record]:
         """Its records if all of them exist; another measurement may have replaced one."""
@@ -129,7 +124,7 @@ class Measurement:
         shared, out = self.shared, console()
         fields = {"reading": self.reading, "suite": "lm_eval", "task": "", "length": None, "seed": None}
         identity = {**self.mine, **fields, "index": 0}
-        model.journal = Journal(self.requests, identity | {"task": self.name})
+        model.journal = Journal(SampleFile(self.requests), identity | {"task": self.name})
         model.used.clear()
         measured, logged = measure(model, manager, loaded, shared["limit"], shared["num_fewshot"], shared["chat"])
         more = self.variant.sample_record(self.length) | {"protocol": f"lm_eval-{shared['harness']}"}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +18,7 @@ from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.likelihood import Likelihoods
 from pe_lab.evaluation.tasks import perplexity
 from pe_lab.evaluation.variants import Variant
-from pe_lab.results.records import Record, RecordFile, finite
+from pe_lab.results.records import Record, RecordFile, digest, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
@@ -54,8 +52,7 @@ class Documents:
         self._variants, self._source, self._lengths, self._count, self._again = variants, source, lengths, count, again
         self._file = SampleFile(directory / "samples" / "documents.jsonl")
         self._result_file = RecordFile(directory / "perplexity.jsonl")
-        text = json.dumps([source.identity(), PROTOCOL], sort_keys=True)
-        self._settings = hashlib.sha256(text.encode()).hexdigest()[:12]
+        self._settings = digest([source.identity(), PROTOCOL])
 
     def run(self) -> list[Record]:
         """A record of each variant and length.
