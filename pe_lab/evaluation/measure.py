@@ -14,11 +14,12 @@ from pe_lab.checkpoints.logit_scale import write_logit_scale
 from pe_lab.config import DataConfig
 from pe_lab.data.mixture import open_mixture
 from pe_lab.errors import CheckpointError, ConfigError, UserError
-from pe_lab.evaluation.plan import SUITES, Plan, Unit, choose
+from pe_lab.evaluation.plan import Plan, Unit, choose
 from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.tasks import beta as betas
 from pe_lab.evaluation.tasks import needles, perplexity
+from pe_lab.evaluation.tasks.suites import MEASURED
 from pe_lab.evaluation.variants import Subject, Variant, layers_under, paper_coefficient, variants_of
 from pe_lab.model import complete
 from pe_lab.positional import Alibi, Layer, label_layers
@@ -64,7 +65,7 @@ class Evaluation:
         self.plan, self._data, self._devices, self._attention = plan, data, devices, attention
         self.mixture = open_mixture(data)
         self._check_vocabulary()
-        self.files = {suite: RecordFile(directory / f"{suite}.jsonl") for suite in SUITES}
+        self.files = {suite: RecordFile(directory / f"{suite}.jsonl") for suite in MEASURED}
         self._known: dict[Any, Any] = {}  # results by what they depend on
         sources = list(enumerate(self.mixture.sources))
         self._text = [i for i, s in sources if s.prepared is not None and s.tokens("validation")]
@@ -145,7 +146,7 @@ class Evaluation:
             if self.plan.methods is None and not self.plan.descriptions:
                 self.skipped.append(f"β left out: {reason}.")
         if self.plan.suites is None:
-            self.skipped += [f"{s} left out: {reasons[s]}." for s in SUITES[:2] if s in reasons]
+            self.skipped += [f"{s} left out: {reasons[s]}." for s in MEASURED[:2] if s in reasons]
         return choose(self.plan, self.subjects, reasons)
 
     def _nothing_to_fit(self) -> str | None:
@@ -345,9 +346,9 @@ class Evaluation:
         variant = next(variant for variant in self.variants if variant.subject is subject and variant.method == "beta")
         return float(self._record(Unit("beta", variant, length, -1))[0]["beta"])
 
-    def _fit(self, variant: Variant, length: int) -> betas.Fit:
+    def _fitted_beta(self, unit: Unit) -> Record:
         """The scale with the smallest loss on the tiles set aside for it; text sources count by their weight."""
-        subject = variant.subject
+        variant, subject, length = unit.variant, unit.variant.subject, unit.length
         texts = [self._held_out(source) for source in self._text]
         shares = np.asarray([self.mixture.sources[source].weight for source in self._text], np.float64)
         batches = [perplexity.as_batch(text, perplexity.cut(text.fit, length)) for text in texts]
@@ -358,14 +359,8 @@ class Evaluation:
             means = [np.average(losses(batch), weights=batch["weights"]) for batch in batches]
             return float(np.average(means, weights=shares))
 
-        return self._remember(
-            ("fit", subject.id, length), lambda: betas.fit_beta(loss, length / subject.training_length)
-        )
-
-    def _fitted_beta(self, unit: Unit) -> Record:
-        fit = self._fit(unit.variant, unit.length)
-        texts = [self._held_out(source) for source in self._text]
-        tokens = sum(len(text.fit) * (text.longest // unit.length) * unit.length for text in texts)
+        fit = self._remember(("fit", subject.id, length), lambda: betas.fit_beta(loss, unit.factor))
+        tokens = sum(len(text.fit) * (text.longest // length) * length for text in texts)
         names = ", ".join(text.source for text in texts)
         return {
             "c": betas.coefficient(fit.beta, unit.factor),
@@ -379,10 +374,9 @@ class Evaluation:
 
     def _write_common_coefficients(self) -> None:
         """Adds the c that fits the scales of all lengths best to their records, and keeps it with the checkpoint."""
-        file = self.files["beta"]
+        file, data = self.files["beta"], [self._fingerprint(source) for source in self._text]
         for subject in self.subjects:
             # Scales that were fitted on other text do not count.
-            data = [self._fingerprint(source) for source in self._text]
             mine = [one for one in file.records if one.get("checkpoint_id") == subject.id]
             mine = [one for one in mine if (one.get("settings") or {}).get("data") == data and one.get("beta")]
             c = betas.common_coefficient([float(one["beta"]) for one in mine], [float(one["factor"]) for one in mine])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pe_lab.config import EvaluationConfig
 from pe_lab.errors import ConfigError
-from pe_lab.evaluation.tasks.suites import MEASURED as SUITES
+from pe_lab.evaluation.tasks.suites import MEASURED
 from pe_lab.evaluation.variants import ON_REQUEST, Subject, Variant, check_methods
 from pe_lab.results.variants import VARIANTS
 
@@ -59,7 +59,7 @@ def choose(
     for suite in plan.suites or ():
         if suite in reasons:
             raise ConfigError(f"--suite={suite} cannot be measured for this run: {reasons[suite]}.")
-    suites = tuple(s for s in SUITES if s in (plan.suites or SUITES) and s not in reasons)
+    suites = tuple(s for s in MEASURED if s in (plan.suites or MEASURED) and s not in reasons)
     if not suites:
         raise ConfigError(f"Nothing can be measured for this run: {'; '.join(reasons.values())}.")
     if "beta" in (plan.methods or ()) and "beta" in reasons:

@@ -13,11 +13,11 @@ from pe_lab.errors import CheckpointError, ConfigError
 from pe_lab.evaluation.generation.prompted import Prompted
 from pe_lab.evaluation.lm_eval.suite import Harness
 from pe_lab.evaluation.measure import Evaluation, Forwards
-from pe_lab.evaluation.plan import SUITES, Plan, parse_lengths
+from pe_lab.evaluation.plan import Plan, parse_lengths
 from pe_lab.evaluation.targets import Target, load_subjects
 from pe_lab.evaluation.tasks.documents import Documents
 from pe_lab.evaluation.tasks.ruler.files import write_answers
-from pe_lab.evaluation.tasks.suites import HARNESS, SEED, open_tasks
+from pe_lab.evaluation.tasks.suites import HARNESS, MEASURED, SEED, open_tasks
 from pe_lab.evaluation.variants import Subject, all_variants
 from pe_lab.results.records import Record
 from pe_lab.terminal import console
@@ -79,7 +79,7 @@ class Session:
         if text is None:
             text = ",".join(f"{factor}x" for factor in settings.factors)
         lengths = parse_lengths(text, subjects[0].training_length)
-        measured = None if self.suites is None else tuple(suite for suite in self.suites if suite in SUITES)
+        measured = None if self.suites is None else tuple(suite for suite in self.suites if suite in MEASURED)
         if data is None and measured != ():
             raise ConfigError(
                 f"{self.target.paths[-1]} does not tell its training data (it is external). Measure it on a text: "
@@ -136,7 +136,7 @@ class Session:
     def open_prompted(self, subjects: Sequence[Subject], lengths: tuple[int, ...]) -> list[Prompted | Harness]:
         """The prompted suites and the harness's tasks, as far as they are asked for."""
         arguments, suites = self.arguments, self.suites or {}
-        if not set(suites) - set(SUITES):
+        if not set(suites) - set(MEASURED):
             return []
         variants = all_variants(subjects, self.methods, arguments.positional, arguments.attention)
         found: list[Prompted | Harness] = []

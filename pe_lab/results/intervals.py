@@ -62,12 +62,13 @@ def wilson(share: float, n: float) -> tuple[float, float]:
 
 def value_of(record: Mapping[str, Any]) -> float | None:
     """The main number of a result record: an accuracy, a perplexity or a score; None without one."""
-    if not is_prompted(record):
-        if (accuracy := number(record, "accuracy")) is not None:
-            return accuracy
-        if (nll := number(record, "nll")) is not None:
-            return exp(nll)
-    names = ("score",) if is_prompted(record) else ("perplexity", "score", "value", "exact_match", "f1")
+    if is_prompted(record):
+        return number(record, "score")
+    if (accuracy := number(record, "accuracy")) is not None:
+        return accuracy
+    if (nll := number(record, "nll")) is not None:
+        return exp(nll)
+    names = ("perplexity", "score", "value", "exact_match", "f1")
     return next((value for name in names if (value := number(record, name)) is not None), None)
 
 
@@ -101,8 +102,10 @@ def interval_of(record: Mapping[str, Any]) -> tuple[float, float] | None:
     """
     value, stderr = value_of(record), number(record, "stderr")
     low, high = number(record, "low"), number(record, "high")
-    if value is None or (low is not None and high is not None):
-        return None if value is None else (low, high)
+    if value is None:
+        return None
+    if low is not None and high is not None:
+        return low, high
     if is_loss(record):
         nll = number(record, "nll")
         nll = math.log(value) if nll is None and value > 0 else nll
