@@ -54,6 +54,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
     if arguments.per_document and arguments.suite not in (None, "perplexity"):
         raise ConfigError("--per-document measures perplexity alone: leave --suite out, or ask in a call of its own.")
+    if arguments.per_document and arguments.text is None:
+        raise ConfigError("--per-document needs a text with documents: --text=SOURCE.")
     if not arguments.source and not arguments.predictions:
         raise ConfigError("--from is missing: which run, checkpoint, hf:DIR or gguf:FILE is to be evaluated?")
     return arguments

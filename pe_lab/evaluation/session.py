@@ -18,7 +18,7 @@ from pe_lab.evaluation.targets import Target, load_subjects
 from pe_lab.evaluation.tasks.documents import Documents
 from pe_lab.evaluation.tasks.ruler.files import write_answers
 from pe_lab.evaluation.tasks.suites import HARNESS, MEASURED, SEED, open_tasks
-from pe_lab.evaluation.variants import Subject, all_variants
+from pe_lab.evaluation.variants import Subject, Variant, all_variants
 from pe_lab.results.records import Record
 from pe_lab.terminal import console
 
@@ -71,10 +71,8 @@ class Session:
 
     def measure(self, subjects: Sequence[Subject]) -> list[Record]:
         """The records of loaded checkpoints."""
-        arguments, last = self.arguments, subjects[-1]
-        data, settings = saved_config(last)
-        if arguments.text is not None:
-            data, settings = text_source(arguments.text, last), EvaluationConfig()
+        arguments = self.arguments
+        data, settings = self.data_and_settings(subjects[-1])
         text = arguments.lengths
         if text is None:
             text = ",".join(f"{factor}x" for factor in settings.factors)
@@ -85,6 +83,11 @@ class Session:
                 f"{self.target.paths[-1]} does not tell its training data (it is external). Measure it on a text: "
                 "--text=GLOB."
             )
+        if arguments.positional and measured and "beta" in measured:
+            raise ConfigError(
+                "--suite=beta fits the scale of a checkpoint's own encoding, and --positional gives another. Make that "
+                "a child first (python -m pe_lab.surgery), or leave --positional out."
+            )
         # Errors of prompted suites come before anything is measured; but a scale may have to be fitted first.
         late = bool(measured) and "beta" in (*measured, *(self.methods or ()))
         prompted = [] if late else self.open_prompted(subjects, lengths)
@@ -93,9 +96,15 @@ class Session:
         records: list[Record] = []
         if data is not None and measured != ():
             if arguments.per_document:
-                records += self.documents(subjects, data, lengths).run()
+                source, count = open_source(data.sources[0]), arguments.samples
+                variants = self.variants(subjects)
+                records += Documents(variants, source, lengths, self.out, count, arguments.again).run()
             else:
-                records += self.evaluation(subjects, data, settings, measured, lengths).run()
+                described = tuple(arguments.positional)
+                plan = Plan(lengths, measured, self.methods, described, settings, arguments.again, arguments.stride)
+                records += Evaluation(
+                    subjects, data, plan, self.out, attention=arguments.attention, forwards=self.forwards
+                ).run()
         if late:
             prompted = self.open_prompted(subjects, lengths)
         for suite in prompted:
@@ -104,41 +113,32 @@ class Session:
                 write_answers(Path(arguments.ruler_files), self.target.display_name, suite.answered())
         return records
 
-    def evaluation(
-        self,
-        subjects: Sequence[Subject],
-        data: DataConfig,
-        settings: EvaluationConfig,
-        suites: tuple[str, ...] | None,
-        lengths: tuple[int, ...],
-    ) -> Evaluation:
-        """The suites that read text and need no answers: perplexity, needles, beta."""
-        arguments, descriptions = self.arguments, tuple(self.arguments.positional)
-        flags = {"tokens": "tokens", "fit_tokens": "fit_tokens", "needle_windows": "windows", "seed": "seed"}
-        given = {name: getattr(arguments, flag) for name, flag in flags.items()}
-        settings = dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
-        if descriptions and suites and "beta" in suites:
-            raise ConfigError(
-                "--suite=beta fits the scale of a checkpoint's own encoding, and --positional gives another. Make that "
-                "a child first (python -m pe_lab.surgery), or leave --positional out."
-            )
-        plan = Plan(lengths, suites, self.methods, descriptions, settings, arguments.again, arguments.stride)
-        return Evaluation(subjects, data, plan, self.out, attention=arguments.attention, forwards=self.forwards)
+    def data_and_settings(self, subject: Subject) -> tuple[DataConfig | None, EvaluationConfig]:
+        """The data and the evaluation of a checkpoint's config, with those of the command line instead.
 
-    def documents(self, subjects: Sequence[Subject], data: DataConfig, lengths: tuple[int, ...]) -> Documents:
-        """The perplexity of each document of `--text`."""
-        arguments = self.arguments
-        if arguments.text is None:
-            raise ConfigError("--per-document needs a text with documents: --text=SOURCE.")
-        variants = all_variants(subjects, self.methods, arguments.positional, arguments.attention)
-        return Documents(variants, open_source(data.sources[0]), lengths, self.out, arguments.samples, arguments.again)
+        The data is None where an external checkpoint does not tell it.
+        """
+        config = subject.checkpoint.metadata.get("config")
+        data, settings = None, EvaluationConfig()
+        if self.arguments.text is not None:
+            data = text_source(self.arguments.text, subject)
+        elif config:
+            whole = {name: config[name] for name in ("data", "evaluation") if name in config}
+            read = from_dict(Config, whole, f"config of {subject.path}")
+            data, settings = read.data, read.evaluation
+        flags = {"tokens": "tokens", "fit_tokens": "fit_tokens", "needle_windows": "windows", "seed": "seed"}
+        given = {name: getattr(self.arguments, flag) for name, flag in flags.items()}
+        return data, dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
+
+    def variants(self, subjects: Sequence[Subject]) -> list[Variant]:
+        return all_variants(subjects, self.methods, self.arguments.positional, self.arguments.attention)
 
     def open_prompted(self, subjects: Sequence[Subject], lengths: tuple[int, ...]) -> list[Prompted | Harness]:
         """The prompted suites and the harness's tasks, as far as they are asked for."""
         arguments, suites = self.arguments, self.suites or {}
         if not set(suites) - set(MEASURED):
             return []
-        variants = all_variants(subjects, self.methods, arguments.positional, arguments.attention)
+        variants = self.variants(subjects)
         found: list[Prompted | Harness] = []
         limits = lengths if arguments.lengths else (None,)
         if tasks := open_tasks(suites, arguments, limits):
@@ -159,16 +159,6 @@ class Session:
                 )
             )
         return found
-
-
-def saved_config(subject: Subject) -> tuple[DataConfig | None, EvaluationConfig]:
-    """The data (None: an external checkpoint does not tell it) and the evaluation of a checkpoint's config."""
-    config = subject.checkpoint.metadata.get("config")
-    if not config:
-        return None, EvaluationConfig()
-    whole = {name: config[name] for name in ("data", "evaluation") if name in config}
-    read = from_dict(Config, whole, f"config of {subject.path}")
-    return read.data, read.evaluation
 
 
 def text_source(given: str, subject: Subject) -> DataConfig:
