@@ -37,12 +37,10 @@ def mean_of(scores: Sequence[float], clusters: Sequence[Hashable] | None = None)
     if not scores:
         return None
     mean = math.fsum(scores) / len(scores)
-    units = list(scores)
-    if clusters is not None:
-        together: dict[Hashable, list[float]] = {}
-        for score, cluster in zip(scores, clusters, strict=True):
-            together.setdefault(cluster, []).append(score)
-        units = [math.fsum(alike) / len(alike) for alike in together.values()]
+    together: dict[Hashable, list[float]] = {}
+    for score, cluster in zip(scores, range(len(scores)) if clusters is None else clusters, strict=True):
+        together.setdefault(cluster, []).append(score)
+    units = [math.fsum(alike) / len(alike) for alike in together.values()]
     n, middle = len(units), math.fsum(units) / len(units)
     stderr = math.sqrt(math.fsum((x - middle) ** 2 for x in units) / (n - 1) / n) if n > 1 else None
     padded = [*units, 0.0, 1.0]

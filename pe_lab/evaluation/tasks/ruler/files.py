@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pe_lab.errors import ConfigError, DataError, did_you_mean
+from pe_lab.errors import DataError, did_you_mean
 from pe_lab.evaluation.scoring.metrics import CONTROL, string_match_all, string_match_part
 from pe_lab.evaluation.tasks.ruler.suite import TASKS
 from pe_lab.evaluation.tasks.task import Sample
@@ -147,7 +147,7 @@ def write_predictions(path: Path, task: str, records: Iterable[Mapping[str, Any]
     Raises:
       DataError: the file cannot be written.
     """
-    _, new_tokens = _answer(task)
+    _, new_tokens = _ANSWERS[task.split("_")[0]]
     write_records(
         path,
         (
@@ -173,7 +173,7 @@ def write_prompts(path: Path, task: str, samples: Iterable[Sample]) -> None:
     Raises:
       DataError: the file cannot be written.
     """
-    beginning, _ = _answer(task)
+    beginning, _ = _ANSWERS[task.split("_")[0]]
 
     def records() -> Iterable[dict[str, Any]]:
         for sample in samples:
@@ -189,9 +189,3 @@ def write_prompts(path: Path, task: str, samples: Iterable[Sample]) -> None:
             }
 
     write_records(path, records(), "Give another directory.")
-
-
-def _answer(task: str) -> tuple[str, int]:
-    if task not in TASKS:
-        raise ConfigError(f"{task} is no task of RULER. {did_you_mean(task, TASKS)}")
-    return _ANSWERS[task.split("_")[0]]
