@@ -55,8 +55,8 @@ class Ours:
         """Seconds without compiling, and the answers."""
         before, start = self._answer.spent.compiling, time.perf_counter()
         answers: list[str] = []
-        for batch in batches(range(len(samples)), self.rows):
-            answers += self._answer([samples[i] for i in batch.filled])[: len(batch.indices)]
+        for batch, filled in batches(range(len(samples)), self.rows):
+            answers += self._answer([samples[i] for i in filled])[: len(batch)]
         return time.perf_counter() - start - (self._answer.spent.compiling - before), answers
 
 

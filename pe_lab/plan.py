@@ -14,7 +14,7 @@ import jax
 
 from pe_lab.config import MeshConfig
 from pe_lab.errors import ConfigError
-from pe_lab.evaluation import parse_length
+from pe_lab.evaluation.plan import parse_length
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh, start_processes, use_mesh
 from pe_lab.parallel.topology import KNOWN, NoCompiler, libtpu_version, parse_topology, topology_devices

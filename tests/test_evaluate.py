@@ -16,7 +16,7 @@ from pe_lab.checkpoints.surgery import write_child  # noqa: E402
 from pe_lab.config import DataConfig, from_dict  # noqa: E402
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
 from pe_lab.evaluate import main  # noqa: E402
-from pe_lab.evaluation import locate, locate_all  # noqa: E402
+from pe_lab.evaluation.targets import locate, locate_all  # noqa: E402
 from pe_lab.positional import NoPE, Rope, layers  # noqa: E402
 
 QUICK = ["--lengths=1x,2x", "--tokens=256", "--windows=8", "--fit-tokens=64"]

@@ -14,15 +14,18 @@ from pe_lab.checkpoints.logit_scale import write_logit_scale
 from pe_lab.config import DataConfig
 from pe_lab.data.mixture import open_mixture
 from pe_lab.errors import CheckpointError, ConfigError, UserError
-from pe_lab.evaluation.plan import SUITES, Plan, Unit, choose
+from pe_lab.evaluation.plan import Plan, Unit, choose
+from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.tasks import beta as betas
 from pe_lab.evaluation.tasks import needles, perplexity
-from pe_lab.evaluation.variants import Subject, Variant, layers_under, paper_coefficient, summary, variants_of
+from pe_lab.evaluation.tasks.suites import MEASURED
+from pe_lab.evaluation.variants import Subject, Variant, layers_under, paper_coefficient, variants_of
 from pe_lab.model import complete
-from pe_lab.positional import Alibi, Layer
+from pe_lab.positional import Alibi, Layer, label_layers
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.variants import PAPER_COEFFICIENT
+from pe_lab.terminal import console
 from pe_lab.training.machine import versions
 
 Forwards = dict[Any, Forward]  # compiled forward passes by shape
@@ -42,6 +45,7 @@ class Evaluation:
     Attributes:
       skipped: sentences about what is left out, and why.
       kept: sentences about what was stored with the checkpoints.
+      reused: units whose records existed.
 
     Raises:
       UserError: a suite or a method that is impossible here, or lengths that the data cannot fill.
@@ -61,13 +65,14 @@ class Evaluation:
         self.plan, self._data, self._devices, self._attention = plan, data, devices, attention
         self.mixture = open_mixture(data)
         self._check_vocabulary()
-        self.files = {suite: RecordFile(directory / f"{suite}.jsonl") for suite in SUITES}
+        self.files = {suite: RecordFile(directory / f"{suite}.jsonl") for suite in MEASURED}
         self._known: dict[Any, Any] = {}  # results by what they depend on
         sources = list(enumerate(self.mixture.sources))
         self._text = [i for i, s in sources if s.prepared is not None and s.tokens("validation")]
         self._needles = [i for i, s in sources if s.needles is not None]
         self.skipped: list[str] = []
         self.kept: list[str] = []
+        self.reused: list[Unit] = []
         self.suites, self.methods = self._possible()
         self.variants = [
             variant
@@ -80,13 +85,8 @@ class Evaluation:
             self._forward(variant).check_attention(variant.layers, max(plan.lengths))
         self._check_lengths()
 
-    @property
-    def work(self) -> int:
-        """Tokens in all units, for a progress bar."""
-        return sum(self.cost(unit) for unit in self.units)
-
     def cost(self, unit: Unit) -> int:
-        """Tokens of a unit, about."""
+        """Tokens of a unit, about, for a progress bar."""
         settings = self.plan.settings
         return {
             "perplexity": settings.tokens,
@@ -94,26 +94,33 @@ class Evaluation:
             "beta": 10 * settings.fit_tokens,
         }[unit.suite]
 
-    def run(
-        self,
-        measured: Callable[[Unit, bool], None] = lambda unit, reused: None,
-        on_tokens: Callable[[int], None] = lambda tokens: None,
-    ) -> list[Record]:
-        """The records of the plan, in its order; those that do not exist yet are measured.
-
-        Args:
-          measured: is called with each unit and whether its record existed.
-          on_tokens: is called with numbers of tokens as they are read.
-        """
-        for forward in self.forwards.values():
-            forward.on_tokens = on_tokens
-        records = []
-        for unit in self.units:
-            record, reused = self._record(unit)
-            measured(unit, reused)
-            records.append(record)
+    def run(self) -> list[Record]:
+        """The records of the plan, in its order; those that do not exist yet are measured."""
+        out = console()
+        for sentence in self.skipped:
+            out.print(sentence)
+        models = ", ".join(dict.fromkeys(f"{s.model} ({s.path})" for s in self.subjects))
+        out.print(f"{len(self.units)} measurements of {models}")
+        records, finished = [], 0
+        with TokenProgress("compiling", sum(map(self.cost, self.units))) as progress:
+            for unit in self.units:
+                name = f"{unit.suite} {unit.length:,} {unit.variant.label}"
+                for forward in self.forwards.values():
+                    forward.on_tokens = functools.partial(progress.add, name=name)
+                record, existed = self._record(unit)
+                records.append(record)
+                self.reused += [unit] * existed
+                finished += self.cost(unit)
+                progress.show(finished, name)
         if "beta" in self.methods:
             self._write_common_coefficients()
+        if self.reused:
+            out.print(f"{len(self.reused)} of them were measured before (--again measures them again).")
+        for sentence in self.kept:
+            out.print(sentence)
+        if progress.read:
+            out.print(progress.speed())
+        out.print(f"Records: {self.files['perplexity'].path.parent}")
         return records
 
     # --------------------------------------------------------------------------------------------------------
@@ -139,7 +146,7 @@ class Evaluation:
             if self.plan.methods is None and not self.plan.descriptions:
                 self.skipped.append(f"β left out: {reason}.")
         if self.plan.suites is None:
-            self.skipped += [f"{s} left out: {reasons[s]}." for s in SUITES[:2] if s in reasons]
+            self.skipped += [f"{s} left out: {reasons[s]}." for s in MEASURED[:2] if s in reasons]
         return choose(self.plan, self.subjects, reasons)
 
     def _nothing_to_fit(self) -> str | None:
@@ -215,7 +222,7 @@ class Evaluation:
         if unit.suite == "perplexity" and self.plan.stride:
             record["source"] += f", windows sliding by {self.plan.stride}"
         file = self.files[unit.suite]
-        if not self.plan.again and (found := file.find(record, same=("checkpoint_id", "settings"))):
+        if not self.plan.again and (found := file.find(record)):
             renamed = found | {name: record[name] for name in ("label", "tokens_trained")}
             if renamed != found:
                 file.put([renamed])
@@ -224,7 +231,7 @@ class Evaluation:
             unit.suite
         ]
         if unit.suite != "beta":
-            record |= {"beta": variant.beta_at(unit.length), "positional": summary(variant.layers_at(unit.length))}
+            record |= {"beta": variant.beta_at(unit.length), "positional": label_layers(variant.layers_at(unit.length))}
         record = finite({**record, **measure(unit), "versions": versions()})
         file.put([record])
         return record, False
@@ -339,9 +346,9 @@ class Evaluation:
         variant = next(variant for variant in self.variants if variant.subject is subject and variant.method == "beta")
         return float(self._record(Unit("beta", variant, length, -1))[0]["beta"])
 
-    def _fit(self, variant: Variant, length: int) -> betas.Fit:
+    def _fitted_beta(self, unit: Unit) -> Record:
         """The scale with the smallest loss on the tiles set aside for it; text sources count by their weight."""
-        subject = variant.subject
+        variant, subject, length = unit.variant, unit.variant.subject, unit.length
         texts = [self._held_out(source) for source in self._text]
         shares = np.asarray([self.mixture.sources[source].weight for source in self._text], np.float64)
         batches = [perplexity.as_batch(text, perplexity.cut(text.fit, length)) for text in texts]
@@ -352,14 +359,8 @@ class Evaluation:
             means = [np.average(losses(batch), weights=batch["weights"]) for batch in batches]
             return float(np.average(means, weights=shares))
 
-        return self._remember(
-            ("fit", subject.id, length), lambda: betas.fit_beta(loss, length / subject.training_length)
-        )
-
-    def _fitted_beta(self, unit: Unit) -> Record:
-        fit = self._fit(unit.variant, unit.length)
-        texts = [self._held_out(source) for source in self._text]
-        tokens = sum(len(text.fit) * (text.longest // unit.length) * unit.length for text in texts)
+        fit = self._remember(("fit", subject.id, length), lambda: betas.fit_beta(loss, unit.factor))
+        tokens = sum(len(text.fit) * (text.longest // length) * length for text in texts)
         names = ", ".join(text.source for text in texts)
         return {
             "c": betas.coefficient(fit.beta, unit.factor),
@@ -373,10 +374,9 @@ class Evaluation:
 
     def _write_common_coefficients(self) -> None:
         """Adds the c that fits the scales of all lengths best to their records, and keeps it with the checkpoint."""
-        file = self.files["beta"]
+        file, data = self.files["beta"], [self._fingerprint(source) for source in self._text]
         for subject in self.subjects:
             # Scales that were fitted on other text do not count.
-            data = [self._fingerprint(source) for source in self._text]
             mine = [one for one in file.records if one.get("checkpoint_id") == subject.id]
             mine = [one for one in mine if (one.get("settings") or {}).get("data") == data and one.get("beta")]
             c = betas.common_coefficient([float(one["beta"]) for one in mine], [float(one["factor"]) for one in mine])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pe_lab.config import EvaluationConfig
 from pe_lab.errors import ConfigError
-from pe_lab.evaluation.tasks.suites import MEASURED as SUITES
+from pe_lab.evaluation.tasks.suites import MEASURED
 from pe_lab.evaluation.variants import ON_REQUEST, Subject, Variant, check_methods
 from pe_lab.results.variants import VARIANTS
 
@@ -51,10 +51,7 @@ class Unit:
 def choose(
     plan: Plan, subjects: Sequence[Subject], reasons: Mapping[str, str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The suites and the methods to measure.
-
-    Args:
-      reasons: suite -> why it is impossible.
+    """The suites and the methods to measure, where `reasons` says of a suite why it is impossible.
 
     Raises:
       ConfigError: a named suite or method is impossible, or nothing is left to measure.
@@ -62,7 +59,7 @@ def choose(
     for suite in plan.suites or ():
         if suite in reasons:
             raise ConfigError(f"--suite={suite} cannot be measured for this run: {reasons[suite]}.")
-    suites = tuple(s for s in SUITES if s in (plan.suites or SUITES) and s not in reasons)
+    suites = tuple(s for s in MEASURED if s in (plan.suites or MEASURED) and s not in reasons)
     if not suites:
         raise ConfigError(f"Nothing can be measured for this run: {'; '.join(reasons.values())}.")
     if "beta" in (plan.methods or ()) and "beta" in reasons:

@@ -6,6 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
 from pe_lab.evaluation.tasks import suites
 from pe_lab.results.formatting import shortened
 from pe_lab.results.intervals import interval_of, is_share, value_of, wilson
@@ -16,29 +21,23 @@ COLOURS = ("#eef2ef", "#c3e5d6", "#96d3bb", "#55b594", "#1f8f6c", "#0f6f53", "#0
 ALL_FOUND = ", all found"
 FIT = {"beta": 3, "c": 3, "nll_before": 4, "nll_after": 4}  # keys of a fitted scale, and their decimals
 LOG_WIDTH = 120  # of grids side by side where there is no terminal
+Column = tuple[str, Sequence[Text]]  # its title and its cells
 LABEL_WIDTH = 80  # of a label; older records have labels of thousands of characters
 
 
-def open_console() -> Any:
-    """A rich console of the terminal's width; for a log, wide enough for any table."""
-    from rich.console import Console
-
+def open_console() -> Console:
+    """A console of the terminal's width; for a log, wide enough for any table."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=1000)
 
 
-def print_line(text: str, console: Any = None, style: str = "") -> None:
+def print_line(text: str, console: Console, style: str = "") -> None:
     """Prints a line as it is: without markup, however long."""
-    (console or open_console()).print(text, style=style, soft_wrap=True, markup=False)
+    console.print(text, style=style, soft_wrap=True, markup=False)
 
 
-def print_records(records: Sequence[Record], console: Any = None) -> None:
-    """Tables of all suites, with the best of each length or task in bold; needles by depth; and the fitted scales.
-
-    Args:
-      records: result records of one or several runs.
-      console: rich's; by default standard output.
-    """
+def print_records(records: Sequence[Record], console: Console | None = None) -> None:
+    """Tables of all suites, with the best of each length or task in bold; needles by depth; and the fitted scales."""
     console = console or open_console()
     shown = names(records)
     by_source = grouped(records, lambda record: (record["suite"], record.get("source")))
@@ -108,42 +107,27 @@ def names(records: Iterable[Record]) -> dict[tuple[Any, ...], str]:
     return shown
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[tuple[str, Sequence[Any]]], console: Any) -> None:
-    """Prints a table below its title; a table that is wider than the console is printed in parts.
-
-    Args:
-      header: titles of the columns after the first.
-      rows: a name, and the cells of the other columns: rich's texts.
-    """
+def print_table(title: str, columns: Sequence[Column], row_names: Sequence[str], console: Console) -> None:
+    """Prints a table below its title; a table that is wider than the console is printed in parts."""
     console.print()
     print_line(title, console, "italic")
     # A word of a number is never broken: columns that do not fit below one another go into a further table.
-    widths = [max(map(_word, [head, *(str(cells[n]) for _, cells in rows)])) + 3 for n, head in enumerate(header)]
-    first = min(max([len(name) for name, _ in rows], default=0), max(console.width // 4, 12)) + 4
+    words = [" ".join([head, *map(str, cells)]).split() for head, cells in columns]
+    widths = [max(map(len, of_column), default=0) + 3 for of_column in words]
+    first = min(max(map(len, row_names), default=0), max(console.width // 4, 12)) + 4
     start = 0
-    while start < len(header):
+    while start < len(columns):
         end = start + 1
-        while end < len(header) and first + sum(widths[start : end + 1]) <= console.width:
+        while end < len(columns) and first + sum(widths[start : end + 1]) <= console.width:
             end += 1
-        console.print(_part(header[start:end], [(name, cells[start:end]) for name, cells in rows]))
+        table = Table()
+        table.add_column("", overflow="fold")
+        for head, _ in columns[start:end]:
+            table.add_column(Text(head), justify="right")
+        for n, name in enumerate(row_names):
+            table.add_row(Text(name), *(cells[n] for _, cells in columns[start:end]))
+        console.print(table)
         start = end
-
-
-def _word(text: str) -> int:
-    return max(map(len, text.split()), default=0)
-
-
-def _part(header: Sequence[str], rows: Sequence[tuple[str, Sequence[Any]]]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table()
-    table.add_column("", overflow="fold")
-    for head in header:
-        table.add_column(Text(head), justify="right")
-    for name, cells in rows:
-        table.add_row(Text(name), *cells)
-    return table
 
 
 def length_name(record: Record) -> str:
@@ -154,23 +138,25 @@ def length_name(record: Record) -> str:
     return f"{record['length']:,}" + (f" ({factor:g}x)" if factor is not None else "")
 
 
-def print_by_length(title: str, records: Sequence[Record], shown: Mapping[Any, str], console: Any) -> None:
+def column_of(head: str, records: Sequence[Record], variants: Sequence[Any]) -> Column:
+    """The cells of the variants, from comparable records; the best in bold."""
+    of_variant, best = {identity(record): record for record in records}, winner(records)
+    return head, [in_bold(of_variant.get(variant), best) for variant in variants]
+
+
+def print_by_length(title: str, records: Sequence[Record], shown: Mapping[Any, str], console: Console) -> None:
     """One suite on one source, or one task: variants by length, the best of each length in bold."""
+    variants = list(dict.fromkeys(map(identity, records)))
     by_length = grouped(sorted(records, key=lambda record: record.get("length") or 0), length_name)
-    cells = {(identity(record), length_name(record)): record for record in records}
-    best = {length: winner(group) for length, group in by_length.items()}
-    rows = [
-        (shown[name], [in_bold(cells.get((name, length)), best[length]) for length in by_length])
-        for name in dict.fromkeys(map(identity, records))
-    ]
-    print_table(f"{title}, 95% intervals", [length or "score" for length in by_length], rows, console)
+    columns = [column_of(length or "score", group, variants) for length, group in by_length.items()]
+    print_table(f"{title}, 95% intervals", columns, [shown[variant] for variant in variants], console)
     if records[0].get("guessing") is not None:
         # A model that tells a window's values from all others, and not from each other, scores this much.
         chance = f"{records[0]['guessing']:.0%}"
         print_line(f"picking any value that was stated and not yet asked for: {chance}", console)
 
 
-def print_tasks(suite: str, records: Sequence[Record], shown: Mapping[Any, str], console: Any) -> None:
+def print_tasks(suite: str, records: Sequence[Record], shown: Mapping[Any, str], console: Console) -> None:
     """A prompted suite: tasks and variants at each length, or variants by length where it is one task."""
     title = suites.title(suite)
     tasks = grouped(records, lambda record: record.get("source"))
@@ -179,34 +165,31 @@ def print_tasks(suite: str, records: Sequence[Record], shown: Mapping[Any, str],
         print_by_length(f"{title}: {next(iter(tasks))} ({metric})", records, shown, console)
         return
     metrics = {str(record.get("metric")) for record in records if ALL_FOUND not in str(record.get("source"))}
-    title += f", {metrics.pop().replace('_', ' ')}" if len(metrics) == 1 else ""
-    for length, at_length in grouped(sorted(records, key=lambda one: one.get("length") or 0), length_name).items():
+    title += f", {next(iter(metrics)).replace('_', ' ')}" if len(metrics) == 1 else ""
+    for length, group in grouped(sorted(records, key=lambda one: one.get("length") or 0), length_name).items():
         heading = f"{title}{f', at {length} tokens' if length else ''}, 95% intervals"
-        print_task_table(heading, suite, at_length, shown, console, name_metrics=len(metrics) > 1)
+        print_task_table(heading, suite, group, shown, console, name_metrics=len(metrics) > 1)
 
 
 def print_task_table(
-    title: str, suite: str, records: Sequence[Record], shown: Mapping[Any, str], console: Any, name_metrics: bool
+    title: str, suite: str, records: Sequence[Record], shown: Mapping[Any, str], console: Console, name_metrics: bool
 ) -> None:
     """Tasks and variants at one length, the larger number in rows; the best of each task in bold."""
-    from rich.text import Text
-
     tasks = grouped(records, lambda record: str(record.get("source")))
     variants = list(dict.fromkeys(map(identity, records)))
-    columns = {}
+    columns = []
     for task, group in tasks.items():
-        cells, best = {identity(record): record for record in group}, winner(group)
         named = f"{task} ({group[0].get('metric')})" if name_metrics and ALL_FOUND not in task else task
-        columns[named] = [in_bold(cells.get(variant), best) for variant in variants]
+        columns.append(column_of(named, group, variants))
     # "All found" is another number of a task that is already in the mean.
-    averaged = [g for name, g in tasks.items() if ALL_FOUND not in name and all(map(is_share, g))]
+    averaged = [group for name, group in tasks.items() if ALL_FOUND not in name and all(map(is_share, group))]
     if suite in suites.AVERAGED and len(averaged) > 1:
-        columns[f"mean of {len(averaged)}"] = [Text(mean(averaged, variant)) for variant in variants]
+        columns.append((f"mean of {len(averaged)}", [Text(mean(averaged, variant)) for variant in variants]))
+    row_names = [shown[variant] for variant in variants]
     if len(tasks) >= len(variants):
-        print_table(title, [shown[variant] for variant in variants], list(columns.items()), console)
-    else:
-        rows = [(shown[v], [cells[n] for cells in columns.values()]) for n, v in enumerate(variants)]
-        print_table(title, list(columns), rows, console)
+        transposed = [(name, [cells[n] for _, cells in columns]) for n, name in enumerate(row_names)]
+        columns, row_names = transposed, [head for head, _ in columns]
+    print_table(title, columns, row_names, console)
 
 
 def mean(tasks: Sequence[Sequence[Record]], variant: Any) -> str:
@@ -215,10 +198,8 @@ def mean(tasks: Sequence[Sequence[Record]], variant: Any) -> str:
     return f"{100 * math.fsum(scores) / len(scores):.1f}%" if len(scores) == len(tasks) else "–"
 
 
-def in_bold(record: Record | None, best: float | None) -> Any:
+def in_bold(record: Record | None, best: float | None) -> Text:
     """A cell, in bold if it is the best."""
-    from rich.text import Text
-
     value = None if record is None else value_of(record)
     return Text(describe_cell(record), style="bold" if value is not None and value == best else "")
 
@@ -249,10 +230,8 @@ def three_digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
-def print_heat_maps(title: str, records: Sequence[Record], shown: Mapping[Any, str], console: Any) -> None:
+def print_heat_maps(title: str, records: Sequence[Record], shown: Mapping[Any, str], console: Console) -> None:
     """Needles by depth and length, a grid a variant, side by side as the width allows; nothing without depths."""
-    from rich.columns import Columns
-
     with_depths = [record for record in records if len((record.get("by_depth") or {}).get("depth", ())) > 1]
     if not with_depths:
         return
@@ -265,12 +244,8 @@ def print_heat_maps(title: str, records: Sequence[Record], shown: Mapping[Any, s
     console.print(Columns(grids, padding=(0, 3, 1, 0)), width=min(console.width, LOG_WIDTH))
 
 
-def heat_map(name: str, records: Sequence[Record]) -> Any:
+def heat_map(name: str, records: Sequence[Record]) -> Group:
     """The grid of a variant, the shortest length on the left."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, padding=0, show_edge=False)
     table.add_column("depth", justify="right")
     for record in records:
@@ -283,10 +258,8 @@ def heat_map(name: str, records: Sequence[Record]) -> Any:
     return Group(Text(name, style="bold"), table)
 
 
-def heat_cell(score: float | None) -> Any:
+def heat_cell(score: float | None) -> Text:
     """Per cent on the colour of its step; a dot where nothing was measured."""
-    from rich.text import Text
-
     if score is None:
         return Text("  ·  ", style="dim")
     step = round(min(max(score, 0.0), 1.0) * (len(COLOURS) - 1))
@@ -294,18 +267,18 @@ def heat_cell(score: float | None) -> Any:
     return Text(f" {100 * score:3.0f} ", style=f"{ink} on {COLOURS[step]}")
 
 
-def print_by_position(records: Sequence[Record], console: Any = None) -> None:
+def print_by_position(records: Sequence[Record], console: Console | None = None) -> None:
     """Perplexity by the position of the token, in octaves: where in a long sequence a variant fails."""
-    from rich.text import Text
-
     console = console or open_console()
     measured = [record for record in records if record["suite"] == "perplexity" and record.get("position_edges")]
     shown = names(measured)
     for (source, length), group in grouped(measured, lambda one: (one.get("source"), one["length"])).items():
         edges = [0, *(2**n for n in range(9, 40) if 2**n < length), length]
-        header = [f"{first:,} .. {last:,}" for first, last in zip(edges, edges[1:], strict=False)]
-        rows = [(shown[identity(one)], [Text(text) for text in octave_perplexities(one, edges)]) for one in group]
-        print_table(f"Perplexity by position in sequences of {length:,} tokens of {source}", header, rows, console)
+        title = f"Perplexity by position in sequences of {length:,} tokens of {source}"
+        heads = [f"{first:,} .. {last:,}" for first, last in zip(edges, edges[1:], strict=False)]
+        rows = [octave_perplexities(one, edges) for one in group]
+        columns = [(head, [Text(row[n]) for row in rows]) for n, head in enumerate(heads)]
+        print_table(title, columns, [shown[identity(one)] for one in group], console)
 
 
 def octave_perplexities(record: Record, edges: Sequence[int]) -> list[str]:

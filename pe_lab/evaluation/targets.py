@@ -6,14 +6,14 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
-from pe_lab.checkpoints import Checkpoint, find_checkpoints, is_external, open_source, resolve
+from pe_lab.checkpoints import find_checkpoints, is_external, open_source, resolve
 from pe_lab.checkpoints.store import steps_in
 from pe_lab.config import MeshConfig
 from pe_lab.errors import CheckpointError, ConfigError
@@ -99,7 +99,8 @@ def locate(given: str | Path, steps: tuple[int, ...] | None = None) -> Target:
             listed = "; ".join(f"{path.parent.name}: {', '.join(map(str, of))}" for path, of in kept.items())
             raise CheckpointError(f"--steps: '{given}' keeps no checkpoint of step {missing[0]}. It keeps {listed}.")
         found = [path / str(step) for path, of in kept.items() for step in of if not steps or step in steps]
-    return _native(root, tuple(map(str, found)))
+    name = _read_key(root / "run.json", "name") or root.name
+    return Target(root, tuple(map(str, found)), name, name)
 
 
 def locate_all(given: str, steps: tuple[int, ...] | None = None) -> list[Target]:
@@ -117,13 +118,8 @@ def locate_all(given: str, steps: tuple[int, ...] | None = None) -> list[Target]
         while len(alike) > 1 and len({root.parts[-parts:] for root in alike}) < len(alike):
             parts += 1
         name = target.run if len(alike) == 1 else "-".join(target.root.resolve().parts[-parts:])
-        found.append(replace(target, display_name=name))
+        found.append(dataclasses.replace(target, display_name=name))
     return found
-
-
-def _native(root: Path, paths: tuple[str, ...]) -> Target:
-    name = _read_key(root / "run.json", "name") or root.name
-    return Target(root, paths, name, name)
 
 
 def _external(given: str) -> Target:
@@ -131,19 +127,13 @@ def _external(given: str) -> Target:
     text = given.partition(":")[2] if given.startswith(("hf:", "gguf:")) else given
     here = Path(text).expanduser()
     source = str(here.resolve()) if here.exists() else text
-    for name in _names(Path(source)):
+    parts = [part for part in Path(source.removesuffix(".gguf")).parts if part != "/"]
+    for count in range(1, len(parts) + 1):
+        name = "-".join(parts[-count:])
         root = Path("runs") / name
         if _read_key(root / MARKER, "source") in (None, source) and not (root / "run.json").exists():
             return Target(root, (given,), name, name, source)
     raise ConfigError(f"--from '{given}': every directory of its name in runs is another model's. Give --out=DIR.")
-
-
-def _names(path: Path) -> Iterator[str]:
-    """The last part of a path without a file's suffix, then the last two, three ..."""
-    parts = [*path.parts[:-1], path.name.removesuffix(".gguf")]
-    parts = [part for part in parts if part not in ("/", "")]
-    for count in range(1, len(parts) + 1):
-        yield "-".join(parts[-count:])
 
 
 def _read_key(path: Path, name: str) -> str | None:
@@ -174,7 +164,7 @@ def _with_lasting_id(lm: LanguageModel, path: str) -> LanguageModel:
     """The model; an external checkpoint gets an id from its files' names, sizes and times."""
     if not is_external(path):
         return lm
-    checkpoint: Checkpoint = lm.checkpoint
+    checkpoint = lm.checkpoint
     where = Path(checkpoint.path)
     files = sorted(p for p in where.iterdir() if p.is_file()) if where.is_dir() else [where]
     listed = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files if p.exists()]

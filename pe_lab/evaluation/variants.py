@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ from pe_lab.language_model import LanguageModel
 from pe_lab.positional import NTK, PI, DynamicYarn, Layer, NoPE, PartialRope, Rope, Yarn, drop, family, to_json
 from pe_lab.positional import label as layer_label
 from pe_lab.positional import read_with as parse_layers
-from pe_lab.positional.codec import ranges
+from pe_lab.positional.codec import label_layers, ranges
 from pe_lab.positional.encodings import ENCODINGS
 from pe_lab.positional.scalings import SCALINGS
+from pe_lab.results.records import digest
 from pe_lab.results.variants import PAPER_COEFFICIENT, PAPER_COEFFICIENT_EXTERNAL, VARIANTS, label, paper_beta
 from pe_lab.results.variants import SCALINGS as SCALING_METHODS
 
@@ -130,8 +130,7 @@ class Variant:
         """A digest of the layers for sequences of `length` tokens; sample records hold it under the key `reading`."""
         layers = self.layers_at(length)
         follows = length if any(layer.follows_length for layer in layers) else None
-        described = [[to_json(layer) for layer in layers], follows, self.crop]
-        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:12]
+        return digest([[to_json(layer) for layer in layers], follows, self.crop])
 
     def record(self, length: int | None) -> dict[str, Any]:
         """The keys of a result record that name the checkpoint, the variant and the length (None: the samples' own)."""
@@ -156,7 +155,7 @@ class Variant:
             "run": self.subject.run,
             "checkpoint": self.subject.path,
             "label": self.label,
-            "positional": summary(self.layers_at(length)),
+            "positional": label_layers(self.layers_at(length)),
             "read_as": length,
             "lineage": self.subject.lineage,
         }
@@ -339,20 +338,6 @@ def layers_under(
         else layer
         for layer in layers
     )
-
-
-def summary(layers: Sequence[Layer]) -> str:
-    """The encodings of all layers, equal neighbours joined: `rope(base=10000) on layers 0-11; nope ...`."""
-    parts: list[tuple[str, int, int]] = []
-    for n, layer in enumerate(layers):
-        text = layer_label(layer)
-        if parts and parts[-1][0] == text:
-            parts[-1] = (text, parts[-1][1], n)
-        else:
-            parts.append((text, n, n))
-    if len(parts) == 1:
-        return parts[0][0]
-    return "; ".join(f"{text} on layers {first}-{last}" for text, first, last in parts)
 
 
 def _scaling_name(scaling: Any) -> str:

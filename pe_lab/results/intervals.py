@@ -31,19 +31,16 @@ def mean_of(scores: Sequence[float], clusters: Sequence[Hashable] | None = None)
     where the scores vary less. The added 0 and 1 keep it finite: 20 zeros end at 16%, and so do 19 zeros and a 0.25.
 
     Args:
-      scores: in 0..1.
       clusters: the cluster of each score (four questions about one problem). Scores of a cluster are not independent:
         they count as one, their mean. None: all scores are independent.
     """
     if not scores:
         return None
     mean = math.fsum(scores) / len(scores)
-    units = list(scores)
-    if clusters is not None:
-        together: dict[Hashable, list[float]] = {}
-        for score, cluster in zip(scores, clusters, strict=True):
-            together.setdefault(cluster, []).append(score)
-        units = [math.fsum(alike) / len(alike) for alike in together.values()]
+    together: dict[Hashable, list[float]] = {}
+    for score, cluster in zip(scores, range(len(scores)) if clusters is None else clusters, strict=True):
+        together.setdefault(cluster, []).append(score)
+    units = [math.fsum(alike) / len(alike) for alike in together.values()]
     n, middle = len(units), math.fsum(units) / len(units)
     stderr = math.sqrt(math.fsum((x - middle) ** 2 for x in units) / (n - 1) / n) if n > 1 else None
     padded = [*units, 0.0, 1.0]
@@ -63,12 +60,13 @@ def wilson(share: float, n: float) -> tuple[float, float]:
 
 def value_of(record: Mapping[str, Any]) -> float | None:
     """The main number of a result record: an accuracy, a perplexity or a score; None without one."""
-    if not is_prompted(record):
-        if (accuracy := number(record, "accuracy")) is not None:
-            return accuracy
-        if (nll := number(record, "nll")) is not None:
-            return exp(nll)
-    names = ("score",) if is_prompted(record) else ("perplexity", "score", "value", "exact_match", "f1")
+    if is_prompted(record):
+        return number(record, "score")
+    if (accuracy := number(record, "accuracy")) is not None:
+        return accuracy
+    if (nll := number(record, "nll")) is not None:
+        return exp(nll)
+    names = ("perplexity", "score", "value", "exact_match", "f1")
     return next((value for name in names if (value := number(record, name)) is not None), None)
 
 
@@ -102,8 +100,10 @@ def interval_of(record: Mapping[str, Any]) -> tuple[float, float] | None:
     """
     value, stderr = value_of(record), number(record, "stderr")
     low, high = number(record, "low"), number(record, "high")
-    if value is None or (low is not None and high is not None):
-        return None if value is None else (low, high)
+    if value is None:
+        return None
+    if low is not None and high is not None:
+        return low, high
     if is_loss(record):
         nll = number(record, "nll")
         nll = math.log(value) if nll is None and value > 0 else nll

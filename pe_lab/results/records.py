@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +18,12 @@ KEYS = ("run", "checkpoint", "method", "length", "seed", "source")  # what a rec
 def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a record measured. Of two records with equal keys the later one replaces the earlier."""
     return tuple(record.get(name) for name in KEYS)
+
+
+def digest(value: Any, digits: int = 12) -> str:
+    """The first hexadecimal digits of the SHA-256 of a value as JSON; what JSON has no form for counts as text."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
 def number(record: Mapping[str, Any], name: str) -> float | None:
@@ -40,10 +48,10 @@ class RecordFile:
     def _read(self) -> list[Record]:
         return list(read_records(self.path, "result record", "Move the file away and evaluate again."))
 
-    def find(self, wanted: Mapping[str, Any], same: Sequence[str]) -> Record | None:
-        """The record of the same measurement that also agrees in the fields `same` (how it was measured)."""
+    def find(self, wanted: Mapping[str, Any]) -> Record | None:
+        """The record of the same measurement, of the same weights under the same settings."""
         for record in self.records:
-            if key(record) == key(wanted) and all(record.get(name) == wanted.get(name) for name in same):
+            if all(record.get(name) == wanted.get(name) for name in (*KEYS, "checkpoint_id", "settings")):
                 return record
         return None
 

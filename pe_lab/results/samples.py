@@ -7,6 +7,7 @@ whole lines and perhaps a part of one, which the next process cuts off: no finis
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,15 +76,7 @@ class SampleFile:
 def _cut_off_partial_line(file: BinaryIO) -> None:
     """Truncates what a killed process left after the last complete line."""
     size = file.seek(0, os.SEEK_END)
-    back = 0
-    while back < size:
-        step = min(size - back, 2**16)
-        file.seek(size - back - step)
-        found = file.read(step).rfind(b"\n")
-        if found >= 0:
-            file.truncate(size - back - step + found + 1)
-            break
-        back += step
-    else:
-        file.truncate(0)
-    file.seek(0, os.SEEK_END)
+    if size:
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:  # reads no more than that line
+            end = content.rfind(b"\n") + 1
+        file.truncate(end)

@@ -8,8 +8,10 @@ import tiny
 
 from pe_lab.config import SourceConfig
 from pe_lab.errors import UserError
-from pe_lab.evaluation import Evaluation, Plan, Subject, parse_lengths
+from pe_lab.evaluation.measure import Evaluation
+from pe_lab.evaluation.plan import Plan, parse_lengths
 from pe_lab.evaluation.tasks import perplexity as pp
+from pe_lab.evaluation.variants import Subject
 from pe_lab.positional import Alibi, NoPE, Rope
 from pe_lab.results.records import RecordFile
 
@@ -160,9 +162,10 @@ def test_a_record_that_exists_gets_the_label_of_today(data, tmp_path):
     (record,) = evaluation(data, tmp_path, subjects(data)[:1], **plan).run()
     before = {key: value for key, value in record.items() if key != "tokens_trained"} | {"label": "another"}
     RecordFile(tmp_path / "needles.jsonl").put([before])
-    found = []
-    (again,) = evaluation(data, tmp_path, subjects(data)[:1], **plan).run(lambda unit, reused: found.append(reused))
-    assert found == [True] and again == record and RecordFile(tmp_path / "needles.jsonl").records == [record]
+    found = evaluation(data, tmp_path, subjects(data)[:1], **plan)
+    (again,) = found.run()
+    assert found.reused == found.units and again == record
+    assert RecordFile(tmp_path / "needles.jsonl").records == [record]
 
 
 def test_the_common_coefficient_is_in_the_file(whole):
@@ -186,9 +189,9 @@ def test_scales_that_were_fitted_on_other_text_do_not_count(whole, data, tmp_pat
 def test_what_is_measured_is_not_measured_again(whole, data):
     _, rows, directory = whole
     before = {p.name: p.read_bytes() for p in directory.iterdir()}
-    again, reused_units = evaluation(data, directory), []
-    found = again.run(lambda unit, reused: reused_units.append(reused))
-    assert all(reused_units) and len(reused_units) == len(rows)
+    again = evaluation(data, directory)
+    found = again.run()
+    assert again.reused == again.units and len(again.units) == len(rows)
     assert [r.get("nll", r.get("accuracy")) for r in found] == [r.get("nll", r.get("accuracy")) for r in rows]
     assert {p.name: p.read_bytes() for p in directory.iterdir()} == before
     assert not any(forward.traces for forward in again.forwards.values())
@@ -199,17 +202,17 @@ def test_other_settings_other_weights_and_again_are_measured_anew(data, tmp_path
     rope = subjects(data)[:1]
 
     def run(measured=rope, **changes):
-        reused_units = []
-        evaluation(data, tmp_path, measured, **plan | changes).run(lambda unit, reused: reused_units.append(reused))
-        return reused_units, len(RecordFile(tmp_path / "needles.jsonl").records)
+        done = evaluation(data, tmp_path, measured, **plan | changes)
+        done.run()
+        return len(done.reused), len(RecordFile(tmp_path / "needles.jsonl").records)
 
-    assert run() == ([False], 1)
-    assert run() == ([True], 1)
-    assert run(again=True) == ([False], 1)
-    assert run(settings=dataclasses.replace(tiny.SETTINGS, needle_windows=8)) == ([False], 1)  # replaced
+    assert run() == (0, 1)
+    assert run() == (1, 1)
+    assert run(again=True) == (0, 1)
+    assert run(settings=dataclasses.replace(tiny.SETTINGS, needle_windows=8)) == (0, 1)  # replaced
     retrained = dataclasses.replace(rope[0].checkpoint, metadata=rope[0].checkpoint.metadata | {"id": "other"})
-    assert run([dataclasses.replace(rope[0], lm=tiny.language_model(retrained))]) == ([False], 1)
-    assert run(settings=dataclasses.replace(tiny.SETTINGS, seed=5)) == ([False], 2)  # beside: another draw
+    assert run([dataclasses.replace(rope[0], lm=tiny.language_model(retrained))]) == (0, 1)
+    assert run(settings=dataclasses.replace(tiny.SETTINGS, seed=5)) == (0, 2)  # beside: another draw
 
 
 def test_the_same_weights_are_measured_once(data, tmp_path):

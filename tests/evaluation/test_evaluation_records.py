@@ -40,10 +40,10 @@ def test_records_written_meanwhile_are_kept(tmp_path):
 def test_finding_a_record_asks_how_it_was_measured(tmp_path):
     file = RecordFile(tmp_path / "x.jsonl")
     file.put([record(settings={"tokens": 5, "data": ["a"]})])
-    same = ("settings",)
-    assert file.find(record(settings={"tokens": 5, "data": ["a"]}), same) == file.records[0]
-    assert file.find(record(settings={"tokens": 6, "data": ["a"]}), same) is None
-    assert file.find(record("NTK", settings={"tokens": 5, "data": ["a"]}), same) is None
+    assert file.find(record(settings={"tokens": 5, "data": ["a"]})) == file.records[0]
+    assert file.find(record(settings={"tokens": 6, "data": ["a"]})) is None
+    assert file.find(record("NTK", settings={"tokens": 5, "data": ["a"]})) is None
+    assert file.find(record(settings={"tokens": 5, "data": ["a"]}, checkpoint_id="other")) is None
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

@@ -8,13 +8,14 @@ import pytest
 import tiny
 
 from pe_lab.errors import UserError
-from pe_lab.evaluation import Prompted, Subject, all_variants
 from pe_lab.evaluation.generation.backend import ModelBackend
-from pe_lab.evaluation.generation.prompted import batches, schedule_length
+from pe_lab.evaluation.generation.prompted import Prompted, batches, schedule_length
+from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.breakdowns import by_length
 from pe_lab.evaluation.tasks.haystacks import Haystack
 from pe_lab.evaluation.tasks.niah import niah_task
 from pe_lab.evaluation.tasks.task import Sample
+from pe_lab.evaluation.variants import Subject, all_variants
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import DynamicNTK, NoPE, Rope
 from pe_lab.results.intervals import mean_of, wilson
@@ -60,15 +61,22 @@ def run(directory, answers, count=10, lm=None, tasks=None, **options):
     return made, made.run()
 
 
+@pytest.fixture
+def counts(monkeypatch):
+    """The numbers of tokens that are reported."""
+    found = []
+    monkeypatch.setattr(TokenProgress, "add", lambda progress, tokens, name=None: found.append(tokens))
+    return found
+
+
 def without_times(path: Path) -> list[dict]:
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
 
 
-def test_a_copying_model_has_all_and_rows_tell_by_depth(tmp_path):
-    counts = []
+def test_a_copying_model_has_all_and_rows_tell_by_depth(tmp_path, counts):
     made = Prompted(variants(model()), [task()], LENGTHS, 10, 42, tmp_path, backend=lambda *_: Copies(wrong=50.0))
-    rows = made.run(lambda group, tokens: counts.append(tokens))
+    rows = made.run()
     assert sum(counts) == made.work == 10 * sum(LENGTHS)
     assert [(row["length"], row["score"], row["samples"]) for row in rows] == [(600, 0.5, 10), (700, 0.5, 10)]
     assert rows[0]["by_depth"] == {"depth": [0.0, 50.0], "score": [1.0, 0.0], "count": [5, 5]}
@@ -129,13 +137,13 @@ def test_another_variant_another_haystack_and_another_seed_are_other_samples(tmp
     assert len(other.asked) == 2
 
 
-def test_the_model_itself_answers_as_generate_does(tmp_path):
+def test_the_model_itself_answers_as_generate_does(tmp_path, counts):
     lm = model()
-    made, counts = Prompted(variants(lm), [task()], (600,), 3, 42, tmp_path), []
-    made.run(lambda group, tokens: counts.append(tokens))
+    made = Prompted(variants(lm), [task()], (600,), 3, 42, tmp_path)
+    made.run()
     assert sum(counts) == made.work == 1800 and len([tokens for tokens in counts if tokens]) > 10  # as it goes on
     lines = without_times(tmp_path / "samples" / "niah.jsonl")
-    samples = made.samples(made.groups[0])
+    samples = made.groups[0].prompts.samples
     for line, sample in zip(lines, samples, strict=True):
         assert line["output"] == lm.generate(sample.tokens, max_new_tokens=12, text=True)
     assert made.spent.read == sum(len(s.tokens) for s in samples) and made.spent.written >= 3
@@ -194,9 +202,8 @@ def test_a_prompt_that_does_not_fit_is_an_error_and_never_cut(tmp_path):
 
 def test_batches_are_of_one_size_and_few():
     cut = batches(list(range(11)), 8)
-    assert [b.indices for b in cut] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
-    assert [len(b.filled) for b in cut] == [6, 6] and cut[1].filled[-1] == 10
-    assert [b.indices for b in batches([3], 8)] == [[3]]
+    assert cut == [([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]), ([6, 7, 8, 9, 10], [6, 7, 8, 9, 10, 10])]
+    assert batches([3], 8) == [([3], [3])]
 
 
 def test_sequences_of_their_own_lengths_share_few_schedules():

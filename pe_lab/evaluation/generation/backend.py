@@ -1,16 +1,16 @@
-"""Generation backends: what writes the answers to prompts, in batches of samples that are read with one schedule."""
+"""The generation backend: a language model writes the answers to prompts, in batches that one schedule reads."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from pe_lab.evaluation.tasks.task import Sample
+from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import Statistics
 
@@ -38,32 +38,15 @@ class Spent:
         )
 
 
-class GenerationBackend(Protocol):
-    """Answers samples that share a schedule and a number of new tokens.
-
-    Attributes:
-      on_tokens: is called with numbers of tokens as they are read and written.
-    """
-
-    on_tokens: Callable[[int], None]
-
-    def batch_size(self, length: int) -> int:
-        """The largest batch of samples of `length` tokens, answers included."""
-        ...
-
-    def __call__(self, samples: Sequence[Sample]) -> list[str]:
-        """The continuation of each prompt, up to its stop strings and its end-of-text token."""
-        ...
-
-
 @dataclass
 class ModelBackend:
-    """Greedy continuations by a language model.
+    """Greedy continuations by a language model, up to the samples' stop strings and the end-of-text token.
 
     Attributes:
       lm: the model; `at_length` of the samples' length, where its encoding follows the length.
       spent: is added to.
       crop: tokens of a prompt and its answer together, at most: a longer prompt keeps its end. None: no limit.
+      on_tokens: is called with numbers of tokens as they are read and written.
     """
 
     lm: LanguageModel
@@ -71,8 +54,16 @@ class ModelBackend:
     crop: int | None = None
     on_tokens: Callable[[int], None] = lambda tokens: None
 
+    @classmethod
+    def of(cls, variant: Variant, length: int, spent: Spent) -> ModelBackend:
+        """The backend for sequences of a variant that are read with the schedule of `length` tokens."""
+        return cls(variant.at(length), spent, variant.crop)
+
     def batch_size(self, length: int) -> int:
-        """As many sequences as the memory for their KV caches allows, a power of two; see `BATCH`."""
+        """The largest batch of samples of `length` tokens with their answers, a power of two; see `BATCH`.
+
+        The memory for KV caches limits it.
+        """
         config, backend = self.lm.config, jax.default_backend()
         devices = self.lm.devices
         capacity = max(256, 1 << (length - 1).bit_length())

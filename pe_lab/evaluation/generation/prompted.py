@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import functools
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,114 @@ import jax
 
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError
-from pe_lab.evaluation.generation.backend import GenerationBackend, ModelBackend, Spent
+from pe_lab.evaluation.generation.backend import ModelBackend, Spent
+from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.breakdowns import by_depth, by_length
 from pe_lab.evaluation.tasks.suites import SUITES
 from pe_lab.evaluation.tasks.task import Sample, Task
 from pe_lab.evaluation.variants import Variant
 from pe_lab.results.intervals import mean_of
-from pe_lab.results.records import Record, RecordFile, finite
+from pe_lab.results.records import Record, RecordFile, digest, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
+from pe_lab.terminal import console
 from pe_lab.training.machine import versions
+
+
+class Prompts:
+    """The samples of a task for a tokenizer, which all variants answer.
+
+    Attributes:
+      length: tokens of a prompt and its answer; None: prompts of their own lengths.
+      settings: a fingerprint of the task's settings and the tokenizer, which the samples depend on.
+    """
+
+    def __init__(self, task: Task, tokenizer: Tokenizer, length: int | None, count: int | None, seed: int):
+        suite = SUITES[task.suite]
+        self.task, self.length, self.seed = task, length, seed
+        self.samples = task.samples(tokenizer, length, count or suite.samples.get(task.name, sys.maxsize), seed)
+        self.protocol = f"{task.suite}-{suite.protocol}"
+        self.settings = f"{self.protocol}-{digest([dict(task.settings), tokenizer.fingerprint])}"
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Tokens of each sample and its answer; counted once, as making the samples may take long."""
+        return [len(sample.tokens) + sample.max_new_tokens for sample in self.samples]
+
+    @property
+    def cost(self) -> int:
+        """Tokens of all samples, about, for a progress bar."""
+        return sum(self.sizes) if self.length is None else self.length * len(self.samples)
+
+    def check_fits(self, sample: Sample) -> None:
+        needed = len(sample.tokens) + sample.max_new_tokens
+        if self.length is not None and needed > self.length:
+            raise ConfigError(
+                f"{self.task.suite}:{self.task.name}, sample {sample.index}: its prompt of {len(sample.tokens):,} "
+                f"tokens and {sample.max_new_tokens} new ones do not fit {self.length:,}; prompts are never cut here. "
+                "Give a larger --lengths."
+            )
 
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one task for one variant; `length` None: prompts of their own lengths."""
+    """The samples of one task at one length, for one variant."""
 
     variant: Variant
-    task: Task
-    length: int | None
+    prompts: Prompts
+
+    @property
+    def task(self) -> Task:
+        return self.prompts.task
+
+    @property
+    def length(self) -> int | None:
+        return self.prompts.length
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The length whose schedule each sample is read with."""
+        if self.length is not None:
+            return [self.length] * len(self.prompts.samples)
+        return [schedule_length(tokens, self.variant.training_length) for tokens in self.prompts.sizes]
+
+    @cached_property
+    def identities(self) -> list[SampleRecord]:
+        """The keys of each sample's record that make it the answer to one question and to no other."""
+        readings = {length: self.variant.fingerprint(length) for length in set(self.lengths)}
+        return [
+            {
+                "checkpoint_id": self.variant.subject.id,
+                "reading": readings[length],
+                "suite": self.task.suite,
+                "task": self.task.name,
+                "length": self.length,
+                "seed": self.prompts.seed,
+                "settings": self.prompts.settings,
+                "index": index,
+            }
+            for index, length in enumerate(self.lengths)
+        ]
+
+    def by_length(self) -> Iterator[tuple[int, list[int]]]:
+        """Indices of samples by the length of their schedule, the shortest first; of their own lengths, too."""
+        for length in sorted(set(self.lengths)):
+            chosen = [i for i, one in enumerate(self.lengths) if one == length]
+            if self.length is None:
+                chosen.sort(key=self.prompts.sizes.__getitem__)
+            yield length, chosen
+
+    def check_crop(self) -> None:
+        """Raises `ConfigError` where a cropped variant would leave next to no prompt."""
+        crop = self.variant.crop
+        if crop is None or not len(self.prompts.samples):
+            return
+        sample = self.prompts.samples[0]
+        new = sample.max_new_tokens
+        if crop < 2 * new and len(sample.tokens) + new > crop:
+            raise ConfigError(
+                f"--methods=cropped: of {crop:,} tokens, the training length, {self.task.suite}:{self.task.name} "
+                f"keeps {new:,} for its answer, which leaves next to no prompt. Leave cropped out."
+            )
 
 
 class Prompted:
@@ -41,13 +131,11 @@ class Prompted:
 
     Args:
       variants: all samples of one are answered before those of the next.
-      tasks: the tasks.
       lengths: tokens, for tasks whose prompts are made to a length.
       count: samples a task and length, at most. None: as many as in the papers, or as the task's file has.
-      seed: of the samples.
       directory: for `samples/SUITE.jsonl` (sample records) and `SUITE.jsonl` (summaries).
       again: whether answered samples are answered again.
-      backend: makes the generation backend of a variant at a length; by default its language model.
+      backend: makes the generation backend of a variant at a length.
 
     Attributes:
       spent: the cost of the answers so far.
@@ -64,109 +152,99 @@ class Prompted:
         seed: int,
         directory: Path,
         again: bool = False,
-        backend: Callable[[Variant, int, Spent], GenerationBackend] | None = None,
+        backend: Callable[[Variant, int, Spent], ModelBackend] = ModelBackend.of,
     ):
-        self.variants, self.tasks = list(variants), list(tasks)
-        self.count, self.seed, self.directory, self.again = count, seed, directory, again
-        self.spent = Spent()
-        self._samples: dict[Any, Sequence[Sample]] = {}
-        self._counted: dict[Any, list[int]] = {}
-        self._backend = backend or (
-            lambda variant, length, spent: ModelBackend(variant.at(length), spent, variant.crop)
-        )
+        self.directory, self.again = directory, again
+        self.spent, self._backend = Spent(), backend
         suites = dict.fromkeys(task.suite for task in tasks)
         self._sample_files = {suite: SampleFile(directory / "samples" / f"{suite}.jsonl") for suite in suites}
         self._record_files = {suite: RecordFile(directory / f"{suite}.jsonl") for suite in suites}
-        for variant in self.variants:
-            if variant.lm.tokenizer is None:
+        prompts: dict[Any, Prompts] = {}
+        self.groups: list[Group] = []
+        for variant in variants:
+            tokenizer = variant.lm.tokenizer
+            if tokenizer is None:
                 raise CheckpointError(
                     f"{variant.lm.checkpoint.path} came without a tokenizer, so prompts cannot be read. Use a "
                     "checkpoint that has one (pe_lab.convert copies it)."
                 )
-        self.groups = [
-            Group(variant, task, length)
-            for variant in self.variants
-            for task in self.tasks
-            for length in (lengths if task.sized else [None])
-        ]
+            for task in tasks:
+                for length in lengths if task.sized else [None]:
+                    known = (id(task), tokenizer.fingerprint, length)
+                    if known not in prompts:
+                        prompts[known] = Prompts(task, tokenizer, length, count, seed)
+                    self.groups.append(Group(variant, prompts[known]))
         # A length that is too short is refused before anything is measured.
-        for group in {(id(g.variant.lm.tokenizer), id(g.task), g.length): g for g in self.groups}.values():
-            if len(samples := self.samples(group)):
-                self._check_fits(group, samples[0])
+        for one in prompts.values():
+            for sample in one.samples[:1]:
+                one.check_fits(sample)
         for group in self.groups:
-            if group.variant.crop is not None and len(samples := self.samples(group)):
-                self._check_crop(group, samples[0])
-        self.work = sum(self.cost(group) for group in self.groups)
-        answered = [key in self._sample_files[g.task.suite].records for g in self.groups for key in self._keys(g)]
+            group.check_crop()
+        self.work = sum(group.prompts.cost for group in self.groups)
+        answered = [key(one) in self._sample_files[g.task.suite].records for g in self.groups for one in g.identities]
         self.total, self.finished = len(answered), 0 if again else sum(answered)
 
-    def tokenizer(self, group: Group) -> Tokenizer:
-        tokenizer = group.variant.lm.tokenizer
-        assert tokenizer is not None
-        return tokenizer
-
-    def samples(self, group: Group) -> Sequence[Sample]:
-        """The group's samples; they do not depend on the variant."""
-        tokenizer, task = self.tokenizer(group), group.task
-        known = (id(task), tokenizer.fingerprint, group.length)
-        if known not in self._samples:
-            usual = SUITES[task.suite].samples.get(task.name, sys.maxsize)
-            self._samples[known] = task.samples(tokenizer, group.length, self.count or usual, self.seed)
-        return self._samples[known]
-
-    def cost(self, group: Group) -> int:
-        """Tokens of a group, about, for a progress bar."""
-        if group.length is not None:
-            return group.length * len(self.samples(group))
-        return sum(self._sizes(group))
-
-    def run(self, on_tokens: Callable[[Group, int], None] = lambda group, tokens: None) -> list[Record]:
-        """Answers the samples that have no answer yet; returns and writes the summaries of all groups.
-
-        Args:
-          on_tokens: is called with a group and a number of tokens, in all `cost` of each group.
-        """
+    def run(self) -> list[Record]:
+        """Answers the samples that have no answer yet; returns and writes the summaries of all groups."""
+        out = console()
+        tasks = ", ".join(dict.fromkeys(f"{g.task.suite}:{g.task.name}" for g in self.groups))
+        labels = ", ".join(dict.fromkeys(f"{g.variant.label} ({g.variant.subject.path})" for g in self.groups))
+        out.print(f"{tasks} for {labels}")
+        if self.finished:
+            out.print(f"{self.finished:,} of {self.total:,} samples were answered before (--again: once more).")
         records = []
-        for group in self.groups:
-            answered = self._answer(group, lambda tokens, group=group: on_tokens(group, tokens))
-            record = self._summary(group, answered)
-            self._record_files[group.task.suite].put([record])
-            records.append(record)
+        with TokenProgress("compiling", self.work) as progress:
+            for group in self.groups:
+                size = f" {group.length:,}" if group.length else ""
+                name = f"{group.task.suite}:{group.task.name}{size} {group.variant.label}"
+                answered = self._answer(group, functools.partial(progress.add, name=name))
+                records.append(self._summary(group, answered))
+                self._record_files[group.task.suite].put(records[-1:])
+        for record in records:
+            if record["truncated"]:
+                out.print(
+                    f"{record['suite']}:{record['source']}, {record['label']}: {record['truncated']} of "
+                    f"{record['samples']} prompts were cut in the middle, as the protocol requires."
+                )
+        if self.spent.read:
+            out.print(self.spent.describe())
+        out.print(f"Answers: {self.directory / 'samples'}")
         return records
 
     def answered(self) -> Iterator[tuple[Group, Sequence[Sample], list[SampleRecord]]]:
         """Every group with its samples and, in their order, their sample records; after `run`."""
         for group in self.groups:
             found = self._sample_files[group.task.suite].records
-            yield group, self.samples(group), [found[key] for key in self._keys(group)]
+            yield group, group.prompts.samples, [found[key(one)] for one in group.identities]
 
     # --------------------------------------------------------------------------------------------------------
     # Answers
 
     def _answer(self, group: Group, on_tokens: Callable[[int], None]) -> list[SampleRecord]:
         """The sample records of a group, in the order of its samples."""
-        file, samples, keys = self._sample_files[group.task.suite], self.samples(group), self._keys(group)
+        file, prompts = self._sample_files[group.task.suite], group.prompts
+        keys = [key(one) for one in group.identities]
         if self.again:
             file.forget(keys)
         done = [key in file.records for key in keys]
-        on_tokens(int(self.cost(group) * sum(done) / max(len(keys), 1)))
-        for length, indices in self._by_length(group):
+        on_tokens(int(prompts.cost * sum(done) / max(len(keys), 1)))
+        for length, indices in group.by_length():
             if all(done[i] for i in indices):
                 continue
             backend = self._backend(group.variant, length, self.spent)
-            longest = length if group.length else max(self._sizes(group)[i] for i in indices)
-            for batch in batches(indices, backend.batch_size(longest)):
-                if all(done[i] for i in batch.indices):
+            longest = length if group.length else max(prompts.sizes[i] for i in indices)
+            for batch, filled in batches(indices, backend.batch_size(longest)):
+                if all(done[i] for i in batch):
                     continue
                 # A batch that was begun is answered whole: in another batch, sums may be rounded otherwise.
-                asked = {i: samples[i] for i in batch.indices}
+                asked = {i: prompts.samples[i] for i in batch}
                 for sample in asked.values():
-                    self._check_fits(group, sample)
-                new = [asked[i] for i in batch.indices if not done[i]]
+                    prompts.check_fits(sample)
+                new = [asked[i] for i in batch if not done[i]]
                 rest = Rest(sum(group.length or len(s.tokens) + s.max_new_tokens for s in new), on_tokens)
                 backend.on_tokens, start = rest.take, time.perf_counter()
-                answers = backend([asked[i] for i in batch.filled])[: len(batch.indices)]
-                seconds = (time.perf_counter() - start) / len(batch.indices)
+                answers = backend([asked[i] for i in filled])[: len(batch)]
+                seconds = (time.perf_counter() - start) / len(batch)
                 file.add(
                     [
                         self._sample_record(group, sample, answer, length, seconds)
@@ -176,87 +254,21 @@ class Prompted:
                 rest.take(rest.tokens)
         return [file.records[key] for key in keys]
 
-    def _keys(self, group: Group) -> list[tuple[Any, ...]]:
-        """The keys of the group's sample records, in the order of its samples."""
-        lengths = self._lengths(group)
-        settings = self._settings(group)
-        readings = {length: group.variant.fingerprint(length) for length in set(lengths)}
-        return [key(self._identity(group, i, readings[n], settings)) for i, n in enumerate(lengths)]
-
-    def _sizes(self, group: Group) -> list[int]:
-        """Tokens of each sample and its answer; counted once, as making the samples may take long."""
-        known = (id(group.task), self.tokenizer(group).fingerprint)
-        if known not in self._counted:
-            self._counted[known] = [len(sample.tokens) + sample.max_new_tokens for sample in self.samples(group)]
-        return self._counted[known]
-
-    def _lengths(self, group: Group) -> list[int]:
-        """The length whose schedule each sample is read with."""
-        if group.length is not None:
-            return [group.length] * len(self.samples(group))
-        return [schedule_length(tokens, group.variant.training_length) for tokens in self._sizes(group)]
-
-    def _by_length(self, group: Group) -> Iterator[tuple[int, list[int]]]:
-        """Indices of samples by the length of their schedule, the shortest first; of their own lengths, too."""
-        lengths = self._lengths(group)
-        for length in sorted(set(lengths)):
-            chosen = [i for i, one in enumerate(lengths) if one == length]
-            if group.length is None:
-                chosen.sort(key=self._sizes(group).__getitem__)
-            yield length, chosen
-
-    def _check_fits(self, group: Group, sample: Sample) -> None:
-        needed = len(sample.tokens) + sample.max_new_tokens
-        if group.length is not None and needed > group.length:
-            raise ConfigError(
-                f"{group.task.suite}:{group.task.name}, sample {sample.index}: its prompt of {len(sample.tokens):,} "
-                f"tokens and {sample.max_new_tokens} new ones do not fit {group.length:,}; prompts are never cut here. "
-                "Give a larger --lengths."
-            )
-
-    def _check_crop(self, group: Group, sample: Sample) -> None:
-        crop, new = group.variant.crop, sample.max_new_tokens
-        if crop is not None and crop < 2 * new and len(sample.tokens) + new > crop:
-            raise ConfigError(
-                f"--methods=cropped: of {crop:,} tokens, the training length, {group.task.suite}:{group.task.name} "
-                f"keeps {new:,} for its answer, which leaves next to no prompt. Leave cropped out."
-            )
-
-    def _identity(self, group: Group, index: int, reading: str, settings: str) -> SampleRecord:
-        task = group.task
-        return {
-            "checkpoint_id": group.variant.subject.id,
-            "reading": reading,
-            "suite": task.suite,
-            "task": task.name,
-            "length": group.length,
-            "seed": self.seed,
-            "settings": settings,
-            "index": index,
-        }
-
-    def _settings(self, group: Group) -> str:
-        """A fingerprint of the task's settings and the tokenizer, which the samples depend on."""
-        task = group.task
-        text = json.dumps([dict(task.settings), self.tokenizer(group).fingerprint], sort_keys=True, default=str)
-        return f"{task.suite}-{SUITES[task.suite].protocol}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
     def _sample_record(self, group: Group, sample: Sample, output: str, length: int, seconds: float) -> SampleRecord:
-        task, variant = group.task, group.variant
-        scores = task.score(sample, output)
-        found = getattr(task, "found", None)
-        record = self._identity(group, sample.index, variant.fingerprint(length), self._settings(group)) | {
+        scores = group.task.score(sample, output)
+        found = getattr(group.task, "found", None)
+        record = group.identities[sample.index] | {
             "prompt": sample.fingerprint,
             "tokens": len(sample.tokens),
             "depth": list(sample.depth),
             "references": list(sample.references),
             "output": output,
-            "score": scores[task.metric],
+            "score": scores[group.task.metric],
             "scores": scores,
             "found": found(sample, output) if found else None,
             "facts": dict(sample.metadata),
-            **variant.sample_record(length),
-            "protocol": f"{task.suite}-{SUITES[task.suite].protocol}",
+            **group.variant.sample_record(length),
+            "protocol": group.prompts.protocol,
             "seconds": seconds,
         }
         return finite(record)
@@ -278,7 +290,7 @@ class Prompted:
             "source": task.name,
             **group.variant.record(length),
             "positional": answered[-1]["positional"],
-            "seed": self.seed,
+            "seed": group.prompts.seed,
             "metric": task.metric,
             "score": mean.score,
             "stderr": mean.stderr,
@@ -329,17 +341,12 @@ def schedule_length(tokens: int, training_length: int) -> int:
     return length
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Indices of samples answered together; `filled` repeats the last one to the batch size of the group."""
+def batches(indices: Sequence[int], most: int) -> list[tuple[list[int], list[int]]]:
+    """The smallest number of batches of at most `most`, all of one size, which is compiled once.
 
-    indices: list[int]
-    filled: list[int]
-
-
-def batches(indices: Sequence[int], most: int) -> list[Batch]:
-    """The smallest number of batches of at most `most`, all of one size, which is compiled once."""
+    Each is (its indices, its indices with the last one repeated up to that size).
+    """
     number = -(-len(indices) // most)
     size = -(-len(indices) // number)
     parts = [list(indices[start : start + size]) for start in range(0, len(indices), size)]
-    return [Batch(part, part + [part[-1]] * (size - len(part))) for part in parts]
+    return [(part, part + [part[-1]] * (size - len(part))) for part in parts]

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     adapter()
     from lm_eval.__main__ import cli_evaluate
 
-    # Its bootstraps fork otherwise; see records._in_one_process.
+    # Its bootstraps fork otherwise; see records.measure.
     multiprocessing.set_start_method("spawn", force=True)
     before, sys.argv = sys.argv, ["lm-eval", *with_defaults(arguments)]
     try:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from pe_lab.errors import CheckpointError, ConfigError, DataError, UnsupportedError, UserError, did_you_mean
-from pe_lab.evaluation.lm_eval.requests import Generation, Journal, Used, generate, generation_batches, seed_of
+from pe_lab.evaluation.lm_eval.requests import Answers, Generation, Journal, Used, generate, generation_batches, seed_of
 from pe_lab.evaluation.lm_eval.settings import add_bos, sequences_at_once, whole_number, with_encoding
 from pe_lab.evaluation.plan import parse_length
 from pe_lab.evaluation.scoring.likelihood import Likelihoods
@@ -62,6 +62,10 @@ class Adapter:
       UserError: an unknown setting, or one out of its range; a model without its tokenizer.
     """
 
+    # `TemplateLM` has properties of these names, which these replace; values are set for each model.
+    eot_token_id = prefix_token_id = max_length = max_gen_toks = 0
+    tokenizer_name = ""
+
     def __init__(
         self,
         pretrained: Any = None,
@@ -94,21 +98,23 @@ class Adapter:
             raise CheckpointError(f"'{lm.checkpoint.path}' came without a tokenizer; the harness gives texts.")
         lm = with_encoding(lm, positional, drop, logit_scale, attention)
         self.batch_size = sequences_at_once(batch_size)
-        self._max_length = lm.training_length
+        self.max_length = lm.training_length
         if max_length is not None:
-            self._max_length = parse_length("max_length", str(max_length), lm.training_length)
-        self._max_gen_toks = whole_number("max_gen_toks", max_gen_toks, 1, 2**31 - 1)
+            self.max_length = parse_length("max_length", str(max_length), lm.training_length)
+        self.max_gen_toks = whole_number("max_gen_toks", max_gen_toks, 1, 2**31 - 1)
         self._seed = whole_number("seed", seed, -(2**31), 2**32 - 1)
         self._text, self._add_bos = lm.tokenizer, add_bos(add_bos_token, lm.tokenizer)
-        self._prefix = self._text.eos_id if self._text.bos_id is None else self._text.bos_id
+        self.tokenizer_name = f"pe_lab__{lm.tokenizer.fingerprint}"
+        self.eot_token_id = lm.tokenizer.eos_id
+        self.prefix_token_id = self.eot_token_id if lm.tokenizer.bos_id is None else lm.tokenizer.bos_id
         if prefix_token_id is not None:
-            self._prefix = whole_number("prefix_token_id", prefix_token_id, 0, lm.config.vocab_size - 1)
+            self.prefix_token_id = whole_number("prefix_token_id", prefix_token_id, 0, lm.config.vocab_size - 1)
         self._likelihoods = Likelihoods(lm, self.batch_size, devices)
         # Generation uses all devices that the weights are on.
         checkpoint = dataclasses.replace(lm.checkpoint, params=self._likelihoods.params)
         moved = any(map(operator.is_not, *map(jax.tree.leaves, (checkpoint.params, lm.checkpoint.params))))
         self.lm = dataclasses.replace(lm, checkpoint=checkpoint) if moved else lm
-        self._begins = self.tok_decode([self._prefix], skip_special_tokens=False)
+        self._begins = self.tok_decode([self.prefix_token_id], skip_special_tokens=False)
         self.truncated = self.tokens = 0
         self.journal = Journal()
         self.used: dict[tuple[Any, Any], Used] = {}
@@ -116,26 +122,6 @@ class Adapter:
 
     # --------------------------------------------------------------------------------------------------------
     # The model
-
-    @property
-    def eot_token_id(self) -> int:
-        return self._text.eos_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        return self._prefix
-
-    @property
-    def max_length(self) -> int:
-        return self._max_length
-
-    @property
-    def max_gen_toks(self) -> int:
-        return self._max_gen_toks
-
-    @property
-    def tokenizer_name(self) -> str:
-        return f"pe_lab__{self._text.fingerprint}"
 
     def get_model_info(self) -> dict[str, Any]:
         """The description of the model in the results' config."""
@@ -216,24 +202,24 @@ class Adapter:
             pairs.append((context[-limit:], continuation))
         self._count(cut, len(pairs))
         rolling = bool(requests) and requests[0][0] is None
-        plan = self.journal.plan("loglikelihood_rolling" if rolling else "loglikelihood", pairs)
+        answers = Answers(self.journal, "loglikelihood_rolling" if rolling else "loglikelihood", pairs)
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for batch in self._likelihoods.batches(pairs):
-                if not plan.answered(batch.pairs):
+                if not answers.has(batch.pairs):
                     start = time.perf_counter()
                     known = {index: [found.total, found.greedy] for index, found in self._likelihoods.read(batch)}
-                    plan.put(known, time.perf_counter() - start)
+                    answers.put(known, time.perf_counter() - start)
                 for index in batch.pairs:
                     if requests[index][0] is not None:
-                        self.cache_hook.add_partial("loglikelihood", requests[index][0], tuple(plan.answers[index]))
+                        self.cache_hook.add_partial("loglikelihood", requests[index][0], tuple(answers[index]))
                 bar.update(len(batch.pairs))
         sizes = [len(context) + len(continuation) for context, continuation in pairs]
         self.tokens += sum(sizes)
         self._pairs = [
-            Used(size, len(context) + len(continuation), plan.seconds[index])
+            Used(size, len(context) + len(continuation), answers.seconds[index])
             for index, (size, (_, context, continuation)) in enumerate(zip(sizes, requests, strict=True))
         ]
-        return [tuple(plan.answers[index]) for index in range(len(pairs))]
+        return [tuple(answers[index]) for index in range(len(pairs))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -278,21 +264,21 @@ class Adapter:
                 seed = seed_of(self._seed, index) if sampling.get("temperature") else self._seed
                 asked[index] = Generation(prompt, limit, until, new_tokens, sampling, seed)
             self._count(sum(len(asked[index].prompt) > limit for index in indices), len(indices))
-        plan = self.journal.plan("generate_until", [asked[index] for index in range(len(requests))])
+        answers = Answers(self.journal, "generate_until", [asked[index] for index in range(len(requests))])
         texts = [""] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
             for indices in groups.values():
                 for batch, filled in generation_batches(self.lm, self.batch_size, asked, indices):
-                    if not plan.answered(batch):
+                    if not answers.has(batch):
                         start = time.perf_counter()
                         written = generate(self.lm, [asked[index] for index in filled])
-                        plan.put(dict(zip(batch, written, strict=False)), time.perf_counter() - start)
+                        answers.put(dict(zip(batch, written, strict=False)), time.perf_counter() - start)
                     for index in batch:
-                        request, text, whole = requests[index], plan.answers[index], len(asked[index].prompt)
+                        request, text, whole = requests[index], answers[index], len(asked[index].prompt)
                         texts[index] = text.removeprefix(" ") if self._drops_a_space else text
                         read = min(whole, asked[index].prompt_limit)
                         self.tokens += read + len(self._text.encode(text))
-                        self._note(request, Used(read, whole, plan.seconds[index]))
+                        self._note(request, Used(read, whole, answers.seconds[index]))
                         self.cache_hook.add_partial("generate_until", request.args, texts[index])
                     bar.update(len(batch))
         return texts

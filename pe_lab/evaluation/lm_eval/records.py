@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-import math
+import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 from pe_lab.evaluation.lm_eval.requests import Used
+from pe_lab.results.intervals import Z95, wilson
 from pe_lab.results.records import Record, finite
 from pe_lab.results.samples import SampleRecord
 
@@ -23,29 +23,23 @@ def measure(
     model: Any,
     manager: Any,
     loaded: Sequence[Any],
-    limit: float | None = None,
+    limit: int | None = None,
     num_fewshot: int | None = None,
     chat: bool = False,
 ) -> tuple[list[Record], Mapping[str, Sequence[Any]]]:
-    """Measures a `PeLabLM` on loaded tasks.
-
-    Args:
-      manager, loaded: as `open_tasks` returns them.
-      limit: documents of each task, or below 1 a share of them; None: all.
-      num_fewshot: examples before each question; None: the task's own number.
-      chat: whether questions are put as a user's messages.
+    """Measures a `PeLabLM` on tasks as `open_tasks` returns them; for the rest see `Harness`.
 
     Returns:
-      A record a task and metric: its `score` and `stderr` (None where it has none), `samples`, the task's `version`,
-      `num_fewshot`, `higher_is_better`, the release of the `harness`, `max_length`, the number of contexts of the task
-      that were `truncated` to it, and the `tokens` and `seconds` that it took. A metric after a filter is called
-      `metric,filter`. Groups have records of their own. And by task what the harness logs of each document.
+      A record a task or group that gives a number, with the `score` and `stderr` (None where it has none) of its main
+      `metric`, and the `scores` and `stderrs` of all: one after a filter is called `metric,filter`. `truncated` counts
+      the contexts that were cut. And by task what the harness logs of each document.
     """
     from lm_eval import simple_evaluate
 
     journal = model.journal
     before, tokens, kept, start = model.truncated, model.tokens, journal.seconds, time.perf_counter()
-    with _in_one_process():
+    # The harness bootstraps in forked processes, and a process in which JAX runs must not be forked.
+    with mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"):
         results = simple_evaluate(
             model,
             tasks=loaded,
@@ -56,53 +50,51 @@ def measure(
             fewshot_as_multiturn=chat,
             bootstrap_iters=BOOTSTRAPS,
         )
-    seconds = time.perf_counter() - start + journal.seconds - kept  # with those of answers by an earlier process
     more = {
         "max_length": model.max_length,
         "truncated": model.truncated - before,
         "tokens": model.tokens - tokens,
-        "seconds": seconds,
+        "seconds": time.perf_counter() - start + journal.seconds - kept,  # with those of answers by an earlier process
     }
-    return _records(results, more), results["samples"]
+    found = {**results["results"], **results.get("groups", {})}
+    records = [_record(task, metrics, results) for task, metrics in found.items()]
+    return [record | more for record in records if record], results["samples"]
 
 
-@contextlib.contextmanager
-def _in_one_process() -> Iterator[None]:
-    """The harness bootstraps in forked processes, and a process in which JAX runs must not be forked."""
-    before = os.environ.get("DISABLE_MULTIPROC")
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = before
-
-
-def _records(results: Mapping[str, Any], more: Mapping[str, Any]) -> list[Record]:
-    records = []
-    for task, metrics in {**results["results"], **results.get("groups", {})}.items():
-        for key, score in metrics.items():
-            metric, _, kind = key.partition(",")
-            if not kind or metric.endswith("_stderr"):
-                continue
-            stderr = metrics.get(f"{metric}_stderr,{kind}")
-            records.append(
-                {
-                    "task": task,
-                    "metric": metric if kind == "none" else key,
-                    "score": float(score) if isinstance(score, int | float) else score,
-                    "stderr": float(stderr) if isinstance(stderr, int | float) else None,
-                    "samples": metrics.get("sample_len"),
-                    "version": results["versions"].get(task),
-                    "num_fewshot": results["n-shot"].get(task),
-                    "higher_is_better": results["higher_is_better"].get(task, {}).get(metric),
-                    "harness": importlib.metadata.version("lm_eval"),
-                    **more,
-                }
-            )
-    return records
+def _record(task: str, found: Mapping[str, Any], results: Mapping[str, Any]) -> Record:
+    """The record of a task; empty where it gives no number."""
+    scores, stderrs = {}, {}
+    for key, score in found.items():
+        metric, _, kind = key.partition(",")
+        if kind and not metric.endswith("_stderr") and isinstance(score, int | float):
+            name, stderr = metric if kind == "none" else key, found.get(f"{metric}_stderr,{kind}")
+            scores[name] = float(score)
+            stderrs[name] = float(stderr) if isinstance(stderr, int | float) else None
+    if not scores:
+        return {}
+    names = sorted(scores, key=rank)
+    score, stderr, count = scores[names[0]], stderrs[names[0]], found.get("sample_len")
+    higher = results["higher_is_better"].get(task, {}).get(names[0].split(",")[0]) is not False
+    if stderr:
+        low, high = score - Z95 * stderr, score + Z95 * stderr
+        if higher and 0 <= score <= 1:
+            low, high = max(low, 0.0), min(high, 1.0)
+    else:  # equal answers, or a metric without a formula for its error
+        low, high = wilson(score, count) if higher and count and 0 <= score <= 1 else (None, None)
+    return {
+        "source": task,
+        "metric": names[0],
+        "score": score,
+        "stderr": stderr,
+        "low": low,
+        "high": high,
+        "samples": count,
+        "scores": {name: scores[name] for name in names},
+        "stderrs": {name: stderrs[name] for name in names},
+        "higher_is_better": higher,
+        "num_fewshot": results["n-shot"].get(task),
+        "task_version": results["versions"].get(task),
+    }
 
 
 def rank(metric: str) -> int:
@@ -173,15 +165,7 @@ def _output(answers: Sequence[Any]) -> Any:
 
 
 def _to_json(value: Any) -> Any:
-    """The value as JSON can hold it; the text of anything else, null for a number that is not finite."""
-    if isinstance(value, bool | int | str) or value is None:
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _to_json(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(item) for item in value]
-    if hasattr(value, "tolist"):  # NumPy's
-        return _to_json(value.tolist())
-    return str(value)
+    """The value as JSON holds it: arrays as lists, the text of anything else that JSON has no form for."""
+    return json.loads(
+        json.dumps(value, default=lambda other: other.tolist() if hasattr(other, "tolist") else str(other))
+    )

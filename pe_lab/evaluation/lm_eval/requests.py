@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import namedtuple
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,68 +82,68 @@ class Used:
         self.seconds += other.seconds
 
 
+@dataclass
 class Journal:
-    """The answers of one measurement: of one variant, on one task, group or tag.
-
-    Args:
-      path: a file of JSON lines; None keeps nothing.
-      identity: what the answers depend on besides the requests: checkpoint_id, reading, suite, task, settings ...
+    """The file that keeps the answers of one measurement: of one variant, on one task, group or tag.
 
     Attributes:
+      file: None keeps nothing.
+      identity: what the answers depend on besides the requests: checkpoint_id, reading, suite, task, settings ...
       found: the number of answers by an earlier process.
       seconds: the time that these took.
     """
 
-    def __init__(self, path: Path | None = None, identity: Mapping[str, Any] | None = None):
-        self._file = None if path is None else SampleFile(path)
-        self._identity = dict(identity or {})
-        self.found, self.seconds = 0, 0.0
-
-    def plan(self, kind: str, requests: Sequence[Any]) -> Plan:
-        """All requests of a call, with the answers that exist.
-
-        The batches follow from all requests, and so may the last digits of an answer: an answer counts only for a
-        request at the same place among the same requests.
-
-        Args:
-          kind: the method that was called, such as `generate_until`.
-          requests: as they are given to the model: tokens, stop strings, the seed of draws; compared by their `repr`.
-        """
-        digests = [hashlib.sha256(repr(request).encode()).hexdigest()[:16] for request in requests]
-        whole = hashlib.sha256("".join([kind, *digests]).encode()).hexdigest()[:16]
-        plan = Plan(self._identity | {"kind": kind}, whole, digests, self._file)
-        self.found += len(plan.answers)
-        self.seconds += sum(plan.seconds.values())
-        return plan
+    file: SampleFile | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    found: int = 0
+    seconds: float = 0.0
 
 
-class Plan:
-    """The requests of a call.
+class Answers:
+    """The answers to the requests of a call, by place, as far as they are known.
+
+    The batches follow from all requests, and so may the last digits of an answer: an answer that the journal keeps
+    counts only for a request at the same place among the same requests.
+
+    Args:
+      kind: the method that was called, such as `generate_until`.
+      requests: as they are given to the model: tokens, stop strings, the seed of draws; compared by their `repr`.
 
     Attributes:
-      answers: by place, as far as they are known.
       seconds: the time that each took.
     """
 
-    def __init__(self, identity: Mapping[str, Any], whole: str, digests: Sequence[str], file: SampleFile | None):
-        self._identity, self._whole, self._digests, self._file = identity, whole, digests, file
-        self.answers: dict[int, Any] = {}
+    def __init__(self, journal: Journal, kind: str, requests: Sequence[Any]):
+        self._file, self._identity = journal.file, {**journal.identity, "kind": kind}
+        self._digests = [hashlib.sha256(repr(request).encode()).hexdigest()[:16] for request in requests]
+        self._whole = hashlib.sha256("".join([kind, *self._digests]).encode()).hexdigest()[:16]
+        self._known: dict[int, Any] = {}
         self.seconds: dict[int, float] = {}
-        for place in range(len(digests)) if file is not None and file.records else ():
-            if (kept := file.records.get(key(self._record(place)))) is not None:
-                self.answers[place], self.seconds[place] = kept["answer"], kept["seconds"]
+        for place in range(len(requests)) if self._file is not None and self._file.records else ():
+            if (kept := self._file.records.get(key(self._record(place)))) is not None:
+                self._known[place], self.seconds[place] = kept["answer"], kept["seconds"]
+        journal.found += len(self._known)
+        journal.seconds += sum(self.seconds.values())
 
     def _record(self, place: int) -> SampleRecord:
         return {**self._identity, "request": self._digests[place], "index": f"{self._whole}:{place}"}
 
-    def answered(self, places: Iterable[int]) -> bool:
-        return all(place in self.answers for place in places)
+    def __getitem__(self, place: int) -> Any:
+        return self._known[place]
+
+    def has(self, places: Iterable[int]) -> bool:
+        """Whether all of them are known."""
+        return all(place in self._known for place in places)
 
     def put(self, answers: Mapping[int, Any], seconds: float) -> None:
         """Adds the answers of a batch, which took `seconds`; they are on disk on return. Existing answers stay."""
-        new = {place: answer for place, answer in answers.items() if place not in self.answers}
-        self.answers |= new
+        new = {place: answer for place, answer in answers.items() if place not in self._known}
+        self._known |= new
         self.seconds |= dict.fromkeys(new, seconds / len(answers))
         if self._file is not None:
-            more = [{"answer": answer, "seconds": self.seconds[place]} for place, answer in new.items()]
-            self._file.add([self._record(place) | rest for place, rest in zip(new, more, strict=True)])
+            self._file.add(
+                [
+                    self._record(place) | {"answer": answer, "seconds": self.seconds[place]}
+                    for place, answer in new.items()
+                ]
+            )

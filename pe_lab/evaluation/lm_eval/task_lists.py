@@ -91,8 +91,7 @@ def harness_version() -> str:
 def fingerprint(include_path: str | Path | None, besides: Path | None = None) -> str | None:
     """A digest of a folder of tasks, and of files elsewhere that its YAML files name; None without a folder.
 
-    Args:
-      besides: the directory of the results, whose files do not count.
+    Files in the directory `besides`, of the results, do not count.
 
     Raises:
       ConfigError: there is no such folder.

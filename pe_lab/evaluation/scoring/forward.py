@@ -66,7 +66,6 @@ class Forward:
         self._devices = len(devices)
         self._batch_sizes: dict[tuple[str, int, Mesh | None], int] = {}
         self._compiled: dict[tuple[str, int, Mesh | None, int], Callable[..., jax.Array]] = {}
-        self._chunked_forwards: dict[tuple[int, Mesh | None], ChunkedForward] = {}
 
     def schedule(self, layers: Sequence[Layer], length: int) -> Schedule:
         """The schedule of layers at a length, in the structure that all variants share."""
@@ -88,8 +87,7 @@ class Forward:
     def losses(self, params: Params, batch: Batch, layers: Sequence[Layer]) -> Float32[np.ndarray, "n T"]:
         """The cross-entropy of every target, nats. `batch`: tokens, targets, and perhaps segments and positions."""
         used = {name: batch[name] for name in ("tokens", "targets", "segments", "positions") if name in batch}
-        schedule = self.schedule(layers, batch["tokens"].shape[1])
-        return np.concatenate(list(self._outputs("losses", params, used, schedule)))
+        return np.concatenate(list(self._outputs("losses", params, used, layers)))
 
     def predictions(
         self,
@@ -100,8 +98,7 @@ class Forward:
     ) -> Int32[np.ndarray, "n Q"]:
         """The likeliest next token after each of the positions `at`."""
         batch = {"tokens": np.asarray(tokens, np.int32), "at": np.asarray(at, np.int32)}
-        schedule = self.schedule(layers, tokens.shape[1])
-        return np.concatenate(list(self._outputs("predictions", params, batch, schedule)))
+        return np.concatenate(list(self._outputs("predictions", params, batch, layers)))
 
     def scores(
         self,
@@ -124,34 +121,35 @@ class Forward:
         batch = {
             name: np.asarray(array, np.int32) for name, array in (("tokens", tokens), ("at", at), ("targets", targets))
         }
-        schedule = self.schedule(layers, schedule_length or tokens.shape[1])
-        for found in self._outputs("scores", params, batch, schedule, per_device):
+        for found in self._outputs("scores", params, batch, layers, schedule_length, per_device):
             yield found[..., 0], found[..., 1] > 0
 
     def _outputs(
-        self, output: str, params: Params, batch: Batch, schedule: Schedule, per_device: int | None = None
+        self,
+        output: str,
+        params: Params,
+        batch: Batch,
+        layers: Sequence[Layer],
+        schedule_length: int | None = None,
+        per_device: int | None = None,
     ) -> Iterator[np.ndarray]:
         """An output of all sequences, batch after batch."""
-        read = self._read_in_chunks if self._in_chunks(batch) else self._read_whole
-        return read(output, params, batch, schedule, per_device)
-
-    def _in_chunks(self, batch: Batch) -> bool:
-        """Whether sequences are read in chunks: long ones of one document each, each on one device."""
         total, length = batch["tokens"].shape
-        alone = "segments" not in batch and "positions" not in batch
-        return length > self._whole and alone and not self._meshes.shards(total, length)
+        schedule = self.schedule(layers, schedule_length or length)
+        one_document = "segments" not in batch and "positions" not in batch
+        if length > self._whole and one_document and not self._meshes.shards(total, length):
+            return self._read_in_chunks(output, params, batch, schedule)
+        return self._read_whole(output, params, batch, schedule, per_device)
 
-    def _read_in_chunks(
-        self, output: str, params: Params, batch: Batch, schedule: Schedule, per_device: int | None
-    ) -> Iterator[np.ndarray]:
-        total, length = batch["tokens"].shape
+    @functools.cached_property
+    def _chunked(self) -> ChunkedForward:
         chunk = CHUNK.get(jax.default_backend(), CHUNK_ELSEWHERE)
-        mesh = self._meshes.over_sequences
-        key = (chunk, mesh)
-        if key not in self._chunked_forwards:
-            config = dataclasses.replace(self.config, loss_chunks=self._loss_chunks(chunk))
-            self._chunked_forwards[key] = ChunkedForward(config, mesh, chunk=chunk)
-        reader = self._chunked_forwards[key]
+        config = dataclasses.replace(self.config, loss_chunks=self._loss_chunks(chunk))
+        return ChunkedForward(config, self._meshes.over_sequences, chunk=chunk)
+
+    def _read_in_chunks(self, output: str, params: Params, batch: Batch, schedule: Schedule) -> Iterator[np.ndarray]:
+        total, length = batch["tokens"].shape
+        reader = self._chunked
         size = self._devices * max(1, min(BATCH_TOKENS_ELSEWHERE // length, -(-total // self._devices)))
         for part, count in _batches(batch, size):
             on_position = self._on_position(count)

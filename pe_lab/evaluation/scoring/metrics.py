@@ -169,8 +169,6 @@ def code_similarity_levenshtein(output: str, reference: str) -> float:
     line = first_code_line(output)
     if line == reference:
         return 1.0
-    if not line or not reference:
-        return 0.0
     both = len(line) + len(reference)
     return round(100 * (1 - (both - 2 * common_length(line, reference)) / both)) / 100
 

@@ -6,17 +6,21 @@ NVIDIA/RULER.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pe_lab.errors import ConfigError, DataError, did_you_mean
+from pe_lab.errors import DataError, did_you_mean
 from pe_lab.evaluation.scoring.metrics import CONTROL, string_match_all, string_match_part
 from pe_lab.evaluation.tasks.ruler.suite import TASKS
 from pe_lab.evaluation.tasks.task import Sample
 from pe_lab.results.intervals import mean_of
+from pe_lab.results.records import Record
+from pe_lab.results.samples import SampleRecord
 from pe_lab.storage import read_records, write_records
+from pe_lab.terminal import console
 
 _CHUNK = re.compile(r"(.*[^_]+)-(\d+)")
 # A task's name up to its first underscore -> the beginning of the answer prefix in a prompt, and RULER's new tokens.
@@ -50,16 +54,17 @@ def _wrong(record: dict[str, Any]) -> str:
     return ""
 
 
-def score_predictions(directory: Path) -> list[dict[str, Any]]:
-    """The scores of all prediction files in a directory, one record a task.
+def score_predictions(directory: Path) -> list[Record]:
+    """The scores of all prediction files in a directory, one result record a task.
 
     Args:
       directory: has `<task>.jsonl` or `<task>-<chunk>.jsonl`, or directories of them such as 4096/pred. Other files
         are ignored, as RULER does.
 
     Returns:
-      Records with `task`, `length` (of the nearest directory whose name is a number, else None), `directory`, `score`
-      (per cent, two decimals), `mean` (with its interval), `nulls` (blank predictions), `samples`.
+      Records whose `length` is the nearest directory with a number for its name (else None), whose `label` has the
+      directories above that one, and whose `score` has the four decimals of RULER's per cents; `nulls` counts blank
+      predictions.
 
     Raises:
       DataError: there is no such file, a task has both a whole file and chunks, or a file is damaged.
@@ -85,23 +90,50 @@ def score_predictions(directory: Path) -> list[dict[str, Any]]:
             raise DataError(f"{paths[0]} is empty.")
         metric = string_match_part if task.startswith("qa_") else string_match_all
         scores = [metric(record["pred"], record["outputs"]) for record in records]
+        mean = mean_of(scores)
+        assert mean is not None
+        inside = folder.resolve().relative_to(directory.resolve()).parts
+        above = itertools.takewhile(lambda part: not part.isdecimal() and part != "pred", inside)
         scored.append(
             {
-                "task": task,
+                "suite": "ruler",
+                "source": task,
+                "run": directory.name,
+                "label": "/".join(above) or "predictions",
+                "metric": "string_match",
                 "length": _length(folder),
-                "directory": str(folder),
-                "score": round(sum(scores) / len(scores) * 100, 2),
-                "mean": mean_of(scores),
-                "nulls": sum(not CONTROL.sub("\n", record["pred"]).strip() for record in records),
+                "score": round(sum(scores) / len(scores) * 100, 2) / 100,
+                "low": mean.low,
+                "high": mean.high,
                 "samples": len(records),
+                "nulls": sum(not CONTROL.sub("\n", record["pred"]).strip() for record in records),
             }
         )
-    return sorted(scored, key=lambda record: (record["length"] or 0, TASKS.index(record["task"])))
+    return sorted(scored, key=lambda record: (record["length"] or 0, TASKS.index(record["source"])))
 
 
 def _length(directory: Path) -> int | None:
     names = [directory.resolve().name, *(parent.name for parent in directory.resolve().parents)]
     return next((int(name) for name in names if name.isdecimal()), None)
+
+
+def write_answers(
+    directory: Path, run: str, groups: Iterable[tuple[Any, Sequence[Sample], list[SampleRecord]]]
+) -> None:
+    """Writes the answers to RULER's tasks as its prediction files, `RUN-CHECKPOINT-LABEL/LENGTH/pred/TASK.jsonl`, and
+    the prompts beside them.
+
+    Args:
+      run: its name.
+      groups: `Prompted.answered()`.
+    """
+    for group, samples, answered in groups:
+        if group.task.suite == "ruler":
+            name = f"{run}-{group.variant.subject.path}-{group.variant.label}"
+            where = directory / re.sub(r"\W+", "-", name).strip("-") / str(group.length)
+            write_predictions(where / "pred" / f"{group.task.name}.jsonl", group.task.name, answered)
+            write_prompts(where / "data" / group.task.name / "validation.jsonl", group.task.name, samples)
+    console().print(f"RULER's files: {directory}")
 
 
 def write_predictions(path: Path, task: str, records: Iterable[Mapping[str, Any]]) -> None:
@@ -115,7 +147,7 @@ def write_predictions(path: Path, task: str, records: Iterable[Mapping[str, Any]
     Raises:
       DataError: the file cannot be written.
     """
-    _, new_tokens = _answer(task)
+    _, new_tokens = _ANSWERS[task.split("_")[0]]
     write_records(
         path,
         (
@@ -141,7 +173,7 @@ def write_prompts(path: Path, task: str, samples: Iterable[Sample]) -> None:
     Raises:
       DataError: the file cannot be written.
     """
-    beginning, _ = _answer(task)
+    beginning, _ = _ANSWERS[task.split("_")[0]]
 
     def records() -> Iterable[dict[str, Any]]:
         for sample in samples:
@@ -157,9 +189,3 @@ def write_prompts(path: Path, task: str, samples: Iterable[Sample]) -> None:
             }
 
     write_records(path, records(), "Give another directory.")
-
-
-def _answer(task: str) -> tuple[str, int]:
-    if task not in TASKS:
-        raise ConfigError(f"{task} is no task of RULER. {did_you_mean(task, TASKS)}")
-    return _ANSWERS[task.split("_")[0]]
