@@ -8,10 +8,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Shaped
 
-from pe_lab.checkpoints.families import GGUF_LLAMA, Tensor
-from pe_lab.checkpoints.source import check_finite, listing
+from pe_lab.checkpoints.families import GGUF_LLAMA
+from pe_lab.checkpoints.source import TensorSource, check_finite, listing
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, UnsupportedError
 from pe_lab.model import complete
@@ -37,7 +36,7 @@ _REFUSED = (
 )
 
 
-class GgufSource:
+class GgufSource(TensorSource):
     """See `Source`.
 
     Raises:
@@ -45,8 +44,6 @@ class GgufSource:
         shape.
       UnsupportedError: another architecture than llama's, or `gguf` is not installed.
     """
-
-    metadata: Mapping[str, Any] = {}
 
     def __init__(self, path: Path, display_name: str | None = None):
         self.path, self.display_name = path, display_name or f"gguf:{path}"
@@ -60,38 +57,20 @@ class GgufSource:
                 f"{path}: the architecture is '{architecture}'; pe_lab reads {', '.join(ARCHITECTURES)} from GGUF. "
                 "Import others from their Hugging Face directories."
             )
-        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self._stored = tensors
+        self._stored = tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self.model = _model(fields, tensors, str(path))
         # llama.cpp's converter interleaves the pairs of queries and keys.
         self._layout = Layout("interleaved")
         encoding, self.training_length = self._rope(fields)
         self.layers = (Layer(encoding),) * self.model.layers
-        self._by_leaf = {(leaf, t.layer): t for t in self._match(tensors) for leaf in t.paths}
+        shapes = {name: _shape(tensor) for name, tensor in tensors.items() if name not in ROPE_FACTORS}
+        leftover = self.match(GGUF_LLAMA, shapes, "llama", "its metadata")
+        if leftover:
+            raise CheckpointError(f"{path} has {listing(leftover)}, which pe_lab does not know.")
         # Quantized tensors become float32.
         kinds = {tensor.tensor_type.name for tensor in tensors.values()} - {"F32"}
         plain = {"BF16": ml_dtypes.bfloat16, "F16": np.float16}
         self.dtype = np.dtype(plain[kinds.pop()] if len(kinds) == 1 and kinds <= set(plain) else np.float32)
-
-    def _match(self, stored: Mapping[str, Any]) -> list[Tensor]:
-        try:
-            tensors = GGUF_LLAMA.tensors(self.model)
-        except UnsupportedError as error:
-            raise CheckpointError(f"{self.path}: GGUF's llama {error}.") from None
-        wanted = {tensor.name: tensor for tensor in tensors}
-        missing = sorted(set(wanted) - set(stored))
-        leftover = sorted(set(stored) - set(wanted) - set(ROPE_FACTORS))
-        if missing or leftover:
-            what = [f"lacks {listing(missing)}"] if missing else []
-            what += [f"has {listing(leftover)}, which pe_lab does not know"] if leftover else []
-            raise CheckpointError(f"{self.path} {' and '.join(what)}.")
-        for name, tensor in wanted.items():
-            shape = tuple(int(n) for n in reversed(stored[name].shape))  # GGUF counts axes from the innermost
-            if shape != tensor.shape:
-                raise CheckpointError(
-                    f"{self.path}: tensor '{name}' has shape {shape}; its metadata asks for {tensor.shape}."
-                )
-        return tensors
 
     def _rope(self, fields: Mapping[str, Any]) -> tuple[Rope | NoPE, int]:
         """The encoding, and the training length before any scaling."""
@@ -144,9 +123,9 @@ class GgufSource:
     def _factors(self, name: str) -> tuple[float, ...]:
         if name not in self._stored:
             return ()
-        return tuple(float(x) for x in check_finite(self._read(name), name, self.display_name))
+        return tuple(float(x) for x in check_finite(self._tensor(name), name, self.display_name))
 
-    def _read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+    def _tensor(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         import gguf
 
         stored = self._stored[name]
@@ -154,8 +133,7 @@ class GgufSource:
         data = stored.data if rows == slice(None) or len(stored.shape) == 1 else stored.data[rows]
         kind = stored.tensor_type.name
         if kind == "BF16":
-            shape = [int(n) for n in reversed(stored.shape)]
-            return np.ascontiguousarray(data).view(ml_dtypes.bfloat16).reshape(-1, *shape[1:])
+            return np.ascontiguousarray(data).view(ml_dtypes.bfloat16).reshape(-1, *_shape(stored)[1:])
         if kind in ("F32", "F16", "F64"):
             return np.array(data)
         try:
@@ -165,11 +143,10 @@ class GgufSource:
                 f"{self.path}: tensor '{name}' is {kind}, which gguf cannot dequantize ({error})."
             ) from None
 
-    def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
-        """See `Source`."""
-        tensor = self._by_leaf[leaf, layer]
-        array = check_finite(self._read(tensor.name, rows), tensor.name, self.display_name)
-        return array if rows != slice(None) else tensor.split(array, leaf, self._layout)
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """GGUF counts axes from the innermost."""
+    return tuple(int(n) for n in reversed(tensor.shape))
 
 
 def _is_scalar(name: str) -> bool:

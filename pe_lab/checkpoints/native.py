@@ -43,7 +43,7 @@ _CACHE_BYTES = (
 _FILE_BYTES = 2**28  # of an Orbax data file: its content stays in memory until the file is full
 
 
-class NativeSource:
+class NativeSource(Source):
     """See `Source`: a native checkpoint at any path that `store.resolve` takes.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,17 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import Shaped
 
-from pe_lab.checkpoints.families import LAYERS, leaf_paths
+from pe_lab.checkpoints.families import LAYERS, Table, Tensor, leaf_paths
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
-from pe_lab.positional import Layer
+from pe_lab.positional import Layer, Layout
 
 ROW_BYTES = 2**28  # of an embedding, read at once
 
 
-@runtime_checkable
-class Source(Protocol):
+class Source:
     """An open checkpoint of any format.
 
     Attributes:
@@ -43,8 +42,8 @@ class Source(Protocol):
     layers: tuple[Layer, ...]
     training_length: int
     dtype: np.dtype
-    tokenizer: str
-    metadata: Mapping[str, Any]
+    tokenizer: str = ""
+    metadata: Mapping[str, Any] = {}
 
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
         """One leaf of one layer; `rows` of the first axis of a leaf that is not stacked over layers.
@@ -52,7 +51,56 @@ class Source(Protocol):
         Raises:
           CheckpointError: it cannot be read, or has values that are not finite.
         """
-        ...
+        raise NotImplementedError
+
+
+class TensorSource(Source):
+    """A checkpoint of external tensors. A subclass calls `match`, sets `_layout`, and reads a tensor by `_tensor`."""
+
+    _layout: Layout
+    _by_leaf: dict[tuple[str, int | None], Tensor]
+    _last: tuple[str, np.ndarray] | None = None  # name and content of a tensor that holds several leaves
+
+    def match(self, table: Table, stored: Mapping[str, tuple[int, ...]], name: str, config: str) -> list[str]:
+        """Finds the tensor of every leaf, and returns the names of the tensors that are left over.
+
+        Args:
+          table: of the family.
+          stored: the shape of every tensor of the checkpoint.
+          name, config: of the family, and of what describes the model; for messages.
+
+        Raises:
+          CheckpointError: a tensor is missing, or has another shape than the model's.
+        """
+        tensors = table.tensors(self.model)
+        missing = [tensor.name for tensor in tensors if tensor.name not in stored]
+        if missing:
+            raise CheckpointError(f"{self.path} lacks {listing(missing)}, which {name} has.")
+        for tensor in tensors:
+            if stored[tensor.name] != tensor.shape:
+                raise CheckpointError(
+                    f"{self.path}: tensor '{tensor.name}' has shape {list(stored[tensor.name])}, and {config} gives "
+                    f"{list(tensor.shape)}."
+                )
+        self._by_leaf = {(path, tensor.layer): tensor for tensor in tensors for path in tensor.paths}
+        known = {tensor.name for tensor in tensors}
+        return [name for name in stored if name not in known and not name.endswith(table.ignored)]
+
+    def _tensor(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """A tensor, or rows of it, in a number format that numpy has."""
+        raise NotImplementedError
+
+    def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
+        """See `Source`."""
+        tensor = self._by_leaf[leaf, layer]
+        if rows != slice(None):
+            return check_finite(self._tensor(tensor.name, rows), tensor.name, self.display_name)
+        if self._last is None or self._last[0] != tensor.name:
+            self._last = tensor.name, check_finite(self._tensor(tensor.name), tensor.name, self.display_name)
+        array = tensor.split(self._last[1], leaf, self._layout)
+        if len(tensor.paths) == 1:
+            self._last = None
+        return array
 
 
 def check_finite(array: np.ndarray, name: str, where: str) -> np.ndarray:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pe_lab.checkpoints.source import Source
 from pe_lab.checkpoints.store import Checkpoint
 from pe_lab.config import ModelConfig
 from pe_lab.model import Model
@@ -90,11 +91,8 @@ def golden(name: str) -> tuple[np.ndarray, np.ndarray]:
         return file["tokens"], file["logits"]
 
 
-class Memory:
-    """A `Source` of random numbers, which counts what is read of it."""
-
-    metadata: dict[str, Any] = {}
-    tokenizer = ""
+class Memory(Source):
+    """A source of random numbers, which counts what is read of it."""
 
     def __init__(
         self, model: ModelConfig, layers: tuple[Layer, ...], training_length: int = 32, dtype: Any = "float32"
