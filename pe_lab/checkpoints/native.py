@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,9 +38,8 @@ from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Layout, from_json
 
-_CACHE_BYTES = (
-    2**30
-)  # of decoded chunks: a checkpoint of one device has one chunk per leaf, and layers are read from it one by one
+# Of decoded chunks: a checkpoint of one device has one chunk per leaf, and layers are read from it one by one.
+_CACHE_BYTES = 2**30
 _FILE_BYTES = 2**28  # of an Orbax data file: its content stays in memory until the file is full
 
 
@@ -104,9 +104,8 @@ class NativeSource(Source):
                 "context": {"cache_pool": {"total_bytes_limit": _CACHE_BYTES}},
             }
             try:
-                self._opened = {
-                    leaf: ts.open(spec, open=True, read=True).result()
-                }  # the last leaf only, with its cache
+                # The last leaf only, with its cache.
+                self._opened = {leaf: ts.open(spec, open=True, read=True).result()}
             except Exception as error:  # tensorstore raises ValueError for all failures
                 raise self._damaged(error) from error
         return self._opened[leaf]
@@ -124,18 +123,9 @@ class NativeSource(Source):
 class _Piecewise:
     """A leaf that Orbax saves piece by piece, without the whole leaf in memory."""
 
-    def __init__(
-        self,
-        source: Source,
-        leaf: str,
-        shape: tuple[int, ...],
-        lock: asyncio.Lock,
-        done: Callable[[int], None],
-        failures: list[Exception],
-    ):
+    def __init__(self, source: Source, leaf: str, shape: tuple[int, ...]):
         self.source, self.leaf, self.shape, self.dtype = source, leaf, shape, source.dtype
-        self.lock, self.done, self.failures = lock, done, failures
-        self.ndim, self.size = len(shape), int(np.prod(shape))
+        self.ndim, self.size = len(shape), math.prod(shape)
         self.nbytes = self.size * self.dtype.itemsize
 
     def pieces(self) -> list[tuple[Any, Callable[[], np.ndarray]]]:
@@ -149,8 +139,10 @@ class _Piecewise:
 class _PiecewiseHandler(ocp.type_handlers.NumpyHandler):
     """Writes a `_Piecewise` as Orbax writes a NumPy array, with one piece in memory at a time, leaf after leaf."""
 
-    def __init__(self) -> None:
+    def __init__(self, done: Callable[[int], None]):
         super().__init__(deepcopy_host_arrays=False)
+        self.done, self.lock = done, asyncio.Lock()
+        self.failures: list[Exception] = []
 
     async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: Any) -> None:
         import tensorstore as ts
@@ -159,23 +151,20 @@ class _PiecewiseHandler(ocp.type_handlers.NumpyHandler):
         rows = pieces[0][0].stop - pieces[0][0].start
         # One chunk per piece: a chunk of several pieces would be read and written again for each.
         tspec["metadata"]["chunks"] = [rows, *value.shape[1:]]
-        async with value.lock:
-            if value.failures:
+        async with self.lock:
+            if self.failures:
                 return
             try:
                 array = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
                 for where, read in pieces:
                     piece = np.ascontiguousarray(read(), value.dtype)
                     await array[where].write(piece)
-                    value.done(piece.nbytes)
+                    self.done(piece.nbytes)
                     del piece  # before the next one is read
             except Exception as error:
                 # `write_checkpoint` raises it. Raised here, it would leave the other leaves waiting for the lock in a
                 # loop that Orbax closes, and each would write an error to stderr.
-                value.failures.append(error)
-
-
-ocp.type_handlers.register_type_handler(_Piecewise, _PiecewiseHandler(), override=True)
+                self.failures.append(error)
 
 
 def write_checkpoint(
@@ -201,9 +190,9 @@ def write_checkpoint(
     """
     model = source.model
     shapes = leaf_paths(Model(model).shapes)
-    lock = asyncio.Lock()
-    failures: list[Exception] = []
-    params = {leaf: _Piecewise(source, leaf, tuple(s.shape), lock, done, failures) for leaf, s in shapes.items()}
+    params = {leaf: _Piecewise(source, leaf, tuple(s.shape)) for leaf, s in shapes.items()}
+    handler = _PiecewiseHandler(done)
+    ocp.type_handlers.register_type_handler(_Piecewise, handler, override=True)
     child = new_id()
     parents = list(source.metadata.get("lineage", ()))
     written = metadata_of(
@@ -239,12 +228,12 @@ def write_checkpoint(
         )
         manager.wait_until_finished()
     except Exception:
-        if not failures:
+        if not handler.failures:
             raise
     finally:
         log.setLevel(level)
         manager.close()
-    if failures:
+    if handler.failures:
         shutil.rmtree(directory / DIRECTORY, ignore_errors=True)  # Orbax takes the incomplete one for complete
-        raise failures[0]
+        raise handler.failures[0]
     return directory / DIRECTORY / "0"

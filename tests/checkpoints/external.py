@@ -119,9 +119,7 @@ class Memory(Source):
             for name in above:
                 at = at.setdefault(name, {})
             at[last] = jnp.asarray(array, jnp.float32)
-        model = self.model
-        schedule = build_schedule(self.layers, model.heads, model.kv_heads, model.head_dim)
-        return Checkpoint(self.path, 0, tree, model, self.layers, schedule, {})
+        return Checkpoint(self.path, 0, tree, self.model, self.layers, {})
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:
