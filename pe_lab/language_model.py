@@ -348,8 +348,10 @@ class LanguageModel:
     def save(self, directory: str | Path) -> Path:
         """Writes a child checkpoint into a new directory and returns its path; `init_from` can name it."""
         what = change(self.checkpoint.layers, self.layers)
-        save = None if self.tokenizer is None else functools.partial(save_tokenizer, self.tokenizer)
-        return write_child(self.checkpoint, self.layers, directory, what, save_tokenizer=save)
+        where = write_child(self.checkpoint, self.layers, directory, what)
+        if self.tokenizer is not None:
+            save_tokenizer(self.tokenizer, Path(directory) / "tokenizer")
+        return where
 
 
 def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> LanguageModel:

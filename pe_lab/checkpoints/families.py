@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jaxtyping import Shaped
 
 from pe_lab.config import ModelConfig
@@ -161,12 +162,9 @@ def leaf_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {path: tuple(leaf.shape[1:] if path.startswith(LAYERS) else leaf.shape) for path, leaf in whole.items()}
 
 
-def leaf_paths(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def leaf_paths(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a tree with the structure of parameters, by dotted path."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= leaf_paths(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
-    return found
+    return flatten_dict(tree, sep=".")
 
 
 @dataclass(frozen=True)

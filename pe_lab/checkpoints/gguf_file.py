@@ -17,7 +17,6 @@ from pe_lab.model import complete
 from pe_lab.positional import PI, Layer, Layout, LongRope, NoPE, Rope, Scaling, Yarn, frequencies
 from pe_lab.positional.rotation import fixed_point_frequencies
 
-ARCHITECTURES = ("llama",)
 # One divisor for each pair, which llama.cpp's converter writes for Llama 3.1's scaling and for LongRoPE.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -45,19 +44,19 @@ class GgufSource(TensorSource):
       UnsupportedError: another architecture than llama's, or `gguf` is not installed.
     """
 
-    def __init__(self, path: Path, display_name: str | None = None):
-        self.path, self.display_name = path, display_name or f"gguf:{path}"
-        self.tokenizer = f"gguf:{path}"
-        self._reader = _open(path)
-        fields = {name: field.contents() for name, field in self._reader.fields.items() if _is_scalar(name)}
-        self.fields: Mapping[str, Any] = fields
+    def __init__(self, path: Path):
+        self.path = path
+        self.display_name = self.tokenizer = f"gguf:{path}"
+        reader = _open(path)
+        # The vocabulary is read by the tokenizer only.
+        fields = {name: x.contents() for name, x in reader.fields.items() if not name.startswith("tokenizer.")}
         architecture = fields.get("general.architecture")
-        if architecture not in ARCHITECTURES:
+        if architecture != "llama":
             raise UnsupportedError(
-                f"{path}: the architecture is '{architecture}'; pe_lab reads {', '.join(ARCHITECTURES)} from GGUF. "
-                "Import others from their Hugging Face directories."
+                f"{path}: the architecture is '{architecture}'; pe_lab reads llama from GGUF. Import others from their "
+                "Hugging Face directories."
             )
-        self._stored = tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._stored = tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.model = _model(fields, tensors, str(path))
         # llama.cpp's converter interleaves the pairs of queries and keys.
         self._layout = Layout("interleaved")
@@ -90,9 +89,10 @@ class GgufSource(TensorSource):
         gain = float(fields.get("llama.rope.scaling.attn_factor", 1.0))
         divided = kind != "none" and factor != 1
         if (shared and divided) or bool(short) != bool(long) or (gain != 1 and not short):
+            tables = ", ".join(name for name in ROPE_FACTORS if name in self._stored) or "none"
             raise CheckpointError(
                 f"{self.path}: its rope scaling is {kind} by {factor:g}, its attention factor {gain:g}, its tables "
-                f"{', '.join(self._tables()) or 'none'}: an unknown combination."
+                f"{tables}: an unknown combination."
             )
         if short and long:
             scaling = LongRope(short, long, original, max(1.0, length / original), gain)
@@ -116,9 +116,6 @@ class GgufSource(TensorSource):
         encoding = Rope(base, 1.0, scaling)
         bare = not fixed_point_frequencies(frequencies(encoding, model.head_dim)[0]).any()
         return NoPE() if bare else encoding, length
-
-    def _tables(self) -> list[str]:
-        return [name for name in ROPE_FACTORS if name in self._stored]
 
     def _factors(self, name: str) -> tuple[float, ...]:
         if name not in self._stored:
@@ -147,11 +144,6 @@ class GgufSource(TensorSource):
 def _shape(tensor: Any) -> tuple[int, ...]:
     """GGUF counts axes from the innermost."""
     return tuple(int(n) for n in reversed(tensor.shape))
-
-
-def _is_scalar(name: str) -> bool:
-    """Whether a field is no part of the vocabulary, which only the tokenizer reads."""
-    return not name.startswith("tokenizer.ggml.") or name == "tokenizer.ggml.model"
 
 
 def _open(path: Path) -> Any:

@@ -50,12 +50,9 @@ class Described:
 
 
 def read_config(config: Mapping[str, Any], tensor_names: Sequence[str], where: str) -> Described:
-    """Reads a `config.json` of transformers 4 or 5.
+    """Reads a `config.json` of transformers 4 or 5; `where` names it in messages.
 
-    Args:
-      config: its content.
-      tensor_names: of the checkpoint; they tell whether a `llama_drope` without `attention_type` has a QK-norm.
-      where: the file, for messages.
+    `tensor_names` tell whether a `llama_drope` without `attention_type` has a QK-norm.
 
     Raises:
       UnsupportedError: an architecture without a table, or a value that pe_lab does not support.

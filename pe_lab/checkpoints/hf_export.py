@@ -27,29 +27,17 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # with safete
 
 @dataclass(frozen=True)
 class Export:
-    """A planned export.
-
-    Attributes:
-      family: the architecture.
-      config: the content of `config.json`.
-      layers: with the encodings that the architecture has.
-      tensors: to write, in order.
-      layout: of their heads.
-      dtype: float32, bfloat16 or float16.
-      scales: per layer, the factor to fold into its queries.
-      folded: the leaves of a layer that are multiplied by its factor.
-      notes: messages about folded scales and fixed encodings.
-    """
+    """A planned export."""
 
     family: Family
-    config: dict[str, Any]
-    layers: tuple[Layer, ...]
-    tensors: tuple[Tensor, ...]
-    layout: Layout
-    dtype: str
-    scales: tuple[float, ...]
-    folded: tuple[str, ...]
-    notes: tuple[str, ...]
+    config: dict[str, Any]  # the content of `config.json`
+    layers: tuple[Layer, ...]  # with the encodings that the architecture has
+    tensors: tuple[Tensor, ...]  # to write, in order
+    layout: Layout  # of their heads
+    dtype: str  # one of `DTYPES`
+    scales: tuple[float, ...]  # per layer, the factor to fold into its queries
+    folded: tuple[str, ...]  # the leaves of a layer that are multiplied by its factor
+    notes: tuple[str, ...]  # messages about folded scales and fixed encodings
 
     @property
     def size(self) -> int:
@@ -106,14 +94,7 @@ def plan_export(
 def write_huggingface(
     source: Source, export: Export, directory: Path, done: Callable[[int], None] = lambda size: None
 ) -> None:
-    """Writes `config.json` and the weights into a directory, one tensor at a time.
-
-    Args:
-      source: the model that `export` was planned for.
-      export: see `plan_export`.
-      directory: where to write; see `new_directory`.
-      done: called with the number of bytes after each tensor.
-    """
+    """Writes a planned export of `source` into a directory, and calls `done` with the bytes of each tensor."""
     write_json(directory / "config.json", export.config)
     shards = _shards(export)
     names = [SINGLE] if len(shards) == 1 else [
@@ -223,12 +204,8 @@ def choose_family(model: ModelConfig, layers: Sequence[Layer]) -> Family:
 def exported_layers(layers: Sequence[Layer], length: int | None) -> tuple[tuple[Layer, ...], tuple[float, ...]]:
     """The layers without logit scales, and the scales to fold into the weights of the queries.
 
-    Args:
-      layers: of the model.
-      length: tokens at which to fix scales and scalings that depend on the length; None keeps the scalings.
-
-    Raises:
-      UnsupportedError: a scale that depends on the length, and no length.
+    Scales and scalings that depend on the length are fixed at `length` tokens; None keeps such scalings, and raises an
+    `UnsupportedError` for such a scale.
     """
     plain, scales = [], []
     for n, layer in enumerate(layers):

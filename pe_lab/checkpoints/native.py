@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 from jaxtyping import Shaped
 
-from pe_lab.checkpoints.families import LAYERS, canonical_leaf, leaf_paths
-from pe_lab.checkpoints.source import Source, check_finite, nested, row_blocks
+from pe_lab.checkpoints.families import canonical_leaf, leaf_paths
+from pe_lab.checkpoints.source import Source, blocks, check_finite, nested, shardings
 from pe_lab.checkpoints.store import (
     DIRECTORY,
     FORMER_NAMES,
@@ -75,15 +74,10 @@ class NativeSource(Source):
 
     def restore(self, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
         """All parameters, in float32, on the first device or sharded over a mesh."""
-        shapes, axes = self._model.shapes, self._model.axes
-        if mesh is None:
-            shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
-        else:
-            chosen = rules or AxisRules()
-            shardings = jax.tree.map(lambda s, axes: chosen.sharding(mesh, axes, s.shape), shapes, axes)
+        wanted = templates(self._model.shapes, shardings(self._model, mesh, rules))
         store = Store(self.path.parent, read_only=True)
         try:
-            params, _ = store.restore(self.step, templates(shapes, shardings))
+            params, _ = store.restore(self.step, wanted)
         except Exception as error:
             raise self._damaged(error) from error
         finally:
@@ -128,13 +122,6 @@ class _Piecewise:
         self.ndim, self.size = len(shape), math.prod(shape)
         self.nbytes = self.size * self.dtype.itemsize
 
-    def pieces(self) -> list[tuple[Any, Callable[[], np.ndarray]]]:
-        """(index in the leaf, function that reads the piece), in order."""
-        if self.leaf.startswith(LAYERS):
-            return [(slice(n, n + 1), lambda n=n: self.source.read(self.leaf, n)[None]) for n in range(self.shape[0])]
-        blocks = row_blocks(self.shape, self.dtype.itemsize)
-        return [(rows, lambda rows=rows: self.source.read(self.leaf, rows=rows)) for rows in blocks]
-
 
 class _PiecewiseHandler(ocp.type_handlers.NumpyHandler):
     """Writes a `_Piecewise` as Orbax writes a NumPy array, with one piece in memory at a time, leaf after leaf."""
@@ -147,18 +134,17 @@ class _PiecewiseHandler(ocp.type_handlers.NumpyHandler):
     async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: Any) -> None:
         import tensorstore as ts
 
-        pieces = value.pieces()
-        rows = pieces[0][0].stop - pieces[0][0].start
+        pieces = blocks(value.leaf, value.shape, value.dtype.itemsize)
         # One chunk per piece: a chunk of several pieces would be read and written again for each.
-        tspec["metadata"]["chunks"] = [rows, *value.shape[1:]]
+        tspec["metadata"]["chunks"] = [pieces[0].stop, *value.shape[1:]]
         async with self.lock:
             if self.failures:
                 return
             try:
                 array = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
-                for where, read in pieces:
-                    piece = np.ascontiguousarray(read(), value.dtype)
-                    await array[where].write(piece)
+                for block in pieces:
+                    piece = np.ascontiguousarray(value.source.read_block(value.leaf, block), value.dtype)
+                    await array[block].write(piece)
                     self.done(piece.nbytes)
                     del piece  # before the next one is read
             except Exception as error:
@@ -179,11 +165,9 @@ def write_checkpoint(
     Memory holds one piece at a time: one layer of one leaf, or some rows of an embedding.
 
     Args:
-      source: the checkpoint to read.
-      directory: where to write; see `new_directory`.
-      final: the later name of the directory, for the lineage.
+      directory, final: where to write, and the later name of that directory, for the lineage.
       metadata: more metadata to write.
-      done: called with the number of bytes after each write.
+      done: called with the number of bytes after each piece.
 
     Raises:
       CheckpointError: the source cannot be read completely.
@@ -193,12 +177,11 @@ def write_checkpoint(
     params = {leaf: _Piecewise(source, leaf, tuple(s.shape)) for leaf, s in shapes.items()}
     handler = _PiecewiseHandler(done)
     ocp.type_handlers.register_type_handler(_Piecewise, handler, override=True)
-    child = new_id()
-    parents = list(source.metadata.get("lineage", ()))
+    entry = lineage_entry(f"converted from {source.display_name}", new_id(), str(final / DIRECTORY / "0"), 0)
     written = metadata_of(
         model,
         source.layers,
-        id=child,
+        id=entry["id"],
         run=final.name,
         phase=final.name,
         phase_index=0,
@@ -207,10 +190,7 @@ def write_checkpoint(
         training_length=source.training_length,
         vocab_size=model.vocab_size,
         weights_dtype=str(source.dtype),
-        lineage=[
-            *parents,
-            lineage_entry(f"converted from {source.display_name}", child, str(final / DIRECTORY / "0"), 0),
-        ],
+        lineage=[*source.metadata.get("lineage", ()), entry],
         **metadata,
     )
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False, create=True)

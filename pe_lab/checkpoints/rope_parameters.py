@@ -44,11 +44,6 @@ def read_rope(config: Mapping[str, Any], head_dim: int, family: Family) -> tuple
     Contradictions are resolved as in transformers 5: `rope_scaling` precedes `rope_parameters`, and a base inside them
     precedes one outside. Keys of another family count for nothing.
 
-    Args:
-      config: the content of `config.json`.
-      head_dim: K.
-      family: for its names and defaults.
-
     Raises:
       UnsupportedError: an unknown rope type.
       CheckpointError, ConfigError: a number that is missing or not valid.
@@ -126,13 +121,7 @@ def write_rope(encoding: Rotary, head_dim: int, length: int, family: Family) -> 
 
     An encoding without a name in transformers, whose frequencies do not depend on the length and whose gain is one
     number, is written as LongRoPE with equal short and long tables, which divide each pair's frequency: p-RoPE, for
-    example, and partial RoPE on an architecture that rotates whole heads.
-
-    Args:
-      encoding: of the rotating layers.
-      head_dim: K.
-      length: tokens of a training window, for `max_position_embeddings`.
-      family: GPT-NeoX has other names, and partial rotary heads.
+    example, and partial RoPE on an architecture that rotates whole heads. `length` is the training length in tokens.
 
     Raises:
       UnsupportedError: transformers cannot express the encoding; names the nearest that it can.
