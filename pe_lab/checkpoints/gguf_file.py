@@ -10,12 +10,12 @@ import ml_dtypes
 import numpy as np
 
 from pe_lab.checkpoints.families import GGUF_LLAMA
+from pe_lab.checkpoints.rope_parameters import Rotary, nope_if_unrotated
 from pe_lab.checkpoints.source import TensorSource, check_finite, listing
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, UnsupportedError
 from pe_lab.model import complete
-from pe_lab.positional import PI, Layer, Layout, LongRope, NoPE, Rope, Scaling, Yarn, frequencies
-from pe_lab.positional.rotation import fixed_point_frequencies
+from pe_lab.positional import PI, Layer, Layout, LongRope, Rope, Scaling, Yarn
 
 # One divisor for each pair, which llama.cpp's converter writes for Llama 3.1's scaling and for LongRoPE.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -71,7 +71,7 @@ class GgufSource(TensorSource):
         plain = {"BF16": ml_dtypes.bfloat16, "F16": np.float16}
         self.dtype = np.dtype(plain[kinds.pop()] if len(kinds) == 1 and kinds <= set(plain) else np.float32)
 
-    def _rope(self, fields: Mapping[str, Any]) -> tuple[Rope | NoPE, int]:
+    def _rope(self, fields: Mapping[str, Any]) -> tuple[Rotary, int]:
         """The encoding, and the training length before any scaling."""
         model = self.model
         length = int(fields.get("llama.context_length", 2048))
@@ -113,9 +113,7 @@ class GgufSource(TensorSource):
             raise CheckpointError(
                 f"{self.path}: rope scaling '{kind}' is unknown. Known: none, linear, yarn, longrope."
             )
-        encoding = Rope(base, 1.0, scaling)
-        bare = not fixed_point_frequencies(frequencies(encoding, model.head_dim)[0]).any()
-        return NoPE() if bare else encoding, length
+        return nope_if_unrotated(Rope(base, 1.0, scaling), model.head_dim), length
 
     def _factors(self, name: str) -> tuple[float, ...]:
         if name not in self._stored:

@@ -17,15 +17,14 @@ from pe_lab.positional import CANONICAL, Layer, Layout, NoPE, PartialRope, Rope,
 
 PE_LAB_KEY = "pe_lab"  # of config.json, with pe_lab's own descriptions of the layers; transformers ignores it
 
-# transformers' names of pe_lab's activations; the first of each is written.
 _ACTIVATIONS = {
     "silu": "silu",
+    "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
-    "swish": "silu",
     "gelu_new": "gelu_tanh",
 }
-_EXTERNAL_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+_EXTERNAL_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 _DROPE_NORMS = {"nope": "none", "qk_norm_nope": "flat"}  # qk_norm by `attention_type` of llama_drope
 # Keys that no family supports, with the values that have no effect.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -102,12 +101,12 @@ def _read(config: Mapping[str, Any], tensor_names: Sequence[str]) -> Described:
 
 def _read_model(config: Mapping[str, Any], family: Family, tensor_names: Sequence[str]) -> ModelConfig:
     found: dict[str, Any] = {"dtype": "float32", **family.fixed}
-    kinds = {field.name: field.type for field in fields(ModelConfig)}
+    kinds = {field.name: type(field.default) for field in fields(ModelConfig)}
     for name, (key, default) in family.keys.items():
         default = config.get(default) if isinstance(default, str) else default
-        if kinds[name] == "bool":
+        if kinds[name] is bool:
             found[name] = bool(config.get(key, default))
-        elif kinds[name] == "int":
+        elif kinds[name] is int:
             found[name] = _whole(config, key, default)
         else:
             value = config.get(key, default)

@@ -218,9 +218,7 @@ def exported_layers(layers: Sequence[Layer], length: int | None) -> tuple[tuple[
                     "folded into the weights, which --length=TOKENS does."
                 )
             scale = scale.at(length)
-        encoding = layer.encoding
-        if length is not None:
-            encoding = _at_length(encoding, length)
+        encoding = layer.encoding if length is None else _at_length(layer.encoding, length)
         plain.append(dataclasses.replace(layer, encoding=encoding, logit_scale=1.0))
         scales.append(float(scale))
     return tuple(plain), tuple(scales)

@@ -112,8 +112,12 @@ def read_rope(config: Mapping[str, Any], head_dim: int, family: Family) -> tuple
             f"{part:g} of {head_dim} channels are {int(head_dim * part)}, an odd number; transformers rotates "
             "one more of them, at frequencies that pe_lab's partial rotary heads do not have."
         )
-    fixed_freq = fixed_point_frequencies(frequencies(encoding, head_dim)[0])
-    return (NoPE() if not fixed_freq.any() else encoding), length
+    return nope_if_unrotated(encoding, head_dim), length
+
+
+def nope_if_unrotated(encoding: Rotary, head_dim: int) -> Rotary:
+    """The encoding, or NoPE if none of its pairs rotates."""
+    return encoding if fixed_point_frequencies(frequencies(encoding, head_dim)[0]).any() else NoPE()
 
 
 def write_rope(encoding: Rotary, head_dim: int, length: int, family: Family) -> dict[str, Any]:
