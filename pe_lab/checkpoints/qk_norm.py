@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pe_lab.attention import LayerEncoding, encode_keys, encode_queries
+from pe_lab.attention import LayerEncoding
 from pe_lab.attention.key_block import AttentionInputs
 from pe_lab.attention.reference import visible
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
 from pe_lab.model.decoder import layer_arrays
-from pe_lab.positional import LayerStructure, Schedule
+from pe_lab.positional import LayerStructure, Schedule, rotate
 
 Batch = Mapping[str, Any]  # tokens, targets, weights [B, T]; segments and positions where documents are masked
 
@@ -190,19 +190,20 @@ def _compare_logits(
     """See `_logit_sums`; one head at a time, so that the largest array is [B, T, T]."""
     T, H = old[0].shape[1:3]
     seen = visible(T, AttentionInputs(query_segments=segments, key_segments=segments), window)
-    rotation = encoding._replace(noise=None)
 
-    def rotated(query: jax.Array, key: jax.Array) -> list[jax.Array]:
-        """Both in float32, [H, B, T, K]."""
-        q = encode_queries(query.astype(jnp.float32), rotation, key.shape[2], None)
-        k = encode_keys(key.astype(jnp.float32), rotation, H, None)
-        return [jnp.moveaxis(jnp.repeat(x, H // x.shape[2], axis=2), 2, 0) for x in (q, k)]
+    def encoded(x: jax.Array) -> jax.Array:
+        """Queries or keys, rotated, float32, [H, B, T, K]."""
+        x = jnp.repeat(x.astype(jnp.float32), H // x.shape[2], axis=2)
+        if encoding.cos is not None and encoding.sin is not None:
+            cos, sin = (jnp.repeat(table, H // table.shape[2], axis=2) for table in (encoding.cos, encoding.sin))
+            x = rotate(x, cos, sin)
+        return jnp.moveaxis(x, 2, 0)
 
-    def head(qk: list[jax.Array]) -> jax.Array:
+    def head(qk: tuple[jax.Array, ...]) -> jax.Array:
         a, b = (jnp.where(seen, jnp.einsum("btk,bsk->bts", q, k), 0.0) for q, k in (qk[:2], qk[2:]))
         return jnp.stack([(a * a).sum(), (a * b).sum(), (b * b).sum()])
 
-    return jax.lax.map(head, [*rotated(*old), *rotated(*new)])
+    return jax.lax.map(head, tuple(encoded(x) for x in (*old, *new)))
 
 
 def _mean_loss(model: Model, params: Params, schedule: Schedule, batch: Batch, replicated: Any) -> float:
