@@ -58,7 +58,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, family: Family) -> tuple
             f"layers of different types have different rope parameters ({', '.join(given)}), which none of "
             "pe_lab's families has."
         )
-    rope = {**(by_layer[0] if by_layer else given)}
+    rope = by_layer[0] if by_layer else given
     outer = config.get("rotary_emb_base" if family.neox else "rope_theta")
     base = _number(rope, "rope_theta", outer if outer is not None else family.theta)
     outer = config.get("rotary_pct" if family.neox else "partial_rotary_factor")
