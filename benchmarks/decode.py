@@ -41,7 +41,7 @@ from pe_lab.language_model import LanguageModel
 from pe_lab.model import Model, Statistics, preset
 from pe_lab.parallel import start_processes
 from pe_lab.parallel.host_memory import keep_freed_memory
-from pe_lab.positional import Rope, build_schedule, layers
+from pe_lab.positional import Rope, layers
 from pe_lab.terminal import command
 from pe_lab.training.machine import machine, versions
 
@@ -99,9 +99,8 @@ def random_model() -> LanguageModel:
     """SmolLM2-135M's shape with random weights."""
     config = Model(from_dict(ModelConfig, preset("smollm2_135m", dtype="float32"), "smollm2_135m")).config
     described = layers(Rope(base=ROPE_BASE), config.layers)
-    schedule = build_schedule(described, config.heads, config.kv_heads, config.head_dim)
     params = Model(config).init(jax.random.key(0))
-    checkpoint = Checkpoint(Path("random"), 0, params, config, described, schedule, {})
+    checkpoint = Checkpoint(Path("random"), 0, params, config, described, {})
     return LanguageModel(checkpoint, described)
 
 

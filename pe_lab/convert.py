@@ -14,7 +14,7 @@ import numpy as np
 
 from pe_lab.checkpoints import Checkpoint, is_external, open_checkpoint, open_source
 from pe_lab.checkpoints.families import FAMILIES, leaf_paths
-from pe_lab.checkpoints.hf_write import DTYPES, Export, plan_export, token_ids, write_huggingface
+from pe_lab.checkpoints.hf_export import DTYPES, Export, plan_export, token_ids, write_huggingface
 from pe_lab.checkpoints.native import write_checkpoint
 from pe_lab.checkpoints.parity import Verdict, compare, find_python, fits_twice
 from pe_lab.checkpoints.source import Source, nested

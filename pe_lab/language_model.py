@@ -178,29 +178,22 @@ class LanguageModel:
         prompt: Prompt,
         max_new_tokens: int = 128,
         *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        stop: str | Sequence[str] = (),
-        seed: int = 0,
-        eos_ids: Collection[int] | None = None,
-        cache_length: int | None = None,
-        refresh: int = 1,
         text: bool | None = None,
         statistics: Statistics | None = None,
+        **settings: Any,
     ) -> Any:
         """Continues one prompt or several. Each token is the one that `logits` of the whole sequence would give.
 
         Args:
           prompt: a string, several strings, token ids, or several sequences of ids, of any lengths.
           max_new_tokens: per prompt; generation ends earlier at an end-of-text token or a stop string.
+          text: whether strings or ids are returned. None: what was given.
+          statistics: counts and seconds are added to it.
           temperature, top_k, top_p, seed: as in `model.Sampling`. The default takes the likeliest token.
           stop: strings that end a continuation, and are not part of it.
           eos_ids: tokens that end a continuation; by default the tokenizer's.
           cache_length: the largest number of tokens of a prompt and its continuation; by default as many as needed.
           refresh: for encodings that depend on the length, see `model.Request`; 1 is exact, 0 is fast.
-          text: whether strings or ids are returned. None: what was given.
-          statistics: counts and seconds are added to it.
 
         Returns:
           The continuation: a string for a string, an array of ids for ids, a list of them for several prompts.
@@ -213,9 +206,7 @@ class LanguageModel:
         as_text = as_text if text is None else text
         if as_text and self.tokenizer is None:
             raise DataError(f"'{self.checkpoint.path}' came without a tokenizer; ids cannot be decoded.")
-        request = self._request(
-            max_new_tokens, temperature, top_k, top_p, stop, seed, eos_ids, cache_length, refresh
-        )  # fmt: skip
+        request = self._request(max_new_tokens, **settings)
         decode = self.tokenizer.decode if self.tokenizer is not None and (as_text or request.stop) else None
         decoder = _decoder(self.config, _mesh_of(self.checkpoint.params))
         weights = _weights_of(self.checkpoint, decoder)
@@ -224,19 +215,7 @@ class LanguageModel:
         return results if several else results[0]
 
     def stream(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int = 128,
-        *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        stop: str | Sequence[str] = (),
-        seed: int = 0,
-        eos_ids: Collection[int] | None = None,
-        cache_length: int | None = None,
-        refresh: int = 1,
-        statistics: Statistics | None = None,
+        self, prompt: Prompt, max_new_tokens: int = 128, *, statistics: Statistics | None = None, **settings: Any
     ) -> Iterator[str]:
         """Yields the continuation of one prompt in pieces; arguments and errors as in `generate`.
 
@@ -247,9 +226,7 @@ class LanguageModel:
             raise ConfigError("stream continues one prompt; use generate for several.")
         if self.tokenizer is None:
             raise DataError(f"'{self.checkpoint.path}' came without a tokenizer; use generate with token ids.")
-        request = self._request(
-            max_new_tokens, temperature, top_k, top_p, stop, seed, eos_ids, cache_length, refresh
-        )  # fmt: skip
+        request = self._request(max_new_tokens, **settings)
         decoder = _decoder(self.config, _mesh_of(self.checkpoint.params))
         decoder.check(prompts, request, self.tokenizer.decode)
         weights = _weights_of(self.checkpoint, decoder)
@@ -276,14 +253,14 @@ class LanguageModel:
     def _request(
         self,
         max_new_tokens: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        stop: str | Sequence[str],
-        seed: int,
-        eos_ids: Collection[int] | None,
-        cache_length: int | None,
-        refresh: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+        eos_ids: Collection[int] | None = None,
+        cache_length: int | None = None,
+        refresh: int = 1,
     ) -> Request:
         if eos_ids is None:
             known = self.tokenizer
@@ -371,8 +348,10 @@ class LanguageModel:
     def save(self, directory: str | Path) -> Path:
         """Writes a child checkpoint into a new directory and returns its path; `init_from` can name it."""
         what = change(self.checkpoint.layers, self.layers)
-        save = None if self.tokenizer is None else functools.partial(save_tokenizer, self.tokenizer)
-        return write_child(self.checkpoint, self.layers, directory, what, save_tokenizer=save)
+        where = write_child(self.checkpoint, self.layers, directory, what)
+        if self.tokenizer is not None:
+            save_tokenizer(self.tokenizer, Path(directory) / "tokenizer")
+        return where
 
 
 def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> LanguageModel:

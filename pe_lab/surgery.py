@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -176,17 +175,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.logit_scale:
         scale = logit_scale(parent, args.logit_scale)
         after = tuple(dataclasses.replace(layer, logit_scale=scale) for layer in after)
-    what, edited = change(parent.layers, after), None
+    what = change(parent.layers, after)
     if what == NOTHING and not kind:
         raise ConfigError(f"'{parent.path}' already has these encodings; there is nothing to change.")
     schedule = build_schedule(after, model.heads, model.kv_heads, model.head_dim)
     if kind:
         batch = fitting_batch(parent, args.text)
         model, params, effect = change_qk_norm(model, parent.params, kind, schedule, batch, init=args.qk_norm_init)
-        what, edited = str(effect) if what == NOTHING else f"{what}; {effect}", (model, params)
+        what = str(effect) if what == NOTHING else f"{what}; {effect}"
+        parent = dataclasses.replace(parent, model=model, params=params)
     tokenizer = load_tokenizer(parent.tokenizer) if parent.tokenizer else None
-    save = None if tokenizer is None else functools.partial(save_tokenizer, tokenizer)
-    where = write_child(parent, after, to, what, edited, save)
+    where = write_child(parent, after, to, what)
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, to / "tokenizer")
     print(describe(schedule, after))
     print(f"{where}: child of {parent.path}: {what}")
     return 0

@@ -13,7 +13,7 @@ from tiny_runs import arrays, compilations_kept, tiny, train  # noqa: F401
 
 from pe_lab import convert, surgery
 from pe_lab.checkpoints import open_checkpoint, parity
-from pe_lab.checkpoints.hf_write import plan_export, write_huggingface
+from pe_lab.checkpoints.hf_export import plan_export, write_huggingface
 from pe_lab.config import ModelConfig
 from pe_lab.convert import main
 from pe_lab.model import Model

@@ -1,9 +1,9 @@
 """Tensor names and shapes of external checkpoints: one table per family, read in both directions.
 
-A table maps an external tensor to native leaves of parameters. Leaves below `layers.` are stacked over layers; `{n}` is
+A table maps an external module to native leaves of parameters. Leaves below `layers.` are stacked over layers; `{n}` is
 the number of one layer. `LEAVES` has the conversion of each kind of leaf: Hugging Face stores a linear layer as
 [out, in] with all heads in one axis, pe_lab as [in, out] with an axis for heads. GPT-NeoX fuses queries, keys and
-values into one tensor, which is one line of its table.
+values into one module, which is one entry of its table.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jaxtyping import Shaped
 
 from pe_lab.config import ModelConfig
@@ -84,27 +85,36 @@ def _leaf(path: str, shape: tuple[int, ...]) -> Leaf:
 
 @dataclass(frozen=True)
 class Table:
-    """A family's tensors and the leaves in each: one, or several that are joined head by head."""
+    """A family's modules and the leaves in their weights: one leaf, or several that are joined head by head.
 
-    names: Mapping[str, str | tuple[str, ...]]
+    The tensor `MODULE.weight` holds the leaves that are listed, `MODULE.bias` their biases, if the model has any.
+    """
+
+    modules: Mapping[str, str | tuple[str, ...]]
     ignored: tuple[str, ...] = ()  # endings of tensors without weights: masks and tables of old files
 
     def tensors(self, model: ModelConfig) -> list[Tensor]:
         """The tensors of a model of this shape; `UnsupportedError` for leaves that the family has no name for."""
         shapes = leaf_shapes(model)
         found: list[Tensor] = []
-        for name, paths in self.names.items():
-            paths = (paths,) if isinstance(paths, str) else paths
-            if not all(path in shapes for path in paths):
-                continue
-            count = model.layers if paths[0].startswith(LAYERS) else 1
-            for n in range(count):
-                layer = n if paths[0].startswith(LAYERS) else None
-                found.append(Tensor(name.format(n=n), paths, layer, tuple(shapes[path] for path in paths)))
+        for kind, leaf_of in (("weight", str), ("bias", _bias)):
+            for module, listed in self.modules.items():
+                paths = tuple(leaf_of(path) for path in ((listed,) if isinstance(listed, str) else listed))
+                if not all(path in shapes for path in paths):
+                    continue
+                for layer in range(model.layers) if paths[0].startswith(LAYERS) else [None]:
+                    name = f"{module.format(n=layer)}.{kind}"
+                    found.append(Tensor(name, paths, layer, tuple(shapes[path] for path in paths)))
         missing = sorted(set(shapes) - {path for tensor in found for path in tensor.paths})
         if missing:
             raise UnsupportedError(f"has no tensors for {', '.join(missing)}")
         return found
+
+
+def _bias(weight: str) -> str:
+    """The leaf of the bias that belongs to a weight."""
+    norm = weight.removesuffix(".scale")
+    return f"{norm}.bias" if norm != weight else f"{weight}_bias"
 
 
 @dataclass(frozen=True)
@@ -152,12 +162,9 @@ def leaf_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {path: tuple(leaf.shape[1:] if path.startswith(LAYERS) else leaf.shape) for path, leaf in whole.items()}
 
 
-def leaf_paths(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def leaf_paths(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a tree with the structure of parameters, by dotted path."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= leaf_paths(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
-    return found
+    return flatten_dict(tree, sep=".")
 
 
 @dataclass(frozen=True)
@@ -168,8 +175,9 @@ class Family:
       model_type, architecture: names in `config.json`.
       table: its tensors.
       fixed: fields of `ModelConfig` with one value in all models of the family.
-      free: fields of `ModelConfig` that `config.json` sets, in addition to the sizes of every family.
-      theta, fraction, length, tied: transformers' defaults for keys that `config.json` does not have.
+      keys: of `config.json`, for the other fields: (key, transformers' default, which may be another key). None: the
+        key must be given.
+      theta, fraction, length: transformers' defaults of the rotation, and of the training length.
       windows: layers may have a sliding window.
       bare_layers: single layers may be without encoding.
       stock: transformers reads it without remote code.
@@ -179,104 +187,97 @@ class Family:
     architecture: str
     table: Table
     fixed: Mapping[str, Any]
-    free: tuple[str, ...] = ()
+    keys: Mapping[str, tuple[str, Any]]
     theta: float = 10000.0
     fraction: float = 1.0
     length: int = 2048
-    tied: bool = False
     windows: bool = False
     bare_layers: bool = False
     stock: bool = True
 
+    @property
+    def neox(self) -> bool:
+        """Whether it has GPT-NeoX's names for the rotation, and heads that rotate in part."""
+        return self.model_type == "gpt_neox"
 
-_EMBEDDER = {
-    "model.embed_tokens.weight": "token_embedder.embedding",
-    "model.norm.weight": "token_embedder.final_norm.scale",
-    "lm_head.weight": "token_embedder.unembedding",
-}
-_BLOCK = {
-    "model.layers.{n}.input_layernorm.weight": "layers.attention_norm.scale",
-    "model.layers.{n}.self_attn.q_proj.weight": "layers.attention.query",
-    "model.layers.{n}.self_attn.k_proj.weight": "layers.attention.key",
-    "model.layers.{n}.self_attn.v_proj.weight": "layers.attention.value",
-    "model.layers.{n}.self_attn.o_proj.weight": "layers.attention.out",
-    "model.layers.{n}.post_attention_layernorm.weight": "layers.mlp_norm.scale",
-    "model.layers.{n}.mlp.gate_proj.weight": "layers.mlp.gate",
-    "model.layers.{n}.mlp.up_proj.weight": "layers.mlp.up",
-    "model.layers.{n}.mlp.down_proj.weight": "layers.mlp.down",
-}
-_QKV_BIAS = {
-    "model.layers.{n}.self_attn.q_proj.bias": "layers.attention.query_bias",
-    "model.layers.{n}.self_attn.k_proj.bias": "layers.attention.key_bias",
-    "model.layers.{n}.self_attn.v_proj.bias": "layers.attention.value_bias",
-}
-_OUT_BIAS = {"model.layers.{n}.self_attn.o_proj.bias": "layers.attention.out_bias"}
-_MLP_BIAS = {
-    "model.layers.{n}.mlp.gate_proj.bias": "layers.mlp.gate_bias",
-    "model.layers.{n}.mlp.up_proj.bias": "layers.mlp.up_bias",
-    "model.layers.{n}.mlp.down_proj.bias": "layers.mlp.down_bias",
-}
-_QK_NORM = {
-    "model.layers.{n}.self_attn.q_norm.weight": "layers.attention.query_norm.scale",
-    "model.layers.{n}.self_attn.k_norm.weight": "layers.attention.key_norm.scale",
-}
-_LLAMA = _EMBEDDER | _BLOCK
-_OLD_TABLES = ("rotary_emb.inv_freq",)
 
-_NEOX = {
-    "gpt_neox.embed_in.weight": "token_embedder.embedding",
-    "gpt_neox.final_layer_norm.weight": "token_embedder.final_norm.scale",
-    "gpt_neox.final_layer_norm.bias": "token_embedder.final_norm.bias",
-    "embed_out.weight": "token_embedder.unembedding",
-    "gpt_neox.layers.{n}.input_layernorm.weight": "layers.attention_norm.scale",
-    "gpt_neox.layers.{n}.input_layernorm.bias": "layers.attention_norm.bias",
-    "gpt_neox.layers.{n}.post_attention_layernorm.weight": "layers.mlp_norm.scale",
-    "gpt_neox.layers.{n}.post_attention_layernorm.bias": "layers.mlp_norm.bias",
-    "gpt_neox.layers.{n}.attention.query_key_value.weight": (
-        "layers.attention.query",
-        "layers.attention.key",
-        "layers.attention.value",
-    ),
-    "gpt_neox.layers.{n}.attention.query_key_value.bias": (
-        "layers.attention.query_bias",
-        "layers.attention.key_bias",
-        "layers.attention.value_bias",
-    ),
-    "gpt_neox.layers.{n}.attention.dense.weight": "layers.attention.out",
-    "gpt_neox.layers.{n}.attention.dense.bias": "layers.attention.out_bias",
-    "gpt_neox.layers.{n}.mlp.dense_h_to_4h.weight": "layers.mlp.up",
-    "gpt_neox.layers.{n}.mlp.dense_h_to_4h.bias": "layers.mlp.up_bias",
-    "gpt_neox.layers.{n}.mlp.dense_4h_to_h.weight": "layers.mlp.down",
-    "gpt_neox.layers.{n}.mlp.dense_4h_to_h.bias": "layers.mlp.down_bias",
-}
+_LLAMA = Table(
+    {
+        "model.embed_tokens": "token_embedder.embedding",
+        "model.norm": "token_embedder.final_norm.scale",
+        "lm_head": "token_embedder.unembedding",
+        "model.layers.{n}.input_layernorm": "layers.attention_norm.scale",
+        "model.layers.{n}.self_attn.q_proj": "layers.attention.query",
+        "model.layers.{n}.self_attn.k_proj": "layers.attention.key",
+        "model.layers.{n}.self_attn.v_proj": "layers.attention.value",
+        "model.layers.{n}.self_attn.o_proj": "layers.attention.out",
+        "model.layers.{n}.post_attention_layernorm": "layers.mlp_norm.scale",
+        "model.layers.{n}.mlp.gate_proj": "layers.mlp.gate",
+        "model.layers.{n}.mlp.up_proj": "layers.mlp.up",
+        "model.layers.{n}.mlp.down_proj": "layers.mlp.down",
+        "model.layers.{n}.self_attn.q_norm": "layers.attention.query_norm.scale",
+        "model.layers.{n}.self_attn.k_norm": "layers.attention.key_norm.scale",
+    },
+    ignored=("rotary_emb.inv_freq",),
+)
+
+_NEOX = Table(
+    {
+        "gpt_neox.embed_in": "token_embedder.embedding",
+        "gpt_neox.final_layer_norm": "token_embedder.final_norm.scale",
+        "embed_out": "token_embedder.unembedding",
+        "gpt_neox.layers.{n}.input_layernorm": "layers.attention_norm.scale",
+        "gpt_neox.layers.{n}.post_attention_layernorm": "layers.mlp_norm.scale",
+        "gpt_neox.layers.{n}.attention.query_key_value": (
+            "layers.attention.query",
+            "layers.attention.key",
+            "layers.attention.value",
+        ),
+        "gpt_neox.layers.{n}.attention.dense": "layers.attention.out",
+        "gpt_neox.layers.{n}.mlp.dense_h_to_4h": "layers.mlp.up",
+        "gpt_neox.layers.{n}.mlp.dense_4h_to_h": "layers.mlp.down",
+    },
+    ignored=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+)
 
 # GGUF's llama family. Queries and keys have the interleaved layout: llama.cpp's converter permutes them.
 GGUF_LLAMA = Table(
     {
-        "token_embd.weight": "token_embedder.embedding",
-        "output_norm.weight": "token_embedder.final_norm.scale",
-        "output.weight": "token_embedder.unembedding",
-        "blk.{n}.attn_norm.weight": "layers.attention_norm.scale",
-        "blk.{n}.attn_q.weight": "layers.attention.query",
-        "blk.{n}.attn_k.weight": "layers.attention.key",
-        "blk.{n}.attn_v.weight": "layers.attention.value",
-        "blk.{n}.attn_output.weight": "layers.attention.out",
-        "blk.{n}.attn_q.bias": "layers.attention.query_bias",
-        "blk.{n}.attn_k.bias": "layers.attention.key_bias",
-        "blk.{n}.attn_v.bias": "layers.attention.value_bias",
-        "blk.{n}.attn_output.bias": "layers.attention.out_bias",
-        "blk.{n}.ffn_norm.weight": "layers.mlp_norm.scale",
-        "blk.{n}.ffn_gate.weight": "layers.mlp.gate",
-        "blk.{n}.ffn_up.weight": "layers.mlp.up",
-        "blk.{n}.ffn_down.weight": "layers.mlp.down",
-        "blk.{n}.ffn_gate.bias": "layers.mlp.gate_bias",
-        "blk.{n}.ffn_up.bias": "layers.mlp.up_bias",
-        "blk.{n}.ffn_down.bias": "layers.mlp.down_bias",
+        "token_embd": "token_embedder.embedding",
+        "output_norm": "token_embedder.final_norm.scale",
+        "output": "token_embedder.unembedding",
+        "blk.{n}.attn_norm": "layers.attention_norm.scale",
+        "blk.{n}.attn_q": "layers.attention.query",
+        "blk.{n}.attn_k": "layers.attention.key",
+        "blk.{n}.attn_v": "layers.attention.value",
+        "blk.{n}.attn_output": "layers.attention.out",
+        "blk.{n}.ffn_norm": "layers.mlp_norm.scale",
+        "blk.{n}.ffn_gate": "layers.mlp.gate",
+        "blk.{n}.ffn_up": "layers.mlp.up",
+        "blk.{n}.ffn_down": "layers.mlp.down",
     }
 )
 
+_EVERY_KEY = {
+    "vocab_size": ("vocab_size", None),
+    "layers": ("num_hidden_layers", None),
+    "d_model": ("hidden_size", None),
+    "d_ff": ("intermediate_size", None),
+    "heads": ("num_attention_heads", None),
+    "tie_embeddings": ("tie_word_embeddings", False),
+}
+_LLAMA_KEYS = _EVERY_KEY | {
+    "kv_heads": ("num_key_value_heads", "num_attention_heads"),
+    "head_dim": ("head_dim", 0),  # 0: d_model / heads
+    "norm_epsilon": ("rms_norm_eps", 1e-6),
+}
+_ATTENTION_BIAS = {"attention_bias": ("attention_bias", False), "output_bias": ("attention_bias", False)}
+_MLP_BIAS = {"mlp_bias": ("mlp_bias", False)}
+_TIED = {"tie_embeddings": ("tie_word_embeddings", True)}
+
 _SEQUENTIAL = {"parallel_block": False, "gated_mlp": True, "scale_embeddings": False}
-_LLAMA_SHAPE = _SEQUENTIAL | {"norm": "rms", "activation": "silu", "qk_norm": "none"}
+_LLAMA_BLOCK = _SEQUENTIAL | {"norm": "rms", "activation": "silu"}
+_GEMMA_BLOCK = _SEQUENTIAL | {"norm": "rms_plus_one", "activation": "gelu_tanh", "scale_embeddings": True}
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -284,35 +285,35 @@ FAMILIES: dict[str, Family] = {
         Family(
             "llama",
             "LlamaForCausalLM",
-            Table(_LLAMA | _QKV_BIAS | _OUT_BIAS | _MLP_BIAS, _OLD_TABLES),
-            _LLAMA_SHAPE,
-            free=("attention_bias", "output_bias", "mlp_bias"),
+            _LLAMA,
+            _LLAMA_BLOCK | {"qk_norm": "none"},
+            _LLAMA_KEYS | _ATTENTION_BIAS | _MLP_BIAS,
         ),
         Family(
             "qwen2",
             "Qwen2ForCausalLM",
-            Table(_LLAMA | _QKV_BIAS, _OLD_TABLES),
-            _LLAMA_SHAPE | {"attention_bias": True, "output_bias": False, "mlp_bias": False},
+            _LLAMA,
+            _LLAMA_BLOCK | {"qk_norm": "none", "attention_bias": True, "output_bias": False, "mlp_bias": False},
+            _LLAMA_KEYS,
             windows=True,
             length=32768,
         ),
         Family(
             "qwen3",
             "Qwen3ForCausalLM",
-            Table(_LLAMA | _QKV_BIAS | _OUT_BIAS | _QK_NORM),
-            _LLAMA_SHAPE | {"qk_norm": "head", "mlp_bias": False},
-            free=("attention_bias", "output_bias"),
+            _LLAMA,
+            _LLAMA_BLOCK | {"qk_norm": "head", "mlp_bias": False},
+            _LLAMA_KEYS | _ATTENTION_BIAS | {"head_dim": ("head_dim", 128)},
             windows=True,
             length=32768,
         ),
         Family(
             "smollm3",
             "SmolLM3ForCausalLM",
-            Table(_LLAMA | _QKV_BIAS | _OUT_BIAS | _MLP_BIAS),
-            _LLAMA_SHAPE,
-            free=("attention_bias", "output_bias", "mlp_bias"),
+            _LLAMA,
+            _LLAMA_BLOCK | {"qk_norm": "none"},
+            _LLAMA_KEYS | _ATTENTION_BIAS | _MLP_BIAS | _TIED,
             theta=2_000_000.0,
-            tied=True,
             windows=True,
             bare_layers=True,
             length=32768,
@@ -320,33 +321,32 @@ FAMILIES: dict[str, Family] = {
         Family(
             "gemma",
             "GemmaForCausalLM",
-            Table(_LLAMA | _QKV_BIAS | _OUT_BIAS),
-            _SEQUENTIAL
-            | {
-                "norm": "rms_plus_one",
-                "activation": "gelu_tanh",
-                "scale_embeddings": True,
-                "qk_norm": "none",
-                "mlp_bias": False,
-            },
-            free=("attention_bias", "output_bias"),
-            tied=True,
+            _LLAMA,
+            _GEMMA_BLOCK | {"qk_norm": "none", "mlp_bias": False},
+            _LLAMA_KEYS | _ATTENTION_BIAS | _TIED | {"head_dim": ("head_dim", 256)},
             length=8192,
         ),
         Family(
             "gpt_neox",
             "GPTNeoXForCausalLM",
-            Table(_NEOX, ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")),
+            _NEOX,
             {"norm": "layer", "gated_mlp": False, "scale_embeddings": False, "qk_norm": "none", "mlp_bias": True},
-            free=("attention_bias", "output_bias", "parallel_block", "activation"),
+            _EVERY_KEY
+            | {
+                "kv_heads": ("num_attention_heads", None),
+                "norm_epsilon": ("layer_norm_eps", 1e-5),
+                "parallel_block": ("use_parallel_residual", True),
+                "attention_bias": ("attention_bias", True),
+                "output_bias": ("attention_bias", True),
+            },
             fraction=0.25,
         ),
-        Family(
+        Family(  # qk_norm is read from `attention_type`
             "llama_drope",
             "DroPELlamaForCausalLM",
-            Table(_LLAMA | _QKV_BIAS | _OUT_BIAS | _MLP_BIAS | _QK_NORM, _OLD_TABLES),
-            {key: value for key, value in _LLAMA_SHAPE.items() if key != "qk_norm"},
-            free=("attention_bias", "output_bias", "mlp_bias", "qk_norm"),
+            _LLAMA,
+            _LLAMA_BLOCK,
+            _LLAMA_KEYS | _ATTENTION_BIAS | _MLP_BIAS,
             stock=False,
         ),
     )

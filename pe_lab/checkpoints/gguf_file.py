@@ -8,17 +8,15 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Shaped
 
-from pe_lab.checkpoints.families import GGUF_LLAMA, Tensor
-from pe_lab.checkpoints.source import check_finite, listing
+from pe_lab.checkpoints.families import GGUF_LLAMA
+from pe_lab.checkpoints.rope_parameters import Rotary, nope_if_unrotated
+from pe_lab.checkpoints.source import TensorSource, check_finite, listing
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError, UnsupportedError
 from pe_lab.model import complete
-from pe_lab.positional import PI, Layer, Layout, LongRope, NoPE, Rope, Scaling, Yarn, frequencies
-from pe_lab.positional.rotation import fixed_point_frequencies
+from pe_lab.positional import PI, Layer, Layout, LongRope, Rope, Scaling, Yarn
 
-ARCHITECTURES = ("llama",)
 # One divisor for each pair, which llama.cpp's converter writes for Llama 3.1's scaling and for LongRoPE.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -37,7 +35,7 @@ _REFUSED = (
 )
 
 
-class GgufSource:
+class GgufSource(TensorSource):
     """See `Source`.
 
     Raises:
@@ -46,54 +44,34 @@ class GgufSource:
       UnsupportedError: another architecture than llama's, or `gguf` is not installed.
     """
 
-    metadata: Mapping[str, Any] = {}
-
-    def __init__(self, path: Path, display_name: str | None = None):
-        self.path, self.display_name = path, display_name or f"gguf:{path}"
-        self.tokenizer = f"gguf:{path}"
-        self._reader = _open(path)
-        fields = {name: field.contents() for name, field in self._reader.fields.items() if _is_scalar(name)}
-        self.fields: Mapping[str, Any] = fields
+    def __init__(self, path: Path):
+        self.path = path
+        self.display_name = self.tokenizer = f"gguf:{path}"
+        reader = _open(path)
+        # The vocabulary is read by the tokenizer only.
+        fields = {name: x.contents() for name, x in reader.fields.items() if not name.startswith("tokenizer.")}
         architecture = fields.get("general.architecture")
-        if architecture not in ARCHITECTURES:
+        if architecture != "llama":
             raise UnsupportedError(
-                f"{path}: the architecture is '{architecture}'; pe_lab reads {', '.join(ARCHITECTURES)} from GGUF. "
-                "Import others from their Hugging Face directories."
+                f"{path}: the architecture is '{architecture}'; pe_lab reads llama from GGUF. Import others from their "
+                "Hugging Face directories."
             )
-        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self._stored = tensors
+        self._stored = tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.model = _model(fields, tensors, str(path))
         # llama.cpp's converter interleaves the pairs of queries and keys.
         self._layout = Layout("interleaved")
         encoding, self.training_length = self._rope(fields)
         self.layers = (Layer(encoding),) * self.model.layers
-        self._by_leaf = {(leaf, t.layer): t for t in self._match(tensors) for leaf in t.paths}
+        shapes = {name: _shape(tensor) for name, tensor in tensors.items() if name not in ROPE_FACTORS}
+        leftover = self.match(GGUF_LLAMA, shapes, "llama", "its metadata")
+        if leftover:
+            raise CheckpointError(f"{path} has {listing(leftover)}, which pe_lab does not know.")
         # Quantized tensors become float32.
         kinds = {tensor.tensor_type.name for tensor in tensors.values()} - {"F32"}
         plain = {"BF16": ml_dtypes.bfloat16, "F16": np.float16}
         self.dtype = np.dtype(plain[kinds.pop()] if len(kinds) == 1 and kinds <= set(plain) else np.float32)
 
-    def _match(self, stored: Mapping[str, Any]) -> list[Tensor]:
-        try:
-            tensors = GGUF_LLAMA.tensors(self.model)
-        except UnsupportedError as error:
-            raise CheckpointError(f"{self.path}: GGUF's llama {error}.") from None
-        wanted = {tensor.name: tensor for tensor in tensors}
-        missing = sorted(set(wanted) - set(stored))
-        leftover = sorted(set(stored) - set(wanted) - set(ROPE_FACTORS))
-        if missing or leftover:
-            what = [f"lacks {listing(missing)}"] if missing else []
-            what += [f"has {listing(leftover)}, which pe_lab does not know"] if leftover else []
-            raise CheckpointError(f"{self.path} {' and '.join(what)}.")
-        for name, tensor in wanted.items():
-            shape = tuple(int(n) for n in reversed(stored[name].shape))  # GGUF counts axes from the innermost
-            if shape != tensor.shape:
-                raise CheckpointError(
-                    f"{self.path}: tensor '{name}' has shape {shape}; its metadata asks for {tensor.shape}."
-                )
-        return tensors
-
-    def _rope(self, fields: Mapping[str, Any]) -> tuple[Rope | NoPE, int]:
+    def _rope(self, fields: Mapping[str, Any]) -> tuple[Rotary, int]:
         """The encoding, and the training length before any scaling."""
         model = self.model
         length = int(fields.get("llama.context_length", 2048))
@@ -111,9 +89,10 @@ class GgufSource:
         gain = float(fields.get("llama.rope.scaling.attn_factor", 1.0))
         divided = kind != "none" and factor != 1
         if (shared and divided) or bool(short) != bool(long) or (gain != 1 and not short):
+            tables = ", ".join(name for name in ROPE_FACTORS if name in self._stored) or "none"
             raise CheckpointError(
                 f"{self.path}: its rope scaling is {kind} by {factor:g}, its attention factor {gain:g}, its tables "
-                f"{', '.join(self._tables()) or 'none'}: an unknown combination."
+                f"{tables}: an unknown combination."
             )
         if short and long:
             scaling = LongRope(short, long, original, max(1.0, length / original), gain)
@@ -134,19 +113,14 @@ class GgufSource:
             raise CheckpointError(
                 f"{self.path}: rope scaling '{kind}' is unknown. Known: none, linear, yarn, longrope."
             )
-        encoding = Rope(base, 1.0, scaling)
-        bare = not fixed_point_frequencies(frequencies(encoding, model.head_dim)[0]).any()
-        return NoPE() if bare else encoding, length
-
-    def _tables(self) -> list[str]:
-        return [name for name in ROPE_FACTORS if name in self._stored]
+        return nope_if_unrotated(Rope(base, 1.0, scaling), model.head_dim), length
 
     def _factors(self, name: str) -> tuple[float, ...]:
         if name not in self._stored:
             return ()
-        return tuple(float(x) for x in check_finite(self._read(name), name, self.display_name))
+        return tuple(float(x) for x in check_finite(self._tensor(name), name, self.display_name))
 
-    def _read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+    def _tensor(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         import gguf
 
         stored = self._stored[name]
@@ -154,8 +128,7 @@ class GgufSource:
         data = stored.data if rows == slice(None) or len(stored.shape) == 1 else stored.data[rows]
         kind = stored.tensor_type.name
         if kind == "BF16":
-            shape = [int(n) for n in reversed(stored.shape)]
-            return np.ascontiguousarray(data).view(ml_dtypes.bfloat16).reshape(-1, *shape[1:])
+            return np.ascontiguousarray(data).view(ml_dtypes.bfloat16).reshape(-1, *_shape(stored)[1:])
         if kind in ("F32", "F16", "F64"):
             return np.array(data)
         try:
@@ -165,16 +138,10 @@ class GgufSource:
                 f"{self.path}: tensor '{name}' is {kind}, which gguf cannot dequantize ({error})."
             ) from None
 
-    def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
-        """See `Source`."""
-        tensor = self._by_leaf[leaf, layer]
-        array = check_finite(self._read(tensor.name, rows), tensor.name, self.display_name)
-        return array if rows != slice(None) else tensor.split(array, leaf, self._layout)
 
-
-def _is_scalar(name: str) -> bool:
-    """Whether a field is no part of the vocabulary, which only the tokenizer reads."""
-    return not name.startswith("tokenizer.ggml.") or name == "tokenizer.ggml.model"
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """GGUF counts axes from the innermost."""
+    return tuple(int(n) for n in reversed(tensor.shape))
 
 
 def _open(path: Path) -> Any:

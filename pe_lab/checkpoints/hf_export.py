@@ -1,180 +1,181 @@
-"""Writes `config.json` of Hugging Face: the architecture that can express a model, and its keys."""
+"""Exports any source as a Hugging Face directory for stock transformers: config.json and safetensors."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from pe_lab.checkpoints.families import FAMILIES, Family
-from pe_lab.checkpoints.hf_config import EXTERNAL_ACTIVATIONS, PE_LAB_KEY
-from pe_lab.checkpoints.rope_parameters import write_rope
+import numpy as np
+
+from pe_lab.checkpoints.families import FAMILIES, LAYERS, Family, Tensor
+from pe_lab.checkpoints.hf_config import write_config
+from pe_lab.checkpoints.huggingface import INDEX, SINGLE
+from pe_lab.checkpoints.source import Source
 from pe_lab.config import ModelConfig
-from pe_lab.errors import UnsupportedError
-from pe_lab.positional import (
-    CANONICAL,
-    NTK,
-    DynamicNTK,
-    DynamicYarn,
-    Layer,
-    Layout,
-    LongRope,
-    NoPE,
-    PartialRope,
-    Rope,
-    Yarn,
-    to_json,
-)
+from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
+from pe_lab.positional import NTK, DynamicNTK, DynamicYarn, Layer, Layout, LongRope, Yarn
+from pe_lab.storage import write_json
+
+SHARD_BYTES = 5 * 10**9  # as save_pretrained does
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # with safetensors' names
 
 
-def write_config(
-    family: Family, model: ModelConfig, layers: Sequence[Layer], training_length: int, dtype: str
-) -> tuple[dict[str, Any], Layout]:
-    """The `config.json` with which transformers 4 and 5 compute the same logits, and the layout of the heads.
+@dataclass(frozen=True)
+class Export:
+    """A planned export."""
 
-    All logit scales must be 1, already folded into the weights (`exported_layers`).
+    family: Family
+    config: dict[str, Any]  # the content of `config.json`
+    layers: tuple[Layer, ...]  # with the encodings that the architecture has
+    tensors: tuple[Tensor, ...]  # to write, in order
+    layout: Layout  # of their heads
+    dtype: str  # one of `DTYPES`
+    scales: tuple[float, ...]  # per layer, the factor to fold into its queries
+    folded: tuple[str, ...]  # the leaves of a layer that are multiplied by its factor
+    notes: tuple[str, ...]  # messages about folded scales and fixed encodings
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.bytes_of(tensor) for tensor in self.tensors)
+
+    def bytes_of(self, tensor: Tensor) -> int:
+        return math.prod(tensor.shape) * np.dtype(self.dtype).itemsize
+
+
+def plan_export(
+    source: Source, family: str | None = None, dtype: str | None = None, length: int | None = None
+) -> Export:
+    """Plans the export of a model without reading its weights.
+
+    Args:
+      source: the model.
+      family: one of `FAMILIES`; None is the first that can express the model.
+      dtype: of the weights; None keeps the source's.
+      length: tokens at which to fix encodings and scales that depend on the length.
 
     Raises:
-      UnsupportedError: the family cannot express the model; names the nearest model that it can.
+      UnsupportedError: no family, or not this one, can express the model; names the nearest model that it can.
+      ConfigError: an unknown family or dtype.
     """
-    _check_shape(family, model)
-    config: dict[str, Any] = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.d_model,
-        "intermediate_size": model.d_ff,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "hidden_act": EXTERNAL_ACTIVATIONS[model.activation],
-        "initializer_range": model.init_std,
-        "tie_word_embeddings": model.tie_embeddings,
-        "use_cache": True,
-        # Some families' defaults are ids of one vocabulary: SmolLM3's padding exceeds a smaller one, and torch refuses.
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "torch_dtype": dtype,  # transformers 4
-        "dtype": dtype,  # transformers 5
-    }
-    neox = family.model_type == "gpt_neox"
-    if neox:
-        config |= {
-            "layer_norm_eps": model.norm_epsilon,
-            "use_parallel_residual": model.parallel_block,
-            "attention_bias": model.attention_bias,
-        }
+    dtype = str(source.dtype) if dtype is None else dtype
+    if dtype not in DTYPES:
+        raise ConfigError(f"The weights would be written as {dtype}; give --dtype, one of {', '.join(DTYPES)}.")
+    layers, scales = exported_layers(source.layers, length)
+    if family is None:
+        chosen = choose_family(source.model, layers)
+    elif family in FAMILIES:
+        chosen = FAMILIES[family]
     else:
-        config |= {
-            "rms_norm_eps": model.norm_epsilon,
-            "num_key_value_heads": model.kv_heads,
-            "head_dim": model.head_dim,
-        }
-        config |= {key: getattr(model, key) for key in ("attention_bias", "mlp_bias") if key in family.free}
-    config |= _positions(family, model, layers, training_length, neox)
-    kinds = list(dict.fromkeys(layers))
-    config[PE_LAB_KEY] = {
-        "kinds": [to_json(layer) for layer in kinds],
-        "layers": [kinds.index(layer) for layer in layers],  # indices of kinds
-        "training_length": training_length,
-    }
-    partial = next((layer.encoding for layer in layers if isinstance(layer.encoding, PartialRope)), None)
-    # Otherwise the rotation is written as a table over the whole head.
-    partial = partial if neox and config["rotary_pct"] != 1 else None
-    layout = Layout("half", partial.rotated_channels(model.head_dim)) if partial else CANONICAL
-    return config, layout
-
-
-def _check_shape(family: Family, model: ModelConfig) -> None:
-    wrong = [
-        f"{key} is {getattr(model, key)!r}, not {value!r}"
-        for key, value in family.fixed.items()
-        if getattr(model, key) != value
-    ]
-    if family.model_type == "gpt_neox" and model.kv_heads != model.heads:
-        wrong.append(f"kv_heads is {model.kv_heads}, not heads {model.heads}")
-    if "output_bias" in family.free and model.attention_bias != model.output_bias:
-        wrong.append("its bias is on queries, keys, values and output together, or on none")
-    if family.model_type in ("gpt_neox", "qwen2") and model.head_dim * model.heads != model.d_model:
-        wrong.append(f"head_dim is {model.head_dim}, not d_model / heads")
-    if family.model_type == "llama" and model.d_model % model.heads:
-        wrong.append(
-            f"d_model is {model.d_model}, no multiple of its {model.heads} heads, which transformers 5 requires"
+        raise ConfigError(f"--family '{family}' is not known. {did_you_mean(family, list(FAMILIES))}")
+    config, layout = write_config(chosen, source.model, layers, source.training_length, dtype)
+    tensors = tuple(chosen.table.tensors(source.model))
+    norm = source.model.qk_norm != "none"
+    folded = ("attention.query_norm.scale",) if norm else ("attention.query", "attention.query_bias")
+    notes = []
+    changed = [n for n, scale in enumerate(scales) if scale != 1]
+    if changed:
+        where = "q_norm's weight" if norm else "q_proj (weight and bias)"
+        values = sorted({round(scales[n], 6) for n in changed})
+        notes.append(
+            f"Logit scale {', '.join(f'{v:g}' for v in values)} folded into {where} of {len(changed)} layers"
+            + (f" (its value at {length:,} tokens)." if length else ".")
         )
-    if family.model_type == "gpt_neox" and model.activation == "silu":
-        wrong.append("activation is silu")
-    if family.model_type == "llama_drope" and model.qk_norm not in ("none", "flat"):
-        wrong.append(f"qk_norm is {model.qk_norm!r}, not flat")
-    if wrong:
-        raise UnsupportedError(f"{family.model_type} cannot hold this model: {'; '.join(wrong)}.")
+    if any(a.encoding != b.encoding for a, b in zip(layers, source.layers, strict=True)):
+        notes.append(f"Encodings that depend on the length are written for {length:,} tokens.")
+    return Export(chosen, config, layers, tensors, layout, dtype, scales, folded, tuple(notes))
 
 
-def _positions(
-    family: Family, model: ModelConfig, layers: Sequence[Layer], training_length: int, neox: bool
-) -> dict[str, Any]:
-    """The keys of the positional encoding."""
-    for n, layer in enumerate(layers):
-        if layer.heads:
-            raise UnsupportedError(
-                f"layer {n} has heads that differ ({len(layer.heads)} edits), which transformers cannot express. "
-                "Nearest: the same layer with one encoding for all heads."
-            )
-        if layer.logit_scale != 1.0:
-            raise ValueError(f"layer {n} has a logit scale; fold it into the weights first")
-        if not isinstance(layer.encoding, Rope | PartialRope | NoPE):
-            raise UnsupportedError(
-                f"layer {n} has {type(layer.encoding).__name__}, which no architecture that pe_lab exports has. "
-                "Nearest: rope, or no encoding (drop)."
-            )
-    keys: dict[str, Any] = {}
-    windows = {layer.window for layer in layers}
-    if windows != {None}:
-        if not family.windows:
-            raise UnsupportedError(
-                f"{family.model_type} has no sliding windows. Nearest: --family=smollm3, or no windows."
-            )
-        sizes = windows - {None}
-        if len(sizes) > 1:
-            raise UnsupportedError(f"transformers has one window per model, and these layers have {sorted(sizes)}.")
-        keys |= {
-            "use_sliding_window": True,
-            "sliding_window": sizes.pop(),
-            "max_window_layers": model.layers,
-            "layer_types": ["full_attention" if x.window is None else "sliding_attention" for x in layers],
+def write_huggingface(
+    source: Source, export: Export, directory: Path, done: Callable[[int], None] = lambda size: None
+) -> None:
+    """Writes a planned export of `source` into a directory, and calls `done` with the bytes of each tensor."""
+    write_json(directory / "config.json", export.config)
+    shards = _shards(export)
+    names = [SINGLE] if len(shards) == 1 else [
+        f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)
+    ]  # fmt: skip
+    for name, tensors in zip(names, shards, strict=True):
+        _write_shard(directory / name, source, export, tensors, done)
+    if len(shards) > 1:
+        where = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+        index = {"metadata": {"total_size": export.size}, "weight_map": where}
+        write_json(directory / INDEX, index)
+
+
+def _shards(export: Export) -> list[list[Tensor]]:
+    """The tensors in order, in files of at most `SHARD_BYTES` or one tensor."""
+    shards: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in export.tensors:
+        needed = export.bytes_of(tensor)
+        if size + needed > SHARD_BYTES and shards[-1]:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += needed
+    return shards
+
+
+def _write_shard(
+    path: Path, source: Source, export: Export, tensors: list[Tensor], done: Callable[[int], None]
+) -> None:
+    """Writes one safetensors file, tensor by tensor. The safetensors package needs all tensors in memory.
+
+    The format: the header's length in 8 bytes, the header as JSON, padded to 8 bytes, and the tensors in its order.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + export.bytes_of(tensor)
+        header[tensor.name] = {
+            "dtype": DTYPES[export.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
         }
-    elif family.windows:
-        keys |= {"use_sliding_window": False, "layer_types": ["full_attention"] * model.layers}
-    rotary = {layer.encoding for layer in layers if not isinstance(layer.encoding, NoPE)}
-    if len(rotary) > 1:
-        names = " and ".join(sorted(str(encoding) for encoding in rotary))
-        raise UnsupportedError(f"transformers has one rotation per model, and these layers have {names}.")
-    bare = [isinstance(layer.encoding, NoPE) for layer in layers]
-    if family.model_type == "llama_drope":
-        if rotary:
-            raise UnsupportedError("llama_drope is a model without encoding; drop it, or choose another --family.")
-        kind = "nope" if model.qk_norm == "none" else "qk_norm_nope"
-        return {
-            "attention_type": kind,
-            "auto_map": {
-                "AutoConfig": "drope.DroPELlamaConfig",
-                "AutoModelForCausalLM": "drope.DroPELlamaForCausalLM",
-            },
-            "max_position_embeddings": training_length,
-            "rope_theta": family.theta,
-            "rope_scaling": None,
-        }
-    if family.bare_layers:
-        keys["no_rope_layers"] = [int(not x) for x in bare]
-        keys["no_rope_layer_interval"] = 4
-        encoding = rotary.pop() if rotary else Rope(family.theta)
-    elif rotary and any(bare):
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in tensors:
+            array = tensor.join(_leaves(source, export, tensor), export.layout)
+            file.write(_cast(array, np.dtype(export.dtype), tensor.name).tobytes())
+            done(export.bytes_of(tensor))
+
+
+def _leaves(source: Source, export: Export, tensor: Tensor) -> list[np.ndarray]:
+    leaves = []
+    for path in tensor.paths:
+        leaf = source.read(path, tensor.layer)
+        if tensor.layer is not None and path.removeprefix(LAYERS) in export.folded:
+            scale = export.scales[tensor.layer]
+            leaf = leaf if scale == 1 else leaf.astype(np.float32) * np.float32(scale)
+        leaves.append(leaf)
+    return leaves
+
+
+def _cast(array: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
+    if array.dtype == kind:
+        return array
+    with np.errstate(over="ignore"):
+        cast = array.astype(kind)
+    if not np.isfinite(cast).all():
         raise UnsupportedError(
-            f"{family.model_type} rotates on all layers or on none, and here {sum(bare)} of {len(bare)} are without. "
-            "Nearest: --family=smollm3, which sets it layer by layer (and has no QK-norm)."
+            f"tensor '{name}' does not fit into {kind.name}: some values become infinite. Choose bfloat16."
         )
-    else:
-        encoding = rotary.pop() if rotary else NoPE()
-    return keys | write_rope(encoding, model.head_dim, training_length, neox)
+    return cast
+
+
+def token_ids(config: Mapping[str, Any], bos: int | None, eos: int | tuple[int, ...] | None) -> dict[str, Any]:
+    """A `config.json` with the ids that begin and end a sequence, for generation."""
+    ids = {"bos_token_id": bos, "eos_token_id": list(eos) if isinstance(eos, tuple) else eos}
+    return {**config, **{key: value for key, value in ids.items() if value is not None}}
 
 
 def choose_family(model: ModelConfig, layers: Sequence[Layer]) -> Family:
@@ -203,12 +204,8 @@ def choose_family(model: ModelConfig, layers: Sequence[Layer]) -> Family:
 def exported_layers(layers: Sequence[Layer], length: int | None) -> tuple[tuple[Layer, ...], tuple[float, ...]]:
     """The layers without logit scales, and the scales to fold into the weights of the queries.
 
-    Args:
-      layers: of the model.
-      length: tokens at which to fix scales and scalings that depend on the length; None keeps the scalings.
-
-    Raises:
-      UnsupportedError: a scale that depends on the length, and no length.
+    Scales and scalings that depend on the length are fixed at `length` tokens; None keeps such scalings, and raises an
+    `UnsupportedError` for such a scale.
     """
     plain, scales = [], []
     for n, layer in enumerate(layers):
@@ -221,9 +218,7 @@ def exported_layers(layers: Sequence[Layer], length: int | None) -> tuple[tuple[
                     "folded into the weights, which --length=TOKENS does."
                 )
             scale = scale.at(length)
-        encoding = layer.encoding
-        if length is not None:
-            encoding = _at_length(encoding, length)
+        encoding = layer.encoding if length is None else _at_length(layer.encoding, length)
         plain.append(dataclasses.replace(layer, encoding=encoding, logit_scale=1.0))
         scales.append(float(scale))
     return tuple(plain), tuple(scales)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Shaped
 
-from pe_lab.checkpoints.families import Tensor
 from pe_lab.checkpoints.hf_config import read_config
-from pe_lab.checkpoints.source import check_finite, listing
-from pe_lab.errors import CheckpointError, UnsupportedError
+from pe_lab.checkpoints.source import TensorSource, listing
+from pe_lab.errors import CheckpointError
 from pe_lab.storage import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -21,7 +17,7 @@ SINGLE = "model.safetensors"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
 
 
-class HuggingFaceSource:
+class HuggingFaceSource(TensorSource):
     """See `Source`. Opening checks that the files have exactly the tensors of the model, in their shapes.
 
     Raises:
@@ -29,8 +25,6 @@ class HuggingFaceSource:
         another shape.
       UnsupportedError: an unknown architecture.
     """
-
-    metadata: Mapping[str, Any] = {}
 
     def __init__(self, directory: Path, display_name: str | None = None):
         self.path, self.display_name = directory, display_name or f"hf:{directory}"
@@ -41,9 +35,10 @@ class HuggingFaceSource:
         read = read_config(config, list(listed), str(directory / "config.json"))
         self.family, self.model, self.layers = read.family, read.model, read.layers
         self.training_length, self._layout = read.training_length, read.layout
-        self._tensors = self._match(listed)
-        self._by_leaf = {(path, t.layer): t for t in self._tensors for path in t.paths}
-        kinds = {listed[t.name][2] for t in self._tensors}
+        shapes = {name: shape for name, (_, shape, _) in listed.items()}
+        leftover = self.match(self.family.table, shapes, self.family.architecture, "config.json")
+        self._check_leftover(leftover)
+        kinds = {listed[tensor.name][2] for tensor in self._by_leaf.values()}
         unknown = kinds - set(DTYPES)
         if unknown:
             raise CheckpointError(
@@ -51,43 +46,24 @@ class HuggingFaceSource:
             )
         self.dtype = np.dtype(DTYPES[kinds.pop()]) if len(kinds) == 1 else np.dtype(np.float32)
         self.tokenizer = f"hf:{directory}" if has_tokenizer(directory) else ""
-        self._last: tuple[str, np.ndarray] | None = None
 
-    def _match(self, listed: Mapping[str, tuple[str, tuple[int, ...], str]]) -> list[Tensor]:
-        """The family's tensors; `CheckpointError` for tensors that are missing, left over or of another shape."""
-        try:
-            tensors = self.family.table.tensors(self.model)
-        except UnsupportedError as error:
-            raise CheckpointError(f"{self.path}: {self.family.model_type} {error}.") from None
-        wanted = {tensor.name: tensor for tensor in tensors}
-        missing = [name for name in wanted if name not in listed]
-        if missing:
-            raise CheckpointError(f"{self.path} lacks {listing(missing)}, which {self.family.architecture} has.")
-        for name, tensor in wanted.items():
-            if listed[name][1] != tensor.shape:
+    def _check_leftover(self, names: list[str]) -> None:
+        """`CheckpointError` unless the tensors that no leaf has are a copy of the embedding, as in many tied models."""
+        embedding = self._by_leaf["token_embedder.embedding", None].name
+        for head in ("lm_head.weight", "embed_out.weight"):
+            if head not in names or not self.model.tie_embeddings:
+                continue
+            if not np.array_equal(self._tensor(head), self._tensor(embedding)):
                 raise CheckpointError(
-                    f"{self.path}: tensor '{name}' has shape {list(listed[name][1])}, and config.json gives "
-                    f"{list(tensor.shape)}."
-                )
-        leftover = [
-            name for name in listed if name not in wanted and not name.endswith(tuple(self.family.table.ignored))
-        ]
-        tied = [name for name in leftover if name in ("lm_head.weight", "embed_out.weight")]
-        if tied and self.model.tie_embeddings:
-            # Files of tied models often repeat the embedding. If the copy differs, config.json is wrong.
-            embedding = next(name for name in wanted if wanted[name].paths == ("token_embedder.embedding",))
-            if not np.array_equal(self._tensor(tied[0]), self._tensor(embedding)):
-                raise CheckpointError(
-                    f"{self.path}: config.json has tie_word_embeddings, and '{tied[0]}' differs from '{embedding}'. "
+                    f"{self.path}: config.json has tie_word_embeddings, and '{head}' differs from '{embedding}'. "
                     "Set tie_word_embeddings to false, or remove the tensor."
                 )
-            leftover.remove(tied[0])
-        if leftover:
+            names.remove(head)
+        if names:
             raise CheckpointError(
-                f"{self.path} has {listing(leftover)}, which {self.family.architecture} does not know; without "
-                "these weights it would be another model."
+                f"{self.path} has {listing(names)}, which {self.family.architecture} does not know; without these "
+                "weights it would be another model."
             )
-        return tensors
 
     def _tensor(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         from safetensors import SafetensorError, safe_open
@@ -99,21 +75,6 @@ class HuggingFaceSource:
                 return opened.get_tensor(name) if rows == slice(None) else opened.get_slice(name)[rows]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: tensor '{name}' cannot be read ({error}).") from error
-
-    def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
-        """See `Source`."""
-        tensor = self._by_leaf[leaf, layer]
-        if rows != slice(None):
-            if tensor.paths != (leaf,) or layer is not None:
-                raise ValueError(f"{leaf} cannot be read by rows")
-            return check_finite(self._tensor(tensor.name, rows), tensor.name, self.display_name)
-        if self._last is None or self._last[0] != tensor.name:
-            # Kept for the other leaves of a fused tensor.
-            self._last = tensor.name, check_finite(self._tensor(tensor.name), tensor.name, self.display_name)
-        array = tensor.split(self._last[1], leaf, self._layout)
-        if len(tensor.paths) == 1:
-            self._last = None
-        return array
 
 
 def has_tokenizer(directory: Path) -> bool:

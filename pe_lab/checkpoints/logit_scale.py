@@ -28,7 +28,6 @@ def write_logit_scale(checkpoint: Checkpoint, coefficient: float, fitted: Mappin
     """Writes a fit and returns the file's path; None for an external checkpoint.
 
     Args:
-      checkpoint: that was fitted.
       coefficient: c, common to all lengths.
       fitted: length in tokens -> the scale that was fitted there.
       on: a description of the data of the fit.

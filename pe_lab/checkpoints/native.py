@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 from jaxtyping import Shaped
 
-from pe_lab.checkpoints.families import LAYERS, canonical_leaf, leaf_paths
-from pe_lab.checkpoints.source import Source, check_finite, nested, row_blocks
+from pe_lab.checkpoints.families import canonical_leaf, leaf_paths
+from pe_lab.checkpoints.source import Source, blocks, check_finite, nested, shardings
 from pe_lab.checkpoints.store import (
     DIRECTORY,
     FORMER_NAMES,
@@ -37,13 +37,12 @@ from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Layout, from_json
 
-_CACHE_BYTES = (
-    2**30
-)  # of decoded chunks: a checkpoint of one device has one chunk per leaf, and layers are read from it one by one
+# Of decoded chunks: a checkpoint of one device has one chunk per leaf, and layers are read from it one by one.
+_CACHE_BYTES = 2**30
 _FILE_BYTES = 2**28  # of an Orbax data file: its content stays in memory until the file is full
 
 
-class NativeSource:
+class NativeSource(Source):
     """See `Source`: a native checkpoint at any path that `store.resolve` takes.
 
     Raises:
@@ -75,15 +74,10 @@ class NativeSource:
 
     def restore(self, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
         """All parameters, in float32, on the first device or sharded over a mesh."""
-        shapes, axes = self._model.shapes, self._model.axes
-        if mesh is None:
-            shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
-        else:
-            chosen = rules or AxisRules()
-            shardings = jax.tree.map(lambda s, axes: chosen.sharding(mesh, axes, s.shape), shapes, axes)
+        wanted = templates(self._model.shapes, shardings(self._model, mesh, rules))
         store = Store(self.path.parent, read_only=True)
         try:
-            params, _ = store.restore(self.step, templates(shapes, shardings))
+            params, _ = store.restore(self.step, wanted)
         except Exception as error:
             raise self._damaged(error) from error
         finally:
@@ -104,9 +98,8 @@ class NativeSource:
                 "context": {"cache_pool": {"total_bytes_limit": _CACHE_BYTES}},
             }
             try:
-                self._opened = {
-                    leaf: ts.open(spec, open=True, read=True).result()
-                }  # the last leaf only, with its cache
+                # The last leaf only, with its cache.
+                self._opened = {leaf: ts.open(spec, open=True, read=True).result()}
             except Exception as error:  # tensorstore raises ValueError for all failures
                 raise self._damaged(error) from error
         return self._opened[leaf]
@@ -124,58 +117,40 @@ class NativeSource:
 class _Piecewise:
     """A leaf that Orbax saves piece by piece, without the whole leaf in memory."""
 
-    def __init__(
-        self,
-        source: Source,
-        leaf: str,
-        shape: tuple[int, ...],
-        lock: asyncio.Lock,
-        done: Callable[[int], None],
-        failures: list[Exception],
-    ):
+    def __init__(self, source: Source, leaf: str, shape: tuple[int, ...]):
         self.source, self.leaf, self.shape, self.dtype = source, leaf, shape, source.dtype
-        self.lock, self.done, self.failures = lock, done, failures
-        self.ndim, self.size = len(shape), int(np.prod(shape))
+        self.ndim, self.size = len(shape), math.prod(shape)
         self.nbytes = self.size * self.dtype.itemsize
-
-    def pieces(self) -> list[tuple[Any, Callable[[], np.ndarray]]]:
-        """(index in the leaf, function that reads the piece), in order."""
-        if self.leaf.startswith(LAYERS):
-            return [(slice(n, n + 1), lambda n=n: self.source.read(self.leaf, n)[None]) for n in range(self.shape[0])]
-        blocks = row_blocks(self.shape, self.dtype.itemsize)
-        return [(rows, lambda rows=rows: self.source.read(self.leaf, rows=rows)) for rows in blocks]
 
 
 class _PiecewiseHandler(ocp.type_handlers.NumpyHandler):
     """Writes a `_Piecewise` as Orbax writes a NumPy array, with one piece in memory at a time, leaf after leaf."""
 
-    def __init__(self) -> None:
+    def __init__(self, done: Callable[[int], None]):
         super().__init__(deepcopy_host_arrays=False)
+        self.done, self.lock = done, asyncio.Lock()
+        self.failures: list[Exception] = []
 
     async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: Any) -> None:
         import tensorstore as ts
 
-        pieces = value.pieces()
-        rows = pieces[0][0].stop - pieces[0][0].start
+        pieces = blocks(value.leaf, value.shape, value.dtype.itemsize)
         # One chunk per piece: a chunk of several pieces would be read and written again for each.
-        tspec["metadata"]["chunks"] = [rows, *value.shape[1:]]
-        async with value.lock:
-            if value.failures:
+        tspec["metadata"]["chunks"] = [pieces[0].stop, *value.shape[1:]]
+        async with self.lock:
+            if self.failures:
                 return
             try:
                 array = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
-                for where, read in pieces:
-                    piece = np.ascontiguousarray(read(), value.dtype)
-                    await array[where].write(piece)
-                    value.done(piece.nbytes)
+                for block in pieces:
+                    piece = np.ascontiguousarray(value.source.read_block(value.leaf, block), value.dtype)
+                    await array[block].write(piece)
+                    self.done(piece.nbytes)
                     del piece  # before the next one is read
             except Exception as error:
                 # `write_checkpoint` raises it. Raised here, it would leave the other leaves waiting for the lock in a
                 # loop that Orbax closes, and each would write an error to stderr.
-                value.failures.append(error)
-
-
-ocp.type_handlers.register_type_handler(_Piecewise, _PiecewiseHandler(), override=True)
+                self.failures.append(error)
 
 
 def write_checkpoint(
@@ -190,26 +165,23 @@ def write_checkpoint(
     Memory holds one piece at a time: one layer of one leaf, or some rows of an embedding.
 
     Args:
-      source: the checkpoint to read.
-      directory: where to write; see `new_directory`.
-      final: the later name of the directory, for the lineage.
+      directory, final: where to write, and the later name of that directory, for the lineage.
       metadata: more metadata to write.
-      done: called with the number of bytes after each write.
+      done: called with the number of bytes after each piece.
 
     Raises:
       CheckpointError: the source cannot be read completely.
     """
     model = source.model
     shapes = leaf_paths(Model(model).shapes)
-    lock = asyncio.Lock()
-    failures: list[Exception] = []
-    params = {leaf: _Piecewise(source, leaf, tuple(s.shape), lock, done, failures) for leaf, s in shapes.items()}
-    child = new_id()
-    parents = list(source.metadata.get("lineage", ()))
+    params = {leaf: _Piecewise(source, leaf, tuple(s.shape)) for leaf, s in shapes.items()}
+    handler = _PiecewiseHandler(done)
+    ocp.type_handlers.register_type_handler(_Piecewise, handler, override=True)
+    entry = lineage_entry(f"converted from {source.display_name}", new_id(), str(final / DIRECTORY / "0"), 0)
     written = metadata_of(
         model,
         source.layers,
-        id=child,
+        id=entry["id"],
         run=final.name,
         phase=final.name,
         phase_index=0,
@@ -218,10 +190,7 @@ def write_checkpoint(
         training_length=source.training_length,
         vocab_size=model.vocab_size,
         weights_dtype=str(source.dtype),
-        lineage=[
-            *parents,
-            lineage_entry(f"converted from {source.display_name}", child, str(final / DIRECTORY / "0"), 0),
-        ],
+        lineage=[*source.metadata.get("lineage", ()), entry],
         **metadata,
     )
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False, create=True)
@@ -239,12 +208,12 @@ def write_checkpoint(
         )
         manager.wait_until_finished()
     except Exception:
-        if not failures:
+        if not handler.failures:
             raise
     finally:
         log.setLevel(level)
         manager.close()
-    if failures:
+    if handler.failures:
         shutil.rmtree(directory / DIRECTORY, ignore_errors=True)  # Orbax takes the incomplete one for complete
-        raise failures[0]
+        raise handler.failures[0]
     return directory / DIRECTORY / "0"

@@ -14,7 +14,6 @@ from pe_lab.checkpoints.store import Checkpoint, first_line, new_id
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.errors import CheckpointError
 from pe_lab.parallel import AxisRules
-from pe_lab.positional import build_schedule
 
 
 def is_external(path: str | Path) -> bool:
@@ -76,20 +75,18 @@ def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRu
       CheckpointError: there is none, or it is damaged or not supported.
     """
     source = open_source(path)
-    model, layers = source.model, source.layers
-    schedule = build_schedule(layers, model.heads, model.kv_heads, model.head_dim)
     if isinstance(source, NativeSource):
-        params = source.restore(mesh, rules)
-        return Checkpoint(source.path, source.step, params, model, layers, schedule, source.metadata, source.tokenizer)
-    identity = new_id()
-    metadata = {
-        "id": identity,
-        "phase": source.path.name,
-        "step": 0,
-        "tokens": 0,
-        "training_length": source.training_length,
-        "vocab_size": model.vocab_size,
-        "lineage": [lineage_entry(f"read from {source.display_name}", identity, source.display_name, 0)],
-    }
-    params = place(source, mesh, rules)
-    return Checkpoint(source.path, 0, params, model, layers, schedule, metadata, source.tokenizer)
+        step, params, metadata = source.step, source.restore(mesh, rules), source.metadata
+    else:
+        entry = lineage_entry(f"read from {source.display_name}", new_id(), source.display_name, 0)
+        metadata = {
+            "id": entry["id"],
+            "phase": source.path.name,
+            "step": 0,
+            "tokens": 0,
+            "training_length": source.training_length,
+            "vocab_size": source.model.vocab_size,
+            "lineage": [entry],
+        }
+        step, params = 0, place(source, mesh, rules)
+    return Checkpoint(source.path, step, params, source.model, source.layers, metadata, source.tokenizer)

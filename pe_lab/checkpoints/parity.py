@@ -32,17 +32,11 @@ SCRIPT = Path(__file__).with_name("transformers_logits.py")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Attributes:
-      difference: largest absolute difference of a logit.
-      largest: largest absolute logit.
-      agreement: share of positions whose most probable next token is the same.
-    """
-
-    difference: float
-    largest: float
-    agreement: float
+    difference: float  # largest absolute difference of a logit
+    largest: float  # largest absolute logit
+    agreement: float  # share of positions whose most probable next token is the same
 
     @property
     def passed(self) -> bool:
@@ -55,7 +49,7 @@ class Verdict:
         )
 
 
-def find_python(given: str | None, needs: Sequence[str] = ("transformers", "torch")) -> str | None:
+def find_python(given: str | None, needs: Sequence[str]) -> str | None:
     """The interpreter for transformers: the given one, or this one if it has the packages, else None.
 
     Raises:
@@ -79,11 +73,9 @@ def fixed_batch(vocab_size: int) -> Int[np.ndarray, "B T"]:
 
 
 def compare(checkpoint: Checkpoint, external: Path, python: str, gguf_file: str | None = None) -> Verdict:
-    """Compares the logits of the fixed batch, in float32.
+    """Compares the float32 logits of the fixed batch: of a checkpoint by pe_lab, and of a directory by transformers.
 
     Args:
-      checkpoint: for pe_lab.
-      external: the directory for transformers.
       python: an interpreter with transformers and torch.
       gguf_file: the file in the directory, for a GGUF.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pe_lab.attention import LayerEncoding
+from pe_lab.attention.key_block import AttentionInputs
+from pe_lab.attention.reference import visible
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
@@ -47,7 +49,7 @@ def change_qk_norm(
     kind: str,
     schedule: Schedule,
     batch: Batch,
-    shardings: Callable[[Model], tuple[Params, Any]] | None = None,
+    shardings: tuple[Any, Any] = (None, None),
     init: Literal["matched", "ones"] = "matched",
 ) -> tuple[ModelConfig, Params, QKNormChange]:
     """The model with another `qk_norm`.
@@ -59,16 +61,12 @@ def change_qk_norm(
     multiply the projections. With "ones" all scales of the new norm are 1, as in DroPE's code.
 
     Args:
-      config: of the model before.
-      params: its parameters, which are not changed.
+      config, params: of the model before; not changed.
       kind: the new `qk_norm`.
       schedule: the encodings of the child.
       batch: held-out tokens for the fit and for the losses.
-      shardings: for a mesh: a function from a model to (its parameters' shardings, the sharding of replicated arrays).
+      shardings: for a mesh: of the new model's parameters, and of replicated arrays.
       init: initial scales of the new norm.
-
-    Returns:
-      The new config, its parameters, and the effect.
 
     Raises:
       ConfigError: the model has this QK-norm already, or `init` is "ones" without a norm.
@@ -78,15 +76,14 @@ def change_qk_norm(
     if init == "ones" and kind == "none":
         raise ConfigError("qk_norm_init is ones, and no QK-norm is added. Leave it out, or add a QK-norm.")
     before, after = Model(config), Model(dataclasses.replace(config, qk_norm=kind))
-    placed, replicated = shardings(after) if shardings else (None, None)
+    placed, replicated = shardings
     bare = jax.jit(functools.partial(_with_norms_of, before, after, init), out_shardings=placed)(params)
     sums = np.stack(_logit_sums(before, params, after, bare, schedule, batch, replicated))  # [N, H, 3]
     shared = kind in ("head", "query_head")
     per_head = np.broadcast_to(sums.sum(1, keepdims=True), sums.shape) if shared else sums
+    constants = np.ones(sums.shape[:2])
     fitted = (per_head[..., 1] > 0) & (init == "matched")  # a head whose logits are all zero keeps constant 1
-    constants = np.where(fitted, per_head[..., 1], 1.0) / np.where(
-        fitted, per_head[..., 2], 1.0
-    )  # <old, new> / <new, new>
+    np.divide(per_head[..., 1], per_head[..., 2], out=constants, where=fitted)  # <old, new> / <new, new>
     scaled = jax.jit(functools.partial(_scaled, after), out_shardings=placed)(bare, jnp.asarray(constants))
     squared = sums[..., 0] - 2 * constants * sums[..., 1] + constants**2 * sums[..., 2]
     change = QKNormChange(
@@ -168,11 +165,11 @@ def _logit_sums(
     def layer(
         structure: LayerStructure, x: jax.Array, old: Params, new: Params, arrays: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, jax.Array]:
-        row, block = before.layer_encoding(arrays, structure, positions), before.block(old)
+        encoding, block = before.layer_encoding(arrays, structure, positions), before.block(old)
         read = block.attention_norm(x)
         pairs = [b.attention.queries_keys_values(read)[:2] for b in (block, after.block(new))]
-        sums = _compare_logits(pairs[0], pairs[1], row, segments, structure.window)
-        return block(x, row, positions, segments, structure.window), sums
+        sums = _compare_logits(*pairs, encoding, segments, structure.window)
+        return block(x, encoding, positions, segments, structure.window), sums
 
     schedule = jax.tree.map(jnp.asarray, schedule)
     x, found = jax.jit(before.embed)(params, batch["tokens"]), []
@@ -186,29 +183,24 @@ def _logit_sums(
 def _compare_logits(
     old: tuple[jax.Array, jax.Array],
     new: tuple[jax.Array, jax.Array],
-    row: LayerEncoding,
+    encoding: LayerEncoding,
     segments: jax.Array | None,
     window: int | None,
 ) -> Float[Array, "H 3"]:
     """See `_logit_sums`; one head at a time, so that the largest array is [B, T, T]."""
-    H, T = old[0].shape[2], old[0].shape[1]
-    index = jnp.arange(T)
-    distance = index[:, None] - index[None]
-    visible = ((distance >= 0) & (distance < (window or T)))[None]
-    if segments is not None:
-        visible = visible & (segments[:, :, None] == segments[:, None])
+    T, H = old[0].shape[1:3]
+    seen = visible(T, AttentionInputs(query_segments=segments, key_segments=segments), window)
 
     def encoded(x: jax.Array) -> jax.Array:
         """Queries or keys, rotated, float32, [H, B, T, K]."""
         x = jnp.repeat(x.astype(jnp.float32), H // x.shape[2], axis=2)
-        if row.cos is not None and row.sin is not None:
-            cos, sin = (jnp.repeat(table, H // table.shape[2], axis=2) for table in (row.cos, row.sin))
+        if encoding.cos is not None and encoding.sin is not None:
+            cos, sin = (jnp.repeat(table, H // table.shape[2], axis=2) for table in (encoding.cos, encoding.sin))
             x = rotate(x, cos, sin)
         return jnp.moveaxis(x, 2, 0)
 
     def head(qk: tuple[jax.Array, ...]) -> jax.Array:
-        q_old, k_old, q_new, k_new = qk
-        a, b = (jnp.where(visible, jnp.einsum("btk,bsk->bts", q, k), 0.0) for q, k in ((q_old, k_old), (q_new, k_new)))
+        a, b = (jnp.where(seen, jnp.einsum("btk,bsk->bts", q, k), 0.0) for q, k in (qk[:2], qk[2:]))
         return jnp.stack([(a * a).sum(), (a * b).sum(), (b * b).sum()])
 
     return jax.lax.map(head, tuple(encoded(x) for x in (*old, *new)))

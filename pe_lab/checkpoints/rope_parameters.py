@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
+from pe_lab.checkpoints.families import Family
+from pe_lab.errors import CheckpointError, UnsupportedError
 from pe_lab.positional import (
     NTK,
     PI,
@@ -37,54 +38,36 @@ NO_ROTATION = 1e30
 Rotary = Rope | PartialRope | NoPE
 
 
-def read_rope(
-    config: Mapping[str, Any], head_dim: int, theta: float, where: str, fraction: float = 1.0, neox: bool = False
-) -> tuple[Rotary, int]:
+def read_rope(config: Mapping[str, Any], head_dim: int, family: Family) -> tuple[Rotary, int]:
     """The encoding of the layers that rotate, and the training length before any scaling.
 
     Contradictions are resolved as in transformers 5: `rope_scaling` precedes `rope_parameters`, and a base inside them
-    precedes one outside.
-
-    Args:
-      config: the content of `config.json`.
-      head_dim: K.
-      theta, fraction: the family's defaults.
-      where: the file, for messages.
-      neox: use GPT-NeoX's key names only; other families use the others only.
+    precedes one outside. Keys of another family count for nothing.
 
     Raises:
       UnsupportedError: an unknown rope type.
-      CheckpointError: a number that is missing or not valid.
+      CheckpointError, ConfigError: a number that is missing or not valid.
     """
-    try:
-        return _read_rope(config, head_dim, theta, where, fraction, neox)
-    except ConfigError as error:  # of an encoding, which does not know the file
-        raise CheckpointError(f"{where}: {error}") from None
-
-
-def _read_rope(
-    config: Mapping[str, Any], head_dim: int, theta: float, where: str, fraction: float, neox: bool
-) -> tuple[Rotary, int]:
-    longest = _length(config, "max_position_embeddings", where, 2048)
+    longest = _length(config, "max_position_embeddings", family.length)
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
-        raise CheckpointError(f"{where}: the rope parameters are {given!r}; they must be a set of keys.")
+        raise CheckpointError(f"the rope parameters are {given!r}; they must be a set of keys.")
     by_layer = [value for value in given.values() if isinstance(value, Mapping)]
     if by_layer and any(value != by_layer[0] for value in given.values()):
         raise UnsupportedError(
-            f"{where}: layers of different types have different rope parameters ({', '.join(given)}), which none of "
+            f"layers of different types have different rope parameters ({', '.join(given)}), which none of "
             "pe_lab's families has."
         )
-    rope = {**(by_layer[0] if by_layer else given)}
-    outer = config.get("rotary_emb_base" if neox else "rope_theta")
-    base = _number(rope, "rope_theta", where, outer if outer is not None else theta)
-    outer = config.get("rotary_pct" if neox else "partial_rotary_factor")
-    part = _number(rope, "partial_rotary_factor", where, outer if outer is not None else fraction)
+    rope = by_layer[0] if by_layer else given
+    outer = config.get("rotary_emb_base" if family.neox else "rope_theta")
+    base = _number(rope, "rope_theta", outer if outer is not None else family.theta)
+    outer = config.get("rotary_pct" if family.neox else "partial_rotary_factor")
+    part = _number(rope, "partial_rotary_factor", outer if outer is not None else family.fraction)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     holder = config if config.get("original_max_position_embeddings") is not None else rope
 
     def number(key: str, default: float | None = None) -> float:
-        return _number(rope, key, where, default)
+        return _number(rope, key, default)
 
     def optional(key: str) -> float | None:
         return None if rope.get(key) is None else number(key)
@@ -100,92 +83,89 @@ def _read_rope(
         factor = number("factor", 1.0)
         return Rope(base, part, PI(factor) if factor != 1 else None), length
     elif kind in ("yarn", "llama3", "longrope", "su"):
-        length = _length(holder, "original_max_position_embeddings", where, longest)
+        length = _length(holder, "original_max_position_embeddings", longest)
         factor = optional("factor") or longest / length
         if kind == "yarn":
+            mscales = (optional("mscale"), optional("mscale_all_dim"))
             scaling = Yarn(
                 factor,
                 length,
                 optional("beta_fast") or 32.0,
                 optional("beta_slow") or 1.0,
-                *_mscales(optional("mscale"), optional("mscale_all_dim")),
+                *(mscales if all(mscales) else (0.0, 0.0)),  # transformers ignores one alone
                 attention_factor=optional("attention_factor"),
                 truncate=bool(rope.get("truncate", True)),
             )
         elif kind == "llama3":
             scaling = Llama3(factor, number("low_freq_factor"), number("high_freq_factor"), length)
         else:
-            tables = [_table(rope, key, where) for key in ("short_factor", "long_factor")]
+            tables = [_table(rope, key) for key in ("short_factor", "long_factor")]
             # Without an attention factor, transformers 4 computes it from max_position_embeddings / original.
             scaling = LongRope(*tables, length, max(1.0, factor), optional("attention_factor"))
     elif kind != "default":
         raise UnsupportedError(
-            f"{where}: rope_type '{kind}' is unknown. Known: default, linear, dynamic, yarn, llama3, longrope, "
-            "proportional."
+            f"rope_type '{kind}' is unknown. Known: default, linear, dynamic, yarn, llama3, longrope, proportional."
         )
     encoding = Rope(base, 1.0, scaling) if part == 1 else PartialRope(base, part, scaling)
     if part != 1 and int(head_dim * part) % 2:
         raise UnsupportedError(
-            f"{where}: {part:g} of {head_dim} channels are {int(head_dim * part)}, an odd number; transformers rotates "
+            f"{part:g} of {head_dim} channels are {int(head_dim * part)}, an odd number; transformers rotates "
             "one more of them, at frequencies that pe_lab's partial rotary heads do not have."
         )
-    fixed_freq = fixed_point_frequencies(frequencies(encoding, head_dim)[0])
-    return (NoPE() if not fixed_freq.any() else encoding), length
+    return nope_if_unrotated(encoding, head_dim), length
 
 
-def write_rope(encoding: Rotary, head_dim: int, length: int, neox: bool = False) -> dict[str, Any]:
+def nope_if_unrotated(encoding: Rotary, head_dim: int) -> Rotary:
+    """The encoding, or NoPE if none of its pairs rotates."""
+    return encoding if fixed_point_frequencies(frequencies(encoding, head_dim)[0]).any() else NoPE()
+
+
+def write_rope(encoding: Rotary, head_dim: int, length: int, family: Family) -> dict[str, Any]:
     """The keys of `config.json` for the encoding of all rotating layers, for both majors of transformers.
 
     An encoding without a name in transformers, whose frequencies do not depend on the length and whose gain is one
     number, is written as LongRoPE with equal short and long tables, which divide each pair's frequency: p-RoPE, for
-    example, and partial RoPE on an architecture that rotates whole heads.
-
-    Args:
-      encoding: of the rotating layers.
-      head_dim: K.
-      length: tokens of a training window, for `max_position_embeddings`.
-      neox: use GPT-NeoX's key names, and partial rotary heads directly.
+    example, and partial RoPE on an architecture that rotates whole heads. `length` is the training length in tokens.
 
     Raises:
       UnsupportedError: transformers cannot express the encoding; names the nearest that it can.
     """
     if isinstance(encoding, NoPE):
-        return _keys(10000.0, {"rope_type": "linear", "factor": NO_ROTATION}, length, neox, 1.0)
+        return _keys(family, 10000.0, {"rope_type": "linear", "factor": NO_ROTATION}, length)
     part, named = 1.0, encoding
-    if isinstance(encoding, PartialRope) and neox:
+    if isinstance(encoding, PartialRope) and family.neox:
         part, named = _even_part(encoding, head_dim), Rope(encoding.base, 1.0, encoding.scaling)
     if isinstance(named, PartialRope) or named.fraction != 1:
-        return _by_table(encoding, head_dim, length, neox)
+        return _by_table(encoding, head_dim, length, family)
     base, scaling = named.base, named.scaling
     rope: dict[str, Any] = {"rope_type": "default"}
     reach = length
     if isinstance(scaling, PI):
-        rope, reach = {"rope_type": "linear", "factor": scaling.factor}, int(length * min(scaling.factor, 1e6))
+        rope, reach = _named("linear", scaling, "factor"), int(length * min(scaling.factor, 1e6))
     elif isinstance(scaling, NTK):
         # NTK is exactly another base.
         width = encoding.rotated_channels(head_dim) if isinstance(encoding, PartialRope) else head_dim
         base *= scaling.factor ** (width / (width - 2))
         reach = int(length * scaling.factor)
     elif isinstance(scaling, DynamicNTK):
-        rope, reach = {"rope_type": "dynamic", "factor": scaling.factor}, scaling.original_length
-    elif isinstance(scaling, Yarn | NTKByParts):
-        reached = scaling.factor * scaling.original_length
-        if reached != int(reached):
-            # transformers 4 computes the factor from two whole lengths.
-            return _by_table(encoding, head_dim, length, neox)
-        rope, reach = _yarn(scaling), int(reached)
+        rope, reach = _named("dynamic", scaling, "factor"), scaling.original_length
+    elif isinstance(scaling, Yarn | NTKByParts) and scaling.factor * scaling.original_length % 1 == 0:
+        # Other reaches need a table: transformers 4 computes the factor from two whole lengths.
+        rope = _named("yarn", scaling, "factor", "original_length", "beta_fast", "beta_slow", "truncate")
+        if isinstance(scaling, NTKByParts):
+            rope["attention_factor"] = 1.0
+        elif scaling.attention_factor is not None:
+            rope["attention_factor"] = float(scaling.attention_factor)
+        elif scaling.mscale:
+            rope |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+        reach = int(scaling.factor * scaling.original_length)
     elif isinstance(scaling, Llama3):
-        rope, reach = _llama3(scaling), int(scaling.factor * scaling.original_length)
+        rope = _named("llama3", scaling, "factor", "low_freq_factor", "high_freq_factor", "original_length")
+        reach = int(scaling.factor * scaling.original_length)
     elif isinstance(scaling, LongRope):
-        _, gain = frequencies(encoding, head_dim)
-        rope = {
-            "rope_type": "longrope",
-            "short_factor": list(scaling.short_factor),
-            "long_factor": list(scaling.long_factor),
-            "factor": scaling.factor,
-            "attention_factor": float(gain[0]),
-            "original_max_position_embeddings": scaling.original_length,
-        }
+        gain = frequencies(encoding, head_dim)[1]
+        rope = _named("longrope", scaling, "short_factor", "long_factor", "factor", "original_length")
+        rope["attention_factor"] = float(gain[0])
         reach = int(scaling.factor * scaling.original_length)
     elif isinstance(scaling, DynamicYarn):
         raise UnsupportedError(
@@ -193,8 +173,8 @@ def write_rope(encoding: Rotary, head_dim: int, length: int, neox: bool = False)
             f"TOKENS / {scaling.original_length})."
         )
     elif scaling is not None:
-        return _by_table(encoding, head_dim, length, neox)
-    return _keys(base, rope, reach, neox, part)
+        return _by_table(encoding, head_dim, length, family)
+    return _keys(family, base, rope, reach, part)
 
 
 def _even_part(encoding: PartialRope, head_dim: int) -> float:
@@ -206,7 +186,17 @@ def _even_part(encoding: PartialRope, head_dim: int) -> float:
     return part if int(head_dim * part) == channels else math.nextafter(part, math.inf)
 
 
-def _by_table(encoding: Rope | PartialRope, head_dim: int, length: int, neox: bool) -> dict[str, Any]:
+def _named(kind: str, scaling: Scaling, *fields: str) -> dict[str, Any]:
+    """Fields of a scaling under transformers' names."""
+    values = {"rope_type": kind}
+    for field in fields:
+        value = getattr(scaling, field)
+        key = "original_max_position_embeddings" if field == "original_length" else field
+        values[key] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+def _by_table(encoding: Rope | PartialRope, head_dim: int, length: int, family: Family) -> dict[str, Any]:
     """The frequencies of `encoding` as LongRoPE's table: w_i = 1 / (table_i base^(2i/K))."""
     inv_freq, gain = frequencies(encoding, head_dim)
     far, _ = frequencies(encoding, head_dim, 2**30)
@@ -222,28 +212,20 @@ def _by_table(encoding: Rope | PartialRope, head_dim: int, length: int, neox: bo
         )
     full = encoding.base ** (-2.0 * np.arange(head_dim // 2) / head_dim)
     with np.errstate(divide="ignore"):
-        table = np.minimum(np.where(inv_freq > 0, full / np.maximum(inv_freq, 1e-300), NO_ROTATION), NO_ROTATION)
-    rope = {
-        "rope_type": "longrope",
-        "short_factor": table.tolist(),
-        "long_factor": table.tolist(),
-        "factor": 1.0,
-        "attention_factor": float(gain[0]),
-        "original_max_position_embeddings": length,
-    }
-    return _keys(encoding.base, rope, length, neox, 1.0)
+        divisors = np.minimum(np.where(inv_freq > 0, full / np.maximum(inv_freq, 1e-300), NO_ROTATION), NO_ROTATION)
+    table = tuple(divisors.tolist())
+    scaling = LongRope(table, table, length, 1.0, float(gain[0]))
+    return write_rope(Rope(encoding.base, 1.0, scaling), head_dim, length, family)
 
 
-def _keys(base: float, rope: dict[str, Any], reach: int, neox: bool, part: float) -> dict[str, Any]:
+def _keys(family: Family, base: float, rope: dict[str, Any], reach: int, part: float = 1.0) -> dict[str, Any]:
     """The same keys in both schemas."""
     plain = rope["rope_type"] == "default"
     new = {"rope_theta": base, **rope}
     keys: dict[str, Any] = {"max_position_embeddings": reach, "rope_theta": base}
-    if neox:
-        keys |= {"rotary_emb_base": base, "rotary_pct": part}
-    if neox or part != 1:
+    if family.neox:
+        keys |= {"rotary_emb_base": base, "rotary_pct": part, "partial_rotary_factor": part}
         new["partial_rotary_factor"] = part
-        keys["partial_rotary_factor"] = part
     keys |= {"rope_parameters": new, "rope_scaling": None if plain else dict(rope)}
     if rope["rope_type"] == "longrope":
         # transformers 4 reads this key outside of the others.
@@ -251,64 +233,27 @@ def _keys(base: float, rope: dict[str, Any], reach: int, neox: bool, part: float
     return keys
 
 
-def _yarn(scaling: Yarn | NTKByParts) -> dict[str, Any]:
-    rope: dict[str, Any] = {
-        "rope_type": "yarn",
-        "factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original_length,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "truncate": scaling.truncate,
-    }
-    if isinstance(scaling, NTKByParts):
-        rope["attention_factor"] = 1.0
-    elif scaling.attention_factor is not None:
-        rope["attention_factor"] = float(scaling.attention_factor)
-    elif scaling.mscale:
-        rope |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
-    return rope
-
-
-def _llama3(scaling: Llama3) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_length,
-    }
-
-
-def _mscales(mscale: float | None, mscale_all_dim: float | None) -> tuple[float, float]:
-    """Both, or neither: transformers ignores one alone."""
-    return (mscale, mscale_all_dim) if mscale and mscale_all_dim else (0.0, 0.0)
-
-
-def _number(values: Mapping[str, Any], key: str, where: str, default: Any = None) -> float:
+def _number(values: Mapping[str, Any], key: str, default: Any = None) -> float:
     value = values.get(key)
     if value is None:
         if default is None:
-            raise CheckpointError(
-                f"{where}: the rope parameters need '{key}', and have {', '.join(values) or 'nothing'}."
-            )
+            raise CheckpointError(f"the rope parameters need '{key}', and have {', '.join(values) or 'nothing'}.")
         value = default
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise CheckpointError(f"{where}: {key} is {value!r}; it must be a number.")
+        raise CheckpointError(f"{key} is {value!r}; it must be a number.")
     return float(value)
 
 
-def _length(values: Mapping[str, Any], key: str, where: str, default: int) -> int:
+def _length(values: Mapping[str, Any], key: str, default: int) -> int:
     """A number of tokens."""
-    value = _number(values, key, where, default)
+    value = _number(values, key, default)
     if value < 1 or value != int(value):
-        raise CheckpointError(f"{where}: {key} is {value:g}; it must be a positive number of tokens.")
+        raise CheckpointError(f"{key} is {value:g}; it must be a positive number of tokens.")
     return int(value)
 
 
-def _table(rope: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
+def _table(rope: Mapping[str, Any], key: str) -> tuple[float, ...]:
     table = rope.get(key)
     if not isinstance(table, list) or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in table):
-        raise CheckpointError(
-            f"{where}: longrope needs '{key}', a list with one number for each pair, and has {table!r}."
-        )
+        raise CheckpointError(f"longrope needs '{key}', a list with one number for each pair, and has {table!r}.")
     return tuple(float(x) for x in table)

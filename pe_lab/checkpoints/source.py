@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxtyping import Shaped
 
-from pe_lab.checkpoints.families import LAYERS, leaf_paths
+from pe_lab.checkpoints.families import LAYERS, Table, Tensor, leaf_paths
 from pe_lab.config import ModelConfig
 from pe_lab.errors import CheckpointError
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
-from pe_lab.positional import Layer
+from pe_lab.positional import Layer, Layout
 
 ROW_BYTES = 2**28  # of an embedding, read at once
 
 
-@runtime_checkable
-class Source(Protocol):
+class Source:
     """An open checkpoint of any format.
 
     Attributes:
@@ -43,8 +44,8 @@ class Source(Protocol):
     layers: tuple[Layer, ...]
     training_length: int
     dtype: np.dtype
-    tokenizer: str
-    metadata: Mapping[str, Any]
+    tokenizer: str = ""
+    metadata: Mapping[str, Any] = {}
 
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
         """One leaf of one layer; `rows` of the first axis of a leaf that is not stacked over layers.
@@ -52,7 +53,60 @@ class Source(Protocol):
         Raises:
           CheckpointError: it cannot be read, or has values that are not finite.
         """
-        ...
+        raise NotImplementedError
+
+    def read_block(self, leaf: str, block: slice) -> Shaped[np.ndarray, "..."]:
+        """One of the `blocks` of a leaf."""
+        return self.read(leaf, block.start)[None] if leaf.startswith(LAYERS) else self.read(leaf, rows=block)
+
+
+class TensorSource(Source):
+    """A checkpoint of external tensors. A subclass calls `match`, sets `_layout`, and reads a tensor by `_tensor`."""
+
+    _layout: Layout
+    _by_leaf: dict[tuple[str, int | None], Tensor]
+    _last: tuple[str, np.ndarray] | None = None  # name and content of a tensor that holds several leaves
+
+    def match(self, table: Table, stored: Mapping[str, tuple[int, ...]], name: str, config: str) -> list[str]:
+        """Finds the tensor of every leaf, and returns the names of the tensors that are left over.
+
+        Args:
+          table: of the family.
+          stored: the shape of every tensor of the checkpoint.
+          name, config: of the family, and of what describes the model; for messages.
+
+        Raises:
+          CheckpointError: a tensor is missing, or has another shape than the model's.
+        """
+        tensors = table.tensors(self.model)
+        missing = [tensor.name for tensor in tensors if tensor.name not in stored]
+        if missing:
+            raise CheckpointError(f"{self.path} lacks {listing(missing)}, which {name} has.")
+        for tensor in tensors:
+            if stored[tensor.name] != tensor.shape:
+                raise CheckpointError(
+                    f"{self.path}: tensor '{tensor.name}' has shape {list(stored[tensor.name])}, and {config} gives "
+                    f"{list(tensor.shape)}."
+                )
+        self._by_leaf = {(path, tensor.layer): tensor for tensor in tensors for path in tensor.paths}
+        known = {tensor.name for tensor in tensors}
+        return [name for name in stored if name not in known and not name.endswith(table.ignored)]
+
+    def _tensor(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """A tensor, or rows of it, in a number format that numpy has."""
+        raise NotImplementedError
+
+    def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
+        """See `Source`."""
+        tensor = self._by_leaf[leaf, layer]
+        if rows != slice(None):
+            return check_finite(self._tensor(tensor.name, rows), tensor.name, self.display_name)
+        if self._last is None or self._last[0] != tensor.name:
+            self._last = tensor.name, check_finite(self._tensor(tensor.name), tensor.name, self.display_name)
+        array = tensor.split(self._last[1], leaf, self._layout)
+        if len(tensor.paths) == 1:
+            self._last = None
+        return array
 
 
 def check_finite(array: np.ndarray, name: str, where: str) -> np.ndarray:
@@ -73,21 +127,22 @@ def listing(names: Sequence[str]) -> str:
 
 def nested(flat: Mapping[str, Any]) -> Params:
     """The tree of leaves by dotted path; the inverse of `leaf_paths`."""
-    tree: Params = {}
-    for path, leaf in flat.items():
-        *above, last = path.split(".")
-        at = tree
-        for name in above:
-            at = at.setdefault(name, {})
-        at[last] = leaf
-    return tree
+    return unflatten_dict(flat, sep=".")
 
 
-def row_blocks(shape: tuple[int, ...], itemsize: int) -> list[slice]:
-    """The rows of an array in blocks of about `ROW_BYTES`."""
-    size = int(np.prod(shape[1:])) * itemsize
-    step = max(1, ROW_BYTES // max(1, size))
+def blocks(leaf: str, shape: tuple[int, ...], itemsize: int) -> list[slice]:
+    """The first axis of a leaf in blocks: single layers, or rows of about `ROW_BYTES`."""
+    step = 1 if leaf.startswith(LAYERS) else max(1, ROW_BYTES // max(1, math.prod(shape[1:]) * itemsize))
     return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+
+
+def shardings(model: Model, mesh: Mesh | None, rules: AxisRules | None) -> Params:
+    """The sharding of every parameter over a mesh; without a mesh, the first device."""
+    if mesh is None:
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        return jax.tree.map(lambda leaf: device, model.shapes)
+    chosen = rules or AxisRules()
+    return jax.tree.map(lambda leaf, axes: chosen.sharding(mesh, axes, leaf.shape), model.shapes, model.axes)
 
 
 def place(source: Source, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
@@ -96,15 +151,9 @@ def place(source: Source, mesh: Mesh | None = None, rules: AxisRules | None = No
     A process reads the parts of its own devices, one tensor at a time.
     """
     model = Model(source.model)
-    axes = leaf_paths(model.axes)
-    chosen = rules or AxisRules()
-    placed = {}
-    for path, leaf in leaf_paths(model.shapes).items():
-        sharding: Sharding = SingleDeviceSharding(jax.local_devices()[0])
-        if mesh is not None:
-            sharding = chosen.sharding(mesh, axes[path], leaf.shape)
-        placed[path] = _assemble(source, path, leaf.shape, sharding)
-    return nested(placed)
+    where = leaf_paths(shardings(model, mesh, rules))
+    shapes = leaf_paths(model.shapes)
+    return nested({path: _assemble(source, path, leaf.shape, where[path]) for path, leaf in shapes.items()})
 
 
 def _assemble(source: Source, path: str, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
@@ -116,15 +165,14 @@ def _assemble(source: Source, path: str, shape: tuple[int, ...], sharding: Shard
     local = {bounds(index) for index in sharding.addressable_devices_indices_map(shape).values()}
     parts = {part: np.empty([stop - start for start, stop in part], np.float32) for part in local}
     # Each piece is read once, however many parts overlap it.
-    layered = path.startswith(LAYERS)
-    for block in [slice(n, n + 1) for n in range(shape[0])] if layered else row_blocks(shape, 4):
+    for block in blocks(path, shape, 4):
         piece = None
         for part, out in parts.items():
             start, stop = max(block.start, part[0][0]), min(block.stop, part[0][1])
             if start >= stop:
                 continue
             if piece is None:
-                piece = source.read(path, block.start)[None] if layered else source.read(path, rows=block)
+                piece = source.read_block(path, block)
             inner = tuple(slice(*bound) for bound in part[1:])
             here = slice(start - part[0][0], stop - part[0][0])
             out[here] = piece[(slice(start - block.start, stop - block.start), *inner)]

@@ -18,7 +18,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from pe_lab.config import ModelConfig, to_json
 from pe_lab.errors import CheckpointError
 from pe_lab.model import Params
-from pe_lab.positional import CANONICAL, Layer, Layout, Schedule
+from pe_lab.positional import CANONICAL, Layer, Layout
 
 DIRECTORY = "checkpoints"  # of a phase; has one directory per step
 UNREADABLE = "unreadable"  # of a phase; has checkpoints that could not be read
@@ -64,7 +64,6 @@ class Checkpoint:
     params: Params
     model: ModelConfig
     layers: tuple[Layer, ...]
-    schedule: Schedule
     metadata: dict[str, Any]
     tokenizer: str = ""
 

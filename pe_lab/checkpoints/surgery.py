@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, metadata_of, new_id
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
-from pe_lab.model import Params
 from pe_lab.positional import Layer, label
 from pe_lab.positional.codec import ranges
 
@@ -57,46 +55,33 @@ def lineage_entry(what: str, checkpoint_id: str, path: str, step: int) -> dict[s
     return {"id": checkpoint_id, "what": what, "path": path, "step": step}
 
 
-def write_child(
-    parent: Checkpoint,
-    layers: tuple[Layer, ...],
-    directory: str | Path,
-    what: str,
-    edited: tuple[ModelConfig, Params] | None = None,
-    save_tokenizer: Callable[[Path], None] | None = None,
-) -> Path:
-    """Writes a child of `parent` with other encodings, and with `edited` model and weights; returns its path.
+def write_child(parent: Checkpoint, layers: tuple[Layer, ...], directory: str | Path, what: str) -> Path:
+    """Writes a child of `parent` with other encodings, without its tokenizer, and returns its path.
 
     The path is `directory/checkpoints/0`, a phase's first checkpoint; the directory must be new or empty.
-    `save_tokenizer` writes the tokenizer of an external parent; that of a native parent is copied.
     """
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"'{directory}' exists and is not empty. Choose another directory, or remove it.")
-    model, params = edited or (parent.model, parent.params)
-    child_id = new_id()
     metadata = {
         k: parent.metadata[k]
         for k in ("run", "config", "config_hash", "mixture", "tokenizer", "vocab_size", "training_length", "versions")
         if k in parent.metadata
     }
     where = directory / DIRECTORY / "0"
+    entry = lineage_entry(what, new_id(), str(where), 0)
     metadata |= {
-        "id": child_id,
+        "id": entry["id"],
         "phase": directory.name,
         "phase_index": 0,
         "step": 0,
         "tokens": parent.metadata.get("tokens", 0),
-        "lineage": [*parent.metadata["lineage"], lineage_entry(what, child_id, str(where), 0)],
+        "lineage": [*parent.metadata["lineage"], entry],
     }
     store = Store(directory / DIRECTORY)
     try:
-        store.save(0, params, None, metadata_of(model, layers, **metadata))
+        store.save(0, parent.params, None, metadata_of(parent.model, layers, **metadata))
         store.wait()
     finally:
         store.close()
-    if save_tokenizer is not None:
-        save_tokenizer(directory / "tokenizer")
-    elif parent.tokenizer.startswith("saved:"):
-        shutil.copytree(parent.tokenizer.removeprefix("saved:"), directory / "tokenizer")
     return where

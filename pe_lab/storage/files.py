@@ -83,13 +83,13 @@ def new_directory(path: Path, option: str = "", marker: str | None = None) -> It
         refuse_existing()
     new_parents = [p for p in (path.parent, *path.parent.parents) if not p.exists()]
     temporary = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
-    lock = None
+    lock = contextlib.ExitStack()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent):
             _remove_abandoned(path)
             temporary.mkdir()
-            lock = _lock(temporary)
+            lock.enter_context(_locked(temporary))
         yield temporary
         try:
             temporary.rename(path)
@@ -107,8 +107,7 @@ def new_directory(path: Path, option: str = "", marker: str | None = None) -> It
             raise ConfigError(f"{what} cannot be written ({error.strerror or error}).") from error
         raise
     finally:
-        if lock is not None:
-            os.close(lock)
+        lock.close()
 
 
 def unfinished(path: Path) -> list[Path]:
@@ -123,23 +122,16 @@ def _remove_abandoned(path: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _lock(directory: Path, wait: bool = True) -> int:
-    """A file descriptor that holds the lock of a directory; `OSError` if another process holds it and not `wait`."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        if wait and error.errno in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
-            return descriptor  # a file system without locks: nothing is taken for abandoned there
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 @contextlib.contextmanager
 def _locked(directory: Path, wait: bool = True) -> Iterator[None]:
-    descriptor = _lock(directory, wait)
+    """Holds the lock of a directory; `OSError` if another process holds it and not `wait`."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if not wait or error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+                raise  # otherwise a file system without locks: nothing is taken for abandoned there
         yield
     finally:
         os.close(descriptor)

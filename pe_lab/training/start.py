@@ -129,7 +129,7 @@ def _change_qk_norm(
         phase.qk_norm,
         schedule,
         place_batch(batch, shardings.batch),
-        lambda _: (shardings.state.params, shardings.replicated),
+        (shardings.state.params, shardings.replicated),
         phase.config.qk_norm_init,
     )
     return params, str(changed)

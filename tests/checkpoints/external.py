@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pe_lab.checkpoints.source import Source
 from pe_lab.checkpoints.store import Checkpoint
 from pe_lab.config import ModelConfig
 from pe_lab.model import Model
@@ -90,11 +91,8 @@ def golden(name: str) -> tuple[np.ndarray, np.ndarray]:
         return file["tokens"], file["logits"]
 
 
-class Memory:
-    """A `Source` of random numbers, which counts what is read of it."""
-
-    metadata: dict[str, Any] = {}
-    tokenizer = ""
+class Memory(Source):
+    """A source of random numbers, which counts what is read of it."""
 
     def __init__(
         self, model: ModelConfig, layers: tuple[Layer, ...], training_length: int = 32, dtype: Any = "float32"
@@ -121,9 +119,7 @@ class Memory:
             for name in above:
                 at = at.setdefault(name, {})
             at[last] = jnp.asarray(array, jnp.float32)
-        model = self.model
-        schedule = build_schedule(self.layers, model.heads, model.kv_heads, model.head_dim)
-        return Checkpoint(self.path, 0, tree, model, self.layers, schedule, {})
+        return Checkpoint(self.path, 0, tree, self.model, self.layers, {})
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:

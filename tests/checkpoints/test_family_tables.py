@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pe_lab.checkpoints import families, huggingface, open_checkpoint
 from pe_lab.checkpoints.families import FAMILIES, GGUF_LLAMA, Leaf, leaf_shapes
-from pe_lab.checkpoints.hf_write import plan_export, write_huggingface
+from pe_lab.checkpoints.hf_export import plan_export, write_huggingface
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
@@ -72,9 +72,9 @@ def test_in_and_out_and_in_changes_no_byte(name, tmp_path):
 
 
 def test_shards_are_filled_in_order_and_indexed(tmp_path, monkeypatch):
-    from pe_lab.checkpoints import hf_write
+    from pe_lab.checkpoints import hf_export
 
-    monkeypatch.setattr(hf_write, "SHARD_BYTES", 9000)
+    monkeypatch.setattr(hf_export, "SHARD_BYTES", 9000)
     source = HuggingFaceSource(DATA / "llama")
     write_huggingface(source, plan_export(source), tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -122,16 +122,17 @@ def test_a_wrong_layout_is_felt(name, layout, monkeypatch):
 
 
 def swapped(table, one, other):
-    return dataclasses.replace(table, names={**table.names, one: table.names[other], other: table.names[one]})
+    modules = {**table.modules, one: table.modules[other], other: table.modules[one]}
+    return dataclasses.replace(table, modules=modules)
 
 
 @pytest.mark.parametrize(
     "name, tensors",
     [
-        ("llama", ("model.layers.{n}.mlp.gate_proj.weight", "model.layers.{n}.mlp.up_proj.weight")),
-        ("llama", ("model.layers.{n}.self_attn.k_proj.weight", "model.layers.{n}.self_attn.v_proj.weight")),
-        ("qwen3", ("model.layers.{n}.self_attn.k_norm.weight", "model.layers.{n}.self_attn.q_norm.weight")),
-        ("llama", ("model.embed_tokens.weight", "lm_head.weight")),
+        ("llama", ("model.layers.{n}.mlp.gate_proj", "model.layers.{n}.mlp.up_proj")),
+        ("llama", ("model.layers.{n}.self_attn.k_proj", "model.layers.{n}.self_attn.v_proj")),
+        ("qwen3", ("model.layers.{n}.self_attn.k_norm", "model.layers.{n}.self_attn.q_norm")),
+        ("llama", ("model.embed_tokens", "lm_head")),
     ],
 )
 def test_swapped_names_are_felt(name, tensors, monkeypatch):
@@ -144,17 +145,17 @@ def test_the_order_of_a_fused_tensor_is_felt(monkeypatch):
     family = FAMILIES["gpt_neox"]
     names = {
         name: tuple(reversed(paths)) if isinstance(paths, tuple) else paths
-        for name, paths in family.table.names.items()
+        for name, paths in family.table.modules.items()
     }
-    table = dataclasses.replace(family.table, names=names)
+    table = dataclasses.replace(family.table, modules=names)
     monkeypatch.setitem(FAMILIES, "gpt_neox", dataclasses.replace(family, table=table))
     assert difference(DATA / "gpt_neox", "gpt_neox") > 0.1
 
 
 def shape_of(family: str, heads: int, groups: int, head_dim: int) -> ModelConfig:
     """A model of a family with every leaf that its table can have."""
-    fixed, free = ({}, ()) if family == "gguf" else (FAMILIES[family].fixed, FAMILIES[family].free)
-    biased = {key: True for key in ("attention_bias", "output_bias", "mlp_bias") if key in free or family == "gguf"}
+    fixed = {} if family == "gguf" else FAMILIES[family].fixed
+    biased = {key: True for key in ("attention_bias", "output_bias", "mlp_bias") if key not in fixed}
     if family == "llama_drope":
         biased["qk_norm"] = "flat"
     neox = family == "gpt_neox"
@@ -203,9 +204,9 @@ def test_split_and_join_undo_each_other(family, heads, groups, half, pairs, rota
 
 
 def test_a_family_without_names_for_a_leaf_says_which():
-    model = dataclasses.replace(shape_of("qwen3", 2, 1, 4))
+    model = shape_of("qwen3", 2, 1, 4)
     with pytest.raises(UserError, match=r"no tensors for layers.attention.key_norm.scale, layers.attention.query_norm"):
-        FAMILIES["llama"].table.tensors(model)
+        GGUF_LLAMA.tensors(model)
 
 
 def test_the_committed_weights_are_where_the_table_says():

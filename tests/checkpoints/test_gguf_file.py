@@ -254,7 +254,10 @@ BROKEN = {
         saying(rope__scaling__attn_factor=0.7),
         "its attention factor 0.7, its tables none",
     ),
-    "another shape": (saying(feed_forward_length=40), r"'blk.0.ffn_gate.weight' has shape \(48, 32\)"),
+    "another shape": (
+        saying(feed_forward_length=40),
+        r"'blk.0.ffn_gate.weight' has shape \[48, 32\], and its metadata gives \[40, 32\]",
+    ),
     "more layers": (saying(block_count=3), "lacks 'blk.2"),
     "fewer layers": (saying(block_count=1), "has 'blk.1.*which pe_lab does not know"),
     "no embedding": (lacking("token_embd.weight"), "has no tensor 'token_embd.weight'"),

@@ -7,8 +7,7 @@ from checkpoints.external import DATA, copy_of, edit_config, golden, logits
 
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.checkpoints.families import FAMILIES
-from pe_lab.checkpoints.hf_config import read_config
-from pe_lab.checkpoints.hf_export import write_config
+from pe_lab.checkpoints.hf_config import read_config, write_config
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError

@@ -9,8 +9,8 @@ from checkpoints.external import Memory, logits
 
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.checkpoints.families import FAMILIES
-from pe_lab.checkpoints.hf_export import choose_family, write_config
-from pe_lab.checkpoints.hf_write import plan_export, write_huggingface
+from pe_lab.checkpoints.hf_config import write_config
+from pe_lab.checkpoints.hf_export import choose_family, plan_export, write_huggingface
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import complete

@@ -1,5 +1,6 @@
 """Rotary encodings as config.json says them: written, read back from either schema, refused, overruled."""
 
+import dataclasses
 import json
 import math
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from pe_lab.checkpoints.families import FAMILIES
 from pe_lab.checkpoints.rope_parameters import read_rope, write_rope
 from pe_lab.errors import UserError
 from pe_lab.positional import (
@@ -38,9 +40,15 @@ OLD_NEOX = (
 NEW = ("max_position_embeddings", "rope_parameters")
 
 
+def family(neox):
+    """GPT-NeoX or Llama with defaults that no family has: what is not written shows."""
+    if neox:
+        return dataclasses.replace(FAMILIES["gpt_neox"], theta=123.0, fraction=0.125)
+    return dataclasses.replace(FAMILIES["llama"], theta=123.0)
+
+
 def read(config, head_dim=64, neox=False):
-    theta, fraction = (123.0, 0.125) if neox else (123.0, 1.0)  # no family's: what is not written shows
-    return read_rope(json.loads(json.dumps(config)), head_dim, theta, "config.json", fraction, neox)
+    return read_rope(json.loads(json.dumps(config)), head_dim, family(neox))
 
 
 def assert_same(one, other, head_dim, original):
@@ -51,7 +59,7 @@ def assert_same(one, other, head_dim, original):
 
 
 def assert_round_trip(encoding, head_dim, neox=False):
-    config = write_rope(encoding, head_dim, LENGTH, neox)
+    config = write_rope(encoding, head_dim, LENGTH, family(neox))
     original = getattr(getattr(encoding, "scaling", None), "original_length", LENGTH)
     for keys in (tuple(config), OLD_NEOX if neox else OLD, NEW):
         found, _ = read({key: config[key] for key in keys if key in config}, head_dim, neox)
@@ -117,14 +125,14 @@ def test_partial_rope_comes_back_on_neox_and_elsewhere(fraction):
 @pytest.mark.parametrize("head_dim, fraction", [(64, 0.1), (80, 0.1), (96, 0.26), (256, 0.1), (100, 0.29)])
 def test_an_odd_share_of_channels_is_written_as_the_even_one_that_rotates(head_dim, fraction):
     encoding = PartialRope(10000.0, fraction)
-    written = write_rope(encoding, head_dim, LENGTH, neox=True)
+    written = write_rope(encoding, head_dim, LENGTH, family(neox=True))
     # transformers rounds down, and for an odd number rotates one channel too many at other frequencies.
     assert int(head_dim * written["rotary_pct"]) == encoding.rotated_channels(head_dim)
     assert_round_trip(encoding, head_dim, neox=True)
 
 
 def test_an_odd_share_of_channels_is_not_read_as_something_else():
-    with pytest.raises(UserError, match=r"config.json: 0.1 of 256 channels are 25, an odd number"):
+    with pytest.raises(UserError, match=r"0.1 of 256 channels are 25, an odd number"):
         read({"rotary_pct": 0.1}, 256, neox=True)
 
 
@@ -163,8 +171,8 @@ def test_any_scaling_comes_back_as_it_was(head_dim, base, neox, data):
 
 def test_what_nothing_turns_in_is_nope():
     assert read({"rope_scaling": {"type": "linear", "factor": 1e30}})[0] == NoPE()
-    assert read(write_rope(NoPE(), 64, LENGTH)) == (NoPE(), LENGTH)
-    written = write_rope(NoPE(), 64, LENGTH)
+    assert read(write_rope(NoPE(), 64, LENGTH, family(neox=False))) == (NoPE(), LENGTH)
+    written = write_rope(NoPE(), 64, LENGTH, family(neox=False))
     with np.errstate(under="ignore"):
         angle = np.float32(2**20) * np.float32(1 / written["rope_scaling"]["factor"])
     assert np.cos(angle) == 1 and np.sin(angle) < 1e-20
@@ -189,7 +197,7 @@ REFUSED = {
 def test_what_cannot_be_said_names_the_nearest_that_can(case):
     encoding, neox, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
-        write_rope(encoding, 64, LENGTH, neox)
+        write_rope(encoding, 64, LENGTH, family(neox))
 
 
 def test_transformers_5_decides_where_keys_contradict_each_other():
@@ -237,7 +245,7 @@ def test_parameters_by_layer_type_count_while_they_agree():
     same = {"full_attention": linear, "sliding_attention": dict(linear)}
     assert read({"rope_parameters": same})[0] == Rope(500.0, 1.0, PI(2.0))
     for other in (linear | {"factor": 3.0}, None):
-        with pytest.raises(UserError, match=r"config.json: layers of different types have different rope parameters"):
+        with pytest.raises(UserError, match=r"layers of different types have different rope parameters"):
             read({"rope_parameters": {"full_attention": linear, "sliding_attention": other}})
 
 
@@ -276,8 +284,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_keys_are_named_with_their_file(case):
+def test_damaged_keys_are_named(case):
     config, message = DAMAGED[case]
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message):
         read(config)
-    assert str(caught.value).startswith("config.json: ")

@@ -17,7 +17,7 @@ from pe_lab.data.mixture import open_mixture
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import Model
-from pe_lab.positional import Layer, NoPE, Rope, build_schedule, layers
+from pe_lab.positional import Layer, NoPE, Rope, layers
 
 LENGTH = 16  # of training
 NEEDLES = dict(pairs=1, queries=2, keys=8, values=8, filler_symbols=8)
@@ -67,7 +67,6 @@ def checkpoint(
     """An open checkpoint that lies nowhere."""
     described = layers(encoding if encoding is not None else Rope(), MODEL.layers)
     model = Model(MODEL).config
-    schedule = build_schedule(described, model.heads, model.kv_heads, model.head_dim)
     recorded = metadata_of(
         model,
         described,
@@ -85,7 +84,7 @@ def checkpoint(
         }
         | metadata,
     )
-    return Checkpoint(Path("nowhere"), recorded["step"], parameters(seed), model, described, schedule, recorded)
+    return Checkpoint(Path("nowhere"), recorded["step"], parameters(seed), model, described, recorded)
 
 
 def language_model(found: Checkpoint) -> LanguageModel:
