@@ -178,22 +178,29 @@ class LanguageModel:
         prompt: Prompt,
         max_new_tokens: int = 128,
         *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        eos_ids: Collection[int] | None = None,
+        cache_length: int | None = None,
+        refresh: int = 1,
         text: bool | None = None,
         statistics: Statistics | None = None,
-        **settings: Any,
     ) -> Any:
         """Continues one prompt or several. Each token is the one that `logits` of the whole sequence would give.
 
         Args:
           prompt: a string, several strings, token ids, or several sequences of ids, of any lengths.
           max_new_tokens: per prompt; generation ends earlier at an end-of-text token or a stop string.
-          text: whether strings or ids are returned. None: what was given.
-          statistics: counts and seconds are added to it.
           temperature, top_k, top_p, seed: as in `model.Sampling`. The default takes the likeliest token.
           stop: strings that end a continuation, and are not part of it.
           eos_ids: tokens that end a continuation; by default the tokenizer's.
           cache_length: the largest number of tokens of a prompt and its continuation; by default as many as needed.
           refresh: for encodings that depend on the length, see `model.Request`; 1 is exact, 0 is fast.
+          text: whether strings or ids are returned. None: what was given.
+          statistics: counts and seconds are added to it.
 
         Returns:
           The continuation: a string for a string, an array of ids for ids, a list of them for several prompts.
@@ -206,7 +213,7 @@ class LanguageModel:
         as_text = as_text if text is None else text
         if as_text and self.tokenizer is None:
             raise DataError(f"'{self.checkpoint.path}' came without a tokenizer; ids cannot be decoded.")
-        request = self._request(max_new_tokens, **settings)
+        request = self._request(max_new_tokens, temperature, top_k, top_p, seed, stop, eos_ids, cache_length, refresh)
         decode = self.tokenizer.decode if self.tokenizer is not None and (as_text or request.stop) else None
         decoder = _decoder(self.config, _mesh_of(self.checkpoint.params))
         weights = _weights_of(self.checkpoint, decoder)
@@ -256,8 +263,8 @@ class LanguageModel:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        stop: str | Sequence[str] = (),
         seed: int = 0,
+        stop: str | Sequence[str] = (),
         eos_ids: Collection[int] | None = None,
         cache_length: int | None = None,
         refresh: int = 1,

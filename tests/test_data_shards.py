@@ -53,6 +53,7 @@ def test_every_document_is_in_one_split(tmp_path, small_records):
     m = opened.metadata
     assert m.documents == {"train": len(train), "validation": len(validation)}
     assert sum(m.tokens.values()) == sum(len(d) + 1 for d in DOCUMENTS)
+    assert {split: stream.tokens for split, stream in opened.streams.items()} == m.tokens
     assert len(m.shards["train"]) > 3 and all(s.records <= 10 for s in m.shards["train"])
     assert m.dtype == "uint16" and m.eos_id == 256 and m.characters == sum(map(len, DOCUMENTS))
 
