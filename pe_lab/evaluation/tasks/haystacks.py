@@ -9,7 +9,7 @@ import importlib.util
 import random
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,11 +49,11 @@ def draw(kind: str, rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def draw_distinct(kind: str, count: int, rng: random.Random) -> list[str]:
-    """`count` different keys."""
+def distinct(draw_one: Callable[[], str], count: int) -> list[str]:
+    """`count` different words, drawn one after another."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
-        drawn[draw(kind, rng)] = None
+        drawn[draw_one()] = None
     return list(drawn)
 
 

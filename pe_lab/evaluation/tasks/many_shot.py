@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError, DataError, did_you_mean
 from pe_lab.evaluation.scoring.math_answers import final_answer, last_boxed, same_answer
-from pe_lab.evaluation.tasks.fitting import Draft, first_fitting
-from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, Suite, half_pair, random_for
+from pe_lab.evaluation.tasks.fitting import Draft, SizedTask
+from pe_lab.evaluation.tasks.task import Sample, Scores, Suite, half_pair, random_for
 from pe_lab.storage import read_records
 
 STOP = ("</s>", "<|im_end|>", "<|endoftext|>", "Problem:")
@@ -49,7 +49,7 @@ class Problems:
 
 
 @dataclass(frozen=True)
-class ManyShotTask:
+class ManyShotTask(SizedTask):
     """A problem to solve after as many solved ones as fit, in random order, repeated where they do not suffice.
 
     Sample i of `plain` asks for problem i of a random order of the problems. Sample i of `needle` asks for problem
@@ -68,9 +68,9 @@ class ManyShotTask:
     buffer: int = BUFFER
     max_new_tokens: int = NEW_TOKENS
 
-    suite: ClassVar[str] = "many_shot"
-    metric: ClassVar[str] = "accuracy"
-    sized: ClassVar[bool] = True
+    suite = "many_shot"
+    metric = "accuracy"
+    stop = STOP
 
     @property
     def name(self) -> str:
@@ -80,10 +80,8 @@ class ManyShotTask:
     def settings(self) -> Mapping[str, Any]:
         return {"problems": self.data.fingerprint, "buffer": self.buffer, "max_new_tokens": self.max_new_tokens}
 
-    def samples(self, tokenizer: Tokenizer, length: int | None, count: int, seed: int) -> Sequence[Any]:
-        """See `Task`. A prompt with one more solved problem would not fit."""
-        if length is None:
-            raise ValueError("many_shot needs a length")
+    def choose(self, tokenizer: Tokenizer, length: int, count: int, seed: int) -> Sequence[int]:
+        """The drafts of the first problems that fit. Draft 4 p + d is of problem p, with depth d if it has a needle."""
         each, number = len(DEPTHS) if self.needle else 1, len(self.data.problems)
         order = random_for(self.suite, "problems", seed).sample(range(number), number)
 
@@ -91,11 +89,28 @@ class ManyShotTask:
             """Tokens of the problem with its solution, one other, and what is reserved."""
             others, ends = self._others(asked, seed), (DEPTHS[0], DEPTHS[-1])
             tokens = max(len(tokenizer.encode_prompt(self._text(others, asked, 1, depth))) for depth in ends)
-            return tokens + self._reserved(tokenizer, asked)
+            return tokens + self.reserved(tokenizer, len(DEPTHS) * asked)
 
-        chosen = first_fitting(self, length, -(-count // each), order, least, "A smaller --buffer needs fewer.")
-        number = min(count, each * len(chosen))
-        return Lazy(lambda index: self._sample(tokenizer, length, index, seed, chosen[index // each]), number)
+        problems = self.first_fitting(length, -(-count // each), order, least, "A smaller --buffer needs fewer.")
+        return [len(DEPTHS) * asked + place for asked in problems for place in range(each)][:count]
+
+    def draft(self, tokenizer: Tokenizer, length: int, index: int, seed: int) -> Draft:
+        asked, place = divmod(index, len(DEPTHS))
+        depth = DEPTHS[place] if self.needle else None
+        others = self._others(asked, seed)
+        return Draft(
+            lambda size: self._text(others, asked, size, depth),
+            (self.data.problems[asked].answer,),
+            "exemplars",
+            1,
+            depth=lambda size: () if depth is None else (round(100 * float(depth), 1),),
+            metadata={"problem": asked, "cluster": asked},
+        )
+
+    def reserved(self, tokenizer: Tokenizer, index: int) -> int:
+        """The tokens that are left to the answer: the buffer without the question, at least `max_new_tokens`."""
+        question = len(tokenizer.encode(_unsolved(self.data.problems[index // len(DEPTHS)])))
+        return max(self.max_new_tokens, self.buffer - question)
 
     def score(self, sample: Sample, output: str) -> Scores:
         """1 if the final answer of the output is the reference, else 0."""
@@ -104,11 +119,6 @@ class ManyShotTask:
     def found(self, sample: Sample, output: str) -> list[float]:
         """The score once for each of `Sample.depth`."""
         return [self.score(sample, output)["accuracy"]] * len(sample.depth)
-
-    def _reserved(self, tokenizer: Tokenizer, asked: int) -> int:
-        """The tokens that are left to the answer: the buffer without the question, at least `max_new_tokens`."""
-        question = len(tokenizer.encode(_unsolved(self.data.problems[asked])))
-        return max(self.max_new_tokens, self.buffer - question)
 
     def _others(self, asked: int, seed: int) -> list[int]:
         """The other problems, without those of the same words, in random order."""
@@ -123,16 +133,6 @@ class ManyShotTask:
         if depth is not None:
             shown.insert(round(size * depth), _solved(problems[asked]))
         return "\n\n".join([*shown, _unsolved(problems[asked])])
-
-    def _sample(self, tokenizer: Tokenizer, length: int, index: int, seed: int, asked: int) -> Sample:
-        depth = DEPTHS[index % len(DEPTHS)] if self.needle else None
-        others, problem = self._others(asked, seed), self.data.problems[asked]
-        metadata = {"problem": asked, "cluster": asked}
-        draft = Draft(
-            lambda size: self._text(others, asked, size, depth), (problem.answer,), "exemplars", 1, metadata=metadata
-        )
-        depths = () if depth is None else (round(100 * float(depth), 1),)
-        return draft.sample(self, tokenizer, length - self._reserved(tokenizer, asked), index, STOP, depths)
 
 
 def _solved(problem: Problem) -> str:

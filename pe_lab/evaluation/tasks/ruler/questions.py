@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.scoring.metrics import string_match_part
-from pe_lab.evaluation.tasks.fitting import Draft, first_fitting
+from pe_lab.evaluation.tasks.fitting import Draft
 from pe_lab.evaluation.tasks.ruler.synthetic import RulerTask
-from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, half_pair
+from pe_lab.evaluation.tasks.task import Sample, Scores, half_pair, random_for
 
 PROMPT = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
@@ -77,21 +77,17 @@ class QuestionAnswering(RulerTask):
         """1 if the answer contains any of the references, else 0."""
         return {self.metric: string_match_part(output, sample.references)}
 
-    def samples(self, tokenizer: Tokenizer, length: int | None, count: int, seed: int) -> Sequence[Any]:
-        """See `Task`. A prompt with one more document would not fit."""
-        if length is None:
-            raise ValueError(f"{self.name} needs a length")
-
+    def choose(self, tokenizer: Tokenizer, length: int, count: int, seed: int) -> Sequence[int]:
         def least(index: int) -> int:
             """Tokens with the question's own documents alone."""
             question = self.data.questions[index]
             own = question_prompt([self.data.documents[i] for i in question.documents], question.text)
             return len(tokenizer.encode_prompt(own)) + self.max_new_tokens
 
-        chosen = first_fitting(self, length, count, range(len(self.data.questions)), least)
-        return Lazy(lambda index: self._sample(tokenizer, length, index, seed, chosen[index]), len(chosen))
+        return self.first_fitting(length, count, range(len(self.data.questions)), least)
 
-    def draft(self, tokenizer: Tokenizer, length: int, index: int, rng: random.Random) -> Draft:
+    def draft(self, tokenizer: Tokenizer, length: int, index: int, seed: int) -> Draft:
+        rng = random_for(self.suite, self.name, seed, index)
         question, documents = self.data.questions[index], self.data.documents
         own = {*question.documents, *question.beside}
         others = [i for i in range(len(documents)) if i not in own]
