@@ -6,7 +6,6 @@ samples are the paper's; the wording of the prompt and the comparison of answers
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.errors import ConfigError, DataError, did_you_mean
+from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.scoring.math_answers import final_answer, last_boxed, same_answer
 from pe_lab.evaluation.tasks.fitting import Draft, SizedTask
 from pe_lab.evaluation.tasks.task import Sample, Scores, Suite, half_pair, random_for
@@ -144,24 +143,18 @@ def _unsolved(problem: Problem) -> str:
 
 
 def many_shot_tasks(
-    problems: str | Path,
-    names: Sequence[str] = (),
-    max_new_tokens: int | None = None,
-    buffer: int | None = None,
+    problems: Path | None, names: Sequence[str] = (), max_new_tokens: int = NEW_TOKENS, buffer: int = BUFFER
 ) -> list[ManyShotTask]:
-    """The tasks `names`, or both, on the problems of a file; None: the paper's buffer and answer.
+    """The tasks `names`, or both, on the problems of a file.
 
     Raises:
-      ConfigError: a name is unknown.
+      ConfigError: there is no file.
       DataError: the file is missing or damaged.
     """
-    for name in names:
-        if name not in SAMPLES:
-            raise ConfigError(f"--suite=many_shot:{name}: no such task. {did_you_mean(name, list(SAMPLES))}")
-    data = read_problems(Path(problems).expanduser())
-    buffer = BUFFER if buffer is None else buffer
-    new_tokens = NEW_TOKENS if max_new_tokens is None else max_new_tokens
-    return [ManyShotTask(data, name == "needle", buffer, new_tokens) for name in names or SAMPLES]
+    if problems is None:
+        raise ConfigError(f"--suite=many_shot: there is no file of problems. {ADVICE}")
+    data = read_problems(problems.expanduser())
+    return [ManyShotTask(data, name == "needle", buffer, max_new_tokens) for name in names or SAMPLES]
 
 
 def read_problems(path: Path) -> Problems:
@@ -189,22 +182,31 @@ def read_problems(path: Path) -> Problems:
     return Problems(problems, hashlib.sha256(path.read_bytes()).hexdigest()[:16])
 
 
-def _open(names: Sequence[str], arguments: argparse.Namespace, limits: Sequence[int | None]) -> list[ManyShotTask]:
-    if arguments.problems is None:
-        raise ConfigError(f"--suite=many_shot: there is no file of problems. {ADVICE}")
-    return many_shot_tasks(arguments.problems, names, arguments.max_new_tokens, arguments.buffer)
-
-
 SUITE = Suite(
     name="many_shot",
     title="Many-shot learning",
     protocol=2,
     about="A task explained by examples alone, as many as the length holds.",
+    tasks=tuple(SAMPLES),
     samples=SAMPLES,
     flags={
-        "--problems": {"metavar": "FILE", "help": "JSON lines with problem, solution, answer (many_shot)"},
-        "--max-new-tokens": {"type": int, "help": f"of many_shot's answers (default {NEW_TOKENS})"},
-        "--buffer": {"type": int, "help": f"tokens that many_shot's exemplars leave free (default {BUFFER})"},
+        "--problems": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "JSON lines with problem, solution, answer (many_shot)",
+        },
+        "--max-new-tokens": {
+            "type": int,
+            "default": NEW_TOKENS,
+            "help": f"of many_shot's answers (default {NEW_TOKENS})",
+        },
+        "--buffer": {
+            "type": int,
+            "default": BUFFER,
+            "help": f"tokens that many_shot's exemplars leave free (default {BUFFER})",
+        },
     },
-    open=_open,
+    open=lambda names, arguments, limits: many_shot_tasks(
+        arguments.problems, names, arguments.max_new_tokens, arguments.buffer
+    ),
 )

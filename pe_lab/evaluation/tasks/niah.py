@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.errors import ConfigError
 from pe_lab.evaluation.scoring.metrics import string_match_all
 from pe_lab.evaluation.tasks.fitting import Draft, SizedTask
 from pe_lab.evaluation.tasks.haystacks import Haystack, distinct, draw, needle, open_haystack
@@ -189,16 +189,9 @@ RULER: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def niah_task(name: str, haystack: Haystack, depths: Sequence[float] | None = None) -> NeedleTask:
-    """The task `name` of the suite niah; `depths`, per cent, replace the grid of a task that has one.
-
-    Raises:
-      ConfigError: there is no such task.
-    """
-    known = name.replace("-", "_")
-    if known not in NIAH:
-        raise ConfigError(f"--suite=niah:{name}: no such task. {did_you_mean(known, list(NIAH))}")
-    options = NIAH[known] | ({"depths": tuple(depths)} if depths and "grid" in NIAH[known] else {})
-    return NeedleTask("niah", known, haystack, colon=True, excerpt=True, **options)
+    """The task `name` of the suite niah; `depths`, per cent, replace the grid of a task that has one."""
+    options = NIAH[name] | ({"depths": tuple(depths)} if depths and "grid" in NIAH[name] else {})
+    return NeedleTask("niah", name, haystack, colon=True, excerpt=True, **options)
 
 
 def ruler_needle_task(name: str, essays: Haystack | None = None) -> NeedleTask:
@@ -256,6 +249,7 @@ SUITE = Suite(
         "fraction found, all found": "The share of the asked values that the answer contains, and the share of prompts "
         "whose answer contains every one. They differ only where several are asked for.",
     },
+    tasks=tuple(NIAH),
     samples=dict.fromkeys(NIAH, 500),  # RULER's and DroPE's
     flags={"--depths": {"help": "per cents, or how many of them (niah; default 0,10,...,100)"}},
     open=open_niah,

@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,12 +30,13 @@ class Suite:
       about: a sentence or two for reports.
       terms: entries of a report's glossary.
       average_of: how many tasks the mean over tasks is of (0: of any number); None: tasks are not averaged.
+      tasks: the names that `--suite=name:...` takes, for a suite of prompts.
       samples: how many samples a task has by default, by its name; a task without an entry has all of its file.
       flags: the suite's own flags of the command line, each with its arguments of `add_argument`.
-      open: (names, arguments, limits) -> tasks, for a suite of prompts. The names of tasks are as in
-        `--suite=suite:name`, none meaning the default ones; `limits` are the tokens that prompts of files and their
-        answers may take together (None: no limit). Raises `ConfigError` for an unknown name or a flag that is missing
-        or wrong, `DataError` for files that are missing or damaged.
+      open: (names, arguments, limits) -> tasks, for a suite of prompts. The names are of `tasks`, none meaning the
+        default ones; `limits` are the tokens that prompts of files and their answers may take together (None: no
+        limit). Raises `ConfigError` for a flag that is missing or wrong, `DataError` for files that are missing or
+        damaged.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Suite:
     about: str = ""
     terms: Mapping[str, str] = field(default_factory=dict)
     average_of: int | None = None
+    tasks: Collection[str] = ()
     samples: Mapping[str, int] = field(default_factory=dict)
     flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     open: Callable[[Sequence[str], argparse.Namespace, Sequence[int | None]], list[Any]] | None = None
