@@ -6,8 +6,8 @@ A prepared directory holds for every split the tokens of all documents, each doc
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import functools
 import json
 import threading
 from collections.abc import Mapping
@@ -98,8 +98,7 @@ class ShardWriter:
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype):
         self._directory, self._split, self._dtype = directory, split, dtype.newbyteorder("<")
-        self._pending: list[np.ndarray] = []
-        self._pending_tokens = 0
+        self._pending = np.zeros(0, self._dtype)  # less than a record
         self._writer: Any = None
         self._in_file = [0, 0]  # records, tokens
         self._path = directory
@@ -110,21 +109,12 @@ class ShardWriter:
 
     def add(self, document: Int[np.ndarray, " n"]) -> None:
         """Appends one document with its EOS."""
-        self._pending.append(document.astype(self._dtype))
-        self._pending_tokens += len(document)
+        self._pending = np.concatenate([self._pending, document.astype(self._dtype)])
         self.tokens += len(document)
         self.documents += 1
-        if self._pending_tokens >= self.record_tokens:
-            self._flush(self.record_tokens)
-
-    def _flush(self, at_least: int) -> None:
-        joined = np.concatenate(self._pending) if self._pending else np.zeros(0, self._dtype)
-        start = 0
-        while len(joined) - start >= at_least:
-            record = joined[start : start + self.record_tokens]
-            self._write(record)
-            start += len(record)
-        self._pending, self._pending_tokens = [joined[start:]], len(joined) - start
+        while len(self._pending) >= self.record_tokens:
+            self._write(self._pending[: self.record_tokens])
+            self._pending = self._pending[self.record_tokens :]
 
     def _write(self, record: np.ndarray) -> None:
         from array_record.python import array_record_module
@@ -149,7 +139,8 @@ class ShardWriter:
 
     def close(self) -> None:
         """Writes the last record; `shards` is then complete."""
-        self._flush(1)
+        if len(self._pending):
+            self._write(self._pending)
         self._finish_file()
 
 
@@ -164,20 +155,20 @@ class TokenStream:
         self._first_record = np.cumsum([0] + [s.records for s in shards])
         self.tokens = sum(s.tokens for s in shards)
         self.in_memory = self.tokens * self._dtype.itemsize <= in_memory_bytes
-        self._reset()
+        self._make_caches()
 
-    def _reset(self) -> None:
+    def _make_caches(self) -> None:
         self._array: np.ndarray | None = None
-        self._readers: dict[int, Any] = {}
-        self._cache: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
         self._lock = threading.Lock()
+        self._reader = functools.cache(self._open_shard)
+        self._record = functools.lru_cache(CACHED_RECORDS)(self._read_record)
 
     def __getstate__(self) -> dict[str, Any]:  # a Grain worker opens its own files
-        return {k: v for k, v in self.__dict__.items() if k not in ("_array", "_readers", "_cache", "_lock")}
+        return {k: v for k, v in vars(self).items() if k not in ("_array", "_lock", "_reader", "_record")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
+        vars(self).update(state)
+        self._make_caches()
 
     def gather(self, starts: Int[np.ndarray, " n"], length: int) -> UInt[np.ndarray, "n length"]:
         """The `length` tokens from each start; all must lie inside the stream."""
@@ -198,49 +189,34 @@ class TokenStream:
         joined = np.concatenate([self._record(r) for r in range(first, last + 1)])
         return joined[start - first * self._record_tokens : stop - first * self._record_tokens]
 
-    def _whole(self) -> np.ndarray:
-        if self._array is None:
-            with self._lock:
-                if self._array is None:
-                    parts = [b"".join(self._read(i, None)) for i in range(len(self._shards))]
-                    self._array = np.frombuffer(b"".join(parts), self._dtype)
-        return self._array
+    def _whole(self) -> UInt[np.ndarray, " n"]:
+        with self._lock:  # one thread reads
+            if self._array is None:
+                records = [record for shard in range(len(self._shards)) for record in self._read(shard, None)]
+                self._array = np.frombuffer(b"".join(records), self._dtype)
+            return self._array
 
-    def _record(self, record: int) -> np.ndarray:
-        with self._lock:
-            if record in self._cache:
-                self._cache.move_to_end(record)
-                return self._cache[record]
+    def _read_record(self, record: int) -> UInt[np.ndarray, " n"]:
         shard = int(np.searchsorted(self._first_record, record, side="right")) - 1
-        decoded = np.frombuffer(self._read(shard, record - int(self._first_record[shard]))[0], self._dtype)
-        with self._lock:
-            self._cache[record] = decoded
-            if len(self._cache) > CACHED_RECORDS:
-                self._cache.popitem(last=False)
-        return decoded
+        (content,) = self._read(shard, [record - int(self._first_record[shard])])
+        return np.frombuffer(content, self._dtype)
 
-    def _read(self, shard: int, record: int | None) -> list[bytes]:
-        """One record of a shard file, or (None) all records."""
-        from array_record.python import array_record_module
-
+    def _read(self, shard: int, records: list[int] | None) -> list[bytes]:
+        """Some records of a shard file, or (None) all."""
         path = self._directory / self._shards[shard].file
         try:
-            if record is None:
-                reader = array_record_module.ArrayRecordReader(str(path))
-                records = reader.read_all()
-                reader.close()
-                return records
-            with self._lock:
-                reader = self._readers.get(shard)
-                if reader is None:
-                    reader = array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0")
-                    self._readers[shard] = reader
-            return reader.read([record])
+            reader = self._reader(path)
+            return reader.read_all() if records is None else reader.read(records)
         except (RuntimeError, OSError, IndexError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(
                 f"{path} is damaged: {reason}. Delete {self._directory} and prepare the data again."
             ) from error
+
+    def _open_shard(self, path: Path) -> Any:
+        from array_record.python import array_record_module
+
+        return array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0")
 
 
 @dataclass(frozen=True)
