@@ -81,7 +81,7 @@ def test_windows_cover_the_stream_and_targets_are_the_next_tokens(tmp_path):
     np.testing.assert_array_equal(batch["tokens"].ravel(), tokens[:used])
     np.testing.assert_array_equal(batch["targets"].ravel(), tokens[1 : used + 1])
     assert len(tokens) - 1 - used < 17
-    np.testing.assert_array_equal(windows[3], tokens[51:69])
+    np.testing.assert_array_equal(rows[3], tokens[51:69])
     assert {k: v.dtype.name for k, v in batch.items()} == {
         "tokens": "int32",
         "targets": "int32",

@@ -156,32 +156,22 @@ class NeedleWindows:
     def __len__(self) -> int:
         return WINDOWS
 
-    def __getitem__(self, index: int) -> Int32[np.ndarray, " W"]:
-        return self.read(np.asarray([index]))[0][0]
-
     def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
         """Windows and loss weights."""
         windows, distance = self._draw(indices)
-        return windows, self._weights(distance > 0)
+        options = self.options
+        weights = np.where(distance > 0, np.float32(options.answer_weight), np.float32(options.filler_weight))
+        return windows, weights
 
     def batch(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        """`tokens`, `targets`, `weights`, `answers` and `distance` of windows, each of shape [n, T].
+        """`tokens`, `targets`, `answers` and `distance` of windows, each of shape [n, T].
 
         `answers` is true where the target answers a query. `distance` is the number of tokens from that answer back
         to the value in its fact, and 0 elsewhere.
         """
         windows, distance = self._draw(indices)
-        answers = distance > 0
-        return {
-            "tokens": np.ascontiguousarray(windows[:, :-1]),
-            "targets": np.ascontiguousarray(windows[:, 1:]),
-            "weights": self._weights(answers),
-            "answers": answers,
-            "distance": distance,
-        }
-
-    def _weights(self, answers: np.ndarray) -> np.ndarray:
-        return np.where(answers, np.float32(self.options.answer_weight), np.float32(self.options.filler_weight))
+        tokens, targets = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+        return {"tokens": tokens, "targets": targets, "answers": distance > 0, "distance": distance}
 
     def _draw(self, indices: Int[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray]:
         """Windows [n, T+1], and the distance of each answer from its fact [n, T] (0: no answer)."""

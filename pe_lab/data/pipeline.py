@@ -37,7 +37,6 @@ class Pipeline:
         self.mixture = [
             {"source": s.name, "weight": s.weight, "tokens": s.tokens(about["split"])} for s in mixture.sources
         ]
-        self.sources: tuple[MixtureSource, ...] = mixture.sources
         self._dataset, self._about, self._process, self._workers = dataset, about, process, workers
         prepared = [s.prepared for s in mixture.sources if s.prepared is not None]
         self._in_memory = all(p.streams[about["split"]].in_memory for p in prepared)

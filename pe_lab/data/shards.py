@@ -6,9 +6,7 @@ A prepared directory holds for every split the tokens of all documents, each doc
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,9 +63,6 @@ class Metadata:
     python: str
     created: str
     format: int = FORMAT_VERSION
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
 
     @property
     def fingerprint(self) -> str:

@@ -129,11 +129,8 @@ class Lazy(Sequence[Sample]):
         return self.count
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self.make(i) for i in range(*index.indices(self.count))]
-        if not -self.count <= index < self.count:
-            raise IndexError(index)
-        return self.make(index % self.count)
+        chosen = range(self.count)[index]
+        return [self.make(i) for i in chosen] if isinstance(chosen, range) else self.make(chosen)
 
 
 def random_for(*identity: Any) -> random.Random:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pe_lab.errors import ConfigError, DataError, did_you_mean
+from pe_lab.errors import DataError, did_you_mean
 from pe_lab.evaluation.scoring.metrics import CONTROL, string_match_all, string_match_part
 from pe_lab.evaluation.tasks.ruler.suite import TASKS
 from pe_lab.evaluation.tasks.task import Sample
@@ -115,7 +115,7 @@ def write_predictions(path: Path, task: str, records: Iterable[Mapping[str, Any]
     Raises:
       DataError: the file cannot be written.
     """
-    _, new_tokens = _answer(task)
+    _, new_tokens = _ANSWERS[task.split("_")[0]]
     write_records(
         path,
         (
@@ -141,7 +141,7 @@ def write_prompts(path: Path, task: str, samples: Iterable[Sample]) -> None:
     Raises:
       DataError: the file cannot be written.
     """
-    beginning, _ = _answer(task)
+    beginning, _ = _ANSWERS[task.split("_")[0]]
 
     def records() -> Iterable[dict[str, Any]]:
         for sample in samples:
@@ -157,9 +157,3 @@ def write_prompts(path: Path, task: str, samples: Iterable[Sample]) -> None:
             }
 
     write_records(path, records(), "Give another directory.")
-
-
-def _answer(task: str) -> tuple[str, int]:
-    if task not in TASKS:
-        raise ConfigError(f"{task} is no task of RULER. {did_you_mean(task, TASKS)}")
-    return _ANSWERS[task.split("_")[0]]
