@@ -379,9 +379,9 @@ def test_errors_of_missing_and_damaged_files_name_the_file_to_place(tmp_path, fi
     with pytest.raises(UserError, match=r"HotpotQA.*curtis\.ml\.cmu\.edu"):
         qa_task("qa_2", tmp_path)
     (tmp_path / "squad.json").write_text(json.dumps(GOLDEN["hotpot"]))
-    (tmp_path / "hotpotqa.json").write_text('{"question": ')
-    for name in ("qa_1", "qa_2"):
-        with pytest.raises(UserError, match="is not in the schema of"):
+    (tmp_path / "hotpotqa.json").write_text('[{"question": "Who?"}]')
+    for name, message in (("qa_1", "holds no JSON object. Place dev"), ("qa_2", "is not in the schema of HotpotQA")):
+        with pytest.raises(UserError, match=message):
             qa_task(name, tmp_path)
     assert qa_task("qa_1", files).settings != qa_task("qa_2", files).settings
     (tmp_path / "english_words.json").write_text(json.dumps({str(i): f"word{i}" for i in range(200)}))

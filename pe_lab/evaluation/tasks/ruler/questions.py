@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pe_lab.evaluation.scoring.metrics import string_match_part
 from pe_lab.evaluation.tasks.fitting import Draft
 from pe_lab.evaluation.tasks.ruler.synthetic import RulerTask
 from pe_lab.evaluation.tasks.task import Sample, Scores, half_pair, random_for
+from pe_lab.storage import read_json
 
 PROMPT = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
@@ -143,6 +143,7 @@ class _Source:
     dataset: str
     files: tuple[str, ...]  # the original's name, and RULER's
     address: str  # RULER's, in download_qa_dataset.sh
+    kind: type  # of the JSON in the file
     read: Callable[[Any], tuple[list[Question], list[str]]]
 
     @property
@@ -155,6 +156,7 @@ SOURCES = {
         "SQuAD 2.0",
         ("dev-v2.0.json", "squad.json"),
         "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json",
+        dict,
         _squad,
     ),
     "qa_2": _Source(
@@ -162,6 +164,7 @@ SOURCES = {
         ("hotpot_dev_distractor_v1.json", "hotpotqa.json"),
         "http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json (or, when that host is gone, from the "
         "hub's dataset namlh2004/hotpotqa, which lm-evaluation-harness uses)",
+        list,
         _hotpot,
     ),
 }
@@ -188,19 +191,17 @@ def qa_task(name: str, directory: Path | None) -> QuestionAnswering:
 @functools.cache
 def _load(name: str, path: Path) -> Questions:
     source = SOURCES[name]
+    data = read_json(path, f"{source.advice}.", kind=source.kind)
     try:
-        content = path.read_bytes()
-        questions, documents = source.read(json.loads(content))
+        questions, documents = source.read(data)
         asked = [text for question in questions for text in (question.text, *question.answers)]
         if not questions or not all(question.answers and question.documents for question in questions):
             raise ValueError("no questions, or one without answers or documents")
         if not all(isinstance(text, str) for text in (*asked, *documents)):
             raise ValueError("a question, an answer or a document is no text")
-    except OSError as error:
-        raise DataError(f"--qa: {path} cannot be read ({error.strerror}).") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise DataError(f"--qa: {path} is not in the schema of {source.dataset} ({what}). {source.advice}.") from None
     if wrong := half_pair((*asked, *documents)):
         raise DataError(f"--qa: {path} has {wrong}. {source.advice}.")
-    return Questions(tuple(questions), tuple(documents), hashlib.sha256(content).hexdigest()[:16])
+    return Questions(tuple(questions), tuple(documents), hashlib.sha256(path.read_bytes()).hexdigest()[:16])
