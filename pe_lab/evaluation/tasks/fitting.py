@@ -18,26 +18,16 @@ from pe_lab.evaluation.tasks.task import Lazy, Sample
 
 @dataclass(frozen=True)
 class Draft:
-    """A sample of undecided size.
+    """A sample of undecided size."""
 
-    Attributes:
-      render: the prompt of a size; its tokens grow with the size, about in proportion.
-      references: the right answers, equal at all sizes.
-      unit: the name of what the size counts.
-      smallest, largest: the possible sizes; None: no largest.
-      exhausted: advice for a length that the largest size does not fill.
-      depth: size -> the depths, as in `Sample`.
-      metadata: as in `Sample`.
-    """
-
-    render: Callable[[int], str]
-    references: tuple[str, ...]
-    unit: str
+    render: Callable[[int], str]  # the prompt of a size; its tokens grow with the size, about in proportion
+    references: tuple[str, ...]  # the right answers, equal at all sizes
+    unit: str  # the name of what the size counts
     smallest: int
     largest: int | None = None
-    exhausted: str = ""
-    depth: Callable[[int], tuple[float, ...]] = lambda size: ()
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    exhausted: str = ""  # advice for a length that the largest size does not fill
+    depth: Callable[[int], tuple[float, ...]] = lambda size: ()  # of a size, as in `Sample`
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # as in `Sample`
 
     def size_within(self, budget: int, count: Callable[[str], int]) -> int | None:
         """The largest size whose prompt has at most `budget` tokens, which `count` counts; None if none has."""
@@ -63,13 +53,7 @@ class Draft:
 
 
 class SizedTask(ABC):
-    """A task whose prompts are made to a length: every sample is a draft of the largest size that fits.
-
-    Attributes:
-      suite, name, metric, sized: see `Task`.
-      max_new_tokens, stop: as in `Sample`.
-      margin: by how many tokens the shortest prompt of another sample may exceed that of the first.
-    """
+    """A task whose prompts are made to a length: every sample is a draft of the largest size that fits."""
 
     suite: str
     name: str
@@ -77,7 +61,7 @@ class SizedTask(ABC):
     max_new_tokens: int
     sized = True
     stop: tuple[str, ...] = ()
-    margin = 0
+    margin = 0  # by how many tokens the shortest prompt of another sample may exceed that of the first
 
     @abstractmethod
     def draft(self, tokenizer: Tokenizer, length: int, index: int, seed: int) -> Draft:

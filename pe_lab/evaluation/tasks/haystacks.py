@@ -59,16 +59,12 @@ def distinct(draw_one: Callable[[], str], count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Filler of any size.
+    """Filler of any size."""
 
-    Attributes:
-      kind: "noise" (RULER's five sentences, repeated), "needles" (distractors of the needles' form), or a name for
-        the words of texts.
-      text: the words of the texts, separated by single spaces; "" for the other two kinds.
-    """
-
+    # "noise" (RULER's five sentences, repeated), "needles" (distractors of the needles' form), or a name for the words
+    # of texts.
     kind: str
-    text: str = ""
+    text: str = ""  # the words of the texts, separated by single spaces; "" for the other two kinds
 
     @cached_property
     def words(self) -> list[str]:

@@ -55,17 +55,12 @@ class ManyShotTask(SizedTask):
     i // 4, which is also among the solved ones, at depth 0, 1/3, 2/3 or 1 (i % 4). The five samples that ask for one
     problem have the same other solved problems, at all lengths, and the problem as `cluster` in their metadata. A
     problem that does not fit with one other is skipped.
-
-    Attributes:
-      needle: whether the solved problems include the problem that is asked for, once; else they exclude it.
-      buffer: the tokens of the length that are left to the question and its answer.
-      max_new_tokens: the most tokens of an answer, which are left to it even if the buffer is smaller.
     """
 
     data: Problems
-    needle: bool
-    buffer: int = BUFFER
-    max_new_tokens: int = NEW_TOKENS
+    needle: bool  # whether the solved problems include the problem that is asked for, once; else they exclude it
+    buffer: int = BUFFER  # the tokens of the length that are left to the question and its answer
+    max_new_tokens: int = NEW_TOKENS  # are left to an answer even if the buffer is smaller
 
     suite = "many_shot"
     metric = "accuracy"

@@ -20,19 +20,12 @@ Predict = Callable[[Int[np.ndarray, "n T"], Int[np.ndarray, "n Q"]], Int[np.ndar
 
 @dataclass(frozen=True)
 class Questions:
-    """Windows with Q questions each.
-
-    Attributes:
-      tokens: [n, T].
-      at: [n, Q] the positions before the answers.
-      answers: [n, Q] the right tokens.
-      distance: [n, Q] tokens from the answer back to the needle's value.
-    """
+    """Windows with Q questions each."""
 
     tokens: Int[np.ndarray, "n T"]
-    at: Int[np.ndarray, "n Q"]
-    answers: Int[np.ndarray, "n Q"]
-    distance: Int[np.ndarray, "n Q"]
+    at: Int[np.ndarray, "n Q"]  # the positions before the answers
+    answers: Int[np.ndarray, "n Q"]  # the right tokens
+    distance: Int[np.ndarray, "n Q"]  # tokens from the answer back to the needle's value
 
 
 def questions(data: DataConfig, index: int, length: int, windows: int, seed: int) -> Questions:

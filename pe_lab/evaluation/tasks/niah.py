@@ -34,31 +34,23 @@ _CUT = "\0"  # marks where sinks go; haystacks do not contain it
 
 @dataclass(frozen=True)
 class NeedleTask(SizedTask):
-    """Sentences that give values of keys, hidden in a haystack; the values of some keys are asked for.
-
-    Attributes:
-      keys, values, queries: the number of keys, of values of each key, and of keys that are asked for.
-      key_kind, value_kind: "words", "numbers" or "uuids".
-      depths: possible places of needles, per cent. With `grid`, sample i has its needle at depth i modulo their
-        number; else each needle has a different one, at random. None: at any place.
-      colon: whether the prompt ends with a colon, as DroPE's does and RULER's does not.
-      excerpt: whether a haystack of texts begins at a random word (DroPE's "random excerpt") instead of the first.
-      sinks: the number of start-of-sequence tokens after every needle (DoPE's noise).
-    """
+    """Sentences that give values of keys, hidden in a haystack; the values of some keys are asked for."""
 
     suite: str
     name: str
     haystack: Haystack
     keys: int = 1
-    values: int = 1
-    queries: int = 1
-    key_kind: str = "words"
+    values: int = 1  # of each key
+    queries: int = 1  # keys that are asked for
+    key_kind: str = "words"  # words | numbers | uuids
     value_kind: str = "numbers"
+    # Possible places of needles, per cent. With `grid`, sample i has its needle at depth i modulo their number; else
+    # each needle has a different one, at random. None: at any place.
     depths: tuple[float, ...] | None = GRID
     grid: bool = False
-    colon: bool = False
-    excerpt: bool = False
-    sinks: int = 0
+    colon: bool = False  # whether the prompt ends with a colon, as DroPE's does and RULER's does not
+    excerpt: bool = False  # whether texts begin at a random word (DroPE's "random excerpt") instead of the first
+    sinks: int = 0  # start-of-sequence tokens after every needle (DoPE's noise)
     max_new_tokens: int = NEW_TOKENS
     stop: tuple[str, ...] = ()
 

@@ -26,21 +26,14 @@ class HeldOut:
 
     Each length splits the same tiles into windows, so that all lengths that divide the longest score the same tokens.
     Tiles do not overlap, so that no token is both fitted on and scored.
-
-    Attributes:
-      source: the source's name.
-      score: [n, W] tiles to score.
-      fit: [m, W] tiles to fit logit scales on; none if there is only one tile.
-      score_index, fit_index: the tiles' numbers among all held-out tiles.
-      segments, eos_id: whether attention stays within documents, and the token that ends one.
     """
 
     source: str
-    score: Int32[np.ndarray, "n W"]
-    fit: Int32[np.ndarray, "m W"]
-    score_index: tuple[int, ...]
+    score: Int32[np.ndarray, "n W"]  # tiles to score
+    fit: Int32[np.ndarray, "m W"]  # tiles to fit logit scales on; none if there is only one tile
+    score_index: tuple[int, ...]  # the tiles' numbers among all held-out tiles
     fit_index: tuple[int, ...]
-    segments: bool = False
+    segments: bool = False  # whether attention stays within documents
     eos_id: int = 0
 
     @property

@@ -64,15 +64,10 @@ def tracking_prompt(lines: Sequence[str], value: int, count: int) -> str:
 
 @dataclass(frozen=True)
 class VariableTracking(RulerTask):
-    """`vt`: chains X1 = number, X2 = X1, ... in noise; the variables of the first chain are asked for.
-
-    Attributes:
-      chains: the number of chains.
-      hops: the number of assignments of a variable to a variable in each.
-    """
+    """`vt`: chains X1 = number, X2 = X1, ... in noise; the variables of the first chain are asked for."""
 
     chains: int = 1
-    hops: int = 4
+    hops: int = 4  # assignments of a variable to a variable in each chain
     name: str = "vt"
     max_new_tokens: int = 30
 
@@ -140,12 +135,9 @@ class CommonWords(RulerTask):
     """`cwe`: a shuffled list in which ten words are more frequent than the others.
 
     Below 4,096 tokens the common words occur 6 times and the others once, else 30 and 3 times.
-
-    Attributes:
-      more_words: replaces wonderwords' words at lengths that need more of them (RULER: english_words.json).
     """
 
-    more_words: tuple[str, ...] = ()
+    more_words: tuple[str, ...] = ()  # replace wonderwords' at lengths that need more (RULER: english_words.json)
     name: str = "cwe"
     max_new_tokens: int = 120
 
@@ -219,15 +211,10 @@ def frequencies(size: int, vocabulary: int, alpha: float) -> list[int]:
 
 @dataclass(frozen=True)
 class FrequentWords(RulerTask):
-    """`fwe`: shuffled coded words with zeta-distributed frequencies; the most frequent, `...`, is noise.
+    """`fwe`: shuffled coded words with zeta-distributed frequencies; the most frequent, `...`, is noise."""
 
-    Attributes:
-      alpha: the exponent of the zeta distribution.
-      letters: the length of a coded word.
-    """
-
-    alpha: float = 2.0
-    letters: int = 6
+    alpha: float = 2.0  # the exponent of the zeta distribution
+    letters: int = 6  # of a coded word
     name: str = "fwe"
     max_new_tokens: int = 50
 
