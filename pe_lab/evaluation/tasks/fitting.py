@@ -137,11 +137,7 @@ class SizedTask(ABC):
         return chosen
 
     def _sample(self, tokenizer: Tokenizer, length: int, index: int, seed: int, drafted: int) -> Sample:
-        """Sample `index`, made of the draft `drafted`.
-
-        Raises:
-          ConfigError: its smallest size does not fit.
-        """
+        """Sample `index`, made of the draft `drafted`."""
         draft, new = self.draft(tokenizer, length, drafted, seed), self.max_new_tokens
         budget = length - self.reserved(tokenizer, drafted)
         size = draft.size_within(budget, lambda text: len(self.encode(tokenizer, text)))

@@ -40,14 +40,6 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Problems:
-    """The problems of a file, and the beginning of its SHA-256."""
-
-    problems: tuple[Problem, ...]
-    fingerprint: str
-
-
-@dataclass(frozen=True)
 class ManyShotTask(SizedTask):
     """A problem to solve after as many solved ones as fit, in random order, repeated where they do not suffice.
 
@@ -57,7 +49,8 @@ class ManyShotTask(SizedTask):
     problem that does not fit with one other is skipped.
     """
 
-    data: Problems
+    problems: tuple[Problem, ...]
+    fingerprint: str  # of their file
     needle: bool  # whether the solved problems include the problem that is asked for, once; else they exclude it
     buffer: int = BUFFER  # the tokens of the length that are left to the question and its answer
     max_new_tokens: int = NEW_TOKENS  # are left to an answer even if the buffer is smaller
@@ -72,11 +65,11 @@ class ManyShotTask(SizedTask):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        return {"problems": self.data.fingerprint, "buffer": self.buffer, "max_new_tokens": self.max_new_tokens}
+        return {"problems": self.fingerprint, "buffer": self.buffer, "max_new_tokens": self.max_new_tokens}
 
     def choose(self, tokenizer: Tokenizer, length: int, count: int, seed: int) -> Sequence[int]:
         """The drafts of the first problems that fit. Draft 4 p + d is of problem p, with depth d if it has a needle."""
-        each, number = len(DEPTHS) if self.needle else 1, len(self.data.problems)
+        each, number = len(DEPTHS) if self.needle else 1, len(self.problems)
         order = random_for(self.suite, "problems", seed).sample(range(number), number)
 
         def least(asked: int) -> int:
@@ -94,7 +87,7 @@ class ManyShotTask(SizedTask):
         others = self._others(asked, seed)
         return Draft(
             lambda size: self._text(others, asked, size, depth),
-            (self.data.problems[asked].answer,),
+            (self.problems[asked].answer,),
             "exemplars",
             1,
             depth=lambda size: () if depth is None else (round(100 * float(depth), 1),),
@@ -103,7 +96,7 @@ class ManyShotTask(SizedTask):
 
     def reserved(self, tokenizer: Tokenizer, index: int) -> int:
         """The tokens that are left to the answer: the buffer without the question, at least `max_new_tokens`."""
-        question = len(tokenizer.encode(_unsolved(self.data.problems[index // len(DEPTHS)])))
+        question = len(tokenizer.encode(_unsolved(self.problems[index // len(DEPTHS)])))
         return max(self.max_new_tokens, self.buffer - question)
 
     def score(self, sample: Sample, output: str) -> Scores:
@@ -116,13 +109,13 @@ class ManyShotTask(SizedTask):
 
     def _others(self, asked: int, seed: int) -> list[int]:
         """The other problems, without those of the same words, in random order."""
-        text = self.data.problems[asked].text.split()
-        pool = [i for i, problem in enumerate(self.data.problems) if problem.text.split() != text]
+        text = self.problems[asked].text.split()
+        pool = [i for i, problem in enumerate(self.problems) if problem.text.split() != text]
         return random_for(self.suite, "exemplars", seed, asked).sample(pool, len(pool))
 
     def _text(self, others: Sequence[int], asked: int, size: int, depth: Fraction | None) -> str:
         """The prompt with `size` others, and with the problem itself at `depth` unless that is None."""
-        problems = self.data.problems
+        problems = self.problems
         shown = [_solved(problems[others[i % len(others)]]) for i in range(size)]
         if depth is not None:
             shown.insert(round(size * depth), _solved(problems[asked]))
@@ -148,11 +141,12 @@ def many_shot_tasks(
     """
     if problems is None:
         raise ConfigError(f"--suite=many_shot: there is no file of problems. {ADVICE}")
-    data = read_problems(problems.expanduser())
-    return [ManyShotTask(data, name == "needle", buffer, max_new_tokens) for name in names or SAMPLES]
+    path = problems.expanduser()
+    read, fingerprint = read_problems(path), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return [ManyShotTask(read, fingerprint, name == "needle", buffer, max_new_tokens) for name in names or SAMPLES]
 
 
-def read_problems(path: Path) -> Problems:
+def read_problems(path: Path) -> tuple[Problem, ...]:
     """The problems of a file of JSON lines. Without an answer, the last box of the solution is taken.
 
     Raises:
@@ -174,7 +168,7 @@ def read_problems(path: Path) -> Problems:
     problems = tuple(Problem(*(text.strip() for text in texts(record))) for record in records)
     if len({tuple(problem.text.split()) for problem in problems}) < 2:
         raise DataError(f"--problems={path} has not two problems. {ADVICE}")
-    return Problems(problems, hashlib.sha256(path.read_bytes()).hexdigest()[:16])
+    return problems
 
 
 SUITE = Suite(

@@ -67,16 +67,13 @@ def _words(path: Path) -> tuple[str, ...]:
 
 def open_ruler(names: Sequence[str], arguments: argparse.Namespace, limits: Sequence[int | None]) -> list[Task]:
     """The tasks `names`, or all; see `Suite.open`."""
-    essays: Haystack | None = None
     if arguments.haystack in ("noise", "needles"):
         raise ConfigError(
             f"--haystack={arguments.haystack}: each of RULER's tasks has its own haystack. Give text files, which "
             "replace the essays, or leave --haystack out."
         )
-    if arguments.haystack != "essays":
-        essays = open_haystack(arguments.haystack)
-    qa, words = (Path(given) if given else None for given in (arguments.qa, arguments.words))
-    return ruler_tasks(names, essays, qa, words)
+    essays = None if arguments.haystack == "essays" else open_haystack(arguments.haystack)
+    return ruler_tasks(names, essays, arguments.qa, arguments.words)
 
 
 SUITE = Suite(
@@ -94,8 +91,12 @@ SUITE = Suite(
     tasks=TASKS,
     samples=dict.fromkeys(TASKS, 500),  # RULER's
     flags={
-        "--qa": {"metavar": "DIR", "help": "SQuAD's and HotpotQA's files, for ruler's qa tasks"},
-        "--words": {"metavar": "FILE", "help": "RULER's english_words.json, for cwe at very long lengths"},
+        "--qa": {"type": Path, "metavar": "DIR", "help": "SQuAD's and HotpotQA's files, for ruler's qa tasks"},
+        "--words": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "RULER's english_words.json, for cwe at very long lengths",
+        },
         "--predictions": {"metavar": "DIR", "help": "score RULER's prediction files instead of a model"},
         "--ruler-files": {
             "metavar": "DIR",
