@@ -126,12 +126,12 @@ def test_facts_are_spread_over_the_window():
     [
         ({"pairz": 3}, 64, "Did you mean 'pairs'"),
         ({"pairs": 0}, 64, "pairs=0"),
-        ({"queries": 1.5}, 64, "queries=1.5"),
+        ({"queries": 1.5}, 64, "queries is 1.5"),
         ({"pairs": 70}, 640, "pairs=70 is more than keys=64"),
         ({"branches": 65}, 64, "branches=65"),
         ({"answer_weight": -1.0}, 64, "answer_weight=-1.0"),
         ({"filler_weight": float("nan")}, 64, "filler_weight=nan"),
-        ({"queries_at": "start"}, 64, "queries_at='start'"),
+        ({"queries_at": "start"}, 64, "queries_at is 'start'"),
         (OPTIONS, 22, "sequence_length=22 is too short .* they need 23"),
     ],
 )

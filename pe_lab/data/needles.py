@@ -7,16 +7,16 @@ the tokenizer's vocabulary, so needles can be mixed with any tokenizer.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float32, Int, Int32, UInt64
 
-from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.config import from_dict
+from pe_lab.errors import ConfigError
 
 QUERY = 3  # tokens of a query, [ASK key value]
 FACTS = {"pair": 3, "symbol": 2}  # tokens of a fact: [MARK key value] or [MARK key+value]
@@ -41,8 +41,8 @@ class NeedleOptions:
     filler_seed: int = 0  # of the chain; the same for training, validation and evaluation
     answer_weight: float = 4.0  # loss weight of the answers to queries
     filler_weight: float = 0.2  # loss weight of all other tokens
-    queries_at: str = "end"  # end | anywhere (each after its fact)
-    facts: str = "pair"  # pair | symbol. A pair needs a previous-token head, a symbol does not
+    queries_at: Literal["end", "anywhere"] = "end"  # anywhere: each after its fact
+    facts: Literal["pair", "symbol"] = "pair"  # a pair needs a previous-token head, a symbol does not
 
     def __post_init__(self) -> None:
         for name in ("pairs", "queries", "keys", "values", "filler_symbols", "branches"):
@@ -59,24 +59,10 @@ class NeedleOptions:
         for name in ("answer_weight", "filler_weight"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"needles option {name}={getattr(self, name)} must be a number of at least 0.")
-        if self.queries_at not in ("end", "anywhere"):
-            raise ConfigError(f"needles option queries_at={self.queries_at!r} must be 'end' or 'anywhere'.")
-        if self.facts not in FACTS:
-            raise ConfigError(f"needles option facts={self.facts!r} must be 'pair' or 'symbol'.")
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> NeedleOptions:
-        kinds = {f.name: type(f.default) for f in dataclasses.fields(cls)}
-        values = {}
-        for name, value in options.items():
-            if name not in kinds:
-                raise ConfigError(f"needles has no option {name!r}. {did_you_mean(name, list(kinds))}")
-            if kinds[name] is float and type(value) is int:
-                value = float(value)
-            if type(value) is not kinds[name]:
-                raise ConfigError(f"needles option {name}={value!r} must be of type {kinds[name].__name__}.")
-            values[name] = value
-        return cls(**values)
+        return from_dict(cls, options, "needles")
 
     @property
     def vocabulary(self) -> tuple[int | str, ...]:

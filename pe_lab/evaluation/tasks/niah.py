@@ -134,10 +134,7 @@ class NeedleTask(SizedTask):
             template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
             kind = kind[:-1]
         template += ":" * self.colon
-        if self.colon and len(queries) == 2:
-            query = " and ".join(queries)
-        else:
-            query = ", ".join(queries[:-1]) + ", and " + queries[-1] if len(queries) > 1 else queries[0]
+        query = ", ".join(queries[:-1]) + ", and " + queries[-1] if len(queries) > 1 else queries[0]
         return template.format(values=kind, context=context, query=query)
 
     def encode(self, tokenizer: Tokenizer, text: str) -> Int32[np.ndarray, " n"]:
