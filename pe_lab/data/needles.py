@@ -26,11 +26,7 @@ WINDOWS = 2**40
 
 @dataclass(frozen=True)
 class NeedleOptions:
-    """The options of a needles source.
-
-    Raises:
-      ConfigError: an option is unknown or impossible.
-    """
+    """The options of a needles source; `ConfigError` for an impossible one."""
 
     pairs: int = 4  # facts per window
     queries: int = 4  # per window; with queries_at="end" each fact is asked for once before any is asked for twice

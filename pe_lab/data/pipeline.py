@@ -77,11 +77,7 @@ class Pipeline:
         return {"batches": self._batches, "data": self._about}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues after `state["batches"]` global batches.
-
-        Raises:
-          CheckpointError: the state belongs to another data config; the message names the difference.
-        """
+        """Continues after `state["batches"]` global batches; `CheckpointError` if they are of another data config."""
         saved = dict(state.get("data", {}))
         for name in {**self._about, **saved}:
             if saved.get(name) != self._about.get(name):

@@ -71,11 +71,7 @@ class Metadata:
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """The description of a prepared directory.
-
-    Raises:
-      DataError: the directory or its metadata is missing, damaged, or of another version.
-    """
+    """The description of a prepared directory; `DataError` if it is missing, damaged, or of another version."""
     path, advice = directory / METADATA_FILE, f"Prepare the data with python -m pe_lab.prepare --out={directory}."
     content = read_json(path, advice)
     if content.get("format") != FORMAT_VERSION:

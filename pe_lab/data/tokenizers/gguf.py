@@ -89,12 +89,7 @@ def load_gguf_tokenizer(path: Path) -> HuggingFaceTokenizer | SentencePieceToken
 
 
 def gguf_tokenizer(fields: Mapping[str, Any], where: str) -> HuggingFaceTokenizer | SentencePieceTokenizer:
-    """The tokenizer that the metadata of a GGUF file describe; `where` names the file in messages.
-
-    Raises:
-      UnsupportedError: an unknown kind of tokenizer or of pre-tokenizer.
-      DataError: the metadata are inconsistent.
-    """
+    """The tokenizer that the metadata of a GGUF file describe; `where` names the file in messages."""
     metadata = _Metadata(fields, where)
     model = metadata.get("model", str)
     if model not in ("gpt2", "llama"):

@@ -87,11 +87,7 @@ def export_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def load_saved_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer written by `save_tokenizer`.
-
-    Raises:
-      DataError: a file is missing, or the tokenizer is not the one that was saved.
-    """
+    """The tokenizer written by `save_tokenizer`; `DataError` if a file is missing or another tokenizer is there."""
     about = read_json(directory / KIND_FILE, f"{directory} holds no saved tokenizer. Prepare the data again.")
     kind = about.get("kind")
     saved = {

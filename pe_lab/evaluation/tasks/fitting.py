@@ -119,8 +119,7 @@ class SizedTask(ABC):
     ) -> list[int]:
         """The first `count` candidates whose shortest prompt and answer, `least(candidate)` tokens, fit a length.
 
-        Raises:
-          ConfigError: no candidate fits.
+        `ConfigError` if there is none.
         """
         chosen, needed = [], []
         for candidate in candidates:

@@ -133,12 +133,7 @@ def _unsolved(problem: Problem) -> str:
 def many_shot_tasks(
     problems: Path | None, names: Sequence[str] = (), max_new_tokens: int = NEW_TOKENS, buffer: int = BUFFER
 ) -> list[ManyShotTask]:
-    """The tasks `names`, or both, on the problems of a file.
-
-    Raises:
-      ConfigError: there is no file.
-      DataError: the file is missing or damaged.
-    """
+    """The tasks `names`, or both, on the problems of a file; None is a `ConfigError`."""
     if problems is None:
         raise ConfigError(f"--suite=many_shot: there is no file of problems. {ADVICE}")
     path = problems.expanduser()

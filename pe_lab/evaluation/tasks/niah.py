@@ -184,22 +184,14 @@ def niah_task(name: str, haystack: Haystack, depths: Sequence[float] | None = No
 
 
 def ruler_needle_task(name: str, essays: Haystack | None = None) -> NeedleTask:
-    """RULER's task `name`; `essays` replaces Paul Graham's.
-
-    Raises:
-      UnsupportedError: the essays are not installed.
-    """
+    """RULER's task `name`; `essays` replaces Paul Graham's. `UnsupportedError` if those are not installed."""
     kind, options = RULER[name]
     haystack = essays if kind == "essays" and essays is not None else open_haystack(kind)
     return NeedleTask("ruler", name, haystack, **({"depths": RULER_DEPTHS} | options))
 
 
 def parse_depths(text: str) -> tuple[float, ...]:
-    """Depths in per cent from `0,25,50`, or from a number of depths spread evenly from 0 to 100.
-
-    Raises:
-      ConfigError: an item is no number, or outside 0 to 100.
-    """
+    """Depths in per cent from `0,25,50`, or from their number, spread evenly from 0 to 100; else `ConfigError`."""
     items = [part.strip().removesuffix("%") for part in text.split(",") if part.strip()]
     try:
         numbers = [float(item) for item in items]

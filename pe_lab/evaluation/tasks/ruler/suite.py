@@ -31,7 +31,6 @@ def ruler_tasks(
     """The tasks `names`, or all thirteen.
 
     Args:
-      names: of TASKS.
       essays: replaces Paul Graham's essays in the needle tasks.
       qa: the directory with the files of SQuAD and HotpotQA, for qa_1 and qa_2.
       words: RULER's english_words.json, for `cwe` at lengths beyond the words of wonderwords.
