@@ -182,8 +182,7 @@ def test_reading_from_disk_gives_the_same_batches(config, monkeypatch):
     memory = build(config)
     batches = take(memory, 20)
     memory.close()
-    real = shards.open_prepared
-    monkeypatch.setattr("pe_lab.data.mixture.open_prepared", lambda directory: real(directory, in_memory_bytes=0))
+    monkeypatch.setattr(shards, "IN_MEMORY_BYTES", 0)
     disk = build(config)
     assert_same(take(disk, 20), batches)
     disk.close()

@@ -57,11 +57,12 @@ def test_every_document_is_in_one_split(tmp_path, small_records):
     assert m.dtype == "uint16" and m.eos_id == 256 and m.characters == sum(map(len, DOCUMENTS))
 
 
-def test_a_stream_gives_equal_tokens_from_memory_and_by_record(tmp_path, small_records):
+def test_a_stream_gives_equal_tokens_from_memory_and_by_record(tmp_path, small_records, monkeypatch):
     out = prepared(tmp_path)
     memory = open_prepared(out).streams["train"]
     m = open_prepared(out).metadata
-    disk = TokenStream(out, m, "train", in_memory_bytes=0)
+    monkeypatch.setattr(shards, "IN_MEMORY_BYTES", 0)
+    disk = TokenStream(out, m, "train")
     assert memory.in_memory and not disk.in_memory
     starts = np.random.default_rng(0).integers(0, memory.tokens - 300, 50)
     np.testing.assert_array_equal(memory.gather(starts, 300), disk.gather(starts, 300))
@@ -161,7 +162,7 @@ def first_shard(out):
     return out / read_metadata(out).shards["train"][0].file
 
 
-def test_damage_is_found_and_named(tmp_path):
+def test_damage_is_found_and_named(tmp_path, monkeypatch):
     out = prepared(tmp_path)
     path = first_shard(out)
     content = path.read_bytes()
@@ -170,9 +171,10 @@ def test_damage_is_found_and_named(tmp_path):
         open_prepared(out)
     middle = len(content) // 2
     path.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) * 400 + content[middle + 400 :])
-    for in_memory_bytes in (2**20, 0):
+    for size in (2**20, 0):
+        monkeypatch.setattr(shards, "IN_MEMORY_BYTES", size)
         with pytest.raises(UserError, match=f"{path.name} is damaged"):
-            open_prepared(out, in_memory_bytes).streams["train"].read(0, 10**6)
+            open_prepared(out).streams["train"].read(0, 10**6)
     path.unlink()
     with pytest.raises(UserError, match=f"{path.name} is missing"):
         open_prepared(out)

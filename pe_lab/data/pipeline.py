@@ -34,12 +34,10 @@ class Pipeline:
     def __init__(self, mixture: Mixture, dataset: Any, about: dict[str, Any], process: tuple[int, int], workers: int):
         self.vocab_size: int = mixture.vocab_size
         self.tokenizer: Tokenizer = mixture.tokenizer
-        self.mixture = [
-            {"source": s.name, "weight": s.weight, "tokens": s.tokens(about["split"])} for s in mixture.sources
-        ]
+        self.mixture = [{"source": s.name, "weight": s.weight, "tokens": s.tokens("train")} for s in mixture.sources]
         self._dataset, self._about, self._process, self._workers = dataset, about, process, workers
         prepared = [s.prepared for s in mixture.sources if s.prepared is not None]
-        self._in_memory = all(p.streams[about["split"]].in_memory for p in prepared)
+        self._in_memory = all(p.streams["train"].in_memory for p in prepared)
         self._batches = 0
         self._iterator: Any = None
 
@@ -120,26 +118,24 @@ def build_pipeline(
     *,
     sequence_length: int,
     batch_size: int,
-    split: str = "train",
+    seed: int,
     process_index: int = 0,
     process_count: int = 1,
-    seed: int | None = None,
 ) -> Pipeline:
-    """The pipeline of a data config. `batch_size` is the global one; `seed` is the config's by default.
+    """The pipeline of a data config's training split. `batch_size` is the global one.
 
     Raises:
       UserError: the data cannot be opened, a split is shorter than a window, or the batch does not divide.
     """
     import grain
 
-    seed = config.seed if seed is None else seed
     local = _local_size(batch_size, process_count)
     mixture = open_mixture(config, process_index)
-    windows = [s.windows(sequence_length, seed, split) for s in mixture.sources]
+    windows = [s.windows(sequence_length, seed, "train") for s in mixture.sources]
     for source, w in zip(mixture.sources, windows, strict=True):
         if not len(w):
             raise DataError(
-                f"data source {source.name!r}: its {split} split has {source.tokens(split)} tokens, less "
+                f"data source {source.name!r}: its train split has {source.tokens('train')} tokens, less "
                 f"than one window of sequence_length={sequence_length} + 1. Use more text or shorter windows."
             )
     read = _ReadBatch(windows, sequence_length, config.segments, mixture.tokenizer.eos_id)
@@ -157,7 +153,7 @@ def build_pipeline(
         "sequence_length": sequence_length,
         "batch_size": batch_size,
         "segments": config.segments,
-        "split": split,
+        "split": "train",
         "seed": seed,
     }
     batches = mixed.batch(local, drop_remainder=True, batch_fn=read)
@@ -291,7 +287,7 @@ def needle_windows(
     source = _source(config, source_index)
     if source.needles is None:
         raise ConfigError(f"data source {source.name!r} is not needles.")
-    return NeedleWindows(source.needles, length, config.seed if seed is None else seed, split, source.offset_vocab)
+    return source.windows(length, config.seed if seed is None else seed, split)
 
 
 def _source(config: DataConfig, index: int) -> MixtureSource:

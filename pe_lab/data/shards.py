@@ -136,16 +136,16 @@ class ShardWriter:
 
 
 class TokenStream:
-    """Random access to the tokens of one split; up to `in_memory_bytes` are read into memory on first use."""
+    """Random access to the tokens of one split; up to IN_MEMORY_BYTES are read into memory on first use."""
 
-    def __init__(self, directory: Path, metadata: Metadata, split: str, in_memory_bytes: int = IN_MEMORY_BYTES):
+    def __init__(self, directory: Path, metadata: Metadata, split: str):
         shards = metadata.shards[split]
         self._directory, self._shards = directory, shards
         self._dtype = np.dtype(metadata.dtype).newbyteorder("<")
         self._record_tokens = metadata.record_tokens
         self._first_record = np.cumsum([0] + [s.records for s in shards])
         self.tokens = sum(s.tokens for s in shards)
-        self.in_memory = self.tokens * self._dtype.itemsize <= in_memory_bytes
+        self.in_memory = self.tokens * self._dtype.itemsize <= IN_MEMORY_BYTES
         self._make_caches()
 
     def _make_caches(self) -> None:
@@ -224,7 +224,7 @@ class Prepared:
         return self.streams[split].read(start, stop).astype(np.int32)
 
 
-def open_prepared(directory: Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> Prepared:
+def open_prepared(directory: Path) -> Prepared:
     """Opens a prepared directory after checking the size of every file.
 
     Raises:
@@ -244,5 +244,5 @@ def open_prepared(directory: Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> Pr
             f"{directory} was prepared with tokenizer {metadata.tokenizer_fingerprint}, but holds "
             f"{tokenizer.fingerprint}. Delete it and prepare the data again."
         )
-    streams = {split: TokenStream(directory, metadata, split, in_memory_bytes) for split in SPLITS}
+    streams = {split: TokenStream(directory, metadata, split) for split in SPLITS}
     return Prepared(directory, metadata, tokenizer, streams)
