@@ -147,9 +147,10 @@ def test_the_mixture_has_its_weights(config):
     ],
 )
 def test_the_mixing_order_is_exact_and_even(weights, period):
-    order = mixing_order(weights)
+    order, index = np.asarray(mixing_order(weights)).T
     assert [int((order == i).sum()) for i in range(len(weights))] == period
     for i, share in enumerate(period):  # up to any element, each source is within one of its share
+        np.testing.assert_array_equal(index[order == i], np.arange(share))
         counts = np.cumsum(order == i)
         assert np.abs(counts - share / sum(period) * np.arange(1, len(order) + 1)).max() <= 1
 

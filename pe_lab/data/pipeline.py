@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -181,24 +182,20 @@ class _Selection:
     """
 
     def __init__(self, weights: Sequence[float]):
-        order = mixing_order(weights)
-        rank = np.zeros(len(order), np.int64)
-        totals = np.bincount(order, minlength=len(weights))
-        for i in range(len(weights)):
-            rank[order == i] = np.arange(totals[i])
-        self._order, self._rank, self._totals = order.tolist(), rank.tolist(), totals.tolist()
+        self._order = mixing_order(weights)
+        self._totals = Counter(source for source, _ in self._order)
 
     def __len__(self) -> int:
         return ENDLESS
 
     def __getitem__(self, k: int) -> tuple[int, int]:
         period, place = divmod(k, len(self._order))
-        source = self._order[place]
-        return source, period * self._totals[source] + self._rank[place]
+        source, index = self._order[place]
+        return source, period * self._totals[source] + index
 
 
-def mixing_order(weights: Sequence[float]) -> Int32[np.ndarray, " period"]:
-    """The source of each element of one period of the mixture; the elements of a source are spread evenly.
+def mixing_order(weights: Sequence[float]) -> list[tuple[int, int]]:
+    """(source, index in the source) of each element of one period; the elements of a source are spread evenly.
 
     Weights become ratios of whole numbers: exactly if the period has at most 100,000 elements, else rounded to
     1 in 10,000.
@@ -210,10 +207,8 @@ def mixing_order(weights: Sequence[float]) -> Int32[np.ndarray, " period"]:
         shares = [max(1, round(10_000 * w / sum(weights))) for w in weights]
     period = sum(shares)
     # Element j of the s elements of a source belongs at (j + 1/2) / s of the period; ties go to the first source.
-    places = [((2 * j + 1) * period / (2 * s), i) for i, s in enumerate(shares) for j in range(s)]
-    order = np.asarray([i for _, i in sorted(places)], np.int32)
-    assert len(order) == period
-    return order
+    places = [((2 * j + 1) * period / (2 * s), i, j) for i, s in enumerate(shares) for j in range(s)]
+    return [(source, index) for _, source, index in sorted(places)]
 
 
 def validation_batches(
