@@ -48,8 +48,7 @@ class NeedleTask(SizedTask):
     # each needle has a different one, at random. None: at any place.
     depths: tuple[float, ...] | None = GRID
     grid: bool = False
-    colon: bool = False  # whether the prompt ends with a colon, as DroPE's does and RULER's does not
-    excerpt: bool = False  # whether texts begin at a random word (DroPE's "random excerpt") instead of the first
+    drope: bool = False  # whether texts begin at a random word ("random excerpt"), and the prompt ends with a colon
     sinks: int = 0  # start-of-sequence tokens after every needle (DoPE's noise)
     max_new_tokens: int = NEW_TOKENS
     stop: tuple[str, ...] = ()
@@ -67,7 +66,7 @@ class NeedleTask(SizedTask):
     @property
     def margin(self) -> int:
         """The longest word: an excerpt may begin with any."""
-        return max(map(len, self.haystack.words), default=0) if self.excerpt else 0
+        return max(map(len, self.haystack.words), default=0) if self.drope else 0
 
     def score(self, sample: Sample, output: str) -> Scores:
         """The share of the values that the answer contains, and whether it contains all."""
@@ -91,7 +90,7 @@ class NeedleTask(SizedTask):
             places = [self.depths[index % len(self.depths)]] * len(needles)
         else:
             places = sorted(rng.sample(self.depths, len(needles)))
-        start = rng.randrange(len(self.haystack.words)) if self.excerpt and self.haystack.words else 0
+        start = rng.randrange(len(self.haystack.words)) if self.drope and self.haystack.words else 0
         state = rng.getrandbits(64)
 
         def filler(size: int) -> list[str]:
@@ -133,7 +132,7 @@ class NeedleTask(SizedTask):
         if self.queries * self.values == 1:
             template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
             kind = kind[:-1]
-        template += ":" * self.colon
+        template += ":" * self.drope
         query = ", ".join(queries[:-1]) + ", and " + queries[-1] if len(queries) > 1 else queries[0]
         return template.format(values=kind, context=context, query=query)
 
@@ -180,7 +179,7 @@ RULER: dict[str, tuple[str, dict[str, Any]]] = {
 def niah_task(name: str, haystack: Haystack, depths: Sequence[float] | None = None) -> NeedleTask:
     """The task `name` of the suite niah; `depths`, per cent, replace the grid of a task that has one."""
     options = NIAH[name] | ({"depths": tuple(depths)} if depths and "grid" in NIAH[name] else {})
-    return NeedleTask("niah", name, haystack, colon=True, excerpt=True, **options)
+    return NeedleTask("niah", name, haystack, drope=True, **options)
 
 
 def ruler_needle_task(name: str, essays: Haystack | None = None) -> NeedleTask:
