@@ -6,6 +6,7 @@ import functools
 import glob
 import hashlib
 import importlib.util
+import itertools
 import random
 import re
 import uuid
@@ -95,12 +96,7 @@ class Haystack:
           avoid: keys that no distractor may have.
         """
         if self.text:
-            words = self.words
-            start %= len(words)
-            around = words[start : start + size]
-            while len(around) < size:
-                around += words[: size - len(around)]
-            return sentences(" ".join(around))
+            return sentences(" ".join(itertools.islice(itertools.cycle(self.words), start, start + size)))
         if self.kind == "noise":
             return [NOISE] * size
         made: list[str] = []
