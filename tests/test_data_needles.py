@@ -36,7 +36,7 @@ def test_answers_are_the_values_of_their_facts(options, length, queries_at):
     needles = NeedleWindows({**options, "queries_at": queries_at}, length, 0, "train", OFFSET)
     batch = needles.batch(np.arange(40))
     for i in range(40):
-        window = needles[i]
+        (window,), _ = needles.read(np.array([i]))
         assert len(window) == length + 1
         facts, queries = facts_and_queries(window, needles)
         assert len(facts) == options["pairs"] and len(queries) == options["queries"]
@@ -57,8 +57,8 @@ def test_answers_are_the_values_of_their_facts(options, length, queries_at):
 def test_queries_at_the_end_ask_for_every_fact_in_random_order():
     needles = NeedleWindows(OPTIONS, 64, 0, "train", OFFSET)
     orders = set()
-    for i in range(50):
-        facts, queries = facts_and_queries(needles[i], needles)
+    for window in needles.read(np.arange(50))[0]:
+        facts, queries = facts_and_queries(window, needles)
         assert [place for _, _, place in queries] == [55, 58, 61, 64]
         assert {key for key, _, _ in queries} == set(facts)
         orders.add(tuple(list(facts).index(key) for key, _, _ in queries))
@@ -73,7 +73,7 @@ def test_a_window_does_not_depend_on_its_neighbours():
             np.testing.assert_array_equal(array[0], together[name][row], err_msg=name)
     windows, weights = needles.read(np.array([3]))
     np.testing.assert_array_equal(windows[0, :-1], together["tokens"][2])
-    np.testing.assert_array_equal(weights[0], together["weights"][2])
+    np.testing.assert_array_equal(weights[0], needles.read(np.array([5, 10**9, 3]))[1][2])
 
 
 def test_training_and_validation_share_no_window():
@@ -101,9 +101,10 @@ def test_the_filler_is_one_sparse_chain_for_all_seeds():
 
 def test_weights_and_vocabulary():
     options = NeedleOptions.from_mapping({**OPTIONS, "answer_weight": 5, "filler_weight": 0.25})
-    batch = NeedleWindows(options, 64, 0, "train", OFFSET).batch(np.arange(100))
-    np.testing.assert_array_equal(batch["weights"], np.where(batch["answers"], 5.0, 0.25))
-    assert batch["weights"].dtype == np.float32 and batch["tokens"].dtype == np.int32
+    needles = NeedleWindows(options, 64, 0, "train", OFFSET)
+    (_, weights), batch = needles.read(np.arange(100)), needles.batch(np.arange(100))
+    np.testing.assert_array_equal(weights, np.where(batch["answers"], 5.0, 0.25))
+    assert weights.dtype == np.float32 and batch["tokens"].dtype == np.int32
     assert needle_vocab(options) == 2 + 64 + 64 + 64
     assert batch["tokens"].min() >= OFFSET and batch["targets"].max() < OFFSET + needle_vocab(options)
     used = np.unique(batch["tokens"])
@@ -125,12 +126,12 @@ def test_facts_are_spread_over_the_window():
     [
         ({"pairz": 3}, 64, "Did you mean 'pairs'"),
         ({"pairs": 0}, 64, "pairs=0"),
-        ({"queries": 1.5}, 64, "queries=1.5"),
+        ({"queries": 1.5}, 64, "queries is 1.5"),
         ({"pairs": 70}, 640, "pairs=70 is more than keys=64"),
         ({"branches": 65}, 64, "branches=65"),
         ({"answer_weight": -1.0}, 64, "answer_weight=-1.0"),
         ({"filler_weight": float("nan")}, 64, "filler_weight=nan"),
-        ({"queries_at": "start"}, 64, "queries_at='start'"),
+        ({"queries_at": "start"}, 64, "queries_at is 'start'"),
         (OPTIONS, 22, "sequence_length=22 is too short .* they need 23"),
     ],
 )

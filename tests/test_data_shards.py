@@ -59,18 +59,17 @@ def test_every_document_is_in_one_split(tmp_path, small_records):
 
 
 def test_the_last_record_may_hold_one_token(tmp_path, small_records):
-    opened = open_prepared(
-        prepared(tmp_path, ["x" * 256], fraction=0.0)
-    )  # and the end: two records of 128 and one token
+    opened = open_prepared(prepared(tmp_path, ["x" * 256], fraction=0.0))  # and EOS: two records of 128 and one token
     assert opened.metadata.tokens["train"] == opened.streams["train"].tokens == 257
     assert decoded(opened, "train") == ["x" * 256]
 
 
-def test_a_stream_gives_equal_tokens_from_memory_and_by_record(tmp_path, small_records):
+def test_a_stream_gives_equal_tokens_from_memory_and_by_record(tmp_path, small_records, monkeypatch):
     out = prepared(tmp_path)
     memory = open_prepared(out).streams["train"]
     m = open_prepared(out).metadata
-    disk = TokenStream(out, m, "train", in_memory_bytes=0)
+    monkeypatch.setattr(shards, "IN_MEMORY_BYTES", 0)
+    disk = TokenStream(out, m, "train")
     assert memory.in_memory and not disk.in_memory
     starts = np.random.default_rng(0).integers(0, memory.tokens - 300, 50)
     np.testing.assert_array_equal(memory.gather(starts, 300), disk.gather(starts, 300))
@@ -90,7 +89,7 @@ def test_windows_cover_the_stream_and_targets_are_the_next_tokens(tmp_path):
     np.testing.assert_array_equal(batch["tokens"].ravel(), tokens[:used])
     np.testing.assert_array_equal(batch["targets"].ravel(), tokens[1 : used + 1])
     assert len(tokens) - 1 - used < 17
-    np.testing.assert_array_equal(windows[3], tokens[51:69])
+    np.testing.assert_array_equal(rows[3], tokens[51:69])
     assert {k: v.dtype.name for k, v in batch.items()} == {
         "tokens": "int32",
         "targets": "int32",
@@ -170,7 +169,7 @@ def first_shard(out):
     return out / read_metadata(out).shards["train"][0].file
 
 
-def test_damage_is_found_and_named(tmp_path):
+def test_damage_is_found_and_named(tmp_path, monkeypatch):
     out = prepared(tmp_path)
     path = first_shard(out)
     content = path.read_bytes()
@@ -179,9 +178,10 @@ def test_damage_is_found_and_named(tmp_path):
         open_prepared(out)
     middle = len(content) // 2
     path.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) * 400 + content[middle + 400 :])
-    for in_memory_bytes in (2**20, 0):
+    for size in (2**20, 0):
+        monkeypatch.setattr(shards, "IN_MEMORY_BYTES", size)
         with pytest.raises(UserError, match=f"{path.name} is damaged"):
-            open_prepared(out, in_memory_bytes).streams["train"].read(0, 10**6)
+            open_prepared(out).streams["train"].read(0, 10**6)
     path.unlink()
     with pytest.raises(UserError, match=f"{path.name} is missing"):
         open_prepared(out)

@@ -7,16 +7,16 @@ the tokenizer's vocabulary, so needles can be mixed with any tokenizer.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float32, Int, Int32, UInt64
 
-from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.config import from_dict
+from pe_lab.errors import ConfigError
 
 QUERY = 3  # tokens of a query, [ASK key value]
 FACTS = {"pair": 3, "symbol": 2}  # tokens of a fact: [MARK key value] or [MARK key+value]
@@ -26,11 +26,7 @@ WINDOWS = 2**40
 
 @dataclass(frozen=True)
 class NeedleOptions:
-    """The options of a needles source.
-
-    Raises:
-      ConfigError: an option is unknown or impossible.
-    """
+    """The options of a needles source; `ConfigError` for an impossible one."""
 
     pairs: int = 4  # facts per window
     queries: int = 4  # per window; with queries_at="end" each fact is asked for once before any is asked for twice
@@ -41,8 +37,8 @@ class NeedleOptions:
     filler_seed: int = 0  # of the chain; the same for training, validation and evaluation
     answer_weight: float = 4.0  # loss weight of the answers to queries
     filler_weight: float = 0.2  # loss weight of all other tokens
-    queries_at: str = "end"  # end | anywhere (each after its fact)
-    facts: str = "pair"  # pair | symbol. A pair needs a previous-token head, a symbol does not
+    queries_at: Literal["end", "anywhere"] = "end"  # anywhere: each after its fact
+    facts: Literal["pair", "symbol"] = "pair"  # a pair needs a previous-token head, a symbol does not
 
     def __post_init__(self) -> None:
         for name in ("pairs", "queries", "keys", "values", "filler_symbols", "branches"):
@@ -59,24 +55,10 @@ class NeedleOptions:
         for name in ("answer_weight", "filler_weight"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"needles option {name}={getattr(self, name)} must be a number of at least 0.")
-        if self.queries_at not in ("end", "anywhere"):
-            raise ConfigError(f"needles option queries_at={self.queries_at!r} must be 'end' or 'anywhere'.")
-        if self.facts not in FACTS:
-            raise ConfigError(f"needles option facts={self.facts!r} must be 'pair' or 'symbol'.")
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> NeedleOptions:
-        kinds = {f.name: type(f.default) for f in dataclasses.fields(cls)}
-        values = {}
-        for name, value in options.items():
-            if name not in kinds:
-                raise ConfigError(f"needles has no option {name!r}. {did_you_mean(name, list(kinds))}")
-            if kinds[name] is float and type(value) is int:
-                value = float(value)
-            if type(value) is not kinds[name]:
-                raise ConfigError(f"needles option {name}={value!r} must be of type {kinds[name].__name__}.")
-            values[name] = value
-        return cls(**values)
+        return from_dict(cls, options, "needles")
 
     @property
     def vocabulary(self) -> tuple[int | str, ...]:
@@ -156,32 +138,22 @@ class NeedleWindows:
     def __len__(self) -> int:
         return WINDOWS
 
-    def __getitem__(self, index: int) -> Int32[np.ndarray, " W"]:
-        return self.read(np.asarray([index]))[0][0]
-
     def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
         """Windows and loss weights."""
         windows, distance = self._draw(indices)
-        return windows, self._weights(distance > 0)
+        options = self.options
+        weights = np.where(distance > 0, np.float32(options.answer_weight), np.float32(options.filler_weight))
+        return windows, weights
 
     def batch(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        """`tokens`, `targets`, `weights`, `answers` and `distance` of windows, each of shape [n, T].
+        """`tokens`, `targets`, `answers` and `distance` of windows, each of shape [n, T].
 
         `answers` is true where the target answers a query. `distance` is the number of tokens from that answer back
         to the value in its fact, and 0 elsewhere.
         """
         windows, distance = self._draw(indices)
-        answers = distance > 0
-        return {
-            "tokens": np.ascontiguousarray(windows[:, :-1]),
-            "targets": np.ascontiguousarray(windows[:, 1:]),
-            "weights": self._weights(answers),
-            "answers": answers,
-            "distance": distance,
-        }
-
-    def _weights(self, answers: np.ndarray) -> np.ndarray:
-        return np.where(answers, np.float32(self.options.answer_weight), np.float32(self.options.filler_weight))
+        tokens, targets = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+        return {"tokens": tokens, "targets": targets, "answers": distance > 0, "distance": distance}
 
     def _draw(self, indices: Int[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray]:
         """Windows [n, T+1], and the distance of each answer from its fact [n, T] (0: no answer)."""

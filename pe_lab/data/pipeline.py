@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -34,13 +35,10 @@ class Pipeline:
     def __init__(self, mixture: Mixture, dataset: Any, about: dict[str, Any], process: tuple[int, int], workers: int):
         self.vocab_size: int = mixture.vocab_size
         self.tokenizer: Tokenizer = mixture.tokenizer
-        self.mixture = [
-            {"source": s.name, "weight": s.weight, "tokens": s.tokens(about["split"])} for s in mixture.sources
-        ]
-        self.sources: tuple[MixtureSource, ...] = mixture.sources
+        self.mixture = [{"source": s.name, "weight": s.weight, "tokens": s.tokens("train")} for s in mixture.sources]
         self._dataset, self._about, self._process, self._workers = dataset, about, process, workers
         prepared = [s.prepared for s in mixture.sources if s.prepared is not None]
-        self._in_memory = all(p.streams[about["split"]].in_memory for p in prepared)
+        self._in_memory = all(p.streams["train"].in_memory for p in prepared)
         self._batches = 0
         self._iterator: Any = None
 
@@ -78,11 +76,7 @@ class Pipeline:
         return {"batches": self._batches, "data": self._about}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues after `state["batches"]` global batches.
-
-        Raises:
-          CheckpointError: the state belongs to another data config; the message names the difference.
-        """
+        """Continues after `state["batches"]` global batches; `CheckpointError` if they are of another data config."""
         saved = dict(state.get("data", {}))
         for name in {**self._about, **saved}:
             if saved.get(name) != self._about.get(name):
@@ -125,26 +119,24 @@ def build_pipeline(
     *,
     sequence_length: int,
     batch_size: int,
-    split: str = "train",
+    seed: int,
     process_index: int = 0,
     process_count: int = 1,
-    seed: int | None = None,
 ) -> Pipeline:
-    """The pipeline of a data config. `batch_size` is the global one; `seed` is the config's by default.
+    """The pipeline of a data config's training split. `batch_size` is the global one.
 
     Raises:
       UserError: the data cannot be opened, a split is shorter than a window, or the batch does not divide.
     """
     import grain
 
-    seed = config.seed if seed is None else seed
     local = _local_size(batch_size, process_count)
     mixture = open_mixture(config, process_index)
-    windows = [s.windows(sequence_length, seed, split) for s in mixture.sources]
+    windows = [s.windows(sequence_length, seed, "train") for s in mixture.sources]
     for source, w in zip(mixture.sources, windows, strict=True):
         if not len(w):
             raise DataError(
-                f"data source {source.name!r}: its {split} split has {source.tokens(split)} tokens, less "
+                f"data source {source.name!r}: its train split has {source.tokens('train')} tokens, less "
                 f"than one window of sequence_length={sequence_length} + 1. Use more text or shorter windows."
             )
     read = _ReadBatch(windows, sequence_length, config.segments, mixture.tokenizer.eos_id)
@@ -162,7 +154,7 @@ def build_pipeline(
         "sequence_length": sequence_length,
         "batch_size": batch_size,
         "segments": config.segments,
-        "split": split,
+        "split": "train",
         "seed": seed,
     }
     batches = mixed.batch(local, drop_remainder=True, batch_fn=read)
@@ -190,24 +182,20 @@ class _Selection:
     """
 
     def __init__(self, weights: Sequence[float]):
-        order = mixing_order(weights)
-        rank = np.zeros(len(order), np.int64)
-        totals = np.bincount(order, minlength=len(weights))
-        for i in range(len(weights)):
-            rank[order == i] = np.arange(totals[i])
-        self._order, self._rank, self._totals = order.tolist(), rank.tolist(), totals.tolist()
+        self._order = mixing_order(weights)
+        self._totals = Counter(source for source, _ in self._order)
 
     def __len__(self) -> int:
         return ENDLESS
 
     def __getitem__(self, k: int) -> tuple[int, int]:
         period, place = divmod(k, len(self._order))
-        source = self._order[place]
-        return source, period * self._totals[source] + self._rank[place]
+        source, index = self._order[place]
+        return source, period * self._totals[source] + index
 
 
-def mixing_order(weights: Sequence[float]) -> Int32[np.ndarray, " period"]:
-    """The source of each element of one period of the mixture; the elements of a source are spread evenly.
+def mixing_order(weights: Sequence[float]) -> list[tuple[int, int]]:
+    """(source, index in the source) of each element of one period; the elements of a source are spread evenly.
 
     Weights become ratios of whole numbers: exactly if the period has at most 100,000 elements, else rounded to
     1 in 10,000.
@@ -219,10 +207,8 @@ def mixing_order(weights: Sequence[float]) -> Int32[np.ndarray, " period"]:
         shares = [max(1, round(10_000 * w / sum(weights))) for w in weights]
     period = sum(shares)
     # Element j of the s elements of a source belongs at (j + 1/2) / s of the period; ties go to the first source.
-    places = [((2 * j + 1) * period / (2 * s), i) for i, s in enumerate(shares) for j in range(s)]
-    order = np.asarray([i for _, i in sorted(places)], np.int32)
-    assert len(order) == period
-    return order
+    places = [((2 * j + 1) * period / (2 * s), i, j) for i, s in enumerate(shares) for j in range(s)]
+    return [(source, index) for _, source, index in sorted(places)]
 
 
 def validation_batches(
@@ -296,7 +282,7 @@ def needle_windows(
     source = _source(config, source_index)
     if source.needles is None:
         raise ConfigError(f"data source {source.name!r} is not needles.")
-    return NeedleWindows(source.needles, length, config.seed if seed is None else seed, split, source.offset_vocab)
+    return source.windows(length, config.seed if seed is None else seed, split)
 
 
 def _source(config: DataConfig, index: int) -> MixtureSource:

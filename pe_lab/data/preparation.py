@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -28,7 +29,7 @@ from pe_lab.data.tokenizers import (
     training_size,
 )
 from pe_lab.errors import ConfigError, DataError
-from pe_lab.storage import new_directory, unfinished, write_file
+from pe_lab.storage import new_directory, unfinished, write_json
 from pe_lab.terminal import Progress, console
 
 BATCH_CHARACTERS = 1_000_000  # of one call of the tokenizer
@@ -107,7 +108,7 @@ def prepare(
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
         save_tokenizer(tokenizer, building / TOKENIZER_DIRECTORY)
-        write_file(building / METADATA_FILE, metadata.to_json())
+        write_json(building / METADATA_FILE, dataclasses.asdict(metadata))
     return read_metadata(directory)  # of another process, if that was faster
 
 

@@ -6,9 +6,7 @@ A prepared directory holds for every split the tokens of all documents, each doc
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import json
+import functools
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,9 +64,6 @@ class Metadata:
     created: str
     format: int = FORMAT_VERSION
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
-
     @property
     def fingerprint(self) -> str:
         """Equal for equal tokens in equal order, with equal held-out documents."""
@@ -76,11 +71,7 @@ class Metadata:
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """The description of a prepared directory.
-
-    Raises:
-      DataError: the directory or its metadata is missing, damaged, or of another version.
-    """
+    """The description of a prepared directory; `DataError` if it is missing, damaged, or of another version."""
     path, advice = directory / METADATA_FILE, f"Prepare the data with python -m pe_lab.prepare --out={directory}."
     content = read_json(path, advice)
     if content.get("format") != FORMAT_VERSION:
@@ -98,8 +89,7 @@ class ShardWriter:
 
     def __init__(self, directory: Path, split: str, dtype: np.dtype):
         self._directory, self._split, self._dtype = directory, split, dtype.newbyteorder("<")
-        self._pending: list[np.ndarray] = []
-        self._pending_tokens = 0
+        self._pending = np.zeros(0, self._dtype)  # less than a record
         self._writer: Any = None
         self._in_file = [0, 0]  # records, tokens
         self._path = directory
@@ -110,21 +100,12 @@ class ShardWriter:
 
     def add(self, document: Int[np.ndarray, " n"]) -> None:
         """Appends one document with its EOS."""
-        self._pending.append(document.astype(self._dtype))
-        self._pending_tokens += len(document)
+        self._pending = np.concatenate([self._pending, document.astype(self._dtype)])
         self.tokens += len(document)
         self.documents += 1
-        if self._pending_tokens >= self.record_tokens:
-            self._flush(self.record_tokens)
-
-    def _flush(self, at_least: int) -> None:
-        joined = np.concatenate(self._pending) if self._pending else np.zeros(0, self._dtype)
-        start = 0
-        while len(joined) - start >= at_least:
-            record = joined[start : start + self.record_tokens]
-            self._write(record)
-            start += len(record)
-        self._pending, self._pending_tokens = [joined[start:]], len(joined) - start
+        while len(self._pending) >= self.record_tokens:
+            self._write(self._pending[: self.record_tokens])
+            self._pending = self._pending[self.record_tokens :]
 
     def _write(self, record: np.ndarray) -> None:
         from array_record.python import array_record_module
@@ -149,35 +130,36 @@ class ShardWriter:
 
     def close(self) -> None:
         """Writes the last record; `shards` is then complete."""
-        self._flush(1)
+        if len(self._pending):
+            self._write(self._pending)
         self._finish_file()
 
 
 class TokenStream:
-    """Random access to the tokens of one split; up to `in_memory_bytes` are read into memory on first use."""
+    """Random access to the tokens of one split; up to IN_MEMORY_BYTES are read into memory on first use."""
 
-    def __init__(self, directory: Path, metadata: Metadata, split: str, in_memory_bytes: int = IN_MEMORY_BYTES):
+    def __init__(self, directory: Path, metadata: Metadata, split: str):
         shards = metadata.shards[split]
         self._directory, self._shards = directory, shards
         self._dtype = np.dtype(metadata.dtype).newbyteorder("<")
         self._record_tokens = metadata.record_tokens
         self._first_record = np.cumsum([0] + [s.records for s in shards])
         self.tokens = sum(s.tokens for s in shards)
-        self.in_memory = self.tokens * self._dtype.itemsize <= in_memory_bytes
-        self._reset()
+        self.in_memory = self.tokens * self._dtype.itemsize <= IN_MEMORY_BYTES
+        self._make_caches()
 
-    def _reset(self) -> None:
+    def _make_caches(self) -> None:
         self._array: np.ndarray | None = None
-        self._readers: dict[int, Any] = {}
-        self._cache: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
         self._lock = threading.Lock()
+        self._reader = functools.cache(self._open_shard)
+        self._record = functools.lru_cache(CACHED_RECORDS)(self._read_record)
 
     def __getstate__(self) -> dict[str, Any]:  # a Grain worker opens its own files
-        return {k: v for k, v in self.__dict__.items() if k not in ("_array", "_readers", "_cache", "_lock")}
+        return {k: v for k, v in vars(self).items() if k not in ("_array", "_lock", "_reader", "_record")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
+        vars(self).update(state)
+        self._make_caches()
 
     def gather(self, starts: Int[np.ndarray, " n"], length: int) -> UInt[np.ndarray, "n length"]:
         """The `length` tokens from each start; all must lie inside the stream."""
@@ -198,49 +180,34 @@ class TokenStream:
         joined = np.concatenate([self._record(r) for r in range(first, last + 1)])
         return joined[start - first * self._record_tokens : stop - first * self._record_tokens]
 
-    def _whole(self) -> np.ndarray:
-        if self._array is None:
-            with self._lock:
-                if self._array is None:
-                    parts = [b"".join(self._read(i, None)) for i in range(len(self._shards))]
-                    self._array = np.frombuffer(b"".join(parts), self._dtype)
-        return self._array
+    def _whole(self) -> UInt[np.ndarray, " n"]:
+        with self._lock:  # one thread reads
+            if self._array is None:
+                records = [record for shard in range(len(self._shards)) for record in self._read(shard, None)]
+                self._array = np.frombuffer(b"".join(records), self._dtype)
+            return self._array
 
-    def _record(self, record: int) -> np.ndarray:
-        with self._lock:
-            if record in self._cache:
-                self._cache.move_to_end(record)
-                return self._cache[record]
+    def _read_record(self, record: int) -> UInt[np.ndarray, " n"]:
         shard = int(np.searchsorted(self._first_record, record, side="right")) - 1
-        decoded = np.frombuffer(self._read(shard, record - int(self._first_record[shard]))[0], self._dtype)
-        with self._lock:
-            self._cache[record] = decoded
-            if len(self._cache) > CACHED_RECORDS:
-                self._cache.popitem(last=False)
-        return decoded
+        (content,) = self._read(shard, [record - int(self._first_record[shard])])
+        return np.frombuffer(content, self._dtype)
 
-    def _read(self, shard: int, record: int | None) -> list[bytes]:
-        """One record of a shard file, or (None) all records."""
-        from array_record.python import array_record_module
-
+    def _read(self, shard: int, records: list[int] | None) -> list[bytes]:
+        """Some records of a shard file, or (None) all."""
         path = self._directory / self._shards[shard].file
         try:
-            if record is None:
-                reader = array_record_module.ArrayRecordReader(str(path))
-                records = reader.read_all()
-                reader.close()
-                return records
-            with self._lock:
-                reader = self._readers.get(shard)
-                if reader is None:
-                    reader = array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0")
-                    self._readers[shard] = reader
-            return reader.read([record])
+            reader = self._reader(path)
+            return reader.read_all() if records is None else reader.read(records)
         except (RuntimeError, OSError, IndexError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(
                 f"{path} is damaged: {reason}. Delete {self._directory} and prepare the data again."
             ) from error
+
+    def _open_shard(self, path: Path) -> Any:
+        from array_record.python import array_record_module
+
+        return array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0")
 
 
 @dataclass(frozen=True)
@@ -257,7 +224,7 @@ class Prepared:
         return self.streams[split].read(start, stop).astype(np.int32)
 
 
-def open_prepared(directory: Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> Prepared:
+def open_prepared(directory: Path) -> Prepared:
     """Opens a prepared directory after checking the size of every file.
 
     Raises:
@@ -277,5 +244,5 @@ def open_prepared(directory: Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> Pr
             f"{directory} was prepared with tokenizer {metadata.tokenizer_fingerprint}, but holds "
             f"{tokenizer.fingerprint}. Delete it and prepare the data again."
         )
-    streams = {split: TokenStream(directory, metadata, split, in_memory_bytes) for split in SPLITS}
+    streams = {split: TokenStream(directory, metadata, split) for split in SPLITS}
     return Prepared(directory, metadata, tokenizer, streams)

@@ -21,9 +21,6 @@ class TokenWindows:
     def __len__(self) -> int:
         return max(0, (self._stream.tokens - 1) // self.length)
 
-    def __getitem__(self, index: int) -> Int32[np.ndarray, " W"]:
-        return self.read(np.asarray([index]))[0][0]
-
     def read(self, indices: Int[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, "n W"], Float32[np.ndarray, "n T"]]:
         """Windows and loss weights (all 1)."""
         windows = self._stream.gather(np.asarray(indices) * self.length, self.length + 1).astype(np.int32)

@@ -11,25 +11,26 @@ from pe_lab.errors import DataError, UserError
 from pe_lab.storage.files import write_file
 
 
-def json_object(text: str | bytes) -> dict[str, Any] | None:
-    """The JSON object that a text holds; None if it holds anything else."""
+def json_object(text: str | bytes, kind: type = dict) -> Any:
+    """The JSON object (or list, with that `kind`) that a text holds; None if it holds anything else."""
     try:
         value = json.loads(text)
     except ValueError:  # UnicodeDecodeError is one
         return None
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, kind) else None
 
 
-def read_json(path: Path, advice: str = "", error: type[UserError] = DataError) -> dict[str, Any]:
-    """The JSON object in a file; `error` with `advice` if the file is missing, unreadable or holds something else."""
+def read_json(path: Path, advice: str = "", error: type[UserError] = DataError, kind: type = dict) -> Any:
+    """The JSON object (or list) in a file; `error` with `advice` if it is missing, unreadable or something else."""
     try:
-        value = json_object(path.read_bytes())
+        value = json_object(path.read_bytes(), kind)
     except FileNotFoundError:
         raise error(f"There is no '{path}'. {advice}".rstrip()) from None
     except OSError as failure:
         raise error(f"'{path}' cannot be read ({failure.strerror or failure}). {advice}".rstrip()) from None
     if value is None:
-        raise error(f"'{path}' is damaged: it holds no JSON object. {advice}".rstrip())
+        what = "list" if kind is list else "object"
+        raise error(f"'{path}' is damaged: it holds no JSON {what}. {advice}".rstrip())
     return value
 
 

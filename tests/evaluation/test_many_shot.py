@@ -3,13 +3,14 @@
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import DataError, UserError
 from pe_lab.evaluation.tasks import many_shot
-from pe_lab.evaluation.tasks.many_shot import ManyShotTask, many_shot_tasks
+from pe_lab.evaluation.tasks.many_shot import many_shot_tasks
 from pe_lab.evaluation.tasks.task import Task
 
 BYTES = ByteTokenizer()
@@ -89,7 +90,7 @@ def test_prompts_leave_the_buffer_free_and_no_more(tasks):
         budget = LENGTH - (BUFFER - len(f"Problem: {asked}\nSolution:"))
         assert len(sample.tokens) <= budget < len(sample.tokens) + len(f"Problem: {another}\n\n")
     # An answer may be longer than the buffer.
-    greedy = ManyShotTask(tasks["plain"].data, False, buffer=100, max_new_tokens=900)
+    greedy = replace(tasks["plain"], buffer=100, max_new_tokens=900)
     assert 0 <= LENGTH - len(greedy.samples(BYTES, LENGTH, 1, 0)[0].tokens) - 900 < longest
 
 
@@ -150,9 +151,7 @@ def test_the_papers_settings_are_the_defaults(tasks, tmp_path):
 
 def test_files_that_are_not_problems_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"--problems=.*none\.jsonl.*nlile/hendrycks-MATH-benchmark"):
-        many_shot_tasks(str(tmp_path / "none.jsonl"))
-    with pytest.raises(UserError, match="Did you mean 'needle'"):
-        many_shot_tasks(tmp_path / "none.jsonl", ["needles"])
+        many_shot_tasks(tmp_path / "none.jsonl")
     good = lines(2)[0]
     for wrong, message in (
         ({"problem": "p", "answer": "1"}, "it has no text solution"),
@@ -166,9 +165,9 @@ def test_files_that_are_not_problems_are_refused(tmp_path):
         with pytest.raises(UserError, match=r"bad\.jsonl, line 2, is no problem: half of a surrogate pair"):
             many_shot.read_problems(write(tmp_path / "bad.jsonl", found))
     whole = [line | {"solution": "\U0001f600 \\boxed{1}"} for line in lines(2)]
-    assert many_shot.read_problems(write(tmp_path / "good.jsonl", whole)).problems[0].solution[0] == "\U0001f600"
+    assert many_shot.read_problems(write(tmp_path / "good.jsonl", whole))[0].solution[0] == "\U0001f600"
     with pytest.raises(UserError, match="has not two problems"):
         many_shot.read_problems(write(tmp_path / "one.jsonl", [good, good]))
     without = [{"problem": line["problem"], "solution": line["solution"]} for line in lines(3)]
-    data = many_shot.read_problems(write(tmp_path / "other.jsonl", without))
-    assert [problem.answer for problem in data.problems] == [line["answer"] for line in lines(3)]
+    problems = many_shot.read_problems(write(tmp_path / "other.jsonl", without))
+    assert [problem.answer for problem in problems] == [line["answer"] for line in lines(3)]

@@ -12,7 +12,7 @@ import pytest
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
 from pe_lab.evaluation.tasks import haystacks, niah, suites
-from pe_lab.evaluation.tasks.haystacks import Haystack, draw, draw_distinct, word_list
+from pe_lab.evaluation.tasks.haystacks import Haystack, distinct, draw, word_list
 
 TOKENIZER = ByteTokenizer()
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "niah_golden.json").read_text(encoding="utf-8"))
@@ -163,7 +163,7 @@ def test_words_numbers_and_uuids():
     assert re.fullmatch(r"\d{7}", draw("numbers", rng))
     assert re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", draw("uuids", rng))
     assert any(draw("words", rng) for _ in range(3)) and len(word_list("noun")) > 6000
-    assert len(set(draw_distinct("numbers", 50, rng))) == 50
+    assert len(set(distinct(lambda: draw("numbers", rng), 50))) == 50
 
 
 def test_rulers_essays_are_joined_piece_by_piece():

@@ -134,12 +134,12 @@ def test_one_window_has_no_standard_error():
 
 @pytest.mark.parametrize("length", [2, 5, 16, 64, 100, 1024])
 def test_position_edges_cover_every_position(length):
-    edges = pp.position_edges(length)
+    edges = pp.bin_edges([0, 4, 8, 16], 4, length)
     assert edges[0] == 0 and edges[-1] == length and (np.diff(edges) > 0).all()
 
 
 def test_powers_of_two_are_edges():
-    assert {32, 64, 128, 256} <= set(pp.position_edges(512))
+    assert {32, 64, 128, 256} <= set(pp.bin_edges([0, 4, 8, 16], 4, 512))
 
 
 def test_cropping_at_the_training_length_changes_nothing(forward):

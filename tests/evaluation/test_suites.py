@@ -57,11 +57,20 @@ def test_depths_are_per_cents_or_their_number():
         ("longbench", (), "data.zip"),
         ("many_shot", (), "--problems=FILE"),
         ("ruler", ("niah_single_4",), "Did you mean"),
+        ("ruler", ("qa1",), "Did you mean 'qa_1'"),
+        ("many_shot", ("needles",), "Did you mean 'needle'"),
+        ("longbench", ("muzique",), r"--suite=longbench:muzique: no such task. Did you mean 'musique'\?"),
+        ("longbench", ("vcsum_e",), "no such task"),
     ],
 )
 def test_unknown_tasks_and_missing_files_are_refused(suite, tasks, message):
     with pytest.raises(UserError, match=message):
         open_tasks({suite: tasks}, flags(*["--haystack=noise"] * (suite == "niah")))
+
+
+def test_names_of_tasks_may_have_hyphens():
+    (task,) = open_tasks({"niah": ("multi-key",)}, flags("--haystack=noise"))
+    assert task.name == "multi_key"
 
 
 def test_without_the_package_of_essays_the_error_says_how_to_get_it():

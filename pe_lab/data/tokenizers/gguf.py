@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from pe_lab.data.tokenizers.tokenizer_json import assemble, bpe, byte_level, sequence
 from pe_lab.errors import DataError, UnsupportedError
 
+Roles = Mapping[str, AddedToken | None]  # by bos, eos, unk and pad
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
 # The names of control tokens at which llama.cpp ends generation.
@@ -24,7 +24,8 @@ ENDS = frozenset([
 ])
 # fmt: on
 
-# Patterns that split a text before byte pairs are merged, by tokenizer.ggml.pre.
+# Patterns that split a text before byte pairs are merged, by tokenizer.ggml.pre: one after another, each the parts that
+# the ones before did not match.
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _WORDS = (
     _CONTRACTIONS + r"|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,17 +33,8 @@ _WORDS = (
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-@dataclass(frozen=True)
-class PreTokenizer:
-    """Patterns that split a text one after another, each the parts that the ones before did not match."""
-
-    patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a word of the vocabulary is one token, whatever the merges
-    add_bos: bool = False  # the default of tokenizer.ggml.add_bos_token
-
-
-_ONE_LLAMA3 = (_WORDS.format(digits=r"\p{N}{1,3}"),)
-_ONE_QWEN2 = (_WORDS.format(digits=r"\p{N}"),)
+_LLAMA3 = (_WORDS.format(digits=r"\p{N}{1,3}"),)
+_QWEN2 = (_WORDS.format(digits=r"\p{N}"),)
 _QWEN35 = (
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -54,22 +46,23 @@ _DEEPSEEK3 = (
     r"""|\s*[\r\n]+|\s+(?!\S)|\s+""",
 )
 # fmt: off
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    name: pre_tokenizer
-    for names, pre_tokenizer in (
-        ("default", PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _FALCON, r"\p{N}+", r"[0-9][0-9][0-9]"))),
-        ("falcon", PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _FALCON, r"[0-9][0-9][0-9]"))),
-        ("gpt-2 phi-2 mpt olmo exaone4 trillion granite-docling", PreTokenizer((_GPT2,))),
-        ("smollm starcoder refact command-r codeshell exaone minerva-7b", PreTokenizer((r"\p{N}", _GPT2))),
-        ("llama-bpe llama3 llama-v3 falcon3 lfm2", PreTokenizer(_ONE_LLAMA3, ignore_merges=True, add_bos=True)),
-        ("dbrx smaug-bpe", PreTokenizer(_ONE_LLAMA3)),
-        ("qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan", PreTokenizer(_ONE_QWEN2)),
-        ("qwen35", PreTokenizer((_QWEN35,))),
-        ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"))),
-        ("deepseek-v3 hunyuan-dense", PreTokenizer(_DEEPSEEK3)),
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    name: patterns
+    for names, patterns in (
+        ("default", (r"[\p{P}\$\+<=>\^~\|]+", _FALCON, r"\p{N}+", r"[0-9][0-9][0-9]")),
+        ("falcon", (r"[\p{P}\$\+<=>\^~\|`]+", _FALCON, r"[0-9][0-9][0-9]")),
+        ("gpt-2 phi-2 mpt olmo exaone4 trillion granite-docling", (_GPT2,)),
+        ("smollm starcoder refact command-r codeshell exaone minerva-7b", (r"\p{N}", _GPT2)),
+        ("llama-bpe llama3 llama-v3 falcon3 lfm2 dbrx smaug-bpe", _LLAMA3),
+        ("qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan", _QWEN2),
+        ("qwen35", (_QWEN35,)),
+        ("deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+        ("deepseek-v3 hunyuan-dense", _DEEPSEEK3),
     )
     for name in names.split()
 }
+# With these, a word of the vocabulary is one token, whatever the merges, and BOS is added by default.
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2")
 # fmt: on
 
 
@@ -96,21 +89,14 @@ def load_gguf_tokenizer(path: Path) -> HuggingFaceTokenizer | SentencePieceToken
 
 
 def gguf_tokenizer(fields: Mapping[str, Any], where: str) -> HuggingFaceTokenizer | SentencePieceTokenizer:
-    """The tokenizer that the metadata of a GGUF file describe; `where` names the file in messages.
-
-    Raises:
-      UnsupportedError: an unknown kind of tokenizer or of pre-tokenizer.
-      DataError: the metadata are inconsistent.
-    """
+    """The tokenizer that the metadata of a GGUF file describe; `where` names the file in messages."""
     metadata = _Metadata(fields, where)
     model = metadata.get("model", str)
-    if model == "gpt2":
-        return _byte_level(metadata)
-    if model == "llama":
-        return _sentencepiece(metadata)
-    raise UnsupportedError(
-        f"The tokenizer in {where} is of kind {model!r}. Known are gpt2 (byte pairs) and llama (SPM)."
-    )
+    if model not in ("gpt2", "llama"):
+        raise UnsupportedError(
+            f"The tokenizer in {where} is of kind {model!r}. Known are gpt2 (byte pairs) and llama (SPM)."
+        )
+    return _byte_level(metadata) if model == "gpt2" else _sentencepiece(metadata)
 
 
 class _Metadata:
@@ -151,6 +137,15 @@ class _Metadata:
             raise self.wrong(f"tokenizer.ggml.{name} {found}")
         return value
 
+    def roles(self, bos: int | None = None, eos: int | None = None, unk: int | None = None) -> Roles:
+        """The tokens with a role; the arguments are the default ids."""
+        return {
+            "bos": self.token("bos", bos),
+            "eos": self.token("eos", eos),
+            "unk": self.token("unknown", unk),
+            "pad": self.token("padding"),
+        }
+
     def token(self, name: str, default: int | None = None) -> AddedToken | None:
         """The token with the role `name`: bos, eos, unknown, padding, eot, eom."""
         value = self.fields.get(f"tokenizer.ggml.{name}_token_id")
@@ -176,18 +171,17 @@ class _Metadata:
             if kind in (CONTROL, UNKNOWN, USER_DEFINED)
         ]
 
-    def frame(self, bos: AddedToken | None, eos: AddedToken | None, add_bos: bool) -> dict[str, list[AddedToken]]:
+    def frame(self, roles: Roles, add_bos: bool) -> dict[str, list[AddedToken]]:
         """The tokens `before` and `after` every prompt; `add_bos` is the default of add_bos_token."""
         frame = {}
-        for name, token, default in (("before", bos, add_bos), ("after", eos, False)):
-            role = "bos" if name == "before" else "eos"
+        for place, role, default in (("before", "bos", add_bos), ("after", "eos", False)):
             wanted = bool(self.fields.get(f"tokenizer.ggml.add_{role}_token", default))
-            if wanted and token is None:
+            if wanted and roles[role] is None:
                 raise self.wrong(f"add_{role}_token is set, but there is no {role}_token_id")
-            frame[name] = [token] if wanted else []
+            frame[place] = [roles[role]] if wanted else []
         return frame
 
-    def companions(self, roles: Mapping[str, AddedToken | None], **configuration: Any) -> Companions:
+    def companions(self, roles: Roles, **configuration: Any) -> Companions:
         """The companion files of the original tokenizer, as far as the metadata contain them."""
         named = {f"{name}_token": token.content for name, token in roles.items() if token is not None}
         configuration = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **configuration}
@@ -210,26 +204,20 @@ def _byte_level(metadata: _Metadata) -> HuggingFaceTokenizer:
             f"The tokenizer in {metadata.where} has the pre-tokenizer {pre!r} (tokenizer.ggml.pre), which is not "
             f"known here. Known are {', '.join(sorted(PRE_TOKENIZERS))}. Give the original's tokenizer.json instead."
         )
-    pre_tokenizer = PRE_TOKENIZERS[pre]
     merges = [_pair(text, metadata) for text in metadata.get("merges", list)]
-    roles = {
-        "bos": metadata.token("bos"),
-        "eos": metadata.token("eos"),
-        "unk": metadata.token("unknown"),
-        "pad": metadata.token("padding"),
-    }
+    roles = metadata.roles()
     if roles["eos"] is None:
         raise metadata.wrong("tokenizer.ggml.eos_token_id is missing")
     splits = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in pre_tokenizer.patterns
+        for pattern in PRE_TOKENIZERS[pre]
     ]
     specification = assemble(
-        bpe(metadata.ids, merges, ignore_merges=pre_tokenizer.ignore_merges),
+        bpe(metadata.ids, merges, ignore_merges=pre in WHOLE_WORDS),
         metadata.added(),
         pre_tokenizer=sequence("pretokenizers", [*splits, byte_level(use_regex=False)]),
         decoder=byte_level(use_regex=True),
-        **metadata.frame(roles["bos"], roles["eos"], pre_tokenizer.add_bos),
+        **metadata.frame(roles, add_bos=pre in WHOLE_WORDS),
     )
     return HuggingFaceTokenizer(specification, metadata.companions(roles))
 
@@ -251,12 +239,7 @@ def _sentencepiece(metadata: _Metadata) -> SentencePieceTokenizer:
     scores: Sequence[float] = metadata.get("scores", list)
     if len(scores) != len(metadata.tokens):
         raise metadata.wrong(f"{len(metadata.tokens)} tokens, but {len(scores)} scores")
-    roles = {
-        "bos": metadata.token("bos", 1),
-        "eos": metadata.token("eos", 2),
-        "unk": metadata.token("unknown", 0),
-        "pad": metadata.token("padding"),
-    }
+    roles = metadata.roles(bos=1, eos=2, unk=0)
     unknown = roles["unk"].id
     types = [NORMAL if t == UNKNOWN and i != unknown else t for i, t in enumerate(metadata.types)]
     types[unknown] = UNKNOWN  # SentencePiece requires exactly one
@@ -276,7 +259,7 @@ def _sentencepiece(metadata: _Metadata) -> SentencePieceTokenizer:
     normalization.name = "identity"
     normalization.add_dummy_prefix = bool(metadata.fields.get("tokenizer.ggml.add_space_prefix", True))
     normalization.remove_extra_whitespaces = False
-    frame = metadata.frame(roles["bos"], roles["eos"], add_bos=True)
+    frame = metadata.frame(roles, add_bos=True)
     companions = metadata.companions(
         roles,
         add_bos_token=bool(frame["before"]),

@@ -110,17 +110,12 @@ class HuggingFaceTokenizer(Tokenizer):
         characters = {i: [model.token_to_id(c) for c in content] for i, content in special.items()}
         return {i: [unknown if c is None else c for c in ids] for i, ids in characters.items() if i != unknown}
 
-    def _text_alone(self, ids: Sequence[int]) -> Int32[np.ndarray, " n"]:
-        if self._spelled and not self._spelled.keys().isdisjoint(ids):
-            ids = [j for i in ids for j in self._spelled.get(i, (i,))]
-        return np.asarray(ids, np.int32)
-
-    def encode(self, text: str) -> Int32[np.ndarray, " n"]:
-        return self._text_alone(self._documents.encode(text, add_special_tokens=False).ids)
-
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
         encoded = self._documents.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [self._text_alone(e.ids) for e in encoded]
+        ids = [one.ids for one in encoded]
+        if self._spelled:
+            ids = [[j for i in one for j in self._spelled.get(i, (i,))] for one in ids]
+        return [np.asarray(one, np.int32) for one in ids]
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
         return np.asarray(self._prompts.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)

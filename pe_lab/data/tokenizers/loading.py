@@ -87,21 +87,17 @@ def export_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def load_saved_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer written by `save_tokenizer`.
-
-    Raises:
-      DataError: a file is missing, or the tokenizer is not the one that was saved.
-    """
+    """The tokenizer written by `save_tokenizer`; `DataError` if a file is missing or another tokenizer is there."""
     about = read_json(directory / KIND_FILE, f"{directory} holds no saved tokenizer. Prepare the data again.")
     kind = about.get("kind")
-    if kind == "bytes":
-        tokenizer: Tokenizer = ByteTokenizer()
-    elif kind == "sentencepiece":
-        tokenizer = load_tokenizer(f"sentencepiece:{directory / SENTENCEPIECE_MODEL}")
-    elif kind == "hf":
-        tokenizer = load_tokenizer(f"hf:{directory / TOKENIZER_JSON}")
-    else:
+    saved = {
+        "bytes": "bytes",
+        "sentencepiece": f"sentencepiece:{directory / SENTENCEPIECE_MODEL}",
+        "hf": f"hf:{directory / TOKENIZER_JSON}",
+    }
+    if kind not in saved:
         raise DataError(f"{directory / KIND_FILE} names an unknown kind of tokenizer, {kind!r}.")
+    tokenizer = load_tokenizer(saved[kind])
     if tokenizer.fingerprint != about.get("fingerprint"):
         raise DataError(
             f"The tokenizer in {directory} is not the one that was saved there: fingerprint "

@@ -115,9 +115,6 @@ class SentencePieceTokenizer(Tokenizer):
         proto.normalizer_spec.add_dummy_prefix = False
         return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
 
-    def encode(self, text: str) -> Int32[np.ndarray, " n"]:
-        return np.asarray(self._processor.encode(text), np.int32)
-
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
         return [np.asarray(ids, np.int32) for ids in self._processor.encode(list(texts))]
 

@@ -34,10 +34,10 @@ class Tokenizer(Protocol):
     fingerprint: str  # equal fingerprints encode documents equally
     companions: Companions
 
-    def encode(self, text: str) -> Int32[np.ndarray, " n"]: ...
+    def encode(self, text: str) -> Int32[np.ndarray, " n"]:
+        return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        return [self.encode(text) for text in texts]
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]: ...
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]: ...
 
@@ -68,8 +68,8 @@ class ByteTokenizer(Tokenizer):
     companions = Companions("bytes")
     end = AddedToken("<|endoftext|>", 256)
 
-    def encode(self, text: str) -> Int32[np.ndarray, " n"]:
-        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
         parts = split_at_tokens(text, {self.end.content: self.end})

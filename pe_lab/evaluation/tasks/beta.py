@@ -11,18 +11,12 @@ from pe_lab.evaluation.tasks.task import Suite
 
 @dataclass(frozen=True)
 class Fit:
-    """The logit scale of the least loss at a length.
-
-    Attributes:
-      beta: the scale.
-      nll_before, nll_after: the mean loss at scale 1 and at `beta`, nats a token.
-      evaluations: how many scales were tried.
-    """
+    """The logit scale of the least loss at a length."""
 
     beta: float
-    nll_before: float
-    nll_after: float
-    evaluations: int
+    nll_before: float  # the mean loss at scale 1, nats a token
+    nll_after: float  # and at `beta`
+    evaluations: int  # how many scales were tried
 
 
 def search_range(factor: float) -> tuple[float, float]:

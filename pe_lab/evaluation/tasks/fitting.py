@@ -1,178 +1,151 @@
-"""Prompts made to a length: the largest size (of filler, lists, documents) whose prompt fits."""
+"""Tasks whose prompts are made to a length: the largest size (of filler, lists, documents) whose prompt fits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int32
+
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError
-from pe_lab.evaluation.tasks.task import Sample
+from pe_lab.evaluation.tasks.task import Lazy, Sample
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A sample of undecided size.
+    """A sample of undecided size."""
 
-    Attributes:
-      render: the prompt of a size; its tokens are about proportional to the size.
-      references: the right answers, equal at all sizes.
-      unit: the name of what the size counts.
-      smallest, largest: the possible sizes; None: no largest.
-      exhausted: advice for a length that the largest size does not fill.
-      metadata: as in `Sample`.
-    """
-
-    render: Callable[[int], str]
-    references: tuple[str, ...]
-    unit: str
+    render: Callable[[int], str]  # the prompt of a size; its tokens grow with the size, about in proportion
+    references: tuple[str, ...]  # the right answers, equal at all sizes
+    unit: str  # the name of what the size counts
     smallest: int
     largest: int | None = None
-    exhausted: str = ""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    exhausted: str = ""  # advice for a length that the largest size does not fill
+    depth: Callable[[int], tuple[float, ...]] = lambda size: ()  # of a size, as in `Sample`
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # as in `Sample`
 
-    def tokens(self, tokenizer: Tokenizer, size: int) -> int:
-        """Tokens of the prompt of a size."""
-        return len(tokenizer.encode_prompt(self.render(size)))
+    def size_within(self, budget: int, count: Callable[[str], int]) -> int | None:
+        """The largest size whose prompt has at most `budget` tokens, which `count` counts; None if none has."""
+        least = count(self.render(self.smallest))
+        if least > budget:
+            return None
+        fits = self.smallest  # the largest size known to fit
+        most = math.inf if self.largest is None else self.largest  # the largest that may fit
+        size, calls = 2 * self.smallest + 16, 0
+        while fits < most:
+            size = min(max(size, fits + 1), most)
+            tokens = count(self.render(size))
+            if tokens <= budget:
+                fits = size
+            else:
+                most = size - 1
+            calls += 1
+            rate = (tokens - least) / (size - self.smallest)
+            size += math.floor((budget - tokens) / max(rate, 1e-3))
+            if calls % 8 == 0 and most < math.inf:  # the estimate alone may converge slowly
+                size = (fits + most) // 2
+        return fits
 
-    def size_within(self, tokenizer: Tokenizer, budget: int) -> tuple[int | None, int]:
-        """The largest size whose prompt has at most `budget` tokens, or None; and the tokens of the smallest prompt."""
-        known: dict[int, int] = {}
 
-        def count(size: int) -> int:
-            if size not in known:
-                known[size] = self.tokens(tokenizer, size)
-            return known[size]
+class SizedTask(ABC):
+    """A task whose prompts are made to a length: every sample is a draft of the largest size that fits."""
 
-        smallest, largest = self.smallest, self.largest
-        if count(smallest) > budget:
-            return None, known[smallest]
-        low, high, size = smallest, None, 2 * smallest + 16
-        for _ in range(12):
-            size = size if largest is None else min(size, largest)
-            if size in known:
-                break
-            rate = (count(size) - known[smallest]) / (size - smallest)
-            low, high = (size, high) if known[size] <= budget else (low, size)
-            nearest = min(known, key=lambda at: abs(known[at] - budget))
-            size = max(nearest + int((budget - known[nearest]) / max(rate, 1e-3)), low + 1)
-            size = size if high is None else min(size, high - 1)
-        return largest_fitting(count, budget, smallest, low, largest if high is None else high), known[smallest]
+    suite: str
+    name: str
+    metric: str
+    max_new_tokens: int
+    sized = True
+    stop: tuple[str, ...] = ()
+    margin = 0  # by how many tokens the shortest prompt of another sample may exceed that of the first
 
-    def sample(
-        self,
-        task: Any,
-        tokenizer: Tokenizer,
-        budget: int,
-        index: int,
-        stop: tuple[str, ...] = (),
-        depth: tuple[float, ...] = (),
-    ) -> Sample:
-        """The sample of the largest size whose prompt has at most `budget` tokens.
+    @abstractmethod
+    def draft(self, tokenizer: Tokenizer, length: int, index: int, seed: int) -> Draft:
+        """Draft `index`. What it draws at random does not depend on the length."""
+
+    def encode(self, tokenizer: Tokenizer, text: str) -> Int32[np.ndarray, " n"]:
+        """The tokens of a rendered prompt."""
+        return tokenizer.encode_prompt(text)
+
+    def reserved(self, tokenizer: Tokenizer, index: int) -> int:
+        """The tokens of the length that draft `index` leaves to the answer."""
+        return self.max_new_tokens
+
+    def samples(self, tokenizer: Tokenizer, length: int | None, count: int, seed: int) -> Sequence[Any]:
+        """See `Task`. A prompt of the next larger size would not fit."""
+        if length is None:
+            raise ValueError(f"{self.name} needs a length")
+        chosen = self.choose(tokenizer, length, count, seed)
+        return Lazy(lambda index: self._sample(tokenizer, length, index, seed, chosen[index]), len(chosen))
+
+    def choose(self, tokenizer: Tokenizer, length: int, count: int, seed: int) -> Sequence[int]:
+        """The draft of each of `count` samples: the first ones, which must all fit.
+
+        All are rendered only if the first, with the margin, takes more than half of the length.
 
         Raises:
-          ConfigError: the smallest size does not fit.
+          ConfigError: a draft does not fit, or the largest prompts are much shorter than the length.
         """
-        size, least = self.size_within(tokenizer, budget)
-        new = task.max_new_tokens
-        if size is None:
+        first = self.draft(tokenizer, length, 0, seed)
+
+        def tokens(draft: Draft, size: int) -> int:
+            return len(self.encode(tokenizer, draft.render(size))) + self.max_new_tokens
+
+        longest = tokens(first, first.smallest)
+        if length < 2 * (longest + self.margin):
+            for index in range(1, count):
+                draft = self.draft(tokenizer, length, index, seed)
+                longest = max(longest, tokens(draft, draft.smallest))
+        if longest > length:
             raise ConfigError(
-                f"--lengths: sample {index} of {task.suite}:{task.name} and its answer of {new} tokens do not fit "
+                f"--lengths: {length:,} tokens do not hold all {count:,} samples of {self.suite}:{self.name} with "
+                f"answers of {self.max_new_tokens}; the shortest take {longest:,}."
+            )
+        if first.largest is not None:
+            most = tokens(first, first.largest) - self.max_new_tokens
+            if most < 0.9 * (length - self.max_new_tokens):
+                raise ConfigError(
+                    f"--lengths: prompts of {self.suite}:{self.name} have at most {most:,} tokens; {length:,} are "
+                    f"asked for. {first.exhausted}"
+                )
+        return range(count)
+
+    def first_fitting(
+        self, length: int, count: int, candidates: Iterable[int], least: Callable[[int], int], advice: str = ""
+    ) -> list[int]:
+        """The first `count` candidates whose shortest prompt and answer, `least(candidate)` tokens, fit a length.
+
+        `ConfigError` if there is none.
+        """
+        chosen, needed = [], []
+        for candidate in candidates:
+            if len(chosen) == count:
+                break
+            needed.append(least(candidate))
+            if needed[-1] <= length:
+                chosen.append(candidate)
+        if count and not chosen:
+            raise ConfigError(
+                f"--lengths: no sample of {self.suite}:{self.name} with an answer of {self.max_new_tokens} fits "
+                f"{length:,} tokens; the shortest take {min(needed):,}. {advice}".rstrip()
+            )
+        return chosen
+
+    def _sample(self, tokenizer: Tokenizer, length: int, index: int, seed: int, drafted: int) -> Sample:
+        """Sample `index`, made of the draft `drafted`."""
+        draft, new = self.draft(tokenizer, length, drafted, seed), self.max_new_tokens
+        budget = length - self.reserved(tokenizer, drafted)
+        size = draft.size_within(budget, lambda text: len(self.encode(tokenizer, text)))
+        if size is None:
+            least = len(self.encode(tokenizer, draft.render(draft.smallest)))
+            raise ConfigError(
+                f"--lengths: sample {index} of {self.suite}:{self.name} and its answer of {new} tokens do not fit "
                 f"{budget + new:,} tokens; the shortest take {least + new:,}."
             )
-        text = self.render(size)
-        metadata = {self.unit: size} | self.metadata
-        return Sample(index, text, tokenizer.encode_prompt(text), self.references, new, stop, depth, metadata)
-
-    def most_tokens(self, tokenizer: Tokenizer, enough: float) -> int:
-        """Tokens of the largest prompt; or of a smaller one, which is rendered sooner, if that has `enough`."""
-        assert self.largest is not None
-        tokens = 0
-        for size in (max(self.largest // 16, self.smallest), self.largest):
-            tokens = self.tokens(tokenizer, size)
-            if tokens >= enough:
-                break
-        return tokens
-
-
-def largest_fitting(
-    tokens_at: Callable[[int], int], budget: int, smallest: int, guess: int, largest: int | None = None
-) -> int | None:
-    """The largest size in `smallest`..`largest` whose prompt has at most `budget` tokens; None if none has.
-
-    `tokens_at` must grow with the size, about in proportion. It is called a few times, as each call renders and
-    tokenizes a prompt.
-    """
-    fits: tuple[int, int] | None = None  # (size, tokens) of the largest size known to fit
-    over: tuple[int, int] | None = None  # and of the smallest size known not to fit
-    at, calls = max(guess, smallest), 0
-    while True:
-        at = at if largest is None else min(at, largest)
-        tokens = tokens_at(at)
-        if tokens <= budget:
-            fits = (at, tokens)
-            if at == largest or (over and at + 1 == over[0]):
-                return at
-        else:
-            over = (at, tokens)
-            if at == smallest:
-                return None
-            if fits and fits[0] + 1 == at:
-                return fits[0]
-        calls += 1
-        if fits and over:
-            share = (budget - fits[1]) / max(over[1] - fits[1], 1)
-            # Interpolation alone may converge slowly: every third call bisects.
-            at = fits[0] + round((over[0] - fits[0]) * (share if calls % 3 else 0.5))
-            at = min(max(at, fits[0] + 1), over[0] - 1)
-        else:
-            # A little past the extrapolated size, so that the next call bounds it from the other side.
-            aim = at + (budget - tokens) * at / max(tokens, 1) * (1.02 if fits else 1.05)
-            at = max(math.ceil(aim), at + 1) if fits else min(max(math.floor(aim), smallest), at - 1)
-
-
-def check_length(task: Any, length: int, count: int, least: Callable[[int], int], margin: int = 0) -> None:
-    """Checks that the shortest prompts of a task's samples and their answers fit a length.
-
-    Args:
-      task: has `suite`, `name` and `max_new_tokens`.
-      least: sample index -> tokens of its shortest prompt and its answer.
-      margin: by how many tokens other samples may exceed the first. All samples are rendered only if the first, with
-        this margin, takes more than half of the length.
-
-    Raises:
-      ConfigError: a sample does not fit.
-    """
-    longest = least(0)
-    if length < 2 * (longest + margin):
-        longest = max([longest, *map(least, range(1, count))])
-    if longest > length:
-        raise ConfigError(
-            f"--lengths: {length:,} tokens do not hold all {count:,} samples of {task.suite}:{task.name} with answers "
-            f"of {task.max_new_tokens}; the shortest take {longest:,}."
-        )
-
-
-def first_fitting(
-    task: Any, length: int, count: int, candidates: Iterable[int], least: Callable[[int], int], advice: str = ""
-) -> list[int]:
-    """The first `count` candidates whose shortest prompt and answer, `least(candidate)` tokens, fit a length.
-
-    Raises:
-      ConfigError: no candidate fits.
-    """
-    chosen, needed = [], []
-    for candidate in candidates:
-        if len(chosen) == count:
-            break
-        needed.append(least(candidate))
-        if needed[-1] <= length:
-            chosen.append(candidate)
-    if count and not chosen:
-        raise ConfigError(
-            f"--lengths: no sample of {task.suite}:{task.name} with an answer of {task.max_new_tokens} fits {length:,} "
-            f"tokens; the shortest take {min(needed):,}. {advice}".rstrip()
-        )
-    return chosen
+        text = draft.render(size)
+        tokens, metadata = self.encode(tokenizer, text), {draft.unit: size} | draft.metadata
+        return Sample(index, text, tokens, draft.references, new, self.stop, draft.depth(size), metadata)

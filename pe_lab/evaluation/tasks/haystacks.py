@@ -6,10 +6,11 @@ import functools
 import glob
 import hashlib
 import importlib.util
+import itertools
 import random
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,26 +50,22 @@ def draw(kind: str, rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def draw_distinct(kind: str, count: int, rng: random.Random) -> list[str]:
-    """`count` different keys."""
+def distinct(draw_one: Callable[[], str], count: int) -> list[str]:
+    """`count` different words, drawn one after another."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
-        drawn[draw(kind, rng)] = None
+        drawn[draw_one()] = None
     return list(drawn)
 
 
 @dataclass(frozen=True)
 class Haystack:
-    """Filler of any size.
+    """Filler of any size."""
 
-    Attributes:
-      kind: "noise" (RULER's five sentences, repeated), "needles" (distractors of the needles' form), or a name for
-        the words of texts.
-      text: the words of the texts, separated by single spaces; "" for the other two kinds.
-    """
-
+    # "noise" (RULER's five sentences, repeated), "needles" (distractors of the needles' form), or a name for the words
+    # of texts.
     kind: str
-    text: str = ""
+    text: str = ""  # the words of the texts, separated by single spaces; "" for the other two kinds
 
     @cached_property
     def words(self) -> list[str]:
@@ -99,12 +96,7 @@ class Haystack:
           avoid: keys that no distractor may have.
         """
         if self.text:
-            words = self.words
-            start %= len(words)
-            around = words[start : start + size]
-            while len(around) < size:
-                around += words[: size - len(around)]
-            return sentences(" ".join(around))
+            return sentences(" ".join(itertools.islice(itertools.cycle(self.words), start, start + size)))
         if self.kind == "noise":
             return [NOISE] * size
         made: list[str] = []

@@ -6,19 +6,18 @@ samples are the paper's; the wording of the prompt and the comparison of answers
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.errors import ConfigError, DataError, did_you_mean
+from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.scoring.math_answers import final_answer, last_boxed, same_answer
-from pe_lab.evaluation.tasks.fitting import Draft, first_fitting
-from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, Suite, half_pair, random_for
+from pe_lab.evaluation.tasks.fitting import Draft, SizedTask
+from pe_lab.evaluation.tasks.task import Sample, Scores, Suite, half_pair, random_for
 from pe_lab.storage import read_records
 
 STOP = ("</s>", "<|im_end|>", "<|endoftext|>", "Problem:")
@@ -41,36 +40,24 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Problems:
-    """The problems of a file, and the beginning of its SHA-256."""
-
-    problems: tuple[Problem, ...]
-    fingerprint: str
-
-
-@dataclass(frozen=True)
-class ManyShotTask:
+class ManyShotTask(SizedTask):
     """A problem to solve after as many solved ones as fit, in random order, repeated where they do not suffice.
 
     Sample i of `plain` asks for problem i of a random order of the problems. Sample i of `needle` asks for problem
     i // 4, which is also among the solved ones, at depth 0, 1/3, 2/3 or 1 (i % 4). The five samples that ask for one
     problem have the same other solved problems, at all lengths, and the problem as `cluster` in their metadata. A
     problem that does not fit with one other is skipped.
-
-    Attributes:
-      needle: whether the solved problems include the problem that is asked for, once; else they exclude it.
-      buffer: the tokens of the length that are left to the question and its answer.
-      max_new_tokens: the most tokens of an answer, which are left to it even if the buffer is smaller.
     """
 
-    data: Problems
-    needle: bool
-    buffer: int = BUFFER
-    max_new_tokens: int = NEW_TOKENS
+    problems: tuple[Problem, ...]
+    fingerprint: str  # of their file
+    needle: bool  # whether the solved problems include the problem that is asked for, once; else they exclude it
+    buffer: int = BUFFER  # the tokens of the length that are left to the question and its answer
+    max_new_tokens: int = NEW_TOKENS  # are left to an answer even if the buffer is smaller
 
-    suite: ClassVar[str] = "many_shot"
-    metric: ClassVar[str] = "accuracy"
-    sized: ClassVar[bool] = True
+    suite = "many_shot"
+    metric = "accuracy"
+    stop = STOP
 
     @property
     def name(self) -> str:
@@ -78,24 +65,39 @@ class ManyShotTask:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        return {"problems": self.data.fingerprint, "buffer": self.buffer, "max_new_tokens": self.max_new_tokens}
+        return {"problems": self.fingerprint, "buffer": self.buffer, "max_new_tokens": self.max_new_tokens}
 
-    def samples(self, tokenizer: Tokenizer, length: int | None, count: int, seed: int) -> Sequence[Any]:
-        """See `Task`. A prompt with one more solved problem would not fit."""
-        if length is None:
-            raise ValueError("many_shot needs a length")
-        each, number = len(DEPTHS) if self.needle else 1, len(self.data.problems)
+    def choose(self, tokenizer: Tokenizer, length: int, count: int, seed: int) -> Sequence[int]:
+        """The drafts of the first problems that fit. Draft 4 p + d is of problem p, with depth d if it has a needle."""
+        each, number = len(DEPTHS) if self.needle else 1, len(self.problems)
         order = random_for(self.suite, "problems", seed).sample(range(number), number)
 
         def least(asked: int) -> int:
             """Tokens of the problem with its solution, one other, and what is reserved."""
             others, ends = self._others(asked, seed), (DEPTHS[0], DEPTHS[-1])
             tokens = max(len(tokenizer.encode_prompt(self._text(others, asked, 1, depth))) for depth in ends)
-            return tokens + self._reserved(tokenizer, asked)
+            return tokens + self.reserved(tokenizer, len(DEPTHS) * asked)
 
-        chosen = first_fitting(self, length, -(-count // each), order, least, "A smaller --buffer needs fewer.")
-        number = min(count, each * len(chosen))
-        return Lazy(lambda index: self._sample(tokenizer, length, index, seed, chosen[index // each]), number)
+        problems = self.first_fitting(length, -(-count // each), order, least, "A smaller --buffer needs fewer.")
+        return [len(DEPTHS) * asked + place for asked in problems for place in range(each)][:count]
+
+    def draft(self, tokenizer: Tokenizer, length: int, index: int, seed: int) -> Draft:
+        asked, place = divmod(index, len(DEPTHS))
+        depth = DEPTHS[place] if self.needle else None
+        others = self._others(asked, seed)
+        return Draft(
+            lambda size: self._text(others, asked, size, depth),
+            (self.problems[asked].answer,),
+            "exemplars",
+            1,
+            depth=lambda size: () if depth is None else (round(100 * float(depth), 1),),
+            metadata={"problem": asked, "cluster": asked},
+        )
+
+    def reserved(self, tokenizer: Tokenizer, index: int) -> int:
+        """The tokens that are left to the answer: the buffer without the question, at least `max_new_tokens`."""
+        question = len(tokenizer.encode(_unsolved(self.problems[index // len(DEPTHS)])))
+        return max(self.max_new_tokens, self.buffer - question)
 
     def score(self, sample: Sample, output: str) -> Scores:
         """1 if the final answer of the output is the reference, else 0."""
@@ -105,34 +107,19 @@ class ManyShotTask:
         """The score once for each of `Sample.depth`."""
         return [self.score(sample, output)["accuracy"]] * len(sample.depth)
 
-    def _reserved(self, tokenizer: Tokenizer, asked: int) -> int:
-        """The tokens that are left to the answer: the buffer without the question, at least `max_new_tokens`."""
-        question = len(tokenizer.encode(_unsolved(self.data.problems[asked])))
-        return max(self.max_new_tokens, self.buffer - question)
-
     def _others(self, asked: int, seed: int) -> list[int]:
         """The other problems, without those of the same words, in random order."""
-        text = self.data.problems[asked].text.split()
-        pool = [i for i, problem in enumerate(self.data.problems) if problem.text.split() != text]
+        text = self.problems[asked].text.split()
+        pool = [i for i, problem in enumerate(self.problems) if problem.text.split() != text]
         return random_for(self.suite, "exemplars", seed, asked).sample(pool, len(pool))
 
     def _text(self, others: Sequence[int], asked: int, size: int, depth: Fraction | None) -> str:
         """The prompt with `size` others, and with the problem itself at `depth` unless that is None."""
-        problems = self.data.problems
+        problems = self.problems
         shown = [_solved(problems[others[i % len(others)]]) for i in range(size)]
         if depth is not None:
             shown.insert(round(size * depth), _solved(problems[asked]))
         return "\n\n".join([*shown, _unsolved(problems[asked])])
-
-    def _sample(self, tokenizer: Tokenizer, length: int, index: int, seed: int, asked: int) -> Sample:
-        depth = DEPTHS[index % len(DEPTHS)] if self.needle else None
-        others, problem = self._others(asked, seed), self.data.problems[asked]
-        metadata = {"problem": asked, "cluster": asked}
-        draft = Draft(
-            lambda size: self._text(others, asked, size, depth), (problem.answer,), "exemplars", 1, metadata=metadata
-        )
-        depths = () if depth is None else (round(100 * float(depth), 1),)
-        return draft.sample(self, tokenizer, length - self._reserved(tokenizer, asked), index, STOP, depths)
 
 
 def _solved(problem: Problem) -> str:
@@ -144,27 +131,17 @@ def _unsolved(problem: Problem) -> str:
 
 
 def many_shot_tasks(
-    problems: str | Path,
-    names: Sequence[str] = (),
-    max_new_tokens: int | None = None,
-    buffer: int | None = None,
+    problems: Path | None, names: Sequence[str] = (), max_new_tokens: int = NEW_TOKENS, buffer: int = BUFFER
 ) -> list[ManyShotTask]:
-    """The tasks `names`, or both, on the problems of a file; None: the paper's buffer and answer.
-
-    Raises:
-      ConfigError: a name is unknown.
-      DataError: the file is missing or damaged.
-    """
-    for name in names:
-        if name not in SAMPLES:
-            raise ConfigError(f"--suite=many_shot:{name}: no such task. {did_you_mean(name, list(SAMPLES))}")
-    data = read_problems(Path(problems).expanduser())
-    buffer = BUFFER if buffer is None else buffer
-    new_tokens = NEW_TOKENS if max_new_tokens is None else max_new_tokens
-    return [ManyShotTask(data, name == "needle", buffer, new_tokens) for name in names or SAMPLES]
+    """The tasks `names`, or both, on the problems of a file; None is a `ConfigError`."""
+    if problems is None:
+        raise ConfigError(f"--suite=many_shot: there is no file of problems. {ADVICE}")
+    path = problems.expanduser()
+    read, fingerprint = read_problems(path), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return [ManyShotTask(read, fingerprint, name == "needle", buffer, max_new_tokens) for name in names or SAMPLES]
 
 
-def read_problems(path: Path) -> Problems:
+def read_problems(path: Path) -> tuple[Problem, ...]:
     """The problems of a file of JSON lines. Without an answer, the last box of the solution is taken.
 
     Raises:
@@ -186,13 +163,7 @@ def read_problems(path: Path) -> Problems:
     problems = tuple(Problem(*(text.strip() for text in texts(record))) for record in records)
     if len({tuple(problem.text.split()) for problem in problems}) < 2:
         raise DataError(f"--problems={path} has not two problems. {ADVICE}")
-    return Problems(problems, hashlib.sha256(path.read_bytes()).hexdigest()[:16])
-
-
-def _open(names: Sequence[str], arguments: argparse.Namespace, limits: Sequence[int | None]) -> list[ManyShotTask]:
-    if arguments.problems is None:
-        raise ConfigError(f"--suite=many_shot: there is no file of problems. {ADVICE}")
-    return many_shot_tasks(arguments.problems, names, arguments.max_new_tokens, arguments.buffer)
+    return problems
 
 
 SUITE = Suite(
@@ -200,11 +171,26 @@ SUITE = Suite(
     title="Many-shot learning",
     protocol=2,
     about="A task explained by examples alone, as many as the length holds.",
+    tasks=tuple(SAMPLES),
     samples=SAMPLES,
     flags={
-        "--problems": {"metavar": "FILE", "help": "JSON lines with problem, solution, answer (many_shot)"},
-        "--max-new-tokens": {"type": int, "help": f"of many_shot's answers (default {NEW_TOKENS})"},
-        "--buffer": {"type": int, "help": f"tokens that many_shot's exemplars leave free (default {BUFFER})"},
+        "--problems": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "JSON lines with problem, solution, answer (many_shot)",
+        },
+        "--max-new-tokens": {
+            "type": int,
+            "default": NEW_TOKENS,
+            "help": f"of many_shot's answers (default {NEW_TOKENS})",
+        },
+        "--buffer": {
+            "type": int,
+            "default": BUFFER,
+            "help": f"tokens that many_shot's exemplars leave free (default {BUFFER})",
+        },
     },
-    open=_open,
+    open=lambda names, arguments, limits: many_shot_tasks(
+        arguments.problems, names, arguments.max_new_tokens, arguments.buffer
+    ),
 )

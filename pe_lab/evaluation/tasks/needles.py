@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from jaxtyping import Bool, Int
 
 from pe_lab.config import DataConfig
 from pe_lab.data.pipeline import needle_windows
-from pe_lab.evaluation.tasks.perplexity import standard_error
+from pe_lab.evaluation.tasks.perplexity import bin_edges, standard_error
 from pe_lab.evaluation.tasks.task import Suite
 
 Predict = Callable[[Int[np.ndarray, "n T"], Int[np.ndarray, "n Q"]], Int[np.ndarray, "n Q"]]
@@ -20,19 +19,12 @@ Predict = Callable[[Int[np.ndarray, "n T"], Int[np.ndarray, "n Q"]], Int[np.ndar
 
 @dataclass(frozen=True)
 class Questions:
-    """Windows with Q questions each.
-
-    Attributes:
-      tokens: [n, T].
-      at: [n, Q] the positions before the answers.
-      answers: [n, Q] the right tokens.
-      distance: [n, Q] tokens from the answer back to the needle's value.
-    """
+    """Windows with Q questions each."""
 
     tokens: Int[np.ndarray, "n T"]
-    at: Int[np.ndarray, "n Q"]
-    answers: Int[np.ndarray, "n Q"]
-    distance: Int[np.ndarray, "n Q"]
+    at: Int[np.ndarray, "n Q"]  # the positions before the answers
+    answers: Int[np.ndarray, "n Q"]  # the right tokens
+    distance: Int[np.ndarray, "n Q"]  # tokens from the answer back to the needle's value
 
 
 def questions(data: DataConfig, index: int, length: int, windows: int, seed: int) -> Questions:
@@ -60,13 +52,6 @@ def predict(asked: Questions, model: Predict, crop: int | None = None) -> Int[np
     return model(crops, at)[:, 0].reshape(asked.at.shape)
 
 
-def distance_edges(length: int) -> list[int]:
-    """Edges of the bins of distances 1 .. length - 1: two bins an octave from 8 tokens on."""
-    edges = [1, 4]
-    edges += [round(2 ** (i / 2)) for i in range(6, math.ceil(2 * math.log2(max(length, 2))) + 1)]
-    return [edge for edge in edges if edge < length] + [length]
-
-
 DEPTH_BINS = 10
 
 
@@ -75,7 +60,7 @@ def score(predicted: Int[np.ndarray, "n Q"], asked: Questions) -> dict[str, Any]
     answers, distance = asked.answers, asked.distance
     right = predicted == answers
     accuracy = float(right.mean())
-    edges = distance_edges(int(distance.max()) + 1)
+    edges = bin_edges([1, 4], 2, int(distance.max()) + 1)
     by_distance, distance_count = _by_bin(right, np.digitize(distance, edges) - 1, len(edges) - 1)
     depth = (asked.at + 1 - distance) * DEPTH_BINS // asked.tokens.shape[1]
     by_depth, depth_count = _by_bin(right, depth, DEPTH_BINS)

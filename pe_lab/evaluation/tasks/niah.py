@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.errors import ConfigError
 from pe_lab.evaluation.scoring.metrics import string_match_all
-from pe_lab.evaluation.tasks.fitting import check_length, largest_fitting
-from pe_lab.evaluation.tasks.haystacks import Haystack, draw, draw_distinct, needle, open_haystack
-from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, Suite, random_for
+from pe_lab.evaluation.tasks.fitting import Draft, SizedTask
+from pe_lab.evaluation.tasks.haystacks import Haystack, distinct, draw, needle, open_haystack
+from pe_lab.evaluation.tasks.task import Sample, Scores, Suite, random_for
 
 # RULER, scripts/data/synthetic/constants.py and niah.py.
 TEMPLATE = (
@@ -33,37 +33,27 @@ _CUT = "\0"  # marks where sinks go; haystacks do not contain it
 
 
 @dataclass(frozen=True)
-class NeedleTask:
-    """Sentences that give values of keys, hidden in a haystack; the values of some keys are asked for.
-
-    Attributes:
-      keys, values, queries: the number of keys, of values of each key, and of keys that are asked for.
-      key_kind, value_kind: "words", "numbers" or "uuids".
-      depths: possible places of needles, per cent. With `grid`, sample i has its needle at depth i modulo their
-        number; else each needle has a different one, at random. None: at any place.
-      colon: whether the prompt ends with a colon, as DroPE's does and RULER's does not.
-      excerpt: whether a haystack of texts begins at a random word (DroPE's "random excerpt") instead of the first.
-      sinks: the number of start-of-sequence tokens after every needle (DoPE's noise).
-    """
+class NeedleTask(SizedTask):
+    """Sentences that give values of keys, hidden in a haystack; the values of some keys are asked for."""
 
     suite: str
     name: str
     haystack: Haystack
     keys: int = 1
-    values: int = 1
-    queries: int = 1
-    key_kind: str = "words"
+    values: int = 1  # of each key
+    queries: int = 1  # keys that are asked for
+    key_kind: str = "words"  # words | numbers | uuids
     value_kind: str = "numbers"
+    # Possible places of needles, per cent. With `grid`, sample i has its needle at depth i modulo their number; else
+    # each needle has a different one, at random. None: at any place.
     depths: tuple[float, ...] | None = GRID
     grid: bool = False
-    colon: bool = False
-    excerpt: bool = False
-    sinks: int = 0
+    drope: bool = False  # whether texts begin at a random word ("random excerpt"), and the prompt ends with a colon
+    sinks: int = 0  # start-of-sequence tokens after every needle (DoPE's noise)
     max_new_tokens: int = NEW_TOKENS
     stop: tuple[str, ...] = ()
 
     metric = "fraction_found"
-    sized = True
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -73,21 +63,10 @@ class NeedleTask:
             "sinks": self.sinks,
         }
 
-    def samples(self, tokenizer: Tokenizer, length: int | None, count: int, seed: int) -> Sequence[Sample]:
-        """See `Task`. A prompt with one more word, or sentence, would not fit."""
-        if length is None:
-            raise ValueError(f"{self.name} needs a length")
-        kinds = self.key_kind, self.value_kind
-        unit = "\n".join(self.haystack.pieces(256, 0, *kinds, random.Random(0)))
-        rate = len(tokenizer.encode(unit)) / 256  # tokens a word, or a sentence
-
-        def least(index: int) -> int:
-            return len(self._tokens(tokenizer, self._render(self._draw(seed, index), 1)[0])) + self.max_new_tokens
-
-        # The word that an excerpt begins with may be any of the haystack.
-        longest_word = max(map(len, self.haystack.words), default=0) if self.excerpt else 0
-        check_length(self, length, count, least, longest_word)
-        return Lazy(lambda index: self._sample(tokenizer, length, index, seed, rate), count)
+    @property
+    def margin(self) -> int:
+        """The longest word: an excerpt may begin with any."""
+        return max(map(len, self.haystack.words), default=0) if self.drope else 0
 
     def score(self, sample: Sample, output: str) -> Scores:
         """The share of the values that the answer contains, and whether it contains all."""
@@ -98,59 +77,45 @@ class NeedleTask:
         """1 or 0 for each needle that is asked for, in the order of `Sample.depth`."""
         return [string_match_all(output, [value]) for value in sample.references]
 
-    def _sample(self, tokenizer: Tokenizer, length: int, index: int, seed: int, rate: float) -> Sample:
-        drawn = self._draw(seed, index)
-        budget = length - self.max_new_tokens
-        size = largest_fitting(
-            lambda size: len(self._tokens(tokenizer, self._render(drawn, size)[0])), budget, 1, int(budget / rate)
-        )
-        if size is None:  # `samples` has excluded this where it is likely
-            raise ConfigError(
-                f"--haystack: sample {index} of {self.suite}:{self.name} does not fit {length:,} tokens: its first "
-                "word is too long. Give longer --lengths, or a text with spaces between its words."
-            )
-        parts, depth = self._render(drawn, size)
-        ids = self._tokens(tokenizer, parts)
-        metadata = {"size": size} | ({"sinks": self.sinks} if self.sinks else {})
-        return Sample(index, "".join(parts), ids, drawn.references, self.max_new_tokens, self.stop, depth, metadata)
-
-    def _draw(self, seed: int, index: int) -> _Drawn:
-        """All of a sample that is random. It does not depend on the length: needles are the same at all lengths."""
+    def draft(self, tokenizer: Tokenizer, length: int, index: int, seed: int) -> Draft:
         rng = random_for(self.suite, self.name, seed, index)
-        keys = draw_distinct(self.key_kind, self.keys, rng)
+        keys = distinct(lambda: draw(self.key_kind, rng), self.keys)
         values = [[draw(self.value_kind, rng) for _ in range(self.values)] for _ in keys]
         asked = rng.sample(range(self.keys), self.queries)
-        order = [(key, value) for key in range(self.keys) for value in range(self.values)]
-        rng.shuffle(order)
+        needles = [(key, value) for key in range(self.keys) for value in range(self.values)]
+        rng.shuffle(needles)
         if self.depths is None:
-            places = sorted(100 * rng.random() for _ in order)
+            places = sorted(100 * rng.random() for _ in needles)
         elif self.grid:
-            places = [self.depths[index % len(self.depths)]] * len(order)
+            places = [self.depths[index % len(self.depths)]] * len(needles)
         else:
-            places = sorted(rng.sample(self.depths, len(order)))
-        start = rng.randrange(len(self.haystack.words)) if self.excerpt and self.haystack.words else 0
-        return _Drawn(keys, values, asked, order, places, start, rng.getrandbits(64))
+            places = sorted(rng.sample(self.depths, len(needles)))
+        start = rng.randrange(len(self.haystack.words)) if self.drope and self.haystack.words else 0
+        state = rng.getrandbits(64)
 
-    def _render(self, drawn: _Drawn, size: int) -> tuple[list[str], tuple[float, ...]]:
-        """The prompt, in parts between which sinks go; and the depths of the needles that are asked for."""
-        rng = random.Random(drawn.filler)
-        pieces = self.haystack.pieces(size, drawn.start, self.key_kind, self.value_kind, rng, drawn.keys)
-        separator, cuts = self.haystack.separator, [0]
-        context: list[str] = []
-        depth: dict[tuple[int, int], float] = {}
-        for (key, value), place in zip(drawn.order, drawn.places, strict=True):
-            at = int(len(pieces) * place / 100)
-            context += self._between(pieces[cuts[-1] : at])
-            sentence = needle(self.value_kind, drawn.keys[key], drawn.values[key][value])
-            context.append(sentence + _CUT * (self.sinks > 0))
-            depth[key, value] = round(100 * at / len(pieces), 1)
-            cuts.append(at)
-        context += self._between(pieces[cuts[-1] :])
-        text = self._question(separator.join(context), [drawn.keys[key] for key in drawn.asked])
-        asked = tuple(depth[key, value] for key in drawn.asked for value in range(self.values))
-        if self.grid:  # the requested depth: a short context may have no piece that begins there
-            asked = tuple(drawn.places[:1]) * len(asked)
-        return text.split(_CUT), asked
+        def filler(size: int) -> list[str]:
+            return self.haystack.pieces(size, start, self.key_kind, self.value_kind, random.Random(state), keys)
+
+        def render(size: int) -> str:
+            pieces, context, done = filler(size), [], 0
+            for (key, value), place in zip(needles, places, strict=True):
+                at = int(len(pieces) * place / 100)
+                context += self._between(pieces[done:at])
+                context.append(needle(self.value_kind, keys[key], values[key][value]) + _CUT * (self.sinks > 0))
+                done = at
+            context += self._between(pieces[done:])
+            return self._question(self.haystack.separator.join(context), [keys[key] for key in asked])
+
+        def depth(size: int) -> tuple[float, ...]:
+            if self.grid:  # the requested depth: a short context may have no piece that begins there
+                return tuple(places[:1]) * (self.queries * self.values)
+            count = len(filler(size))
+            of = {n: round(100 * int(count * place / 100) / count, 1) for n, place in zip(needles, places, strict=True)}
+            return tuple(of[key, value] for key in asked for value in range(self.values))
+
+        references = tuple(value for key in asked for value in values[key])
+        metadata = {"sinks": self.sinks} if self.sinks else {}
+        return Draft(render, references, "size", 1, depth=depth, metadata=metadata)
 
     def _between(self, pieces: list[str]) -> list[str]:
         """The filler before a needle, or after the last one.
@@ -167,48 +132,23 @@ class NeedleTask:
         if self.queries * self.values == 1:
             template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
             kind = kind[:-1]
-        template += ":" * self.colon
-        if self.colon and len(queries) == 2:
-            query = " and ".join(queries)
-        else:
-            query = ", ".join(queries[:-1]) + ", and " + queries[-1] if len(queries) > 1 else queries[0]
+        template += ":" * self.drope
+        query = ", ".join(queries[:-1]) + ", and " + queries[-1] if len(queries) > 1 else queries[0]
         return template.format(values=kind, context=context, query=query)
 
-    def _tokens(self, tokenizer: Tokenizer, parts: Sequence[str]) -> Int32[np.ndarray, " n"]:
-        if len(parts) == 1:
-            return tokenizer.encode_prompt(parts[0])
+    def encode(self, tokenizer: Tokenizer, text: str) -> Int32[np.ndarray, " n"]:
+        """The tokens of a prompt, with sinks where it has the mark."""
+        first, *rest = text.split(_CUT)
         # Without a start-of-sequence token, the end of text separates documents.
         sink = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-        ids = [tokenizer.encode_prompt(parts[0])]
-        for part in parts[1:]:
+        ids = [tokenizer.encode_prompt(first)]
+        for part in rest:
             ids += [np.full(self.sinks, sink, np.int32), tokenizer.encode_prompt(part, add_special_tokens=False)]
         return np.concatenate(ids)
 
-
-@dataclass(frozen=True)
-class _Drawn:
-    """The random part of a sample.
-
-    Attributes:
-      keys, values: the keys, and the values of each.
-      asked: which keys are asked for.
-      order: the needles, (key, value), in the order of the context.
-      places: their places, per cent.
-      start: the first word of the haystack.
-      filler: the seed of its distractors.
-    """
-
-    keys: list[str]
-    values: list[list[str]]
-    asked: list[int]
-    order: list[tuple[int, int]]
-    places: list[float]
-    start: int
-    filler: int
-
-    @property
-    def references(self) -> tuple[str, ...]:
-        return tuple(value for key in self.asked for value in self.values[key])
+    def _sample(self, *arguments: Any) -> Sample:
+        sample = super()._sample(*arguments)
+        return replace(sample, text=sample.text.replace(_CUT, ""))
 
 
 _ANYWHERE: dict[str, Any] = {"depths": None}
@@ -237,35 +177,20 @@ RULER: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def niah_task(name: str, haystack: Haystack, depths: Sequence[float] | None = None) -> NeedleTask:
-    """The task `name` of the suite niah; `depths`, per cent, replace the grid of a task that has one.
-
-    Raises:
-      ConfigError: there is no such task.
-    """
-    known = name.replace("-", "_")
-    if known not in NIAH:
-        raise ConfigError(f"--suite=niah:{name}: no such task. {did_you_mean(known, list(NIAH))}")
-    options = NIAH[known] | ({"depths": tuple(depths)} if depths and "grid" in NIAH[known] else {})
-    return NeedleTask("niah", known, haystack, colon=True, excerpt=True, **options)
+    """The task `name` of the suite niah; `depths`, per cent, replace the grid of a task that has one."""
+    options = NIAH[name] | ({"depths": tuple(depths)} if depths and "grid" in NIAH[name] else {})
+    return NeedleTask("niah", name, haystack, drope=True, **options)
 
 
 def ruler_needle_task(name: str, essays: Haystack | None = None) -> NeedleTask:
-    """RULER's task `name`; `essays` replaces Paul Graham's.
-
-    Raises:
-      UnsupportedError: the essays are not installed.
-    """
+    """RULER's task `name`; `essays` replaces Paul Graham's. `UnsupportedError` if those are not installed."""
     kind, options = RULER[name]
     haystack = essays if kind == "essays" and essays is not None else open_haystack(kind)
     return NeedleTask("ruler", name, haystack, **({"depths": RULER_DEPTHS} | options))
 
 
 def parse_depths(text: str) -> tuple[float, ...]:
-    """Depths in per cent from `0,25,50`, or from a number of depths spread evenly from 0 to 100.
-
-    Raises:
-      ConfigError: an item is no number, or outside 0 to 100.
-    """
+    """Depths in per cent from `0,25,50`, or from their number, spread evenly from 0 to 100; else `ConfigError`."""
     items = [part.strip().removesuffix("%") for part in text.split(",") if part.strip()]
     try:
         numbers = [float(item) for item in items]
@@ -304,6 +229,7 @@ SUITE = Suite(
         "fraction found, all found": "The share of the asked values that the answer contains, and the share of prompts "
         "whose answer contains every one. They differ only where several are asked for.",
     },
+    tasks=tuple(NIAH),
     samples=dict.fromkeys(NIAH, 500),  # RULER's and DroPE's
     flags={"--depths": {"help": "per cents, or how many of them (niah; default 0,10,...,100)"}},
     open=open_niah,

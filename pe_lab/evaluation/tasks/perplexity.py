@@ -26,21 +26,14 @@ class HeldOut:
 
     Each length splits the same tiles into windows, so that all lengths that divide the longest score the same tokens.
     Tiles do not overlap, so that no token is both fitted on and scored.
-
-    Attributes:
-      source: the source's name.
-      score: [n, W] tiles to score.
-      fit: [m, W] tiles to fit logit scales on; none if there is only one tile.
-      score_index, fit_index: the tiles' numbers among all held-out tiles.
-      segments, eos_id: whether attention stays within documents, and the token that ends one.
     """
 
     source: str
-    score: Int32[np.ndarray, "n W"]
-    fit: Int32[np.ndarray, "m W"]
-    score_index: tuple[int, ...]
+    score: Int32[np.ndarray, "n W"]  # tiles to score
+    fit: Int32[np.ndarray, "m W"]  # tiles to fit logit scales on; none if there is only one tile
+    score_index: tuple[int, ...]  # the tiles' numbers among all held-out tiles
     fit_index: tuple[int, ...]
-    segments: bool = False
+    segments: bool = False  # whether attention stays within documents
     eos_id: int = 0
 
     @property
@@ -163,10 +156,10 @@ class Cropped:
         self._known.update({offset: (losses[i], weights[i]) for i, offset in enumerate(new)})
 
 
-def position_edges(length: int) -> list[int]:
-    """Edges of the bins of positions 0 .. length - 1: four bins an octave from 32 tokens on, wider bins before."""
-    edges = [0, 4, 8, 16]
-    edges += [round(2 ** (i / 4)) for i in range(20, math.ceil(4 * math.log2(max(length, 2))) + 1)]
+def bin_edges(first: list[int], octave: int, length: int) -> list[int]:
+    """Edges of bins from 0 or 1 to `length`: `first`, and from twice its last on `octave` bins an octave."""
+    start, end = octave * math.log2(2 * first[-1]), octave * math.log2(max(length, 2))
+    edges = first + [round(2 ** (i / octave)) for i in range(round(start), math.ceil(end) + 1)]
     return [edge for edge in edges if edge < length] + [length]
 
 
@@ -179,7 +172,7 @@ def summarize(losses: Float[np.ndarray, "n T"], weights: Float[np.ndarray, "n T"
     losses, weights = losses.astype(np.float64), weights.astype(np.float64)
     total = weights.sum()
     mean = float((losses * weights).sum() / total)
-    edges = position_edges(losses.shape[1])
+    edges = bin_edges([0, 4, 8, 16], 4, losses.shape[1])
     by_position = np.add.reduceat((losses * weights).sum(0), edges[:-1])
     counted = np.add.reduceat(weights.sum(0), edges[:-1])
     return {

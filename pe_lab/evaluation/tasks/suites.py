@@ -85,10 +85,19 @@ def parse_suites(text: str) -> dict[str, tuple[str, ...]]:
 def open_tasks(
     chosen: Mapping[str, Sequence[str]], arguments: argparse.Namespace, limits: Sequence[int | None] = (None,)
 ) -> list[Task]:
-    """The tasks of the suites of prompts among `chosen`; see `Suite.open`."""
-    return [
-        task
-        for suite in SUITES.values()
-        if suite.open is not None and suite.name in chosen
-        for task in suite.open(chosen[suite.name], arguments, limits)
-    ]
+    """The tasks of the suites of prompts among `chosen`; see `Suite.open`.
+
+    Raises:
+      ConfigError: a suite has no task of a name, or a flag is missing or wrong.
+      DataError: a file is missing or damaged.
+    """
+    tasks: list[Task] = []
+    for suite in SUITES.values():
+        if suite.open is None or suite.name not in chosen:
+            continue
+        names = [name if name in suite.tasks else name.replace("-", "_") for name in chosen[suite.name]]
+        for name in names:
+            if name not in suite.tasks:
+                raise ConfigError(f"--suite={suite.name}:{name}: no such task. {did_you_mean(name, suite.tasks)}")
+        tasks += suite.open(names, arguments, limits)
+    return tasks

@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,57 +21,37 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite of `python -m pe_lab.evaluate`.
+    """A suite of `python -m pe_lab.evaluate`."""
 
-    Attributes:
-      name: as in `--suite=name`.
-      title: its name in tables and reports.
-      protocol: counted up when its prompts or scores change; what an older protocol measured is measured again.
-      about: a sentence or two for reports.
-      terms: entries of a report's glossary.
-      average_of: how many tasks the mean over tasks is of (0: of any number); None: tasks are not averaged.
-      samples: how many samples a task has by default, by its name; a task without an entry has all of its file.
-      flags: the suite's own flags of the command line, each with its arguments of `add_argument`.
-      open: (names, arguments, limits) -> tasks, for a suite of prompts. The names of tasks are as in
-        `--suite=suite:name`, none meaning the default ones; `limits` are the tokens that prompts of files and their
-        answers may take together (None: no limit). Raises `ConfigError` for an unknown name or a flag that is missing
-        or wrong, `DataError` for files that are missing or damaged.
-    """
-
-    name: str
-    title: str
-    protocol: int = 1
-    about: str = ""
-    terms: Mapping[str, str] = field(default_factory=dict)
-    average_of: int | None = None
+    name: str  # as in `--suite=name`
+    title: str  # in tables and reports
+    protocol: int = 1  # counted up when prompts or scores change; what an older protocol measured is measured again
+    about: str = ""  # a sentence or two for reports
+    terms: Mapping[str, str] = field(default_factory=dict)  # entries of a report's glossary
+    average_of: int | None = None  # how many tasks the mean over tasks is of (0: of any number); None: no mean
+    tasks: Collection[str] = ()  # the names that `--suite=name:...` takes, for a suite of prompts
+    # How many samples a task has by default, by its name; a task without an entry has all of its file.
     samples: Mapping[str, int] = field(default_factory=dict)
+    # The suite's own flags of the command line, each with its arguments of `add_argument`.
     flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # (names, arguments, limits) -> tasks, for a suite of prompts. The names are of `tasks`, none meaning the default
+    # ones; `limits` are the tokens that prompts of files and their answers may take together (None: no limit). Raises
+    # `ConfigError` for a flag that is missing or wrong, `DataError` for files that are missing or damaged.
     open: Callable[[Sequence[str], argparse.Namespace, Sequence[int | None]], list[Any]] | None = None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt and its right answers.
+    """One prompt and its right answers."""
 
-    Attributes:
-      index: its number in its task, at its length.
-      text: the prompt.
-      tokens: [n] the prompt's tokens, as the model reads them.
-      references: the right answers; the task decides whether one or all are needed.
-      max_new_tokens: the most tokens of an answer.
-      stop: strings that end an answer, beside the model's end of text.
-      depth: for each needle that is asked for, how much of the context precedes it, per cent.
-      metadata: JSON, written to the sample's record. `truncated` is counted; samples of equal `cluster`
-        are not independent.
-    """
-
-    index: int
-    text: str
-    tokens: Int32[np.ndarray, " n"]
-    references: tuple[str, ...]
-    max_new_tokens: int
-    stop: tuple[str, ...] = ()
-    depth: tuple[float, ...] = ()
+    index: int  # its number in its task, at its length
+    text: str  # the prompt
+    tokens: Int32[np.ndarray, " n"]  # of the prompt, as the model reads them
+    references: tuple[str, ...]  # the right answers; the task decides whether one or all are needed
+    max_new_tokens: int  # the most tokens of an answer
+    stop: tuple[str, ...] = ()  # strings that end an answer, beside the model's end of text
+    depth: tuple[float, ...] = ()  # for each needle that is asked for, how much of the context precedes it, per cent
+    # JSON, written to the sample's record. `truncated` is counted; samples of equal `cluster` are not independent.
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -83,20 +63,14 @@ class Sample:
 
 @runtime_checkable
 class Task(Protocol):
-    """One task of a suite.
+    """One task of a suite."""
 
-    Attributes:
-      suite, name: as in `--suite=suite:name`.
-      metric: the first key of `score`; summaries are means of it.
-      sized: whether prompts are made to a length. Otherwise they have their own lengths, and `length` is None.
-      settings: JSON; all that samples depend on beside length, index, seed and tokenizer. It is part of a result's
-        identity: results of another haystack are other results.
-    """
-
-    suite: str
+    suite: str  # as in `--suite=suite:name`
     name: str
-    metric: str
-    sized: bool
+    metric: str  # the first key of `score`; summaries are means of it
+    sized: bool  # whether prompts are made to a length; else they have their own lengths, and `length` is None
+    # JSON; all that samples depend on beside length, index, seed and tokenizer. It is part of a result's identity:
+    # results of another haystack are other results.
     settings: Mapping[str, Any]
 
     def samples(self, tokenizer: Tokenizer, length: int | None, count: int, seed: int) -> Sequence[Sample]:
@@ -127,11 +101,8 @@ class Lazy(Sequence[Sample]):
         return self.count
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self.make(i) for i in range(*index.indices(self.count))]
-        if not -self.count <= index < self.count:
-            raise IndexError(index)
-        return self.make(index % self.count)
+        chosen = range(self.count)[index]
+        return [self.make(i) for i in chosen] if isinstance(chosen, range) else self.make(chosen)
 
 
 def random_for(*identity: Any) -> random.Random:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.errors import ConfigError, DataError, did_you_mean
+from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.scoring import metrics
 from pe_lab.evaluation.tasks.longbench.table import GROUPS, RECORD_EDGES, TASKS, bucket_of, record_bucket_of
 from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, Suite, half_pair
@@ -37,15 +37,10 @@ def open_longbench(
       chat: whether prompts are in the tokenizer's chat format where the original's are.
 
     Raises:
-      ConfigError: an unknown name.
       DataError: a file is missing or damaged.
       UnsupportedError: a Chinese task, and jieba is not installed.
     """
     wanted = dict.fromkeys(task for name in names for task in GROUPS.get(name, (name,)))
-    known = [*TASKS, *GROUPS["e"]]
-    for name in wanted:
-        if name not in known:
-            raise ConfigError(f"longbench:{name} is no task. {did_you_mean(name, [*known, *GROUPS])}")
     if not directory.is_dir():
         raise DataError(f"--longbench={directory}: there is no such directory. {ADVICE}")
     files = {name: _find(directory, name) for name in wanted}
@@ -65,7 +60,7 @@ class LongBenchTask:
 
     A prompt beyond the budget loses its middle, as in the original: its first and its last int(budget / 2) tokens,
     special ones included, are decoded without special tokens, joined, and tokenized again. The budget is `max_length`
-    or `length` without the answer's tokens. The original's budget, in config/model2maxlen.json, is one number for a
+    without the answer's tokens. The original's budget, in config/model2maxlen.json, is one number for a
     model and any answer: 3,500 for a context of 4K, 7,500, 15,500 and 31,500 for 8K, 16K and 32K. With max_length =
     3,500 + max_new_tokens the prompts are the original's for 4K.
 
@@ -74,17 +69,11 @@ class LongBenchTask:
     adds it after truncation. One rule is looser: in samsum, whose answers end at a line end, the original does not let
     an answer begin with one.
 
-    Args:
-      name: a task, or `TASK_e` of LongBench-E.
-      path: its file.
-      max_length, chat: see `open_longbench`.
+    `name` is a task, or `TASK_e` of LongBench-E; for the other arguments and the errors see `open_longbench`.
 
     Attributes:
       edges_by_record_length: the lower edges, in words, of the original's buckets of a record's `length`; None for a
         task that is not of LongBench-E.
-
-    Raises:
-      DataError, UnsupportedError: see `open_longbench`.
     """
 
     suite = "longbench"
@@ -98,11 +87,14 @@ class LongBenchTask:
         self.chat = chat and self.rules.chat
         if self.metric in ("qa_f1_zh", "rouge_l_zh"):
             metrics.jieba()  # raises before anything is answered
-        self._starts, fingerprint = self._read()
+        self._places = [place for place, _ in self._records()]
+        if not self._places:
+            raise DataError(f"{path} is empty. {ADVICE}")
+        fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         self.settings: Mapping[str, Any] = {"data": fingerprint, "max_length": max_length, "chat": self.chat}
 
     def samples(self, tokenizer: Tokenizer, length: int | None, count: int, seed: int) -> Sequence[Sample]:
-        """The first `count` records. `length` limits prompts as `max_length` does; `seed` has no effect.
+        """The first `count` records; `length` and `seed` have no effect.
 
         Their metadata: `_id`, `dataset`, `language` and, for classification, `all_classes` of the record;
         `record_length`, its `length` (words; characters in Chinese), and for LongBench-E its `record_bucket`;
@@ -112,12 +104,10 @@ class LongBenchTask:
           ConfigError: the template, two tokens of a record and the answer do not fit.
           DataError: the file has changed.
         """
-        limits = [limit for limit in (length, self.max_length) if limit is not None]
-        budget = min(limits) - self.rules.max_new_tokens if limits else None
-        least = len(self._encode(tokenizer, "")[1]) + 2
-        if budget is not None and budget < least:
-            raise self._too_short(min(limits))
-        return Lazy(lambda index: self._sample(tokenizer, index, budget), min(count, len(self._starts)))
+        budget = None if self.max_length is None else self.max_length - self.rules.max_new_tokens
+        if budget is not None and budget < len(self._encode(tokenizer, "")[1]) + 2:
+            raise self._too_short()
+        return Lazy(lambda index: self._sample(tokenizer, index, budget), min(count, len(self._places)))
 
     def score(self, sample: Sample, output: str) -> Scores:
         """The metric's best over the references; for code also `code_similarity_levenshtein`.
@@ -139,7 +129,10 @@ class LongBenchTask:
         }
 
     def _sample(self, tokenizer: Tokenizer, index: int, budget: int | None) -> Sample:
-        record = self._record(index)
+        found = next(self._records(*self._places[index]), None)
+        if found is None:
+            raise DataError(f"{self.path} has become shorter while it was read. {ADVICE}")
+        _, record = found
         prompt = self.rules.prompt.format(context=record["context"], input=record["input"])
         text, tokens = self._encode(tokenizer, prompt)
         whole = tokenizer.encode_prompt(prompt) if self.chat else tokens
@@ -176,48 +169,32 @@ class LongBenchTask:
             if len(tokens) <= budget:
                 return text, tokens
             half -= (len(tokens) - budget + 1) // 2
-        raise self._too_short(budget + self.rules.max_new_tokens)
+        raise self._too_short()
 
-    def _too_short(self, length: int) -> ConfigError:
+    def _too_short(self) -> ConfigError:
         frame = " in its chat format" if self.chat else ""
         return ConfigError(
-            f"longbench:{self.name}: {length:,} tokens do not hold a prompt{frame} and its answer of "
+            f"longbench:{self.name}: {self.max_length:,} tokens do not hold a prompt{frame} and its answer of "
             f"{self.rules.max_new_tokens}. Allow more, or leave the limit out."
         )
 
-    def _read(self) -> tuple[list[int], str]:
-        """The offset of each record in bytes, and a fingerprint of the file. Checks every record."""
-        starts, at, digest = [], 0, hashlib.sha256()
+    def _records(self, at: int = 0, first: int = 1) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+        """The records from line `first` on, at byte `at`; each with its byte and line, and checked."""
         try:
             with self.path.open("rb") as file:
-                for number, line in enumerate(file, 1):
+                file.seek(at)
+                for number, line in enumerate(file, first):
                     if line.strip():
-                        self._parse(line, f"line {number}")
-                        starts.append(at)
+                        record = json_object(line)
+                        if wrong := "no JSON object" if record is None else self._wrong(record):
+                            raise DataError(
+                                f"{self.path}, line {number}, is no record of LongBench: {wrong}. Unzip its data.zip "
+                                f"again ({URL})."
+                            )
+                        yield (at, number), record
                     at += len(line)
-                    digest.update(line)
         except OSError as error:
             raise DataError(f"{self.path} cannot be read ({error.strerror or error}). {ADVICE}") from error
-        if not starts:
-            raise DataError(f"{self.path} is empty. {ADVICE}")
-        return starts, digest.hexdigest()[:16]
-
-    def _record(self, index: int) -> dict[str, Any]:
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._starts[index])
-                return self._parse(file.readline(), f"record {index + 1}")
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be read ({error.strerror or error}). {ADVICE}") from error
-
-    def _parse(self, line: bytes, where: str) -> dict[str, Any]:
-        record = json_object(line)
-        wrong = "no JSON object" if record is None else self._wrong(record)
-        if record is None or wrong:
-            raise DataError(
-                f"{self.path}, {where}, is no record of LongBench: {wrong}. Unzip its data.zip again ({URL})."
-            )
-        return record
 
     def _wrong(self, record: dict[str, Any]) -> str:
         """Describes a defect of a record; "" if there is none."""
@@ -259,6 +236,7 @@ SUITE = Suite(
         "2023). Each task has its own metric.",
     },
     average_of=len(TASKS),
+    tasks=(*TASKS, *GROUPS["e"], *GROUPS),
     flags={"--longbench": {"metavar": "DIR", "help": "LongBench's files, TASK.jsonl each"}},
     open=_open,
 )

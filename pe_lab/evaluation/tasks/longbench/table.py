@@ -11,23 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rules:
-    """The original's prompt and scoring of a task.
+    """The original's prompt and scoring of a task."""
 
-    Attributes:
-      prompt: with {context}, and {input} if the task has one; letter for letter, slips included ("asconcisely").
-      max_new_tokens: the most tokens of an answer.
-      metric: a name in `scoring.metrics`; the best of a record's answers counts.
-      first_line: whether only the first line of an answer is scored.
-      stop: strings that end an answer.
-      chat: whether a chat model reads the prompt in its chat format; not where it continues examples or code.
-    """
-
-    prompt: str
+    prompt: str  # with {context}, and {input} if the task has one; letter for letter, slips included ("asconcisely")
     max_new_tokens: int
-    metric: str
-    first_line: bool = False
+    metric: str  # a name in `scoring.metrics`; the best of a record's answers counts
+    first_line: bool = False  # whether only the first line of an answer is scored
     stop: tuple[str, ...] = ()
-    chat: bool = True
+    chat: bool = (
+        True  # whether a chat model reads the prompt in its chat format; not where it continues examples or code
+    )
 
 
 _BRIEFLY = "asconcisely as you can, using a single phrase if possible. Do not provide any explanation."

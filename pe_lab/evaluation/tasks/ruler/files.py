@@ -137,12 +137,7 @@ def write_answers(
 
 
 def write_predictions(path: Path, task: str, records: Iterable[Mapping[str, Any]]) -> None:
-    """Writes answers as a prediction file, for RULER's evaluate.py.
-
-    Args:
-      path: `<task>.jsonl`, in a directory of one length.
-      task: of TASKS.
-      records: sample records with `index`, `references`, `output`, `tokens` of the prompt, and perhaps its `input`.
+    """Writes sample records as a prediction file for RULER's evaluate.py: `<task>.jsonl` in a directory of one length.
 
     Raises:
       DataError: the file cannot be written.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ from typing import Any, ClassVar
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.scoring.metrics import string_match_part
-from pe_lab.evaluation.tasks.fitting import Draft, first_fitting
+from pe_lab.evaluation.tasks.fitting import Draft
 from pe_lab.evaluation.tasks.ruler.synthetic import RulerTask
-from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, half_pair
+from pe_lab.evaluation.tasks.task import Sample, Scores, half_pair, random_for
+from pe_lab.storage import read_json
 
 PROMPT = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
@@ -77,21 +77,17 @@ class QuestionAnswering(RulerTask):
         """1 if the answer contains any of the references, else 0."""
         return {self.metric: string_match_part(output, sample.references)}
 
-    def samples(self, tokenizer: Tokenizer, length: int | None, count: int, seed: int) -> Sequence[Any]:
-        """See `Task`. A prompt with one more document would not fit."""
-        if length is None:
-            raise ValueError(f"{self.name} needs a length")
-
+    def choose(self, tokenizer: Tokenizer, length: int, count: int, seed: int) -> Sequence[int]:
         def least(index: int) -> int:
             """Tokens with the question's own documents alone."""
             question = self.data.questions[index]
             own = question_prompt([self.data.documents[i] for i in question.documents], question.text)
             return len(tokenizer.encode_prompt(own)) + self.max_new_tokens
 
-        chosen = first_fitting(self, length, count, range(len(self.data.questions)), least)
-        return Lazy(lambda index: self._sample(tokenizer, length, index, seed, chosen[index]), len(chosen))
+        return self.first_fitting(length, count, range(len(self.data.questions)), least)
 
-    def draft(self, tokenizer: Tokenizer, length: int, index: int, rng: random.Random) -> Draft:
+    def draft(self, tokenizer: Tokenizer, length: int, index: int, seed: int) -> Draft:
+        rng = random_for(self.suite, self.name, seed, index)
         question, documents = self.data.questions[index], self.data.documents
         own = {*question.documents, *question.beside}
         others = [i for i in range(len(documents)) if i not in own]
@@ -147,6 +143,7 @@ class _Source:
     dataset: str
     files: tuple[str, ...]  # the original's name, and RULER's
     address: str  # RULER's, in download_qa_dataset.sh
+    kind: type  # of the JSON in the file
     read: Callable[[Any], tuple[list[Question], list[str]]]
 
     @property
@@ -159,6 +156,7 @@ SOURCES = {
         "SQuAD 2.0",
         ("dev-v2.0.json", "squad.json"),
         "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json",
+        dict,
         _squad,
     ),
     "qa_2": _Source(
@@ -166,6 +164,7 @@ SOURCES = {
         ("hotpot_dev_distractor_v1.json", "hotpotqa.json"),
         "http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json (or, when that host is gone, from the "
         "hub's dataset namlh2004/hotpotqa, which lm-evaluation-harness uses)",
+        list,
         _hotpot,
     ),
 }
@@ -192,19 +191,17 @@ def qa_task(name: str, directory: Path | None) -> QuestionAnswering:
 @functools.cache
 def _load(name: str, path: Path) -> Questions:
     source = SOURCES[name]
+    data = read_json(path, f"{source.advice}.", kind=source.kind)
     try:
-        content = path.read_bytes()
-        questions, documents = source.read(json.loads(content))
+        questions, documents = source.read(data)
         asked = [text for question in questions for text in (question.text, *question.answers)]
         if not questions or not all(question.answers and question.documents for question in questions):
             raise ValueError("no questions, or one without answers or documents")
         if not all(isinstance(text, str) for text in (*asked, *documents)):
             raise ValueError("a question, an answer or a document is no text")
-    except OSError as error:
-        raise DataError(f"--qa: {path} cannot be read ({error.strerror}).") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise DataError(f"--qa: {path} is not in the schema of {source.dataset} ({what}). {source.advice}.") from None
     if wrong := half_pair((*asked, *documents)):
         raise DataError(f"--qa: {path} has {wrong}. {source.advice}.")
-    return Questions(tuple(questions), tuple(documents), hashlib.sha256(content).hexdigest()[:16])
+    return Questions(tuple(questions), tuple(documents), hashlib.sha256(path.read_bytes()).hexdigest()[:16])

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from pe_lab.errors import ConfigError, DataError, did_you_mean
+from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.tasks import niah
 from pe_lab.evaluation.tasks.haystacks import Haystack, open_haystack
 from pe_lab.evaluation.tasks.ruler.questions import qa_task
@@ -31,19 +31,16 @@ def ruler_tasks(
     """The tasks `names`, or all thirteen.
 
     Args:
-      names: of TASKS.
       essays: replaces Paul Graham's essays in the needle tasks.
       qa: the directory with the files of SQuAD and HotpotQA, for qa_1 and qa_2.
       words: RULER's english_words.json, for `cwe` at lengths beyond the words of wonderwords.
 
     Raises:
-      ConfigError: a name is unknown, or `qa` is needed.
+      ConfigError: `qa` is needed.
       DataError: a file is missing or damaged.
     """
     made: list[Task] = []
     for name in names or TASKS:
-        if name not in TASKS:
-            raise ConfigError(f"--suite=ruler:{name}: no such task. {did_you_mean(name, TASKS)}")
         if name in NEEDLES:
             made.append(niah.ruler_needle_task(name, essays))
         elif name == "vt":
@@ -69,16 +66,13 @@ def _words(path: Path) -> tuple[str, ...]:
 
 def open_ruler(names: Sequence[str], arguments: argparse.Namespace, limits: Sequence[int | None]) -> list[Task]:
     """The tasks `names`, or all; see `Suite.open`."""
-    essays: Haystack | None = None
     if arguments.haystack in ("noise", "needles"):
         raise ConfigError(
             f"--haystack={arguments.haystack}: each of RULER's tasks has its own haystack. Give text files, which "
             "replace the essays, or leave --haystack out."
         )
-    if arguments.haystack != "essays":
-        essays = open_haystack(arguments.haystack)
-    qa, words = (Path(given) if given else None for given in (arguments.qa, arguments.words))
-    return ruler_tasks(names, essays, qa, words)
+    essays = None if arguments.haystack == "essays" else open_haystack(arguments.haystack)
+    return ruler_tasks(names, essays, arguments.qa, arguments.words)
 
 
 SUITE = Suite(
@@ -93,10 +87,15 @@ SUITE = Suite(
         "needles, variable tracing, two of word counts, two of questions about documents.",
     },
     average_of=len(TASKS),
+    tasks=TASKS,
     samples=dict.fromkeys(TASKS, 500),  # RULER's
     flags={
-        "--qa": {"metavar": "DIR", "help": "SQuAD's and HotpotQA's files, for ruler's qa tasks"},
-        "--words": {"metavar": "FILE", "help": "RULER's english_words.json, for cwe at very long lengths"},
+        "--qa": {"type": Path, "metavar": "DIR", "help": "SQuAD's and HotpotQA's files, for ruler's qa tasks"},
+        "--words": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "RULER's english_words.json, for cwe at very long lengths",
+        },
         "--predictions": {"metavar": "DIR", "help": "score RULER's prediction files instead of a model"},
         "--ruler-files": {
             "metavar": "DIR",

@@ -15,70 +15,30 @@ import functools
 import hashlib
 import random
 import string
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.errors import ConfigError
 from pe_lab.evaluation.scoring.metrics import string_match_all
-from pe_lab.evaluation.tasks.fitting import Draft, check_length
-from pe_lab.evaluation.tasks.haystacks import NOISE, word_list
-from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, random_for
+from pe_lab.evaluation.tasks.fitting import Draft, SizedTask
+from pe_lab.evaluation.tasks.haystacks import NOISE, distinct, word_list
+from pe_lab.evaluation.tasks.task import Sample, Scores, random_for
 
 FULL_LENGTH = 4096  # below it, RULER repeats common words less often
 
 
-class RulerTask(ABC):
-    """A task of RULER: a draft for each index, as large as the length allows."""
+class RulerTask(SizedTask):
+    """A task of RULER whose answers contain words of the prompt."""
 
-    suite: ClassVar[str] = "ruler"
-    metric: ClassVar[str] = "string_match_all"
-    sized: ClassVar[bool] = True
-    name: str
-    max_new_tokens: int
-
-    @property
-    @abstractmethod
-    def settings(self) -> Mapping[str, Any]:
-        """See `Task`."""
-
-    @abstractmethod
-    def draft(self, tokenizer: Tokenizer, length: int, index: int, rng: random.Random) -> Draft:
-        """Sample `index` without its size. All randomness comes from `rng`, which is equal at all lengths."""
+    suite = "ruler"
+    metric = "string_match_all"
 
     def score(self, sample: Sample, output: str) -> Scores:
         """The share of the references that the answer contains."""
         return {self.metric: string_match_all(output, sample.references)}
-
-    def samples(self, tokenizer: Tokenizer, length: int | None, count: int, seed: int) -> Sequence[Any]:
-        """See `Task`. A prompt of the next larger size would not fit."""
-        if length is None:
-            raise ValueError(f"{self.name} needs a length")
-        first, enough = self._draft(tokenizer, length, 0, seed), 0.9 * (length - self.max_new_tokens)
-
-        def least(index: int) -> int:
-            draft = self._draft(tokenizer, length, index, seed) if index else first
-            return draft.tokens(tokenizer, draft.smallest) + self.max_new_tokens
-
-        check_length(self, length, count, least)
-        if first.largest is not None and (most := first.most_tokens(tokenizer, enough)) < enough:
-            raise ConfigError(
-                f"--lengths: prompts of {self.suite}:{self.name} have at most {most:,} tokens; {length:,} are asked "
-                f"for. {first.exhausted}"
-            )
-        return Lazy(lambda index: self._sample(tokenizer, length, index, seed, index), count)
-
-    def _sample(self, tokenizer: Tokenizer, length: int, index: int, seed: int, drafted: int) -> Sample:
-        """Sample `index`, made of the draft `drafted`."""
-        draft = self._draft(tokenizer, length, drafted, seed)
-        return draft.sample(self, tokenizer, length - self.max_new_tokens, index)
-
-    def _draft(self, tokenizer: Tokenizer, length: int, index: int, seed: int) -> Draft:
-        return self.draft(tokenizer, length, index, random_for(self.suite, self.name, seed, index))
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -102,22 +62,12 @@ def tracking_prompt(lines: Sequence[str], value: int, count: int) -> str:
     return TRACKING.format(context="\n".join(lines), value=value, count=count)
 
 
-def with_tracking_example(example: str, names: Sequence[str], prompt: str) -> str:
-    """A prompt after a solved one with the answer `names`; as in RULER, two spaces precede the answer."""
-    return f"{example} {' '.join(names)}\n\n{prompt}"
-
-
 @dataclass(frozen=True)
 class VariableTracking(RulerTask):
-    """`vt`: chains X1 = number, X2 = X1, ... in noise; the variables of the first chain are asked for.
-
-    Attributes:
-      chains: the number of chains.
-      hops: the number of assignments of a variable to a variable in each.
-    """
+    """`vt`: chains X1 = number, X2 = X1, ... in noise; the variables of the first chain are asked for."""
 
     chains: int = 1
-    hops: int = 4
+    hops: int = 4  # assignments of a variable to a variable in each chain
     name: str = "vt"
     max_new_tokens: int = 30
 
@@ -125,24 +75,20 @@ class VariableTracking(RulerTask):
     def settings(self) -> Mapping[str, Any]:
         return {"chains": self.chains, "hops": self.hops}
 
-    def draft(self, tokenizer: Tokenizer, length: int, index: int, rng: random.Random) -> Draft:
-        solved = self._text(3, rng)
-        size, _ = solved.size_within(tokenizer, EXAMPLE_TOKENS)
-        example = solved.render(solved.smallest if size is None else size)
-        asked = self._text(5, rng)
-
-        def render(size: int) -> str:
-            return with_tracking_example(example, solved.references, asked.render(size))
-
-        return Draft(render, asked.references, "noises", asked.smallest)
+    def draft(self, tokenizer: Tokenizer, length: int, index: int, seed: int) -> Draft:
+        rng = random_for(self.suite, self.name, seed, index)
+        solved, asked = self._text(3, rng), self._text(5, rng)
+        size = solved.size_within(EXAMPLE_TOKENS, lambda text: len(tokenizer.encode_prompt(text)))
+        # As in RULER, two spaces precede the answer.
+        example = f"{solved.render(size or solved.smallest)} {' '.join(solved.references)}\n\n"
+        return replace(asked, render=lambda size: example + asked.render(size))
 
     def _text(self, letters: int, rng: random.Random) -> Draft:
         """One question. Its size is the number of sentences of noise, at least the number of links of a chain."""
         links = self.hops + 1
-        names: dict[str, None] = {}  # all different; in RULER a repeated name breaks a chain
-        while len(names) < self.chains * links:
-            names["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
-        chains = [list(names)[start : start + links] for start in range(0, len(names), links)]
+        # All are different; in RULER a repeated name breaks a chain.
+        names = distinct(lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)), self.chains * links)
+        chains = [names[start : start + links] for start in range(0, len(names), links)]
         values = rng.sample(range(10000, 99999), self.chains)
         state = rng.getrandbits(64)
 
@@ -189,12 +135,9 @@ class CommonWords(RulerTask):
     """`cwe`: a shuffled list in which ten words are more frequent than the others.
 
     Below 4,096 tokens the common words occur 6 times and the others once, else 30 and 3 times.
-
-    Attributes:
-      more_words: replaces wonderwords' words at lengths that need more of them (RULER: english_words.json).
     """
 
-    more_words: tuple[str, ...] = ()
+    more_words: tuple[str, ...] = ()  # replace wonderwords' at lengths that need more (RULER: english_words.json)
     name: str = "cwe"
     max_new_tokens: int = 120
 
@@ -202,11 +145,13 @@ class CommonWords(RulerTask):
     def settings(self) -> Mapping[str, Any]:
         return {"words": _fingerprint(all_words()), "more_words": _fingerprint(self.more_words)}
 
-    def draft(self, tokenizer: Tokenizer, length: int, index: int, rng: random.Random) -> Draft:
-        state, budget = rng.getrandbits(64), length - self.max_new_tokens
+    def draft(self, tokenizer: Tokenizer, length: int, index: int, seed: int) -> Draft:
+        state = random_for(self.suite, self.name, seed, index).getrandbits(64)
         draft = self._over(all_words(), length, random.Random(state))
-        if self.more_words and draft.most_tokens(tokenizer, budget) < budget:
-            draft = self._over(self.more_words, length, random.Random(state))
+        if self.more_words:
+            most = len(tokenizer.encode_prompt(draft.render(len(all_words()))))
+            if most < length - self.max_new_tokens:
+                return self._over(self.more_words, length, random.Random(state))
         return draft
 
     def _over(self, pool: Sequence[str], length: int, rng: random.Random) -> Draft:
@@ -253,11 +198,6 @@ FREQUENT = (
 )
 
 
-def frequent_words_prompt(words: Sequence[str]) -> str:
-    """The prompt: coded words, and the question."""
-    return FREQUENT.format(context=" ".join(words))
-
-
 def frequencies(size: int, vocabulary: int, alpha: float) -> list[int]:
     """The count of each rank's word among about `size` words: size * rank^-alpha / zeta(alpha), rounded down.
 
@@ -271,15 +211,10 @@ def frequencies(size: int, vocabulary: int, alpha: float) -> list[int]:
 
 @dataclass(frozen=True)
 class FrequentWords(RulerTask):
-    """`fwe`: shuffled coded words with zeta-distributed frequencies; the most frequent, `...`, is noise.
+    """`fwe`: shuffled coded words with zeta-distributed frequencies; the most frequent, `...`, is noise."""
 
-    Attributes:
-      alpha: the exponent of the zeta distribution.
-      letters: the length of a coded word.
-    """
-
-    alpha: float = 2.0
-    letters: int = 6
+    alpha: float = 2.0  # the exponent of the zeta distribution
+    letters: int = 6  # of a coded word
     name: str = "fwe"
     max_new_tokens: int = 50
 
@@ -287,19 +222,18 @@ class FrequentWords(RulerTask):
     def settings(self) -> Mapping[str, Any]:
         return {"alpha": self.alpha, "letters": self.letters}
 
-    def draft(self, tokenizer: Tokenizer, length: int, index: int, rng: random.Random) -> Draft:
+    def draft(self, tokenizer: Tokenizer, length: int, index: int, seed: int) -> Draft:
+        rng = random_for(self.suite, self.name, seed, index)
         count = max((length - self.max_new_tokens) // 50, 10)  # RULER's shortest have 500 tokens
         state = rng.getrandbits(64)  # before the words, whose number depends on the length
-        words: dict[str, None] = {}
-        while len(words) < count:
-            words["".join(rng.choices(string.ascii_lowercase, k=self.letters))] = None
-        vocabulary = ["...", *list(words)[1:]]
+        words = distinct(lambda: "".join(rng.choices(string.ascii_lowercase, k=self.letters)), count)
+        vocabulary = ["...", *words[1:]]
 
         def render(size: int) -> str:
             times = frequencies(size, count, self.alpha)
             text = [word for word, n in zip(vocabulary, times, strict=True) for _ in range(n)]
             random.Random(state).shuffle(text)
-            return frequent_words_prompt(text)
+            return FREQUENT.format(context=" ".join(text))
 
         return Draft(render, tuple(vocabulary[1:4]), "words", _without_ties(self.alpha))
 
