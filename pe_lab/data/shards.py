@@ -196,18 +196,22 @@ class TokenStream:
         """Some records of a shard file, or (None) all."""
         path = self._directory / self._shards[shard].file
         try:
-            reader = self._reader(path)
-            return reader.read_all() if records is None else reader.read(records)
+            if records is not None:
+                return self._reader(path).read(records)
+            reader = self._open_shard(path, readahead=2**24)
+            whole = reader.read_all()
+            reader.close()
+            return whole
         except (RuntimeError, OSError, IndexError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(
                 f"{path} is damaged: {reason}. Delete {self._directory} and prepare the data again."
             ) from error
 
-    def _open_shard(self, path: Path) -> Any:
+    def _open_shard(self, path: Path, readahead: int = 0) -> Any:
         from array_record.python import array_record_module
 
-        return array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0")
+        return array_record_module.ArrayRecordReader(str(path), f"readahead_buffer_size:{readahead}")
 
 
 @dataclass(frozen=True)
