@@ -124,7 +124,7 @@ def _schedule(args: argparse.Namespace, formats: Sequence[str]) -> Findings:
         shown = [(f"{p.name}, QK-norm {p.qk_norm}", p.layers, length or phase.sequence_length) for p, phase in phases]
     else:
         shape = complete(from_dict(ModelConfig, preset(args.model), "--model"))
-        shown = [(args.model, layers(args.positional.split("+"), shape.layers), length)]
+        shown = [(args.model, layers(args.positional, shape.layers), length)]
     heads = f"{shape.heads} query heads on {shape.kv_heads} key heads of {shape.head_dim} channels"
     parts = []
     for name, described, at in shown:
@@ -181,8 +181,8 @@ def chosen_study(argv: Sequence[str]) -> str | None:
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> int:
-    argv, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str]) -> int:
+    argv, overrides = split_overrides(argv)
     study = chosen_study(argv)
     args = parser(study).parse_args(argv)
     if overrides and not getattr(args, "config", None):

@@ -24,7 +24,7 @@ from pe_lab.model import Model
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import build_schedule, describe
 from pe_lab.storage import local_path, new_directory
-from pe_lab.terminal import Progress, command, console
+from pe_lab.terminal import Progress, argument_parser, command, console
 
 EXAMPLES = """\
 import:
@@ -42,12 +42,8 @@ that differs is removed. docs/checkpoints.md lists the families, and the edits t
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m pe_lab.convert",
-        description="Imports a checkpoint from Hugging Face or GGUF, or exports one to Hugging Face.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Imports a checkpoint from Hugging Face or GGUF, or exports one to Hugging Face."
+    p = argument_parser("convert", description, EXAMPLES)
     p.add_argument(
         "--from", dest="source", required=True, help="hf:DIR, hf:ORG/NAME, gguf:FILE, or a checkpoint of pe_lab"
     )
@@ -77,8 +73,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
     if args.length is not None and args.length < 1:
         raise ConfigError(f"--length is {args.length}; give a positive number of tokens.")
     hide_absent_tpu()

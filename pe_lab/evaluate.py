@@ -10,12 +10,12 @@ from pathlib import Path
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.tasks.suites import add_arguments, parse_suites
 from pe_lab.results.records import Record
-from pe_lab.terminal import command, console
+from pe_lab.terminal import argument_parser, command, console
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m pe_lab.evaluate", description=__doc__)
+    made = argument_parser("evaluate", __doc__)
     add = made.add_argument
     add("--from", dest="source", metavar="RUN[,RUN...]", help="runs, phases, checkpoints, hf:DIR, gguf:FILE")
     add(
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser().parse_args(argv)
     for name in ("tokens", "fit_tokens", "windows", "samples", "stride", "max_new_tokens"):
         value = getattr(arguments, name)
@@ -62,8 +62,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command."""
+def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv)
     from pe_lab.evaluation import tables
     from pe_lab.evaluation.session import Session

@@ -25,7 +25,7 @@ from pe_lab.planning.tables import compiled_text, evaluation_text, size, step_ad
 from pe_lab.positional import build_schedule
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import write_json
-from pe_lab.terminal import command, console, waiting
+from pe_lab.terminal import argument_parser, command, console, waiting
 
 DESCRIPTION = """\
 Prints the parameters, tokens, FLOPs and hours of a recipe and the memory of one chip, without running it. Memory is
@@ -45,12 +45,7 @@ NOT_COMPILED = "not compiled: {}. The memory above is an estimate."
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
-        prog="python -m pe_lab.plan",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = argument_parser("plan", DESCRIPTION, EPILOG)
     p.add_argument("--config", required=True, help="recipe, argument after a colon: configs/x.py:quick")
     p.add_argument("--topology", default="local", help="chips to plan for; local by default")
     p.add_argument("--phase", metavar="NAME", help="phase to compile, or all; the largest by default")
@@ -67,8 +62,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> int:
-    rest, overrides = split_overrides(sys.argv[1:] if argv is None else list(argv))
+def main(argv: Sequence[str]) -> int:
+    rest, overrides = split_overrides(argv)
     args = parser().parse_args(rest)
     if not 0 < args.mfu <= 1:
         raise ConfigError(f"--mfu={args.mfu}: a share of the peak lies above 0 and is at most 1.")

@@ -5,7 +5,6 @@ With --heat-map=FILE.png, a picture of needles by depth and length instead of th
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.page.document import build_page, headline
 from pe_lab.page.heat_picture import KINDS, draw_heat_maps, needle_table
 from pe_lab.storage import write_file
-from pe_lab.terminal import command
+from pe_lab.terminal import argument_parser, command
 
 
 def output_path(directories: Sequence[Path], out: str | None) -> Path:
@@ -41,8 +40,8 @@ def write_heat_maps(runs: Sequence[Run], path: Path, suite: str | None, task: st
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pe_lab.report", description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> int:
+    parser = argument_parser("report", __doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run directories, such as runs/*")
     parser.add_argument("--out", help="the file to write (default: RUN/report.html; report.html beside several runs)")
     parser.add_argument("--heat-map", type=Path, metavar="FILE", help="draw needles by depth and length instead (.png)")

@@ -24,7 +24,7 @@ from pe_lab.parallel import start_processes
 from pe_lab.positional import Beta, Layer, build_schedule, denoise, describe, drop, read_scores, read_with
 from pe_lab.positional.codec import numbers_and_ranges
 from pe_lab.storage import local_path
-from pe_lab.terminal import command
+from pe_lab.terminal import argument_parser, command
 
 # --dope: how chosen heads are denoised, with each variant of the paper where its parts contradict each other.
 DOPE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,9 +39,9 @@ FIT_WINDOWS, FIT_LENGTH = 8, 1024  # windows to fit a QK-norm's constants on, an
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m pe_lab.surgery",
-        description="Writes a child of a checkpoint with another positional encoding, another QK-norm, or both. "
+    parser = argument_parser(
+        "surgery",
+        "Writes a child of a checkpoint with another positional encoding, another QK-norm, or both. "
         "The source is not changed; a phase can start from the child by init_from.",
     )
     parser.add_argument(
@@ -102,8 +102,7 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
     if args.drop:
         return drop(numbers_and_ranges(args.layers, "--layers") if args.layers else None).apply(parent.layers)
     if args.positional:
-        items = args.positional.split("+")
-        return read_with(items if len(items) > 1 else items[0], parent.layers, length)
+        return read_with(args.positional, parent.layers, length)
     if args.mask_heads:
         scores = read_scores(args.mask_heads, len(parent.layers), parent.model.heads)
         method, options = DOPE[args.dope]
@@ -158,8 +157,8 @@ def fitting_batch(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarr
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
     kind = "none" if args.remove_qk_norm else args.add_qk_norm
     if not (args.drop or args.positional or args.mask_heads or args.logit_scale or kind):
         raise ConfigError(

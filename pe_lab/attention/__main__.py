@@ -67,7 +67,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m pe_lab.attention", description=__doc__)
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="other than this machine's")
     parser.add_argument("--head-dim", type=int, default=64, help="channels of a head (default: %(default)s)")

@@ -258,9 +258,7 @@ def parse_description(subject: Subject, text: str) -> Variant:
     kinds = {*ENCODINGS, *SCALINGS}
     if name in kinds or not re.fullmatch(r"[\w .-]+", name) or re.split("[:+/]", rest)[0] not in kinds:
         name, rest = "", text
-    items = rest.split("+")
-    before = subject.checkpoint.layers
-    layers = tuple(parse_layers(items if len(items) > 1 else rest, before, subject.training_length))
+    layers = parse_layers(rest, subject.checkpoint.layers, subject.training_length)
     return Variant(subject, rest, f"{subject.model} with {name or short_description(rest, layers)}", layers)
 
 

@@ -28,15 +28,14 @@ def __getattr__(name: str) -> Any:
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """The harness's own command line, with `--model pe_lab --batch_size auto` by default."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
     adapter()
     from lm_eval.__main__ import cli_evaluate
 
     # Its bootstraps fork otherwise; see records.measure.
     multiprocessing.set_start_method("spawn", force=True)
-    before, sys.argv = sys.argv, ["lm-eval", *with_defaults(arguments)]
+    before, sys.argv = sys.argv, ["lm-eval", *with_defaults(argv)]
     try:
         cli_evaluate()
     except ConnectionError as error:

@@ -68,8 +68,6 @@ def with_encoding(
     """The model under another encoding, or with another implementation of attention."""
     if yes_or_no("drop", drop):
         lm = lm.drop_positional()
-    if isinstance(positional, str) and "+" in positional:
-        positional = positional.split("+")
     if positional is not None or logit_scale is not None:
         scale = None if logit_scale is None else positive("logit_scale", logit_scale)
         lm = lm.with_positional(lm.layers if positional is None else positional, scale)
