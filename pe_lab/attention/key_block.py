@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pe_lab.positional import angles
+
+Queries = Float[Array, "B T H K"]  # of whole sequences
+Keys = Float[Array, "B T G K"]  # and values
 
 MASKED = -1e30  # the logit of an invisible key: finite, so that a block without any visible key has no NaN
 FLOOR = -5e29  # the first value of running maxima: above MASKED, so that an invisible key has weight exactly 0
@@ -37,8 +41,12 @@ class Noise(NamedTuple):
     size: Float[Array, "B S"]
 
 
-class AttentionInputs(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionInputs:
     """Everything that attention takes beside queries, keys and values. None = absent from the compiled program.
+
+    A pytree: `window` and `chunk` are static, the rest is data.
 
     Attributes:
       start: [B or 1] the index of the first query, counted from key 0; negative if its keys are later. None: 0.
@@ -49,6 +57,8 @@ class AttentionInputs(NamedTuple):
       diagonal_bias: added to the logit of a token with itself; only for a whole sequence.
       rotation: keys are not rotated yet, and the kernel rotates them by their index; queries are rotated already.
       noise: keys to replace by noise, a function of their index; requires a rotation of H rows.
+      window: a query sees the last `window` tokens, itself included; None sees all.
+      chunk: queries and keys per block of chunked attention; other implementations do not read it.
     """
 
     start: Int[Array, "#B"] | None = None
@@ -61,6 +71,15 @@ class AttentionInputs(NamedTuple):
     diagonal_bias: Float[Array, "#B T"] | None = None
     rotation: Rotation | None = None
     noise: Noise | None = None
+    window: int | None = field(default=None, metadata={"static": True})
+    chunk: int = field(default=512, metadata={"static": True})
+
+    def for_every_row(self, rows: int) -> AttentionInputs:
+        """The inputs of a whole sequence with the same positions for queries and keys, [B, T], as kernels take them."""
+        if self.query_positions is None:
+            return self
+        positions = jnp.broadcast_to(self.query_positions, (rows, self.query_positions.shape[1]))
+        return replace(self, query_positions=positions, key_positions=positions)
 
 
 class PartialAttention(NamedTuple):
@@ -117,7 +136,6 @@ def masked_logits(
     key: Float[Array, "B G S K"],
     distance: Int[Array, "T S"],
     inputs: AttentionInputs,
-    window: int | None,
     used: Bool[Array, " S"] | None = None,
 ) -> Float[Array, "B G M T S"]:
     """Float32 logits of a block of queries against a block of keys; MASKED where a key is not visible.
@@ -125,8 +143,7 @@ def masked_logits(
     Args:
       query, key: rotated; queries scaled.
       distance: index of each query minus index of each key.
-      inputs: slope, positions, segments and diagonal bias of these tokens; other fields are not read.
-      window: as in `attention`.
+      inputs: slope, positions, segments, diagonal bias and window of these tokens; other fields are not read.
       used: which keys are real; None: all.
     """
     logits = jnp.einsum("bgmtk,bgsk->bgmts", query, key, preferred_element_type=jnp.float32)
@@ -137,6 +154,7 @@ def masked_logits(
         logits -= inputs.slope.reshape(*logits.shape[1:3], 1, 1) * far[:, None, None].astype(jnp.float32)
     if inputs.diagonal_bias is not None:
         logits += jnp.where(distance == 0, inputs.diagonal_bias[:, :, None], 0)[:, None, None]
+    window = inputs.window
     mask = (distance >= 0)[None] if window is None else ((distance >= 0) & (distance < window))[None]
     if used is not None:
         mask = mask & used

@@ -63,8 +63,8 @@ def attend_to_cache(
     def part(
         q: jax.Array, cache: KVCache, slope: jax.Array | None, start: jax.Array, used: jax.Array
     ) -> Float[Array, "B H C K"]:
-        inputs = AttentionInputs(start=start, used=used, slope=slope, rotation=cache.rotation)
-        return kernel(q, cache.key, cache.value, inputs, layer=cache.layer, window=window).out
+        inputs = AttentionInputs(start=start, used=used, slope=slope, rotation=cache.rotation, window=window)
+        return kernel(q, cache.key, cache.value, inputs, layer=cache.layer).out
 
     if current is None or current[0].size == 1:
         return part(q, cache, slope, start, used).swapaxes(1, 2)
@@ -128,8 +128,10 @@ def write_and_attend(
             repeats = q.shape[2] // cos.shape[2] if cos.shape[2] > 1 else 1
             q = rotate(q, *(jnp.repeat(x, repeats, axis=2) for x in (cos, sin)))
         q = scaled(q, scale).swapaxes(1, 2)
-        inputs = AttentionInputs(start=start, used=jnp.maximum(start + C, 0), slope=slope, rotation=cache.rotation)
-        found = kernel(q, cache.key, cache.value, inputs, layer=cache.layer, window=window, wide=True)
+        inputs = AttentionInputs(
+            start=start, used=jnp.maximum(start + C, 0), slope=slope, rotation=cache.rotation, window=window
+        )
+        found = kernel(q, cache.key, cache.value, inputs, layer=cache.layer, wide=True)
         highest = jax.lax.pmax(found.logsumexp, axis)
         weight = jnp.exp(found.logsumexp - highest)[..., None]
         total = jax.lax.psum(weight, axis)

@@ -10,6 +10,7 @@ attend to the present ones.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +25,6 @@ class _Static(NamedTuple):
     axis: str
     size: int
     partial: KeyBlockKernel
-    window: int | None
-    chunk: int
 
 
 class _Visitor(NamedTuple):
@@ -46,20 +45,16 @@ def ring_attention(
     axis: str,
     size: int,
     partial: KeyBlockKernel,
-    window: int | None = None,
-    chunk: int = 512,
 ) -> Float[Array, "B H T K"]:
     """This device's part of causal attention, inside a `shard_map` over mesh axis `axis` of `size` devices.
 
     Args:
       query, key, value: this device's tokens, in `parallel.balanced_order`; queries and keys rotated, queries scaled.
-      inputs: slope, positions and segments of these tokens.
+      inputs: of these tokens: slope, positions, segments, window, and the chunk of the gradient (`chunked_gradient`).
       axis, size: of the mesh.
       partial: computes attention to a block of keys.
-      window: as in `attention`.
-      chunk: block of the gradient, which `chunked_gradient` computes.
     """
-    return _ring(query, key, value, inputs, _Static(axis, size, partial, window, chunk))
+    return _ring(query, key, value, inputs, _Static(axis, size, partial))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -88,9 +83,9 @@ def _visible_pairs(
         (
             i,
             j,
-            AttentionInputs(
+            replace(
+                inputs,
                 start=jnp.broadcast_to(start.astype(jnp.int32), shape[:1]),
-                slope=inputs.slope,
                 query_positions=query_positions[i],
                 key_positions=key_positions[j],
                 query_segments=query_segments[i],
@@ -115,7 +110,7 @@ def _forward(
         partials = list(partials)
         keys, values = _halves(visitor.key, 2), _halves(visitor.value, 2)
         for i, j, pair in _visible_pairs(inputs, visitor, static, step, query.shape):
-            found = static.partial(queries[i], keys[j], values[j], pair, window=static.window, wide=True)
+            found = static.partial(queries[i], keys[j], values[j], pair, wide=True)
             partials[i] = merge([partials[i], found])
         return partials
 
@@ -153,9 +148,7 @@ def _backward_rule(static, saved, d_out):  # noqa: ANN001, ANN202
         keys, values = _halves(visitor.key, 2), _halves(visitor.value, 2)
         for i, j, pair in _visible_pairs(inputs, visitor, static, s, query.shape):
             saved = logsumexps[i], inners[i], d_outs[i]
-            more = chunked_gradient(
-                queries[i], keys[j], values[j], pair, *saved, window=static.window, chunk=static.chunk
-            )
+            more = chunked_gradient(queries[i], keys[j], values[j], pair, *saved)
             d_q[i], d_k[j], d_v[j] = d_q[i] + more[0], d_k[j] + more[1], d_v[j] + more[2]
         # Gradients of keys and values travel with them, and are back on their own device after a whole round.
         d_k, d_v = _to_next_device((d_k, d_v), static)

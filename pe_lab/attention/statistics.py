@@ -245,8 +245,9 @@ def _logits(
         query_segments=queries.segments,
         key_segments=keys.segments,
         diagonal_bias=queries.diagonal_bias,
+        window=window,
     )
-    return masked_logits(queries.vectors, keys.vectors, distance, inputs, window)
+    return masked_logits(queries.vectors, keys.vectors, distance, inputs)
 
 
 @functools.partial(jax.jit, static_argnames="window")

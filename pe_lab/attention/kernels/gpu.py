@@ -69,7 +69,6 @@ def gpu_key_block(
     inputs: AttentionInputs,
     *,
     layer: Int[Array, ""] | int | None = None,
-    window: int | None = None,
     splits: int | None = None,
     wide: bool = False,
     interpret: bool = False,
@@ -95,12 +94,12 @@ def gpu_key_block(
     cut = tiles(H, G, T, S, K, query.dtype.itemsize, alone=rotations not in (0, 1, G))
     groups, length = H // cut.heads, cut.heads * T
     row_blocks, key_blocks = pl.cdiv(length, cut.rows), pl.cdiv(S, cut.keys)
-    visited = key_blocks if window is None else min(key_blocks, (window + cut.rows - 2) // cut.keys + 2)
+    visited = key_blocks if inputs.window is None else min(key_blocks, (inputs.window + cut.rows - 2) // cut.keys + 2)
     if splits is None:
         # A split is worth its partial output from four blocks of keys on.
         splits = max(1, min(PROGRAMS // (B * groups * row_blocks), visited // 4, MOST_SPLITS))
     splits = min(splits, visited)
-    static = Static(cut, splits, row_blocks, T, S, length, K, window)
+    static = Static(cut, splits, row_blocks, T, S, length, K, inputs.window)
     arrays = _arrays(query, key, value, layer, inputs, static, groups, key_blocks)
     # Grid: blocks of queries, splits, groups of heads, rows of the batch; neighbouring programs share their keys. The
     # last queries see most keys: they begin first, so that no long program runs alone at the end.
