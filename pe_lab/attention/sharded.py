@@ -34,15 +34,6 @@ def on_mesh(implementation: Implementation, query: Queries, key: Keys, value: Ke
         key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
     tokens = PartitionSpec(batch, length, heads, None)
 
-    def of_tokens(x: jax.Array) -> PartitionSpec:  # [B or 1, T]
-        return PartitionSpec(batch if x.shape[0] > 1 else None, length)
-
-    specs = replace(
-        jax.tree.map(of_tokens, replace(inputs, slope=None, rotation=None, noise=None)),
-        slope=None if inputs.slope is None else PartitionSpec(heads),
-        rotation=rotation_spec(inputs.rotation, heads),
-        noise=inputs.noise and Noise(PartitionSpec(heads), PartitionSpec(batch, length)),
-    )
     size = mesh.shape[length] if length is not None else 1
 
     def ring(query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs) -> jax.Array:
@@ -54,15 +45,25 @@ def on_mesh(implementation: Implementation, query: Queries, key: Keys, value: Ke
     return jax.shard_map(
         ring if size > 1 else implementation.run,
         mesh=mesh,
-        in_specs=(tokens, tokens, tokens, specs),
+        in_specs=(tokens, tokens, tokens, input_specs(inputs, batch, length, heads)),
         out_specs=tokens,
         check_vma=False,
     )(query, key, value, inputs)
 
 
-def rotation_spec(rotation: Rotation | None, heads: Any) -> Rotation | None:
-    """How a rotation is sharded where heads are sharded over mesh axis `heads`."""
-    if rotation is None:
-        return None
-    rows = heads if rotation.fixed_freq.shape[0] > 1 else None
-    return Rotation(PartitionSpec(rows, None, None), PartitionSpec(rows, None))
+def input_specs(inputs: AttentionInputs, batch: Any, length: Any, heads: Any) -> AttentionInputs:
+    """How the inputs are sharded where rows, tokens and heads are sharded over these mesh axes."""
+
+    def of_rows(x: jax.Array) -> PartitionSpec:  # [B or 1] or [B or 1, T]
+        return PartitionSpec(batch if x.shape[0] > 1 else None, *[length] * (x.ndim - 1))
+
+    rotation = None
+    if inputs.rotation is not None:
+        rows = heads if inputs.rotation.fixed_freq.shape[0] > 1 else None
+        rotation = Rotation(PartitionSpec(rows, None, None), PartitionSpec(rows, None))
+    return replace(
+        jax.tree.map(of_rows, replace(inputs, slope=None, rotation=None, noise=None)),
+        slope=None if inputs.slope is None else PartitionSpec(heads),
+        rotation=rotation,
+        noise=inputs.noise and Noise(PartitionSpec(heads), PartitionSpec(batch, length)),
+    )

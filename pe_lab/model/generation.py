@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import time
@@ -12,16 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from pe_lab.attention.key_block import KeyBlockKernel
-from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError, UnsupportedError
-from pe_lab.model.decoder import Params
 from pe_lab.model.programs import Programs, Weights
 from pe_lab.model.request import Request, Schedules, Statistics
 from pe_lab.model.stopping import Decode, Ending
-from pe_lab.parallel import AxisRules
 from pe_lab.positional import Schedule
 
 CHUNKS = (512, 128, 32)  # tokens per chunk of a prompt: at most one compilation each
@@ -42,27 +36,8 @@ def chunks(length: int) -> list[tuple[int, int]]:
     return found
 
 
-class Decoder:
-    """Continues prompts with a KV cache. Arguments as in `Programs`."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: Mesh | None = None,
-        rules: AxisRules | None = None,
-        scan: bool | None = None,
-        kernel: KeyBlockKernel | None = None,
-    ):
-        self.programs = Programs(config, mesh, rules, scan, kernel)
-
-    @property
-    def traces(self) -> collections.Counter[tuple[Any, ...]]:
-        """(program, rows, tokens, capacity) -> how often it was compiled."""
-        return self.programs.traces
-
-    def prepare(self, params: Params) -> Weights:
-        """Parameters for `generate`, to reuse between calls."""
-        return self.programs.prepare(params)
+class Decoder(Programs):
+    """Continues prompts with a KV cache."""
 
     def generate(
         self,
@@ -76,7 +51,7 @@ class Decoder:
         """Continues prompts until each has ended, or has `max_new_tokens`.
 
         Args:
-          weights: from `prepare`.
+          weights: from `prepare`, to reuse between calls.
           prompts: token ids [n] each, of any lengths, without padding.
           schedules: the positional encoding.
           request: how prompts are continued.
@@ -132,7 +107,7 @@ class Decoder:
 
     def check(self, prompts: Sequence[np.ndarray], request: Request, decode: Decode | None = None) -> None:
         """Raises a `ConfigError` for prompts or settings that `generate` cannot serve."""
-        vocabulary = self.programs.model.config.vocab_size
+        vocabulary = self.model.config.vocab_size
         for i, prompt in enumerate(prompts):
             where = f"Prompt {i}" if len(prompts) > 1 else "The prompt"
             if len(prompt) == 0:
@@ -163,7 +138,7 @@ class Decoder:
         self.check(prompts, request, decode)
         if any(schedules.follows) and len(prompts) > 1:
             raise UnsupportedError("Sequences whose encoding follows their length are decoded one at a time.")
-        batch = _Batch(self.programs, weights, prompts, schedules, request, rows, statistics)
+        batch = _Batch(self, weights, prompts, schedules, request, rows, statistics)
         token = batch.begin()
         yield batch.read(token)
         for n in range(1, request.max_new_tokens):
@@ -196,7 +171,6 @@ class _Batch:
         self._prompts = [*prompts, *[prompts[-1]] * fill]
         numbers = [*(range(self._real) if rows is None else rows), *[0] * fill]
         self._capacity = request.capacity(prompts)
-        self._kind = request.sampling.kind
         self._draw, self._rows = programs.place((request.sampling.arrays(), np.asarray(numbers, np.int32)))
         self._new: list[Any] = []  # tokens chosen so far, [B] each, on the device until they are read
         self._stale = 0  # tokens with another schedule than the cache
@@ -224,9 +198,8 @@ class _Batch:
                         sequences = [np.concatenate(pair) for pair in zip(self._prompts, new, strict=True)]
                         return self._prefill(sequences, schedule)
                     self._placed = self._place(schedule)
-            call = self._programs.next
             with self._compiling():
-                token, self._lengths, self._cache = call(
+                token, self._lengths, self._cache = self._programs.next(
                     self._params,
                     self._cache,
                     token,
@@ -234,8 +207,7 @@ class _Batch:
                     self._rows,
                     self._draw,
                     self._placed,
-                    layout=self._layout,
-                    kind=self._kind,
+                    kind=self._request.sampling.kind,
                 )
             self._new.append(token)
             return token
@@ -256,11 +228,11 @@ class _Batch:
         programs, config = self._programs, self._programs.model.config
         lengths = np.asarray([len(one) for one in sequences], np.int32)
         self._schedule, self._placed, self._stale = schedule, self._place(schedule), 0
-        self._layout = programs.layout(schedule.structure, self._schedules.follows, self._capacity)
-        self._params = programs.arranged(self._weights, self._layout)
+        layout = programs.layout(schedule.structure, self._schedules.follows, self._capacity)
+        self._params = programs.arranged(self._weights, layout)
         self._lengths = programs.place(lengths)
         with self._compiling():
-            self._cache = programs.allocate(self._layout, len(sequences))
+            self._cache = programs.allocate(layout, len(sequences))
         last = programs.place(jnp.zeros((len(sequences), config.d_model), config.dtype))
         on_tokens, behind = self._statistics.on_tokens, last
         for start, size in chunks(int(lengths.max())):
@@ -281,10 +253,10 @@ class _Batch:
                     np.int32(start),
                     self._lengths,
                     self._placed,
-                    layout=self._layout,
                 )
         with self._compiling():
-            token = programs.first(self._params, last, self._lengths, self._rows, self._draw, kind=self._kind)
+            kind = self._request.sampling.kind
+            token = programs.first(self._params, last, self._lengths, self._rows, self._draw, kind=kind)
         self._new.append(token)
         return token
 
