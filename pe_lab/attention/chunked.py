@@ -20,6 +20,7 @@ from pe_lab.attention.key_block import (
     PartialAttention,
     Queries,
     masked_logits,
+    padded,
 )
 from pe_lab.errors import UnsupportedError
 from pe_lab.positional import rotate, rotation_tables
@@ -95,16 +96,7 @@ class _Blocks(NamedTuple):
         if inputs.used is not None:
             before_end = j * s + jnp.arange(s) < inputs.used[0]
             used = before_end if used is None else used & before_end
-        of_queries = lambda x: None if x is None else _part(x, i, t, 1)  # noqa: E731
-        of_keys = lambda x: None if x is None else _part(x, j, s, 1)  # noqa: E731
-        block = replace(
-            inputs,
-            query_positions=of_queries(inputs.query_positions),
-            key_positions=of_keys(inputs.key_positions),
-            query_segments=of_queries(inputs.query_segments),
-            key_segments=of_keys(inputs.key_segments),
-            diagonal_bias=of_queries(inputs.diagonal_bias),
-        )
+        block = inputs.of_tokens(lambda x: _part(x, i, t, 1), lambda x: _part(x, j, s, 1))
         return masked_logits(q, k, distance, block, used)
 
     def visible_keys(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -124,22 +116,9 @@ def _in_blocks(q: jax.Array, k: jax.Array, v: jax.Array, inputs: AttentionInputs
     B, H, T, K = q.shape
     G, S = k.shape[1:3]
     t, s = min(inputs.chunk, T), min(inputs.chunk, S)
-    q = _padded(q, 2, t).reshape(B, G, H // G, -1, K)
-    inputs = replace(
-        inputs,
-        query_positions=_padded(inputs.query_positions, 1, t),
-        key_positions=_padded(inputs.key_positions, 1, s),
-        query_segments=_padded(inputs.query_segments, 1, t),
-        key_segments=_padded(inputs.key_segments, 1, s),
-        diagonal_bias=_padded(inputs.diagonal_bias, 1, t),
-    )
-    return _Blocks(q, _padded(k, 2, s), _padded(v, 2, s), inputs, S, t, s)
-
-
-def _padded(x: jax.Array | None, axis: int, block: int) -> jax.Array | None:
-    if x is None or x.shape[axis] % block == 0:
-        return x
-    return jnp.pad(x, [(0, -x.shape[axis] % block if i == axis else 0) for i in range(x.ndim)])
+    q = padded(q, 2, t).reshape(B, G, H // G, -1, K)
+    inputs = inputs.of_tokens(lambda x: padded(x, 1, t), lambda x: padded(x, 1, s))
+    return _Blocks(q, padded(k, 2, s), padded(v, 2, s), inputs, S, t, s)
 
 
 def _part(x: jax.Array, index: jax.Array, size: int, axis: int) -> jax.Array:
@@ -224,8 +203,8 @@ def chunked_gradient(
     t, s, rows = blocks.queries_per_block, blocks.keys_per_block, blocks.q.shape[:3]
     # Padded queries get weight 0: with a logsumexp of 0, their weights could overflow.
     logsumexp = jnp.pad(logsumexp, ((0, 0), (0, 0), (0, -T % t)), constant_values=-MASKED).reshape(*rows, -1)
-    inner = _padded(inner, 2, t).reshape(*rows, -1)
-    d_out = _padded(d_out, 2, t).reshape(blocks.q.shape)
+    inner = padded(inner, 2, t).reshape(*rows, -1)
+    d_out = padded(d_out, 2, t).reshape(blocks.q.shape)
 
     def query_block(d_kv: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         q_i, d_out_i = _part(blocks.q, i, t, 3), _part(d_out, i, t, 3)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from pe_lab.errors import UnsupportedError
 from pe_lab.positional import angles
 
 Queries = Float[Array, "B T H K"]  # of whole sequences
@@ -74,6 +75,19 @@ class AttentionInputs:
     window: int | None = field(default=None, metadata={"static": True})
     chunk: int = field(default=512, metadata={"static": True})
 
+    def of_tokens(
+        self, queries: Callable[[jax.Array], jax.Array], keys: Callable[[jax.Array], jax.Array]
+    ) -> AttentionInputs:
+        """With `queries` applied to the arrays [B or 1, T] of queries, and `keys` to those of keys."""
+        return replace(
+            self,
+            query_positions=jax.tree.map(queries, self.query_positions),
+            key_positions=jax.tree.map(keys, self.key_positions),
+            query_segments=jax.tree.map(queries, self.query_segments),
+            key_segments=jax.tree.map(keys, self.key_segments),
+            diagonal_bias=jax.tree.map(queries, self.diagonal_bias),
+        )
+
     def for_every_row(self, rows: int) -> AttentionInputs:
         """The inputs of a whole sequence with the same positions for queries and keys, [B, T], as kernels take them."""
         if self.query_positions is None:
@@ -97,9 +111,33 @@ class PartialAttention(NamedTuple):
 KeyBlockKernel = Callable[..., PartialAttention]  # `chunked_key_block`, `tpu_key_block` or `gpu_key_block`
 
 
+def padded(x: jax.Array, axis: int, multiple: int, mode: str = "constant") -> jax.Array:
+    """An array whose axis is padded at its end to a multiple of a block."""
+    axis %= x.ndim
+    if x.shape[axis] % multiple == 0:
+        return x
+    return jnp.pad(x, [(0, -x.shape[axis] % multiple if i == axis else 0) for i in range(x.ndim)], mode=mode)
+
+
 def scaled(query: Float[Array, "*axes"], scale: Float[Array, ""]) -> Float[Array, "*axes"]:
     """Queries times the scale of the logits, multiplied in float32, in their own dtype."""
     return (query.astype(jnp.float32) * scale).astype(query.dtype)
+
+
+def check_block(num_heads: int, key: jax.Array, value: jax.Array, inputs: AttentionInputs) -> int:
+    """The number of rotations of keys [L, B, G, S, K] that a kernel computes, 0 for none.
+
+    Raises:
+      UnsupportedError: a diagonal bias, or noise without a rotation of H rows.
+    """
+    if value.shape != key.shape or num_heads % key.shape[2]:
+        raise ValueError(
+            f"{num_heads} query heads, keys of shape {key.shape} and values of {value.shape} do not go together."
+        )
+    rotations = 0 if inputs.rotation is None else inputs.rotation.fixed_freq.shape[0]
+    if inputs.diagonal_bias is not None or (inputs.noise is not None and rotations != num_heads):
+        raise UnsupportedError("attention kernel: no diagonal bias, and noise only with a rotation per query head.")
+    return rotations
 
 
 def merge(parts: Sequence[PartialAttention]) -> PartialAttention:

@@ -62,8 +62,8 @@ def _ring(query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionI
     return _forward(query, key, value, inputs, static).out.astype(query.dtype)
 
 
-def _halves(x: Any, axis: int) -> list[Any]:
-    return [None, None] if x is None else list(jnp.split(x, 2, axis))
+def _halves(x: jax.Array, axis: int) -> list[jax.Array]:
+    return jnp.split(x, 2, axis)
 
 
 def _visible_pairs(
@@ -76,24 +76,14 @@ def _visible_pairs(
     n, half = static.size, shape[2] // 2
     me = jax.lax.axis_index(static.axis)
     other = (me - step) % n
-    query_positions, key_positions = _halves(inputs.query_positions, 1), _halves(visitor.positions, 1)
-    query_segments, key_segments = _halves(inputs.query_segments, 1), _halves(visitor.segments, 1)
     starts = [(0, 0, (me - other) * half), (1, 0, (2 * n - 1 - me - other) * half), (1, 1, (other - me) * half)]
-    return [
-        (
-            i,
-            j,
-            replace(
-                inputs,
-                start=jnp.broadcast_to(start.astype(jnp.int32), shape[:1]),
-                query_positions=query_positions[i],
-                key_positions=key_positions[j],
-                query_segments=query_segments[i],
-                key_segments=key_segments[j],
-            ),
-        )
-        for i, j, start in starts
-    ]
+    inputs = replace(inputs, key_positions=visitor.positions, key_segments=visitor.segments)
+
+    def pair(i: int, j: int, start: jax.Array) -> AttentionInputs:
+        halves = inputs.of_tokens(lambda x: _halves(x, 1)[i], lambda x: _halves(x, 1)[j])
+        return replace(halves, start=jnp.broadcast_to(start.astype(jnp.int32), shape[:1]))
+
+    return [(i, j, pair(i, j, start)) for i, j, start in starts]
 
 
 def _to_next_device(x: Any, static: _Static) -> Any:

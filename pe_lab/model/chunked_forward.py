@@ -15,7 +15,7 @@ from pe_lab.config import ModelConfig
 from pe_lab.model.cache import Cache
 from pe_lab.model.decoder import Params
 from pe_lab.model.loss import cross_entropy
-from pe_lab.model.programs import Programs, Weights, chunk_of, outputs_at
+from pe_lab.model.programs import Programs, Weights, chunk_of, outputs_at, part_of
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Schedule
 
@@ -54,19 +54,16 @@ class ChunkedForward(Programs):
     ) -> Float32[np.ndarray, "B T"]:
         """Cross-entropy of every target in nats; `progress` is called with the number of tokens done in each row."""
         results = []
-
-        def step(params: Any, cache: Cache, part: np.ndarray, start: int, placed: Schedule) -> Cache:
-            wanted = np.zeros_like(part)
-            wanted[:, : targets.shape[1] - start] = targets[:, start : start + self.chunk]
-            loss, cache = self._losses(params, cache, part, wanted, np.int32(start), placed)
+        weights, cache, placed = self._begin(params, tokens, schedule)
+        for start in range(0, tokens.shape[1], self.chunk):
+            part, wanted = (part_of(x, start, self.chunk) for x in (tokens, targets))
+            with self.on_mesh():
+                loss, cache = self._losses(weights, cache, part, wanted, np.int32(start), placed)
             # The host waits one chunk behind, so that the device always has the next one.
             results.append(loss)
             if len(results) > 1:
                 results[-2] = np.asarray(results[-2])
             progress(min(start + self.chunk, tokens.shape[1]))
-            return cache
-
-        self._walk(params, tokens, schedule, step)
         return np.concatenate([np.asarray(loss) for loss in results], axis=1)[:, : tokens.shape[1]]
 
     def hidden(
@@ -80,32 +77,26 @@ class ChunkedForward(Programs):
         """The output of the final norm at chosen positions of each row."""
         config = self.model.config
         found = self.place(jnp.zeros((*at.shape, config.d_model), config.dtype))
-
-        def step(params: Any, cache: Cache, part: np.ndarray, start: int, placed: Schedule) -> Cache:
-            nonlocal found
-            found, cache = self._hidden(params, cache, found, part, np.asarray(at, np.int32), np.int32(start), placed)
+        weights, cache, placed = self._begin(params, tokens, schedule)
+        for start in range(0, tokens.shape[1], self.chunk):
+            part = part_of(tokens, start, self.chunk)
+            with self.on_mesh():
+                found, cache = self._hidden(
+                    weights, cache, found, part, np.asarray(at, np.int32), np.int32(start), placed
+                )
             progress(min(start + self.chunk, tokens.shape[1]))
-            return cache
-
-        self._walk(params, tokens, schedule, step)
         return found
 
-    def _walk(self, params: Params, tokens: np.ndarray, schedule: Schedule, step: Callable[..., Cache]) -> None:
+    def _begin(self, params: Params, tokens: np.ndarray, schedule: Schedule) -> tuple[Any, Cache, Schedule]:
+        """The weights as `forward` takes them, an empty cache, and the schedule on the devices."""
         rows, length = tokens.shape
         # The capacity is a multiple of a quarter of the next power of two: for few programs, and little unused memory.
         unit = max(self.chunk, 1 << max(0, (length - 1).bit_length() - 2))
         layout = self.layout(schedule.structure, (False,) * schedule.num_layers, -(-length // unit) * unit)
-        placed = self.place(schedule)
         if self._prepared is None or self._prepared[0] is not params:
             self._prepared = (params, self.prepare(params))
         with self.on_mesh():
-            weights = self.arranged(self._prepared[1], layout)
-            cache = self.allocate(layout, rows)
-            for start in range(0, length, self.chunk):
-                part = np.zeros((rows, self.chunk), np.int32)
-                real = tokens[:, start : start + self.chunk]
-                part[:, : real.shape[1]] = real
-                cache = step(weights, cache, part, start, placed)
+            return self.arranged(self._prepared[1], layout), self.allocate(layout, rows), self.place(schedule)
 
     def _normalized(
         self, params: Any, cache: Cache, tokens: jax.Array, start: jax.Array, schedule: Schedule

@@ -12,7 +12,7 @@ from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import ConfigError, did_you_mean
 
 # The columns of the table.
-_FIELDS = "vocab_size layers d_model d_ff heads kv_heads head_dim tie_embeddings norm_epsilon".split()
+_FIELDS = ["vocab_size", "layers", "d_model", "d_ff", "heads", "kv_heads", "head_dim", "tie_embeddings", "norm_epsilon"]
 _SHAPES = {
     # Llama-3.2-1B (meta-llama/Llama-3.2-1B, config.json), RoPE base 500,000. The vocabulary is the Pythia tokenizer's,
     # padded, as in section 4 of "Partial RoPE".

@@ -72,8 +72,8 @@ class Programs:
         make = functools.partial(allocate, self.model.config)
         self.allocate = jax.jit(make, static_argnums=(0, 1), out_shardings=self._device)
         self.prefill = jax.jit(self._prefill, donate_argnames=("cache",))
-        self.first = jax.jit(self._choose, static_argnames=("kind",))
-        self.next = jax.jit(self._step, static_argnames=("kind",), donate_argnames=("cache",))
+        self.first = jax.jit(self._choose)
+        self.next = jax.jit(self._step, donate_argnames=("cache",))
 
     def forward(
         self, params: Any, cache: Cache, chunk: Chunk, schedule: Schedule
@@ -103,11 +103,10 @@ class Programs:
         lengths: Int[Array, " B"],
         rows: Int[Array, " B"],
         draw: Draw,
-        kind: str,
     ) -> Int[Array, " B"]:
         """The token at position `lengths` of each row, from the last layer's output for the token before."""
-        self.traces["choose", last.shape[0], kind] += 1
-        return choose(self._logits(params, last), kind, draw, rows, lengths)
+        self.traces["choose", last.shape[0], draw.kind] += 1
+        return choose(self._logits(params, last), draw, rows, lengths)
 
     def _logits(self, params: Any, last: Float[Array, "B D"]) -> Float[Array, "B V"]:
         x = self.model.final_norm(params, last)
@@ -123,14 +122,13 @@ class Programs:
         rows: Int[Array, " B"],
         draw: Draw,
         schedule: Schedule,
-        kind: str,
     ) -> tuple[Int[Array, " B"], Int[Array, " B"], Cache]:
         """Reads one token of each row, at position `lengths`; returns the next tokens, the lengths and the cache."""
         self.traces["decode", tokens.shape[0], 1, cache.layout.capacity] += 1
         chunk = Chunk(tokens[:, None], lengths[:, None], lengths, jnp.ones_like(lengths))
         x, cache = self.forward(params, cache, chunk, schedule)
         logits = self._logits(params, x[:, 0])
-        return choose(logits, kind, draw, rows, lengths + 1), lengths + 1, cache
+        return choose(logits, draw, rows, lengths + 1), lengths + 1, cache
 
     def prepare(self, params: Params) -> Weights:
         """Parameters in the compute dtype, cast once instead of at every step. Float32 parameters are not copied."""
@@ -177,6 +175,15 @@ class Programs:
         if self._mesh is None:
             return jax.device_put(tree, self._device)
         return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
+
+
+def part_of(sequences: Sequence[np.ndarray] | np.ndarray, start: int, size: int) -> Int[np.ndarray, "B C"]:
+    """Tokens start .. start + size of each sequence, padded by zeros."""
+    tokens = np.zeros((len(sequences), size), np.int32)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        part = sequence[start : start + size]
+        row[: len(part)] = part
+    return tokens
 
 
 def chunk_of(tokens: Int[Array, "B C"], start: Int[Array, ""], lengths: Int[Array, " B"]) -> Chunk:

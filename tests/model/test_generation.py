@@ -57,12 +57,12 @@ def seen():
     """The logits that tokens were chosen from, in the order of choosing: [(logits [B, V], positions [B])]."""
     found = []
 
-    def spy(logits, kind, draw, rows, positions):
+    def spy(logits, draw, rows, positions):
         if constrained() is None:  # on several devices there is no order to see things in
             jax.debug.callback(lambda *a: found.append([np.asarray(x) for x in a]), logits, positions, ordered=True)
         if FORCED:
             return jnp.asarray(FORCED[0])[positions]
-        return choose(logits, kind, draw, rows, positions)
+        return choose(logits, draw, rows, positions)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pe_lab.model.programs, "choose", spy)

@@ -60,16 +60,12 @@ TOKAMAX = Capabilities(
 
 
 def splash_attention(
-    query: Queries,
-    key: Keys,
-    value: Keys,
-    inputs: AttentionInputs,
-    interpret: bool = False,
+    query: Queries, key: Keys, value: Keys, inputs: AttentionInputs, interpret: bool = False
 ) -> Queries:
     """JAX's splash attention for TPUs. `interpret` runs it on any platform, slowly."""
     check_inputs("splash", SPLASH.honours, inputs)
     H, T = query.shape[2], query.shape[1]
-    window = inputs.window if inputs.window is not None and inputs.window < T else None
+    window = _window(inputs, T)
     blocks = splash_blocks(T)
     pairs = blocks.count * min(blocks.count, 2 + (window or T) // blocks.size)
     if pairs * BYTES_OF_PAIR > SCALAR_MEMORY:
@@ -88,11 +84,7 @@ def splash_attention(
 
 
 def cudnn_attention(
-    query: Queries,
-    key: Keys,
-    value: Keys,
-    inputs: AttentionInputs,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
+    query: Queries, key: Keys, value: Keys, inputs: AttentionInputs, implementation: Literal["cudnn", "xla"] = "cudnn"
 ) -> Queries:
     """cuDNN's flash attention, by `jax.nn`; implementation "xla" computes the same result on any platform."""
     check_inputs("cuDNN", CUDNN.honours, inputs)
@@ -101,11 +93,7 @@ def cudnn_attention(
 
 
 def tokamax_attention(
-    query: Queries,
-    key: Keys,
-    value: Keys,
-    inputs: AttentionInputs,
-    implementation: tuple[str, ...] | None = None,
+    query: Queries, key: Keys, value: Keys, inputs: AttentionInputs, implementation: tuple[str, ...] | None = None
 ) -> Queries:
     """Flash attention by the package tokamax, by the first of its implementations that serves the call.
 
@@ -124,7 +112,7 @@ def tokamax_attention(
     if implementation is None:
         # By default, it falls back to plain XLA, whose logits are [T, T]. So is Triton's mask of a window in the
         # backward pass.
-        windowed = _neighbours(inputs.window, query.shape[1]) is not None
+        windowed = _window(inputs, query.shape[1]) is not None
         implementation = ("mosaic_gpu",) if windowed else ("mosaic_gpu", "triton")
     # Its kernels pad to different multiples; padding here serves the forward and the backward pass.
     return _dot_product(tokamax.dot_product_attention, query, key, value, inputs, 128, implementation)
@@ -142,7 +130,8 @@ def _dot_product(
     """`function` on sequences padded to a multiple of tokens; `jax.nn` and tokamax share its arguments."""
     T = query.shape[1]
     q, k, v = (_padded(x, 1, T + -T % multiple) for x in (query, key, value))
-    neighbours = _neighbours(inputs.window, T)
+    window = _window(inputs, T)
+    neighbours = None if window is None else (window - 1, 0)  # before and after a token, which the window counts
     out = function(q, k, v, scale=1.0, is_causal=True, local_window_size=neighbours, implementation=implementation)
     return out[:, :T]
 
@@ -165,9 +154,9 @@ def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
     return jnp.pad(x, widths, constant_values=-1 if jnp.issubdtype(x.dtype, jnp.integer) else 0)
 
 
-def _neighbours(window: int | None, length: int) -> tuple[int, int] | None:
-    """The numbers of visible tokens before and after a token, in a window that counts the token itself."""
-    return None if window is None or window >= length else (window - 1, 0)
+def _window(inputs: AttentionInputs, length: int) -> int | None:
+    """The window; None if it contains the whole sequence."""
+    return None if inputs.window is None or inputs.window >= length else inputs.window
 
 
 class SplashBlocks(NamedTuple):

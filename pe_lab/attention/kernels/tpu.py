@@ -24,8 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
 from pe_lab.attention.kernels.tpu_kernel import Static, Tiles, kernel, key_block
-from pe_lab.attention.key_block import AttentionInputs, PartialAttention, block_rotations
-from pe_lab.errors import UnsupportedError
+from pe_lab.attention.key_block import AttentionInputs, PartialAttention, block_rotations, check_block
 
 LANES = 128
 ROWS = 1024  # the width of a block of logits: queries across, over the heads that share a key
@@ -80,11 +79,7 @@ def tpu_key_block(
     if layer is None:
         layer, key, value = 0, key[None], value[None]
     G, S = key.shape[2:4]
-    if value.shape != key.shape or H % G:
-        raise ValueError(f"{H} query heads, keys of shape {key.shape} and values of {value.shape} do not go together.")
-    rotations = 0 if inputs.rotation is None else inputs.rotation.fixed_freq.shape[0]
-    if inputs.diagonal_bias is not None or (inputs.noise is not None and rotations != H):
-        raise UnsupportedError("attention kernel: no diagonal bias, and noise only with a rotation per query head.")
+    rotations = check_block(H, key, value, inputs)
     split_heads = rotations not in (0, 1, G) or inputs.noise is not None
     cut = cut or tiles(H, G, T, S, split_heads)
     channels_first = K % LANES != 0
