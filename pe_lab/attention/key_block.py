@@ -89,11 +89,12 @@ class AttentionInputs:
         )
 
     def for_every_row(self, rows: int) -> AttentionInputs:
-        """The inputs of a whole sequence with the same positions for queries and keys, [B, T], as kernels take them."""
-        if self.query_positions is None:
-            return self
-        positions = jnp.broadcast_to(self.query_positions, (rows, self.query_positions.shape[1]))
-        return replace(self, query_positions=positions, key_positions=positions)
+        """With arrays of tokens as [B, T], as kernels take them."""
+
+        def whole(x: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(x, (rows, x.shape[1]))
+
+        return self.of_tokens(whole, whole)
 
 
 class PartialAttention(NamedTuple):

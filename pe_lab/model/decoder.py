@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx, traverse_util
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention import LayerEncoding, Rotation, attention
+from pe_lab.attention import LayerEncoding, Rotation
 from pe_lab.attention.capabilities import Request
 from pe_lab.attention.dispatch import choose, layer_request
 from pe_lab.config import ModelConfig
@@ -67,6 +67,26 @@ class Model:
     def num_parameters(self) -> int:
         return sum(x.size for x in jax.tree.leaves(self.shapes))
 
+    def hidden(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "#B T"] | None,
+        segments: Int[Array, "B T"] | None,
+        schedule: Schedule,
+    ) -> Float[Array, "B T D"]:
+        """The output of the final norm, in the compute dtype.
+
+        Args:
+          params: as `init` makes them.
+          tokens: token ids.
+          positions: of the tokens, for rotation and ALiBi; None counts from 0.
+          segments: document of each token; attention is within documents. None: one document.
+          schedule: the positional encoding of all layers.
+        """
+        x, places = self.hidden_in_order(params, tokens, positions, segments, schedule)
+        return x if places is None else x[:, places]
+
     def hidden_in_order(
         self,
         params: Params,
@@ -75,18 +95,10 @@ class Model:
         segments: Int[Array, "B T"] | None,
         schedule: Schedule,
     ) -> tuple[Float[Array, "B places D"], Int[np.ndarray, " T"] | None]:
-        """The output of the final norm, in the compute dtype, and the place of each token in it.
+        """`hidden` in the order of tokens of a mesh with a context axis, and the place of each token in it.
 
-        On a mesh with a context axis, it is in the order of `balanced_order`. None instead of places: the tokens are in
-        order. Losses are reordered after they are computed, because devices exchange less data for losses than for
-        hidden states.
-
-        Args:
-          params: as `init` makes them.
-          tokens: token ids.
-          positions: of the tokens, for rotation and ALiBi; None counts from 0.
-          segments: document of each token; attention is within documents. None: one document.
-          schedule: the positional encoding of all layers.
+        None instead of places: the tokens are in order. Losses are reordered after they are computed, because devices
+        exchange less data for losses than for hidden states.
         """
         config = self.config
         if schedule.num_layers != config.layers:
@@ -103,23 +115,10 @@ class Model:
         shared = self.shared_tables(schedule, at)  # outside the scan
         data = (params["layers"], layer_arrays(schedule))
 
-        attention_of_model = functools.partial(
-            attention,
-            positions=positions,
-            segments=segments,
-            implementation=config.attention,
-            chunk=config.attention_chunk,
-            backward=self.backward,
-        )
-
         def layer(x: jax.Array, data: Any, structure: LayerStructure) -> jax.Array:
             block_params, arrays = data
             encoding = self.layer_encoding(arrays, structure, at, shared)
-
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-                return attention_of_model(q, k, v, encoding, window=structure.window), None
-
-            return self.block(block_params).attend_by(x, attend)[0]
+            return self.block(block_params)(x, encoding, positions, segments, structure.window, self.backward)
 
         policy = REMAT_POLICIES[config.remat]
         for run in runs(schedule.structure):
@@ -228,9 +227,8 @@ class Model:
         segments: Int[Array, "B T"] | None,
         schedule: Schedule,
     ) -> Float[Array, "B T V"]:
-        """Next-token logits, float32. Arguments as in `hidden_in_order`."""
-        x, places = self.hidden_in_order(params, tokens, positions, segments, schedule)
-        x = x if places is None else x[:, places]
+        """Next-token logits, float32. Arguments as in `hidden`."""
+        x = self.hidden(params, tokens, positions, segments, schedule)
         weights = self.unembedding(params).astype(x.dtype)
         return jnp.einsum("btd,vd->btv", x, weights, preferred_element_type=jnp.float32)
 

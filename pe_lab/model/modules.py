@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from pe_lab.attention import LayerEncoding, attention
 from pe_lab.config import ModelConfig
 from pe_lab.parallel import constrain
 
@@ -176,10 +177,32 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs)
         self.parallel = config.parallel_block
 
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        encoding: LayerEncoding,
+        positions: Int[Array, "#B T"] | None,
+        segments: Int[Array, "B T"] | None,
+        window: int | None,
+        backward: bool = True,
+    ) -> Float[Array, "B T D"]:
+        config = self.attention.config
+        attend = functools.partial(
+            attention,
+            encoding=encoding,
+            positions=positions,
+            segments=segments,
+            window=window,
+            implementation=config.attention,
+            chunk=config.attention_chunk,
+            backward=backward,
+        )
+        return self.attend_by(x, lambda q, k, v: (attend(q, k, v), None))[0]
+
     def attend_by(
         self, x: Float[Array, "B T D"], attend: Callable[..., tuple[jax.Array, Any]]
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The layer's output, and a second result of its attention: `attend(q, k, v)` returns both."""
+        """The layer with another attention: `attend(q, k, v)` returns its output and a second result (a KV cache)."""
         attended, result = attend(*self.attention.queries_keys_values(self.attention_norm(x)))
         attended = self.attention.project_out(attended)
         if self.parallel:
