@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +58,7 @@ def runs(tiny: bool) -> dict[str, Run]:
         "pallas_tpu": whole_sequence(functools.partial(tpu_key_block, interpret=True)),
         "cudnn": functools.partial(cudnn_attention, implementation="xla"),
         "tokamax": functools.partial(tokamax_attention, implementation=("xla",)),
-        "chunked": functools.partial(IMPLEMENTATIONS["chunked"].run, chunk=32),
+        "chunked": lambda q, k, v, inputs: IMPLEMENTATIONS["chunked"].run(q, k, v, replace(inputs, chunk=32)),
     }
 
 
@@ -214,7 +215,7 @@ def decode_entries(case: Case, tiny: bool) -> list[Entry]:
         def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             inputs = AttentionInputs(start=jnp.full(B, S - 1, jnp.int32), used=jnp.full(B, S, jnp.int32))
             if apart:
-                inputs = inputs._replace(rotation=rotation_of(H, K))
+                inputs = replace(inputs, rotation=rotation_of(H, K))
                 tables = rotation_tables(*inputs.rotation, jnp.full((B, 1), S - 1, jnp.int32))
                 query = rotate(query.swapaxes(1, 2), *tables).swapaxes(1, 2)
             query = (query.astype(jnp.float32) * K**-0.5).astype(query.dtype)

@@ -50,11 +50,14 @@ arrays = [path.stem for path in (PACKAGE / "analysis").glob("*.py") if "jaxtypin
 checked = [f"pe_lab.{name}" for name in packages] + [f"pe_lab.analysis.{name}" for name in arrays]
 jaxtyping.install_import_hook(checked, "type_checks.check")
 
+from pe_lab.attention.key_block import AttentionInputs  # noqa: E402
+from pe_lab.model.cache import Cache  # noqa: E402
 from pe_lab.positional import Schedule  # noqa: E402
 
-# JAX rebuilds a pytree around whatever it carries (shardings, shapes, flags): a schedule's fields are arrays
-# where a function takes them, not at every construction.
-Schedule.__init__ = Schedule.__init__.__wrapped__
+# JAX rebuilds a pytree around whatever it carries (shardings, shapes, flags): its fields are arrays where a function
+# takes them, not at every construction.
+for pytree in (AttentionInputs, Cache, Schedule):
+    pytree.__init__ = pytree.__init__.__wrapped__
 
 
 def pytest_configure(config):

@@ -78,9 +78,9 @@ def refusals(capabilities: Capabilities, request: Request) -> list[str]:
     return reasons
 
 
-def check_inputs(name: str, honours: frozenset[str], inputs: AttentionInputs, window: int | None) -> None:
+def check_inputs(name: str, honours: frozenset[str], inputs: AttentionInputs) -> None:
     """Raises an `UnsupportedError` if an implementation is called with a feature that it does not honour."""
-    given = (inputs.slope, inputs.query_segments, window, inputs.diagonal_bias)
+    given = (inputs.slope, inputs.query_segments, inputs.window, inputs.diagonal_bias)
     refused = [what for what, x in zip(FEATURES, given, strict=True) if x is not None and what not in honours]
     if refused:
         raise UnsupportedError(f"{name} attention has no {' and no '.join(refused)}.")

@@ -6,19 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pe_lab.attention.key_block import MASKED, AttentionInputs
+from pe_lab.attention.key_block import MASKED, AttentionInputs, Keys, Queries
 from pe_lab.attention.reference import alibi, visible
 
 
-def dense_attention(
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T G K"],
-    value: Float[Array, "B T G K"],
-    inputs: AttentionInputs,
-    *,
-    window: int | None = None,
-    chunk: int = 0,
-) -> Float[Array, "B T H K"]:
+def dense_attention(query: Queries, key: Keys, value: Keys, inputs: AttentionInputs) -> Queries:
     """The softmax over all logits at once; arguments as in `reference_attention`.
 
     Of [T, T] arrays, only the weights are kept for the gradient. JAX derives a gradient that transposes [T, T] arrays
@@ -30,7 +22,7 @@ def dense_attention(
     # Query heads of a group share their keys: the matrix products take them as more queries.
     q = query.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4).reshape(B, G, H // G * T, K)
     k, v = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    bias = jnp.where(visible(T, inputs, window), 0.0, MASKED)[:, None, None]
+    bias = jnp.where(visible(T, inputs), 0.0, MASKED)[:, None, None]
     penalty = alibi(T, inputs, G)
     if penalty is not None:
         bias = bias - penalty

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
 from pe_lab.attention.capabilities import FEATURES, Capabilities, Request, check_inputs, refusals
 from pe_lab.attention.chunked import chunked_attention, chunked_key_block
@@ -14,7 +13,7 @@ from pe_lab.attention.dense import dense_attention
 from pe_lab.attention.kernels import external
 from pe_lab.attention.kernels.gpu import gpu_key_block
 from pe_lab.attention.kernels.tpu import tpu_key_block
-from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel
+from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel, Keys, Queries
 from pe_lab.attention.reference import reference_attention
 from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
 from pe_lab.parallel import context_size, platform, slots_are_cut
@@ -46,21 +45,10 @@ class Implementation:
 def whole_sequence(partial: KeyBlockKernel) -> Callable[..., jax.Array]:
     """Attention of whole sequences, [B, T, H, K] as `reference_attention`, by a kernel for a block of keys."""
 
-    def run(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        inputs: AttentionInputs,
-        *,
-        window: int | None = None,
-        chunk: int = 0,
-    ) -> jax.Array:
-        check_inputs("kernel", EVERYTHING - {"diagonal bias"}, inputs, window)
-        if inputs.query_positions is not None:
-            positions = jnp.broadcast_to(inputs.query_positions, query.shape[:2])
-            inputs = inputs._replace(query_positions=positions, key_positions=positions)
+    def run(query: Queries, key: Keys, value: Keys, inputs: AttentionInputs) -> Queries:
+        check_inputs("kernel", EVERYTHING - {"diagonal bias"}, inputs)
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
-        return partial(q, k, v, inputs, window=window).out.transpose(0, 2, 1, 3)
+        return partial(q, k, v, inputs.for_every_row(query.shape[0])).out.transpose(0, 2, 1, 3)
 
     return run
 

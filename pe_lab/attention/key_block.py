@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from pe_lab.errors import UnsupportedError
 from pe_lab.positional import angles
+
+Queries = Float[Array, "B T H K"]  # of whole sequences
+Keys = Float[Array, "B T G K"]  # and values
 
 MASKED = -1e30  # the logit of an invisible key: finite, so that a block without any visible key has no NaN
 FLOOR = -5e29  # the first value of running maxima: above MASKED, so that an invisible key has weight exactly 0
@@ -37,8 +42,12 @@ class Noise(NamedTuple):
     size: Float[Array, "B S"]
 
 
-class AttentionInputs(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionInputs:
     """Everything that attention takes beside queries, keys and values. None = absent from the compiled program.
+
+    A pytree: `window` and `chunk` are static, the rest is data.
 
     Attributes:
       start: [B or 1] the index of the first query, counted from key 0; negative if its keys are later. None: 0.
@@ -49,6 +58,8 @@ class AttentionInputs(NamedTuple):
       diagonal_bias: added to the logit of a token with itself; only for a whole sequence.
       rotation: keys are not rotated yet, and the kernel rotates them by their index; queries are rotated already.
       noise: keys to replace by noise, a function of their index; requires a rotation of H rows.
+      window: a query sees the last `window` tokens, itself included; None sees all.
+      chunk: queries and keys per block of chunked attention; other implementations do not read it.
     """
 
     start: Int[Array, "#B"] | None = None
@@ -61,6 +72,29 @@ class AttentionInputs(NamedTuple):
     diagonal_bias: Float[Array, "#B T"] | None = None
     rotation: Rotation | None = None
     noise: Noise | None = None
+    window: int | None = field(default=None, metadata={"static": True})
+    chunk: int = field(default=512, metadata={"static": True})
+
+    def of_tokens(
+        self, queries: Callable[[jax.Array], jax.Array], keys: Callable[[jax.Array], jax.Array]
+    ) -> AttentionInputs:
+        """With `queries` applied to the arrays [B or 1, T] of queries, and `keys` to those of keys."""
+        return replace(
+            self,
+            query_positions=jax.tree.map(queries, self.query_positions),
+            key_positions=jax.tree.map(keys, self.key_positions),
+            query_segments=jax.tree.map(queries, self.query_segments),
+            key_segments=jax.tree.map(keys, self.key_segments),
+            diagonal_bias=jax.tree.map(queries, self.diagonal_bias),
+        )
+
+    def for_every_row(self, rows: int) -> AttentionInputs:
+        """With arrays of tokens as [B, T], as kernels take them."""
+
+        def whole(x: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(x, (rows, x.shape[1]))
+
+        return self.of_tokens(whole, whole)
 
 
 class PartialAttention(NamedTuple):
@@ -78,9 +112,33 @@ class PartialAttention(NamedTuple):
 KeyBlockKernel = Callable[..., PartialAttention]  # `chunked_key_block`, `tpu_key_block` or `gpu_key_block`
 
 
+def padded(x: jax.Array, axis: int, multiple: int, mode: str = "constant") -> jax.Array:
+    """An array whose axis is padded at its end to a multiple of a block."""
+    axis %= x.ndim
+    if x.shape[axis] % multiple == 0:
+        return x
+    return jnp.pad(x, [(0, -x.shape[axis] % multiple if i == axis else 0) for i in range(x.ndim)], mode=mode)
+
+
 def scaled(query: Float[Array, "*axes"], scale: Float[Array, ""]) -> Float[Array, "*axes"]:
     """Queries times the scale of the logits, multiplied in float32, in their own dtype."""
     return (query.astype(jnp.float32) * scale).astype(query.dtype)
+
+
+def check_block(num_heads: int, key: jax.Array, value: jax.Array, inputs: AttentionInputs) -> int:
+    """The number of rotations of keys [L, B, G, S, K] that a kernel computes, 0 for none.
+
+    Raises:
+      UnsupportedError: a diagonal bias, or noise without a rotation of H rows.
+    """
+    if value.shape != key.shape or num_heads % key.shape[2]:
+        raise ValueError(
+            f"{num_heads} query heads, keys of shape {key.shape} and values of {value.shape} do not go together."
+        )
+    rotations = 0 if inputs.rotation is None else inputs.rotation.fixed_freq.shape[0]
+    if inputs.diagonal_bias is not None or (inputs.noise is not None and rotations != num_heads):
+        raise UnsupportedError("attention kernel: no diagonal bias, and noise only with a rotation per query head.")
+    return rotations
 
 
 def merge(parts: Sequence[PartialAttention]) -> PartialAttention:
@@ -117,7 +175,6 @@ def masked_logits(
     key: Float[Array, "B G S K"],
     distance: Int[Array, "T S"],
     inputs: AttentionInputs,
-    window: int | None,
     used: Bool[Array, " S"] | None = None,
 ) -> Float[Array, "B G M T S"]:
     """Float32 logits of a block of queries against a block of keys; MASKED where a key is not visible.
@@ -125,8 +182,7 @@ def masked_logits(
     Args:
       query, key: rotated; queries scaled.
       distance: index of each query minus index of each key.
-      inputs: slope, positions, segments and diagonal bias of these tokens; other fields are not read.
-      window: as in `attention`.
+      inputs: slope, positions, segments, diagonal bias and window of these tokens; other fields are not read.
       used: which keys are real; None: all.
     """
     logits = jnp.einsum("bgmtk,bgsk->bgmts", query, key, preferred_element_type=jnp.float32)
@@ -137,6 +193,7 @@ def masked_logits(
         logits -= inputs.slope.reshape(*logits.shape[1:3], 1, 1) * far[:, None, None].astype(jnp.float32)
     if inputs.diagonal_bias is not None:
         logits += jnp.where(distance == 0, inputs.diagonal_bias[:, :, None], 0)[:, None, None]
+    window = inputs.window
     mask = (distance >= 0)[None] if window is None else ((distance >= 0) & (distance < window))[None]
     if used is not None:
         mask = mask & used

@@ -6,76 +6,55 @@ whose slots are sharded over the devices of a context axis.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel, Rotation, scaled
-from pe_lab.attention.sharded import rotation_spec
+from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel, scaled
+from pe_lab.attention.sharded import input_specs
 from pe_lab.parallel import AxisRules, current_mesh
 from pe_lab.positional import rotate, rotation_tables
 
 
 class KVCache(NamedTuple):
-    """The KV caches of L layers, and the layer to attend to.
-
-    Attributes:
-      key, value: [L, B, G, S, K]; slot s contains the token at position s.
-      layer: the index of the layer.
-      rotation: rotates keys that are cached unrotated; None if they are cached rotated.
-    """
+    """The KV caches of L layers, and the index of the layer to attend to; slot s contains the token at position s."""
 
     key: Float[Array, "L B G S K"]
     value: Float[Array, "L B G S K"]
     layer: Int[Array, ""] | int
-    rotation: Rotation | None = None
 
 
 def attend_to_cache(
-    kernel: KeyBlockKernel,
-    query: Float[Array, "B C H K"],
-    cache: KVCache,
-    scale: Float[Array, ""],
-    slope: Float[Array, " H"] | None,
-    start: Int[Array, " B"],
-    used: Int[Array, " B"],
-    *,
-    window: int | None = None,
+    kernel: KeyBlockKernel, query: Float[Array, "B C H K"], cache: KVCache, inputs: AttentionInputs
 ) -> Float[Array, "B C H K"]:
-    """Attention of C new tokens of each row to the visible slots below `used`.
+    """Attention of C new tokens of each row to the visible slots.
 
     Args:
       kernel: `tpu_key_block`, `gpu_key_block` or `chunked_key_block`.
-      query: rotated; not scaled.
+      query: rotated and scaled.
       cache: contains the new tokens.
-      scale: of the logits.
-      slope: ALiBi's.
-      start: the slot of each row's first new token.
-      used: slots of each row from this index on are ignored.
-      window: as in `attention`.
+      inputs: start [B], the slot of each row's first new token; used [B]; slope; window; and the rotation of keys that
+        are cached unrotated.
     """
-    current = current_mesh()
-    q = scaled(query, scale).swapaxes(1, 2)
 
-    def part(
-        q: jax.Array, cache: KVCache, slope: jax.Array | None, start: jax.Array, used: jax.Array
-    ) -> Float[Array, "B H C K"]:
-        inputs = AttentionInputs(start=start, used=used, slope=slope, rotation=cache.rotation)
-        return kernel(q, cache.key, cache.value, inputs, layer=cache.layer, window=window).out
+    def part(q: jax.Array, cache: KVCache, inputs: AttentionInputs) -> Float[Array, "B H C K"]:
+        return kernel(q, cache.key, cache.value, inputs, layer=cache.layer).out
 
+    current, q = current_mesh(), query.swapaxes(1, 2)
     if current is None or current[0].size == 1:
-        return part(q, cache, slope, start, used).swapaxes(1, 2)
-    specs = _Specs(*current, cache)
+        return part(q, cache, inputs).swapaxes(1, 2)
+    of_cache, batch, heads = _specs(*current, cache)
     out = jax.shard_map(
         part,
         mesh=current[0],
-        in_specs=(specs.queries, specs.cache, specs.slope(slope), specs.rows, specs.rows),
-        out_specs=specs.queries,
+        in_specs=(PartitionSpec(batch, heads, None, None), of_cache, input_specs(inputs, batch, None, heads)),
+        out_specs=PartitionSpec(batch, heads, None, None),
         check_vma=False,
-    )(q, cache, slope, start, used)
+    )(q, cache, inputs)
     return out.swapaxes(1, 2)
 
 
@@ -86,10 +65,7 @@ def write_and_attend(
     value: Float[Array, "B C G K"],
     cache: KVCache,
     scale: Float[Array, ""],
-    slope: Float[Array, " H"] | None,
-    start: Int[Array, " B"],
-    *,
-    window: int | None = None,
+    inputs: AttentionInputs,
 ) -> tuple[Float[Array, "B C H K"], Float[Array, "L B G S K"], Float[Array, "L B G S K"]]:
     """Writes new tokens into a cache whose slots are sharded over the mesh's context axis, and attends to it.
 
@@ -97,12 +73,13 @@ def write_and_attend(
     range; the partial results are merged by their logsumexp. No part of the cache moves between devices.
 
     Args:
-      kernel, scale, slope, window: as in `attend_to_cache`.
-      query: neither rotated nor scaled if `cache.rotation` is given, because devices count positions from their own
+      kernel: as in `attend_to_cache`.
+      query: neither rotated nor scaled if `inputs` have a rotation, because devices count positions from their own
         first slot; else rotated.
       key, value: of the new tokens, as they are cached.
       cache: without the new tokens.
-      start: position of each row's first new token; equal in all rows unless C is 1.
+      scale: of the logits.
+      inputs: as in `attend_to_cache`, without `used`; start is equal in all rows unless C is 1.
 
     Returns:
       The attention, and the new keys and values of the cache.
@@ -110,26 +87,24 @@ def write_and_attend(
     current = current_mesh()
     assert current is not None
     mesh, rules = current
-    axis = rules.slots
-    specs = _Specs(mesh, rules, cache, slots=axis)
-    C = query.shape[1]
+    axis, C = rules.slots, query.shape[1]
+    of_cache, batch, heads = _specs(mesh, rules, cache, slots=axis)
+    of_new = PartitionSpec(batch, None, heads, None)
 
     def part(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache, scale: jax.Array, slope: jax.Array | None,
-        start: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-        first = jax.lax.axis_index(axis) * cache.key.shape[3]
-        start = start - first
+        q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache, scale: jax.Array, inputs: AttentionInputs
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        start = inputs.start - jax.lax.axis_index(axis) * cache.key.shape[3]
         cache = cache._replace(
             key=_written(cache.key, cache.layer, k, start), value=_written(cache.value, cache.layer, v, start)
         )
-        if cache.rotation is not None:
-            cos, sin = rotation_tables(*cache.rotation, start[:, None] + jnp.arange(C, dtype=jnp.int32))
+        if inputs.rotation is not None:
+            cos, sin = rotation_tables(*inputs.rotation, start[:, None] + jnp.arange(C, dtype=jnp.int32))
             repeats = q.shape[2] // cos.shape[2] if cos.shape[2] > 1 else 1
             q = rotate(q, *(jnp.repeat(x, repeats, axis=2) for x in (cos, sin)))
         q = scaled(q, scale).swapaxes(1, 2)
-        inputs = AttentionInputs(start=start, used=jnp.maximum(start + C, 0), slope=slope, rotation=cache.rotation)
-        found = kernel(q, cache.key, cache.value, inputs, layer=cache.layer, window=window, wide=True)
+        inputs = replace(inputs, start=start, used=jnp.maximum(start + C, 0))
+        found = kernel(q, cache.key, cache.value, inputs, layer=cache.layer, wide=True)
         highest = jax.lax.pmax(found.logsumexp, axis)
         weight = jnp.exp(found.logsumexp - highest)[..., None]
         total = jax.lax.psum(weight, axis)
@@ -139,10 +114,10 @@ def write_and_attend(
     out, new_key, new_value = jax.shard_map(
         part,
         mesh=mesh,
-        in_specs=(specs.new, specs.new, specs.new, specs.cache, PartitionSpec(), specs.slope(slope), specs.rows),
-        out_specs=(specs.queries, specs.cache.key, specs.cache.value),
+        in_specs=(of_new, of_new, of_new, of_cache, PartitionSpec(), input_specs(inputs, batch, None, heads)),
+        out_specs=(PartitionSpec(batch, heads, None, None), of_cache.key, of_cache.value),
         check_vma=False,
-    )(query, key, value, cache, scale, slope, start)
+    )(query, key, value, cache, scale, inputs)
     return out.swapaxes(1, 2), new_key, new_value
 
 
@@ -163,18 +138,11 @@ def _written(
     return jax.lax.dynamic_update_index_in_dim(cache, jnp.where(here, taken, before), layer, 0)
 
 
-class _Specs:
-    """Partition specs of a cache and of the arrays that attend to it."""
+def _specs(mesh: Mesh, rules: AxisRules, cache: KVCache, slots: str | None = None) -> tuple[KVCache, Any, Any]:
+    """How a cache is sharded, and the mesh axes of its rows and heads.
 
-    def __init__(self, mesh: Mesh, rules: AxisRules, cache: KVCache, slots: str | None = None):
-        spec = rules.spec(("layers", "batch", "kv_heads", None, "head_dim"), cache.key.shape, mesh, "the cache")
-        # If the key heads do not divide over `tensor`, every device has all key heads and all queries.
-        batch, self._heads = spec[1], spec[2]
-        of_keys = PartitionSpec(spec[0], batch, self._heads, slots, None)
-        self.cache = KVCache(of_keys, of_keys, PartitionSpec(), rotation_spec(cache.rotation, self._heads))
-        self.queries = PartitionSpec(batch, self._heads, None, None)
-        self.new = PartitionSpec(batch, None, self._heads, None)
-        self.rows = PartitionSpec(batch)
-
-    def slope(self, slope: jax.Array | None) -> PartitionSpec | None:
-        return None if slope is None else PartitionSpec(self._heads)
+    If the key heads do not divide over `tensor`, every device has all key heads and all queries.
+    """
+    spec = rules.spec(("layers", "batch", "kv_heads", None, "head_dim"), cache.key.shape, mesh, "the cache")
+    of_keys = PartitionSpec(spec[0], spec[1], spec[2], slots, None)
+    return KVCache(of_keys, of_keys, PartitionSpec()), spec[1], spec[2]

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pe_lab.attention.key_block import MASKED, AttentionInputs
+from pe_lab.attention.key_block import MASKED, AttentionInputs, Keys, Queries
 
 
-def visible(length: int, inputs: AttentionInputs, window: int | None) -> Bool[Array, "#B T T"]:
+def visible(length: int, inputs: AttentionInputs) -> Bool[Array, "#B T T"]:
     """Which keys each query of a sequence sees: none that is later, out of the window or in another segment."""
     index = jnp.arange(length)
     distance = index[:, None] - index[None, :]
     mask = distance >= 0
-    if window is not None:
-        mask &= distance < window
+    if inputs.window is not None:
+        mask &= distance < inputs.window
     mask = mask[None]
     if inputs.query_segments is not None and inputs.key_segments is not None:
         mask = mask & (inputs.query_segments[:, :, None] == inputs.key_segments[:, None, :])
@@ -31,22 +31,12 @@ def alibi(length: int, inputs: AttentionInputs, kv_heads: int) -> Float[Array, "
     return inputs.slope.reshape(kv_heads, -1, 1, 1) * distance[:, None, None]
 
 
-def reference_attention(
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T G K"],
-    value: Float[Array, "B T G K"],
-    inputs: AttentionInputs,
-    *,
-    window: int | None = None,
-    chunk: int = 0,
-) -> Float[Array, "B T H K"]:
+def reference_attention(query: Queries, key: Keys, value: Keys, inputs: AttentionInputs) -> Queries:
     """softmax(q k^T - slope * distance + diagonal_bias) v over visible keys, with [B, H, T, T] float32 logits.
 
     Args:
       query, key, value: of one sequence per row; queries and keys encoded, queries scaled.
       inputs: for queries and keys of the same tokens: without start, used, rotation and noise.
-      window: as in `attention`.
-      chunk: not used.
     """
     B, T, H, K = query.shape
     G = key.shape[2]
@@ -59,7 +49,7 @@ def reference_attention(
         logits -= penalty
     if inputs.diagonal_bias is not None:
         logits += (jnp.eye(T) * inputs.diagonal_bias[:, None])[:, None, None]
-    mask = visible(T, inputs, window)
+    mask = visible(T, inputs)
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], logits, MASKED), axis=-1)
     out = jnp.einsum("bgmts,bgsk->bgmtk", weights.astype(value.dtype), v, preferred_element_type=jnp.float32)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K).astype(query.dtype)

@@ -10,6 +10,7 @@ attend to the present ones.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +25,6 @@ class _Static(NamedTuple):
     axis: str
     size: int
     partial: KeyBlockKernel
-    window: int | None
-    chunk: int
 
 
 class _Visitor(NamedTuple):
@@ -46,20 +45,16 @@ def ring_attention(
     axis: str,
     size: int,
     partial: KeyBlockKernel,
-    window: int | None = None,
-    chunk: int = 512,
 ) -> Float[Array, "B H T K"]:
     """This device's part of causal attention, inside a `shard_map` over mesh axis `axis` of `size` devices.
 
     Args:
       query, key, value: this device's tokens, in `parallel.balanced_order`; queries and keys rotated, queries scaled.
-      inputs: slope, positions and segments of these tokens.
+      inputs: of these tokens: slope, positions, segments, window, and the chunk of the gradient (`chunked_gradient`).
       axis, size: of the mesh.
       partial: computes attention to a block of keys.
-      window: as in `attention`.
-      chunk: block of the gradient, which `chunked_gradient` computes.
     """
-    return _ring(query, key, value, inputs, _Static(axis, size, partial, window, chunk))
+    return _ring(query, key, value, inputs, _Static(axis, size, partial))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -67,8 +62,8 @@ def _ring(query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionI
     return _forward(query, key, value, inputs, static).out.astype(query.dtype)
 
 
-def _halves(x: Any, axis: int) -> list[Any]:
-    return [None, None] if x is None else list(jnp.split(x, 2, axis))
+def _halves(x: jax.Array, axis: int) -> list[jax.Array]:
+    return jnp.split(x, 2, axis)
 
 
 def _visible_pairs(
@@ -81,24 +76,14 @@ def _visible_pairs(
     n, half = static.size, shape[2] // 2
     me = jax.lax.axis_index(static.axis)
     other = (me - step) % n
-    query_positions, key_positions = _halves(inputs.query_positions, 1), _halves(visitor.positions, 1)
-    query_segments, key_segments = _halves(inputs.query_segments, 1), _halves(visitor.segments, 1)
     starts = [(0, 0, (me - other) * half), (1, 0, (2 * n - 1 - me - other) * half), (1, 1, (other - me) * half)]
-    return [
-        (
-            i,
-            j,
-            AttentionInputs(
-                start=jnp.broadcast_to(start.astype(jnp.int32), shape[:1]),
-                slope=inputs.slope,
-                query_positions=query_positions[i],
-                key_positions=key_positions[j],
-                query_segments=query_segments[i],
-                key_segments=key_segments[j],
-            ),
-        )
-        for i, j, start in starts
-    ]
+    inputs = replace(inputs, key_positions=visitor.positions, key_segments=visitor.segments)
+
+    def pair(i: int, j: int, start: jax.Array) -> AttentionInputs:
+        halves = inputs.of_tokens(lambda x: _halves(x, 1)[i], lambda x: _halves(x, 1)[j])
+        return replace(halves, start=jnp.broadcast_to(start.astype(jnp.int32), shape[:1]))
+
+    return [(i, j, pair(i, j, start)) for i, j, start in starts]
 
 
 def _to_next_device(x: Any, static: _Static) -> Any:
@@ -115,7 +100,7 @@ def _forward(
         partials = list(partials)
         keys, values = _halves(visitor.key, 2), _halves(visitor.value, 2)
         for i, j, pair in _visible_pairs(inputs, visitor, static, step, query.shape):
-            found = static.partial(queries[i], keys[j], values[j], pair, window=static.window, wide=True)
+            found = static.partial(queries[i], keys[j], values[j], pair, wide=True)
             partials[i] = merge([partials[i], found])
         return partials
 
@@ -153,9 +138,7 @@ def _backward_rule(static, saved, d_out):  # noqa: ANN001, ANN202
         keys, values = _halves(visitor.key, 2), _halves(visitor.value, 2)
         for i, j, pair in _visible_pairs(inputs, visitor, static, s, query.shape):
             saved = logsumexps[i], inners[i], d_outs[i]
-            more = chunked_gradient(
-                queries[i], keys[j], values[j], pair, *saved, window=static.window, chunk=static.chunk
-            )
+            more = chunked_gradient(queries[i], keys[j], values[j], pair, *saved)
             d_q[i], d_k[j], d_v[j] = d_q[i] + more[0], d_k[j] + more[1], d_v[j] + more[2]
         # Gradients of keys and values travel with them, and are back on their own device after a whole round.
         d_k, d_v = _to_next_device((d_k, d_v), static)

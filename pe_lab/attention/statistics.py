@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from pe_lab.attention.key_block import FLOOR, MASKED, AttentionInputs, masked_logits, scaled
+from pe_lab.attention.key_block import FLOOR, MASKED, AttentionInputs, masked_logits, padded, scaled
 from pe_lab.attention.layer_encoding import LayerEncoding, check_heads, encode_keys, encode_queries
 from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.parallel import context_size
@@ -245,8 +245,9 @@ def _logits(
         query_segments=queries.segments,
         key_segments=keys.segments,
         diagonal_bias=queries.diagonal_bias,
+        window=window,
     )
-    return masked_logits(queries.vectors, keys.vectors, distance, inputs, window)
+    return masked_logits(queries.vectors, keys.vectors, distance, inputs)
 
 
 @functools.partial(jax.jit, static_argnames="window")
@@ -267,8 +268,8 @@ def _statistics(query, key, encoding, positions, segments, ranges, queries, wind
     Q = len(chosen.index)
     t, s = min(block, Q), min(block, T)
     # Queries are padded by copies of the last one, keys by tokens that are later than all queries.
-    chosen = chosen.each(lambda x, axis: _padded(x, axis, t, "edge"))
-    keys = keys.each(lambda x, axis: _padded(x, axis, s, "constant"))._replace(index=jnp.arange(T + -T % s))
+    chosen = chosen.each(lambda x, axis: padded(x, axis, t, "edge"))
+    keys = keys.each(lambda x, axis: padded(x, axis, s))._replace(index=jnp.arange(T + -T % s))
 
     def of_block(i: jax.Array) -> Statistics:
         asking = chosen.each(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, i * t, t, axis))
@@ -325,8 +326,3 @@ def _statistics(query, key, encoding, positions, segments, ranges, queries, wind
 
     found = jax.lax.map(of_block, jnp.arange(len(chosen.index) // t))
     return Statistics(*(joined(x, name == "in_ranges") for name, x in zip(Statistics._fields, found, strict=True)))
-
-
-def _padded(x: jax.Array, axis: int, size: int, mode: str) -> jax.Array:
-    axis %= x.ndim
-    return jnp.pad(x, [(0, -x.shape[axis] % size if i == axis else 0) for i in range(x.ndim)], mode=mode)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention import CacheView, LayerEncoding, cached_attention, encode_keys, encode_queries
-from pe_lab.attention.key_block import KeyBlockKernel
+from pe_lab.attention import CacheView, cached_attention, encode_keys, encode_queries
+from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel, scaled
 from pe_lab.attention.kv_cache_kernel import KVCache, attend_to_cache, write_and_attend
 from pe_lab.config import ModelConfig
 from pe_lab.model.decoder import Model, layer_arrays
@@ -31,8 +31,8 @@ class CachedLayer:
 
     Attributes:
       structure: the compiled part of the layer's positional encoding.
-      slots: S. A layer with a window has a ring of the window's size, with token p in slot p % S; other layers have
-        the whole capacity, with token p in slot p.
+      slots: S; the whole capacity, with token p in slot p, or a ring.
+      ring: a layer with a window has a ring of the window's size, with token p in slot p % S.
       heads: of the cached keys: H if heads of a group rotate differently, else G. (Rotating keys of G heads per query
         head on reading would need rotations of H heads, which are as large as the keys of H heads.)
       rotated: keys are cached rotated. False if the schedule follows the length: G unrotated heads are cached, and each
@@ -42,11 +42,9 @@ class CachedLayer:
 
     structure: LayerStructure
     slots: int
+    ring: bool
     heads: int
     rotated: bool
-
-    def is_ring(self, capacity: int) -> bool:
-        return self.slots < capacity
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,29 @@ class Slots(NamedTuple):
     value: Float[Array, "R B G S K"]
 
 
-Cache = tuple[tuple[Slots, ...], ...]  # by run, by layer of its pattern
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """The KV caches of all layers, by run and by layer of its pattern. A pytree: `layout` is static."""
+
+    runs: tuple[tuple[Slots, ...], ...]
+    layout: Layout = field(metadata={"static": True})
+
+
+class Chunk(NamedTuple):
+    """C new tokens of each row.
+
+    Attributes:
+      tokens: padding last.
+      positions: [1, C] if all rows have the same positions, or [B, 1].
+      counts: earlier tokens of each row, which are in the cache.
+      real: how many of the C are tokens; the rest is padding.
+    """
+
+    tokens: Int[Array, "B C"]
+    positions: Int[Array, "#B C"]
+    counts: Int[Array, " B"]
+    real: Int[Array, " B"]
 
 
 def plan(
@@ -91,7 +111,8 @@ def plan(
         slots = capacity if one.window is None else min(capacity, one.window)
         split = one.rotates and one.heads == "split"
         rotated = not follow and not (split and kernel_rotates and _plain(one) and slots == capacity)
-        found.append(CachedLayer(one, slots, config.heads if split and rotated else config.kv_heads, rotated))
+        heads = config.heads if split and rotated else config.kv_heads
+        found.append(CachedLayer(one, slots, slots < capacity, heads, rotated))
     repeated = runs(found) if scan else [Run(n, 1, 1) for n in range(len(found))]
     return Layout(capacity, tuple(found), tuple(repeated))
 
@@ -101,13 +122,11 @@ def _plain(structure: LayerStructure) -> bool:
     return not structure.noisy and structure.warp is None and structure.diagonal_bias is None
 
 
-def _kernel_serves(cached: CachedLayer, kv_heads: int, capacity: int, chunk: int) -> bool:
+def _kernel_serves(cached: CachedLayer, kv_heads: int, chunk: int) -> bool:
     """Whether a kernel can attend to this layer's cache; to a ring, whose slots are out of order, only unmasked."""
     if not _plain(cached.structure) or cached.heads != kv_heads:
         return False
-    if cached.is_ring(capacity):
-        return chunk == 1 and cached.rotated and not cached.structure.slopes
-    return True
+    return not cached.ring or (chunk == 1 and cached.rotated and not cached.structure.slopes)
 
 
 def allocate(config: ModelConfig, layout: Layout, batch: int) -> Cache:
@@ -115,15 +134,16 @@ def allocate(config: ModelConfig, layout: Layout, batch: int) -> Cache:
 
     def empty(run: Run, heads: int, cached: CachedLayer) -> jax.Array:
         zeros = jnp.zeros((run.repeats, batch, heads, cached.slots, config.head_dim), jnp.dtype(config.dtype))
-        return constrain(zeros, *slot_axes(cached.is_ring(layout.capacity)))
+        return constrain(zeros, *slot_axes(cached.ring))
 
-    return tuple(
+    found = tuple(
         tuple(
             Slots(empty(run, cached.heads, cached), empty(run, config.kv_heads, cached))
             for cached in layout.layers[run.start : run.start + run.period]
         )
         for run in layout.runs
     )
+    return Cache(found, layout)
 
 
 def arrange(stacked: Any, found: Sequence[Run]) -> tuple[tuple[Any, ...], ...]:
@@ -136,10 +156,10 @@ def arrange(stacked: Any, found: Sequence[Run]) -> tuple[tuple[Any, ...], ...]:
     return tuple(tuple(part(run, i) for i in range(run.period)) for run in found)
 
 
-def slot_positions(cached: CachedLayer, capacity: int, counts: Int[Array, " B"]) -> Int[Array, "B S"]:
+def slot_positions(cached: CachedLayer, counts: Int[Array, " B"]) -> Int[Array, "B S"]:
     """The position of the token in each slot, after `counts` tokens of each row; negative for an empty slot."""
     slot = jnp.arange(cached.slots, dtype=jnp.int32)
-    if cached.is_ring(capacity):
+    if cached.ring:
         last = counts[:, None] - 1
         return last - (last - slot) % cached.slots  # the latest token with this remainder; negative: none yet
     return jnp.where(slot < counts[:, None], slot, -1)
@@ -149,98 +169,92 @@ def write(
     slots: Slots,
     at: jax.Array | int,
     cached: CachedLayer,
-    capacity: int,
     key: Float[Array, "B C heads K"],
     value: Float[Array, "B C G K"],
-    positions: Int[Array, "#B C"],
-    counts: Int[Array, " B"],
-    real: Int[Array, " B"],
+    chunk: Chunk,
 ) -> Slots:
-    """The slots after C new tokens of each row are written to repetition `at`.
+    """The slots after the new tokens of each row are written to repetition `at`; keys and values as they are cached.
 
-    Args:
-      slots, at, cached, capacity: of the layer.
-      key, value: as they are cached.
-      positions: [1, C] for all rows, or [B, 1].
-      counts: earlier tokens of each row.
-      real: how many of the C are tokens; the rest is padding. Padding is not written to a ring, where it would replace
-        visible tokens; elsewhere the row's next tokens will overwrite it.
+    Padding is not written to a ring, where it would replace visible tokens; elsewhere the row's next tokens will
+    overwrite it.
     """
     B, C = key.shape[:2]
-    ring = cached.is_ring(capacity)
+    positions, counts = chunk.positions, chunk.counts
     zero, at = jnp.zeros((), jnp.int32), jnp.asarray(at, jnp.int32)
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         if C == 1 and B > 1:
             # Index arrays beside a slice: the indexed axes come first, [B, heads, K].
             return old.at[at, jnp.arange(B), :, counts % cached.slots].set(new[:, 0])
-        if C == 1 or not ring:
+        if C == 1 or not cached.ring:
             update = new.transpose(0, 2, 1, 3)[None]
             return jax.lax.dynamic_update_slice(old, update, (at, zero, zero, positions[0, 0] % cached.slots, zero))
         before = jax.lax.dynamic_index_in_dim(old, at, 0, keepdims=False)
-        after = slot_positions(cached, capacity, counts + real) - counts[:, None]  # which token of the chunk
+        after = slot_positions(cached, counts + chunk.real) - counts[:, None]  # which token of the chunk
         taken = jnp.take_along_axis(new, jnp.clip(after, 0, C - 1)[:, :, None, None], axis=1).transpose(0, 2, 1, 3)
         fresh = jnp.where((after >= 0)[:, None, :, None], taken, before)
         return jax.lax.dynamic_update_slice_in_dim(old, fresh[None], at, 0)
 
-    axes = slot_axes(ring)
+    axes = slot_axes(cached.ring)
     return Slots(constrain(put(slots.key, key), *axes), constrain(put(slots.value, value), *axes))
 
 
 def forward_chunk(
-    model: Model,
-    params: Any,
-    cache: Cache,
-    layout: Layout,
-    tokens: Int[Array, "B C"],
-    positions: Int[Array, "#B C"],
-    counts: Int[Array, " B"],
-    real: Int[Array, " B"],
-    schedule: Schedule,
-    kernel: KeyBlockKernel | None = None,
+    model: Model, params: Any, cache: Cache, chunk: Chunk, schedule: Schedule, kernel: KeyBlockKernel | None = None
 ) -> tuple[Float[Array, "B C D"], Cache]:
-    """The output of the last layer for C new tokens of each row, and the cache after they are written.
+    """The output of the last layer for new tokens, and the cache after they are written.
 
     Args:
       params: {"token_embedder": as in the model, "layers": from `arrange`}.
-      cache, layout: from `allocate` and `plan`.
-      tokens: new tokens of each row, padding last.
-      positions: [1, C] if all rows have the same positions, or [B, 1].
-      counts, real: the numbers of tokens of each row in the cache, and among the new ones.
-      schedule: the positional encoding, of the structure in the layout.
+      cache: from `allocate`.
+      schedule: the positional encoding, of the structure in the cache's layout.
       kernel: attends to caches; None: XLA does.
     """
-    B, C = tokens.shape
+    B, C = chunk.tokens.shape
+    layout, positions = cache.layout, chunk.positions
     sharded = slots_are_cut()
     start = jnp.broadcast_to(positions[:, 0], (B,))
-    tables = _SharedTables(model, schedule, layout, positions, counts)
-    data = arrange(layer_arrays(schedule), layout.runs)
+    # What layers share is computed once, outside the scans: the positions of slots, and rotations.
+    kinds = {cached.slots: cached for cached in layout.layers}
+    tokens_at = {slots: slot_positions(cached, chunk.counts) for slots, cached in kinds.items()}
+    tables = model.shared_tables(schedule, positions)
+
+    def rotated_to(cached: CachedLayer) -> jax.Array:
+        """The position by which each slot is rotated; without a ring it is equal in all rows."""
+        if cached.ring:
+            return jnp.maximum(tokens_at[cached.slots], 0)
+        return jnp.arange(cached.slots, dtype=jnp.int32)[None]
+
+    unrotated = {cached.slots: cached for cached in layout.layers if not cached.rotated}
+    slot_tables = {slots: model.shared_tables(schedule, rotated_to(cached)) for slots, cached in unrotated.items()}
 
     def layer(x: jax.Array, slots: Slots, cached: CachedLayer, block_params: Any, arrays: Any, at: Any) -> Any:
-        structure = cached.structure
-        encoding = model.layer_encoding(arrays, structure, positions, tables.of_chunk)
-        ring = cached.is_ring(layout.capacity)
-        by_kernel = kernel is not None and _kernel_serves(cached, model.config.kv_heads, layout.capacity, C)
-        rotation = None if cached.rotated else encoding.rotation
+        structure, ring = cached.structure, cached.ring
+        encoding = model.layer_encoding(arrays, structure, positions, tables)
+        by_kernel = kernel is not None and _kernel_serves(cached, model.config.kv_heads, C)
         scale = jnp.float32(model.config.head_dim**-0.5) * encoding.logit_scale
+        inputs = AttentionInputs(
+            start=start,
+            slope=encoding.slope,
+            rotation=None if cached.rotated else encoding.rotation,
+            window=structure.window,
+        )
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Slots]:
             if by_kernel and sharded and not ring:
                 if cached.rotated:
                     q = encode_queries(q, encoding, k.shape[2], positions)
                     k = encode_keys(k, encoding, q.shape[2], positions)
-                kv = KVCache(slots.key, slots.value, at, rotation)
-                out, key, value = write_and_attend(
-                    kernel, q, k, v, kv, scale, encoding.slope, start, window=structure.window
-                )
-                return out, Slots(key, value)
-            of_slots = tables.slot_positions[cached.slots]
-            slots_encoding = None if cached.rotated else tables.slots_encoding(cached, arrays)
+                out, *new = write_and_attend(kernel, q, k, v, KVCache(*slots, at), scale, inputs)
+                return out, Slots(*new)
+            slots_encoding = None
+            if not cached.rotated:
+                at_slots = rotated_to(cached)
+                slots_encoding = model.layer_encoding(arrays, structure, at_slots, slot_tables[cached.slots])
             encoded = encode_keys(k, encoding, model.config.heads, positions)
 
             def written() -> Slots:
-                key = encoded if cached.rotated else k
-                return write(slots, at, cached, layout.capacity, key, v, positions, counts, real)
+                return write(slots, at, cached, encoded if cached.rotated else k, v, chunk)
 
             # If the cache is written before it is read, XLA updates it in place; else XLA copies it. But a chunk that
             # is written to a ring replaces tokens that its own queries still see: then the ring is read first.
@@ -248,22 +262,22 @@ def forward_chunk(
             after = written() if write_first else None
             now = after or slots
             if by_kernel:
-                used = jnp.minimum(start + C, cached.slots) if ring else start + C
-                kv = KVCache(now.key, now.value, at, rotation)
-                window = None if ring else structure.window  # all tokens in a ring are visible
-                queries = encode_queries(q, encoding, k.shape[2], positions)
-                return attend_to_cache(kernel, queries, kv, scale, encoding.slope, start, used, window=window), now
-            used = jnp.minimum(counts.max(), cached.slots)
-            view = CacheView(now.key, now.value, at, of_slots, used, slots_encoding)
-            window = structure.window
-            out = cached_attention(q, encoded, v, view, encoding, positions=positions, window=window)
+                used, of_cache = start + C, inputs
+                if ring:  # all tokens in it are visible
+                    used, of_cache = jnp.minimum(used, cached.slots), replace(inputs, window=None)
+                queries = scaled(encode_queries(q, encoding, k.shape[2], positions), scale)
+                return attend_to_cache(kernel, queries, KVCache(*now, at), replace(of_cache, used=used)), now
+            used = jnp.minimum(chunk.counts.max(), cached.slots)
+            view = CacheView(*now, at, tokens_at[cached.slots], used, slots_encoding)
+            out = cached_attention(q, encoded, v, view, encoding, positions=positions, window=structure.window)
             return out, after or written()
 
         return model.block(block_params).attend_by(x, attend)
 
-    x = model.embed(params, tokens)
+    x = model.embed(params, chunk.tokens)
+    data = arrange(layer_arrays(schedule), layout.runs)
     after = []
-    for run, slots, run_params, run_arrays in zip(layout.runs, cache, params["layers"], data, strict=True):
+    for run, slots, run_params, run_arrays in zip(layout.runs, cache.runs, params["layers"], data, strict=True):
         pattern = layout.layers[run.start : run.start + run.period]
 
         def group(x: Any, slots: Any, parts: Any, at: Any, pattern: Any = pattern) -> Any:
@@ -284,41 +298,4 @@ def forward_chunk(
 
             (x, slots), _ = jax.lax.scan(step, (x, slots), (parts, jnp.arange(run.repeats)))
         after.append(slots)
-    return x, tuple(after)
-
-
-class _SharedTables:
-    """Positions and rotations that layers share, computed once while a forward pass is traced.
-
-    Attributes:
-      slot_positions: slots of a layer -> the positions of their tokens.
-      of_chunk: cos and sin of the new tokens, if all layers that rotate share them.
-    """
-
-    def __init__(self, model: Model, schedule: Schedule, layout: Layout, positions: jax.Array, counts: jax.Array):
-        self._model, self._layout = model, layout
-        self.slot_positions: dict[int, jax.Array] = {}
-        self.of_chunk: tuple[jax.Array, jax.Array] | None = None
-        self._slots: dict[int, tuple[jax.Array, jax.Array]] = {}
-        for cached in layout.layers:
-            self.slot_positions.setdefault(cached.slots, slot_positions(cached, layout.capacity, counts))
-        if schedule.same_rotation:
-            n = next(i for i, s in enumerate(schedule.structure) if s.rotates)
-            structure = schedule.structure[n]
-            fixed_freq, gain = jnp.asarray(schedule.fixed_freq)[n], jnp.asarray(schedule.gain)[n]
-            self.of_chunk = model.tables(fixed_freq, gain, structure, positions)
-            for cached in layout.layers:
-                if not cached.rotated and cached.slots not in self._slots:
-                    rotated_to = self._rotated_to(cached)
-                    self._slots[cached.slots] = model.tables(fixed_freq, gain, structure, rotated_to)
-
-    def _rotated_to(self, cached: CachedLayer) -> jax.Array:
-        """The position by which each slot is rotated; without a ring it is equal in all rows."""
-        if cached.is_ring(self._layout.capacity):
-            return jnp.maximum(self.slot_positions[cached.slots], 0)
-        return jnp.arange(cached.slots, dtype=jnp.int32)[None]
-
-    def slots_encoding(self, cached: CachedLayer, arrays: Any) -> LayerEncoding:
-        """The encoding of the slots of a layer that caches unrotated keys."""
-        tables = self._slots.get(cached.slots)
-        return self._model.layer_encoding(arrays, cached.structure, self._rotated_to(cached), tables)
+    return x, Cache(tuple(after), layout)

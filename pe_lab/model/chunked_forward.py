@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +12,17 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int
 
 from pe_lab.config import ModelConfig
-from pe_lab.model.cache import Cache, Layout
+from pe_lab.model.cache import Cache
 from pe_lab.model.decoder import Params
 from pe_lab.model.loss import cross_entropy
-from pe_lab.model.programs import Programs, Weights
+from pe_lab.model.programs import Programs, Weights, chunk_of, outputs_at, part_of
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Schedule
 
 CHUNK = 512  # tokens per chunk
 
 
-class ChunkedForward:
+class ChunkedForward(Programs):
     """The losses and hidden states of a forward pass, for sequences that are too long for one pass.
 
     A pass over a whole sequence has the activations of all its tokens in memory. This one has those of a chunk, and the
@@ -33,21 +32,17 @@ class ChunkedForward:
     Args:
       config, mesh, rules: as `Programs` takes them.
       chunk: tokens per chunk.
-
-    Attributes:
-      traces: (program, rows, chunk, capacity) -> how often it was compiled.
     """
 
     def __init__(
         self, config: ModelConfig, mesh: Mesh | None = None, rules: AxisRules | None = None, chunk: int = CHUNK
     ):
         # A scan compiles faster, and its cost per call is small for a chunk.
-        self.programs = Programs(config, mesh, rules, scan=config.scan)
+        super().__init__(config, mesh, rules, scan=config.scan)
         self.chunk = chunk
         self._prepared: tuple[Params, Weights] | None = None  # for the last parameters
-        self.traces: collections.Counter[tuple[Any, ...]] = collections.Counter()
-        self._losses = jax.jit(self._forward_losses, static_argnames=("layout",), donate_argnames=("cache",))
-        self._hidden = jax.jit(self._forward_hidden, static_argnames=("layout",), donate_argnames=("cache", "found"))
+        self._losses = jax.jit(self._forward_losses, donate_argnames=("cache",))
+        self._hidden = jax.jit(self._forward_hidden, donate_argnames=("cache", "found"))
 
     def losses(
         self,
@@ -59,19 +54,16 @@ class ChunkedForward:
     ) -> Float32[np.ndarray, "B T"]:
         """Cross-entropy of every target in nats; `progress` is called with the number of tokens done in each row."""
         results = []
-
-        def step(params: Any, cache: Cache, part: np.ndarray, start: int, layout: Layout, placed: Any) -> Cache:
-            wanted = np.zeros_like(part)
-            wanted[:, : targets.shape[1] - start] = targets[:, start : start + self.chunk]
-            loss, cache = self._losses(params, cache, part, wanted, np.int32(start), placed, layout=layout)
+        weights, cache, placed = self._begin(params, tokens, schedule)
+        for start in range(0, tokens.shape[1], self.chunk):
+            part, wanted = (part_of(x, start, self.chunk) for x in (tokens, targets))
+            with self.on_mesh():
+                loss, cache = self._losses(weights, cache, part, wanted, np.int32(start), placed)
             # The host waits one chunk behind, so that the device always has the next one.
             results.append(loss)
             if len(results) > 1:
                 results[-2] = np.asarray(results[-2])
             progress(min(start + self.chunk, tokens.shape[1]))
-            return cache
-
-        self._walk(params, tokens, schedule, step)
         return np.concatenate([np.asarray(loss) for loss in results], axis=1)[:, : tokens.shape[1]]
 
     def hidden(
@@ -83,46 +75,36 @@ class ChunkedForward:
         progress: Callable[[int], None] = lambda _: None,
     ) -> Float[Array, "B Q D"]:
         """The output of the final norm at chosen positions of each row."""
-        config = self.programs.model.config
-        found = self.programs.place(jnp.zeros((*at.shape, config.d_model), config.dtype))
-
-        def step(params: Any, cache: Cache, part: np.ndarray, start: int, layout: Layout, placed: Any) -> Cache:
-            nonlocal found
-            found, cache = self._hidden(
-                params, cache, found, part, np.asarray(at, np.int32), np.int32(start), placed, layout=layout
-            )
+        config = self.model.config
+        found = self.place(jnp.zeros((*at.shape, config.d_model), config.dtype))
+        weights, cache, placed = self._begin(params, tokens, schedule)
+        for start in range(0, tokens.shape[1], self.chunk):
+            part = part_of(tokens, start, self.chunk)
+            with self.on_mesh():
+                found, cache = self._hidden(
+                    weights, cache, found, part, np.asarray(at, np.int32), np.int32(start), placed
+                )
             progress(min(start + self.chunk, tokens.shape[1]))
-            return cache
-
-        self._walk(params, tokens, schedule, step)
         return found
 
-    def _walk(self, params: Params, tokens: np.ndarray, schedule: Schedule, step: Callable[..., Cache]) -> None:
-        programs = self.programs
+    def _begin(self, params: Params, tokens: np.ndarray, schedule: Schedule) -> tuple[Any, Cache, Schedule]:
+        """The weights as `forward` takes them, an empty cache, and the schedule on the devices."""
         rows, length = tokens.shape
         # The capacity is a multiple of a quarter of the next power of two: for few programs, and little unused memory.
         unit = max(self.chunk, 1 << max(0, (length - 1).bit_length() - 2))
-        layout = programs.layout(schedule.structure, (False,) * schedule.num_layers, -(-length // unit) * unit)
-        placed = programs.place(schedule)
+        layout = self.layout(schedule.structure, (False,) * schedule.num_layers, -(-length // unit) * unit)
         if self._prepared is None or self._prepared[0] is not params:
-            self._prepared = (params, programs.prepare(params))
-        with programs.on_mesh():
-            weights = programs.arranged(self._prepared[1], layout)
-            cache = programs.allocate(layout, rows)
-            for start in range(0, length, self.chunk):
-                part = np.zeros((rows, self.chunk), np.int32)
-                real = tokens[:, start : start + self.chunk]
-                part[:, : real.shape[1]] = real
-                cache = step(weights, cache, part, start, layout, placed)
+            self._prepared = (params, self.prepare(params))
+        with self.on_mesh():
+            return self.arranged(self._prepared[1], layout), self.allocate(layout, rows), self.place(schedule)
 
-    def _forward(
-        self, params: Any, cache: Cache, tokens: jax.Array, start: jax.Array, schedule: Schedule, layout: Layout
+    def _normalized(
+        self, params: Any, cache: Cache, tokens: jax.Array, start: jax.Array, schedule: Schedule
     ) -> tuple[Float[Array, "B C D"], Cache]:
         B, C = tokens.shape
-        positions = (start + jnp.arange(C, dtype=jnp.int32))[None]
-        counts, real = jnp.broadcast_to(start, (B,)), jnp.full(B, C, jnp.int32)
-        x, cache = self.programs.forward(params, cache, tokens, positions, counts, real, schedule, layout)
-        return self.programs.model.final_norm(params, x), cache
+        chunk = chunk_of(tokens, start, jnp.broadcast_to(start + C, (B,)))
+        x, cache = self.forward(params, cache, chunk, schedule)
+        return self.model.final_norm(params, x), cache
 
     def _forward_losses(
         self,
@@ -132,12 +114,10 @@ class ChunkedForward:
         targets: Int[Array, "B C"],
         start: Int[Array, ""],
         schedule: Schedule,
-        layout: Layout,
     ) -> tuple[Float[Array, "B C"], Cache]:
-        self.traces["losses", *tokens.shape, layout.capacity] += 1
-        x, cache = self._forward(params, cache, tokens, start, schedule, layout)
-        model = self.programs.model
-        return cross_entropy(x, model.unembedding(params), targets, model.config.loss_chunks), cache
+        self.traces["losses", *tokens.shape, cache.layout.capacity] += 1
+        x, cache = self._normalized(params, cache, tokens, start, schedule)
+        return cross_entropy(x, self.model.unembedding(params), targets, self.model.config.loss_chunks), cache
 
     def _forward_hidden(
         self,
@@ -148,11 +128,7 @@ class ChunkedForward:
         at: Int[Array, "B Q"],
         start: Int[Array, ""],
         schedule: Schedule,
-        layout: Layout,
     ) -> tuple[Float[Array, "B Q D"], Cache]:
-        self.traces["hidden", *tokens.shape, layout.capacity] += 1
-        x, cache = self._forward(params, cache, tokens, start, schedule, layout)
-        place = at - start
-        here = jnp.take_along_axis(x, jnp.clip(place, 0, tokens.shape[1] - 1)[..., None], axis=1)
-        inside = (place >= 0) & (place < tokens.shape[1])
-        return jnp.where(inside[..., None], here, found), cache
+        self.traces["hidden", *tokens.shape, cache.layout.capacity] += 1
+        x, cache = self._normalized(params, cache, tokens, start, schedule)
+        return outputs_at(at, x, start, found), cache

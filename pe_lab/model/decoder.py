@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention import LayerEncoding, Rotation
@@ -112,11 +112,7 @@ class Model:
         at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
         schedule = jax.tree.map(lambda a: jax.lax.stop_gradient(jnp.asarray(a)), schedule)
         x = self.embed(params, tokens)
-        shared = None
-        if schedule.same_rotation:
-            # The rotation is equal in all layers that rotate, and computed once, outside the scan.
-            n = next(i for i, s in enumerate(schedule.structure) if s.rotates)
-            shared = self.tables(schedule.fixed_freq[n], schedule.gain[n], schedule.structure[n], at)
+        shared = self.shared_tables(schedule, at)  # outside the scan
         data = (params["layers"], layer_arrays(schedule))
 
         def layer(x: jax.Array, data: Any, structure: LayerStructure) -> jax.Array:
@@ -186,6 +182,14 @@ class Model:
         """cos and sin [B or 1, T, rows, R] with one row per layer, key head or query head, as the layer needs."""
         chosen = self._rows(structure)
         return rotation_tables(fixed_freq[chosen], gain[chosen], positions, structure.warp)
+
+    def shared_tables(self, schedule: Schedule, positions: Int[Array, "#B T"]) -> tuple[jax.Array, jax.Array] | None:
+        """`tables` of all layers that rotate; None if the schedule does not say that they have the same rotation."""
+        if not schedule.same_rotation:
+            return None
+        n = next(i for i, s in enumerate(schedule.structure) if s.rotates)
+        fixed_freq, gain = jnp.asarray(schedule.fixed_freq), jnp.asarray(schedule.gain)
+        return self.tables(fixed_freq[n], gain[n], schedule.structure[n], positions)
 
     def _rows(self, structure: LayerStructure) -> slice:
         """The distinct rows among the H rows of a rotation: one, one per key head, or all."""
@@ -295,11 +299,5 @@ def _repeat(group: Any, x: jax.Array, data: Any, run: Run, scan: bool) -> jax.Ar
 
 
 def _axes(state: nnx.State, leading: tuple[str, ...]) -> Params:
-    flat = {path: (*leading, *v.get_metadata()["logical_axes"]) for path, v in nnx.to_flat_state(state)}
-    nested: Params = {}
-    for path, axes in flat.items():
-        at = nested
-        for name in path[:-1]:
-            at = at.setdefault(name, {})
-        at[path[-1]] = axes
-    return nested
+    flat = nnx.to_flat_state(state)
+    return traverse_util.unflatten_dict({path: (*leading, *v.get_metadata()["logical_axes"]) for path, v in flat})

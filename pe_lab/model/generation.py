@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import time
@@ -12,16 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from pe_lab.attention.key_block import KeyBlockKernel
-from pe_lab.config import ModelConfig
-from pe_lab.errors import ConfigError, UnsupportedError
-from pe_lab.model.decoder import Params
-from pe_lab.model.programs import Programs, Weights
+from pe_lab.errors import ConfigError
+from pe_lab.model.programs import Programs, Weights, part_of
 from pe_lab.model.request import Request, Schedules, Statistics
 from pe_lab.model.stopping import Decode, Ending
-from pe_lab.parallel import AxisRules
 from pe_lab.positional import Schedule
 
 CHUNKS = (512, 128, 32)  # tokens per chunk of a prompt: at most one compilation each
@@ -42,27 +36,8 @@ def chunks(length: int) -> list[tuple[int, int]]:
     return found
 
 
-class Decoder:
-    """Continues prompts with a KV cache. Arguments as in `Programs`."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: Mesh | None = None,
-        rules: AxisRules | None = None,
-        scan: bool | None = None,
-        kernel: KeyBlockKernel | None = None,
-    ):
-        self.programs = Programs(config, mesh, rules, scan, kernel)
-
-    @property
-    def traces(self) -> collections.Counter[tuple[Any, ...]]:
-        """(program, rows, tokens, capacity) -> how often it was compiled."""
-        return self.programs.traces
-
-    def prepare(self, params: Params) -> Weights:
-        """Parameters for `generate`, to reuse between calls."""
-        return self.programs.prepare(params)
+class Decoder(Programs):
+    """Continues prompts with a KV cache."""
 
     def generate(
         self,
@@ -76,7 +51,7 @@ class Decoder:
         """Continues prompts until each has ended, or has `max_new_tokens`.
 
         Args:
-          weights: from `prepare`.
+          weights: from `prepare`, to reuse between calls.
           prompts: token ids [n] each, of any lengths, without padding.
           schedules: the positional encoding.
           request: how prompts are continued.
@@ -92,11 +67,12 @@ class Decoder:
         """
         self.check(prompts, request, decode)
         endings = [Ending(prompt, request.eos_ids, request.stop, decode) for prompt in prompts]
-        for rows in self._batches(prompts, schedules):
+        # Rows are decoded together, or each alone if the schedule depends on the length.
+        numbers = range(len(prompts))
+        for rows in [[i] for i in numbers] if any(schedules.follows) else [numbers] if prompts else []:
             chosen = [endings[i] for i in rows]
-            for tokens in self.steps(
-                weights, [prompts[i] for i in rows], schedules, request, decode, statistics, rows
-            ):  # fmt: skip
+            batch = _Batch(self, weights, [prompts[i] for i in rows], schedules, request, rows, statistics)
+            for tokens in batch.steps():
                 for ending, token in zip(chosen, tokens, strict=True):
                     ending.push(int(token))
                 if all(ending.done for ending in chosen):
@@ -115,8 +91,9 @@ class Decoder:
         statistics: Statistics | None = None,
     ) -> Iterator[str]:
         """The continuation of one prompt in pieces of final text; arguments as in `generate`."""
+        self.check([prompt], request, decode)
         ending = Ending(prompt, request.eos_ids, request.stop, decode)
-        for tokens in self.steps(weights, [prompt], schedules, request, decode, statistics):
+        for tokens in _Batch(self, weights, [prompt], schedules, request, [0], statistics).steps():
             if piece := ending.push(int(tokens[0])):
                 yield piece
             if ending.done:
@@ -124,15 +101,9 @@ class Decoder:
         if piece := ending.finish():
             yield piece
 
-    def _batches(self, prompts: Sequence[np.ndarray], schedules: Schedules) -> list[list[int]]:
-        """Rows to decode together: all, or each alone if the schedule depends on the length."""
-        if any(schedules.follows):
-            return [[i] for i in range(len(prompts))]
-        return [list(range(len(prompts)))] if prompts else []
-
     def check(self, prompts: Sequence[np.ndarray], request: Request, decode: Decode | None = None) -> None:
         """Raises a `ConfigError` for prompts or settings that `generate` cannot serve."""
-        vocabulary = self.programs.model.config.vocab_size
+        vocabulary = self.model.config.vocab_size
         for i, prompt in enumerate(prompts):
             where = f"Prompt {i}" if len(prompts) > 1 else "The prompt"
             if len(prompt) == 0:
@@ -145,38 +116,12 @@ class Decoder:
             raise ConfigError("Stop strings need a tokenizer, and there is none; use eos ids instead.")
         request.capacity(prompts)
 
-    def steps(
-        self,
-        weights: Weights,
-        prompts: Sequence[np.ndarray],
-        schedules: Schedules,
-        request: Request,
-        decode: Decode | None = None,
-        statistics: Statistics | None = None,
-        rows: Sequence[int] | None = None,
-    ) -> Iterator[np.ndarray]:
-        """Yields the next token of every row, [B], `max_new_tokens` times; stop conditions are ignored.
-
-        The host reads one step behind: it starts the next step before it waits for the token of the last one. `rows`
-        are the prompts' numbers, on which sampling depends.
-        """
-        self.check(prompts, request, decode)
-        if any(schedules.follows) and len(prompts) > 1:
-            raise UnsupportedError("Sequences whose encoding follows their length are decoded one at a time.")
-        batch = _Batch(self.programs, weights, prompts, schedules, request, rows, statistics)
-        token = batch.begin()
-        yield batch.read(token)
-        for n in range(1, request.max_new_tokens):
-            following = batch.advance(token)
-            if n > 1:
-                yield batch.read(token)
-            token = following
-        if request.max_new_tokens > 1:
-            yield batch.read(token)
-
 
 class _Batch:
-    """A batch in generation: its KV cache, its lengths, and the schedule of the cache."""
+    """A batch in generation: its KV cache, its lengths, and the schedule of the cache.
+
+    `rows` are the prompts' numbers, on which sampling depends.
+    """
 
     def __init__(
         self,
@@ -185,7 +130,7 @@ class _Batch:
         prompts: Sequence[np.ndarray],
         schedules: Schedules,
         request: Request,
-        rows: Sequence[int] | None,
+        rows: Sequence[int],
         statistics: Statistics | None,
     ):
         self._programs, self._weights, self._schedules, self._request = programs, weights, schedules, request
@@ -194,14 +139,28 @@ class _Batch:
         self._real = len(prompts)
         fill = -self._real % programs.rows_at_once
         self._prompts = [*prompts, *[prompts[-1]] * fill]
-        numbers = [*(range(self._real) if rows is None else rows), *[0] * fill]
+        numbers = [*rows, *[0] * fill]
         self._capacity = request.capacity(prompts)
-        self._kind = request.sampling.kind
         self._draw, self._rows = programs.place((request.sampling.arrays(), np.asarray(numbers, np.int32)))
         self._new: list[Any] = []  # tokens chosen so far, [B] each, on the device until they are read
         self._stale = 0  # tokens with another schedule than the cache
 
-    def begin(self) -> jax.Array:
+    def steps(self) -> Iterator[np.ndarray]:
+        """Yields the next token of every row, [B], `max_new_tokens` times; stop conditions are ignored.
+
+        The host reads one step behind: it starts the next step before it waits for the token of the last one.
+        """
+        token = self._begin()
+        yield self._read(token)
+        for n in range(1, self._request.max_new_tokens):
+            following = self._advance(token)
+            if n > 1:
+                yield self._read(token)
+            token = following
+        if self._request.max_new_tokens > 1:
+            yield self._read(token)
+
+    def _begin(self) -> jax.Array:
         """Prefills the prompts; returns the first new token of each row."""
         statistics = self._statistics
         statistics.prompt_tokens += sum(map(len, self._prompts[: self._real]))
@@ -210,7 +169,7 @@ class _Batch:
             token = self._prefill(self._prompts, self._schedules.at(longest))
             return jax.block_until_ready(token)
 
-    def advance(self, token: jax.Array) -> jax.Array:
+    def _advance(self, token: jax.Array) -> jax.Array:
         """Starts the next step on `token` of each row; returns the token after it."""
         with self._timed("decode_seconds"):
             if any(self._schedules.follows):
@@ -224,23 +183,14 @@ class _Batch:
                         sequences = [np.concatenate(pair) for pair in zip(self._prompts, new, strict=True)]
                         return self._prefill(sequences, schedule)
                     self._placed = self._place(schedule)
-            call = self._programs.next
             with self._compiling():
-                token, self._lengths, self._cache = call(
-                    self._params,
-                    self._cache,
-                    token,
-                    self._lengths,
-                    self._rows,
-                    self._draw,
-                    self._placed,
-                    layout=self._layout,
-                    kind=self._kind,
+                token, self._lengths, self._cache = self._programs.next(
+                    self._params, self._cache, token, self._lengths, self._rows, self._draw, self._placed
                 )
             self._new.append(token)
             return token
 
-    def read(self, token: jax.Array) -> np.ndarray:
+    def _read(self, token: jax.Array) -> np.ndarray:
         """The tokens on the host; waits for them."""
         first = len(self._new) == 1
         with self._timed("prefill_seconds" if first else "decode_seconds"):
@@ -256,11 +206,11 @@ class _Batch:
         programs, config = self._programs, self._programs.model.config
         lengths = np.asarray([len(one) for one in sequences], np.int32)
         self._schedule, self._placed, self._stale = schedule, self._place(schedule), 0
-        self._layout = programs.layout(schedule.structure, self._schedules.follows, self._capacity)
-        self._params = programs.arranged(self._weights, self._layout)
+        layout = programs.layout(schedule.structure, self._schedules.follows, self._capacity)
+        self._params = programs.arranged(self._weights, layout)
         self._lengths = programs.place(lengths)
         with self._compiling():
-            self._cache = programs.allocate(self._layout, len(sequences))
+            self._cache = programs.allocate(layout, len(sequences))
         last = programs.place(jnp.zeros((len(sequences), config.d_model), config.dtype))
         on_tokens, behind = self._statistics.on_tokens, last
         for start, size in chunks(int(lengths.max())):
@@ -268,23 +218,13 @@ class _Batch:
                 jax.block_until_ready(behind)
                 on_tokens(int(np.clip(lengths[: self._real] - start, 0, size).sum()))
                 behind = last
-            tokens = np.zeros((len(sequences), size), np.int32)
-            for row, one in zip(tokens, sequences, strict=True):
-                part = one[start : start + size]
-                row[: len(part)] = part
+            tokens = part_of(sequences, start, size)
             with self._compiling():
                 last, self._cache = programs.prefill(
-                    self._params,
-                    self._cache,
-                    last,
-                    tokens,
-                    np.int32(start),
-                    self._lengths,
-                    self._placed,
-                    layout=self._layout,
+                    self._params, self._cache, last, tokens, np.int32(start), self._lengths, self._placed
                 )
         with self._compiling():
-            token = programs.first(self._params, last, self._lengths, self._rows, self._draw, kind=self._kind)
+            token = programs.first(self._params, last, self._lengths, self._rows, self._draw)
         self._new.append(token)
         return token
 

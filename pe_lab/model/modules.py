@@ -108,7 +108,7 @@ def _branch_std(config: ModelConfig) -> float:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention: projections, optional QK-norm before rotation, and `pe_lab.attention`."""
+    """The parameters of grouped-query attention: projections, and optional QK-norm before rotation."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         D, H, G, K, std = config.d_model, config.heads, config.kv_heads, config.head_dim, config.init_std
@@ -136,30 +136,6 @@ class Attention(nnx.Module):
         k = constrain(k, "batch", "length", "kv_heads", "head_dim")
         v = constrain(v, "batch", "length", "kv_heads", "head_dim")
         return q if self.query_norm is None else self.query_norm(q), k if self.key_norm is None else self.key_norm(k), v
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        encoding: LayerEncoding,
-        positions: Int[Array, "#B T"] | None,
-        segments: Int[Array, "B T"] | None,
-        window: int | None,
-        backward: bool = True,
-    ) -> Float[Array, "B T D"]:
-        q, k, v = self.queries_keys_values(x)
-        out = attention(
-            q,
-            k,
-            v,
-            encoding,
-            positions=positions,
-            segments=segments,
-            window=window,
-            implementation=self.config.attention,
-            chunk=self.config.attention_chunk,
-            backward=backward,
-        )
-        return self.project_out(out)
 
     def project_out(self, out: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
         """The output projection of attention."""
@@ -210,24 +186,32 @@ class Block(nnx.Module):
         window: int | None,
         backward: bool = True,
     ) -> Float[Array, "B T D"]:
-        attended = self.attention(self.attention_norm(x), encoding, positions, segments, window, backward)
-        return self._add_branches(x, attended)
+        config = self.attention.config
+        attend = functools.partial(
+            attention,
+            encoding=encoding,
+            positions=positions,
+            segments=segments,
+            window=window,
+            implementation=config.attention,
+            chunk=config.attention_chunk,
+            backward=backward,
+        )
+        return self.attend_by(x, lambda q, k, v: (attend(q, k, v), None))[0]
 
     def attend_by(
         self, x: Float[Array, "B T D"], attend: Callable[..., tuple[jax.Array, Any]]
     ) -> tuple[Float[Array, "B T D"], Any]:
         """The layer with another attention: `attend(q, k, v)` returns its output and a second result (a KV cache)."""
-        out, result = attend(*self.attention.queries_keys_values(self.attention_norm(x)))
-        return self._add_branches(x, self.attention.project_out(out)), result
-
-    def _add_branches(self, x: Float[Array, "B T D"], attended: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        attended, result = attend(*self.attention.queries_keys_values(self.attention_norm(x)))
+        attended = self.attention.project_out(attended)
         if self.parallel:
             # Under tensor parallelism, XLA joins the all-reduces of both branches into one.
             x = x + (attended + self.mlp(self.mlp_norm(x)))
         else:
             x = constrain(x + attended, "batch", "length", "activation_embed")
             x = x + self.mlp(self.mlp_norm(x))
-        return constrain(x, "batch", "length", "activation_embed")
+        return constrain(x, "batch", "length", "activation_embed"), result
 
 
 class Embedder(nnx.Module):

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention.dispatch import cache_kernel
 from pe_lab.attention.key_block import KeyBlockKernel
 from pe_lab.config import ModelConfig
-from pe_lab.model.cache import Cache, Layout, allocate, arrange, forward_chunk, plan
+from pe_lab.model.cache import Cache, Chunk, Layout, allocate, arrange, forward_chunk, plan
 from pe_lab.model.decoder import Model, Params
 from pe_lab.model.sampling import Draw, choose
 from pe_lab.model.shape import Run
@@ -71,23 +71,15 @@ class Programs:
         self._device = SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else None
         make = functools.partial(allocate, self.model.config)
         self.allocate = jax.jit(make, static_argnums=(0, 1), out_shardings=self._device)
-        self.prefill = jax.jit(self._prefill, static_argnames=("layout",), donate_argnames=("cache",))
-        self.first = jax.jit(self._choose, static_argnames=("kind",))
-        self.next = jax.jit(self._step, static_argnames=("layout", "kind"), donate_argnames=("cache",))
+        self.prefill = jax.jit(self._prefill, donate_argnames=("cache",))
+        self.first = jax.jit(self._choose)
+        self.next = jax.jit(self._step, donate_argnames=("cache",))
 
     def forward(
-        self,
-        params: Any,
-        cache: Cache,
-        tokens: Int[Array, "B C"],
-        positions: Int[Array, "#B C"],
-        counts: Int[Array, " B"],
-        real: Int[Array, " B"],
-        schedule: Schedule,
-        layout: Layout,
+        self, params: Any, cache: Cache, chunk: Chunk, schedule: Schedule
     ) -> tuple[Float[Array, "B C D"], Cache]:
         """`cache.forward_chunk` of this model with its kernel."""
-        return forward_chunk(self.model, params, cache, layout, tokens, positions, counts, real, schedule, self.kernel)
+        return forward_chunk(self.model, params, cache, chunk, schedule, self.kernel)
 
     def _prefill(
         self,
@@ -98,17 +90,11 @@ class Programs:
         start: Int[Array, ""],
         lengths: Int[Array, " B"],
         schedule: Schedule,
-        layout: Layout,
     ) -> tuple[Float[Array, "B D"], Cache]:
         """Prefills tokens start .. start + C of prompts of `lengths`; `last` collects the output of each last token."""
-        B, C = tokens.shape
-        self.traces["prefill", B, C, layout.capacity] += 1
-        positions = (start + jnp.arange(C, dtype=jnp.int32))[None]
-        counts, real = jnp.minimum(start, lengths), jnp.clip(lengths - start, 0, C)
-        x, cache = self.forward(params, cache, tokens, positions, counts, real, schedule, layout)
-        at = lengths - 1 - start
-        here = jnp.take_along_axis(x, jnp.clip(at, 0, C - 1)[:, None, None], axis=1)[:, 0]
-        return jnp.where(((at >= 0) & (at < C))[:, None], here, last), cache
+        self.traces["prefill", *tokens.shape, cache.layout.capacity] += 1
+        x, cache = self.forward(params, cache, chunk_of(tokens, start, lengths), schedule)
+        return outputs_at((lengths - 1)[:, None], x, start, last[:, None])[:, 0], cache
 
     def _choose(
         self,
@@ -117,11 +103,10 @@ class Programs:
         lengths: Int[Array, " B"],
         rows: Int[Array, " B"],
         draw: Draw,
-        kind: str,
     ) -> Int[Array, " B"]:
         """The token at position `lengths` of each row, from the last layer's output for the token before."""
-        self.traces["choose", last.shape[0], kind] += 1
-        return choose(self._logits(params, last), kind, draw, rows, lengths)
+        self.traces["choose", last.shape[0], draw.kind] += 1
+        return choose(self._logits(params, last), draw, rows, lengths)
 
     def _logits(self, params: Any, last: Float[Array, "B D"]) -> Float[Array, "B V"]:
         x = self.model.final_norm(params, last)
@@ -137,16 +122,13 @@ class Programs:
         rows: Int[Array, " B"],
         draw: Draw,
         schedule: Schedule,
-        layout: Layout,
-        kind: str,
     ) -> tuple[Int[Array, " B"], Int[Array, " B"], Cache]:
         """Reads one token of each row, at position `lengths`; returns the next tokens, the lengths and the cache."""
-        self.traces["decode", tokens.shape[0], 1, layout.capacity] += 1
-        one = jnp.ones_like(lengths)
-        at = lengths[:, None]
-        x, cache = self.forward(params, cache, tokens[:, None], at, lengths, one, schedule, layout)
+        self.traces["decode", tokens.shape[0], 1, cache.layout.capacity] += 1
+        chunk = Chunk(tokens[:, None], lengths[:, None], lengths, jnp.ones_like(lengths))
+        x, cache = self.forward(params, cache, chunk, schedule)
         logits = self._logits(params, x[:, 0])
-        return choose(logits, kind, draw, rows, lengths + 1), lengths + 1, cache
+        return choose(logits, draw, rows, lengths + 1), lengths + 1, cache
 
     def prepare(self, params: Params) -> Weights:
         """Parameters in the compute dtype, cast once instead of at every step. Float32 parameters are not copied."""
@@ -193,3 +175,28 @@ class Programs:
         if self._mesh is None:
             return jax.device_put(tree, self._device)
         return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
+
+
+def part_of(sequences: Sequence[np.ndarray] | np.ndarray, start: int, size: int) -> Int[np.ndarray, "B C"]:
+    """Tokens start .. start + size of each sequence, padded by zeros."""
+    tokens = np.zeros((len(sequences), size), np.int32)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        part = sequence[start : start + size]
+        row[: len(part)] = part
+    return tokens
+
+
+def chunk_of(tokens: Int[Array, "B C"], start: Int[Array, ""], lengths: Int[Array, " B"]) -> Chunk:
+    """Tokens start .. start + C of sequences of `lengths`."""
+    C = tokens.shape[1]
+    positions = (start + jnp.arange(C, dtype=jnp.int32))[None]
+    return Chunk(tokens, positions, jnp.minimum(start, lengths), jnp.clip(lengths - start, 0, C))
+
+
+def outputs_at(
+    at: Int[Array, "B Q"], x: Float[Array, "B C D"], start: Int[Array, ""], before: Float[Array, "B Q D"]
+) -> Float[Array, "B Q D"]:
+    """The outputs at positions `at`: from `x`, those of tokens start .. start + C; elsewhere those of `before`."""
+    place, C = at - start, x.shape[1]
+    here = jnp.take_along_axis(x, jnp.clip(place, 0, C - 1)[..., None], axis=1)
+    return jnp.where(((place >= 0) & (place < C))[..., None], here, before)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pe_lab.errors import ConfigError
 
@@ -50,41 +50,38 @@ class Sampling:
         return "filtered" if self.top_k or self.top_p < 1 else "drawn"
 
     def arrays(self) -> Draw:
-        """The settings that are data."""
-        seed = np.uint32(self.seed % 2**32)
-        return Draw(
-            jnp.float32(self.temperature or 1.0), jnp.int32(self.top_k), jnp.float32(self.top_p), jnp.asarray(seed)
-        )
+        seed = jnp.asarray(np.uint32(self.seed % 2**32))
+        temperature = jnp.float32(self.temperature or 1.0)
+        return Draw(temperature, jnp.int32(self.top_k), jnp.float32(self.top_p), seed, self.kind)
 
 
-class Draw(NamedTuple):
-    """The settings of a `Sampling` as arrays."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Draw:
+    """The settings of a `Sampling` as arrays. A pytree: `kind` is static."""
 
     temperature: Float[Array, ""]
     top_k: Int[Array, ""]
     top_p: Float[Array, ""]
-    seed: Array
+    seed: UInt32[Array, ""]
+    kind: str = field(metadata={"static": True})
 
 
 def choose(
-    logits: Float[Array, "B V"],
-    kind: str,
-    draw: Draw,
-    rows: Int[Array, " B"],
-    positions: Int[Array, " B"],
+    logits: Float[Array, "B V"], draw: Draw, rows: Int[Array, " B"], positions: Int[Array, " B"]
 ) -> Int[Array, " B"]:
     """One token per row.
 
     Args:
       logits: float32.
-      kind, draw: of a `Sampling`.
+      draw: of a `Sampling`.
       rows: number of each row.
       positions: of the token that is chosen.
     """
-    if kind == "greedy":
+    if draw.kind == "greedy":
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / draw.temperature
-    if kind == "filtered":
+    if draw.kind == "filtered":
         logits = jnp.where(remaining(logits, draw.top_k, draw.top_p), logits, -jnp.inf)
 
     def one(logits: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:

@@ -63,7 +63,6 @@ class Request:
     key: Any
     value: Any
     inputs: AttentionInputs
-    settings: dict[str, Any]
     out: np.ndarray
     logsumexp: np.ndarray
 
@@ -108,11 +107,12 @@ def request(case: Case, garbage: bool = True) -> Request:
         key_positions=jnp.asarray(key_positions, jnp.int32) if case.positions else None,
         query_segments=jnp.asarray(query_segments, jnp.int32) if case.segments else None,
         key_segments=jnp.asarray(key_segments, jnp.int32) if case.segments else None,
+        window=case.window,
+        chunk=32,
     )
     if frequencies is not None:
-        inputs = inputs._replace(
-            rotation=Rotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.float32(gain))
-        )
+        rotation = Rotation(jnp.asarray(fixed_point_frequencies(frequencies)), jnp.float32(gain))
+        inputs = dataclasses.replace(inputs, rotation=rotation)
     if garbage:
         gone = (np.arange(S) >= used[:, None])[:, None, :, None]
         k, v = np.where(gone, np.nan, k), np.where(gone, np.nan, v)
@@ -121,7 +121,6 @@ def request(case: Case, garbage: bool = True) -> Request:
         jnp.asarray(k, dtype),
         jnp.asarray(v, dtype),
         inputs,
-        dict(window=case.window),
         out,
         logsumexp,
     )

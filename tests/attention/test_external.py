@@ -25,8 +25,6 @@ from pe_lab.attention.reference import reference_attention
 from pe_lab.errors import UnsupportedError, UserError
 from pe_lab.parallel.topology import libtpu_version, parse_topology, topology_devices
 
-NOTHING = AttentionInputs()
-
 
 def qkv(T: int, B: int = 2, H: int = 4, G: int = 2, K: int = 16, dtype=jnp.float32):
     rng = np.random.default_rng(T)
@@ -44,10 +42,10 @@ def documents(T: int, B: int = 2) -> jax.Array:
 def evaluate(attend, q, k, v, segments=None, window=None):
     """Outputs, and the gradients of a random sum of them."""
     direction = jax.random.normal(jax.random.key(1), q.shape)
-    inputs = AttentionInputs(query_segments=segments, key_segments=segments)
+    inputs = AttentionInputs(query_segments=segments, key_segments=segments, window=window)
 
     def loss(q, k, v):
-        out = attend(scaled(q, jnp.float32(1.3 * q.shape[-1] ** -0.5)), k, v, inputs, window=window)
+        out = attend(scaled(q, jnp.float32(1.3 * q.shape[-1] ** -0.5)), k, v, inputs)
         return (out.astype(jnp.float32) * direction).sum(), out
 
     return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
@@ -138,7 +136,7 @@ def test_splash_blocks_cover_a_text_with_little_padding(T):
 def test_splash_takes_no_text_whose_table_of_blocks_is_too_long():
     def lower(T, window):
         q, k, v = (jax.ShapeDtypeStruct((1, T, 1, 64), jnp.bfloat16) for _ in range(3))
-        return jax.eval_shape(functools.partial(splash_attention, window=window), q, k, v, NOTHING)
+        return jax.eval_shape(splash_attention, q, k, v, AttentionInputs(window=window))
 
     assert SPLASH.longest == 2**19
     with pytest.raises(UnsupportedError, match="1048576 tokens make"):
@@ -158,8 +156,8 @@ def test_splash_compiles_for_tpus(slice_, K):
     arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
 
     def loss(q, k, v, segments, **settings):
-        inputs = AttentionInputs(query_segments=segments, key_segments=segments)
-        out = splash_attention(q, k, v, inputs, **settings)
+        inputs = AttentionInputs(query_segments=segments, key_segments=segments, **settings)
+        out = splash_attention(q, k, v, inputs)
         return out.astype(jnp.float32).sum()
 
     for settings in ({}, dict(window=300)):
@@ -190,7 +188,7 @@ def _lowered_for_cuda(monkeypatch, window):
     arrays = [jax.ShapeDtypeStruct((2, 131, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
 
     def loss(q, k, v):
-        return cudnn_attention(q, k, v, NOTHING, window=window).astype(jnp.float32).sum()
+        return cudnn_attention(q, k, v, AttentionInputs(window=window)).astype(jnp.float32).sum()
 
     lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays).lower(lowering_platforms=("cuda",))
     return lowered.as_text().replace("\\22", '"')
@@ -234,7 +232,7 @@ def test_tokamax_never_uses_a_quadratic_implementation(stand_in):
     q, k, v = qkv(33)
 
     def asked(**settings):
-        tokamax_attention(q, k, v, NOTHING, **settings)
+        tokamax_attention(q, k, v, AttentionInputs(**settings))
         return stand_in[-1]["implementation"]
 
     assert asked() == asked(window=33) == ("mosaic_gpu", "triton")
@@ -259,7 +257,7 @@ def test_tokamax_itself_is_the_reference(implementation, settings):
 def test_without_tokamax_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)
     with pytest.raises(UserError, match="pip install tokamax"):
-        tokamax_attention(*qkv(4), NOTHING)
+        tokamax_attention(*qkv(4), AttentionInputs())
 
 
 # --- All -------------------------------------------------------------------------------------------------------------
@@ -272,14 +270,14 @@ def test_only_features_that_are_not_honoured_are_refused(attend, capabilities, s
     q, k, v = qkv(5)
     segments = jnp.ones((2, 5), jnp.int32)
     requests = {
-        "slopes": dict(inputs=AttentionInputs(slope=jnp.ones(4))),
-        "segments": dict(inputs=AttentionInputs(query_segments=segments, key_segments=segments)),
-        "windows": dict(inputs=NOTHING, window=2),
-        "diagonal bias": dict(inputs=AttentionInputs(diagonal_bias=jnp.ones((1, 5)))),
+        "slopes": AttentionInputs(slope=jnp.ones(4)),
+        "segments": AttentionInputs(query_segments=segments, key_segments=segments),
+        "windows": AttentionInputs(window=2),
+        "diagonal bias": AttentionInputs(diagonal_bias=jnp.ones((1, 5))),
     }
     assert capabilities.honours <= requests.keys()
-    for name, request in requests.items():
-        call = functools.partial(attend, q, k, v, **request)
+    for name, inputs in requests.items():
+        call = functools.partial(attend, q, k, v, inputs)
         if name in capabilities.honours:
             assert jax.eval_shape(call).shape == q.shape
         else:

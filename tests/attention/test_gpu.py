@@ -30,7 +30,7 @@ def interpreted(query, key, value, inputs, **settings):
 
 def check(case, **more):
     asked = request(case)
-    found = interpreted(asked.query, asked.key, asked.value, asked.inputs, **asked.settings, **more)
+    found = interpreted(asked.query, asked.key, asked.value, asked.inputs, **more)
     assert found.out.dtype == (jnp.float32 if more.get("wide") else asked.query.dtype)
     assert error(found.out, asked.out) < CLOSE[case.dtype]
     unseen = asked.logsumexp == -1e30
@@ -174,7 +174,7 @@ def test_splits_share_the_visible_blocks(merged):
     assert tiles(2, 1, 1, 1024, 32, 4).keys == 64
 
     def parts(*arguments):
-        gpu_key_block(*arguments, splits=4, interpret=True, **asked.settings)
+        gpu_key_block(*arguments, splits=4, interpret=True)
         return jnp.stack([part.logsumexp for part in merged])
 
     logsumexps = jax.jit(parts, compiler_options=QUICK)(asked.query, asked.key, asked.value, asked.inputs)
@@ -186,7 +186,7 @@ def test_key_blocks_merge_as_in_a_ring():
     asked = request(Case(B=2, T=60, S=130, H=2, start=(70, 20), slopes=True), garbage=False)
     parts = []
     for first, last in ((0, 50), (50, 130)):
-        inputs = asked.inputs._replace(start=asked.inputs.start - first)
+        inputs = dataclasses.replace(asked.inputs, start=asked.inputs.start - first)
         key, value = asked.key[:, :, first:last], asked.value[:, :, first:last]
         parts.append(interpreted(asked.query, key, value, inputs))
     both = merge(parts)
@@ -250,7 +250,7 @@ KINDS = {
 
 
 def shapes(B=1, T=4000, S=4000, H=8, G=2, K=128, dtype=jnp.bfloat16, rotation=0, bounds=False, slopes=False,
-           positions=False, segments=False, **settings):  # fmt: skip
+           positions=False, segments=False, window=None, **settings):  # fmt: skip
     """A call's arguments as shapes, and its settings."""
     of = jax.ShapeDtypeStruct
     whole = functools.partial(of, dtype=jnp.int32)
@@ -263,6 +263,7 @@ def shapes(B=1, T=4000, S=4000, H=8, G=2, K=128, dtype=jnp.bfloat16, rotation=0,
         *([whole((B, T)), whole((B, S))] if positions else [None] * 2),
         *([whole((B, T)), whole((B, S))] if segments else [None] * 2),
         rotation=fixed_freq if rotation else None,
+        window=window,
     )
     return (of((B, H, T, K), dtype), of((B, G, S, K), dtype), of((B, G, S, K), dtype), inputs), settings
 

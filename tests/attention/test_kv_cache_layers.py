@@ -12,7 +12,7 @@ from pe_lab.attention.kernels.gpu import gpu_key_block
 from pe_lab.attention.kernels.tpu import tpu_key_block
 
 KERNELS = {
-    "chunked": functools.partial(chunked_key_block, chunk=64),
+    "chunked": chunked_key_block,
     "tpu": functools.partial(tpu_key_block, interpret=True),
     "gpu": functools.partial(gpu_key_block, interpret=True),
 }

@@ -127,8 +127,8 @@ def test_a_kernel_in_the_ring():
     kernel = functools.partial(tpu_key_block, interpret=True)
 
     def part(q, k, v, positions):
-        inputs = AttentionInputs(slope=slope, query_positions=positions, key_positions=positions)
-        return ring_attention(q, k, v, inputs, axis="context", size=4, partial=kernel, window=50)
+        inputs = AttentionInputs(slope=slope, query_positions=positions, key_positions=positions, window=50)
+        return ring_attention(q, k, v, inputs, axis="context", size=4, partial=kernel)
 
     found = jax.jit(
         jax.shard_map(
@@ -140,7 +140,7 @@ def test_a_kernel_in_the_ring():
         )
     )(q[:, :, order], k[:, :, order], v[:, :, order], positions)
     whole = IMPLEMENTATIONS["reference"].run(
-        *(x.transpose(0, 2, 1, 3) for x in (q, k, v)), AttentionInputs(slope=slope), window=50
+        *(x.transpose(0, 2, 1, 3) for x in (q, k, v)), AttentionInputs(slope=slope, window=50)
     )
     np.testing.assert_allclose(np.asarray(found)[:, :, np.argsort(order)], whole.transpose(0, 2, 1, 3), atol=1e-5)
 

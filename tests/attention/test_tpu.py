@@ -19,7 +19,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 def check(case: Case, **options) -> None:
     asked = request(case)
-    kernel = functools.partial(tpu_key_block, **asked.settings, **options, interpret=True)
+    kernel = functools.partial(tpu_key_block, **options, interpret=True)
     run = jax.jit(kernel, compiler_options=QUICK)
     found = run(asked.query, asked.key, asked.value, asked.inputs)
     assert found.out.dtype == asked.query.dtype and found.logsumexp.dtype == jnp.float32
@@ -123,7 +123,7 @@ def test_parts_merge_to_the_whole_and_empty_parts_stay_empty():
     asked = request(Case(T=100, H=2, G=2, K=32), garbage=False)
     halves = []
     for start, keys in ((0, slice(0, 64)), (-64, slice(64, 100))):
-        inputs = asked.inputs._replace(start=jnp.full(1, start, jnp.int32))
+        inputs = dataclasses.replace(asked.inputs, start=jnp.full(1, start, jnp.int32))
         halves.append(
             tpu_key_block(
                 asked.query, asked.key[:, :, keys], asked.value[:, :, keys], inputs, wide=True, interpret=True

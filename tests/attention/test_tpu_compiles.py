@@ -67,9 +67,10 @@ def test_all_features_at_once_compile(chip, K, dtype):
             key_segments=shape(2, S),
             rotation=Rotation(shape(H, K // 2, 2, dtype=jnp.uint32), shape(H, K // 2, dtype=jnp.float32)),
             noise=Noise(shape(H, dtype=jnp.uint32), shape(2, S, dtype=jnp.float32)) if T != 5 else None,
+            window=300,
         )
         texts = shape(2, H, T, K, dtype=dtype), *[shape(3, 2, G, S, K, dtype=dtype)] * 2
-        compute = functools.partial(tpu_key_block, window=300, layer=1)
+        compute = functools.partial(tpu_key_block, layer=1)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = jax.jit(compute).lower(*texts, inputs)
         assert "tpu_custom_call" in lowered.as_text()

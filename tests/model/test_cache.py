@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from pe_lab.config import ModelConfig
 from pe_lab.model import Model
 from pe_lab.model import cache as module
-from pe_lab.model.cache import CachedLayer, Slots, allocate, arrange, plan
+from pe_lab.model.cache import CachedLayer, Chunk, Slots, allocate, arrange, plan
 from pe_lab.model.shape import Run
 from pe_lab.positional import Alibi, HeadEdit, Layer, LayerStructure, NoPE, Rope, build_schedule, layers
 
-slot_positions = jax.jit(module.slot_positions, static_argnums=(0, 1))
-write = jax.jit(module.write, static_argnums=(2, 3))
+slot_positions = jax.jit(module.slot_positions, static_argnums=0)
+write = jax.jit(module.write, static_argnums=2)
 CONFIG = Model(ModelConfig(vocab_size=8, layers=4, d_model=32, d_ff=8, heads=4, kv_heads=2, dtype="bfloat16")).config
 SPLIT = Layer(Rope(), heads=(HeadEdit((1,), NoPE()),))
 
@@ -30,9 +30,9 @@ def test_the_slots_and_heads_of_a_layer():
     kept = [(one.slots, one.heads, one.rotated) for one in layout.layers]
     # A layer that follows the length caches unrotated keys of G heads.
     assert kept == [(12, 2, True), (256, 4, True), (256, 2, False), (256, 2, True)]
-    assert [one.is_ring(256) for one in layout.layers] == [True, False, False, False]
+    assert [one.ring for one in layout.layers] == [True, False, False, False]
     wide = plan(CONFIG, structure(Layer(Rope(), 300)), (False,) * 4, 256, True)
-    assert wide.layers[0].slots == 256 and not wide.layers[0].is_ring(256)
+    assert wide.layers[0].slots == 256 and not wide.layers[0].ring
 
 
 def test_the_cache_is_grouped_as_the_layers_are():
@@ -40,11 +40,11 @@ def test_the_cache_is_grouped_as_the_layers_are():
     scanned = plan(CONFIG, pattern, (False,) * 4, 256, True)
     assert scanned.runs == (Run(0, 2, 2),)
     cache = jax.eval_shape(lambda: allocate(CONFIG, scanned, 3))
-    assert [[slots.key.shape for slots in run] for run in cache] == [[(2, 3, 2, 12, 8), (2, 3, 2, 256, 8)]]
+    assert [[slots.key.shape for slots in run] for run in cache.runs] == [[(2, 3, 2, 12, 8), (2, 3, 2, 256, 8)]]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(cache)} == {"bfloat16"}
     unrolled = plan(CONFIG, pattern, (False,) * 4, 256, False)
     cache = jax.eval_shape(lambda: allocate(CONFIG, unrolled, 3))
-    assert [slots.key.shape[0] for run in cache for slots in run] == [1] * 4
+    assert [slots.key.shape[0] for run in cache.runs for slots in run] == [1] * 4
     # A layer that follows the length needs another program than one that does not.
     assert len(plan(CONFIG, pattern, (False, False, True, False), 256, True).runs) > 1
     stacked = {"w": np.arange(8).reshape(4, 2)}
@@ -53,13 +53,13 @@ def test_the_cache_is_grouped_as_the_layers_are():
     np.testing.assert_array_equal(grouped[0][1]["w"], [[2, 3], [6, 7]])
 
 
-def kept(slots: int) -> CachedLayer:
-    return CachedLayer(LayerStructure(), slots, 2, True)
+def kept(slots: int, capacity: int) -> CachedLayer:
+    return CachedLayer(LayerStructure(), slots, slots < capacity, 2, True)
 
 
 def test_slot_positions():
-    assert slot_positions(kept(4), 4, np.asarray([0, 3])).tolist() == [[-1] * 4, [0, 1, 2, -1]]
-    ring = slot_positions(kept(4), 8, np.asarray([0, 3, 4, 10]))
+    assert slot_positions(kept(4, 4), np.asarray([0, 3])).tolist() == [[-1] * 4, [0, 1, 2, -1]]
+    ring = slot_positions(kept(4, 8), np.asarray([0, 3, 4, 10]))
     assert (np.asarray(ring)[0] < 0).all() and ring[1].tolist()[:3] == [0, 1, 2] and ring[1][3] < 0
     assert ring[2].tolist() == [0, 1, 2, 3] and ring[3].tolist() == [8, 9, 6, 7]
 
@@ -70,7 +70,8 @@ def put(slots, size, capacity, positions, counts, real):
     at = np.broadcast_to(positions, (B, C))
     new = (1000.0 * np.arange(B)[:, None] + at)[:, :, None, None] * np.ones((1, 1, 2, 4))
     new = np.where((np.arange(C) < real[:, None])[:, :, None, None], new, np.nan).astype(np.float32)
-    return write(slots, 0, kept(size), capacity, new, new, positions, counts, real)
+    chunk = Chunk(np.zeros((B, C), np.int32), positions, counts, real)
+    return write(slots, 0, kept(size, capacity), new, new, chunk)
 
 
 @settings(max_examples=25, deadline=None)
@@ -91,7 +92,7 @@ def test_slots_after_chunks_and_steps(lengths, size, steps):
     for step in range(steps):
         now = lengths + step
         slots = put(slots, size, 64, now[:, None], now, np.ones(B, np.int32))
-    at = np.asarray(slot_positions(kept(size), 64, lengths + steps))
+    at = np.asarray(slot_positions(kept(size, 64), lengths + steps))
     key = np.asarray(slots.key)[0]
     for b in range(B):
         expected = {p for p in range(lengths[b] + steps) if p >= lengths[b] + steps - size}
@@ -104,10 +105,11 @@ def test_one_layer_of_many_is_written(heads):
     """Repetition 1 of 3 changes, the others do not."""
     config = dataclasses.replace(CONFIG, dtype="float32")
     layout = plan(config, structure(SPLIT if heads == 4 else Layer(Rope())), (False,) * 4, 256, True)
-    (slots,) = allocate(config, layout, 2)[0]
+    (slots,) = allocate(config, layout, 2).runs[0]
     key, value = np.ones((2, 1, heads, 8), np.float32), np.ones((2, 1, 2, 8), np.float32)
     counts = np.asarray([5, 9], np.int32)
-    after = write(slots, 1, layout.layers[0], 256, key, value, counts[:, None], counts, np.ones(2, np.int32))
+    chunk = Chunk(np.zeros((2, 1), np.int32), counts[:, None], counts, np.ones(2, np.int32))
+    after = write(slots, 1, layout.layers[0], key, value, chunk)
     for leaf in after:
         written = np.asarray(leaf).sum((2, 4)) != 0  # repetition, row, slot
         assert np.argwhere(written).tolist() == [[1, 0, 5], [1, 1, 9]]

@@ -133,26 +133,25 @@ def cached_logits(decoder: Decoder, kind: str, T: int, prompt: int, mesh=None) -
     model, params, tokens = setting(T)
     schedule = with_shared_rotation(schedule_of(kind, T))
     seen = []
-    programs = decoder.programs
-    logits = programs._logits
+    logits = decoder._logits
 
     def recorded(params, last):
         found = logits(params, last)
         jax.debug.callback(lambda x: seen.append(np.asarray(x)), found, ordered=mesh is None)
         return found
 
-    programs._logits = recorded
+    decoder._logits = recorded
     # The chosen tokens are replaced by those of the sequence.
     request = Request(max_new_tokens=T - prompt + 1)
     text = tokens[0]
     weights = decoder.prepare(params)
-    step = programs.next
+    step = decoder.next
 
     def forced(params, cache, token, lengths, *rest, **named):
         at = int(np.asarray(lengths)[0])
-        return step(params, cache, programs.place(jnp.asarray(text[at : at + 1])), lengths, *rest, **named)
+        return step(params, cache, decoder.place(jnp.asarray(text[at : at + 1])), lengths, *rest, **named)
 
-    programs.next = forced
+    decoder.next = forced
     decoder.generate(weights, [text[:prompt]], Schedules.fixed(schedule), request)
     jax.effects_barrier()
     return np.concatenate(seen)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pe_lab.attention import LayerEncoding
+from pe_lab.attention import LayerEncoding, attention
 from pe_lab.config import ModelConfig
 from pe_lab.model import Model, complete
 from pe_lab.model.modules import Attention
@@ -186,7 +186,8 @@ def test_the_attention_of_olmo2_normalizes_over_all_heads_at_once():
         positions = jnp.arange(inputs.shape[1])[None]
         cos, sin = rotation_tables(schedule.fixed_freq[0][:1], schedule.gain[0][:1], positions)
         row = LayerEncoding(cos, sin, None, schedule.logit_scale[0])
-        return nnx.merge(definition, params)(inputs, row, positions, None, None)
+        module = nnx.merge(definition, params)
+        return module.project_out(attention(*module.queries_keys_values(inputs), row))
 
     schedule = build_schedule(layers(Rope(10000.0), 1), config.heads, config.kv_heads, config.head_dim)
     ours = outputs(params, jnp.asarray(FAMILIES["olmo2_attention/inputs"]), schedule)

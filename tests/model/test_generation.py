@@ -57,12 +57,12 @@ def seen():
     """The logits that tokens were chosen from, in the order of choosing: [(logits [B, V], positions [B])]."""
     found = []
 
-    def spy(logits, kind, draw, rows, positions):
+    def spy(logits, draw, rows, positions):
         if constrained() is None:  # on several devices there is no order to see things in
             jax.debug.callback(lambda *a: found.append([np.asarray(x) for x in a]), logits, positions, ordered=True)
         if FORCED:
             return jnp.asarray(FORCED[0])[positions]
-        return choose(logits, kind, draw, rows, positions)
+        return choose(logits, draw, rows, positions)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pe_lab.model.programs, "choose", spy)
@@ -334,7 +334,7 @@ def test_one_compilation_per_bucket(seen):
 def test_a_traced_program_is_compiled_once(caplog):
     """JAX compiles again, without a trace, where an argument is on its device by name in one call only."""
     made = Decoder(dataclasses.replace(SHALLOW, d_ff=40))  # a shape of its own: nothing of it is compiled yet
-    weights = made.prepare(parameters(made.programs.model.config))
+    weights = made.prepare(parameters(made.model.config))
     with jax.log_compiles(), caplog.at_level("WARNING"):
         prompt = prompts_of(SHALLOW, 33)  # two chunks of 32
         made.generate(weights, prompt, schedules_of(SHALLOW, SCHEMES["rope"]), Request(max_new_tokens=5))
@@ -458,14 +458,12 @@ def test_on_a_mesh_tokens_are_the_same_and_the_cache_is_cut(scan, seen):
     assert [one.ids for one in ended] == [one.ids for one in expected]
     assert {rows for what, rows, *_ in made.traces if what != "choose"} == {4}  # three, filled up to a multiple of two
     layout = plan(config, schedules.at(1).structure, schedules.follows, 256, scan)
-    with made.programs.on_mesh():
-        cache = made.programs.allocate(layout, 4)
-        params = made.programs.arranged(weights, layout)
+    with made.on_mesh():
+        cache = made.allocate(layout, 4)
+        params = made.arranged(weights, layout)
         tokens, lengths = np.zeros((4, 32), np.int32), np.full(4, 32, np.int32)
         last = jnp.zeros((4, config.d_model))
-        _, after = made.programs.prefill(
-            params, cache, last, tokens, np.int32(0), lengths, schedules.at(1), layout=layout
-        )  # fmt: skip
+        _, after = made.prefill(params, cache, last, tokens, np.int32(0), lengths, schedules.at(1))
     for leaf in jax.tree.leaves(after):
         assert leaf.sharding.shard_shape(leaf.shape) == (1, 2, 1, *leaf.shape[3:])
         assert len(leaf.sharding.device_set) == 4

@@ -13,7 +13,7 @@ from pe_lab.errors import UserError
 from pe_lab.model import Sampling
 from pe_lab.model.sampling import choose, remaining
 
-chosen = jax.jit(choose, static_argnames="kind")
+chosen = jax.jit(choose)
 left = jax.jit(remaining)
 
 
@@ -60,9 +60,7 @@ def test_filters_compose_as_named():
 def draws(sampling: Sampling, logits, count: int):
     """Token counts over so many positions of one row."""
     rows = jnp.zeros(count, jnp.int32)
-    tokens = chosen(
-        jnp.broadcast_to(logits, (count, len(logits))), sampling.kind, sampling.arrays(), rows, jnp.arange(count)
-    )
+    tokens = chosen(jnp.broadcast_to(logits, (count, len(logits))), sampling.arrays(), rows, jnp.arange(count))
     return np.bincount(tokens, minlength=len(logits)) / count
 
 
@@ -87,7 +85,7 @@ def test_tokens_are_drawn_as_often_as_they_should(sampling, expected):
 
 def test_a_draw_is_a_function_of_seed_row_and_position():
     logits = np.zeros((4, 1000), np.float32)
-    pick = functools.partial(chosen, logits, "drawn")
+    pick = functools.partial(chosen, logits)
     base = pick(Sampling(1.0, seed=5).arrays(), np.arange(4), np.full(4, 9)).tolist()
     assert len(set(base)) == 4
     assert pick(Sampling(1.0, seed=5).arrays(), np.arange(4)[::-1], np.full(4, 9)).tolist() == base[::-1]

@@ -16,10 +16,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 from pe_lab.attention.capabilities import Capabilities, check_inputs
-from pe_lab.attention.key_block import AttentionInputs
+from pe_lab.attention.key_block import AttentionInputs, Keys, Queries
 from pe_lab.errors import UnsupportedError
 
 BLOCK = 512  # queries, and keys, whose logits splash computes at once
@@ -61,19 +60,12 @@ TOKAMAX = Capabilities(
 
 
 def splash_attention(
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T G K"],
-    value: Float[Array, "B T G K"],
-    inputs: AttentionInputs,
-    *,
-    window: int | None = None,
-    chunk: int = 512,
-    interpret: bool = False,
-) -> Float[Array, "B T H K"]:
-    """JAX's splash attention for TPUs. It ignores `chunk`; `interpret` runs it on any platform, slowly."""
-    check_inputs("splash", SPLASH.honours, inputs, window)
+    query: Queries, key: Keys, value: Keys, inputs: AttentionInputs, interpret: bool = False
+) -> Queries:
+    """JAX's splash attention for TPUs. `interpret` runs it on any platform, slowly."""
+    check_inputs("splash", SPLASH.honours, inputs)
     H, T = query.shape[2], query.shape[1]
-    window = None if window is None or window >= T else window
+    window = _window(inputs, T)
     blocks = splash_blocks(T)
     pairs = blocks.count * min(blocks.count, 2 + (window or T) // blocks.size)
     if pairs * BYTES_OF_PAIR > SCALAR_MEMORY:
@@ -92,48 +84,23 @@ def splash_attention(
 
 
 def cudnn_attention(
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T G K"],
-    value: Float[Array, "B T G K"],
-    inputs: AttentionInputs,
-    *,
-    window: int | None = None,
-    chunk: int = 512,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
-) -> Float[Array, "B T H K"]:
+    query: Queries, key: Keys, value: Keys, inputs: AttentionInputs, implementation: Literal["cudnn", "xla"] = "cudnn"
+) -> Queries:
     """cuDNN's flash attention, by `jax.nn`; implementation "xla" computes the same result on any platform."""
-    check_inputs("cuDNN", CUDNN.honours, inputs, window)
-    T = query.shape[1]
+    check_inputs("cuDNN", CUDNN.honours, inputs)
     # JAX refuses gradients of sequences of an odd length, because it treats every call as one with a bias.
-    q, k, v = (_padded(x, 1, T + T % 2) for x in (query, key, value))
-    out = jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        scale=1.0,
-        is_causal=True,
-        local_window_size=_neighbours(window, T),
-        implementation=implementation,
-    )
-    return out[:, :T]
+    return _dot_product(jax.nn.dot_product_attention, query, key, value, inputs, 2, implementation)
 
 
 def tokamax_attention(
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T G K"],
-    value: Float[Array, "B T G K"],
-    inputs: AttentionInputs,
-    *,
-    window: int | None = None,
-    chunk: int = 512,
-    implementation: tuple[str, ...] | None = None,
-) -> Float[Array, "B T H K"]:
+    query: Queries, key: Keys, value: Keys, inputs: AttentionInputs, implementation: tuple[str, ...] | None = None
+) -> Queries:
     """Flash attention by the package tokamax, by the first of its implementations that serves the call.
 
     Raises:
       UnsupportedError: tokamax is not installed.
     """
-    check_inputs("tokamax", TOKAMAX.honours, inputs, window)
+    check_inputs("tokamax", TOKAMAX.honours, inputs)
     try:
         import tokamax
     except ImportError:
@@ -142,23 +109,30 @@ def tokamax_attention(
 
     if not flags.FLAGS.is_parsed():  # else tokamax parses the program's own arguments as absl's, and exits
         flags.FLAGS.mark_as_parsed()
-    T = query.shape[1]
-    neighbours = _neighbours(window, T)
     if implementation is None:
         # By default, it falls back to plain XLA, whose logits are [T, T]. So is Triton's mask of a window in the
         # backward pass.
-        implementation = ("mosaic_gpu", "triton") if neighbours is None else ("mosaic_gpu",)
+        windowed = _window(inputs, query.shape[1]) is not None
+        implementation = ("mosaic_gpu",) if windowed else ("mosaic_gpu", "triton")
     # Its kernels pad to different multiples; padding here serves the forward and the backward pass.
-    q, k, v = (_padded(x, 1, T + -T % 128) for x in (query, key, value))
-    out = tokamax.dot_product_attention(
-        q,
-        k,
-        v,
-        scale=1.0,
-        is_causal=True,
-        local_window_size=neighbours,
-        implementation=implementation,
-    )
+    return _dot_product(tokamax.dot_product_attention, query, key, value, inputs, 128, implementation)
+
+
+def _dot_product(
+    function: Callable[..., jax.Array],
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    inputs: AttentionInputs,
+    multiple: int,
+    implementation: Any,
+) -> Queries:
+    """`function` on sequences padded to a multiple of tokens; `jax.nn` and tokamax share its arguments."""
+    T = query.shape[1]
+    q, k, v = (_padded(x, 1, T + -T % multiple) for x in (query, key, value))
+    window = _window(inputs, T)
+    neighbours = None if window is None else (window - 1, 0)  # before and after a token, which the window counts
+    out = function(q, k, v, scale=1.0, is_causal=True, local_window_size=neighbours, implementation=implementation)
     return out[:, :T]
 
 
@@ -180,9 +154,9 @@ def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
     return jnp.pad(x, widths, constant_values=-1 if jnp.issubdtype(x.dtype, jnp.integer) else 0)
 
 
-def _neighbours(window: int | None, length: int) -> tuple[int, int] | None:
-    """The numbers of visible tokens before and after a token, in a window that counts the token itself."""
-    return None if window is None or window >= length else (window - 1, 0)
+def _window(inputs: AttentionInputs, length: int) -> int | None:
+    """The window; None if it contains the whole sequence."""
+    return None if inputs.window is None or inputs.window >= length else inputs.window
 
 
 class SplashBlocks(NamedTuple):

@@ -27,8 +27,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention.kernels.gpu_kernel import Static, Tiles, filled, kernel
-from pe_lab.attention.key_block import AttentionInputs, PartialAttention, block_rotations, merge
-from pe_lab.errors import UnsupportedError
+from pe_lab.attention.key_block import AttentionInputs, PartialAttention, block_rotations, check_block, merge
 
 FEW = 64  # queries, over heads that share a key head, that one program stacks in a block
 PROGRAMS = 2 * 132  # programs that keep an H100 busy: two for each multiprocessor
@@ -69,7 +68,6 @@ def gpu_key_block(
     inputs: AttentionInputs,
     *,
     layer: Int[Array, ""] | int | None = None,
-    window: int | None = None,
     splits: int | None = None,
     wide: bool = False,
     interpret: bool = False,
@@ -87,20 +85,16 @@ def gpu_key_block(
     if layer is None:
         layer, key, value = 0, key[None], value[None]
     G, S = key.shape[2:4]
-    if value.shape != key.shape or H % G:
-        raise ValueError(f"{H} query heads, keys of shape {key.shape} and values of {value.shape} do not go together.")
-    rotations = 0 if inputs.rotation is None else inputs.rotation.fixed_freq.shape[0]
-    if inputs.diagonal_bias is not None or (inputs.noise is not None and rotations != H):
-        raise UnsupportedError("attention kernel: no diagonal bias, and noise only with a rotation per query head.")
+    rotations = check_block(H, key, value, inputs)
     cut = tiles(H, G, T, S, K, query.dtype.itemsize, alone=rotations not in (0, 1, G))
     groups, length = H // cut.heads, cut.heads * T
     row_blocks, key_blocks = pl.cdiv(length, cut.rows), pl.cdiv(S, cut.keys)
-    visited = key_blocks if window is None else min(key_blocks, (window + cut.rows - 2) // cut.keys + 2)
+    visited = key_blocks if inputs.window is None else min(key_blocks, (inputs.window + cut.rows - 2) // cut.keys + 2)
     if splits is None:
         # A split is worth its partial output from four blocks of keys on.
         splits = max(1, min(PROGRAMS // (B * groups * row_blocks), visited // 4, MOST_SPLITS))
     splits = min(splits, visited)
-    static = Static(cut, splits, row_blocks, T, S, length, K, window)
+    static = Static(cut, splits, row_blocks, T, S, length, K, inputs.window)
     arrays = _arrays(query, key, value, layer, inputs, static, groups, key_blocks)
     # Grid: blocks of queries, splits, groups of heads, rows of the batch; neighbouring programs share their keys. The
     # last queries see most keys: they begin first, so that no long program runs alone at the end.

@@ -14,6 +14,7 @@ because 64 channels across would leave half of every tile empty. A KV cache is t
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,8 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
 from pe_lab.attention.kernels.tpu_kernel import Static, Tiles, kernel, key_block
-from pe_lab.attention.key_block import AttentionInputs, PartialAttention, block_rotations
-from pe_lab.errors import UnsupportedError
+from pe_lab.attention.key_block import AttentionInputs, PartialAttention, block_rotations, check_block
 
 LANES = 128
 ROWS = 1024  # the width of a block of logits: queries across, over the heads that share a key
@@ -57,7 +57,6 @@ def tpu_key_block(
     inputs: AttentionInputs,
     *,
     layer: Int[Array, ""] | int | None = None,
-    window: int | None = None,
     wide: bool = False,
     cut: Tiles | None = None,
     interpret: bool = False,
@@ -69,7 +68,6 @@ def tpu_key_block(
       key, value: any T and S; K even.
       inputs: rows may start at different places.
       layer: keys and values are those of many layers, [L, B, G, S, K]; this one is read without a copy.
-      window: as in `attention`.
       wide: return `out` in float32.
       cut: block sizes; by default those of `tiles`.
       interpret: run on any platform, slowly.
@@ -81,11 +79,7 @@ def tpu_key_block(
     if layer is None:
         layer, key, value = 0, key[None], value[None]
     G, S = key.shape[2:4]
-    if value.shape != key.shape or H % G:
-        raise ValueError(f"{H} query heads, keys of shape {key.shape} and values of {value.shape} do not go together.")
-    rotations = 0 if inputs.rotation is None else inputs.rotation.fixed_freq.shape[0]
-    if inputs.diagonal_bias is not None or (inputs.noise is not None and rotations != H):
-        raise UnsupportedError("attention kernel: no diagonal bias, and noise only with a rotation per query head.")
+    rotations = check_block(H, key, value, inputs)
     split_heads = rotations not in (0, 1, G) or inputs.noise is not None
     cut = cut or tiles(H, G, T, S, split_heads)
     channels_first = K % LANES != 0
@@ -93,11 +87,13 @@ def tpu_key_block(
         key, value = (jnp.pad(x, ((0, 0),) * 3 + ((0, cut.keys - S), (0, 0))) for x in (key, value))
         if inputs.noise is not None:
             size = jnp.pad(inputs.noise.size, ((0, 0), (0, cut.keys - S)))
-            inputs = inputs._replace(noise=inputs.noise._replace(size=size))
+            inputs = replace(inputs, noise=inputs.noise._replace(size=size))
     key_blocks = -(-S // cut.keys)
     # The window of one block of queries overlaps at most this many key blocks.
-    visited = key_blocks if window is None else min(key_blocks, (window + cut.queries - 2) // cut.keys + 2)
-    static = Static(cut, key_blocks, visited, window, S, split_heads, channels_first)
+    visited = (
+        key_blocks if inputs.window is None else min(key_blocks, (inputs.window + cut.queries - 2) // cut.keys + 2)
+    )
+    static = Static(cut, key_blocks, visited, inputs.window, S, split_heads, channels_first)
     arrays = _arrays(query, key, value, inputs, static)
     groups, rows, query_blocks = H // cut.heads, cut.rows, -(-T // cut.queries)
     start = jnp.zeros(B, jnp.int32) if inputs.start is None else jnp.broadcast_to(inputs.start, (B,)).astype(jnp.int32)
@@ -133,7 +129,7 @@ def tpu_key_block(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=VMEM,
         ),
-        cost_estimate=_cost(B, H, T, S, K, window, key),
+        cost_estimate=_cost(B, H, T, S, K, inputs.window, key),
         name=f"pe_lab_attention_{'decode' if T < FEW else 'flash'}",
         interpret=interpret,
     )(start, used, jnp.asarray(layer, jnp.int32).reshape(1), *(array for array, _ in arrays.values()))

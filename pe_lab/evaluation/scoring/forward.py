@@ -158,7 +158,7 @@ class Forward:
             else:
                 x = reader.hidden(params, part["tokens"], part["at"], schedule, on_position)
                 chunks = self._loss_chunks(part["at"].size // self._devices)
-                found = _of_hidden(output, reader.programs.model, params, x, part, chunks)
+                found = _of_hidden(output, reader.model, params, x, part, chunks)
             yield np.asarray(found)[:count]
 
     def _on_position(self, sequences: int) -> Callable[[int], None]:
