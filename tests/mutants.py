@@ -2,7 +2,8 @@
 
 A mutant changes one operator, number, comparison or keyword of a line that code runs; docstrings, annotations and
 messages are left alone. The tests of a mutant are those whose coverage has its line (all that touch the file, if the
-line runs on import), the cheapest first. A mutant that no test kills is printed, for a person to judge: either it is
+line runs on import), the cheapest first, then the others of their files: a test that runs what an earlier one compiled
+with jax.jit does not run the line again. A mutant that no test kills is printed, for a person to judge: either it is
 equivalent (no input tells it from the original), or a test is missing.
 
   python tests/mutants.py --coverage=build/coverage --junit=build/junit.xml [--count=200] [--seed=0] [--workers=2]
@@ -88,13 +89,19 @@ def candidates(file: str, source: str) -> list[Mutant]:
 
 
 def covering(data: CoverageData, mutant: Mutant, seconds: dict[str, float]) -> list[str]:
-    """Node ids of the fast tests that run the mutant's line, the cheapest first, up to TESTS_SECONDS."""
+    """Node ids of the fast tests for a mutant: those that run its line, then the others of their files.
+
+    The cheapest come first, up to TESTS_SECONDS.
+    """
     by_line = data.contexts_by_lineno(str(ROOT / mutant.file))
     contexts = {c for c in by_line.get(mutant.line, []) if c}
     if not contexts and mutant.line in by_line:  # runs on import
         contexts = {c for several in by_line.values() for c in several if c}
+    running = {c.partition("|")[0] for c in contexts}
+    files = {test.partition("::")[0] for test in running}
+    beside = {test for test in seconds if test.partition("::")[0] in files} - running
     chosen, spent = [], 0.0
-    for test in sorted({c.partition("|")[0] for c in contexts}, key=lambda t: seconds.get(t, 1.0)):
+    for test in [*sorted(running, key=lambda t: seconds.get(t, 1.0)), *sorted(beside, key=lambda t: seconds[t])]:
         spent += seconds.get(test, 1.0)
         if chosen and spent > TESTS_SECONDS:
             break

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pe_lab.attention.__main__ import capabilities, choices, main, markdown
+from pe_lab.attention import __main__ as attention_command
+from pe_lab.attention.__main__ import REQUESTS, capabilities, choices, main, markdown
 from pe_lab.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,14 @@ def test_the_page_has_the_tables(name, text):
 @pytest.mark.parametrize("name", ["planned", "compiled", "gpu", "cpu"])
 def test_the_page_has_a_place_for_the_tables_of_benchmarks(name):
     assert Place(PAGE, name).text
+
+
+def test_choices_are_for_the_length_and_the_head_dim_that_are_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(attention_command, "choose", lambda name, request: asked.append(request) or name)
+    choices("tpu", 96, 777)
+    assert [request.length for request in asked[::2]] == [2**20 if name == "1M tokens" else 777 for name in REQUESTS]
+    assert {(request.platform, request.head_dim) for request in asked} == {("tpu", 96)}
 
 
 def test_a_place_is_filled_and_nothing_beside_it(tmp_path):
