@@ -94,6 +94,7 @@ def test_the_table_shows_the_rows_of_the_evaluation(demo_page):
     page = demo_page
     needles, perplexity = table_rows(page, "Needle accuracy"), table_rows(page, "Perplexity")
     assert list(needles) == [label for _, _, label in WINNING] == list(perplexity)
+    assert page.count('aria-label="Needle accuracy of each variant at each length"') == 1
     assert [">40%<" in needles["RoPE + PI"][1], ">39%<" in needles["RoPE + YaRN"][2]] == [True, True]
     assert ">240<" in perplexity["RoPE"][2] and ">7.40<" in perplexity["DroPE, β"][3]
     # 0.30 +- 1.96 * sqrt(0.3 * 0.7 / 1024); exp(ln 8.1 +- 1.96 * 0.004)
@@ -430,6 +431,17 @@ def test_a_line_stays_inside_its_plot(log):
         # The line has room above and below, and fills most of the plot.
         assert top < min(ys) == ys[1] and ys[0] == max(ys) < bottom
         assert 0.87 < (max(ys) - min(ys)) / (bottom - top) < 0.95
+
+
+def test_the_training_length_is_marked_where_it_is_in_sight(tmp_path):
+    run = make_run(tmp_path)
+    path = run / "evaluation" / "needles.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for edges, marked in (([32, 96, 160], True), ([40, 96, 160], False), ([16, 32, 96], True), ([16, 32, 95], False)):
+        by = {"edges": edges, "accuracy": [0.5, 0.25], "count": [64, 64]}  # points in the middle of a bin
+        path.write_text("".join(json.dumps(record | {"accuracy_by_distance": by}) + "\n" for record in records))
+        charts = re.findall(r'<div class="chart-title">Needle accuracy by distance.*?</figure>', page_of(run), re.S)
+        assert [">training length<" in chart for chart in charts] == [marked] * len(charts) and charts
 
 
 def test_names_at_the_ends_of_lines_are_apart_and_inside():

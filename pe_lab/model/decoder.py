@@ -298,6 +298,6 @@ def _repeat(group: Any, x: jax.Array, data: Any, run: Run, scan: bool) -> jax.Ar
     return x
 
 
-def _axes(state: nnx.State, leading: tuple[str, ...]) -> Params:
+def _axes(state: Any, leading: tuple[str, ...]) -> Params:
     flat = nnx.to_flat_state(state)
     return traverse_util.unflatten_dict({path: (*leading, *v.get_metadata()["logical_axes"]) for path, v in flat})

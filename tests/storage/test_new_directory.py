@@ -1,5 +1,8 @@
 """A directory that appears whole or not at all, with processes that are killed, that live and that race."""
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 
@@ -78,3 +81,21 @@ def test_a_path_that_cannot_be_written_names_its_option(tmp_path):
         new_directory(tmp_path / "file" / "x", "--out"),
     ):
         pass
+
+
+def test_a_file_system_without_locks_abandons_nothing(tmp_path, other_process, monkeypatch):
+    def refuse(error):
+        def flock(descriptor, operation):
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+
+    (theirs,) = unfinished(tmp_path / "out")
+    refuse(errno.ENOLCK)
+    with new_directory(tmp_path / "out") as building:
+        (building / "file").write_text("x")
+    assert (tmp_path / "out" / "file").is_file() and (theirs / "half").is_file()
+    refuse(errno.EIO)
+    with pytest.raises(ConfigError, match="Input/output error"), new_directory(tmp_path / "other"):
+        pass
+    assert not unfinished(tmp_path / "other")
