@@ -5,14 +5,3 @@ from pe_lab.attention.dispatch import IMPLEMENTATIONS
 from pe_lab.attention.key_block import Rotation
 from pe_lab.attention.kv_cache import CacheView, cached_attention
 from pe_lab.attention.layer_encoding import LayerEncoding, encode_keys, encode_queries
-
-__all__ = [
-    "IMPLEMENTATIONS",
-    "CacheView",
-    "LayerEncoding",
-    "Rotation",
-    "attention",
-    "cached_attention",
-    "encode_keys",
-    "encode_queries",
-]

@@ -16,7 +16,7 @@ from pe_lab.attention.kernels.tpu import tpu_key_block
 from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel, Keys, Queries
 from pe_lab.attention.reference import reference_attention
 from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
-from pe_lab.parallel import context_size, platform, slots_are_cut
+from pe_lab.parallel import context_size, platform, slots_are_sharded
 from pe_lab.positional import LayerStructure
 
 EVERYTHING = frozenset(FEATURES)
@@ -186,4 +186,4 @@ def cache_kernel(name: str, request: Request) -> KeyBlockKernel | None:
     """
     named = name != "auto" and IMPLEMENTATIONS[name].partial is not None
     found = IMPLEMENTATIONS[choose(name if named else "auto", request)]
-    return found.partial if found.kernel or slots_are_cut() else None
+    return found.partial if found.kernel or slots_are_sharded() else None

@@ -189,7 +189,7 @@ def _compare_logits(
 ) -> Float[Array, "H 3"]:
     """See `_logit_sums`; one head at a time, so that the largest array is [B, T, T]."""
     T, H = old[0].shape[1:3]
-    seen = visible(T, AttentionInputs(query_segments=segments, key_segments=segments), window)
+    seen = visible(T, AttentionInputs(query_segments=segments, key_segments=segments, window=window))
 
     def encoded(x: jax.Array) -> jax.Array:
         """Queries or keys, rotated, float32, [H, B, T, K]."""

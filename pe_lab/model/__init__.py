@@ -8,21 +8,3 @@ from pe_lab.model.programs import Weights
 from pe_lab.model.request import Request, Schedules, Statistics
 from pe_lab.model.sampling import Sampling
 from pe_lab.model.shape import REMAT_POLICIES, Flops, complete, train_flops_per_token
-
-__all__ = [
-    "PRESETS",
-    "REMAT_POLICIES",
-    "Decoder",
-    "Flops",
-    "Model",
-    "Params",
-    "Request",
-    "Sampling",
-    "Schedules",
-    "Statistics",
-    "Weights",
-    "complete",
-    "cross_entropy",
-    "preset",
-    "train_flops_per_token",
-]

@@ -16,7 +16,7 @@ from pe_lab.attention.kv_cache_kernel import KVCache, attend_to_cache, write_and
 from pe_lab.config import ModelConfig
 from pe_lab.model.decoder import Model, layer_arrays
 from pe_lab.model.shape import Run, runs
-from pe_lab.parallel import constrain, slots_are_cut
+from pe_lab.parallel import constrain, slots_are_sharded
 from pe_lab.positional import LayerStructure, Schedule
 
 
@@ -212,7 +212,7 @@ def forward_chunk(
     """
     B, C = chunk.tokens.shape
     layout, positions = cache.layout, chunk.positions
-    sharded = slots_are_cut()
+    sharded = slots_are_sharded()
     start = jnp.broadcast_to(positions[:, 0], (B,))
     # What layers share is computed once, outside the scans: the positions of slots, and rotations.
     kinds = {cached.slots: cached for cached in layout.layers}

@@ -3,4 +3,12 @@
 from pe_lab.parallel.host_memory import keep_freed_memory
 from pe_lab.parallel.mesh import balanced_order, check_batch, make_mesh, mesh_shape, padded_length
 from pe_lab.parallel.processes import has_accelerator, hide_absent_tpu, start_processes
-from pe_lab.parallel.sharding import AxisRules, constrain, context_size, current_mesh, platform, slots_are_cut, use_mesh
+from pe_lab.parallel.sharding import (
+    AxisRules,
+    constrain,
+    context_size,
+    current_mesh,
+    platform,
+    slots_are_sharded,
+    use_mesh,
+)

@@ -121,7 +121,7 @@ def context_size() -> int:
     return 1 if current is None else _size(current[0], current[1].length)
 
 
-def slots_are_cut() -> bool:
+def slots_are_sharded() -> bool:
     """Whether the slots of a KV cache are sharded over several devices, under `use_mesh`."""
     current = _current.get()
     return current is not None and _size(current[0], current[1].slots) > 1

@@ -2,16 +2,3 @@
 
 from pe_lab.storage.files import local_path, new_directory, unfinished, write_file, write_files
 from pe_lab.storage.json_files import json_object, read_json, read_records, write_json, write_records
-
-__all__ = [
-    "json_object",
-    "local_path",
-    "new_directory",
-    "read_json",
-    "read_records",
-    "unfinished",
-    "write_file",
-    "write_files",
-    "write_json",
-    "write_records",
-]

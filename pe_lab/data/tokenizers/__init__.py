@@ -11,18 +11,3 @@ from pe_lab.data.tokenizers.loading import (
 )
 from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer, train_sentencepiece, training_size
 from pe_lab.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
-
-__all__ = [
-    "KIND_FILE",
-    "ByteTokenizer",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "Tokenizer",
-    "check_vocabulary",
-    "export_tokenizer",
-    "load_saved_tokenizer",
-    "load_tokenizer",
-    "save_tokenizer",
-    "train_sentencepiece",
-    "training_size",
-]
