@@ -78,12 +78,8 @@ def runs(structure: Sequence[Hashable]) -> list[Run]:
     while start < total:
         best = Run(start, 1, 1)
         for period in range(1, (total - start) // 2 + 1):
-            repeats = 1
-            while (
-                start + period * (repeats + 1) <= total
-                and structure[start + period * repeats : start + period * (repeats + 1)]
-                == structure[start : start + period]
-            ):
+            pattern, repeats = structure[start : start + period], 1
+            while structure[start + period * repeats : start + period * (repeats + 1)] == pattern:
                 repeats += 1
             if period * (repeats - 1) > best.period * (best.repeats - 1):
                 best = Run(start, period, repeats)
