@@ -222,7 +222,19 @@ class LanguageModel:
         return results if several else results[0]
 
     def stream(
-        self, prompt: Prompt, max_new_tokens: int = 128, *, statistics: Statistics | None = None, **settings: Any
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        eos_ids: Collection[int] | None = None,
+        cache_length: int | None = None,
+        refresh: int = 1,
+        statistics: Statistics | None = None,
     ) -> Iterator[str]:
         """Yields the continuation of one prompt in pieces; arguments and errors as in `generate`.
 
@@ -233,7 +245,7 @@ class LanguageModel:
             raise ConfigError("stream continues one prompt; use generate for several.")
         if self.tokenizer is None:
             raise DataError(f"'{self.checkpoint.path}' came without a tokenizer; use generate with token ids.")
-        request = self._request(max_new_tokens, **settings)
+        request = self._request(max_new_tokens, temperature, top_k, top_p, seed, stop, eos_ids, cache_length, refresh)
         decoder = _decoder(self.config, _mesh_of(self.checkpoint.params))
         decoder.check(prompts, request, self.tokenizer.decode)
         weights = _weights_of(self.checkpoint, decoder)
@@ -260,14 +272,14 @@ class LanguageModel:
     def _request(
         self,
         max_new_tokens: int,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        eos_ids: Collection[int] | None = None,
-        cache_length: int | None = None,
-        refresh: int = 1,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        seed: int,
+        stop: str | Sequence[str],
+        eos_ids: Collection[int] | None,
+        cache_length: int | None,
+        refresh: int,
     ) -> Request:
         if eos_ids is None:
             known = self.tokenizer
@@ -356,8 +368,11 @@ class LanguageModel:
         """Writes a child checkpoint into a new directory and returns its path; `init_from` can name it."""
         what = change(self.checkpoint.layers, self.layers)
         where = write_child(self.checkpoint, self.layers, directory, what)
-        if self.tokenizer is not None:
-            save_tokenizer(self.tokenizer, Path(directory) / "tokenizer")
+        tokenizer = self.tokenizer
+        if tokenizer is None and self.checkpoint.tokenizer:
+            tokenizer = load_tokenizer(self.checkpoint.tokenizer)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, Path(directory) / "tokenizer")
         return where
 
 

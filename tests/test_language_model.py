@@ -168,6 +168,8 @@ def test_what_is_dropped_and_saved_comes_back(lm, tmp_path):
     np.testing.assert_array_equal(again.logits(TOKENS), bare.logits(TOKENS))
     np.testing.assert_array_equal(again.logits("text"), bare.logits("text"))  # the tokenizer went along
     assert again.checkpoint.metadata["lineage"][-1]["what"] == "rope(base=10000) -> nope on layers 0-1"
+    dataclasses.replace(lm, tokenizer=None).save(tmp_path / "whole")  # the checkpoint's own goes along as well
+    assert pe_lab.load(tmp_path / "whole").tokenizer.fingerprint == lm.tokenizer.fingerprint
     scaled = lm.with_positional(Rope(), logit_scale=1.25)
     scaled.save(tmp_path / "scaled")
     assert pe_lab.load(tmp_path / "scaled").layers == (Layer(Rope(), logit_scale=1.25),) * 2

@@ -109,7 +109,8 @@ class Evaluation:
                     forward.on_tokens = functools.partial(progress.add, name=name)
                 record, existed = self._record(unit)
                 records.append(record)
-                self.reused += [unit] * existed
+                if existed:
+                    self.reused.append(unit)
                 finished += self.cost(unit)
                 progress.show(finished, name)
         if "beta" in self.methods:

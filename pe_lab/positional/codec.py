@@ -64,7 +64,7 @@ def _encoding(part: str, text: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for item in filter(None, arguments.split(",")):
         key, _, value = item.partition("=")
-        if key in values:
+        if key in values or key == "kind":
             raise ConfigError(f"'{text}': {key} is given twice; give it once.")
         values[key] = value if key == "scaling" else _number(value, text, item)
     if values.get("scaling") == "none":

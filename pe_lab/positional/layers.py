@@ -85,7 +85,7 @@ class Beta(Checked):
     """A logit scale that depends on the length: 1 + `coefficient` * ln(n / L) for n > L tokens, else 1.
 
     DroPE (App. C.2) fits the coefficient: 0.412 for its model trained from scratch, 0.103 for SmolLM.
-    `pe_lab.evaluation` fits it for other models (`fit_beta`, `common_coefficient`).
+    `pe_lab.evaluate --suite=beta` fits it for other models.
     """
 
     coefficient: float
@@ -116,7 +116,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or self.window % 1):
-            raise ConfigError(f"Layer.window is {self.window}; give at least 1 token, or None for no window.")
+            raise ConfigError(f"Layer.window is {self.window}; give a whole number of tokens from 1, or None.")
         scale = self.logit_scale
         if not isinstance(scale, Beta) and not (isinstance(scale, numbers.Real) and 0 < scale < math.inf):
             raise ConfigError(f"Layer.logit_scale is {self.logit_scale}; it must be above 0 and finite, or Beta(...).")
@@ -153,6 +153,9 @@ class Drop:
 
     layers: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", None if self.layers is None else tuple(self.layers))
+
     def apply(self, before: Sequence[Layer]) -> tuple[Layer, ...]:
         """The layers after the drop; `ConfigError` for a layer that does not exist."""
         return _edit("drop", before, self.layers, lambda layer: dataclasses.replace(layer, encoding=NoPE(), heads=()))
@@ -168,6 +171,7 @@ class Rescale:
     def __post_init__(self) -> None:
         names = ", ".join(kind.__name__ for kind in SCALINGS.values())
         require(isinstance(self.scaling, Scaling), f"rescale needs a scaling ({names}), not {self.scaling!r}.")
+        object.__setattr__(self, "layers", None if self.layers is None else tuple(self.layers))
 
     def apply(self, before: Sequence[Layer]) -> tuple[Layer, ...]:
         """The layers with the scaling; `ConfigError` where none of the chosen ones rotates."""

@@ -77,7 +77,7 @@ def layers(description: Any, num_layers: int, before: Sequence[Layer] | None = N
             raise ConfigError(f"An edit of {len(before)} layers cannot make {num_layers}: the model has another depth.")
         return description.apply(before)
     if isinstance(description, str):
-        description = re.split(r"\+(?=\s*[A-Za-z])", description)  # 1e+4 is a number
+        description = _split(description)
     if not isinstance(description, Pattern):
         description = Pattern(tuple(description) if isinstance(description, Sequence) else (description,))
     items, cut = description.items, description.cut
@@ -97,7 +97,7 @@ def read_with(description: Any, before: Sequence[Layer], original_length: int) -
     from. As an encoding of its own it would have the default base instead of the weights' base.
     `before` are the layers that the weights were trained with, in windows of `original_length` tokens.
     """
-    if isinstance(description, str) and "+" not in description and "/" not in description:
+    if isinstance(description, str) and "/" not in description and len(_split(description)) == 1:
         name, _, arguments = description.strip().partition(":")
         keys = [item.partition("=")[0] for item in arguments.split(",") if item]
         if name in SCALINGS and "base" not in keys and "fraction" not in keys:
@@ -106,6 +106,11 @@ def read_with(description: Any, before: Sequence[Layer], original_length: int) -
                 arguments = ",".join(filter(None, [arguments, f"original_length={original_length}"]))
             return Rescale(parse(f"{name}:{arguments}").encoding.scaling).apply(before)
     return layers(description, len(before), before)
+
+
+def _split(text: str) -> list[str]:
+    """The texts of a pattern that `+` joins; the sign of an exponent (1e+4) joins nothing."""
+    return re.split(r"\+(?=\s*[A-Za-z])", text)
 
 
 def _layer(item: Any) -> Layer:

@@ -7,7 +7,6 @@ whole lines and perhaps a part of one, which the next process cuts off: no finis
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,8 +74,10 @@ class SampleFile:
 
 def _cut_off_partial_line(file: BinaryIO) -> None:
     """Truncates what a killed process left after the last complete line."""
-    size = file.seek(0, os.SEEK_END)
-    if size:
-        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:  # reads no more than that line
-            end = content.rfind(b"\n") + 1
-        file.truncate(end)
+    end, found = file.seek(0, os.SEEK_END), -1
+    while end and found < 0:
+        start = max(end - 2**16, 0)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        end = start + found + 1
+    file.truncate(end)

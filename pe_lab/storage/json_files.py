@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pe_lab.errors import DataError, UserError
 from pe_lab.storage.files import write_file
 
+Kind = TypeVar("Kind", dict, list)
 
-def json_object(text: str | bytes, kind: type = dict) -> Any:
+
+def json_object(text: str | bytes, kind: type[Kind] = dict) -> Kind | None:
     """The JSON object (or list, with that `kind`) that a text holds; None if it holds anything else."""
     try:
         value = json.loads(text)
@@ -20,7 +22,7 @@ def json_object(text: str | bytes, kind: type = dict) -> Any:
     return value if isinstance(value, kind) else None
 
 
-def read_json(path: Path, advice: str = "", error: type[UserError] = DataError, kind: type = dict) -> Any:
+def read_json(path: Path, advice: str = "", error: type[UserError] = DataError, kind: type[Kind] = dict) -> Kind:
     """The JSON object (or list) in a file; `error` with `advice` if it is missing, unreadable or something else."""
     try:
         value = json_object(path.read_bytes(), kind)

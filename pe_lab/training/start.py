@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,8 +24,13 @@ from pe_lab.training.logs import checkpoint_metadata
 from pe_lab.training.run import PhasePlan, Run, held_out_batches, open_pipeline
 from pe_lab.training.step import Shardings, TrainState, init_state, place_batch
 
-# A phase's state, the lineage of its first state, and the position in the data (None: the beginning).
-Start = tuple[TrainState, list[dict[str, Any]], dict[str, Any] | None]
+
+class Start(NamedTuple):
+    """The state of a phase at the start of a session."""
+
+    state: TrainState
+    lineage: list[dict[str, Any]]  # of the phase's first state
+    data_state: dict[str, Any] | None  # the position in the data; None: the beginning
 
 
 def start_phase(
@@ -56,7 +61,7 @@ def start_phase(
     if not source or source == "random":
         make = jax.jit(lambda key: new_state(model.init(key)), out_shardings=shardings.state)
         entry = lineage_entry(f"initialized at random, seed {run.config.seed}", new_id(), "", 0)
-        return make(jax.random.key(run.config.seed)), [entry], None
+        return Start(make(jax.random.key(run.config.seed)), [entry], None)
 
     parent = open_checkpoint(source, mesh=run.mesh, rules=run.rules)
     if source == previous:
@@ -71,7 +76,7 @@ def start_phase(
     show(f"{phase.name}: from {parent.path}: {what}")
     store.save(0, params, None, checkpoint_metadata(run, phase, lineage, None))
     store.wait()
-    return jax.jit(new_state, out_shardings=shardings.state)(params), lineage, None
+    return Start(jax.jit(new_state, out_shardings=shardings.state)(params), lineage, None)
 
 
 def _resume(
@@ -94,9 +99,9 @@ def _resume(
         store.set_aside_after(step)
         show(f"{phase.name}: resuming at step {step}")
         if step == 0:  # a child, which has no optimizer state
-            return jax.jit(new_state, out_shardings=shardings.state)(params), metadata["lineage"], None
+            return Start(jax.jit(new_state, out_shardings=shardings.state)(params), metadata["lineage"], None)
         state = TrainState(jax.device_put(np.int32(step), shardings.replicated), params, optimizer)
-        return state, metadata["lineage"][:-1], metadata["data_state"]
+        return Start(state, metadata["lineage"][:-1], metadata["data_state"])
     raise CheckpointError(
         f"No checkpoint of '{store.directory.parent}' can be read. Delete that directory to train it again."
     )

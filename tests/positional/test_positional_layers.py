@@ -536,7 +536,7 @@ def test_json_of_the_wrong_type_is_neither_read_as_something_nor_a_bare_tracebac
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Layer(Rope(), 0), "Layer.window is 0; give at least 1 token, or None for no window"),
+        (lambda: Layer(Rope(), 0), "Layer.window is 0; give a whole number of tokens from 1, or None"),
         (lambda: Layer(Rope(), -1), "Layer.window is -1"),
         (lambda: Layer(Rope(), logit_scale=0.0), "Layer.logit_scale is 0.0"),
         (lambda: Layer(Rope(), logit_scale=-1.0), "Layer.logit_scale is -1.0"),

@@ -294,6 +294,8 @@ def test_a_scaling_by_its_name_stretches_the_rotation_there_is():
 def test_all_else_is_read_as_layers_reads_it(description):
     before = (Layer(Rope(500.0)), Layer(Rope(500.0)))
     assert read_with(description, before, 2048) == layers(description, 2, before)
+    # The sign of an exponent joins no layers.
+    assert read_with("pi:factor=1e+1", before, 64) == read_with("pi:factor=10", before, 64)
 
 
 def test_a_scaling_has_nothing_to_stretch_where_nothing_rotates():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 from pe_lab.evaluation.lm_eval.requests import Used
 from pe_lab.results.intervals import Z95, wilson
@@ -38,8 +37,7 @@ def measure(
 
     journal = model.journal
     before, tokens, kept, start = model.truncated, model.tokens, journal.seconds, time.perf_counter()
-    # The harness bootstraps in forked processes, and a process in which JAX runs must not be forked.
-    with mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"):
+    with _in_one_process():
         results = simple_evaluate(
             model,
             tasks=loaded,
@@ -59,6 +57,20 @@ def measure(
     found = {**results["results"], **results.get("groups", {})}
     records = [_record(task, metrics, results) for task, metrics in found.items()]
     return [record | more for record in records if record], results["samples"]
+
+
+@contextlib.contextmanager
+def _in_one_process() -> Iterator[None]:
+    """The harness bootstraps in forked processes, and a process in which JAX runs must not be forked."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before
 
 
 def _record(task: str, found: Mapping[str, Any], results: Mapping[str, Any]) -> Record:
@@ -166,6 +178,10 @@ def _output(answers: Sequence[Any]) -> Any:
 
 def _to_json(value: Any) -> Any:
     """The value as JSON holds it: arrays as lists, the text of anything else that JSON has no form for."""
-    return json.loads(
-        json.dumps(value, default=lambda other: other.tolist() if hasattr(other, "tolist") else str(other))
-    )
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _to_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(item) for item in value]
+    return _to_json(value.tolist()) if hasattr(value, "tolist") else str(value)

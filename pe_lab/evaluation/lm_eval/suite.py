@@ -63,9 +63,7 @@ class Harness:
         }
         self._make_model = adapter()
         self._manager, self._tasks = open_tasks(names, include)
-        self._file = RecordFile(directory / "lm_eval.jsonl")
-        self._samples = SampleFile(directory / "samples" / "lm_eval.jsonl")
-        self._again = again
+        self._directory, self._again = directory, again
         self._measurements = [
             Measurement(variant, name, max_length, shared, directory) for variant in variants for name in names
         ]
@@ -73,7 +71,9 @@ class Harness:
     def run(self) -> list[Record]:
         """The records of all tasks; those that do not exist yet are measured."""
         out, records = console(), []
-        existing = [[] if self._again else one.found(self._file.records) for one in self._measurements]
+        file = RecordFile(self._directory / "lm_eval.jsonl")
+        samples = SampleFile(self._directory / "samples" / "lm_eval.jsonl")
+        existing = [[] if self._again else one.found(file.records) for one in self._measurements]
         model, of = None, None
         for one, found in zip(self._measurements, existing, strict=True):
             if found:
@@ -86,8 +86,8 @@ class Harness:
                 model = self._make_model(one.variant.at(one.length), max_length=one.length)
             if self._again:
                 one.requests.unlink(missing_ok=True)
-            new = one.run(model, self._manager, self._tasks[one.name], self._samples)
-            self._file.put(new)
+            new = one.run(model, self._manager, self._tasks[one.name], samples)
+            file.put(new)
             records += new
         return records
 

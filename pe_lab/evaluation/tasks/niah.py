@@ -146,8 +146,8 @@ class NeedleTask(SizedTask):
             ids += [np.full(self.sinks, sink, np.int32), tokenizer.encode_prompt(part, add_special_tokens=False)]
         return np.concatenate(ids)
 
-    def _sample(self, *arguments: Any) -> Sample:
-        sample = super()._sample(*arguments)
+    def _sample(self, tokenizer: Tokenizer, length: int, index: int, seed: int, drafted: int) -> Sample:
+        sample = super()._sample(tokenizer, length, index, seed, drafted)
         return replace(sample, text=sample.text.replace(_CUT, ""))
 
 

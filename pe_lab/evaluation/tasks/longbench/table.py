@@ -18,9 +18,7 @@ class Rules:
     metric: str  # a name in `scoring.metrics`; the best of a record's answers counts
     first_line: bool = False  # whether only the first line of an answer is scored
     stop: tuple[str, ...] = ()
-    chat: bool = (
-        True  # whether a chat model reads the prompt in its chat format; not where it continues examples or code
-    )
+    chat: bool = True  # whether a chat model reads it in its chat format; not where it continues examples or code
 
 
 _BRIEFLY = "asconcisely as you can, using a single phrase if possible. Do not provide any explanation."

@@ -148,11 +148,12 @@ class CommonWords(RulerTask):
     def draft(self, tokenizer: Tokenizer, length: int, index: int, seed: int) -> Draft:
         state = random_for(self.suite, self.name, seed, index).getrandbits(64)
         draft = self._over(all_words(), length, random.Random(state))
-        if self.more_words:
-            most = len(tokenizer.encode_prompt(draft.render(len(all_words()))))
-            if most < length - self.max_new_tokens:
-                return self._over(self.more_words, length, random.Random(state))
-        return draft
+        if not self.more_words:
+            return draft
+        for size in (len(all_words()) // 16, len(all_words())):  # a short prompt is rendered sooner
+            if len(tokenizer.encode_prompt(draft.render(size))) >= length - self.max_new_tokens:
+                return draft
+        return self._over(self.more_words, length, random.Random(state))
 
     def _over(self, pool: Sequence[str], length: int, rng: random.Random) -> Draft:
         """A list of words from `pool`, after a solved example of wonderwords' words."""
