@@ -13,11 +13,11 @@ from run_directories import make_run
 from test_report import outline, page_of
 
 from pe_lab.analysis.runs import read_run
-from pe_lab.analysis.scores import build_tables, measure
-from pe_lab.analysis.tasks import averages, by_sequence_length
-from pe_lab.analysis.variants import kind
+from pe_lab.analysis.scores import averages, build_tables, by_sequence_length
 from pe_lab.evaluation.tasks.suites import AVERAGED
 from pe_lab.page.run_section import work_out
+from pe_lab.results.scores import measure
+from pe_lab.results.variants import kind
 
 
 def plain(markup: str) -> str:

@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pe_lab.analysis.scores import Cell, Column, Table, compare
-from pe_lab.analysis.variants import is_dropped, is_rotary, kind
 from pe_lab.results.formatting import listing, short_number, shortened
 from pe_lab.results.records import Record
+from pe_lab.results.scores import Cell, Column, Table, compare
+from pe_lab.results.variants import is_dropped, is_rotary, kind
 
 
 @dataclass(frozen=True)
