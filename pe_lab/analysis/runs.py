@@ -169,7 +169,7 @@ def _read_phase(path: Path, root: Path, problems: list[str]) -> Phase:
     info = _read_json(path, root, problems)
     trained = number(info, "steps") or (directory / "metrics.jsonl").exists()  # surgery makes phases without steps
     metrics = _read_records(directory / "metrics.jsonl", root, problems) if trained else []
-    speed = _read_records(directory / "speed.jsonl", root, []) if (directory / "speed.jsonl").exists() else []
+    speed = _read_records(directory / "speed.jsonl", root, [])  # of runs without it, nothing is missing
     return Phase(str(info.get("phase") or directory.resolve().name), info, metrics, speed)
 
 
