@@ -63,7 +63,8 @@ def print_records(records: Sequence[Record], console: Console | None = None) -> 
         if table.suite not in suites.MEASURED:
             prompted.setdefault(table.suite, []).append(table)
         elif table.suite != "beta":
-            print_by_length(f"{suites.title(table.suite)} on {table.source}", table, console)
+            on = f" on {table.source}" if table.source else ""
+            print_by_length(f"{suites.title(table.suite)}{on}", table, console)
     for tasks in prompted.values():
         print_tasks(tasks, console)
     for table in tables:

@@ -17,7 +17,7 @@ from pe_lab.page.tables import UNMEASURED, header, label_markup, row, table
 from pe_lab.page.variants import Style
 from pe_lab.results.records import Record, as_dict, bins
 from pe_lab.results.scores import Column, Table
-from pe_lab.results.variants import kind
+from pe_lab.results.variants import DROPPED, kind
 
 Depth = tuple[float, float]  # per cent of the sequence before the needle, from and to; equal ends are one depth
 STEPS = 20  # of colour between none found and all found
@@ -26,7 +26,6 @@ LIGHT = ("#eef2ef", "#c3e5d6", "#74c6a7", "#1f8f6c", "#004f39")
 DARK = ("#262d32", "#1e4a40", "#1f7a60", "#38b88e", "#a5f2d5")
 INKS = ("#04100b", "#ffffff")
 IN_SIGHT = 3  # maps; the others are folded away
-DROPPED = ("DroPE paper beta", "DroPE beta", "DroPE")  # the first one measured is in sight
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ KINDS = (
     *("DroPE", "DroPE beta", "DroPE paper beta"),
     *("NoPE", "NoPE beta", "NoPE paper beta"),
 )
+DROPPED = ("DroPE paper beta", "DroPE beta", "DroPE")  # the first one measured stands for the dropped model
 
 
 def paper_beta(coefficient: float, factor: float) -> float:
