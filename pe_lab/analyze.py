@@ -17,7 +17,7 @@ from pe_lab.page import frequency_figures
 from pe_lab.positional import build_schedule, describe, layers
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import local_path, write_files
-from pe_lab.terminal import command, table
+from pe_lab.terminal import argument_parser, command, table
 from pe_lab.training.run import plan_phases
 
 FORMATS = ("png", "svg")
@@ -155,13 +155,10 @@ STUDIES = {
 def parser(study: str | None) -> argparse.ArgumentParser:
     """The parser of the command line, with the options of one study."""
     listing = table(("studies:", ""), [(f"  {name}", known.summary) for name, known in STUDIES.items()], words=2)
-    p = argparse.ArgumentParser(
-        prog="python -m pe_lab.analyze",
-        description=f"Draws a study's figures and writes the numbers behind them.\n\n{listing}",
-        epilog="--study=NAME --help lists the options of that study." if study is None else None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    description = f"Draws a study's figures and writes the numbers behind them.\n\n{listing}"
+    epilog = "--study=NAME --help lists the options of that study." if study is None else None
+    p = argument_parser("analyze", description, epilog)
+    p.allow_abbrev = False
     p.add_argument("--study", required=True, metavar="NAME", help="one of the studies above")
     p.add_argument("--out", metavar="DIR", help="where the files go (default: analysis/NAME)")
     p.add_argument("--format", default="png", help="of png, svg, or both: png,svg (default: %(default)s)")

@@ -13,11 +13,11 @@ from run_directories import make_run
 from test_report import outline, page_of
 
 from pe_lab.analysis.runs import read_run
-from pe_lab.analysis.scores import build_tables, measure
-from pe_lab.analysis.tasks import averages, by_sequence_length
-from pe_lab.analysis.variants import kind
+from pe_lab.analysis.scores import averages, build_tables, by_sequence_length
 from pe_lab.evaluation.tasks.suites import AVERAGED
 from pe_lab.page.run_section import work_out
+from pe_lab.results.scores import measure
+from pe_lab.results.variants import kind
 
 
 def plain(markup: str) -> str:
@@ -105,6 +105,15 @@ def test_an_average_is_of_a_variant_that_has_all_tasks(tmp_path):
     assert cell.stderr == pytest.approx(math.sqrt(sum(variances)) / 13)
     heads, table = table_of(page_of(tmp_path), "RULER at")
     assert heads[:3] == ["Variant", "average", "t0"] and ">46%<" in table["RoPE"][0] and "–" in table["DroPE"][0]
+
+
+def test_a_length_of_an_earlier_checkpoint_alone_is_no_column(tmp_path):
+    tasks = ("standard", "multi_key")
+    rows = [row("niah", task, "RoPE", 0.25, 128, step=400) for task in tasks]
+    rows += [row("niah", task, "RoPE", 0.5, 64) for task in tasks]
+    write_rows(tmp_path, "niah", rows)
+    assert [column.length for table in found_in(tmp_path, "niah") for column in table.columns] == [64, 64]
+    assert page_of(tmp_path).count(">50%<") >= 2
 
 
 def test_an_average_of_some_tasks_says_of_how_many(whole):

@@ -116,6 +116,10 @@ class CacheCurve:
     rotated_channels: int
     bytes: tuple[int, ...]
 
+    @property
+    def label(self) -> str:
+        return f"{100 * self.fraction:.4g}%"
+
 
 @dataclass(frozen=True)
 class Numbers:
@@ -199,8 +203,7 @@ def tables(numbers: Numbers) -> str:
     shown = [CACHE_LENGTHS.index(length) for length in (2**12, 2**15, 2**17, 2**20, 10_000_000)]
     cache_head = ("rotated", "channels", *(f"{CACHE_LENGTHS[i]:,}" for i in shown))
     cache = [
-        (percent(part.fraction), str(part.rotated_channels), *(size_text(part.bytes[i]) for i in shown))
-        for part in numbers.cache
+        (part.label, str(part.rotated_channels), *(size_text(part.bytes[i]) for i in shown)) for part in numbers.cache
     ]
     return (
         f"new frequency / old frequency: {settings.head_dim} channels, base {settings.base:g}, trained on "
@@ -217,11 +220,6 @@ def telling_pairs(settings: Settings) -> list[int]:
     low, high = (int(min(max(bound, 0), pairs)) for bound in bounds)
     chosen = {0, 1, low, low + 1, low + 2, pairs // 2 - 1, high - 1, high, pairs - 2, pairs - 1}
     return sorted(pair for pair in chosen if 0 <= pair < pairs)
-
-
-def percent(fraction: float) -> str:
-    """0.125 as 12.5%."""
-    return f"{100 * fraction:.4g}%"
 
 
 def size_text(size: float) -> str:

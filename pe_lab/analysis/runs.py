@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.errors import DataError
-from pe_lab.results.records import Record, number
+from pe_lab.results.records import Record, as_dict, mappings, number
+from pe_lab.results.variants import EXTERNAL
 from pe_lab.storage import json_object
-
-IMPORTED = ("converted from ", "read from ")  # how the lineage of an imported checkpoint begins
 
 
 @dataclass(frozen=True)
@@ -114,21 +113,6 @@ class Run:
         return None
 
 
-def as_list(value: object) -> list:
-    """`value` if it is a list, else []."""
-    return value if isinstance(value, list) else []
-
-
-def as_dict(value: object) -> dict:
-    """`value` if it is a mapping, else {}."""
-    return value if isinstance(value, dict) else {}
-
-
-def mappings(value: object) -> list[Record]:
-    """The mappings in a list; [] for anything but a list."""
-    return [item for item in as_list(value) if isinstance(item, dict)]
-
-
 def read_run(directory: Path) -> Run:
     """The run of a directory.
 
@@ -176,7 +160,7 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
 def _imported_from(phases: Sequence[Phase]) -> str:
     """The external checkpoint that the lineages of the phases begin with; "" if there is none."""
     entries = [str(entry.get("what", "")) for phase in phases for entry in phase.lineage]
-    return next((what.removeprefix(p) for what in entries for p in IMPORTED if what.startswith(p)), "")
+    return next((what.removeprefix(p) for what in entries for p in EXTERNAL if what.startswith(p)), "")
 
 
 def _read_phase(path: Path, root: Path, problems: list[str]) -> Phase:
@@ -185,7 +169,7 @@ def _read_phase(path: Path, root: Path, problems: list[str]) -> Phase:
     info = _read_json(path, root, problems)
     trained = number(info, "steps") or (directory / "metrics.jsonl").exists()  # surgery makes phases without steps
     metrics = _read_records(directory / "metrics.jsonl", root, problems) if trained else []
-    speed = _read_records(directory / "speed.jsonl", root, []) if (directory / "speed.jsonl").exists() else []
+    speed = _read_records(directory / "speed.jsonl", root, [])  # of runs without it, nothing is missing
     return Phase(str(info.get("phase") or directory.resolve().name), info, metrics, speed)
 
 

@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pe_lab.analysis.scores import Cell, Column, Table, compare
-from pe_lab.analysis.variants import is_dropped, is_rotary, kind
 from pe_lab.results.formatting import listing, short_number, shortened
 from pe_lab.results.records import Record
+from pe_lab.results.scores import Cell, Column, Table, compare
+from pe_lab.results.variants import DROPPED, is_dropped, is_rotary, kind
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,7 @@ def _has(table: Table, cell: Cell) -> str:
 def _dropped(table: Table, column: Column) -> tuple[str, Cell] | None:
     """The variant of the dropped model that is compared: with the paper's beta, else a fitted one, else as trained."""
     found = [item for item in table.column(column).items() if is_dropped(item[1].record)]
-    preferred = ("DroPE paper beta", "DroPE beta")
-    chosen = [item for name in preferred for item in found if kind(item[1].record) == name]
+    chosen = [item for name in DROPPED for item in found if kind(item[1].record) == name]
     return next(iter([*chosen, *found]), None)
 
 

@@ -21,12 +21,11 @@ from pe_lab.positional.codec import label_layers, ranges
 from pe_lab.positional.encodings import ENCODINGS
 from pe_lab.positional.scalings import SCALINGS
 from pe_lab.results.records import digest
-from pe_lab.results.variants import PAPER_COEFFICIENT, PAPER_COEFFICIENT_EXTERNAL, VARIANTS, label, paper_beta
+from pe_lab.results.variants import EXTERNAL, PAPER_COEFFICIENT, PAPER_COEFFICIENT_EXTERNAL, VARIANTS, label, paper_beta
 from pe_lab.results.variants import SCALINGS as SCALING_METHODS
 
 ON_REQUEST = ("dropped",)  # methods that are measured only when they are named
 LABEL_WIDTH = 60  # characters of a description in a label, at most
-EXTERNAL = ("converted from ", "read from ")  # how the lineage of an externally pretrained checkpoint begins
 
 
 @dataclass(frozen=True)

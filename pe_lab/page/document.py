@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import build_tables
-from pe_lab.analysis.variants import kind
 from pe_lab.analysis.verdict import judge
 from pe_lab.page import provenance, run_charts
 from pe_lab.page.heat_maps import heat_maps, palette_css
@@ -19,6 +18,7 @@ from pe_lab.page.tables import label_markup, plain_table, score_table, swatch
 from pe_lab.page.task_section import suite_parts
 from pe_lab.page.variants import DEFINITIONS, GLOSSARY, NAMES, STYLES, comparison_styles
 from pe_lab.results.formatting import count, duration, listing, short_number
+from pe_lab.results.variants import kind
 
 READ = ("#read", "How to read this")
 HOW_THE_VERDICT_IS_MADE = (

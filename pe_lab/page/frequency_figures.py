@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pe_lab.analysis.frequencies import CACHE_LENGTHS, Numbers, percent, size_text
+from pe_lab.analysis.frequencies import CACHE_LENGTHS, Numbers, size_text
 
 # Okabe and Ito's colours, which the colour-blind tell apart, and a dash pattern for readers without colours.
 LOOKS = {
@@ -124,7 +124,7 @@ def _draw_cache(numbers: Numbers) -> Any:
     map_ = matplotlib.colormaps["viridis"]
     curves = sorted(numbers.cache, key=lambda curve: -curve.fraction)
     for i, curve in enumerate(curves):
-        label = f"{percent(curve.fraction)}: {curve.rotated_channels} channels"
+        label = f"{curve.label}: {curve.rotated_channels} channels"
         colour = map_(0.8 * i / max(len(curves) - 1, 1))
         # A logarithmic axis has no place for 0.
         drawn = curve.bytes if curve.rotated_channels else [math.nan] * len(CACHE_LENGTHS)

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pe_lab.analysis.runs import as_dict
-from pe_lab.analysis.scores import Column, Table, bins
-from pe_lab.analysis.variants import kind
 from pe_lab.page.markup import Markup, element, folded, text
 from pe_lab.page.suites import suite_title, task_name
 from pe_lab.page.tables import UNMEASURED, header, label_markup, row, table
 from pe_lab.page.variants import Style
-from pe_lab.results.records import Record
+from pe_lab.results.records import Record, as_dict, bins
+from pe_lab.results.scores import Column, Table
+from pe_lab.results.variants import DROPPED, kind
 
 Depth = tuple[float, float]  # per cent of the sequence before the needle, from and to; equal ends are one depth
 STEPS = 20  # of colour between none found and all found
@@ -27,7 +26,6 @@ LIGHT = ("#eef2ef", "#c3e5d6", "#74c6a7", "#1f8f6c", "#004f39")
 DARK = ("#262d32", "#1e4a40", "#1f7a60", "#38b88e", "#a5f2d5")
 INKS = ("#04100b", "#ffffff")
 IN_SIGHT = 3  # maps; the others are folded away
-DROPPED = ("DroPE paper beta", "DroPE beta", "DroPE")  # the first one measured is in sight
 
 
 @dataclass(frozen=True)

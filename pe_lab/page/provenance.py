@@ -6,13 +6,13 @@ import json
 import statistics
 from collections.abc import Sequence
 
-from pe_lab.analysis.runs import Phase, Run, as_dict
-from pe_lab.analysis.variants import is_dropped, is_rotary
+from pe_lab.analysis.runs import Phase, Run
 from pe_lab.page.markup import Markup, element, folded, note, text
 from pe_lab.page.run_charts import encoding_text, phase_style
 from pe_lab.page.tables import plain_table
 from pe_lab.results.formatting import count, duration, listing, percent
-from pe_lab.results.records import Record, number
+from pe_lab.results.records import Record, as_dict, number
+from pe_lab.results.variants import is_dropped, is_rotary
 
 
 def parameters(run: Run) -> float | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pe_lab.analysis.runs import Phase, Run, as_dict
-from pe_lab.analysis.variants import is_dropped
+from pe_lab.analysis.runs import Phase, Run
 from pe_lab.errors import UserError
 from pe_lab.page.charts import Axis, Point, Series, decimate, line_chart, smooth
 from pe_lab.page.markup import Markup, element
 from pe_lab.page.variants import INK, STYLES, Style
 from pe_lab.results.formatting import Number, count, times
-from pe_lab.results.records import number
+from pe_lab.results.records import as_dict, number
+from pe_lab.results.variants import is_dropped
 
 LOSS = Axis("loss (nats per token)")
 # Of several runs, and of several sources.

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pe_lab.analysis.runs import Run
-from pe_lab.analysis.scores import Table, build_tables, histories, measure
-from pe_lab.analysis.tasks import variants_of
-from pe_lab.analysis.variants import is_dropped, is_rotary
+from pe_lab.analysis.scores import build_tables, histories, variants_of
 from pe_lab.analysis.verdict import Verdict, imported_headline, judge
 from pe_lab.page import provenance, run_charts
 from pe_lab.page.heat_maps import heat_map_figures, legend
@@ -20,6 +18,8 @@ from pe_lab.page.tables import beta_table, duel_board, records_table, score_tabl
 from pe_lab.page.task_section import suite_parts
 from pe_lab.page.variants import Style, assign_styles
 from pe_lab.results.formatting import listing
+from pe_lab.results.scores import Table, measure
+from pe_lab.results.variants import is_dropped, is_rotary
 
 STORY = (
     "A language model was trained with RoPE, a rotary positional encoding. Then the encoding was removed (the "

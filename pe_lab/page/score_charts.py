@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from pe_lab.analysis.runs import Run, as_dict
-from pe_lab.analysis.scores import Cell, Column, Table, bins
-from pe_lab.analysis.tasks import Bucket
+from pe_lab.analysis.runs import Run
+from pe_lab.analysis.scores import Bucket
 from pe_lab.page.charts import Axis, Point, Series, line_chart
 from pe_lab.page.markup import Markup
 from pe_lab.page.suites import SCORED, suite_title, task_name
 from pe_lab.page.variants import INK, Style
 from pe_lab.results.formatting import count, percent, times
 from pe_lab.results.intervals import exp
-from pe_lab.results.records import Record
+from pe_lab.results.records import Record, as_dict, bins
+from pe_lab.results.scores import Cell, Column, Table
 
 
 def score_chart(

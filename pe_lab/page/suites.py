@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from pe_lab.analysis.scores import Table
 from pe_lab.evaluation.tasks.suites import SUITES, terms
 from pe_lab.evaluation.tasks.suites import title as suite_title
-from pe_lab.results.intervals import is_prompted
+from pe_lab.results.scores import Table
 
 SCORED = ("needles", "perplexity")  # the suites that a verdict is made of, the first one first
 ORDER = ("needles", *(name for name in SUITES if name != "needles"))
@@ -40,5 +39,4 @@ def table_title(table: Table, name_source: bool = False) -> str:
 
 def metric_name(table: Table) -> str:
     """The display name of a prompted task's metric: `fraction found`."""
-    metrics = (str(cell.record["metric"]) for cell in table.cells.values() if is_prompted(cell.record))
-    return next(metrics, "").replace("_", " ")
+    return table.metric.replace("_", " ")

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from pe_lab.analysis.runs import as_dict
-from pe_lab.analysis.scores import Cell, Column, Table, label_of
-from pe_lab.analysis.tasks import averages, variants_of
-from pe_lab.analysis.variants import is_dropped, is_unchanged
+from pe_lab.analysis.scores import averages, label_of, variants_of
 from pe_lab.analysis.verdict import Duel
 from pe_lab.evaluation.tasks.suites import AVERAGED
 from pe_lab.page.markup import Markup, element, text
 from pe_lab.page.suites import metric_name, suite_title, table_title, task_name
 from pe_lab.page.variants import Style
 from pe_lab.results.formatting import percent, short_number, shortened
-from pe_lab.results.records import Record, number
+from pe_lab.results.records import Record, as_dict, number
+from pe_lab.results.scores import Cell, Column, Table
+from pe_lab.results.variants import is_dropped, is_unchanged
 
 UNMEASURED = element("span", "–", aria_label="not measured")
 BEST = element("i", "●", class_="flag", aria_label="best:")
@@ -102,7 +101,8 @@ def score_cell(scores: Table, label: str, column: Column, *, framed: bool = True
         return element("td", UNMEASURED, class_=trained)
     winner, ties = scores.best(column)
     notes = [cell.interval if small is None else small]
-    notes += [f"all: {percent(cell.all_found)}"] if cell.all_found is not None and small is None else []
+    if small is None and cell.all_found is not None and abs(cell.all_found - cell.value) > 1e-6:
+        notes.append(f"all: {percent(cell.all_found)}")
     notes += ["as trained"] if is_unchanged(cell.record, column.factor) else []
     return element(
         "td",
@@ -181,7 +181,7 @@ def score_table(scores: Table, styles: Mapping[str, Style], name_source: bool = 
 
 def measured_at(tables: Sequence[Table], column: Column) -> list[Table]:
     """The tables that have values at a length."""
-    return [one for one in tables if any(key == column.key for _, key in one.cells)]
+    return [one for one in tables if one.column(column)]
 
 
 def _at_length(suite: str, column: Column) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pe_lab.analysis.runs import as_dict
-from pe_lab.analysis.scores import Table
-from pe_lab.analysis.tasks import averages, by_sequence_length, columns_of
+from pe_lab.analysis.scores import averages, by_sequence_length, columns_of
 from pe_lab.evaluation.tasks.suites import AVERAGED
 from pe_lab.page.charts import Axis
 from pe_lab.page.markup import Markup, element, folded
@@ -14,6 +12,8 @@ from pe_lab.page.score_charts import score_chart
 from pe_lab.page.suites import ABOUT, suite_title, table_title, task_name
 from pe_lab.page.tables import harness_table, measured_at, score_table, task_table
 from pe_lab.page.variants import Style
+from pe_lab.results.records import as_dict
+from pe_lab.results.scores import Table
 
 FEW = 4  # charts that are not folded away
 

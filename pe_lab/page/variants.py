@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pe_lab.analysis.scores import Table
-from pe_lab.analysis.variants import in_order, kind
 from pe_lab.results.records import Record
+from pe_lab.results.scores import Table
+from pe_lab.results.variants import in_order, kind
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,10 @@
-"""95% intervals: of mean scores in 0..1, and of the main number of a result record."""
+"""95% intervals of mean scores in 0..1."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from pe_lab.results.records import number
 
 Z95 = 1.959964  # normal quantile of a two-sided 95% interval
 
@@ -56,65 +53,6 @@ def wilson(share: float, n: float) -> tuple[float, float]:
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 / (1 + z2 / n) * math.sqrt(max(share * (1 - share), 0.0) / n + z2 / (4 * n * n))
     return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def value_of(record: Mapping[str, Any]) -> float | None:
-    """The main number of a result record: an accuracy, a perplexity or a score; None without one."""
-    if is_prompted(record):
-        return number(record, "score")
-    if (accuracy := number(record, "accuracy")) is not None:
-        return accuracy
-    if (nll := number(record, "nll")) is not None:
-        return exp(nll)
-    names = ("perplexity", "score", "value", "exact_match", "f1")
-    return next((value for name in names if (value := number(record, name)) is not None), None)
-
-
-def is_prompted(record: Mapping[str, Any]) -> bool:
-    """Whether a record is of a task that is asked with prompts: it names the metric of its score."""
-    return isinstance(record.get("metric"), str) and "score" in record
-
-
-def is_loss(record: Mapping[str, Any]) -> bool:
-    """Whether a record's main number is a perplexity, with the standard error of its logarithm."""
-    known = any(number(record, name) is not None for name in ("nll", "perplexity"))
-    return known and not is_prompted(record) and number(record, "accuracy") is None
-
-
-def is_share(record: Mapping[str, Any]) -> bool:
-    """Whether a record's main number is a share of 1, where more is better."""
-    value = value_of(record)
-    if not is_prompted(record):
-        return number(record, "accuracy") is not None
-    # lm_eval also has metrics from 0 to 100, which may happen to be below 1.
-    of_hundred = record.get("suite") == "lm_eval" and record["metric"].startswith(("bleu", "chrf", "rouge", "ter"))
-    return value is not None and 0 <= value <= 1 and record.get("higher_is_better") is not False and not of_hundred
-
-
-def interval_of(record: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The 95% interval of a record's main number; None if its error is not known.
-
-    The record's `low` and `high` where it has them. Else: exp(nll -+ Z95 stderr) of a perplexity; Wilson's interval of
-    `queries` or `samples` answers of a share that is 0 or 1, whose standard error is 0; Z95 standard errors to both
-    sides of any other number, inside 0..1 for a share.
-    """
-    value, stderr = value_of(record), number(record, "stderr")
-    low, high = number(record, "low"), number(record, "high")
-    if value is None:
-        return None
-    if low is not None and high is not None:
-        return low, high
-    if is_loss(record):
-        nll = number(record, "nll")
-        nll = math.log(value) if nll is None and value > 0 else nll
-        return None if stderr is None or nll is None else (exp(nll - Z95 * stderr), exp(nll + Z95 * stderr))
-    share, asked = is_share(record), number(record, "queries") or number(record, "samples")
-    if share and value in (0.0, 1.0) and asked:
-        return wilson(value, asked)
-    if stderr is None:
-        return None
-    low, high = value - Z95 * stderr, value + Z95 * stderr
-    return (max(low, 0.0), min(high, 1.0)) if share else (low, high)
 
 
 def exp(value: float) -> float:

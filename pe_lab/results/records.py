@@ -34,6 +34,41 @@ def number(record: Mapping[str, Any], name: str) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def as_list(value: object) -> list:
+    """`value` if it is a list, else []."""
+    return value if isinstance(value, list) else []
+
+
+def as_dict(value: object) -> dict:
+    """`value` if it is a mapping, else {}."""
+    return value if isinstance(value, dict) else {}
+
+
+def mappings(value: object) -> list[Record]:
+    """The mappings in a list; [] for anything but a list."""
+    return [item for item in as_list(value) if isinstance(item, dict)]
+
+
+def bins(found: Mapping[str, Any], edges: str, value: str, *others: str) -> list[dict[str, float | None]]:
+    """The bins of parallel lists in a record: `start`, `end`, and the number that each list has for the bin.
+
+    Bins without a border or a value and those whose `count` is 0 are left out; [] if the lists do not fit each other.
+
+    Args:
+      found: the record, or the part of it that holds the lists.
+      edges: names the borders of the bins, or one place for each value.
+      value, others: name the lists of numbers. Of the others, those of another length are left out.
+    """
+    lists = {name: [number({name: x}, name) for x in as_list(found.get(name))] for name in (edges, value, *others)}
+    borders, size = lists.pop(edges), len(lists[value])
+    if len(borders) not in (size, size + 1):
+        return []
+    lists = {"start": borders[:size], "end": borders[-size:]} | lists
+    names = [name for name, numbers in lists.items() if len(numbers) == size]
+    measured = [{name: lists[name][index] for name in names} for index in range(size)]
+    return [one for one in measured if None not in (one["start"], one["end"], one[value]) and one.get("count") != 0]
+
+
 class RecordFile:
     """The result records of one suite. Every change is on disk at once, whole.
 

@@ -1,8 +1,11 @@
-"""The variants of a model that evaluation measures and reports know, by the key `method` of a result record."""
+"""The variants of a model, which evaluation measures and reports know: the key `method` of a record, and its model."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+
+from pe_lab.results.records import Record
 
 # In the order of tables. The first is always possible. Under `--positional` the key has the description instead.
 VARIANTS = ("as trained", "cropped", "PI", "NTK", "YaRN", "beta", "paper beta", "dropped")
@@ -13,6 +16,14 @@ UNCHANGED_IN_TRAINING_LENGTH = ("cropped", *SCALINGS, "beta", "paper beta")
 # which was dropped after an external pretraining.
 PAPER_COEFFICIENT = 0.412
 PAPER_COEFFICIENT_EXTERNAL = 0.103
+EXTERNAL = ("converted from ", "read from ")  # how the lineage of an externally pretrained checkpoint begins
+# The variants that reports know, in the order of tables.
+KINDS = (
+    *("RoPE", "cropped", "PI", "NTK", "YaRN"),
+    *("DroPE", "DroPE beta", "DroPE paper beta"),
+    *("NoPE", "NoPE beta", "NoPE paper beta"),
+)
+DROPPED = ("DroPE paper beta", "DroPE beta", "DroPE")  # the first one measured stands for the dropped model
 
 
 def paper_beta(coefficient: float, factor: float) -> float:
@@ -31,3 +42,43 @@ def label(model: str, method: str, coefficient: float = PAPER_COEFFICIENT) -> st
         "paper beta": f"{model}, paper's β (c = {coefficient:g})",
         "dropped": f"{model}, dropped and not recalibrated",
     }[method]
+
+
+def kind(record: Record) -> str:
+    """The key of a record's variant in `KINDS`; "" if it is not one of them.
+
+    A scaling with options, such as `yarn:factor=2`, is of that scaling's kind.
+    """
+    model, method = str(record.get("model", "")), str(record.get("method", ""))
+    method = next((name for name in SCALINGS if method.lower().startswith(f"{name.lower()}:")), method)
+    if is_dropped(record) or model == "NoPE":
+        name = "DroPE" if is_dropped(record) else "NoPE"
+        return {"as trained": name, "beta": f"{name} beta", "paper beta": f"{name} paper beta"}.get(method, "")
+    if model == "RoPE":
+        return "RoPE" if method == "as trained" else method if method in ("cropped", *SCALINGS) else ""
+    return ""
+
+
+def is_dropped(record: Record) -> bool:
+    """Whether a record measured a model whose positional encoding was dropped."""
+    return str(record.get("model", "")).lower() == "drope"
+
+
+def is_rotary(record: Record) -> bool:
+    """Whether a record measured a model that rotates (RoPE and its kin): an alternative to the dropped model."""
+    return "rope" in str(record.get("model", "")).lower() and not is_dropped(record)
+
+
+def is_unchanged(record: Record, factor: float | None) -> bool:
+    """Whether a variant leaves the model as it was trained at a length of `factor` training lengths."""
+    return factor is not None and factor <= 1 and record.get("method") in UNCHANGED_IN_TRAINING_LENGTH
+
+
+def in_order(variants: Mapping[str, Record]) -> dict[str, Record]:
+    """Variants (label -> one of its records) in the order of tables: `KINDS`, then the others by label."""
+
+    def place(label: str) -> tuple[int, str]:
+        name = kind(variants[label])
+        return KINDS.index(name) if name in KINDS else len(KINDS), label
+
+    return {label: variants[label] for label in sorted(variants, key=place)}

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from pe_lab.errors import UserError
-from pe_lab.results.intervals import interval_of, is_share, value_of, wilson
+from pe_lab.results.intervals import wilson
 from pe_lab.results.records import RecordFile, finite
+from pe_lab.results.scores import measure
 
 
 def record(method="PI", length=64, **more):
@@ -100,14 +101,14 @@ def test_numbers_that_json_has_not():
     ],
 )
 def test_one_interval_for_one_record(record, low, high):
-    assert interval_of(record) == pytest.approx((low, high), abs=1e-4)
+    assert measure(record).ends == pytest.approx((low, high), abs=1e-4)
 
 
 def test_none_of_256_is_between_0_and_wilsons_end():
     """The terminal and the report used to print two intervals for it."""
     none = {"suite": "needles", "accuracy": 0.0, "stderr": 0.0, "queries": 256}
-    assert interval_of(none) == wilson(0.0, 256) == (0.0, pytest.approx(0.0148, abs=1e-4))
-    assert is_share(none) and value_of(none) == 0
-    assert (
-        interval_of(none | {"accuracy": None}) is None and interval_of({"suite": "perplexity", "perplexity": 3}) is None
-    )
+    cell = measure(none)
+    assert cell.ends == wilson(0.0, 256) == (0.0, pytest.approx(0.0148, abs=1e-4))
+    assert cell.share and cell.value == 0
+    assert measure(none | {"accuracy": None}) is None
+    assert measure({"suite": "perplexity", "perplexity": 3}).ends is None

@@ -25,6 +25,7 @@ from pe_lab.evaluation.tables import (  # noqa: E402
     three_digits,
 )
 from pe_lab.results.intervals import wilson
+from pe_lab.results.scores import measure
 
 
 def printed(rows, width: int = 300, show=print_records) -> str:
@@ -54,24 +55,29 @@ def cells(text: str, label: str) -> list[str]:
     return [part.strip() for part in re.split("[│|]", line)[2:-1]]
 
 
+def shown(record: dict) -> str:
+    """The cell of a record."""
+    return describe_cell(measure(record))
+
+
 def test_cells_have_95_intervals():
     assert describe_cell(None) == "–"
     needles = {"suite": "needles", "accuracy": 0.5, "stderr": 0.021}
-    assert describe_cell(needles) == "50.0% (45.9–54.1)"
-    assert describe_cell(needles | {"stderr": None}) == "50.0%"
-    assert describe_cell({"suite": "perplexity", "perplexity": 17.1, "stderr": 0.009}) == "17.1 (16.8–17.4)"
-    assert describe_cell({"suite": "perplexity", "perplexity": None, "stderr": None}) == "not a number"
-    assert describe_cell({"suite": "perplexity", "perplexity": 3.2e8, "stderr": None}) == "3.2e+08"
-    assert describe_cell({"suite": "perplexity", "perplexity": 1234.5, "stderr": None}) == "1,234"
-    assert describe_cell(row("niah", "standard", "RoPE", 0.75, 64, low=0.62, high=0.845)) == "75.0% (62.0–84.5)"
+    assert shown(needles) == "50.0% (45.9–54.1)"
+    assert shown(needles | {"stderr": None}) == "50.0%"
+    assert shown({"suite": "perplexity", "perplexity": 17.1, "stderr": 0.009}) == "17.1 (16.8–17.4)"
+    assert cells(printed([measured("perplexity", "RoPE", None, 64)]), "RoPE") == ["not a number"]
+    assert shown({"suite": "perplexity", "perplexity": 3.2e8, "stderr": None}) == "3.2e+08"
+    assert shown({"suite": "perplexity", "perplexity": 1234.5, "stderr": None}) == "1,234"
+    assert shown(row("niah", "standard", "RoPE", 0.75, 64, low=0.62, high=0.845)) == "75.0% (62.0–84.5)"
     lm_eval = row("lm_eval", "wikitext", "RoPE", 22.0, metric="word_perplexity", higher_is_better=False, stderr=0.5)
-    assert describe_cell(lm_eval) == "22.0 (21.0–23.0)"
-    assert describe_cell(row("lm_eval", "x", "RoPE", None)) == "not a number"
+    assert shown(lm_eval) == "22.0 (21.0–23.0)"
+    assert cells(printed([row("lm_eval", "x", "RoPE", None)]), "RoPE") == ["not a number"]
 
 
 def test_all_right_is_not_certain():
     low, high = wilson(1.0, 50)
-    found = describe_cell({"suite": "needles", "accuracy": 1.0, "stderr": 0.0, "queries": 50})
+    found = shown({"suite": "needles", "accuracy": 1.0, "stderr": 0.0, "queries": 50})
     assert found == f"100.0% ({100 * low:.1f}–100.0)" and 0.9 < low < 0.95 and high > 0.999
 
 
@@ -142,6 +148,24 @@ def test_an_average_leaves_out_who_lacks_a_task_and_what_is_no_share():
     rows += [row("lm_eval", "a", "DroPE", 0.3)]
     rows += [row("lm_eval", "w", "RoPE", 20.0, metric="word_perplexity", higher_is_better=False)]
     assert cells(printed(rows), "mean of 2") == ["30.0%", "–"]
+
+
+def test_a_task_asked_by_itself_and_in_a_group_counts_once():
+    alone = [row("lm_eval", "arc_easy", "RoPE", 0.2, asked="arc_easy", by_depth=by_depth([1.0, 0.5, 0.0]))]
+    group = [row("lm_eval", task, "RoPE", 0.4, asked="pair", by_depth=by_depth([1.0, 0.5, 0.0]))
+             for task in ("arc_easy", "piqa")]  # fmt: skip
+    text = printed([*alone, *group])
+    assert cells(text, "mean of 2") == ["40.0%"] and cells(text, "arc_easy") == ["40.0% (30.2–49.8)"]
+    assert len(re.findall(r"^depth +all *$", text, re.M)) == 2  # a grid for each task, with one column
+
+
+def test_a_model_that_diverged_on_a_task_has_no_mean_and_the_others_keep_theirs():
+    """The terminal left the task out of all means; the report did not."""
+    rows = [row("ruler", task, label, score, 64)
+            for task, score in (("a", 0.2), ("b", 0.4), ("c", 0.6)) for label in ("RoPE", "DroPE")]  # fmt: skip
+    rows[-1]["score"] = None
+    text = printed(rows)
+    assert cells(text, "mean of 3") == ["40.0%", "–"] and cells(text, "c")[1] == "not a number"
 
 
 def test_same_names_are_told_apart():
