@@ -94,7 +94,7 @@ def test_the_table_shows_the_rows_of_the_evaluation(demo_page):
     page = demo_page
     needles, perplexity = table_rows(page, "Needle accuracy"), table_rows(page, "Perplexity")
     assert list(needles) == [label for _, _, label in WINNING] == list(perplexity)
-    assert page.count('aria-label="Needle accuracy of each variant at each length"') == 1
+    assert page.count('aria-label="Perplexity of each variant at each length"') == 1
     assert [">40%<" in needles["RoPE + PI"][1], ">39%<" in needles["RoPE + YaRN"][2]] == [True, True]
     assert ">240<" in perplexity["RoPE"][2] and ">7.40<" in perplexity["DroPE, β"][3]
     # 0.30 +- 1.96 * sqrt(0.3 * 0.7 / 1024); exp(ln 8.1 +- 1.96 * 0.004)

@@ -80,7 +80,7 @@ def test_how_a_model_is_asked_for():
         ({"prefix_token_id": "abc"}, "prefix_token_id is 'abc'; give a whole number from 0 to 383"),
         ({"prefix_token_id": VOCABULARY}, "prefix_token_id is 384"),
         ({"logit_scale": "fitted"}, "logit_scale is 'fitted'; give a number above 0"),
-        ({"logit_scale": 0}, "logit_scale is 0"),
+        ({"logit_scale": 0}, "logit_scale is 0; give a number above 0"),
         ({"drop": "maybe"}, "drop is 'maybe'; give True or False"),
         ({"add_bos_token": "maybe"}, "add_bos_token is 'maybe'; give True or False"),
     ):
