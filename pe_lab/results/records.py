@@ -52,7 +52,8 @@ def mappings(value: object) -> list[Record]:
 def bins(found: Mapping[str, Any], edges: str, value: str, *others: str) -> list[dict[str, float | None]]:
     """The bins of parallel lists in a record: `start`, `end`, and the number that each list has for the bin.
 
-    Bins without a border or a value and those whose `count` is 0 are left out; [] if the lists do not fit each other.
+    Bins without a value and those whose `count` is 0 are left out; [] if the lists do not fit each other or a border is no
+    number.
 
     Args:
       found: the record, or the part of it that holds the lists.
@@ -61,12 +62,12 @@ def bins(found: Mapping[str, Any], edges: str, value: str, *others: str) -> list
     """
     lists = {name: [number({name: x}, name) for x in as_list(found.get(name))] for name in (edges, value, *others)}
     borders, size = lists.pop(edges), len(lists[value])
-    if len(borders) not in (size, size + 1):
+    if None in borders or len(borders) not in (size, size + 1):
         return []
     lists = {"start": borders[:size], "end": borders[-size:]} | lists
     names = [name for name, numbers in lists.items() if len(numbers) == size]
     measured = [{name: lists[name][index] for name in names} for index in range(size)]
-    return [one for one in measured if None not in (one["start"], one["end"], one[value]) and one.get("count") != 0]
+    return [one for one in measured if one[value] is not None and one.get("count") != 0]
 
 
 class RecordFile:
