@@ -52,8 +52,8 @@ def mappings(value: object) -> list[Record]:
 def bins(found: Mapping[str, Any], edges: str, value: str, *others: str) -> list[dict[str, float | None]]:
     """The bins of parallel lists in a record: `start`, `end`, and the number that each list has for the bin.
 
-    Bins without a value and those whose `count` is 0 are left out; [] if the lists do not fit each other, or if a border
-    is no number.
+    Bins without a value and those whose `count` is 0 are left out. [] if the lists do not fit each other, or a
+    border is no number.
 
     Args:
       found: the record, or the part of it that holds the lists.
