@@ -64,7 +64,9 @@ def _encoding(part: str, text: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for item in filter(None, arguments.split(",")):
         key, _, value = item.partition("=")
-        if key in values or key == "kind":
+        if key == "kind":
+            raise ConfigError(f"'{text}': the kind is {name}, before the colon; leave '{item}' out.")
+        if key in values:
             raise ConfigError(f"'{text}': {key} is given twice; give it once.")
         values[key] = value if key == "scaling" else _number(value, text, item)
     if values.get("scaling") == "none":

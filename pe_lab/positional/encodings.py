@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from pe_lab.errors import ConfigError
-from pe_lab.positional.scalings import SCALINGS, Checked, Scaling, require
+from pe_lab.positional.scalings import SCALINGS, Checked, Limits, Scaling, require
 
 
 class _Rotary(Checked):
@@ -83,6 +84,10 @@ class NotebookYarn(Checked):
     original_length: int = 128
     blend: int = 16
 
+    limits: ClassVar[Limits] = dict.fromkeys(
+        ("alpha", "beta"), (lambda x: 0 < x <= 16, "it must be above 0 and at most 16.")
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
@@ -101,6 +106,8 @@ class NotebookBias(Checked):
 
     strength: float = 2.0
     original_length: int = 128
+
+    limits: ClassVar[Limits] = {"strength": (math.isfinite, "it must be finite.")}
 
 
 Encoding = Rope | PartialRope | NoPE | Alibi | NotebookYarn | NotebookBias

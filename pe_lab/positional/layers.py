@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pe_lab.config import OMIT_DEFAULT
 from pe_lab.errors import ConfigError
@@ -21,7 +21,7 @@ from pe_lab.positional.encodings import (
     Rope,
     follows_length,
 )
-from pe_lab.positional.scalings import SCALINGS, Checked, Scaling, require, stretch
+from pe_lab.positional.scalings import SCALINGS, Checked, Limits, Scaling, require, stretch
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class Bands(Checked):
 
     threshold: float
     keep: Literal["slow", "fast"] = "fast"
+
+    limits: ClassVar[Limits] = {
+        "threshold": (lambda x: 0 < x < math.inf, "give radians per position, such as 2 pi / training length."),
+        "keep": (lambda x: x in ("slow", "fast"), "it must be slow or fast."),
+    }
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,11 @@ class Gaussian(Checked):
 
     seed: int
     sigma: float | None = field(default=None, metadata=OMIT_DEFAULT)
+
+    limits: ClassVar[Limits] = {
+        "seed": (lambda x: 0 < x < 2**32 and x == int(x), "give a whole number in [1, 2^32)."),
+        "sigma": (lambda x: x is None or 0 < x < math.inf, "it must be finite and above 0, or left out."),
+    }
 
 
 HeadKind = Encoding | Bands | Uniform | Gaussian
@@ -90,6 +100,8 @@ class Beta(Checked):
 
     coefficient: float
     original_length: int
+
+    limits: ClassVar[Limits] = {"coefficient": (math.isfinite, "it must be finite.")}
 
     def at(self, length: int | None) -> float:
         """The scale for sequences of `length` tokens; `ConfigError` where a negative coefficient makes it negative."""

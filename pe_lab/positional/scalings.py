@@ -8,6 +8,7 @@ All formulas agree with transformers' `modeling_rope_utils` where it has them.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,30 +26,28 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-# The fields of descriptions: their valid values, and the advice of the error message.
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+# For a field of descriptions: whether a value is valid, and the advice of the error message.
+Limits = dict[str, tuple[Callable[[Any], bool], str]]
+_SHARED: Limits = {
     "base": (lambda x: 1 < x < math.inf, "it must be finite and above 1."),
     "fraction": (lambda x: 0 <= x <= 1, "it must lie in [0, 1]."),
     "factor": (lambda x: 1 <= x < math.inf, "it must be finite and at least 1."),
     "original_length": (lambda x: 0 < x < math.inf and x == int(x), "give the training length, a number of tokens."),
     "attention_factor": (lambda x: x is None or 0 < x < math.inf, "it must be finite and above 0, or left out."),
-    "coefficient": (math.isfinite, "it must be finite."),
-    "strength": (math.isfinite, "it must be finite."),
-    "alpha": (lambda x: 0 < x <= 16, "it must be above 0 and at most 16."),
-    "beta": (lambda x: 0 < x <= 16, "it must be above 0 and at most 16."),
-    "threshold": (lambda x: 0 < x < math.inf, "give radians per position, such as 2 pi / training length."),
-    "keep": (lambda x: x in ("slow", "fast"), "it must be slow or fast."),
-    "seed": (lambda x: 0 < x < 2**32 and x == int(x), "give a whole number in [1, 2^32)."),
-    "sigma": (lambda x: x is None or 0 < x < math.inf, "it must be finite and above 0, or left out."),
 }
 
 
 class Checked:
-    """Base of the descriptions, which are frozen dataclasses: raises a `ConfigError` for a value that is not valid."""
+    """Base of the descriptions, which are frozen dataclasses: raises a `ConfigError` for a value that is not valid.
+
+    `limits` are of the fields that a class does not share with others.
+    """
+
+    limits: ClassVar[Limits] = {}
 
     def __post_init__(self) -> None:
         kind, values = type(self).__name__, vars(self)
-        for name, (is_valid, advice) in _FIELDS.items():
+        for name, (is_valid, advice) in (_SHARED | self.limits).items():
             if name in values:
                 require(is_valid(values[name]), f"{kind}.{name} is {values[name]!r}; {advice}")
         if "beta_fast" in values:
@@ -67,18 +66,18 @@ def stretch(length: int | None, original_length: int) -> float:
     return max(1.0, (length or 0) / original_length)
 
 
-class Scaling(Checked):
+class Scaling(Checked, ABC):
     """Base of all scalings. `dynamic`: whether the frequencies depend on the length of the sequence."""
 
     dynamic: ClassVar[bool] = False
 
+    @abstractmethod
     def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
         """The scaled frequencies [d/2], and the factor on cos and sin.
 
         `inv_freq` [d/2] is unscaled, in radians per position, of `base` and `dim` = d; `length` counts the tokens of
         the sequence, and None is the training length or less.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

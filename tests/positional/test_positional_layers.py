@@ -363,6 +363,7 @@ def test_families_have_the_names_people_use():
         ("partial_rope:fraction=-0.25", ["PartialRope.fraction is -0.25"]),
         ("rope:base=ten", ["'base=ten' is not key=number"]),
         ("rope:base", ["'base' is not key=number"]),
+        ("rope:kind=nope", ["the kind is rope, before the colon", "leave 'kind=nope' out"]),
         ("rope:scaling=2", ["there is no scaling '2'", "Allowed: dynamic_ntk"]),
         ("yarn:factor=2,original_length=1024.5", ["Yarn.original_length is 1024.5"]),
         ("yarn:factor=2,original_length=inf", ["Yarn.original_length is inf"]),
