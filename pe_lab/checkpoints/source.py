@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from pe_lab.positional import Layer, Layout
 ROW_BYTES = 2**28  # of an embedding, read at once
 
 
-class Source:
+class Source(ABC):
     """An open checkpoint of any format.
 
     Attributes:
@@ -47,13 +48,13 @@ class Source:
     tokenizer: str = ""
     metadata: Mapping[str, Any] = {}
 
+    @abstractmethod
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
         """One leaf of one layer; `rows` of the first axis of a leaf that is not stacked over layers.
 
         Raises:
           CheckpointError: it cannot be read, or has values that are not finite.
         """
-        raise NotImplementedError
 
     def read_block(self, leaf: str, block: slice) -> Shaped[np.ndarray, "..."]:
         """One of the `blocks` of a leaf."""
@@ -92,9 +93,9 @@ class TensorSource(Source):
         known = {tensor.name for tensor in tensors}
         return [name for name in stored if name not in known and not name.endswith(table.ignored)]
 
+    @abstractmethod
     def _tensor(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """A tensor, or rows of it, in a number format that numpy has."""
-        raise NotImplementedError
 
     def read(self, leaf: str, layer: int | None = None, rows: slice = slice(None)) -> Shaped[np.ndarray, "..."]:
         """See `Source`."""
