@@ -149,7 +149,7 @@ def write_evaluation(root: Path, name: str, methods: Mapping, training_length: i
     needles, perplexity, beta = [], [], []
     for (model, method, label), (accuracies, perplexities) in methods.items():
         phase = phases[-1] if model == "DroPE" else phases[0]
-        for factor, accuracy, value in zip(FACTORS, accuracies, perplexities, strict=True):
+        for factor, accuracy, value in zip(FACTORS[: len(accuracies)], accuracies, perplexities, strict=True):
             length = factor * training_length
             scale = 1 + 0.2 * math.log(factor) if method == "beta" else 1.0
             common = {

@@ -14,7 +14,12 @@ def facts_and_queries(window, needles):
     """The facts {key: (value, its position)} and queries [(key, answer, its position)] of a window."""
     facts, queries, i = {}, [], 0
     while i < len(window):
-        if window[i] == needles.mark:
+        if window[i] == needles.mark and needles.options.facts == "symbol":
+            key, value = divmod(window[i + 1] - needles.first_fact, needles.options.values)
+            assert needles.first_key + key not in facts
+            facts[needles.first_key + key] = (needles.first_value + value, i + 1)
+            i += 2
+        elif window[i] == needles.mark:
             assert window[i + 1] not in facts  # the keys of a window differ
             facts[window[i + 1]] = (window[i + 2], i + 2)
             i += 3
@@ -30,7 +35,13 @@ def facts_and_queries(window, needles):
 @pytest.mark.parametrize("queries_at", ["end", "anywhere"])
 @pytest.mark.parametrize(
     ("options", "length"),
-    [(OPTIONS, 64), (OPTIONS, 512), (OPTIONS, 23), ({"pairs": 3, "queries": 7, "keys": 3, "values": 2}, 100)],
+    [
+        (OPTIONS, 64),
+        (OPTIONS, 512),
+        (OPTIONS, 23),
+        ({"pairs": 3, "queries": 7, "keys": 3, "values": 2}, 100),
+        ({"pairs": 8, "queries": 4, "keys": 16, "values": 15, "facts": "symbol"}, 64),
+    ],
 )
 def test_answers_are_the_values_of_their_facts(options, length, queries_at):
     needles = NeedleWindows({**options, "queries_at": queries_at}, length, 0, "train", OFFSET)
@@ -109,6 +120,14 @@ def test_weights_and_vocabulary():
     assert batch["tokens"].min() >= OFFSET and batch["targets"].max() < OFFSET + needle_vocab(options)
     used = np.unique(batch["tokens"])
     assert len(used) == needle_vocab(options)  # every symbol occurs
+
+
+def test_every_symbol_of_a_key_and_value_occurs():
+    options = NeedleOptions(pairs=4, queries=2, keys=5, values=3, filler_symbols=4, facts="symbol")
+    needles = NeedleWindows(options, 32, 0, "train", OFFSET)
+    assert needle_vocab(options) == 2 + 5 + 3 + 4 + 15
+    batch = needles.batch(np.arange(500))
+    assert set(np.unique(batch["tokens"])) == set(range(OFFSET, OFFSET + needle_vocab(options)))
 
 
 def test_facts_are_spread_over_the_window():

@@ -1,6 +1,7 @@
 """Prepared shards and their windows: every token once, no held-out document in training, no partial directory."""
 
 import json
+import platform
 import time
 
 import numpy as np
@@ -51,6 +52,7 @@ def test_every_document_is_in_one_split(tmp_path, small_records):
     assert not set(train) & set(validation)
     assert 10 <= len(validation) <= 60
     m = opened.metadata
+    assert m.python == platform.python_version()
     assert m.documents == {"train": len(train), "validation": len(validation)}
     assert sum(m.tokens.values()) == sum(len(d) + 1 for d in DOCUMENTS)
     assert {split: stream.tokens for split, stream in opened.streams.items()} == m.tokens

@@ -99,6 +99,19 @@ def test_estimate_follows_the_settings_that_shrink_a_step():
     assert reference.working > base.working
 
 
+def test_the_working_set_of_a_layer_by_hand():
+    """DroPE's step on v5e:16x16 takes four windows a chip; with 16 chunks of logits a layer is the largest set."""
+    settings = {"model.attention": "reference", "model.loss_chunks": "16"}
+    found = _plan(**settings).phases[0].memory
+    # Channels of a token, in bfloat16: four arrays [D]; queries, keys and values before and after their rotation; the
+    # outputs; gate, up and their product. The probabilities are bfloat16, the logits float32.
+    channels = 4 * 896 + 2 * (14 + 2 * 2) * 64 + 14 * 64 + 3 * 4864
+    token = 2 * channels + 14 * 1024 * (2 + 4)
+    weights = 2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864 + 2 * 896
+    # The gradients too; the layer's weights in bfloat16, and their gradient in float32.
+    assert found.working == 2 * 4 * 1024 * token + weights * (2 + 4)
+
+
 def test_estimate_shards_heads_and_mlp_over_tensor():
     base = from_dict(Config, {"model": {"vocab_size": 1024, "remat": "none"}, "mesh": {"tensor": 2, "data": 1}})
     plan = make_plan(base, parse_topology("h100:2"))

@@ -258,6 +258,7 @@ def test_the_reader_is_told_of_the_extra_tokens(demo_page):
 
 
 def test_what_was_run_is_there(demo_page):
+    assert "<dt>Device</dt><dd>Intel Xeon</dd>" in demo_page
     text = outline(demo_page).text
     for part in (
         "221,440 parameters",
@@ -333,6 +334,11 @@ def test_the_drawn_frequencies_are_those_of_the_schemes(demo_page):
 
 def test_slow_frequencies_are_marked_where_there_are_some(demo_page, tmp_path):
     assert demo_page.count("&lt; 1 rotation in training") == 3  # at 2, 4 and 8 times, a chart each
+    # Pairs 0 to 4 make a whole turn within 64 tokens: 64 / 2 pi = 10.2 > 10000 ** (i / 16) up to i = 4.
+    chart = re.search(r'aria-label="Stretched 4×.*?</svg>', demo_page, re.S).group(0)
+    left, right, _, _, first, last, *_ = json.loads(re.search(r'data-plot="([^"]*)"', chart).group(1))
+    at = float(re.search(r'<line x1="([^"]*)"[^>]*class="mark"', chart).group(1))
+    assert first + (at - left) / (right - left) * (last - first) == pytest.approx(4.5, abs=0.01)
     fast = make_run(tmp_path, evaluated=False, phases=(("pretrain", "rope(base=2)", 20),))
     assert "Stretched" in (page := page_of(fast)) and "1 rotation in training" not in page
 

@@ -70,3 +70,11 @@ def test_variants_without_a_colour_of_their_own_get_spare_ones_in_order():
 def test_log_ticks_lie_inside_and_are_few(low, high):
     ticks = log_ticks(low, high)
     assert 1 <= len(ticks) <= 7 and all(low * 0.99 <= tick <= high * 1.01 for tick in ticks)
+
+
+def test_log_ticks_are_as_many_round_numbers_as_fit():
+    assert log_ticks(4, 9) == [4, 5, 6, 7, 8, 9]
+    assert log_ticks(1, 20) == [1, 2, 5, 10, 20]
+    assert log_ticks(1, 300) == [1, 3, 10, 30, 100, 300]
+    assert log_ticks(1, 1e5) == [1, 10, 100, 1e3, 1e4, 1e5]
+    assert log_ticks(1, 1e10) == [1, 100, 1e4, 1e6, 1e8, 1e10]

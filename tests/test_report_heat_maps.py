@@ -177,6 +177,11 @@ def test_the_scale_goes_one_way_in_brightness_and_its_figures_are_readable(ancho
     assert palette_css().count(f".h{STEPS}{{") == 2 and steps[STEPS][0] in palette_css()
 
 
+def test_contrast_of_a_nearly_black_grey():
+    """19.8, as WebAIM's contrast checker has it: WCAG's luminance is linear below 0.04045."""
+    assert round(contrast("#0a0a0a", "#ffffff"), 1) == round(contrast("#ffffff", "#0a0a0a"), 1) == 19.8
+
+
 def test_only_none_and_all_are_0_and_100():
     assert [cell_text(score) for score in (0, 0.0001, 0.014, 0.5, 0.991, 0.9999, 1)] == [
         "0", "<1", "1", "50", "99", "99", "100"

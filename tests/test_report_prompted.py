@@ -165,6 +165,9 @@ def test_charts_have_the_scores_and_bars_of_their_intervals(page):
     assert [point[:2] for point in series["RoPE + YaRN"]] == [[1, 0.9], [2, 0.4], [4, 0.2]]
     bars = re.findall(r'<path d="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)" [^>]*opacity', figure.group(0))
     assert len(bars) == 5 * 3 and all(x == other and float(low) > float(high) for x, low, other, high in bars)
+    # The axis ends 4% above the highest bar, 0.9 and two standard errors of 0.03.
+    ends = [json.loads(plot)[-2] for plot in re.findall(r'data-plot="([^"]*)"', figure.group(0))]
+    assert ends == [pytest.approx(1.04 * 0.96)]
 
 
 def test_a_run_with_tasks_alone_says_what_was_measured(tmp_path):

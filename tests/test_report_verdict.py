@@ -48,6 +48,7 @@ def test_headline_where_it_wins_here_and_loses_there(tmp_path):
     found = verdict(make_run(tmp_path, methods=mixed))
     assert found.tone == "mixed" and "does not win everywhere" in found.headline
     assert "wins at 4× and 8×" in found.headline and "at 2× (15 points lower than RoPE + NTK)" in found.headline
+    assert found.headline.endswith("; in perplexity it wins at 2×, 4× and 8×.")
 
 
 def test_a_win_in_needles_does_not_hide_a_loss_in_perplexity(tmp_path):
@@ -91,6 +92,14 @@ def test_headline_where_a_side_is_missing(tmp_path, models, words):
     run = make_run(tmp_path, methods=one)
     assert words in verdict(run).headline and verdict(run).tone == "missing"
     assert words in build_page(read_runs([run]))
+
+
+def test_headline_of_a_run_evaluated_at_its_training_length_alone(tmp_path):
+    short = {key: (accuracies[:1], perplexities[:1]) for key, (accuracies, perplexities) in WINNING.items()}
+    nope = {("NoPE", "as trained", "NoPE"): ((0.51,), (8.2,))}
+    found = verdict(make_run(tmp_path, methods=short | nope))
+    assert found.tone == "missing"
+    assert found.headline == "The dropped model and RoPE have not both been evaluated past the training length yet."
 
 
 def test_the_opening_compares_with_the_best_variant_and_names_both(tmp_path):

@@ -175,7 +175,7 @@ def test_a_text_to_fit_on(run, tmp_path, capsys):
         (["--add-qk-norm"], "qk_norm is 'head' already"),
         (["--add-qk-norm=heads"], "model.qk_norm is 'heads'"),
         (["--remove-qk-norm", "--text=nowhere.txt"], "'nowhere.txt' cannot be read"),
-        (["--remove-qk-norm", "--text=short.txt"], "has 5 tokens; one window needs 17"),
+        (["--remove-qk-norm", "--text=short.txt"], "has 16 tokens; one window needs 17"),
         ([], "Nothing to do: give --drop"),
         (["--drop", "--dope-seed=3"], "--dope-seed and --dope-sigma go with --mask-heads"),
         (["--mask-heads=scores.json", "--dope=gaussian", "--dope-sigma=0"], "Gaussian.sigma is 0.0"),
@@ -187,7 +187,7 @@ def test_a_text_to_fit_on(run, tmp_path, capsys):
 )
 def test_bad_edits_of_heads_and_norms_write_nothing(run, tmp_path, monkeypatch, capsys, arguments, says):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "short.txt").write_text("abcde")
+    (tmp_path / "short.txt").write_text("sixteen letters.")
     (tmp_path / "scores.json").write_text("[[1, 2], [3, 0]]")
     (tmp_path / "wrong.json").write_text("[[1, 2, 3], [3, 0, 1]]")
     before = fingerprint(tmp_path)

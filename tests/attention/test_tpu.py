@@ -144,3 +144,14 @@ def test_blocks_hold_whole_groups_of_heads_and_few_rows():
     assert tiles(14, 2, 1, 2**17) == Tiles(7, 1, 2048, True)
     assert tiles(14, 2, 1, 2**17, split_heads=True).queries == 8
     assert tiles(4, 4, 100, 100) == Tiles(1, 104, 128, True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float32_is_multiplied_in_float32(dtype):
+    """A TPU multiplies float32 in bfloat16 unless told otherwise. The interpreter never does: the program is read."""
+    asked = request(Case(T=128, H=4, G=2, dtype=dtype))
+    run = functools.partial(tpu_key_block, interpret=True)
+    program = str(jax.make_jaxpr(run)(asked.query, asked.key, asked.value, asked.inputs))
+    products = program.count("dot_general[")
+    assert products >= 2  # logits and outputs
+    assert program.count("precision=(Precision.HIGHEST") == (products if dtype == "float32" else 0)

@@ -34,7 +34,7 @@ def test_scores_are_those_of_rulers_evaluate(tmp_path):
     assert [row["length"] for row in rows] == [4096] * 6 + [8192] * 6
     for here in (rows[:6], rows[6:], score_predictions(tmp_path / "synthetic" / "4096" / "pred")):
         theirs = {
-            row["source"]: {"score": round(100 * row["score"], 2), "nulls": f"{row['nulls']}/{row['samples']}"}
+            row["source"]: {"score": round(100 * row["score"], 6), "nulls": f"{row['nulls']}/{row['samples']}"}
             for row in here
         }
         assert theirs == GOLDEN["summary"] and list(theirs) == list(GOLDEN["summary"])
