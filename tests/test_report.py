@@ -321,6 +321,19 @@ def test_phases_whose_tokens_count_on_are_not_shifted_twice(tmp_path):
     assert data["b"][0][0] == 51 * 2048 and data["b"][-1][0] == 100 * 2048
 
 
+def test_a_phase_begins_where_the_last_one_ended_not_at_its_last_validation(tmp_path):
+    run = make_run(tmp_path, phases=(("a", "rope(base=10000)", 50), ("b", "nope", 50)))
+    path = run / "a" / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows[30:]:
+        row.pop("validation_loss", None)
+    assert any("validation_loss" in row for row in rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chart = re.search(r'data-chart="([^"]*)"><div class="chart-title">Loss over', page_of(run)).group(1)
+    data = {s["n"]: s["p"] for s in json.loads(html.unescape(chart))["series"]}
+    assert data["b"][0][0] == 51 * 2048
+
+
 def test_the_drawn_frequencies_are_those_of_the_schemes(demo_page):
     page = demo_page
     chart = re.search(r'data-chart="([^"]*)"><div class="chart-title">Stretched 4×', page).group(1)
