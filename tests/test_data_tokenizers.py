@@ -165,6 +165,8 @@ def test_bad_tokenizers_are_named(tmp_path):
             training_size(f"sentencepiece:train:{size}")
     with pytest.raises(UserError, match="'few' has too little text .* at most"):
         train_sentencepiece(["only this"], 5000, "few")
+    with pytest.raises(UserError, match="tokenizer on 'few': .*Vocabulary size is smaller than required_chars. 12 vs"):
+        train_sentencepiece(["only this"], 12, "few")
     with pytest.raises(UserError, match="'none' is empty"):
         train_sentencepiece([], 400, "none")
 

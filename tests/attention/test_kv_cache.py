@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pe_lab.attention import CacheView, LayerEncoding, attention, cached_attention, encode_keys
+from pe_lab.attention import CacheView, LayerEncoding, attention, cached_attention, encode_keys, kv_cache_kernel
 from pe_lab.errors import UserError
 
 B, H, G, K, SLOTS = 2, 4, 2, 8, 20
@@ -145,3 +145,19 @@ def test_heads_that_do_not_fit():
         encode_keys(new, LayerEncoding(cos, cos), 4, jnp.zeros((1, 1), int))
     with pytest.raises(UserError, match="rotated per query head"):
         encode_keys(new, LayerEncoding(noise=jnp.ones(4, jnp.uint32)), 4, jnp.zeros((1, 1), int))
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("starts", [(0, 2), (-1, 3), (4, -3), (-9, 9)])
+def test_a_device_writes_the_new_tokens_of_its_own_slots(new, starts):
+    """Rows may begin before its range of four slots, or beyond it; other layers stay."""
+    rng = np.random.default_rng(0)
+    cache = rng.standard_normal((3, 2, G, 4, K)).astype(np.float32)
+    tokens = rng.standard_normal((2, new, G, K)).astype(np.float32)
+    expected = cache.copy()
+    for row, start in enumerate(starts):
+        for i in range(new):
+            if 0 <= start + i < 4:
+                expected[1, row, :, start + i] = tokens[row, i]
+    found = jax.jit(kv_cache_kernel._written)(cache, 1, tokens, np.asarray(starts, np.int32))
+    np.testing.assert_array_equal(found, expected)

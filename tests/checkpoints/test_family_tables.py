@@ -1,11 +1,12 @@
 """Every committed model of transformers: its logits, its bytes through a round trip, and that mistakes are felt."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
 import pytest
-from checkpoints.external import DATA, NAMES, as_array, copy_of, golden, logits, read_tensors
+from checkpoints.external import DATA, NAMES, as_array, copy_of, golden, logits, read_file, read_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +75,8 @@ def test_in_and_out_and_in_changes_no_byte(name, tmp_path):
 def test_shards_are_filled_in_order_and_indexed(tmp_path, monkeypatch):
     from pe_lab.checkpoints import hf_export
 
-    monkeypatch.setattr(hf_export, "SHARD_BYTES", 9000)
+    limit = 8192  # bytes of the embedding, of two projections of queries, or of four of keys
+    monkeypatch.setattr(hf_export, "SHARD_BYTES", limit)
     source = HuggingFaceSource(DATA / "llama")
     write_huggingface(source, plan_export(source), tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -83,6 +85,10 @@ def test_shards_are_filled_in_order_and_indexed(tmp_path, monkeypatch):
         files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)] and len(files) > 3
     )
     assert sorted(set(index["weight_map"].values())) == files
+    # Greedily: no file has space for the next file's first tensor, and one that is full to the last byte is used.
+    sizes = [[len(data) for _, _, data in read_file(tmp_path / name).values()] for name in files]
+    assert all(sum(size) + after[0] > limit >= sum(size) for size, after in itertools.pairwise(sizes))
+    assert limit in map(sum, sizes[1:])
     assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in read_tensors(tmp_path).values())
     assert read_tensors(tmp_path) == read_tensors(DATA / "llama")
     assert difference(tmp_path, "llama") <= TOLERANCE

@@ -169,6 +169,14 @@ def test_the_cropped_baseline_reads_the_end_of_a_prompt():
     assert cropped == [variant.lm.generate(end, max_new_tokens=6, text=True)]
 
 
+def test_samples_of_a_batch_have_the_space_that_the_longest_answer_needs():
+    (variant,) = variants(model(), ["as trained"])
+    tokens = np.arange(20, dtype=np.int32)
+    short, long = (Sample(i, "", tokens, ("x",), new) for i, new in enumerate((2, 9)))
+    expected = variant.lm.generate(tokens, max_new_tokens=9, text=True)
+    assert ModelBackend(variant.at(40))([short, long])[1] == ModelBackend(variant.at(40))([long, short])[0] == expected
+
+
 def test_methods_and_encodings_of_variants():
     lm = model()
     labels = [variant.label for variant in variants(lm, ["as trained", "YaRN"], ["yarn:factor=2", "nope"])]
