@@ -1,0 +1,117 @@
+"""Estimates of memory against sums made by hand, and how `pe_lab.plan` writes numbers."""
+
+import dataclasses
+
+import pytest
+
+from pe_lab.config import Config, ModelConfig, from_dict
+from pe_lab.model import Model
+from pe_lab.parallel.topology import parse_topology
+from pe_lab.planning.compiled_memory import OutOfMemory
+from pe_lab.planning.evaluation_memory import SequenceMemory, longest, sequence_memory
+from pe_lab.planning.plan import make_plan
+from pe_lab.planning.tables import _hours, size, step_advice
+from pe_lab.positional import build_schedule, layers
+
+GIB, MIB = 2**30, 2**20
+# A token's keys and values are 2 x 2 heads x 16 channels x 2 bytes = 128 bytes on a layer.
+SMALL = ModelConfig(vocab_size=512, layers=3, d_model=64, d_ff=96, heads=4, kv_heads=2, head_dim=16, dtype="bfloat16")
+
+
+def memory(length: int, chips: int = 1, positional: str = "rope", **changes) -> SequenceMemory:
+    model = Model(dataclasses.replace(SMALL, **changes))
+    return sequence_memory(model, build_schedule(layers(positional, 3), 4, 2, 16).structure, length, chips)
+
+
+def test_a_sequence_by_hand():
+    found = memory(1000)
+    assert found.cache == found.decoding == 3 * 1000 * 128
+    # A token: three arrays [64]; queries twice and outputs, 3 x 4 x 16, keys and values twice, 4 x 2 x 16: 320 numbers,
+    # which is more than gate, up and their product, 3 x 96 = 288. Logits in float32, twice: 512 x 8 bytes.
+    token = 2 * (3 * 64 + 320) + 512 * 8
+    assert found.at_once == 1000 * token and found.in_chunks == found.cache + 1000 * token
+    gated = memory(1000, d_ff=128).at_once - memory(1000, d_ff=120).at_once
+    plain = memory(1000, d_ff=180, gated_mlp=False).at_once - memory(1000, d_ff=172, gated_mlp=False).at_once
+    assert gated == 1000 * 2 * 3 * 8 and plain == 1000 * 2 * 2 * 8
+
+
+def test_a_sequence_over_chips_by_hand():
+    one, four = memory(1000, d_ff=64), memory(1000, 4, d_ff=64)
+    # Two slices of a quarter of the keys and values of a layer go round the ring.
+    assert four.at_once == one.at_once // 4 + 2 * 250 * 128
+    assert four.cache == one.cache and four.in_chunks == one.in_chunks and four.decoding == one.cache // 4
+    assert memory(10, 4).decoding == -(-memory(10).cache // 4)
+    windowed = memory(1000, positional="rope/window=100")
+    assert windowed.cache == 3 * 100 * 128 and memory(50, positional="rope/window=100").cache == 3 * 50 * 128
+
+
+def test_chunks_and_logits_have_a_largest_size():
+    """A chunk has at most 4,096 tokens; logits beyond 2^26 numbers are computed in parts."""
+    token = 2 * (3 * 64 + 320)
+    assert memory(2**20).in_chunks == 3 * 2**20 * 128 + 4096 * (token + 512 * 8)
+    assert memory(2**20).at_once == 2**20 * token + 2**26 * 8
+
+
+def test_the_longest_sequence_is_the_last_that_fits():
+    model, structure = Model(SMALL), build_schedule(layers("rope", 3), 4, 2, 16).structure
+    for mode in ("at_once", "in_chunks", "decoding"):
+        exactly = getattr(sequence_memory(model, structure, 20 * 1024, 2), mode)
+        assert longest(model, structure, 2, exactly, mode) == 20 * 1024
+        assert longest(model, structure, 2, exactly - 1, mode) == 19 * 1024
+        assert longest(model, structure, 2, 0, mode) == 0
+
+
+def test_key_heads_that_do_not_divide_are_on_every_device():
+    model = {"vocab_size": 512, "layers": 2, "d_model": 64, "d_ff": 96, "heads": 4, "head_dim": 16, "remat": "dots"}
+    kept = {}
+    for kv_heads in (1, 2):
+        config = {"model": model | {"kv_heads": kv_heads}, "mesh": {"tensor": 2, "data": 1}}
+        (phase,) = make_plan(from_dict(Config, config), parse_topology("h100:2")).phases
+        tokens = phase.plan.config.batch_size * phase.plan.config.sequence_length
+        kept[kv_heads] = phase.memory.activations / (2 * tokens * 2)  # numbers of a token on a layer, of bfloat16
+    # Three arrays [64]; two heads of queries, one of keys and one of values; half of gate and up.
+    assert kept[1] == kept[2] == 3 * 64 + (2 + 1 + 1) * 16 + 96
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (0, "0.0 KiB"),
+        (1536, "1.5 KiB"),
+        (MIB - 1, "1024.0 KiB"),
+        (MIB, "1.0 MiB"),
+        (100 * MIB, "100.0 MiB"),
+        (int(74.2 * MIB), "74.2 MiB"),
+        (103 * MIB, "0.10 GiB"),
+        (int(3.79 * GIB), "3.79 GiB"),
+    ],
+)
+def test_sizes(number, shown):
+    assert size(number) == shown
+
+
+def test_hours():
+    numbers = (12345.67, 10, 9.994, 0.5, 0.01, 0.0099)
+    assert [_hours(number) for number in numbers] == ["12,345.7", "10.0", "9.99", "0.50", "0.01", "9.9e-03"]
+
+
+@pytest.mark.parametrize(("unit", "power"), [("K", 10), ("M", 20), ("G", 30), ("T", 40)])
+def test_units_of_a_refusal(unit, power):
+    refused = OutOfMemory(f"Used 3.00{unit} of 1.50{unit} hbm.")
+    assert (refused.used, refused.capacity) == (3 * 2**power, 3 * 2**power // 2)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "batch", "accumulate", "advice"),
+    [
+        (8, 2, 1, "Try more chips."),
+        (7, 2, 1, "Try --config.model.loss_chunks=8."),
+        (8, 4, 1, "Try --config.phases.N.accumulate (smaller micro-batches)."),
+        (8, 4, 2, "Try more chips."),
+    ],
+)
+def test_advice_names_what_the_recipe_does_not_use_yet(chunks, batch, accumulate, advice):
+    phase = {"name": "one", "batch_size": batch, "accumulate": accumulate}
+    model = {"vocab_size": 56 * 16, "loss_chunks": chunks, "remat": "full"}
+    config = from_dict(Config, {"model": model, "phases": [phase], "mesh": {"data": 1, "fsdp": 2}})
+    assert step_advice(make_plan(config, parse_topology("h100:2"))) == advice
