@@ -7,10 +7,10 @@ import pytest
 from pe_lab.config import Config, ModelConfig, from_dict
 from pe_lab.model import Model
 from pe_lab.parallel.topology import parse_topology
-from pe_lab.planning.compiled_memory import OutOfMemory
+from pe_lab.planning.compiled_memory import Compiled, OutOfMemory
 from pe_lab.planning.evaluation_memory import SequenceMemory, longest, sequence_memory
 from pe_lab.planning.plan import make_plan
-from pe_lab.planning.tables import _hours, size, step_advice
+from pe_lab.planning.tables import _hours, evaluation_text, size, step_advice
 from pe_lab.positional import build_schedule, layers
 
 GIB, MIB = 2**30, 2**20
@@ -115,3 +115,25 @@ def test_advice_names_what_the_recipe_does_not_use_yet(chunks, batch, accumulate
     model = {"vocab_size": 56 * 16, "loss_chunks": chunks, "remat": "full"}
     config = from_dict(Config, {"model": model, "phases": [phase], "mesh": {"data": 1, "fsdp": 2}})
     assert step_advice(make_plan(config, parse_topology("h100:2"))) == advice
+
+
+@pytest.mark.parametrize(("peak", "needed"), [(100, 1000 + 50 - 30 + 200 + 7), (2000, 2000)])
+def test_a_program_needs_its_peak_or_the_sum_of_its_parts(peak, needed):
+    compiled = Compiled(arguments=1000, outputs=50, aliased=30, temporaries=200, code=7, peak=peak, seconds=1.0)
+    assert compiled.needed == needed
+
+
+def test_the_text_of_an_evaluation():
+    model = {**dataclasses.asdict(SMALL), "layers": 3}
+    phase = {"name": "one", "positional": ["rope", "rope/window=100", "nope/window=200"], "sequence_length": 64}
+    plan = make_plan(from_dict(Config, {"model": model, "phases": [phase]}), parse_topology("v5e:2x2"))
+    lines = evaluation_text(plan, plan.phases[0], 3000).splitlines()
+    weights = 4 * plan.model.num_parameters
+    assert lines[1].endswith(f"on each chip: {size(weights)}, which leaves {size(16 * GIB - weights)}")
+    assert lines[2].endswith("bfloat16: 128 bytes; 1 layers keep all tokens, 2 the last 100 or 200")
+    assert [line.split()[0] for line in lines[4:-2]] == [
+        *("64", "3,000", "8,192", "16,384", "32,768", "65,536", "131,072", "262,144", "524,288", "1,048,576"),
+        "longest",
+    ]
+    # Layers keep 3000, 100 and 200 tokens of 128 bytes.
+    assert f"{3300 * 128 / 2**10:.1f} KiB" in lines[5]
