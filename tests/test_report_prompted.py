@@ -16,6 +16,7 @@ from pe_lab.analysis.runs import read_run
 from pe_lab.analysis.scores import averages, build_tables, by_sequence_length
 from pe_lab.evaluation.tasks.suites import AVERAGED
 from pe_lab.page.run_section import work_out
+from pe_lab.page.score_charts import score_chart
 from pe_lab.results.scores import measure
 from pe_lab.results.variants import kind
 
@@ -251,3 +252,14 @@ def test_a_scaling_with_options_is_of_its_kind():
     assert kind({"model": "RoPE", "method": "yarn:factor=2"}) == "YaRN"
     assert kind({"model": "RoPE", "method": "longrope:factor=2"}) == ""
     assert kind({"model": "DroPE", "method": "yarn:factor=2"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("suite", "name", "other"), [("needles", "accuracy", "score"), ("recall", "score", "accuracy")]
+)
+def test_the_axis_of_shares_is_accuracy_for_needles_and_score_for_others(tmp_path, suite, name, other):
+    write_rows(tmp_path, suite, (
+        {"suite": suite, "label": "RoPE", "length": 64 * n, "factor": n, "accuracy": 0.5} for n in (1, 2)
+    ))  # fmt: skip
+    chart = str(score_chart(found_in(tmp_path, suite)[0], {}, "A title"))
+    assert f">{name}<" in chart and f">{other}<" not in chart

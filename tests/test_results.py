@@ -30,8 +30,8 @@ def test_a_number_has_three_digits_or_so(value, shown):
 
 
 def test_counts_have_a_unit():
-    given = (0, 950, 999, 1000, 6100, 24e6, 16.8e9, 1.2e12, 123_456, 150_000_000, -2000)
-    shown = ["0", "950", "999", "1K", "6.1K", "24M", "16.8B", "1.2T", "123K", "150M", "-2K"]
+    given = (0, 950, 999, 1000, 6100, 24e6, 16.8e9, 1.2e12, 100_400, 150_000_000, -2000)
+    shown = ["0", "950", "999", "1K", "6.1K", "24M", "16.8B", "1.2T", "100K", "150M", "-2K"]
     assert [count(value) for value in given] == shown
 
 
