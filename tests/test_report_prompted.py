@@ -16,6 +16,7 @@ from pe_lab.analysis.runs import read_run
 from pe_lab.analysis.scores import averages, build_tables, by_sequence_length
 from pe_lab.evaluation.tasks.suites import AVERAGED
 from pe_lab.page.run_section import work_out
+from pe_lab.page.score_charts import score_chart
 from pe_lab.results.scores import measure
 from pe_lab.results.variants import kind
 
@@ -251,3 +252,46 @@ def test_a_scaling_with_options_is_of_its_kind():
     assert kind({"model": "RoPE", "method": "yarn:factor=2"}) == "YaRN"
     assert kind({"model": "RoPE", "method": "longrope:factor=2"}) == ""
     assert kind({"model": "DroPE", "method": "yarn:factor=2"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("suite", "name", "other"), [("needles", "accuracy", "score"), ("recall", "score", "accuracy")]
+)
+def test_the_axis_of_shares_is_accuracy_for_needles_and_score_for_others(tmp_path, suite, name, other):
+    write_rows(tmp_path, suite, (
+        {"suite": suite, "label": "RoPE", "length": 64 * n, "factor": n, "accuracy": 0.5} for n in (1, 2)
+    ))  # fmt: skip
+    chart = str(score_chart(found_in(tmp_path, suite)[0], {}, "A title"))
+    assert f">{name}<" in chart and f">{other}<" not in chart
+
+
+@pytest.mark.parametrize("lengths", [(64,), (64, 128)])
+def test_one_task_is_in_a_column_at_one_length_and_by_length_at_several(tmp_path, lengths):
+    write_rows(tmp_path, "niah", [row("niah", "a", "RoPE", 0.5, length) for length in lengths])
+    page = page_of(tmp_path)
+    assert ("each variant on each task" in page) == (len(lengths) == 1)
+    assert ("Needle in a haystack, a of each variant at each length" in page) == (len(lengths) == 2)
+
+
+def test_a_length_that_is_no_multiple_is_in_tokens(tmp_path):
+    write_rows(tmp_path, "niah", [row("niah", "a", "RoPE", 0.5, 2048, factor=None)])
+    assert 'aria-label="Needle in a haystack at 2,048 tokens: each variant on each task"' in page_of(tmp_path)
+
+
+def test_the_ticks_of_a_chart_by_sequence_length_are_where_its_buckets_meet(tmp_path):
+    lengths = {"edges": [0, 1000, 4096, 16_384], "score": [0.5, 0.4, 0.3]}
+    write_rows(tmp_path, "longbench", [row("longbench", "lcc", "RoPE", 0.5, by_length=lengths)])
+    chart = re.search(
+        r'<div class="chart-title">lcc by the length of the sequence<.*?</figure>', page_of(tmp_path), re.S
+    )
+    for tick in ("1,000", "4K", "tokens of the sequence (log scale)"):
+        assert f">{tick}<" in chart.group(0), tick
+
+
+def test_runs_with_different_tokenizers_are_not_compared_by_their_losses(tmp_path):
+    paths = [make_run(tmp_path, name, evaluated=False, phases=(("a", "nope", 5),)) for name in ("one", "two")]
+    said = "These runs cut text with different tokenizers"
+    assert said not in page_of(*paths)
+    info = json.loads((paths[1] / "a" / "phase.json").read_text()) | {"tokenizer": "bytes"}
+    (paths[1] / "a" / "phase.json").write_text(json.dumps(info))
+    assert said in page_of(*paths)
