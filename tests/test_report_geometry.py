@@ -156,6 +156,11 @@ def test_the_sizes_of_a_page_and_of_parts_of_it():
     assert frames("third") == [narrow]
 
 
+def test_two_points_are_a_line():
+    svg = drawing(figure_of(Series("a", POINTS[:2], PLAIN)))
+    assert corners(svg.find("g/path")) == [[56, 303.6], [784, 43.6]] and svg.find("g/circle") is None
+
+
 def test_each_series_has_its_colour_dash_and_dots():
     figure = figure_of(
         Series("solid", POINTS, Style("rope", None, 3.0)),
