@@ -18,7 +18,7 @@ from pe_lab.page.run_charts import (
     smoothed,
     source_losses,
 )
-from pe_lab.page.score_charts import length_words, score_chart
+from pe_lab.page.score_charts import length_words, position_chart, score_chart
 from pe_lab.page.variants import STYLES, assign_styles
 from pe_lab.results.scores import Cell, Column, Table
 
@@ -80,6 +80,30 @@ def test_a_length_in_words():
     assert length_words(Column(None, 1024)) == "1,024 tokens" and length_words(Column(2.0, None)).endswith("length")
 
 
+def test_scores_inside_sequences_stand_at_the_middles_of_their_bins():
+    """Of 0 to 4, 4 to 12 and 12 to 52: 2, 8 and 32, with a tick at each power of two; the last one is the mark's."""
+    column = Column(1.0, 32)
+    losses = {"position_edges": [0, 4, 12, 52], "nll_by_position": [0.0, 60.0, 0.0]}
+    shares = {"accuracy_by_distance": {"edges": [0, 4, 12, 52], "accuracy": [0.25, 0.5, 0.0]}}
+    info = {"positional": [], "sequence_length": 32}
+    charts = {}
+    for suite, record in (("perplexity", losses), ("needles", shares)):
+        cells = {("a", 1.0): Cell(1.0, 1.0, None, record)}
+        scores = Table(suite, "", (column,), {"a": {}}, cells)
+        run = Run("demo", Path("demo"), {}, [Phase("p", info)], {}, [])
+        charts[suite] = str(position_chart(run, scores, column, {}, "half"))
+    perplexity, needles = charts["perplexity"], charts["needles"]
+    # e^60 is cut to e^50, 5.18471e21.
+    assert series_of(perplexity)["a"] == [[2, 1], [8, pytest.approx(5.18471e21)], [32, 1]]
+    assert series_of(needles)["a"] == [[2, 0.25], [8, 0.5], [32, 0]]
+    assert [plot_of(chart)[-1] for chart in (perplexity, needles)] == [1, 0]
+    for chart, dots in ((perplexity, 0), (needles, 2 * 3)):
+        assert plot_of(chart)[:3] == [2, 32, 1] and chart.count(">training length<") == 2
+        assert chart.count("<circle") == dots
+        wide = chart[: chart.index('class="narrow"')]
+        assert [word for word in ("2", "4", "8", "16", "32") if f'text-anchor="middle">{word}<' not in wide] == []
+
+
 # ------------------------------------------------------------------------------------------------------------
 # One run
 
@@ -128,6 +152,20 @@ def test_a_jump_is_from_the_mean_of_the_last_twenty_losses_to_the_highest_of_the
     assert "jump" not in loss_chart(run_of(before, phase("more", "rope(base=5)", [5.0] * 9)))
 
 
+def test_a_phase_without_losses_is_passed_over():
+    chart = loss_chart(
+        run_of(phase("empty", "rope", []), ROPE, phase("none", "nope", []), phase("late", "nope", [2.0]))
+    )
+    assert list(series_of(chart)) == ["pretrain", "late"] and series_of(chart)["late"] == [[410, 2]]
+
+
+def test_the_axis_is_of_steps_where_tokens_are_not_known():
+    steps = Phase("p", {"positional": []}, [{"step": n, "loss": 2.0} for n in (1, 2)])
+    assert ">training steps<" in loss_chart(run_of(steps))
+    logged = Phase("p", {"positional": []}, [{"step": n, "tokens": 9 * n, "loss": 2.0} for n in (1, 2)])
+    assert ">training tokens<" in loss_chart(run_of(logged))
+
+
 def test_losses_by_source_need_two_sources():
     one = {"validation_loss/a": 2.0}
     assert source_losses(run_of(phase("p", "rope", [3.0] * 3, **one))) == ""
@@ -154,7 +192,7 @@ def test_the_rotation_is_of_the_first_rotary_phase():
 
 def test_frequencies_under_interpolation_and_the_mark_of_slow_pairs():
     """w = 1, 0.1, 0.01 and 0.001: 64 tokens are 10.2, 1.02, 0.1 and 0.01 rotations, so the last two are slow."""
-    run = run_of(evaluation={"needles": [{"model": "DroPE"}]})
+    run = run_of(evaluation={"needles": [{"model": "RoPE"}, {"model": "DroPE"}]})
     chart = str(frequency_charts(run, [1, 4], 10000.0, 8, 64))
     assert chart.count("<figure") == 1 and "Stretched 4×" in chart
     lines = series_of(chart)
