@@ -13,7 +13,7 @@ from run_directories import make_run
 from test_report import outline, page_of
 
 from pe_lab.analysis.runs import read_runs
-from pe_lab.page.heat_maps import DARK, LIGHT, STEPS, cell_text, colours, contrast, luminance, palette_css, step
+from pe_lab.page.heat_maps import DARK, LIGHT, STEPS, cell_text, colours, contrast, legend, luminance, palette_css, step
 from pe_lab.page.heat_maps import by_depth as by_depth_of
 from pe_lab.page.heat_picture import needle_table
 from pe_lab.report import main
@@ -175,6 +175,16 @@ def test_the_scale_goes_one_way_in_brightness_and_its_figures_are_readable(ancho
     assert max(bright) > 10 * min(bright)
     assert min(contrast(background, ink) for background, ink in steps) > 4.4  # WCAG asks for 4.5 of small text
     assert palette_css().count(f".h{STEPS}{{") == 2 and steps[STEPS][0] in palette_css()
+
+
+@pytest.mark.parametrize("anchors", [LIGHT, DARK])
+def test_the_scale_passes_through_its_anchors_at_even_steps(anchors):
+    """Five anchors at 0, 5, 10, 15 and 20; step 2 is two fifths of the way from the first to the second."""
+    assert tuple(colours(index, anchors)[0] for index in (0, 5, 10, 15, 20)) == anchors
+    # From #eef2ef (238, 242, 239) to #c3e5d6 (195, 229, 214): 220.8, 236.8, 229.
+    assert colours(2, LIGHT) == ("#ddede5", "#04100b") and colours(20, LIGHT)[1] == "#ffffff"
+    assert [step(score) for score in (-1.0, 0.0, 0.5, 1.0, 2.0)] == [0, 0, 10, 20, 20]
+    assert re.findall(r'class="h(\d+)"', legend()) == [str(index) for index in range(0, 21, 2)]
 
 
 def test_contrast_of_a_nearly_black_grey():
