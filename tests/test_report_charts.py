@@ -1,13 +1,292 @@
-"""Line charts of the report: what is drawn, where, and in which colour."""
+"""Line charts of the report: where their parts lie, by hand from the frame and the data, and what is left out.
+
+The wide frame is 960 x 360 and its plot spans x 56..784 and y 28..314; the narrow one is 358 x 280, its plot 44..344
+and 28..236.
+"""
 
 import html
 import json
 import re
+import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from pe_lab.page.charts import Axis, Series, decimate, line_chart, log_ticks
+from pe_lab.page.charts import Axis, Series, decimate, line_chart, linear_ticks, log_ticks, smooth
 from pe_lab.page.variants import Style, assign_styles
+
+PLAIN = Style("rope")
+PLOTS = {"wide": (56, 784, 28, 314, 960, 360), "narrow": (44, 344, 28, 236, 358, 280)}
+# With 4% of their height below and 6% above, the y axis is from 96 to 206: 2.6 pixels a unit in the wide frame.
+POINTS = [(10.0, 100.0), (15.0, 200.0), (20.0, 150.0)]
+
+
+def figure_of(*series: Series, x: Axis | None = None, y: Axis | None = None, **more) -> ElementTree.Element:
+    chart = line_chart("Scores", series, x or Axis("steps"), y or Axis("points"), **more)
+    return ElementTree.fromstring(str(chart))
+
+
+def drawing(figure: ElementTree.Element, size: str = "wide") -> ElementTree.Element:
+    return figure.find(f"svg[@class='{size}']")
+
+
+def at(shape: ElementTree.Element, *names: str) -> list[float]:
+    return [float(shape.get(name)) for name in names or ("x1", "x2", "y1", "y2")]
+
+
+def corners(path: ElementTree.Element) -> list[list[float]]:
+    """The points of `M1 2L3 4`."""
+    return [[float(number) for number in point.split()] for point in path.get("d").removeprefix("M").split("L")]
+
+
+def words_below(svg: ElementTree.Element) -> dict[str, float]:
+    """Labels of the x axis, and their middles."""
+    return {text.text: at(text, "x")[0] for text in svg.findall("text[@text-anchor='middle']") if not text.get("class")}
+
+
+@pytest.mark.parametrize(("size", "steps"), [("wide", (10, 12, 14, 16, 18, 20)), ("narrow", (10, 15, 20))])
+def test_axes_ticks_and_names_lie_where_the_data_puts_them(size, steps):
+    svg = drawing(figure_of(Series("a", POINTS, PLAIN)), size)
+    left, right, top, bottom, width, height = PLOTS[size]
+    assert svg.get("viewBox") == f"0 0 {width} {height}"
+    assert json.loads(svg.get("data-plot")) == [left, right, top, bottom, 10, 20, 0, 96, 206, 0]
+    heights = {value: bottom - (value - 96) * (bottom - top) / 110 for value in (100, 120, 140, 160, 180, 200)}
+    grid = svg.findall("line[@class='grid']")
+    assert [at(line) for line in grid] == [[left, right, *[pytest.approx(y, abs=0.01)] * 2] for y in heights.values()]
+    labels = [text for text in svg.findall("text[@text-anchor='end']") if not text.get("class")]
+    assert [text.text for text in labels] == [str(value) for value in heights]
+    for text, y in zip(labels, heights.values(), strict=True):  # beside their lines
+        assert left - 15 < at(text, "x")[0] < left and y < at(text, "y")[0] < y + 8
+    places = {str(step): left + (right - left) * (step - 10) / 10 for step in steps}
+    assert words_below(svg) == {word: pytest.approx(place, abs=0.01) for word, place in places.items()}
+    *ticks, axis = svg.findall("line[@class='axis']")
+    assert at(axis) == [left, right, bottom, bottom]
+    assert [at(tick)[:3] for tick in ticks] == [[*[pytest.approx(x, abs=0.01)] * 2, bottom] for x in places.values()]
+    assert all(bottom < at(tick, "y2")[0] < bottom + 8 for tick in ticks)
+    below, above = svg.findall("text[@class='name']")
+    assert (below.text, at(below, "x")[0], below.get("text-anchor")) == ("steps", (left + right) / 2, "middle")
+    (row,) = {at(text, "y")[0] for text in svg.findall("text[@text-anchor='middle']") if text is not below}
+    assert bottom + 12 < row and row + 12 < at(below, "y")[0] < height - 4  # below the ticks' labels and inside
+    assert (above.text, above.get("text-anchor")) == ("points", None)
+    assert 0 <= at(above, "x")[0] < left and 10 < at(above, "y")[0] < top
+    line = svg.find("g/path")
+    expected = [(left, heights[100]), ((left + right) / 2, heights[200]), (right, bottom - 54 * (bottom - top) / 110)]
+    assert corners(line) == [pytest.approx(point, abs=0.06) for point in expected]
+
+
+def test_logarithmic_axes_have_equal_ratios_at_equal_distances():
+    """y from 10 to 1000 with a twentieth of its two decades on both sides: 286 pixels for 2.2, 130 each.
+
+    x from 2 to 32: four doublings of 182 pixels.
+    """
+    points = [(2.0, 10.0), (8.0, 1000.0), (32.0, 100.0)]
+    figure = figure_of(Series("a", points, PLAIN), x=Axis("x", log=True), y=Axis("y", log=True))
+    svg = drawing(figure)
+    assert corners(svg.find("g/path")) == [[56, 301], [420, 41], [784, 171]]
+    assert [at(line, "y1")[0] for line in svg.findall("line[@class='grid']")] == [
+        pytest.approx(y, abs=0.01) for y in (301, 238.97, 171, 108.97, 41)  # 10, 30 (log10 3 = 0.4771), 100, ...
+    ]  # fmt: skip
+    # 2, 5 (1.3219 doublings), 10 and 20.
+    assert words_below(svg) == {
+        word: pytest.approx(place, abs=0.02)
+        for word, place in {"2": 56, "5": 296.59, "10": 478.59, "20": 660.59}.items()
+    }
+    left, right, top, bottom, *ends = json.loads(svg.get("data-plot"))
+    assert ends == [2, 32, 1, pytest.approx(10**0.9), pytest.approx(10**3.1), 1]
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_one_point_is_a_dot_in_the_middle(log):
+    svg = drawing(figure_of(Series("a", [(7.0, 100.0)], PLAIN), x=Axis("x", log=log), y=Axis("y", log=log)))
+    (dot,) = svg.findall("g/circle")
+    assert at(dot, "cx", "cy") == [420, 171] and svg.find("g/path") is None
+    assert [at(line, "y1") for line in svg.findall("line[@class='grid']")] == [[171]]
+    assert words_below(svg) == {"7": 420}
+
+
+def test_what_is_outside_of_the_given_ends_is_drawn_at_the_edge_and_has_no_tick():
+    y = Axis("y", domain=(0.0, 10.0), ticks=(-5.0, 0.0, 5.0, 10.0, 15.0))
+    svg = drawing(figure_of(Series("a", [(0.0, -3.0), (1.0, 5.0), (2.0, 12.0)], PLAIN), y=y))
+    assert corners(svg.find("g/path")) == [[56, 314], [420, 171], [784, 28]]
+    assert [at(line, "y1")[0] for line in svg.findall("line[@class='grid']")] == [314, 171, 28]
+
+
+def test_a_tick_has_no_zeros_after_the_point():
+    points = [(-0.5, 10.0), (2.0, 90.0)]
+    svg = drawing(figure_of(Series("a", points, PLAIN), y=Axis("y", show=lambda value: f"{value:.0f}%")))
+    assert list(words_below(svg)) == ["-0.5", "0", "0.5", "1", "1.5", "2"]
+    labels = [text.text for text in svg.findall("text[@text-anchor='end']")]
+    assert labels == ["20%", "40%", "60%", "80%"]  # 6.8 to 94.8
+
+
+def test_labels_that_would_touch_are_left_out_and_none_leaves_the_picture():
+    """A domain of 0 to 728 is a unit a pixel, from 56. A label of 10 letters takes 70 pixels."""
+    x = Axis("x", domain=(0.0, 728.0), ticks=(0.0, 72.0, 77.0, 154.0, 220.0, 728.0), show=lambda at: f"{at:010.0f}")
+    series = Series("a", [(0.0, 1.0), (728.0, 2.0)], PLAIN)
+    svg = drawing(figure_of(series, x=x))
+    assert {int(word): place for word, place in words_below(svg).items()} == {0: 56, 77: 133, 154: 210, 728: 784}
+    ticks = [at(line, "x1")[0] for line in svg.findall("line[@class='axis']")[:-1]]
+    assert ticks == [56, 128, 133, 210, 276, 784]  # the strokes stay
+    # 300 pixels from 44 to 344 in a picture of 358: labels of 14 letters take 98.
+    x = Axis("x", domain=(0.0, 300.0), ticks=(0.0, 150.0, 300.0), show=lambda at: f"{at:014.0f}")
+    narrow = drawing(figure_of(series, x=x), "narrow")
+    assert list(words_below(narrow).values()) == [49, 194, 358 - 49]
+
+
+def test_a_mark_widens_the_axis_and_its_label_is_on_the_side_with_room():
+    points = [(12.0, 1.0), (15.0, 2.0)]
+    svg = drawing(figure_of(Series("a", points, PLAIN), marks=((10.0, "first"), (14.0, "left"), (20.0, "right"))))
+    # 10 to 20, at 72.8 pixels a unit; the middle is 15.
+    strokes = svg.findall("line[@class='mark']")
+    assert [at(line) for line in strokes] == [[x, x, 28, 314] for x in (56, 347.2, 784)]
+    labels = svg.findall("text[@class='marked']")
+    assert [(text.text, text.get("text-anchor")) for text in labels] == [
+        ("first", "start"), ("left", "start"), ("right", "end"),
+    ]  # fmt: skip
+    first, left, right = (at(text, "x")[0] for text in labels)
+    assert 56 < first < 66 and 347.2 < left < 357.2 and 774 < right < 784
+    assert all(28 + 8 < at(text, "y")[0] < 28 + 20 for text in labels)  # below the upper edge
+
+
+def test_the_sizes_of_a_page_and_of_parts_of_it():
+    def frames(size: str) -> list[tuple[str, str, list[float]]]:
+        found = figure_of(Series("a", POINTS, PLAIN), size=size).findall("svg")
+        return [(svg.get("class"), svg.get("viewBox"), json.loads(svg.get("data-plot"))[:4]) for svg in found]
+
+    narrow = ("narrow", "0 0 358 280", [44, 344, 28, 236])
+    assert frames("wide") == [("wide", "0 0 960 360", [56, 784, 28, 314]), narrow]
+    assert frames("half") == [("wide", "0 0 520 310", [52, 360, 28, 264]), narrow]
+    assert frames("third") == [narrow]
+
+
+def test_two_points_are_a_line():
+    svg = drawing(figure_of(Series("a", POINTS[:2], PLAIN)))
+    assert corners(svg.find("g/path")) == [[56, 303.6], [784, 43.6]] and svg.find("g/circle") is None
+
+
+def test_each_series_has_its_colour_dash_and_dots():
+    figure = figure_of(
+        Series("solid", POINTS, Style("rope", None, 3.0)),
+        Series("dashed", POINTS, Style("pi", "8 4", 2.5), markers=True),
+        Series("dots", POINTS, Style("ntk"), line=False),
+        Series("thin", POINTS, Style("yarn", None, 3.0), faint=True),
+    )
+    groups = drawing(figure).findall("g")
+    paths = [group.find("path") for group in groups]
+    looks = [
+        path is not None and [path.get(f"stroke{part}") for part in ("", "-width", "-dasharray", "-linecap")]
+        for path in paths
+    ]
+    assert looks == [
+        ["var(--c-yarn)", "1", None, "round"],  # behind the others
+        ["var(--c-rope)", "3", None, "round"],
+        ["var(--c-pi)", "2.5", "8 4", "butt"],
+        False,
+    ]
+    assert [path.get("opacity") is not None for path in paths[:3]] == [True, False, False]
+    assert [path.find("title").text for path in paths[:3]] == ["thin", "solid", "dashed"]
+    assert [[dot.get("fill") for dot in group.findall("circle")] for group in groups] == [
+        [], [], ["var(--c-pi)"] * 3, ["var(--c-ntk)"] * 3,
+    ]  # fmt: skip
+    assert [at(dot, "cx", "cy") for dot in groups[2].findall("circle")] == corners(paths[2])
+    # Neither a faint line nor dots have a name at their end; all but the faint are in the legend and the tooltip.
+    assert [text.text for text in drawing(figure).findall("text[@class='end']")] == ["solid", "dashed"]
+    assert drawing(figure, "narrow").find("text[@class='end']") is None
+    items = figure.findall("ul/li")
+    assert ["".join(item.itertext()) for item in items] == ["solid", "dashed", "dots"]
+    assert [one["n"] for one in json.loads(figure.get("data-chart"))["series"]] == ["solid", "dashed", "dots"]
+    for item, dash, colour in zip(items[:2], (None, "8 4"), ("rope", "pi"), strict=True):
+        x1, x2, y1, y2 = at(item.find("svg/line"))
+        width, height = at(item.find("svg"), "width", "height")
+        # In the middle of its box, from edge to edge.
+        assert 0 <= x1 <= 2 and x1 + x2 == width and y1 == y2 == height / 2
+        assert item.find("svg/line").get("stroke-dasharray") == dash
+        assert item.find("svg/line").get("stroke") == f"var(--c-{colour})"
+    dot, box = items[2].find("svg/circle"), items[2].find("svg")
+    assert [2 * place for place in at(dot, "cx", "cy")] == at(box, "width", "height")
+    assert dot.get("fill") == "var(--c-ntk)" and items[2].find("svg/line") is None
+
+
+def test_a_chart_is_said_in_words_and_has_the_numbers_of_its_tooltip():
+    points = [(10.0, 1234567.0), (20.0, 50.0)]
+    series = [Series("a", points, PLAIN), Series("b", POINTS, Style("pi")), Series("no", POINTS, PLAIN, faint=True)]
+    figure = figure_of(*series, caption="Seen & heard")
+    said = "points against steps. a: from 1.2·10⁶ at 10.0 to 50.0 at 20.0; b: from 100 at 10.0 to 150 at 20.0."
+    for svg in figure.findall("svg"):
+        assert (svg.find("title").text, svg.find("desc").text) == ("Scores", said)
+        assert svg.get("aria-label") == f"Scores. {said}"
+    assert json.loads(figure.get("data-chart")) == {
+        "x": "steps",
+        "series": [
+            {"n": "a", "c": "rope", "p": [[10, 1234570, "10.0", "1.2·10⁶"], [20, 50, "20.0", "50.0"]]},
+            {"n": "b", "c": "pi", "p": [[10, 100, "10.0", "100"], [15, 200, "15.0", "200"], [20, 150, "20.0", "150"]]},
+        ],
+    }
+    assert figure.find("div[@class='chart-title']").text == "Scores"
+    assert figure.find("figcaption").text == "Seen & heard" and figure_of(series[0]).find("figcaption") is None
+
+
+@pytest.mark.parametrize(
+    ("x_log", "y_log", "kept"),
+    [(False, False, [-1, 0, 1, 2, 3]), (True, False, [1, 2, 3]), (False, True, [-1, 0, 3]), (True, True, [3])],
+)
+def test_a_logarithmic_axis_alone_leaves_out_what_is_not_positive(x_log, y_log, kept):
+    points = [(-1.0, 5.0), (0.0, 4.0), (1.0, 0.0), (2.0, -6.0), (3.0, 3.0), (4.0, float("nan")), (float("inf"), 1.0)]
+    figure = figure_of(Series("a", points, PLAIN), x=Axis("x", log=x_log), y=Axis("y", log=y_log))
+    assert [point[0] for point in json.loads(figure.get("data-chart"))["series"][0]["p"]] == kept
+
+
+def test_names_of_lines_that_end_at_the_top_are_a_line_of_text_apart():
+    long = "a name that is far too long to stand beside its line"
+    names = ["first", "second", long, "alone"]
+    ends = (10.0, 9.9, 9.8, 5.0)  # y 28, 30.86, 33.72 and 171
+    series = [Series(name, [(0.0, 0.0), (1.0, end)], PLAIN) for name, end in zip(names, ends, strict=True)]
+    svg = drawing(figure_of(*series, y=Axis("y", domain=(0.0, 10.0))))
+    labels = svg.findall("text[@class='end']")
+    leaders = [corners(path) for path in svg.findall("path")]
+    assert [start[1] for start, _ in leaders] == [pytest.approx(y, abs=0.06) for y in (28, 30.86, 33.72, 171)]
+    assert [end[1] for _, end in leaders] == [28, 42, 56, 171]  # as high as the first can be, then 14 each
+    for text, ((x1, _), (x2, y2)) in zip(labels, leaders, strict=True):
+        assert 784 < x1 < x2 < at(text, "x")[0] < 784 + 20 and y2 < at(text, "y")[0] < y2 + 8
+    # As many letters of 7 pixels as fit between the label's left edge and the picture's right one.
+    shown = labels[2].text
+    assert 960 - 14 < at(labels[2], "x")[0] + 7 * len(shown) <= 960 and shown[0] == "a" and shown.endswith("line")
+
+
+def test_linear_ticks_are_one_two_or_five_apart():
+    assert linear_ticks(0, 5) == [0, 1, 2, 3, 4, 5]
+    assert linear_ticks(0, 6) == [0, 2, 4, 6]
+    assert linear_ticks(96, 206, 6) == [100, 120, 140, 160, 180, 200]
+    assert linear_ticks(0, 20) == [0, 5, 10, 15, 20]
+    assert linear_ticks(0, 40) == [0, 10, 20, 30, 40]
+    assert linear_ticks(-1, 1) == [-1, -0.5, 0, 0.5, 1]
+    assert linear_ticks(1.1, 1.5, 4) == pytest.approx([1.1, 1.2, 1.3, 1.4, 1.5])  # 1.1 / 0.1 is above 11
+    assert linear_ticks(0, 0.3, 3) == pytest.approx([0, 0.1, 0.2, 0.3])  # and 0.3 / 0.1 below 3
+    assert linear_ticks(3, 3) == [3]
+
+
+def test_log_ticks_of_a_short_axis():
+    assert log_ticks(1, 6) == [1, 2, 3, 4, 5, 6]
+    assert log_ticks(2, 3) == [2, 3]
+    assert log_ticks(0.01, 0.1) == pytest.approx([0.01, 0.02, 0.05, 0.1])
+    # No round number lies within: linear ticks.
+    assert log_ticks(7.3, 7.6) == pytest.approx([7.3, 7.4, 7.5, 7.6])
+    # Five ticks fit at most: of the six powers, every second.
+    assert log_ticks(1, 1e5, 5) == [1, 100, 1e4]
+
+
+def test_decimation_keeps_the_ends_and_both_extremes_of_each_bin():
+    heights = [5.0, 1.0, 9.0, 2.0, 2.0, 2.0, 4.0, 7.0, 0.0, 3.0]  # of bins 0-2, 3-5 and 6-9
+    points = [(float(x), y) for x, y in enumerate(heights)]
+    assert [int(x) for x, _ in decimate(points, 3)] == [0, 1, 2, 3, 7, 8, 9]
+    assert decimate(points[:6], 3) == points[:6]  # twice the limit: all
+
+
+def test_smoothing_takes_as_much_before_as_after():
+    points = [(float(x), y) for x, y in enumerate([0.0, 6.0, 3.0, 9.0, 12.0, 15.0, 6.0, 9.0])]
+    # Means of 1, 3, 5, 5, 5, 5, 3 and 1: (0 + 6 + 3) / 3, (0 + 6 + 3 + 9 + 12) / 5, ...
+    expected = [0, 3, 6, 9, 9, 10.2, 10, 9]
+    assert smooth(points, 5) == [(x, pytest.approx(y)) for x, y in enumerate(expected)]
+    assert smooth(points, 1) == points
 
 
 def test_a_spike_survives_decimation():
