@@ -49,24 +49,28 @@ TOLERANCE = 1e-4
 
 
 constrained = pe_lab.parallel.sharding._current.get
+SEEN: list[list[np.ndarray]] = []
 FORCED: list[np.ndarray] = []  # a text: its tokens are "chosen", whatever the logits
 
 
 @pytest.fixture(scope="module", autouse=True)
 def seen():
-    """The logits that tokens were chosen from, in the order of choosing: [(logits [B, V], positions [B])]."""
-    found = []
+    """The logits that tokens were chosen from, in the order of choosing: [(logits [B, V], positions [B])].
+
+    One list for all: a worker that steals tests of this file makes the fixture anew, and `decoder` keeps programs that
+    were compiled with the one before.
+    """
 
     def spy(logits, draw, rows, positions):
         if constrained() is None:  # on several devices there is no order to see things in
-            jax.debug.callback(lambda *a: found.append([np.asarray(x) for x in a]), logits, positions, ordered=True)
+            jax.debug.callback(lambda *a: SEEN.append([np.asarray(x) for x in a]), logits, positions, ordered=True)
         if FORCED:
             return jnp.asarray(FORCED[0])[positions]
         return choose(logits, draw, rows, positions)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pe_lab.model.programs, "choose", spy)
-        yield found
+        yield SEEN
 
 
 @functools.cache
