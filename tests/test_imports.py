@@ -26,7 +26,8 @@ LEVELS: list[set[str]] = [
     {"model"},
     {"data", "checkpoints", "training", "results"},
     {"language_model", "__init__"},  # pe_lab/__init__.py only re-exports what language_model offers
-    {"evaluation", "analysis"},
+    {"evaluation"},
+    {"analysis"},
     {"page", "planning"},  # planning compiles the programs of training and of evaluation
     COMMANDS,
     {"__main__"},

@@ -1,0 +1,199 @@
+"""What a study finds, and the files that it writes: `study.json`, `study.npz`, and parts that a resumed study reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.stats
+from jaxtyping import Float
+
+from pe_lab.analysis.figures import Figure, from_arrays, to_arrays
+from pe_lab.errors import DataError
+from pe_lab.results.records import digest, finite
+from pe_lab.storage import read_json, write_file, write_files
+
+FORMAT = 1  # of study.json; counted up when its keys change
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A short table for the terminal and the report: the first `words` columns are words, the others numbers."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: int = 1
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a study found.
+
+    Attributes:
+      sentences: the results in a few plain sentences, with numbers and intervals.
+      tables: short tables.
+      figures: what is drawn.
+      numbers: every array by name. `shapes` names their axes, such as `[V, L, H, R] variant, layer, query head, pair`.
+      facts: further results as JSON.
+      files: other files to write, by name.
+    """
+
+    sentences: tuple[str, ...]
+    tables: tuple[TextTable, ...]
+    figures: tuple[Figure, ...]
+    numbers: Arrays = field(default_factory=dict)
+    shapes: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Means over the first axis with 95% intervals (Student's t); one value has an interval of NaN."""
+
+    mean: Float[np.ndarray, "..."]
+    low: Float[np.ndarray, "..."]
+    high: Float[np.ndarray, "..."]
+
+
+def interval(values: Float[np.ndarray, "n ..."]) -> Interval:
+    """The mean over n independent values (sequences, seeds), with its 95% interval."""
+    values = np.asarray(values, np.float64)
+    n, mean = len(values), values.mean(0)
+    if n == 1:
+        unknown = np.full_like(mean, np.nan)
+        return Interval(mean, unknown, unknown)
+    half = scipy.stats.t.ppf(0.975, n - 1) * values.std(0, ddof=1) / n**0.5
+    return Interval(mean, mean - half, mean + half)
+
+
+class Parts:
+    """Measured parts of a study on disk, one file each, so that a study that was ended goes on where it was.
+
+    A part is named by a digest of its identity: the weights, the layers' encodings, the sequence, the settings. Equal
+    identities have equal results. A file is written whole or not at all; a damaged one is measured again.
+
+    Args:
+      directory: of the files.
+      again: whether parts that exist are measured again.
+    """
+
+    def __init__(self, directory: Path, again: bool = False):
+        self.directory, self._again = directory, again
+        self._fresh: set[str] = set()
+
+    def path(self, identity: Mapping[str, Any]) -> Path:
+        """The file of a part."""
+        return self.directory / f"{digest(identity)}.npz"
+
+    def find(self, identity: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+        """The arrays of a part that was measured; None if it was not, or is to be measured again."""
+        path = self.path(identity)
+        if self._again and path.name not in self._fresh:
+            return None
+        try:
+            with np.load(path) as stored:
+                return dict(stored)
+        except (OSError, ValueError, EOFError, KeyError):
+            return None
+        except Exception as error:  # zipfile's and zlib's own errors share no class
+            if type(error).__module__ in ("zipfile", "zlib"):
+                return None
+            raise
+
+    def put(self, identity: Mapping[str, Any], arrays: Arrays) -> None:
+        """Writes a part."""
+        path = self.path(identity)
+        write_file(path, packed(arrays), "Give another directory with --out.")
+        self._fresh.add(path.name)
+
+    def get(self, identity: Mapping[str, Any], measure: Callable[[], Arrays]) -> dict[str, np.ndarray]:
+        """The arrays of a part, measured now if they are not there."""
+        found = self.find(identity)
+        if found is None:
+            found = {name: np.asarray(value) for name, value in measure().items()}
+            self.put(identity, found)
+        return found
+
+
+def packed(arrays: Arrays) -> bytes:
+    """Arrays as the bytes of a compressed .npz file."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{name: np.asarray(value) for name, value in arrays.items()})
+    return buffer.getvalue()
+
+
+def write_study(out: Path, name: str, findings: Findings, about: Mapping[str, Any]) -> list[Path]:
+    """Writes `study.json` and `study.npz`, and the findings' other files; returns their paths.
+
+    Args:
+      about: how the numbers were made: command, checkpoints with lineage, sequences, seconds, versions.
+    """
+    arrays = {f"numbers/{key}": value for key, value in findings.numbers.items()}
+    figures = []
+    for figure in findings.figures:
+        plain, drawn = to_arrays(figure)
+        figures.append(plain)
+        arrays |= {f"figures/{figure.name}/{key}": value for key, value in drawn.items()}
+    written = {
+        "format": FORMAT,
+        "study": name,
+        "about": about,
+        "sentences": findings.sentences,
+        "tables": [dataclasses.asdict(table) for table in findings.tables],
+        "figures": figures,
+        "shapes": findings.shapes,
+        "facts": findings.facts,
+    }
+    text = json.dumps(finite(written), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    files = {"study.json": text, "study.npz": packed(arrays), **findings.files}
+    return write_files({out / file: data for file, data in files.items()}, "Give another --out.")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A study as its files hold it."""
+
+    name: str
+    about: Mapping[str, Any]
+    findings: Findings
+
+
+def read_study(directory: Path) -> Written:
+    """The study that `write_study` wrote into a directory.
+
+    Raises:
+      DataError: a file is missing, damaged, or of another version.
+    """
+    path, advice = directory / "study.json", "Run the study again (python -m pe_lab.analyze)."
+    value = read_json(path, advice)
+    if value.get("format") != FORMAT:
+        raise DataError(f"{path} has format {value.get('format')}, and this pe_lab reads {FORMAT}. {advice}")
+    try:
+        with np.load(directory / "study.npz") as stored:
+            arrays = dict(stored)
+        figures = tuple(_figure(plain, arrays) for plain in value["figures"])
+        tables = tuple(_table(table) for table in value["tables"])
+        numbers = {k.removeprefix("numbers/"): v for k, v in arrays.items() if k.startswith("numbers/")}
+        findings = Findings(tuple(value["sentences"]), tables, figures, numbers, value["shapes"], value["facts"])
+        return Written(str(value["study"]), value["about"], findings)
+    except Exception as error:
+        raise DataError(f"{directory} holds no whole study ({type(error).__name__}: {error}). {advice}") from None
+
+
+def _figure(plain: Mapping[str, Any], arrays: Arrays) -> Figure:
+    prefix = f"figures/{plain['name']}/"
+    return from_arrays(plain, {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)})
+
+
+def _table(table: Mapping[str, Any]) -> TextTable:
+    rows: Sequence[Sequence[str]] = table["rows"]
+    return TextTable(table["title"], tuple(table["header"]), tuple(map(tuple, rows)), table["words"])

@@ -1,0 +1,140 @@
+"""A forward pass, layer by layer, with a measurement inside each layer; memory does not grow with the depth."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pe_lab.attention import LayerEncoding, attention
+from pe_lab.attention.statistics import refuse_sharded_sequences
+from pe_lab.errors import ConfigError
+from pe_lab.model.decoder import Model, Params, layer_arrays
+from pe_lab.positional import LayerStructure, Schedule
+
+
+class LayerView(NamedTuple):
+    """What a measurement sees of one layer.
+
+    Attributes:
+      x: the input of the layer, the residual stream.
+      query, key, value: projected and normalized, not rotated, not scaled.
+      encoding: the positional encoding of the layer.
+      positions, segments: of the tokens; None: counted from 0, one document.
+      window: the number of tokens that a query attends to; None: all.
+      params: the layer's parameters.
+      number: of the layer; traced, so that all layers of a structure share a program.
+      block: tokens of a block, for measurements in blocks.
+    """
+
+    x: Float[Array, "B T D"]
+    query: Float[Array, "B T H K"]
+    key: Float[Array, "B T G K"]
+    value: Float[Array, "B T G K"]
+    encoding: LayerEncoding
+    positions: Int[Array, "#B T"] | None
+    segments: Int[Array, "B T"] | None
+    window: int | None
+    params: Params
+    number: Int[Array, ""]
+    block: int
+
+
+Measure = Callable[[LayerView, Any], Any]
+
+
+def layer_pass(
+    model: Model,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B T"],
+    schedule: Schedule,
+    measure: Measure,
+    *,
+    layers: Sequence[int] | None = None,
+    positions: Int[Array | np.ndarray, "#B T"] | None = None,
+    segments: Int[Array | np.ndarray, "B T"] | None = None,
+    data: Any = None,
+) -> Iterator[tuple[int, Any]]:
+    """Yields (n, what `measure` returned, as numpy arrays) for each chosen layer n, in order.
+
+    All layers of one structure share a compiled program, whatever the depth. Layers above the last one are not
+    computed.
+
+    Args:
+      model, params, tokens, schedule, positions, segments: as `Model.hidden` takes them.
+      measure: (view, data) -> a pytree of arrays, in a compiled program. It is part of the program's identity: pass a
+        function of a module or a frozen dataclass, not a new lambda for each call.
+      layers: which to measure; None: all.
+      data: arrays for `measure`, in any pytree.
+
+    Raises:
+      UserError: a schedule for another model, a layer that does not exist, or a mesh that shards sequences.
+    """
+    refuse_sharded_sequences()
+    # Traced and not computed, for the errors of a schedule that does not fit.
+    jax.eval_shape(functools.partial(model.hidden, schedule=schedule), params, tokens, positions, segments)
+    chosen = checked_layers(model.config.layers, layers)
+    positions, segments = (None if x is None else jnp.asarray(x) for x in (positions, segments))
+    stacked = (params["layers"], layer_arrays(jax.tree.map(jnp.asarray, schedule)))
+    data = jax.tree.map(jnp.asarray, data)
+    return _layers(model, params, tokens, schedule.structure, stacked, measure, chosen, positions, segments, data)
+
+
+def checked_layers(count: int, layers: Sequence[int] | None) -> tuple[int, ...]:
+    """The chosen layers, ascending, each once; None is all `count`. `ConfigError` for none or one that is not there."""
+    chosen = tuple(sorted(set(range(count) if layers is None else layers)))
+    if not chosen:
+        raise ConfigError("There is no layer to measure: name at least one.")
+    for n in chosen:
+        if not 0 <= n < count:
+            raise ConfigError(f"There is no layer {n} to measure; the model has {count}, counted from 0.")
+    return chosen
+
+
+def _layers(model, params, tokens, structure, stacked, measure, chosen, positions, segments, data):  # noqa: ANN001, ANN202
+    x = _embed(model, params, jnp.asarray(tokens))
+    for n in range(chosen[-1] + 1):
+        used = measure if n in chosen else None
+        x, found = _layer(model, structure[n], used, x, stacked, jnp.int32(n), positions, segments, data)
+        if used is not None:
+            yield n, jax.device_get(found)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embed(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
+    return model.embed(params, tokens)
+
+
+# Each layer's output replaces its input in memory, whatever the depth of the model.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def _layer(
+    model: Model,
+    structure: LayerStructure,
+    measure: Measure | None,
+    x: Float[jax.Array, "B T D"],
+    stacked: tuple[Params, tuple[jax.Array, ...]],
+    n: Int[jax.Array, ""],
+    positions: Int[jax.Array, "#B T"] | None,
+    segments: Int[jax.Array, "B T"] | None,
+    data: Any,
+) -> tuple[Float[jax.Array, "B T D"], Any]:
+    """The output of layer n, and what was measured in it."""
+    params, arrays = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, n, keepdims=False), stacked)
+    at = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+    encoding = model.layer_encoding(arrays, structure, at)
+    chunk, window = model.config.attention_chunk, structure.window
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+        common = dict(positions=positions, segments=segments, window=window)
+        out = attention(q, k, v, encoding, implementation=model.config.attention, chunk=chunk, backward=False, **common)
+        if measure is None:
+            return out, None
+        view = LayerView(x, q, k, v, encoding, positions, segments, window, params, n, chunk)
+        return out, measure(view, data)
+
+    return model.block(params).attend_by(x, attend)
