@@ -5,33 +5,37 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from pe_lab.analysis import frequencies
+from pe_lab.analysis.session import add_arguments, footprint, open_session
+from pe_lab.analysis.studies import STUDIES
+from pe_lab.analysis.study import Study, write_study
 from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.model import complete, preset
-from pe_lab.page import frequency_figures
+from pe_lab.page import frequency_figures, study_figures
 from pe_lab.positional import build_schedule, describe, layers
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import local_path, write_files
-from pe_lab.terminal import argument_parser, command, table
+from pe_lab.terminal import argument_parser, command, console, table
+from pe_lab.training.machine import machine, versions
 from pe_lab.training.run import plan_phases
 
-FORMATS = ("png", "svg")
+FORMATS = ("pdf", "svg", "png")
 
 
-Findings = tuple[str, dict[str, bytes]]  # text to print, and files to write by name
-
-
-class Study(NamedTuple):
-    """A study: one line for --help, a function that adds its options, and one that computes it from these options."""
+class Description(NamedTuple):
+    """A study of descriptions alone: one line for --help, its options, and a function that returns text and files."""
 
     summary: str
     options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, Sequence[str]], Findings]
+    run: Callable[[argparse.Namespace, Sequence[str]], tuple[str, dict[str, bytes]]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,7 +92,7 @@ def _frequencies_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, default=default, help=help)
 
 
-def _frequencies(args: argparse.Namespace, formats: Sequence[str]) -> Findings:
+def _frequencies(args: argparse.Namespace, formats: Sequence[str]) -> tuple[str, dict[str, bytes]]:
     settings = {}
     for option, (parse, *_) in FREQUENCIES.items():
         name = option.removeprefix("--").replace("-", "_")
@@ -111,7 +115,7 @@ def _schedule_options(parser: argparse.ArgumentParser) -> None:
     add("--length", help="tokens of the sequence, for schemes that depend on it (default: the training length)")
 
 
-def _schedule(args: argparse.Namespace, formats: Sequence[str]) -> Findings:
+def _schedule(args: argparse.Namespace, formats: Sequence[str]) -> tuple[str, dict[str, bytes]]:
     length = whole("--length", args.length) if args.length else None
     if bool(args.config) == bool(args.positional):
         raise ConfigError(
@@ -134,13 +138,13 @@ def _schedule(args: argparse.Namespace, formats: Sequence[str]) -> Findings:
     return "\n\n".join(parts), {}
 
 
-STUDIES = {
-    "schedule": Study(
+DESCRIPTIONS = {
+    "schedule": Description(
         "the positional encoding of every layer of a recipe, as a table that can be checked",
         _schedule_options,
         _schedule,
     ),
-    "frequencies": Study(
+    "frequencies": Description(
         "each rotary frequency under PI, NTK and YaRN, and the bytes of a rotary cache by length",
         _frequencies_options,
         _frequencies,
@@ -152,18 +156,26 @@ STUDIES = {
 # The command
 
 
-def parser(study: str | None) -> argparse.ArgumentParser:
+def parser(name: str | None) -> argparse.ArgumentParser:
     """The parser of the command line, with the options of one study."""
-    listing = table(("studies:", ""), [(f"  {name}", known.summary) for name, known in STUDIES.items()], words=2)
-    description = f"Draws a study's figures and writes the numbers behind them.\n\n{listing}"
-    epilog = "--study=NAME --help lists the options of that study." if study is None else None
+    known = {**{name: one.summary for name, one in DESCRIPTIONS.items()}, **{n: s.summary for n, s in STUDIES.items()}}
+    listing = table(("studies:", ""), [(f"  {name}", summary) for name, summary in known.items()], words=2)
+    description = f"Runs a study: prints its tables, writes its numbers, draws its figures.\n\n{listing}"
+    epilog = "--study=NAME --help lists the options of that study." if name is None else None
     p = argument_parser("analyze", description, epilog)
     p.allow_abbrev = False
     p.add_argument("--study", required=True, metavar="NAME", help="one of the studies above")
-    p.add_argument("--out", metavar="DIR", help="where the files go (default: analysis/NAME)")
-    p.add_argument("--format", default="png", help="of png, svg, or both: png,svg (default: %(default)s)")
-    if study is not None:
-        STUDIES[study].options(p)
+    where = "RUN/analysis/NAME for a model, else analysis/NAME"
+    p.add_argument("--out", metavar="DIR", help=f"where the files go (default: {where})")
+    default = "png" if name in DESCRIPTIONS else "pdf,svg"
+    p.add_argument("--format", default=default, help="of the figures: some of pdf,svg,png (default: %(default)s)")
+    if name in DESCRIPTIONS:
+        DESCRIPTIONS[name].options(p)
+    elif name is not None:
+        study = STUDIES[name]
+        if study.models:
+            add_arguments(p)
+        study.options(p)
     return p
 
 
@@ -172,27 +184,64 @@ def chosen_study(argv: Sequence[str]) -> str | None:
     first = argparse.ArgumentParser(prog="python -m pe_lab.analyze", add_help=False, allow_abbrev=False)
     first.add_argument("--study")
     name = first.parse_known_args(argv)[0].study
-    if name is not None and name not in STUDIES:
-        raise ConfigError(f"--study: there is no study '{name}'. {did_you_mean(name, list(STUDIES))}")
+    names = [*DESCRIPTIONS, *STUDIES]
+    if name is not None and name not in names:
+        raise ConfigError(f"--study: there is no study '{name}'. {did_you_mean(name, names)}")
     return name
+
+
+def run_study(study: Study, args: argparse.Namespace, out: Path | None, formats: Sequence[str]) -> list[Path]:
+    """Runs a study, prints what it found, and writes its files; returns their paths."""
+    begun = time.monotonic()
+    if study.models:
+        session = open_session(study.name, args, out)
+        findings, directory = study.run(session), session.out
+        about = session.about()
+    else:
+        findings, directory = study.run(args), out or Path("analysis") / study.name
+        about = {**footprint(begun), "machine": machine(), "versions": versions()}
+    about = {"command": command_line(args.argv), "source": study.source, **about}
+    out = console()
+    for one in findings.tables:
+        out.print(f"{one.title}\n{table(one.header, one.rows, one.words)}\n")
+    for sentence in findings.sentences:
+        out.print(sentence)
+    out.print(f"{about['seconds']:,} s, peak memory {about['peak_memory_gib']} GiB")
+    written = write_study(directory, study.name, findings, about)
+    drawn = {
+        directory / f"{figure.name}.{form}": study_figures.render(figure, form)
+        for figure in findings.figures
+        for form in formats
+    }
+    return written + write_files(drawn, "Give another --out.")
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The command, as a shell reads it."""
+    return shlex.join(["python", "-m", "pe_lab.analyze", *argv])
 
 
 @command
 def main(argv: Sequence[str]) -> int:
+    given = list(argv)
     argv, overrides = split_overrides(argv)
     study = chosen_study(argv)
     args = parser(study).parse_args(argv)
     if overrides and not getattr(args, "config", None):
         raise ConfigError(f"--config.{next(iter(overrides))}: there is no --config here to override.")
-    args.overrides = overrides
+    args.overrides, args.argv = overrides, given
     formats = tuple(dict.fromkeys(items("--format", args.format)))
     for form in formats:
         if form not in FORMATS:
             raise ConfigError(f"--format: '{form}' cannot be written. {did_you_mean(form, FORMATS)}")
-    out = local_path("--out", args.out if args.out else f"analysis/{args.study}")
-    text, files = STUDIES[args.study].run(args, formats)
-    written = write_files({out / name: data for name, data in files.items()}, "Give another --out.")
-    print(text)
+    out = local_path("--out", args.out) if args.out else None
+    if args.study in DESCRIPTIONS:
+        text, files = DESCRIPTIONS[args.study].run(args, formats)
+        out = out or Path("analysis") / args.study
+        written = write_files({out / name: data for name, data in files.items()}, "Give another --out.")
+        print(text)
+    else:
+        written = run_study(STUDIES[args.study], args, out, formats)
     if written:
         print("\nWrote:", *written, sep="\n  ")
     return 0

@@ -24,6 +24,7 @@ from pe_lab.checkpoints.surgery import change, write_child
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError
+from pe_lab.inspection import Inspection
 from pe_lab.model import Decoder, Model, Request, Sampling, Schedules, Statistics, Weights, complete
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import (
@@ -71,14 +72,8 @@ def _weights_of(checkpoint: Checkpoint, decoder: Decoder) -> Weights:
     return _weights[id(checkpoint)]
 
 
-def _mesh_of(params: Any) -> Mesh | None:
-    """The mesh that parameters are sharded over; None if one device holds them all."""
-    sharding = getattr(params["token_embedder"]["embedding"], "sharding", None)
-    return sharding.mesh if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
-
-
 @dataclass(frozen=True, repr=False)
-class LanguageModel:
+class LanguageModel(Inspection):
     """Weights with the positional encoding of every layer. Immutable: `with_positional` returns another model on the
     same weights.
 
@@ -118,10 +113,15 @@ class LanguageModel:
         return self.checkpoint.model
 
     @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that the weights are sharded over; None if one device holds them all."""
+        sharding = getattr(self.checkpoint.params["token_embedder"]["embedding"], "sharding", None)
+        return sharding.mesh if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
+
+    @property
     def devices(self) -> int:
         """How many devices hold the weights."""
-        mesh = _mesh_of(self.checkpoint.params)
-        return 1 if mesh is None else mesh.size
+        return 1 if self.mesh is None else self.mesh.size
 
     @property
     def training_length(self) -> int:
@@ -138,7 +138,7 @@ class LanguageModel:
             raise DataError(f"'{self.checkpoint.path}' came without a tokenizer; pass token ids instead of text.")
         return np.asarray(self.tokenizer.encode_prompt(text), np.int32)
 
-    def _sequences(self, tokens: Tokens) -> Int[np.ndarray, "B T"]:
+    def sequences(self, tokens: Tokens) -> Int[np.ndarray, "B T"]:
         try:
             ids = self.encode(tokens) if isinstance(tokens, str) else np.asarray(tokens)
         except ValueError as error:  # sequences of different lengths
@@ -155,22 +155,22 @@ class LanguageModel:
 
     def logits(self, tokens: Tokens) -> Float[Array, "B T V"]:
         """Next-token logits, float32, of a string, of ids [T] (a batch of one) or of ids [B, T]."""
-        ids = self._sequences(tokens)
-        schedule = self._schedule_for(ids.shape[1])
-        return _compiled(self._whole_pass_config()).apply(self.checkpoint.params, ids, None, None, schedule)
+        ids = self.sequences(tokens)
+        schedule = self.schedule_for(ids.shape[1])
+        return _compiled(self.whole_pass_config()).apply(self.checkpoint.params, ids, None, None, schedule)
 
     def loss_by_position(self, tokens: Tokens) -> Float[np.ndarray, "B targets"]:
         """The negative log-likelihood of each token after the first, given the tokens before it; nats."""
-        ids = self._sequences(tokens)
+        ids = self.sequences(tokens)
         if ids.shape[1] < 2:
             raise DataError("loss_by_position needs at least two tokens: the first one is not predicted.")
         batch = {"tokens": jnp.asarray(ids[:, :-1]), "targets": jnp.asarray(ids[:, 1:])}
-        schedule = self._schedule_for(ids.shape[1] - 1)
-        return np.asarray(_compiled(self._whole_pass_config()).token_loss(self.checkpoint.params, batch, schedule))
+        schedule = self.schedule_for(ids.shape[1] - 1)
+        return np.asarray(_compiled(self.whole_pass_config()).token_loss(self.checkpoint.params, batch, schedule))
 
-    def _whole_pass_config(self) -> ModelConfig:
+    def whole_pass_config(self) -> ModelConfig:
         """The config for a pass over whole sequences: XLA shards it, and cannot shard a kernel."""
-        named = self.config.attention != "auto" or _mesh_of(self.checkpoint.params) is None
+        named = self.config.attention != "auto" or self.mesh is None
         return self.config if named else dataclasses.replace(self.config, attention="chunked")
 
     def generate(
@@ -215,7 +215,7 @@ class LanguageModel:
             raise DataError(f"'{self.checkpoint.path}' came without a tokenizer; ids cannot be decoded.")
         request = self._request(max_new_tokens, temperature, top_k, top_p, seed, stop, eos_ids, cache_length, refresh)
         decode = self.tokenizer.decode if self.tokenizer is not None and (as_text or request.stop) else None
-        decoder = _decoder(self.config, _mesh_of(self.checkpoint.params))
+        decoder = _decoder(self.config, self.mesh)
         weights = _weights_of(self.checkpoint, decoder)
         ended = decoder.generate(weights, prompts, self._schedules(), request, decode, statistics)
         results = [ending.text if as_text else ending.result() for ending in ended]
@@ -246,7 +246,7 @@ class LanguageModel:
         if self.tokenizer is None:
             raise DataError(f"'{self.checkpoint.path}' came without a tokenizer; use generate with token ids.")
         request = self._request(max_new_tokens, temperature, top_k, top_p, seed, stop, eos_ids, cache_length, refresh)
-        decoder = _decoder(self.config, _mesh_of(self.checkpoint.params))
+        decoder = _decoder(self.config, self.mesh)
         decoder.check(prompts, request, self.tokenizer.decode)
         weights = _weights_of(self.checkpoint, decoder)
         return decoder.stream(weights, prompts[0], self._schedules(), request, self.tokenizer.decode, statistics)
@@ -291,14 +291,14 @@ class LanguageModel:
     def _schedules(self) -> Schedules:
         if self.schedule_length is not None:
             return Schedules.fixed(self.schedule)
-        return Schedules(self._schedule_for, tuple(layer.follows_length for layer in self.layers))
+        return Schedules(self.schedule_for, tuple(layer.follows_length for layer in self.layers))
 
     @property
     def compilations(self) -> int:
         """How often forward passes of this model shape were compiled in this process."""
-        return _compiled(self._whole_pass_config()).traces
+        return _compiled(self.whole_pass_config()).traces
 
-    def _schedule_for(self, length: int) -> Schedule:
+    def schedule_for(self, length: int) -> Schedule:
         """The schedule for sequences of `length` tokens."""
         if self.schedule_length is not None or not any(layer.follows_length for layer in self.layers):
             return self.schedule

@@ -25,7 +25,7 @@ LEVELS: list[set[str]] = [
     {"attention"},
     {"model"},
     {"data", "checkpoints", "training", "results"},
-    {"language_model", "__init__"},  # pe_lab/__init__.py only re-exports what language_model offers
+    {"inspection", "language_model", "__init__"},  # pe_lab/__init__.py only re-exports what language_model offers
     {"evaluation"},
     {"analysis"},
     {"page", "planning"},  # planning compiles the programs of training and of evaluation
@@ -36,6 +36,8 @@ LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in 
 
 # The training loop saves and restores, and reads batches; neither checkpoints nor data may know of it.
 SAME_LEVEL = {("training", "checkpoints"), ("training", "data"), ("__init__", "language_model")}
+# Two halves of one class; `inspection` names the other half in annotations alone.
+SAME_LEVEL |= {("language_model", "inspection"), ("inspection", "language_model")}
 
 HEAVY = {
     "apache_beam",
@@ -170,7 +172,7 @@ def test_long_files_are_excused_only_while_they_are_long() -> None:
             "from pe_lab.data import pipeline",
             "'checkpoints' may not import 'data'",
         ),
-        ("pe_lab/analysis/a.py", "from pe_lab.evaluation import needles", "'analysis' may not import"),
+        ("pe_lab/evaluation/a.py", "from pe_lab.analysis import runs", "'evaluation' may not import"),
         ("pe_lab/language_model.py", "from pe_lab.evaluation import needles", "'language_model' may not import"),
         ("pe_lab/training/a.py", "from pe_lab import load", "'training' may not import '__init__'"),
         ("pe_lab/training/a.py", "import pe_lab", "'training' may not import '__init__'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import io
 import json
@@ -53,6 +54,27 @@ class Findings:
     shapes: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study of `pe_lab.analyze`.
+
+    Attributes:
+      name: as in `--study=name`.
+      summary: one line for --help.
+      source: the papers' sections and figures.
+      options: adds the study's own flags.
+      run: what it finds; it gets a `session.Session` if `models`, else the parsed command line.
+      models: whether it measures models, named by `--from`.
+    """
+
+    name: str
+    summary: str
+    source: str
+    options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[Any], Findings]
+    models: bool = True
 
 
 @dataclass(frozen=True)

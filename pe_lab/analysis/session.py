@@ -1,0 +1,257 @@
+"""The models, the sequences and the options of one call of `pe_lab.analyze`, and what is measured on them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from pe_lab.analysis.sequences import Sequences, open_sequences, parse_numbers
+from pe_lab.analysis.study import Arrays, Parts
+from pe_lab.errors import ConfigError
+from pe_lab.evaluation.targets import Target, load_subjects, locate_all, parse_steps
+from pe_lab.evaluation.variants import Subject, Variant, all_variants, parse_methods
+from pe_lab.language_model import LanguageModel
+from pe_lab.model import Model
+from pe_lab.positional import label_layers
+from pe_lab.terminal import Progress, console
+from pe_lab.training.machine import machine, versions
+
+# (model, B of the sequences) -> arrays with a leading axis of B
+Measure = Callable[[LanguageModel, Sequences], Arrays]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that choose models."""
+    add = parser.add_argument
+    add("--from", dest="source", metavar="RUN[,RUN...]", help="runs, phases, checkpoints, hf:DIR, gguf:FILE")
+    add("--steps", help="checkpoints of each phase: all that are kept, or of steps 8000,14000 (default: the last)")
+    add("--methods", help="of as-trained, pi, ntk, yarn, beta, paper-beta, dropped (default: as-trained)")
+    add(
+        "--positional",
+        action="append",
+        default=[],
+        metavar="[NAME:]ENCODING",
+        help="the weights under another encoding, such as yarn:factor=2; repeatable",
+    )
+    add("--init", type=int, metavar="N", help="N random initializations of the shape, instead of the weights")
+    add("--again", action="store_true", help="measure again what was measured before")
+
+
+@dataclass
+class Session:
+    """One study of some models on some sequences.
+
+    Attributes:
+      study: its name.
+      arguments: of the command line.
+      out: the directory of the results. Its folder `parts` holds what was measured, so that a study that was ended goes
+        on where it was.
+      variants: the models: each checkpoint under each encoding.
+      names: of the variants, all different.
+    """
+
+    study: str
+    arguments: argparse.Namespace
+    out: Path
+    variants: list[Variant]
+    names: list[str]
+    begun: float = field(default_factory=time.monotonic)
+    reused: int = 0
+
+    @functools.cached_property
+    def parts(self) -> Parts:
+        return Parts(self.out / "parts", self.arguments.again)
+
+    @functools.cached_property
+    def sequences(self) -> Sequences:
+        """The sequences of the command line, in the tokens of the first checkpoint."""
+        first = self.variants[0]
+        for variant in self.variants:
+            mine, other = variant.lm.tokenizer, first.lm.tokenizer
+            if (mine and mine.fingerprint) != (other and other.fingerprint):
+                raise ConfigError(
+                    f"{variant.subject.path} and {first.subject.path} have different tokenizers, so they cannot be "
+                    "measured on the same sequences. Study them one at a time."
+                )
+        return open_sequences(self.arguments, first.subject)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.sequences.length
+
+    def layers(self, lm: LanguageModel) -> tuple[int, ...]:
+        """The layers that `--layers` names."""
+        return parse_numbers("--layers", self.arguments.layers, lm.config.layers, "layer")
+
+    def heads(self, lm: LanguageModel) -> tuple[int, ...]:
+        """The query heads that `--heads` names."""
+        return parse_numbers("--heads", self.arguments.heads, lm.config.heads, "query head")
+
+    def measure(
+        self, protocol: str, measure: Measure, settings: Any = None, sequences: Sequences | None = None
+    ) -> list[dict[str, np.ndarray]]:
+        """For each variant, the arrays of `measure`, with a leading axis over all sequences.
+
+        What was measured before is read from its part. Sequences are measured one after another; where a model's
+        weights are on several devices, as many at once as its mesh has data shards.
+
+        Args:
+          protocol: name and version of the measurement; a part of its identity.
+          settings: JSON on which the results depend, beside weights, encodings and sequence.
+        """
+        sequences = self.sequences if sequences is None else sequences
+        total = len(self.variants) * len(sequences)
+        found = []
+        with self.progress(self.study, total) as progress:
+            done = 0
+            for variant, name in zip(self.variants, self.names, strict=True):
+                lm = variant.at(sequences.length)
+                identities = [
+                    {
+                        "protocol": protocol,
+                        "checkpoint": variant.subject.id,
+                        "encodings": variant.fingerprint(sequences.length),
+                        "sequence": one,
+                        "length": sequences.length,
+                        "settings": settings,
+                    }
+                    for one in sequences.digests
+                ]
+                stored = [self.parts.find(identity) for identity in identities]
+                missing = [i for i, part in enumerate(stored) if part is None]
+                self.reused += len(stored) - len(missing)
+                done += len(stored) - len(missing)
+                for indices in _groups(missing, _data_shards(lm)):
+                    arrays = {key: np.asarray(x) for key, x in measure(lm, sequences.batch(indices)).items()}
+                    for place, i in enumerate(indices[: len(set(indices))]):
+                        stored[i] = {key: value[place] for key, value in arrays.items()}
+                        self.parts.put(identities[i], stored[i])
+                        done += 1
+                    progress.update(done, f"{done} of {total} sequences", f"{self.study}: {name}")
+                whole = [part for part in stored if part is not None]
+                found.append({key: np.stack([part[key] for part in whole]) for key in whole[0]})
+        return found
+
+    def part(self, identity: Mapping[str, Any], measure: Callable[[], Arrays]) -> dict[str, np.ndarray]:
+        """The arrays of one part that is no sequence of a variant; see `Parts.get`."""
+        known = self.parts.find(identity)
+        self.reused += known is not None
+        return self.parts.get(identity, measure) if known is None else known
+
+    @contextlib.contextmanager
+    def progress(self, name: str, total: float) -> Iterator[Progress]:
+        """A progress bar in a terminal, elsewhere a line every ten seconds."""
+        with Progress(console(), name, total) as progress:
+            yield progress
+
+    def about(self) -> dict[str, Any]:
+        """How the numbers were made, for `study.json`."""
+        checkpoints = []
+        for variant, name in zip(self.variants, self.names, strict=True):
+            record = variant.record(None)
+            lineage, layers = variant.subject.lineage, label_layers(variant.layers)
+            record.update(name=name, layers=layers, lineage=lineage, path=str(variant.subject.checkpoint.path))
+            checkpoints.append({key: value for key, value in record.items() if value is not None})
+        used = "sequences" in vars(self)
+        return {
+            "models": checkpoints,
+            "sequences": self.sequences.name if used else None,
+            "length": self.sequences.length if used else None,
+            **footprint(self.begun),
+            "parts_reused": self.reused,
+            "machine": machine(),
+            "versions": versions(),
+        }
+
+
+def footprint(begun: float) -> dict[str, Any]:
+    """Seconds since `begun`, and the peak of memory so far: of the process, and of the first accelerator."""
+    # ru_maxrss is in KiB on Linux, in bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 2**10
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    found = {"seconds": round(time.monotonic() - begun, 1), "peak_memory_gib": round(peak / 2**30, 2)}
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        found["peak_device_memory_gib"] = round(stats["peak_bytes_in_use"] / 2**30, 2)
+    return found
+
+
+def open_session(study: str, arguments: argparse.Namespace, out: Path | None) -> Session:
+    """The session of a command line.
+
+    Raises:
+      UserError: no checkpoint, or an encoding that is impossible for it.
+    """
+    if not arguments.source:
+        raise ConfigError(f"--study={study} needs a model: --from=RUN, a checkpoint, hf:DIR or gguf:FILE.")
+    steps = None if arguments.steps is None else parse_steps(arguments.steps)
+    methods = None if arguments.methods is None else parse_methods(arguments.methods)
+    if methods and "cropped" in methods:
+        raise ConfigError("--methods=cropped reads shorter sequences: give a shorter --length instead.")
+    targets = locate_all(arguments.source, steps)
+    subjects = [subject for target in targets for subject in _subjects(target, arguments.init)]
+    variants = all_variants(subjects, methods, arguments.positional)
+    where = targets[0].root / "analysis" / study if out is None else out
+    if out is None:
+        targets[0].write_marker()
+    return Session(study, arguments, where, variants, distinct_names(variants, len(targets) > 1))
+
+
+def _subjects(target: Target, seeds: int | None) -> list[Subject]:
+    """The checkpoints of a target, each once; with `seeds`, random weights of the shape of each."""
+    found = load_subjects(target, target.paths)
+    found = [one for n, one in enumerate(found) if one.id not in {before.id for before in found[:n]}]
+    if seeds is None:
+        return found
+    if seeds < 1:
+        raise ConfigError(f"--init is {seeds}; give the number of random initializations, at least 1.")
+    shapes = {repr((one.lm.config, one.lm.layers)): one for one in found}
+    return [random_subject(one, seed) for one in shapes.values() for seed in range(seeds)]
+
+
+def random_subject(subject: Subject, seed: int) -> Subject:
+    """The subject with random weights, as training would start from with this seed."""
+    checkpoint = subject.checkpoint
+    params = jax.jit(Model(checkpoint.model).init)(jax.random.key(seed))
+    metadata = {**checkpoint.metadata, "id": f"init-{seed}-{subject.id}", "lineage": []}
+    random = dataclasses.replace(checkpoint, params=params, metadata=metadata, step=0)
+    return Subject(dataclasses.replace(subject.lm, checkpoint=random), subject.run, f"initialization {seed}")
+
+
+def distinct_names(variants: Sequence[Variant], several: bool) -> list[str]:
+    """Names of variants: their labels, with run, phase and step, where needed to tell them apart."""
+
+    def named(variant: Variant, parts: int) -> str:
+        subject = variant.subject
+        more = [subject.run if several else "", subject.path if parts else ""]
+        more = [part.replace("/checkpoints/", " ") for part in more if part]
+        return variant.label + (f" ({', '.join(more)})" if more else "")
+
+    names = [named(variant, 0) for variant in variants]
+    names = [named(v, 1) if names.count(name) > 1 else name for v, name in zip(variants, names, strict=True)]
+    return [f"{name} #{n}" if names.count(name) > 1 else name for n, name in enumerate(names)]
+
+
+def _data_shards(lm: LanguageModel) -> int:
+    mesh = lm.mesh
+    return 1 if mesh is None else mesh.shape["data"]
+
+
+def _groups(indices: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Groups of `size` indices; the last one is filled with its last index."""
+    for start in range(0, len(indices), size):
+        group = list(indices[start : start + size])
+        yield group + group[-1:] * (size - len(group))

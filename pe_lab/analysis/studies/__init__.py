@@ -1,0 +1,8 @@
+"""The studies of `pe_lab.analyze`, a module each. A new study is a module with a `STUDY`, and its entry here."""
+
+from __future__ import annotations
+
+from pe_lab.analysis.studies import frequency_use
+from pe_lab.analysis.study import Study
+
+STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in (frequency_use,)}
