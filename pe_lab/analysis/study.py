@@ -87,7 +87,7 @@ class Interval:
 
     def __getitem__(self, place: Any) -> Interval:
         """The interval of one number, or of some."""
-        return Interval(*(np.asarray(part)[place] for part in (self.mean, self.low, self.high)))
+        return Interval(*(np.asarray(np.asarray(part)[place]) for part in (self.mean, self.low, self.high)))
 
     def cell(self, form: str = "{:.3g}") -> str:
         """One number for a table: `0.31 ± 0.02`; without the interval where there is none, a dash for NaN."""
@@ -105,12 +105,12 @@ class Interval:
 def interval(values: Float[np.ndarray, "n ..."]) -> Interval:
     """The mean over n independent values (sequences, seeds), with its 95% interval."""
     values = np.asarray(values, np.float64)
-    n, mean = len(values), values.mean(0)
+    n, mean = len(values), np.asarray(values.mean(0))
     if n == 1:
         unknown = np.full_like(mean, np.nan)
         return Interval(mean, unknown, unknown)
     half = scipy.stats.t.ppf(0.975, n - 1) * values.std(0, ddof=1) / n**0.5
-    return Interval(mean, mean - half, mean + half)
+    return Interval(mean, np.asarray(mean - half), np.asarray(mean + half))
 
 
 class Parts:
