@@ -85,6 +85,22 @@ class Interval:
     low: Float[np.ndarray, "..."]
     high: Float[np.ndarray, "..."]
 
+    def __getitem__(self, place: Any) -> Interval:
+        """The interval of one number, or of some."""
+        return Interval(*(np.asarray(part)[place] for part in (self.mean, self.low, self.high)))
+
+    def cell(self, form: str = "{:.3g}") -> str:
+        """One number for a table: `0.31 ± 0.02`; without the interval where there is none, a dash for NaN."""
+        if np.isnan(self.mean):
+            return "–"
+        mean = form.format(float(self.mean))
+        return mean if np.isnan(self.high) else f"{mean} ± {form.format(float(self.high - self.mean))}"
+
+    def words(self, form: str = "{:.3g}") -> str:
+        """One number for a sentence: `0.31 [0.29, 0.33]`; without the interval where there is none."""
+        mean, low, high = (form.format(float(part)) for part in (self.mean, self.low, self.high))
+        return mean if np.isnan(self.high) else f"{mean} [{low}, {high}]"
+
 
 def interval(values: Float[np.ndarray, "n ..."]) -> Interval:
     """The mean over n independent values (sequences, seeds), with its 95% interval."""

@@ -178,34 +178,32 @@ def _rows(name: str, found: dict[str, np.ndarray]) -> list[tuple[str, ...]]:
     parts = [(kind, _share(found[kind]), "{:.1%}") for kind in ("query", "key", "value")]
     contrast = bands(found["attended"] - found["average"]).mean((1, 2))
     parts.append(("logit, nats", contrast, "{:.2f}"))
-    return [(name, kind, *_cells(values, form)) for kind, values, form in parts]
-
-
-def _cells(values: Float[np.ndarray, "S 4"], form: str) -> list[str]:
-    around = interval(values)
-    if len(values) == 1:
-        return [form.format(mean) for mean in around.mean]
-    half = around.high - around.mean
-    return [f"{form.format(m)} ± {form.format(h)}" for m, h in zip(around.mean, half, strict=True)]
+    return [(name, kind, *(interval(values)[band].cell(form) for band in range(BANDS))) for kind, values, form in parts]
 
 
 def _sentences(name: str, chosen: Sequence[int], found: dict[str, np.ndarray]) -> list[str]:
-    """p-RoPE's statements about Gemma 7B (section 4), in this model's numbers."""
+    """p-RoPE's statements about Gemma 7B (section 4 and D.2), in this model's numbers."""
     said = []
-    for kind in ("query", "key"):
-        low_over_high = bands(found[kind]).sum(2)[..., -1] / bands(found[kind]).sum(2)[..., 0]  # [S, L]
-        around = interval(low_over_high.mean(1))
-        layers = int((low_over_high.mean(0) > 1).sum())
+    for kind in ("query", "key", "value"):
+        by_band = bands(found[kind]).sum(2)  # [S, L, 4]
+        ratio = by_band[..., -1] / by_band[..., 0]
+        more = int((ratio.mean(0) > 1).sum())
         said.append(
-            f"{name}: the slowest quarter of pairs has {around.mean:.2f} times the {kind} norm of the fastest "
-            f"[{around.low:.2f}, {around.high:.2f}]; more in {layers} of {len(chosen)} layers."
+            f"{name}: the slowest quarter of pairs has {interval(ratio.mean(1)).words('{:.2f}')} times the {kind} norm "
+            f"of the fastest; more in {more} of {len(chosen)} layers."
         )
+        fast = by_band[..., 0] / by_band.sum(-1)
+        if kind != "value" and len(chosen) > 4:
+            ends, middle = interval(fast[:, [0, -1]].mean(1)), interval(fast[:, 1:-1].mean(1))
+            said.append(
+                f"{name}: the fastest quarter has {ends.words('{:.1%}')} of the {kind} norm in the first and the last "
+                f"layer, and {middle.words('{:.1%}')} in the others."
+            )
     contrast = bands(found["attended"] - found["average"]).mean((1, 2))
     share = interval(contrast / contrast.sum(-1, keepdims=True))
     said.append(
         f"{name}: of the logit by which attended keys stand out, the fastest quarter of pairs gives "
-        f"{share.mean[0]:.0%} [{share.low[0]:.0%}, {share.high[0]:.0%}] and the slowest {share.mean[-1]:.0%} "
-        f"[{share.low[-1]:.0%}, {share.high[-1]:.0%}]."
+        f"{share[0].words('{:.0%}')} and the slowest {share[-1].words('{:.0%}')}."
     )
     return said
 
