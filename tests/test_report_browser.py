@@ -328,7 +328,7 @@ def test_a_slider_chooses_the_layer_and_a_pointer_or_the_keys_a_cell(browser, st
     assert browser.value("document.documentElement.scrollWidth") <= width and browser.complaints() == []
     pictures = browser.value("[...document.querySelectorAll('.panel img')].map(i => [i.src, i.naturalWidth])")
     assert len(pictures) == 12 and {size for _, size in pictures} == {8}
-    browser.value("(() => { const s = document.querySelector('.slider input'); s.focus(); s.scrollIntoView() })()")
+    browser.value("document.querySelector('.slider input').focus({preventScroll: true})")
     for _ in range(5):
         for kind in ("keyDown", "keyUp"):
             browser.call(
@@ -342,7 +342,7 @@ def test_a_slider_chooses_the_layer_and_a_pointer_or_the_keys_a_cell(browser, st
     assert "layer 5" in tip and "head 1" in tip and "6 (64 tokens)" in tip and value in tip
     box = browser.value("document.querySelector('.study-maps .tip').getBoundingClientRect().toJSON()")
     assert box["left"] >= 0 and box["right"] <= width
-    browser.value("document.querySelector('.large .cells').focus()")
+    browser.value("document.querySelector('.large .cells').focus({preventScroll: true})")
     browser.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowDown", code="ArrowDown", windowsVirtualKeyCode=40)
     shown = browser.value("document.querySelector('.large .value').innerText")
     assert shown.startswith("layer 5, head 2, pair of channels 6 (64 tokens): " + f"{(5 * 24 + 16 + 6) / 7:.4f}")

@@ -46,7 +46,7 @@ def exceeds(figure: HeatMaps) -> tuple[bool, bool]:
 def axis_limits(figure: LineCharts) -> tuple[tuple[float, float], tuple[float, float]]:
     """The ends of x, marks included, and of y, intervals included, over all panels; (0, 1) if nothing can be drawn."""
     lines = [line for _, lines in figure.panels for line in lines]
-    xs = [line.x for line in lines] + [np.array([at for at, _ in figure.marks])]
+    xs = [np.asarray(line.x)[np.isfinite(line.y)] for line in lines] + [np.array([at for at, _ in figure.marks])]
     ys = [part for line in lines for part in (line.y, line.low, line.high) if part is not None]
     if figure.x_names:
         xs = [np.array([-0.5, len(figure.x_names) - 0.5])]
@@ -124,4 +124,5 @@ def axis_number(value: Number) -> str:
     if not size or 1e-3 <= size < 1000:
         return f"{value:.4g}".replace("-", "−")
     digits, _, exponent = f"{value:.2e}".partition("e")
-    return f"{float(digits):g}·10{str(int(exponent)).translate(SUPERSCRIPTS)}".replace("-", "−")
+    power = f"10{str(int(exponent)).translate(SUPERSCRIPTS)}"
+    return power if digits == "1.00" else f"{float(digits):g}·{power}".replace("-", "−")

@@ -74,7 +74,10 @@ def _titles(figure: Any, title: str, x: str, y: str) -> None:
 
 
 def _name(panel: Any, name: str, width: float) -> None:
-    panel.set_title(shortened(name, int(width * 72 / NAME / LETTER)), fontsize=NAME, pad=2.5, loc="left", **PLAIN)
+    """The name above a panel, in two lines if it is long."""
+    letters = int(width * 72 / NAME / LETTER)
+    lines = textwrap.fill(shortened(name, 2 * letters), letters)
+    panel.set_title(lines, fontsize=NAME, pad=2.5, loc="left", linespacing=1.05, **PLAIN)
 
 
 def _draw_maps(drawn: HeatMaps) -> Any:
@@ -121,7 +124,7 @@ def _name_ticks(axis: Any, names: Sequence[str], inches: float, upright: bool = 
     """Labels at 0, 1, 2 ...: as many names as fit. `upright` ones stand side by side, long ones among them on end."""
     names = [shortened(name, 16) for name in names]
     line = 1.3 * TICK / 72
-    longest = max(map(len, names), default=1) * LETTER * TICK / 72 + 0.05
+    longest = max(map(len, names), default=1) * LETTER * TICK / 72 + 0.08
     on_end = upright and inches / longest < min(len(names), 3)
     step = every(len(names), inches / (longest if upright and not on_end else line))
     axis.set_ticks(range(0, len(names), step), labels=names[::step], rotation=90 if on_end else 0, **PLAIN)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -18,16 +19,18 @@ from pe_lab.page.markup import Markup, element
 from pe_lab.page.study_axes import axis_number, colour_limits, colour_map, every, exceeds, tick_names
 from pe_lab.results.formatting import shortened
 
-LETTER = 7  # pixels, at most
-WIDE, NARROW = 1000, 270  # pixels of the large view on a laptop and on a phone
+LETTER = 8  # pixels, at most
+WIDE, NARROW, HIGH = 1080, 270, 520  # pixels of the large view: its width on a laptop and on a phone, and its height
+CELL = 64  # pixels, at most
 
 
 def heat_maps(figure: HeatMaps) -> Markup:
     """The figure: its large view, the bar of colours, and all panels if they are several."""
     pictures = [picture(colours) for colours in cell_colours(figure)]
     count, rows, columns = figure.values.shape
+    ratio = min(max(rows / columns, 0.28), 1.2)
     small = [
-        element("div", element("p", shortened(name, 40)), _cells(figure, image, described, 0.28, 1.2), class_="panel")
+        element("div", element("p", shortened(name, 40)), _cells(image, described, 1 / ratio), class_="panel")
         for name, image, described in zip(figure.panels, pictures, map(_described, figure.values), strict=True)
     ]
     names = {
@@ -73,11 +76,10 @@ def picture(colours: UInt8[np.ndarray, "Y X 4"]) -> str:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _cells(figure: HeatMaps, image: str, described: str, lowest: float, highest: float, **more: object) -> Markup:
-    """A panel's picture, whose height is its width times rows / columns, within limits."""
-    ratio = min(max(len(figure.rows) / max(len(figure.columns), 1), lowest), highest)
+def _cells(image: str, described: str, aspect: float, **more: object) -> Markup:
+    """A panel's picture, stretched to a width of `aspect` times its height."""
     inner = element("img", src=image, alt=described, draggable="false")
-    return element("div", inner, class_="cells", style=f"aspect-ratio:{1 / ratio:.3f}", **more)
+    return element("div", inner, class_="cells", style=f"aspect-ratio:{aspect:.3f}", **more)
 
 
 def _described(values: Float[np.ndarray, "Y X"]) -> str:
@@ -112,49 +114,48 @@ def _scale(figure: HeatMaps) -> Markup:
     )
 
 
+def large_size(rows: int, columns: int) -> tuple[int, int]:
+    """Width and height in pixels of the large view on a laptop: square cells, unless it would be too high or flat."""
+    width = min(CELL * columns, WIDE)
+    if width * rows / columns > HIGH:
+        width = max(HIGH * columns // rows, min(width, 480))
+    return width, max(min(width * rows // columns, HIGH), min(14 * rows, HIGH))
+
+
 def _large(figure: HeatMaps, first: str, several: bool) -> Markup:
     """The large view: of the one panel, or of the first of several, hidden until the script finds it."""
     rows = [shortened(name, 16) for name in tick_names(figure.rows, figure.row_label)]
     columns = [shortened(name, 16) for name in tick_names(figure.columns, figure.column_label)]
-    height = min(14 * len(rows), 420)
-    widest = LETTER * max(map(len, rows), default=0)
-    across = LETTER * max(map(len, columns), default=0) + 10
-    shown = range(0, len(columns), every(len(columns), WIDE / across))
-    on_phones = shown[:: every(len(shown), NARROW / across)]
-    beside = range(0, len(rows), every(len(rows), height / 14))
+    width, height = large_size(len(rows), len(columns))
+    across = LETTER * max(map(len, columns)) + 10
+    least = min(14 * len(rows), 300)  # of its height, on a phone
+    column_ticks = _ticks(columns, "left", width / across, min(width, NARROW) / across)
+    row_ticks = _ticks(rows, "top", height / 14, least / 14)
+    words = f"{figure.title}. Arrow keys: other cells."
     what = f"{figure.panels[0]}: {_described(figure.values[0])}"
-    cells = _cells(
-        figure,
-        first,
-        what,
-        0.2,
-        0.5,
-        tabindex="0",
-        role="group",
-        aria_label=f"{figure.title}. Arrow keys: other cells.",
-    )
+    cells = _cells(first, what, width / height, tabindex="0", role="group", aria_label=words)
     parts = (
         element("div", figure.row_label, class_="row-label"),
-        element(
-            "div", [_tick(rows[n], n, len(rows), "top") for n in beside], class_="row-ticks", style=f"width:{widest}px"
-        ),
-        element("div", cells, class_="large-cells", style=f"--least:{height}px"),
-        element(
-            "div",
-            [_tick(columns[n], n, len(columns), "left", None if n in on_phones else "wide-only") for n in shown],
-            class_="column-ticks",
-        ),
+        element("div", row_ticks, class_="row-ticks", style=f"width:{LETTER * max(map(len, rows))}px"),
+        element("div", cells, class_="large-cells", style=f"--least:{least}px"),
+        element("div", column_ticks, class_="column-ticks"),
         element("div", figure.column_label, class_="column-label"),
     )
     slider = None
     if several:
-        name = figure.panel_label or "panel"
-        last = len(figure.panels) - 1
+        name, last = figure.panel_label or "panel", len(figure.panels) - 1
         inner = element("input", type="range", min=0, max=last, value=0, step=1, aria_label=f"{figure.title}: {name}")
         slider = element("label", element("span", name), inner, element("output", figure.panels[0]), class_="slider")
+    plot = element("div", parts, class_="plot", style=f"--widest:{width}px")
     value = element("p", class_="value", role="status")
-    return element("div", slider, element("div", parts, class_="plot"), value, class_="large", hidden=several)
+    return element("div", slider, plot, value, class_="large", hidden=several)
 
 
-def _tick(name: str, n: int, count: int, side: str, look: str | None = None) -> Markup:
-    return element("span", name, style=f"{side}:{100 * (n + 0.5) / count:.2f}%", class_=look)
+def _ticks(names: Sequence[str], side: str, wanted: float, on_phones: float) -> list[Markup]:
+    """As many names as are wanted along a side, and on phones as many of them as fit there."""
+    shown = range(0, len(names), every(len(names), wanted))
+    kept = shown[:: every(len(shown), on_phones)]
+    places = {n: f"{side}:{100 * (n + 0.5) / len(names):.2f}%" for n in shown}
+    return [
+        element("span", names[n], style=place, class_=None if n in kept else "wide-only") for n, place in places.items()
+    ]

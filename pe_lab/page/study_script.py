@@ -10,18 +10,20 @@ position:relative}
 .chart.small svg{width:100%;height:auto;display:block;touch-action:pan-y}
 .chart.small svg text{font-size:11.5px}.smalls .tip{z-index:4}
 .study-maps .cells{position:relative;min-height:40px;touch-action:pan-y;cursor:crosshair;
-background:repeating-linear-gradient(135deg,var(--panel) 0 3px,var(--soft) 3px 4px)}
+background:repeating-linear-gradient(135deg,var(--panel) 0 3px,
+color-mix(in srgb,var(--soft) 45%,var(--panel)) 3px 4px)}
 .study-maps .cells img{position:absolute;inset:0;width:100%;height:100%;image-rendering:pixelated;user-select:none}
 .study-maps .cell{position:absolute;outline:2px solid #fff;box-shadow:0 0 0 3px #000;pointer-events:none;z-index:2}
-.panels{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,150px),1fr));gap:8px 14px;margin-top:12px}
-.panels p{font-size:13px;margin:0 0 2px;overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
+.panels{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,150px),1fr));gap:8px 14px;margin-top:12px;
+align-items:end}
+.panels p{font-size:13px;line-height:1.3;margin:0 0 3px}
 .panel{min-width:0;break-inside:avoid}.panel.on p{font-weight:650}.panel.on .cells{outline:2px solid var(--c-ntk);
 outline-offset:2px}
 .large{margin:10px 0 12px}.large[hidden]{display:none}
-.slider{display:flex;align-items:center;gap:12px;font-size:14px;margin-bottom:10px}
-.slider input{flex:1 1 auto;min-width:60px;accent-color:var(--c-ntk)}.slider output{min-width:5.5em;font-weight:600}
-.plot{display:grid;grid-template-columns:auto auto minmax(0,1fr);gap:0 6px;font-size:12px;line-height:16px;
-color:var(--soft);padding-right:10px}
+.slider{display:flex;flex-wrap:wrap;align-items:center;gap:2px 12px;font-size:14px;margin-bottom:10px}
+.slider input{flex:1 1 140px;min-width:60px;accent-color:var(--c-ntk)}.slider output{min-width:5.5em;font-weight:600}
+.plot{display:grid;grid-template-columns:auto auto minmax(0,var(--widest));justify-content:start;gap:0 6px;
+font-size:12px;line-height:16px;color:var(--soft);padding-right:10px}
 .row-label{writing-mode:vertical-rl;transform:rotate(180deg);text-align:center;grid-row:1}
 .row-ticks{position:relative;grid-row:1}.row-ticks span{position:absolute;right:0;transform:translateY(-50%);
 white-space:nowrap}
