@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from real_material import essays, smollm2_gguf
-from transformers_environments import environment, read, tokenize
+from transformers_environments import environment, projections, read, tokenize
 
 import pe_lab
+from pe_lab.analysis.studies.frequency_use import frequency_use
 from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
 from pe_lab.positional import Yarn, rescale
 
@@ -69,6 +70,19 @@ def test_it_says_what_transformers_says(lm: pe_lab.LanguageModel, text: np.ndarr
           f"largest difference {np.abs(theirs - ours).max():.2e}")  # fmt: skip
     assert agree == length
     assert divergence / length < 1e-6
+
+
+def test_the_frequencies_that_heads_use_are_those_of_transformers(lm: pe_lab.LanguageModel, text: np.ndarray) -> None:
+    """Norms of the pairs of channels at 512 tokens, from hooks on transformers' own projections."""
+    tokens, gguf = text[None, :512], smollm2_gguf()
+    theirs = projections("5", gguf.parent, tokens, gguf_file=gguf.name, timeout=900)
+    ours = frequency_use(lm, tokens)
+    for name, found in (("q_proj", ours.query), ("k_proj", ours.key), ("v_proj", ours.value)):
+        first, second = np.split(theirs[name].reshape(30, 512, -1, 64), 2, axis=-1)
+        norms = np.hypot(first, second).mean(1)  # [L, heads, R]
+        difference = np.abs(found[0] - norms)
+        print(f"{name}: mean norm {norms.mean():.3f}, largest difference {difference.max():.1e}")
+        assert difference.max() < 1e-4 * norms.mean()
 
 
 def log_probabilities(logits: np.ndarray) -> np.ndarray:

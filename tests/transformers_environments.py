@@ -149,6 +149,18 @@ def generate(
         return np.load(out)
 
 
+def projections(
+    version: str, directory: Path | str, tokens: np.ndarray, *, gguf_file: str | None = None, timeout: float = 600
+) -> dict[str, np.ndarray]:
+    """The outputs of `q_proj`, `k_proj` and `v_proj`, [L, B, T, heads * K] each, by hooks on the modules; as `read`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "projections.npz"
+        arguments = [f"--model={directory}", _of_tokens(scratch, tokens), f"--projections-out={out}"]
+        _run(version, arguments, gguf_file, timeout)
+        with np.load(out) as stored:
+            return dict(stored)
+
+
 def tokenize(
     version: str, directory: Path | str, text: str, *, gguf_file: str | None = None, timeout: float = 600
 ) -> dict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.parallel import context_size
 
 ArrayLike = jax.Array | np.ndarray
-Ranges = Sequence[tuple[int, int]] | Int[ArrayLike, "S 2"]
 Indices = Sequence[int] | Int[ArrayLike, " Q"]
 
 
@@ -31,7 +30,6 @@ class Statistics(NamedTuple):
       on_previous: weight of the token before; 0 if there is none, or if the query does not see it.
       on_first: weight of the first token of the sequence, or, with segments, of the query's document; 0 if it is
         outside the window.
-      in_ranges: sum of the weights of the keys in each range.
       distance: weighted mean distance to the keys, in tokens (not in positions, which may have gaps).
       largest: the largest weight of a single key.
     """
@@ -41,22 +39,8 @@ class Statistics(NamedTuple):
     on_self: Float32[Array, "*axes"]
     on_previous: Float32[Array, "*axes"]
     on_first: Float32[Array, "*axes"]
-    in_ranges: Float32[Array, "S *axes"]
     distance: Float32[Array, "*axes"]
     largest: Float32[Array, "*axes"]
-
-
-class Summary(NamedTuple):
-    """Means over sequences and queries.
-
-    Attributes:
-      mean: arrays [H], `in_ranges` [S, H].
-      by_octave: arrays [H, O], `in_ranges` [S, H, O], by the query's index (see `octaves`); NaN in an octave without
-        any query.
-    """
-
-    mean: Statistics
-    by_octave: Statistics
 
 
 def attention_statistics(
@@ -67,7 +51,6 @@ def attention_statistics(
     positions: Int[Array, "#B T"] | None = None,
     segments: Int[Array, "B T"] | None = None,
     window: int | None = None,
-    ranges: Ranges = (),
     queries: Indices | None = None,
     block: int = 512,
 ) -> Statistics:
@@ -78,23 +61,21 @@ def attention_statistics(
 
     Args:
       query, key, encoding, positions, segments, window: as in `attention`: not rotated, not scaled.
-      ranges: of key indices, first and last + 1, equal for all sequences; they may overlap.
       queries: indices of the Q queries to measure; time is linear in their number. None: all T.
       block: queries and keys in a block of logits.
 
     Returns:
-      arrays [B, H, Q], `in_ranges` [S, B, H, Q].
+      arrays [B, H, Q].
 
     Raises:
-      ConfigError: a range or a query outside the sequence (unless they are traced arrays), heads that do not divide,
-        or rotations that fit no heads.
+      ConfigError: a query outside the sequence (unless they are traced arrays), heads that do not divide, or rotations
+        that fit no heads.
       UnsupportedError: a mesh that shards sequences.
     """
     T = query.shape[1]
     refuse_sharded_sequences()
-    ranges = checked_ranges(ranges, T)
     queries = None if queries is None else checked_indices(queries, T, "queries")
-    return _statistics(query, key, encoding, positions, segments, ranges, queries, window, block)
+    return _statistics(query, key, encoding, positions, segments, queries, window, block)
 
 
 def attention_rows(
@@ -117,31 +98,6 @@ def attention_rows(
     return _rows(query, key, encoding, positions, segments, rows, window)
 
 
-def octaves(length: int) -> list[int]:
-    """The first indices of octaves of queries, and the end of the last one: 0, 2, 4, 8, .. length."""
-    return [0, *(2**k for k in range(1, length.bit_length()) if 2**k < length), length]
-
-
-def summarize(statistics: Statistics, length: int, queries: Int[ArrayLike, " Q"] | None = None) -> Summary:
-    """Means over sequences and queries, of all of them and by octave.
-
-    Args:
-      statistics: of B sequences and Q queries.
-      length: T of the sequences.
-      queries: the indices of the Q queries; None: all T.
-    """
-    begins = jnp.asarray(octaves(length))
-    queries = jnp.arange(length) if queries is None else jnp.asarray(queries)
-    within = ((queries[:, None] >= begins[:-1]) & (queries[:, None] < begins[1:])).astype(jnp.float32)
-    count = within.sum(0)
-
-    def by_octave(x: jax.Array) -> jax.Array:
-        total = jnp.einsum("...bhq,qo->...ho", x, within, precision="highest")
-        return jnp.where(count > 0, total / (x.shape[-3] * jnp.maximum(count, 1)), jnp.nan)
-
-    return Summary(jax.tree.map(lambda x: x.mean((-3, -1)), statistics), jax.tree.map(by_octave, statistics))
-
-
 def refuse_sharded_sequences() -> None:
     """Raises an `UnsupportedError` on a mesh with a context axis, where tokens are reordered."""
     if context_size() > 1:
@@ -149,19 +105,6 @@ def refuse_sharded_sequences() -> None:
             f"Attention is not measured on sequences sharded over {context_size()} devices: use a mesh with "
             "mesh.context=1."
         )
-
-
-def checked_ranges(ranges: Any, length: int) -> Int[Array, "S 2"]:
-    """Ranges as an array. Raises a `ConfigError` that names a range outside the sequence."""
-    if not isinstance(ranges, jax.core.Tracer):
-        known = np.asarray(ranges)
-        if known.size and (known.ndim != 2 or known.shape[1] != 2 or known.dtype.kind not in "iu"):
-            raise ConfigError("ranges: give pairs of whole numbers: the first key of a range, and the last plus one.")
-        for first, end in known.reshape(-1, 2).tolist():
-            if not 0 <= first < end <= length:
-                raise ConfigError(f"ranges: {first} to {end} is no range within a sequence of {length} tokens.")
-        ranges = known.astype(np.int32).reshape(-1, 2)
-    return jnp.asarray(ranges, jnp.int32)
 
 
 def checked_indices(indices: Indices, length: int, what: str) -> Int[Array, " Q"]:
@@ -260,7 +203,7 @@ def _rows(query, key, encoding, positions, segments, rows, window):  # noqa: ANN
 
 
 @functools.partial(jax.jit, static_argnames=("window", "block"))
-def _statistics(query, key, encoding, positions, segments, ranges, queries, window, block):  # noqa: ANN001, ANN202
+def _statistics(query, key, encoding, positions, segments, queries, window, block):  # noqa: ANN001, ANN202
     B, T, H = query.shape[:3]
     chosen, keys = _queries_and_keys(query, key, encoding, positions, segments)
     if queries is not None:
@@ -293,9 +236,7 @@ def _statistics(query, key, encoding, positions, segments, ranges, queries, wind
             # A dot product, because a sum of products takes XLA on a CPU three times as long.
             add = jnp.einsum("bgmts,bgmts->bgmt", weights, above, precision="highest")
             weighted = shrink * (weighted + lower * sums[..., 0]) + add
-            in_ranges = (seen.index[:, None] >= ranges[:, 0]) & (seen.index[:, None] < ranges[:, 1])
-            one, place = jnp.ones((s, 1)), jnp.arange(s, dtype=jnp.float32)[:, None]
-            features = jnp.concatenate([one, place, in_ranges], axis=-1)
+            features = jnp.stack([jnp.ones(s), jnp.arange(s, dtype=jnp.float32)], axis=-1)
             new = jnp.einsum("bgmts,sf->bgmtf", weights, features, precision="highest")
             # Sums of places within the block are exact, where sums of indices would be rounded.
             far = (asking.index - j * s).astype(jnp.float32) * new[..., 0] - new[..., 1]
@@ -305,7 +246,7 @@ def _statistics(query, key, encoding, positions, segments, ranges, queries, wind
             jnp.full(rows, FLOOR),
             jnp.full((*rows, 3), MASKED),
             jnp.zeros(rows),
-            jnp.zeros((*rows, 2 + len(ranges))),
+            jnp.zeros((*rows, 2)),
         )
         lowest = first.min() if window is None else jnp.maximum(first.min(), own.min() - window + 1)
         highest, found, weighted, sums = jax.lax.fori_loop(
@@ -315,14 +256,9 @@ def _statistics(query, key, encoding, positions, segments, ranges, queries, wind
         logsumexp = highest + jnp.log(total)
         on = jnp.exp(found - logsumexp[..., None])
         entropy = jnp.maximum(jnp.log(total) - weighted / total, 0)
-        in_ranges = jnp.moveaxis(sums[..., 2:] / total[..., None], -1, 0)
-        return Statistics(
-            logsumexp, entropy, on[..., 0], on[..., 1], on[..., 2], in_ranges, sums[..., 1] / total, 1 / total
-        )
+        return Statistics(logsumexp, entropy, on[..., 0], on[..., 1], on[..., 2], sums[..., 1] / total, 1 / total)
 
-    def joined(x: jax.Array, axis: int) -> jax.Array:  # [blocks, (S,) B, G, M, t] -> [(S,) B, H, Q]
-        x = jnp.moveaxis(x, 0, -2)
-        return x.reshape(*x.shape[: axis + 1], H, x.shape[-2] * t)[..., :Q]
+    def joined(x: jax.Array) -> jax.Array:  # [blocks, B, G, M, t] -> [B, H, Q]
+        return jnp.moveaxis(x, 0, -2).reshape(B, H, -1)[..., :Q]
 
-    found = jax.lax.map(of_block, jnp.arange(len(chosen.index) // t))
-    return Statistics(*(joined(x, name == "in_ranges") for name, x in zip(Statistics._fields, found, strict=True)))
+    return jax.tree.map(joined, jax.lax.map(of_block, jnp.arange(len(chosen.index) // t)))

@@ -9,14 +9,7 @@ import pytest
 
 from pe_lab.attention import LayerEncoding, attention
 from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
-from pe_lab.attention.statistics import (
-    Statistics,
-    attention_rows,
-    attention_statistics,
-    checked_ranges,
-    octaves,
-    summarize,
-)
+from pe_lab.attention.statistics import Statistics, attention_rows, attention_statistics
 from pe_lab.errors import UserError
 from pe_lab.positional import alibi_slopes
 
@@ -62,7 +55,7 @@ def full_weights(
     return weights / weights.sum(-1, keepdims=True), logits
 
 
-def expected(weights, logits, ranges=(), segments=None) -> Statistics:
+def expected(weights, logits, segments=None) -> Statistics:
     T = weights.shape[-1]
     safe = np.where(weights > 0, weights, 1)
     index = np.arange(T)
@@ -77,7 +70,6 @@ def expected(weights, logits, ranges=(), segments=None) -> Statistics:
         on_self=weights[..., index, index],
         on_previous=np.concatenate([np.zeros((*weights.shape[:2], 1)), weights[..., index[1:], index[:-1]]], -1),
         on_first=on_first,
-        in_ranges=np.stack([weights[..., a:b].sum(-1) for a, b in ranges] or [np.zeros(on_first.shape)])[: len(ranges)],
         distance=(weights * (index[:, None] - index)).sum(-1),
         largest=weights.max(-1),
     )
@@ -104,7 +96,6 @@ T = 21  # no multiple of the block, 8
 # Segments end within blocks and at their edges, and segment 1 occurs twice.
 PACKED = np.array([[1] * 7 + [2] * 5 + [3] * 9, [1] * 2 + [2] * 14 + [1] * 5])
 RESTARTED = np.array([[*range(7), *range(5), *range(9)], [*range(2), *range(14), *range(5)]])
-RANGES = ((0, 1), (3, 17), (8, 16), (20, 21), (0, 21))
 CASES = {
     "window": dict(window=12),
     "window of one token": dict(window=1),
@@ -147,8 +138,8 @@ def test_equals_all_weights_in_float64(case):
     case, row, other = arguments_of(case[1])
     q, k = queries_and_keys(T)
     weights, logits = full_weights(q, k, **case)
-    found = measure(q, k, row, ranges=RANGES, block=8, **other)
-    assert_equal(found, expected(weights, logits, RANGES, case.get("segments")))
+    found = measure(q, k, row, block=8, **other)
+    assert_equal(found, expected(weights, logits, case.get("segments")))
 
 
 @pytest.mark.parametrize("case", ["groups that rotate differently", "everything"])
@@ -164,43 +155,39 @@ def test_rows_equal_all_weights_in_float64(case):
 def test_any_length_is_cut_into_blocks(length):
     case, row, other = arguments_of(dict(rows=[1, 0, 0.5, 2], beta=1.5), length)
     q, k = queries_and_keys(length, seed=length)
-    ranges = ((0, length), (length // 2, length // 2 + 1))
-    found = measure(q, k, row, ranges=ranges, block=64, **other)
-    assert_equal(found, expected(*full_weights(q, k, **case), ranges))
+    found = measure(q, k, row, block=64, **other)
+    assert_equal(found, expected(*full_weights(q, k, **case)))
 
 
 def test_some_queries_are_as_they_are_among_all():
     case, row, other = arguments_of(CASES["everything"])
     q, k = queries_and_keys(T)
     asked = [20, 3, 3, 0, 12, 7, 8, 9, 19]  # in any order, more than a block
-    some = measure(q, k, row, ranges=RANGES, queries=asked, block=4, **other)
-    every = expected(*full_weights(q, k, **case), RANGES, case["segments"])
+    some = measure(q, k, row, queries=asked, block=4, **other)
+    every = expected(*full_weights(q, k, **case), case["segments"])
     assert_equal(some, jax.tree.map(lambda x: x[..., asked], every))
 
 
 def test_statistics_are_of_what_attention_does():
-    """Values that are the keys' indices make attention's own output a mean distance; one-hot ones, a weight."""
+    """Values that are the keys' indices make attention's own output a mean distance."""
     case, row, other = arguments_of(CASES["everything"])
     q, k = queries_and_keys(T)
     index = np.arange(T, dtype=np.float32)
-    v = np.stack([index, index >= 20, (index >= 3) & (index < 17), *[0 * index] * (K - 3)], -1)
+    v = np.stack([index, *[0 * index] * (K - 1)], -1)
     v = jnp.asarray(np.broadcast_to(v[None, :, None], k.shape))
     by_hand = jax.jit(functools.partial(attention, window=other["window"], implementation="reference"))
     out = by_hand(q, k, v, row, positions=other["positions"], segments=other["segments"])
     out = np.asarray(out).transpose(0, 2, 1, 3)
-    found = measure(q, k, row, ranges=RANGES, block=8, **other)
+    found = measure(q, k, row, block=8, **other)
     np.testing.assert_allclose(found.distance, index - out[..., 0], atol=1e-5)
-    np.testing.assert_allclose(found.in_ranges[3], out[..., 1], atol=1e-6)
-    np.testing.assert_allclose(found.in_ranges[1], out[..., 2], atol=1e-6)
 
 
 def test_bfloat16_is_read_as_attention_reads_it():
     """Queries and keys are rounded; sums are float32."""
     case, row, other = arguments_of(dict(rows=[1, 0]))
     q, k = (x.astype(jnp.bfloat16) for x in queries_and_keys(T))
-    found = measure(q, k, row, ranges=RANGES, block=8, **other)
-    assert_equal(found, expected(*full_weights(q, k, **case), RANGES), tolerance=0.06)
-    np.testing.assert_allclose(found.in_ranges[-1], 1, atol=1e-6)
+    found = measure(q, k, row, block=8, **other)
+    assert_equal(found, expected(*full_weights(q, k, **case)), tolerance=0.06)
 
 
 def test_heads_of_noise_are_measured_as_noise():
@@ -228,14 +215,13 @@ def test_heads_of_noise_are_measured_as_noise():
 def test_a_head_without_preferences_attends_to_all_it_sees_alike():
     """Queries of zeros: DoPE-by-all's uniform heads."""
     q, k = queries_and_keys(130)
-    found = measure(jnp.zeros_like(q), k, LayerEncoding(), ranges=[(0, 10)], block=64)
+    found = measure(jnp.zeros_like(q), k, LayerEncoding(), block=64)
     t = np.arange(130)
     for name, value in {
         "logsumexp": np.log(t + 1), "entropy": np.log(t + 1), "on_self": 1 / (t + 1), "on_first": 1 / (t + 1),
         "on_previous": (t > 0) / (t + 1), "distance": t / 2, "largest": 1 / (t + 1),
     }.items():  # fmt: skip
         np.testing.assert_allclose(getattr(found, name), np.broadcast_to(value, (B, H, 130)), rtol=2e-6, atol=1e-6)
-    np.testing.assert_allclose(found.in_ranges[0, 0, 0], np.minimum(t + 1, 10) / (t + 1), rtol=2e-6)
 
 
 def test_large_logits_do_not_overflow_or_lose_precision():
@@ -244,14 +230,9 @@ def test_large_logits_do_not_overflow_or_lose_precision():
     ones = np.ones((B, T, H, 1), np.float32)
     far = np.concatenate([q, ones * np.float32(300 * K**0.5)], -1), np.concatenate([k, ones[:, :, :G]], -1)
     scale = LayerEncoding(logit_scale=jnp.float32(((K + 1) / K) ** 0.5))  # K + 1 channels are scaled by another factor
-    ranges = ((0, 4), (4, 9), (9, 20), (20, 21))
-    lifted = jax.jit(functools.partial(attention_statistics, block=8))(
-        *map(jnp.asarray, far), scale, ranges=jnp.asarray(ranges)
-    )
-    lifted, plain = jax.device_get(lifted), expected(*full_weights(q, k), ranges)
+    lifted = jax.jit(functools.partial(attention_statistics, block=8))(*map(jnp.asarray, far), scale)
+    lifted, plain = jax.device_get(lifted), expected(*full_weights(q, k))
     assert_equal(lifted._replace(logsumexp=lifted.logsumexp - 300), plain, tolerance=3e-4)
-    # These ranges partition the sequence, so that their weights add up to 1.
-    np.testing.assert_allclose(lifted.in_ranges.sum(0), np.ones((B, H, T)), atol=1e-6)
 
 
 def test_packed_documents_equal_single_ones():
@@ -262,29 +243,11 @@ def test_packed_documents_equal_single_ones():
     assert_equal(packed, jax.tree.map(lambda a, b: np.concatenate([a, b], -1), *alone))
 
 
-def test_means_are_of_texts_and_queries_and_of_octaves():
-    rng = np.random.default_rng(0)
-    length = 11
-    x = rng.standard_normal((B, H, length)).astype(np.float32)
-    statistics = Statistics(*[jnp.asarray(x)] * 5, jnp.asarray(np.stack([x, 2 * x, -x])), *[jnp.asarray(x)] * 2)
-    assert octaves(length) == [0, 2, 4, 8, 11]
-    assert [octaves(n) for n in (1, 2, 3, 8, 9)] == [[0, 1], [0, 2], [0, 2, 3], [0, 2, 4, 8], [0, 2, 4, 8, 9]]
-    means = jax.jit(summarize, static_argnums=1)
-    found = means(statistics, length)
-    wanted = np.stack([x[..., a:b].mean((0, 2)) for a, b in ((0, 2), (2, 4), (4, 8), (8, 11))], -1)
-    np.testing.assert_allclose(found.mean.entropy, x.mean((0, 2)), atol=1e-6)
-    np.testing.assert_allclose(found.by_octave.entropy, wanted, atol=1e-6)
-    np.testing.assert_allclose(found.by_octave.in_ranges, np.stack([wanted, 2 * wanted, -wanted]), atol=1e-6)
-    few = means(jax.tree.map(lambda x: np.asarray(x)[..., 3:5], statistics), length, jnp.asarray([9, 2]))
-    of_few = np.stack([np.full(H, np.nan), x[..., 4].mean(0), np.full(H, np.nan), x[..., 3].mean(0)], -1)
-    np.testing.assert_allclose(few.by_octave.largest, of_few, atol=1e-6)
-
-
 def test_memory_is_linear_in_the_length():
     def needed(length: int) -> int:
         shapes = (jax.ShapeDtypeStruct((1, length, n, K), jnp.float32) for n in (H, G))
         table = jax.ShapeDtypeStruct((1, length, 1, K // 2), jnp.float32)
-        f = functools.partial(attention_statistics, ranges=[(0, 9)], block=128)
+        f = functools.partial(attention_statistics, block=128)
         memory = jax.jit(f).lower(*shapes, LayerEncoding(table, table)).compile().memory_analysis()
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
@@ -298,9 +261,6 @@ def test_memory_is_linear_in_the_length():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(ranges=[(3, 22)]), "3 to 22 is no range within a sequence of 21 tokens"),
-        (dict(ranges=[(1, 2), (5, 5)]), "5 to 5 is no range"),
-        (dict(ranges=[(-1, 5)]), "-1 to 5 is no range"),
         (dict(queries=[0, 21]), "there is no token 21 in a sequence of 21, counted from 0"),
         (dict(queries=[-1]), "there is no token -1"),
         (dict(queries=[]), "at least one index"),
@@ -309,15 +269,8 @@ def test_memory_is_linear_in_the_length():
 def test_an_index_outside_the_sequence_is_an_error(arguments, message):
     with pytest.raises(UserError, match=message):
         attention_statistics(*queries_and_keys(T), LayerEncoding(), **arguments)
-    if "queries" in arguments:
-        with pytest.raises(UserError, match=message):
-            attention_rows(*queries_and_keys(T), LayerEncoding(), rows=arguments["queries"])
-
-
-@pytest.mark.parametrize("ranges", [[(0.5, 2.0)], [(1, 2, 3)], [1, 2]])
-def test_ranges_are_pairs_of_whole_numbers(ranges):
-    with pytest.raises(UserError, match="give pairs of whole numbers"):
-        checked_ranges(ranges, T)
+    with pytest.raises(UserError, match=message):
+        attention_rows(*queries_and_keys(T), LayerEncoding(), rows=arguments["queries"])
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,17 @@ def logits_of(model: PreTrainedModel, tokens: torch.Tensor, last: int | None) ->
     return model(tokens, use_cache=False, logits_to_keep=last or 0).logits.float().numpy()
 
 
+def projections_of(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, np.ndarray]:
+    """The outputs of every layer's q_proj, k_proj and v_proj, [L, B, T, heads * K]."""
+    found: dict[str, list[np.ndarray]] = {"q_proj": [], "k_proj": [], "v_proj": []}
+    for name, module in model.named_modules():
+        kind = name.rpartition(".")[2]
+        if kind in found:
+            module.register_forward_hook(lambda _, __, out, kind=kind: found[kind].append(out.float().numpy()))
+    model(tokens, use_cache=False, logits_to_keep=1)
+    return {kind: np.stack(layers) for kind, layers in found.items()}
+
+
 def continuation_of(model: PreTrainedModel, tokens: torch.Tensor, new_tokens: int) -> np.ndarray:
     # Settings that come with the model (sampling, where to stop) are set aside, and so are guesses about padding.
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
@@ -73,6 +84,7 @@ def main() -> None:
     parser.add_argument("--out", action="append", default=[], help=".npy for the logits [B, T, V] float32")
     parser.add_argument("--last", type=int, help="the logits of so many last positions instead of all")
     parser.add_argument("--generate", type=int, help="continue the tokens greedily by so many")
+    parser.add_argument("--projections-out", help=".npz for the outputs of q_proj, k_proj and v_proj")
     parser.add_argument("--generated-out", help=".npy for the continuation [B, N]")
     parser.add_argument("--text", help="a UTF-8 file to tokenize")
     parser.add_argument("--ids-out", help=".json for its ids")
@@ -97,6 +109,8 @@ def main() -> None:
         with torch.no_grad():
             if out:
                 np.save(out, logits_of(model, tokens, arguments.last))
+            if arguments.projections_out:
+                np.savez(arguments.projections_out, **projections_of(model, tokens))
             if arguments.generate:
                 np.save(arguments.generated_out, continuation_of(model, tokens, arguments.generate))
         print(f"{tuple(tokens.shape)} tokens: {time.monotonic() - started:.1f} s")
