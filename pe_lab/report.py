@@ -65,7 +65,9 @@ def main(argv: Sequence[str]) -> int:
     path = output_path([run.directory for run in runs], arguments.out)
     write_file(path, build_page(runs), "Give another file with --out.")
     print(headline(runs))
-    print(f"Wrote {path} ({path.stat().st_size / 1024:.0f} KB); open it in a browser.")
+    studies = sum(len(run.studies) for run in runs)
+    shown = f", {studies} {'study' if studies == 1 else 'studies'}" if studies else ""
+    print(f"Wrote {path} ({path.stat().st_size / 1024:.0f} KB{shown}); open it in a browser.")
     return 0
 
 

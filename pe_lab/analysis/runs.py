@@ -6,15 +6,18 @@ report shows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pe_lab.errors import DataError
 from pe_lab.results.records import Record, as_dict, mappings, number
 from pe_lab.results.variants import EXTERNAL
 from pe_lab.storage import json_object
+
+if TYPE_CHECKING:
+    from pe_lab.analysis.study import Written
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory. `source` names the external checkpoint that it was imported from, or is empty."""
+    """One run directory.
+
+    `source` names the external checkpoint that it was imported from, or is empty. `studies` are those of
+    `analysis/NAME`, by NAME.
+    """
 
     name: str
     directory: Path
@@ -88,6 +95,7 @@ class Run:
     evaluation: dict[str, list[Record]]
     problems: list[str]
     source: str = ""
+    studies: Mapping[str, Written] = field(default_factory=dict)
 
     @property
     def config(self) -> Record:
@@ -127,10 +135,12 @@ def read_run(directory: Path) -> Run:
     own_phase, run_file = directory / "phase.json", directory / "run.json"
     phase_files = sorted(directory.glob("*/phase.json"))
     evaluation_files = sorted((directory / "evaluation").glob("*.jsonl"))
-    if not run_file.exists() and not own_phase.exists() and not phase_files and not evaluation_files:
+    study_files = sorted(directory.glob("analysis/*/study.json"))
+    if not any((run_file.exists(), own_phase.exists(), phase_files, evaluation_files, study_files)):
         raise DataError(
-            f"{directory} is not a run directory: it has no run.json, no PHASE/phase.json and no evaluation/*.jsonl. "
-            "Give a directory that pe_lab.train, pe_lab.surgery or pe_lab.evaluate wrote."
+            f"{directory} is not a run directory: it has no run.json, no PHASE/phase.json, no evaluation/*.jsonl and "
+            "no analysis/*/study.json. Give a directory that pe_lab.train, pe_lab.surgery, pe_lab.evaluate or "
+            "pe_lab.analyze wrote."
         )
     # Surgery and conversion write one phase and no run.json; an external checkpoint has neither, but a source.json.
     info = _read_json(run_file, directory, problems) if run_file.exists() or phase_files else {}
@@ -146,7 +156,8 @@ def read_run(directory: Path) -> Run:
     if (directory / "source.json").exists():
         source = str(_read_json(directory / "source.json", directory, problems).get("source") or "")
     name = str(info.get("name") or directory.resolve().name)
-    return Run(name, directory, info, phases, evaluation, problems, source or _imported_from(phases))
+    studies = _read_studies(study_files, problems)
+    return Run(name, directory, info, phases, evaluation, problems, source or _imported_from(phases), studies)
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
@@ -171,6 +182,44 @@ def _read_phase(path: Path, root: Path, problems: list[str]) -> Phase:
     metrics = _read_records(directory / "metrics.jsonl", root, problems) if trained else []
     speed = _read_records(directory / "speed.jsonl", root, [])  # of runs without it, nothing is missing
     return Phase(str(info.get("phase") or directory.resolve().name), info, metrics, speed)
+
+
+def _read_studies(paths: Sequence[Path], problems: list[str]) -> dict[str, Written]:
+    """The studies whose `study.json` these are, by the names of their directories; damaged ones become problems."""
+    if not paths:
+        return {}
+    from pe_lab.analysis.study import read_study  # scipy takes a second to import
+
+    studies = {}
+    for path in paths:
+        try:
+            study = read_study(path.parent)
+        except DataError as error:
+            problems.append(str(error))
+            continue
+        if defect := _study_defect(study):
+            problems.append(f"{path.parent} holds no whole study: {defect} Run the study again.")
+        else:
+            studies[path.parent.name] = study
+    return studies
+
+
+def _study_defect(study: Written) -> str:
+    """Why a study that could be read cannot be shown; "" if it can."""
+    found = study.findings
+    for table in found.tables:
+        if any(len(row) != len(table.header) for row in table.rows):
+            return f"the table '{table.title}' has a row of another length than its header."
+    for figure in found.figures:
+        if figure.kind == "heat_maps":
+            if not figure.values.size:
+                return f"the figure '{figure.name}' has no values."
+            continue
+        for line in (line for _, lines in figure.panels for line in lines):
+            parts = [line.x, line.y, *(part for part in (line.low, line.high) if part is not None)]
+            if any(part is None or part.shape != line.x.shape for part in parts):
+                return f"the figure '{figure.name}' lacks values of '{line.label}'."
+    return ""
 
 
 def _read_bytes(path: Path, root: Path, problems: list[str]) -> bytes | None:

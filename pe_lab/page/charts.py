@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from pe_lab.page.markup import Markup, element
 from pe_lab.page.variants import Style
@@ -23,7 +24,11 @@ Mark = tuple[Number, str]  # where a vertical line stands, and its label: the tr
 
 @dataclass(frozen=True)
 class Series:
-    """One line. `faint`: without label and tooltip. `markers`: with a dot at each point. `line=False`: dots only."""
+    """One line. `faint`: without label and tooltip. `markers`: with a dot at each point. `line=False`: dots only.
+
+    `intervals`, a low and a high value for each point, are drawn as a band, and as bars where there are dots only.
+    Points that cannot be drawn are left out; `broken`: they break the line. `gaps` is for `line_chart` alone.
+    """
 
     name: str
     points: Sequence[Point]
@@ -31,6 +36,9 @@ class Series:
     faint: bool = False
     markers: bool = False
     line: bool = True
+    intervals: Sequence[tuple[Number, Number]] = ()
+    broken: bool = False
+    gaps: tuple[int, ...] = ()  # numbers of the points before which the line is broken
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class Frame:
 
 FRAMES = {"wide": Frame(960, 360, 56, 176, 28, 46), "half": Frame(520, 310, 52, 160, 28, 46)}
 NARROW = Frame(358, 280, 44, 14, 28, 44)
+SMALL = Frame(190, 136, 38, 8, 8, 24)
 
 
 def linear_ticks(low: Number, high: Number, wanted: int = 5) -> list[Number]:
@@ -82,7 +91,10 @@ def log_ticks(low: Number, high: Number, wanted: int = 6) -> list[Number]:
     return ticks[::every] if len(ticks) >= 2 else linear_ticks(low, high, 4)
 
 
-def decimate(points: Sequence[Point], limit: int = 240) -> list[Point]:
+Placed = TypeVar("Placed", bound=tuple)  # a point, or a point and more
+
+
+def decimate(points: Sequence[Placed], limit: int = 240) -> list[Placed]:
     """At most about 2 * `limit` points: the lowest and the highest of each bin, so that spikes survive."""
     if len(points) <= 2 * limit:
         return list(points)
@@ -117,7 +129,7 @@ def line_chart(
     """A figure with the chart in two sizes, a legend, and its data for the tooltip; "" if nothing can be drawn.
 
     Points that are not finite, or not positive on a logarithmic axis, are left out. `size` is wide, or half or third
-    of a laptop's page.
+    of a laptop's page, or small: one of many charts with the same axes, whose legend and names stand beside them all.
     """
     series = [clean for s in series if (clean := _drawable(s, x, y)).points]
     if not series:
@@ -129,38 +141,56 @@ def line_chart(
         for s in named
     )
     description = f"{y.label} against {x.label}. {summary}."
+    small, dots = size == "small", not any(s.line for s in named)
     data = [
         {
             "n": s.name,
             "c": s.style.colour,
             # Six digits are enough for the tooltip.
-            "p": [[float(f"{a:.6g}"), float(f"{b:.6g}"), x.show(a), y.show(b)] for a, b in decimate(s.points, 80)],
+            "p": [
+                [float(f"{a:.6g}"), float(f"{b:.6g}"), x.show(a), y.show(b) + _interval_text(ends, y)]
+                for a, b, ends in decimate(_with_intervals(s), 40 if small else 80)
+            ],
         }
         for s in named
     ]
     frames = [(FRAMES[size], "wide")] if size in FRAMES else []
+    frames = [(SMALL, "small")] if small else [*frames, (NARROW, "narrow")]
     return element(
         "figure",
         element("div", title, class_="chart-title"),
-        _legend(named),
-        [
-            _draw(frame, kind, series, x, y, marks, (title, description))
-            for frame, kind in [*frames, (NARROW, "narrow")]
-        ],
+        None if small else legend(named),
+        [_draw(frame, kind, series, x, y, marks, (title, description)) for frame, kind in frames],
         element("figcaption", caption) if caption else None,
-        class_=f"chart {size}",
+        class_=f"chart {size}{' dots' * dots}",
         data_chart=json.dumps({"x": x.label, "series": data}, separators=(",", ":")),
     )
 
 
+def _with_intervals(series: Series) -> list[tuple[Number, Number, tuple[Number, Number] | None]]:
+    """The points with the ends of their intervals, None where there are none."""
+    known = [ends if all(map(math.isfinite, ends)) else None for ends in series.intervals]
+    return [(a, b, ends) for (a, b), ends in zip(series.points, known or [None] * len(series.points), strict=True)]
+
+
+def _interval_text(ends: tuple[Number, Number] | None, y: Axis) -> str:
+    return f" ({y.show(ends[0])} to {y.show(ends[1])})" if ends else ""
+
+
 def _drawable(series: Series, x: Axis, y: Axis) -> Series:
     """The series with a short name and without points that cannot be drawn."""
-    points = [
-        (a, b)
-        for a, b in series.points
-        if math.isfinite(a) and math.isfinite(b) and not (x.log and a <= 0) and not (y.log and b <= 0)
-    ]
-    return replace(series, name=shortened(series.name), points=points)
+
+    def fits(value: Number, axis: Axis) -> bool:
+        return math.isfinite(value) and not (axis.log and value <= 0)
+
+    kept = [n for n, (a, b) in enumerate(series.points) if fits(a, x) and fits(b, y)]
+    return replace(
+        series,
+        name=shortened(series.name),
+        points=[series.points[n] for n in kept],
+        intervals=[series.intervals[n] for n in kept] if series.intervals else (),
+        gaps=tuple(i for i in range(1, len(kept)) if series.broken and kept[i] > kept[i - 1] + 1),
+    )
 
 
 def _extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Mark] = ()) -> tuple[Number, Number]:
@@ -171,6 +201,8 @@ def _extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Ma
     low, high = min(values), max(values)
     if which == 0:
         return low, high
+    ends = [end for s in series for *_, pair in _with_intervals(s) if pair for end in pair if end > 0 or not axis.log]
+    low, high = min([low, *ends]), max([high, *ends])
     if axis.log:
         margin = (high / low) ** 0.05
         return low / margin, high * margin
@@ -189,7 +221,7 @@ def _text(words: str, x: Number, y: Number, anchor: str | None = None, look: str
     return element("text", words, x=x, y=y, text_anchor=anchor, class_=look)
 
 
-def _legend(series: Sequence[Series]) -> Markup:
+def legend(series: Sequence[Series]) -> Markup:
     """Names beside a stroke in each one's colour and dash."""
     items = []
     for s in series:
@@ -205,13 +237,16 @@ def _draw(
     frame: Frame, size: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequence[Mark], texts: tuple[str, str]
 ) -> Markup:
     """One SVG of a chart. `texts`: its title and its description."""
+    if not any(s.line for s in series):  # dots have no names beside their ends
+        frame = replace(frame, right=min(frame.right, 24))
     xs, ys = _extent(series, 0, x, marks), _extent(series, 1, y)
     left, right, top, bottom = frame.left, frame.width - frame.right, frame.top, frame.height - frame.bottom
     to_x, to_y = _scale(xs, left, right, x.log), _scale(ys, bottom, top, y.log)
     shapes: list[Markup] = []
-    for tick in _ticks(y, ys, 6):
-        at = to_y(tick)
-        shapes += [_line(left, right, at, at, class_="grid"), _text(_tick_text(y, tick), left - 8, at + 4, "end")]
+    small = size == "small"
+    for tick in _ticks(y, ys, 3 if small else 6):
+        at, beside = to_y(tick), left - (5 if small else 8)
+        shapes += [_line(left, right, at, at, class_="grid"), _text(_tick_text(y, tick), beside, at + 4, "end")]
     last = -math.inf
     for tick in _ticks(x, xs, 6 if size == "wide" else 4):
         at, word = to_x(tick), _tick_text(x, tick)
@@ -219,22 +254,25 @@ def _draw(
         width = 7 * len(word)
         if at - width / 2 > last:  # a label that would touch its neighbour is left out
             middle = min(max(at, width / 2), frame.width - width / 2)
-            shapes.append(_text(word, middle, bottom + 18, "middle"))
+            shapes.append(_text(word, middle, bottom + (15 if small else 18), "middle"))
             last = at + width / 2 + 4
     shapes.append(_line(left, right, bottom, bottom, class_="axis"))
-    shapes.append(_text(x.label, (left + right) / 2, frame.height - 8, "middle", "name"))
-    shapes.append(_text(y.label, 4, 13, look="name"))
+    if not small:
+        shapes.append(_text(x.label, (left + right) / 2, frame.height - 8, "middle", "name"))
+        shapes.append(_text(y.label, 4, 13, look="name"))
     for place, label in marks:
         at = to_x(place)
         after = at < (left + right) / 2
         shapes.append(_line(at, at, top, bottom, class_="mark"))
-        shapes.append(_text(label, at + (5 if after else -5), top + 11, "start" if after else "end", "marked"))
+        if not small:
+            shapes.append(_text(label, at + (5 if after else -5), top + 11, "start" if after else "end", "marked"))
     shapes += [_stroke(s, to_x, to_y) for s in sorted(series, key=lambda one: not one.faint)]
     if size == "wide":
         shapes += _end_labels(frame, [s for s in series if s.line and not s.faint], to_y, right)
     return element(
         "svg",
-        [element("title", texts[0]), element("desc", texts[1])],
+        element("title", texts[0]),
+        None if small else element("desc", texts[1]),
         *shapes,
         viewBox=f"0 0 {frame.width} {frame.height}",
         class_=size,
@@ -270,14 +308,25 @@ def _tick_text(axis: Axis, tick: Number) -> str:
 
 
 def _stroke(series: Series, to_x: Callable[[Number], Number], to_y: Callable[[Number], Number]) -> Markup:
-    """The line and the dots of a series."""
+    """The line and the dots of a series, with its intervals."""
     pixels = [(to_x(a), to_y(b)) for a, b in series.points]
+    ends = [pair and (to_y(pair[0]), to_y(pair[1])) for *_, pair in _with_intervals(series)]
+    borders = [0, *series.gaps, len(pixels)]
+    pieces = [range(start, end) for start, end in itertools.pairwise(borders)]
     shapes = []
+    if not series.line:
+        bars = [(at, pair) for (at, _), pair in zip(pixels, ends, strict=True) if pair]
+        shapes += [_line(at, at, *pair, stroke=_colour(series), stroke_width=1.6) for at, pair in bars]
+    elif series.intervals:
+        for piece in pieces:
+            known = [(pixels[n][0], *ends[n]) for n in piece if ends[n]]
+            around = [(at, low) for at, low, _ in known] + [(at, high) for at, _, high in reversed(known)]
+            shapes += [element("path", d=f"{_path(around)}Z", fill=_colour(series), class_="band")] if around else []
     if series.line and len(pixels) > 1:
         line = element(
             "path",
             element("title", series.name),
-            d="M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in pixels),
+            d="".join(_path([pixels[n] for n in piece]) for piece in pieces),
             stroke=_colour(series),
             fill="none",
             stroke_width=1.0 if series.faint else series.style.width,
@@ -287,9 +336,14 @@ def _stroke(series: Series, to_x: Callable[[Number], Number], to_y: Callable[[Nu
             opacity=0.45 if series.faint else None,
         )
         shapes.append(line)
-    if series.markers or not series.line or len(pixels) == 1:
-        shapes += [element("circle", cx=a, cy=b, r=3.0, fill=_colour(series)) for a, b in pixels]
+    alone = [pixels[piece[0]] for piece in pieces if len(piece) == 1]  # a point without neighbours is no line
+    dots = pixels if series.markers or not series.line else alone
+    shapes += [element("circle", cx=a, cy=b, r=3.0, fill=_colour(series)) for a, b in dots]
     return element("g", *shapes)
+
+
+def _path(pixels: Sequence[Point]) -> str:
+    return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in pixels)
 
 
 def _end_labels(frame: Frame, series: Sequence[Series], to_y: Callable[[Number], Number], right: int) -> list[Markup]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import build_tables
 from pe_lab.analysis.verdict import judge
-from pe_lab.page import provenance, run_charts
+from pe_lab.page import provenance, run_charts, study_script
 from pe_lab.page.heat_maps import heat_maps, palette_css
 from pe_lab.page.markup import Markup, element, note, text
 from pe_lab.page.run_section import Results, problem_note, run_sections, section, title_of, top, work_out
@@ -32,6 +32,8 @@ HOW_THE_VERDICT_IS_MADE = (
 def build_page(runs: Sequence[Run]) -> str:
     """The document for these runs: text that refers to nothing outside itself."""
     worked = [work_out(run) for run in runs]
+    studies = any(run.studies for run in runs)
+    css, script = (study_script.CSS, study_script.SCRIPT) if studies else ("", "")
     body = _one_run(worked[0]) if len(worked) == 1 else _several_runs(worked)
     head = element(
         "head",
@@ -40,12 +42,12 @@ def build_page(runs: Sequence[Run]) -> str:
         element("meta", name="color-scheme", content="light dark"),
         element("title", f"pe_lab report: {', '.join(run.name for run in runs)}"),
         element("link", rel="icon", href="data:,"),  # or the browser asks the server for one
-        element("style", Markup(CSS + palette_css())),
+        element("style", Markup(CSS + palette_css() + css)),
     )
     when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     names = ", ".join(str(run.directory) for run in runs)
     footer = element("footer", f"Made by pe_lab.report on {when} from the files of ", names, ".")
-    page = element("html", head, element("body", body, footer, element("script", Markup(SCRIPT))), lang="en")
+    page = element("html", head, element("body", body, footer, element("script", Markup(SCRIPT + script))), lang="en")
     return f"<!doctype html>\n{page}\n"
 
 

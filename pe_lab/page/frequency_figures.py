@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +9,10 @@ from typing import Any
 import numpy as np
 
 from pe_lab.analysis.frequencies import CACHE_LENGTHS, Numbers, size_text
+from pe_lab.page.figure_style import look, render
+from pe_lab.page.study_axes import tokens_text
+
+__all__ = ["LOOKS", "draw", "render"]
 
 # Okabe and Ito's colours, which the colour-blind tell apart, and a dash pattern for readers without colours.
 LOOKS = {
@@ -22,52 +24,16 @@ LOOKS = {
     "dynamic_yarn": ("#56B4E9", (1.5, 3)),
     "llama3": ("#E69F00", (4, 1.5, 1, 1.5, 1, 1.5)),
 }
-# Fonts and lines of all figures, which are 7 inches, or 1,400 pixels, wide.
-STYLE = {
-    "figure.dpi": 200,
-    "savefig.dpi": 200,
-    "savefig.facecolor": "white",  # dark pages show a white card, not black letters on black
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.labelsize": 10.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 2,
-    "legend.framealpha": 1,
-    "legend.edgecolor": "#cccccc",
-    "svg.hashsalt": "pe_lab",
-}
 
 
 def draw(numbers: Numbers) -> dict[str, Any]:
     """The matplotlib figures: `frequency_scaling` (6), `frequency_scaling_by_factor` (11) and `rotation_cache` (1)."""
-    with _look():
+    with look():
         return {
             "frequency_scaling": _draw_scaling(numbers, numbers.settings.factors[:1]),
             "frequency_scaling_by_factor": _draw_scaling(numbers, numbers.settings.factors),
             "rotation_cache": _draw_cache(numbers),
         }
-
-
-def render(figure: Any, form: str) -> bytes:
-    """A figure as the bytes of a `png` or `svg` file; the same bytes each time."""
-    buffer = io.BytesIO()
-    with _look():
-        # No date and no version of matplotlib, so that equal numbers make equal files.
-        metadata = {"Software": None} if form == "png" else {"Date": None, "Creator": None}
-        figure.savefig(buffer, format=form, metadata=metadata)
-    return buffer.getvalue()
-
-
-def _look() -> contextlib.AbstractContextManager[None]:
-    """Sets fonts and lines of all figures, whatever the user's matplotlibrc."""
-    import matplotlib.style
-
-    return matplotlib.style.context(STYLE, after_reset=True)
 
 
 def _draw_scaling(numbers: Numbers, factors: Sequence[float]) -> Any:
@@ -133,17 +99,10 @@ def _draw_cache(numbers: Numbers) -> Any:
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(FixedLocator([2**12, 2**14, 2**16, 2**18, 2**20, 2**22, CACHE_LENGTHS[-1]]))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens_text(round(value))))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens_text(round(value))))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(value)))
     axes.set_xlabel("longest sequence, tokens (4k = 4,096)")
     axes.set_ylabel("size of the stored sines and cosines")
     axes.set_title(f"A stored rotary cache, by the share of {numbers.settings.cache_head_dim} channels that rotates")
     axes.legend(title="rotated", loc="upper left")
     return figure
-
-
-def _tokens_text(tokens: int) -> str:
-    """4096 as 4k, 2^20 as 1M; ten million, which is no power of two, as 10M."""
-    if tokens == 10_000_000:
-        return "10M"
-    return f"{tokens // 2**20}M" if tokens >= 2**20 else f"{tokens // 2**10}k"

@@ -31,7 +31,7 @@ def element(tag: str, *children: object, **attributes: object) -> Markup:
             value = f"{value:.2f}".rstrip("0").rstrip(".")
         written.append(f" {name}" if value is True else f' {name}="{escape(value)}"')
     opening = f"<{tag}{''.join(written)}"
-    if not children and tag in {"path", "line", "rect", "circle", "br", "meta", "polyline"}:
+    if not children and tag in {"path", "line", "rect", "circle", "br", "meta", "polyline", "img", "input"}:
         return Markup(f"{opening}/>" if tag not in {"br", "meta"} else f"{opening}>")
     return Markup(f"{opening}>{text(children)}</{tag}>")
 

@@ -13,6 +13,7 @@ from pe_lab.page import provenance, run_charts
 from pe_lab.page.heat_maps import heat_map_figures, legend
 from pe_lab.page.markup import Markup, element, folded, note, text
 from pe_lab.page.score_charts import history_chart, position_chart, score_chart
+from pe_lab.page.study_section import study_parts, study_title
 from pe_lab.page.suites import SCORED, suite_title, task_suites
 from pe_lab.page.tables import beta_table, duel_board, records_table, score_table, weights_table
 from pe_lab.page.task_section import suite_parts
@@ -68,6 +69,9 @@ def work_out(run: Run) -> Results:
         else:
             words += " Perplexity and symbolic needles, which a verdict is made of, were not."
         verdict = Verdict(words, "missing")
+    if run.studies and not any(found.values()):
+        titles = [study_title(directory, study.name) for directory, study in run.studies.items()]
+        verdict = Verdict(f"Studied here: {listing(titles)}.", "missing")
     styles = assign_styles(variants_of([table for tables in found.values() for table in tables]))
     return Results(run, found, asked, verdict, styles)
 
@@ -113,8 +117,8 @@ def _tells_of_dropping(results: Results) -> bool:
 
 
 def _how_to_evaluate(results: Results) -> Markup | None:
-    """The command that evaluates a run; None if it was evaluated."""
-    if results.all_tables:
+    """The command that evaluates a run; None if it was evaluated, or has studies and no phase."""
+    if results.all_tables or (results.run.studies and not results.run.phases):
         return None
     run = results.run
     unfinished = [phase.name for phase in run.phases if phase.running]
@@ -131,6 +135,7 @@ def problem_note(run: Run) -> Markup:
 def run_sections(results: Results, level: int, prefix: str) -> list[tuple[str, str, Markup]]:
     """(identity, name in the navigation, HTML) of each section of a run below its verdict; headings of `level`."""
     run = results.run
+    studies = [(f"study-{n}", title, title, parts) for n, (title, parts) in enumerate(study_parts(run))]
     sections = (
         ("results", "Results", "Past the training length", _result_parts(results)),
         ("history", "By tokens trained", "Scores by tokens trained", _history_parts(results)),
@@ -139,6 +144,7 @@ def run_sections(results: Results, level: int, prefix: str) -> list[tuple[str, s
         ("position", "Where in the sequence", "Where in the sequence", _position_parts(results)),
         ("training", "Training", "Training", _training_parts(results)),
         ("frequencies", "Frequencies", "Frequencies under each scaling", _frequency_parts(results)),
+        *studies,
         ("run", "What was run", "What was run", [provenance.what_was_run(run)]),
         ("caveats", "Keep in mind", "What to keep in mind", [bullets(provenance.caveats(run))]),
     )

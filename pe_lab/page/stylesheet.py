@@ -207,7 +207,7 @@ dot.style.background='var(--c-'+f[0].c+')';value.textContent=f[1][3];
 row.appendChild(value);row.appendChild(dot);row.appendChild(document.createTextNode(f[0].n));
 tip.appendChild(row)});
 tip.hidden=false;
-var frame=figure.getBoundingClientRect(),cx=box.left-frame.left+x/scale,width=tip.offsetWidth;
+var frame=(tip.offsetParent||figure).getBoundingClientRect(),cx=box.left-frame.left+x/scale,width=tip.offsetWidth;
 var to=cx+14+width>frame.width-4?cx-14-width:cx+14;
 tip.style.left=Math.max(4,Math.min(to,frame.width-width-4))+'px';
 tip.style.top=Math.max(4,box.top-frame.top+6)+'px'}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,17 @@ class Schedule:
     @property
     def num_layers(self) -> int:
         return len(self.structure)
+
+    def _repr_html_(self) -> str:
+        """The table of `describe` for notebooks, with the frequencies of each range of layers as a strip of grey."""
+        header, rows, first = _described(self, None)
+        strips = [_strip(np.asarray(self.inv_freq)[n]) for n in first]
+        header_cells = "".join(f"<th>{html.escape(name)}</th>" for name in [*header, "frequencies by pair"])
+        lines = [
+            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}<td>{strip}</td></tr>"
+            for cells, strip in zip(rows, strips, strict=True)
+        ]
+        return f"<table><thead><tr>{header_cells}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
     def generalize(
         self,
@@ -208,6 +220,14 @@ def _structure(
 
 def describe(schedule: Schedule, layers: Sequence[Layer] | None = None) -> str:
     """A table of a schedule's arrays, one line for all layers that are equal; `layers` adds the encodings' names."""
+    header, rows, _ = _described(schedule, layers)
+    return table(header, rows, words=len(header))
+
+
+def _described(
+    schedule: Schedule, layers: Sequence[Layer] | None
+) -> tuple[list[str], list[tuple[str, ...]], list[int]]:
+    """The header and the lines of `describe`, and the first layer of each line."""
     if layers and len(layers) != schedule.num_layers:
         raise ConfigError(f"{len(layers)} layers cannot name the {schedule.num_layers} of this schedule.")
     rotated = (np.asarray(schedule.fixed_freq) != 0).any(-1)  # False where a frequency rounds to 0, as PI by 1e30 does
@@ -232,8 +252,19 @@ def describe(schedule: Schedule, layers: Sequence[Layer] | None = None) -> str:
 
     described = [columns(n) for n in range(schedule.num_layers)]
     header = [name for name in described[0] if name != "other" or any(layer["other"] for layer in described)]
-    equal = ranges_by(tuple(layer[name] for name in header) for layer in described)
-    return table(["layers", *header], [(where, *cells) for cells, where in equal.items()], words=len(header) + 1)
+    shown = [tuple(layer[name] for name in header) for layer in described]
+    equal = ranges_by(shown)
+    return ["layers", *header], [(where, *cells) for cells, where in equal.items()], [shown.index(c) for c in equal]
+
+
+def _strip(inv_freq: Float[np.ndarray, "H R"]) -> str:
+    """A line of a box a pair, the fastest first: dark as the logarithm of its mean frequency, white if unrotated."""
+    mean = inv_freq.mean(0, dtype=np.float64)
+    grey = [255 if f <= 0 else min(230, max(0, round(-16 * math.log(f)))) for f in mean]
+    boxes = "".join(f'<rect x="{i}" width="1" height="1" fill="rgb({g},{g},{g})"/>' for i, g in enumerate(grey))
+    size = f'viewBox="0 0 {len(mean)} 1" width="{4 * len(mean)}" height="12" preserveAspectRatio="none"'
+    words = "frequencies, the fastest pair first: dark is fast, white is unrotated"
+    return f'<svg {size} role="img" aria-label="{words}" style="border:1px solid #888">{boxes}</svg>'
 
 
 def _range(values: np.ndarray) -> str:

@@ -274,3 +274,15 @@ def test_describe_shows_heads_that_differ():
     assert "encoding" not in first
     assert (first["layers"], second["layers"]) == ("0-1,3", "2")
     assert (second["rotated pairs"], second["heads"], second["gain"]) == ("0-8/8", "split", "1 .. 1.208")
+
+
+def test_a_notebook_shows_the_table_of_describe_with_a_strip_of_frequencies_for_each_range():
+    schedule = schedule_of("rope", "nope")
+    page = schedule._repr_html_()
+    lines = [re.findall(r"<t[hd]>(.*?)</t[hd]>", line) for line in re.findall(r"<tr>(.*?)</tr>", page)]
+    described = [re.split(r"\s{2,}", line) for line in describe(schedule).split("\n")]
+    assert [line[:-1] for line in lines] == described and len(lines) == 3
+    rotated, unrotated = (re.findall(r'fill="rgb\((\d+),', line[-1]) for line in lines[1:])
+    # Pair i rotates by 1e4^(-i/8) radians a token: i ln(1e4) / 8 below the fastest, 16 shades a unit.
+    assert list(map(int, rotated)) == [round(16 * i * math.log(1e4) / R) for i in range(R)]
+    assert unrotated == ["255"] * R
