@@ -120,8 +120,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(session: Session) -> Findings:
-    rotating = [variant for variant in session.variants if _rotates(session, variant)]
-    if not rotating:
+    rotating = [_rotates(session, variant) for variant in session.variants]
+    if not any(rotating):
         raise ConfigError(
             f"--study=frequency_use: none of the chosen layers of {', '.join(session.names)} rotates. Name a model "
             "with RoPE, or --positional=rope:base=10000."
@@ -143,7 +143,7 @@ def _run(session: Session) -> Findings:
         numbers |= {f"{key}{suffix}": value for key, value in found.items()} | {f"inv_freq{suffix}": inv_freq}
         figures += _figures(name if len(measured) > 1 else "", suffix, chosen, inv_freq, found)
         rows += _rows(name, found)
-        if variant in rotating:
+        if rotating[v]:
             sentences += _sentences(name, chosen, found)
     figures.append(_overview(session.names, measured))
     table = TextTable(
