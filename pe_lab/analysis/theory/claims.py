@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -32,14 +33,22 @@ class Claim:
     numbers: Mapping[str, Number]
     note: str = ""
 
-    def __post_init__(self) -> None:
-        plain = {name: np.asarray(value, np.float64).tolist() for name, value in self.numbers.items()}
-        object.__setattr__(self, "numbers", plain)
-        object.__setattr__(self, "holds", bool(self.holds))
-
     @property
     def verdict(self) -> str:
         return "holds" if self.holds else "fails"
+
+
+def claim(
+    source: str,
+    statement: str,
+    measured: str,
+    holds: bool | np.bool_,
+    numbers: Mapping[str, Any],
+    note: str = "",
+) -> Claim:
+    """The record, with `numbers` (floats, sequences, arrays of one axis) as plain floats and lists."""
+    plain = {name: np.asarray(value, np.float64).tolist() for name, value in numbers.items()}
+    return Claim(source, statement, measured, bool(holds), plain, note)
 
 
 def claims(seed: int = 0, progress: Callable[[str], None] = lambda line: None) -> list[Claim]:
@@ -49,12 +58,12 @@ def claims(seed: int = 0, progress: Callable[[str], None] = lambda line: None) -
       seed: of all random inputs; not negative.
       progress: receives one line per claim as soon as it is measured.
     """
-    # The papers' modules need `Claim`.
+    # The papers' modules import this one.
     from pe_lab.analysis.theory import dope, drope, notebook, p_rope
 
     found = []
     for paper in (p_rope, drope, dope, notebook):
-        for claim in paper.claims(seed):
-            progress(f"{claim.source}: {claim.verdict}")
-            found.append(claim)
+        for measured in paper.claims(seed):
+            progress(f"{measured.source}: {measured.verdict}")
+            found.append(measured)
     return found

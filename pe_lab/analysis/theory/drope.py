@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from pe_lab.analysis.frequencies import incomplete_pairs
 from pe_lab.analysis.theory import drope_models
-from pe_lab.analysis.theory.claims import Claim
+from pe_lab.analysis.theory.claims import Claim, claim
 from pe_lab.analysis.theory.positional_bias import positional_bias, positional_weights
 from pe_lab.positional import NTK, PI, Llama3, Rope, Yarn, frequencies
 
@@ -39,7 +39,7 @@ def definition_3_1(length: int = 64) -> Iterator[Claim]:
         # A linear function of each query's weights is largest at the key with the largest c.
         maximal = bool((c[1:].argmax(1) == np.arange(1, length)).all())
         printed = "1 - 1/(i - 1)" if as_printed else "-1/(i - 1)"
-        yield Claim(
+        yield claim(
             f"{PAPER}, Definition 3.1" + ("" if as_printed else ", corrected"),
             f"Weights c_ij of 1 on the diagonal and {printed} elsewhere "
             + ("(as printed) " if as_printed else "(corrected; 0 in the first row) ")
@@ -75,7 +75,7 @@ def incomplete_rotations(context: int = 32_000) -> Iterator[Claim]:
         "pairs_at_that_context": incomplete_pairs(inv_freq, longest),
         "base_for_five": base,
     }
-    yield Claim(
+    yield claim(
         f"{PAPER}, Section 4.1",
         f"With base 10,000 and {HEAD_DIM} channels, at least five pairs never complete a rotation in {context:,} "
         "tokens.",
@@ -84,7 +84,7 @@ def incomplete_rotations(context: int = 32_000) -> Iterator[Claim]:
         numbers,
         "The argument needs one such pair, and there is one.",
     )
-    yield Claim(
+    yield claim(
         f"{PAPER}, Section 4.1, corrected",
         f"With base 10,000 and {HEAD_DIM} channels, at least five pairs never complete a rotation in {longest:,} "
         "tokens or fewer.",
@@ -112,7 +112,7 @@ def ntk_exponent(factor: float = 2.0) -> Iterator[Claim]:
     for first in (1, 0):
         gamma = printed_ntk(factor, first)
         off = np.abs(gamma - ntk).max()
-        yield Claim(
+        yield claim(
             f"{PAPER}, eq. 3 and 10" + ("" if first else ", corrected"),
             f"NTK-aware scaling multiplies frequency m by (1/s)^(2{'m' if first else '(m - 1)'} / (d - 2)), with m "
             + ("counted from 1 (as printed)." if first else "counted from 1 (corrected)."),
@@ -137,7 +137,7 @@ def yarn_thresholds(factor: float = 2.0, length: int = 2048) -> Iterator[Claim]:
     inv_freq = frequencies(Rope(BASE), HEAD_DIM)[0]
     yarn, pi = _gamma(Yarn(factor, length)), _gamma(PI(factor))
     gamma = printed_yarn(inv_freq, factor)
-    yield Claim(
+    yield claim(
         f"{PAPER}, eq. 11",
         "YaRN's factor is 1/s for frequencies below p = 1, 1 above q = 32 and a ramp between (as printed).",
         f"No RoPE frequency exceeds 1, so every factor is 1/s: the largest difference from PI is "
@@ -166,7 +166,7 @@ def yarn_thresholds(factor: float = 2.0, length: int = 2048) -> Iterator[Claim]:
         "difference_inside_ramp": np.abs(gamma - yarn)[~outside].max(),
         "gamma": gamma,
     }
-    yield Claim(
+    yield claim(
         f"{PAPER}, eq. 11, corrected",
         "YaRN's factor is 1/s for pairs of fewer than p = 1 rotations in the training length, 1 for more than q = 32 "
         "and a ramp between (corrected).",
@@ -185,7 +185,7 @@ def latest_drop() -> Claim:
     best = min(PERPLEXITY, key=lambda step: PERPLEXITY[step])
     dropped = {step: value for step, value in PERPLEXITY.items() if step < TOTAL_STEPS}
     best_dropped = min(dropped, key=lambda step: dropped[step])
-    return Claim(
+    return claim(
         f"{PAPER}, Section D.1",
         "Dropping the positional encoding at 16K steps yields the best validation perplexity of all drops.",
         f"The entry at {best:,} of {TOTAL_STEPS:,} steps ({PERPLEXITY[best]}) leaves {TOTAL_STEPS - best} steps "

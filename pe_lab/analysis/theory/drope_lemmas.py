@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from pe_lab.analysis.theory.claims import Claim
+from pe_lab.analysis.theory.claims import Claim, claim
 from pe_lab.analysis.theory.positional_bias import (
     HEADS,
     LAYERS,
@@ -36,7 +36,9 @@ def softmax(x: Float[np.ndarray, "*batch n"]) -> Float[np.ndarray, "*batch n"]:
     return weights / weights.sum(-1, keepdims=True)
 
 
-def softmax_change(a: Float[np.ndarray, "*batch n"], b: Float[np.ndarray, "*batch n"]) -> Float[np.ndarray, "*batch"]:
+def softmax_change(
+    a: Float[np.ndarray, "*batch n"], b: Float[np.ndarray, "*batch n"]
+) -> Float[np.ndarray, "*batch"] | float:
     """|softmax(a + b) - softmax(a)|_1 over max |b|: at most 1 by Lemma B.4."""
     return np.abs(softmax(a + b) - softmax(a)).sum(-1) / np.abs(b).max(-1)
 
@@ -46,19 +48,19 @@ def tightest_change(size: float) -> tuple[Float[np.ndarray, " n"], Float[np.ndar
     return np.zeros(2), np.array([size, -size])
 
 
-def lemma_b_4(seed: int, draws: int = 20_000) -> Claim:
+def lemma_b_4(seed: int, draws: int = 20_000, entries: int = 12) -> Claim:
     """The softmax is 1-Lipschitz from the largest to the summed absolute difference."""
     rng = np.random.default_rng((seed, 204))
     scale = 10 ** rng.uniform(-3, 2, (2, draws, 1))
-    ratio = softmax_change(*(scale * rng.standard_normal((2, draws, 12)))).max()
+    ratio = softmax_change(*(scale * rng.standard_normal((2, draws, entries)))).max()
     tight = float(softmax_change(*tightest_change(1e-4)))
-    return Claim(
+    return claim(
         "DroPE, Lemma B.4",
         "|softmax(a + b) - softmax(a)|_1 is at most max |b|.",
-        f"Over {draws:,} random a and b of 12 entries the ratio is at most {ratio:.3f}; for two equal weights and a "
-        f"small change it is {tight:.8f}, so the constant 1 is the least possible.",
+        f"Over {draws:,} random a and b of {entries} entries the ratio is at most {ratio:.3f}; for two equal weights "
+        f"and a small change it is {tight:.8f}, so the constant 1 is the least possible.",
         max(ratio, tight) <= 1 and tight > 0.999,
-        {"draws": draws, "largest_ratio": ratio, "tightest_ratio": tight},
+        {"draws": draws, "entries": entries, "largest_ratio": ratio, "tightest_ratio": tight},
     )
 
 
@@ -124,7 +126,7 @@ def propositions_b_3_and_b_5(seed: int, deviations: tuple[float, ...] = (1e-3, 1
     largest = Ratios(*np.max(found, axis=0).tolist())
     projection, states = opposite_states()
     tight = spread_ratios(projection, projection, projection, states).logits
-    return Claim(
+    return claim(
         "DroPE, Proposition B.3, eq. 12 and 13",
         "Logits, weights and outputs of a NoPE head differ from those of uniform attention by at most B^2 sqrt(H) "
         "Delta, B^2 sqrt(H) Delta and B^3 sqrt(H) Delta^2, with B from the operator norms of its projections and Delta "

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from pe_lab.analysis.theory.claims import Claim
+from pe_lab.analysis.theory.claims import Claim, claim
 from pe_lab.analysis.theory.rotary import BASE, HEAD_DIM, Distances, channels, pairs, rotated
 from pe_lab.positional import NTK, NoPE, NotebookBias, NotebookNTK, NotebookYarn, Rope, frequencies
 
@@ -48,7 +48,7 @@ def warped(positions: Distances, scheme: Scheme) -> Float[np.ndarray, " T"]:
     return n * ((1 - blended) * scheme.alpha + blended * scheme.beta)
 
 
-def encoded(x: Float[np.ndarray, "*batch K"], positions: Distances, scheme: Scheme) -> Float[np.ndarray, "*batch K"]:
+def encoded(x: Float[np.ndarray, "... K"], positions: Distances, scheme: Scheme) -> Float[np.ndarray, "T K"]:
     """Queries or keys, rotated as the scheme does in float64."""
     return rotated(x, frequencies(scheme, x.shape[-1])[0], warped(positions, scheme))
 
@@ -94,7 +94,7 @@ def accuracy_table() -> Claim:
         name: (accuracy(scheme, TRAINED, ones), accuracy(scheme, TESTED, ones)) for name, scheme in SCHEMES.items()
     }
     same = all(np.allclose(found[name], printed[name], atol=5e-5) for name in SCHEMES)
-    return Claim(
+    return claim(
         f"{PAPER}, table of accuracies",
         f"With q = k = ones, the share of queries with the largest logit at their own position is 1 for all schemes at "
         f"{TRAINED} tokens, and at {TESTED:,} tokens 0.0106 for its NoPE and 1 for RoPE, its YaRN and its NTK.",
@@ -126,7 +126,7 @@ def can_the_test_fail(seed: int, vectors: int = 20, length: int = 512) -> Iterat
     rotations = {name: s for name, s in SCHEMES.items() if name != "notebook_bias"}
     of_random = {name: min(accuracy(s, length, x) for x in random) for name, s in rotations.items()}
     of_noise = min(scrambled_accuracy(rng, length, x) for x in random[:5])
-    yield Claim(
+    yield claim(
         f"{PAPER}, its test",
         "Flawless accuracy in the test with q = k shows that an encoding generalizes to longer sequences.",
         f"An encoding by random angles, without any order of positions, has an accuracy of {of_noise:.4f} too. With "
@@ -144,15 +144,15 @@ def can_the_test_fail(seed: int, vectors: int = 20, length: int = 512) -> Iterat
         "can fail, at any length. To be able to fail, a test needs different queries and keys, or keys that differ "
         "from token to token.",
     )
-    logits = own_position_is_largest(NoPE(), length, np.ones(HEAD_DIM), np.arange(length))
-    yield Claim(
+    bare = [accuracy(NoPE(), tokens, np.ones(HEAD_DIM)) for tokens in (TRAINED, length)]
+    yield claim(
         f"{PAPER}, its test without encoding",
-        "A model without positional encoding fails the test because it does not generalize to longer sequences.",
-        f"Without encoding all logits are equal and argmax returns the first: the accuracy is {logits.mean():.4f} = "
-        f"1 / {length}, and it would be {1 / TRAINED:.4f} at the training length.",
-        own_position_is_largest(NoPE(), TRAINED, np.ones(HEAD_DIM), np.arange(TRAINED)).mean() > 0.5,
-        {"tokens": length, "accuracy": logits.mean(), "accuracy_at_training_length": 1 / TRAINED},
-        "The accuracy of its NoPE at 128 tokens comes from a bias on the diagonal.",
+        "NoPE is accurate within its training length and collapses beyond it.",
+        f"Without encoding all logits are equal and argmax returns the first, so the accuracy is one query of all: "
+        f"{bare[0]:.4f} at {TRAINED} tokens already, and {bare[1]:.4f} at {length}.",
+        bare[0] > 0.5,
+        {"tokens": [TRAINED, length], "accuracy": bare},
+        f"What is accurate up to {TRAINED} tokens and ends there is a bias on the diagonal, which NoPE does not have.",
     )
 
 
@@ -182,9 +182,9 @@ def retrieval_accuracy(
         distance = int(rng.choice(distances))
         query, keys = rng.standard_normal(HEAD_DIM), rng.standard_normal((others + 1, HEAD_DIM))
         keys[0] = query
-        at = distance + np.append(0, rng.integers(-min(32, distance), 32, others))
+        back = distance + np.append(0, rng.integers(-min(32, distance), 32, others))
         end = np.array([distance + 64])
-        logits = encoded(keys, end[0] - at, scheme) @ encoded(query[None], end, scheme)[0]
+        logits = encoded(keys, end[0] - back, scheme) @ encoded(query[None], end, scheme)[0]
         right += int(logits.argmax() == 0)
     return right / trials
 
@@ -194,10 +194,10 @@ def tests_that_can_fail(seed: int, distance: int = 5) -> Iterator[Claim]:
     early, late = np.arange(64, TRAINED - 16), np.linspace(TRAINED + 80, TESTED, 64).astype(int)
     schemes: dict[str, Scheme] = {name: s for name, s in SCHEMES.items() if name != "notebook_bias"}
     found = {name: [at_distance_accuracy(s, at, distance) for at in (early, late)] for name, s in schemes.items()}
-    yield Claim(
+    yield claim(
         f"{PAPER}, a test with different q and k",
-        f"Tested with keys that make the logit largest {distance} tokens back, its YaRN keeps its accuracy beyond the "
-        "training length, as RoPE does.",
+        "The table's verdict that its YaRN is flawless beyond the training length holds for a test with different "
+        f"queries and keys, too: keys that make the logit largest {distance} tokens back.",
         f"Within {TRAINED} tokens the accuracies are {', '.join(f'{a:.2f}' for a, _ in found.values())} (RoPE, its "
         f"YaRN, its NTK), beyond, up to {TESTED:,}, {', '.join(f'{b:.2f}' for _, b in found.values())}.",
         found["notebook_yarn"][1] >= 0.5,
@@ -208,10 +208,10 @@ def tests_that_can_fail(seed: int, distance: int = 5) -> Iterator[Claim]:
     schemes["nope"] = NoPE()
     ranges = np.arange(1, 8), np.linspace(8_000, TESTED, 64).astype(int)
     by_content = {name: [retrieval_accuracy(s, at, rng) for at in ranges] for name, s in schemes.items()}
-    yield Claim(
+    yield claim(
         f"{PAPER}, a test of retrieval",
-        "Tested with a query that seeks an equal vector among random ones, RoPE has a higher accuracy at long distances "
-        "than no encoding.",
+        "The table's order, RoPE above no encoding at long distances, holds for a test of retrieval, too: a query that "
+        "seeks an equal vector among random ones.",
         f"At distances of 1 to 7 tokens the accuracies are {', '.join(f'{a:.2f}' for a, _ in by_content.values())} "
         f"(RoPE, its YaRN, its NTK, no encoding), at 8,000 to {TESTED:,} "
         f"{', '.join(f'{b:.2f}' for _, b in by_content.values())}.",
@@ -227,7 +227,7 @@ def ntk_speed(factor: float = 8.0) -> Iterator[Claim]:
     plain = frequencies(Rope(BASE), HEAD_DIM)[0]
     for name, scaling in (("", NotebookNTK(factor)), (", corrected", NTK(factor))):
         ratio = frequencies(Rope(BASE, scaling=scaling), HEAD_DIM)[0] / plain
-        yield Claim(
+        yield claim(
             f"{PAPER}, NTK-aware RoPE{name}",
             "Multiplying frequency i by gamma^(2i/d) makes low frequencies rotate more slowly (as printed)."
             if not name
@@ -249,19 +249,21 @@ def yarn_clock() -> Iterator[Claim]:
         for name, s in (("notebook_yarn", scheme), ("rope", Rope()))
     }
     change = {name: float(np.ptp(x)) for name, x in scores.items()}
-    yield Claim(
+    yield claim(
         f"{PAPER}, YaRN, relative distances",
         "Rotations keep scores dependent on the relative distance alone.",
         f"With its YaRN the score of equal vectors {keys_back} tokens apart changes by {change['notebook_yarn']:.3f} "
         f"of its largest value with the position; with RoPE by {change['rope']:.1e}.",
         change["notebook_yarn"] < 1e-9,
         {"distance": keys_back, **change, "score": scores["notebook_yarn"]},
+        "It rotates by n m(n), which is not linear in n near the training length and has another rate beyond it. YaRN "
+        "itself is relative.",
     )
-    yield Claim(
+    yield claim(
         f"{PAPER}, YaRN, transition",
         "It passes smoothly from a rate of alpha within the training length to beta beyond it.",
-        f"A token advances the position by {speed[:100].mean():.2f} before the transition and by {speed[-100:].mean():.2f} "
-        f"after it, but by up to {speed.max():.2f} within: twice the faster rate.",
+        f"A token advances the position by {speed[:100].mean():.2f} before the transition, by "
+        f"{speed[-100:].mean():.2f} after it, and by up to {speed.max():.2f} within.",
         speed.max() <= scheme.beta + 1e-9,
         {"before": speed[:100].mean(), "after": speed[-100:].mean(), "largest": speed.max(), "speed": speed},
         "Position n is multiplied by m(n), whose derivative n m'(n) adds to the rate. YaRN itself has no dependence on "
@@ -274,22 +276,20 @@ def bias_of_nope() -> Iterator[Claim]:
     scheme = NotebookBias()
     inside, outside = scheme.strength, 0.0
     removed = dataclasses.replace(scheme, strength=0.0)
-    rows: Callable[[Scheme], float] = lambda s: float(  # noqa: E731
-        own_position_is_largest(s, TRAINED, np.ones(HEAD_DIM), np.arange(TRAINED)).mean()
-    )
-    yield Claim(
+    with_bias, without = (accuracy(s, TRAINED, np.ones(HEAD_DIM)) for s in (scheme, removed))
+    yield claim(
         f"{PAPER}, NoPE",
         "NoPE adds a learned bias b_ij that depends on i - j only, so it extends to longer sequences.",
-        f"At distance 0 its code adds {inside:g} below position {scheme.original_length} and {outside:g} from there on. "
-        f"Without the bias, its accuracy at {TRAINED} tokens is {rows(removed):.4f} instead of {rows(scheme):.4f}.",
+        f"At distance 0 its code adds {inside:g} below position {scheme.original_length} and {outside:g} after it. "
+        f"Without the bias, its accuracy at {TRAINED} tokens is {without:.4f} instead of {with_bias:.4f}.",
         inside == outside,
         {
             "inside": inside,
             "outside": outside,
             "from_position": scheme.original_length,
-            "accuracy_with_bias": rows(scheme),
-            "accuracy_without_bias": rows(removed),
+            "accuracy_with_bias": with_bias,
+            "accuracy_without_bias": without,
         },
-        "NoPE (Kazemnejad et al. 2023) has no bias: order enters through the causal mask alone, which this test does not "
-        "have.",
+        "NoPE (Kazemnejad et al. 2023) has no bias: order enters through the causal mask alone, which this test "
+        "does not have.",
     )

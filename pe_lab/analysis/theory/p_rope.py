@@ -13,13 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from pe_lab.analysis.theory.claims import Claim
-from pe_lab.analysis.theory.rotary import BASE, HEAD_DIM, Distances, channels, logits_by_distance, octave_means, pairs
+from pe_lab.analysis.theory.claims import Claim, claim
+from pe_lab.analysis.theory.positional_heads import proposition_5_2, theorem_5_3
+from pe_lab.analysis.theory.rotary import (
+    BASE,
+    HEAD_DIM,
+    Distances,
+    logits_by_distance,
+    octave_means,
+    pairs,
+    rotated,
+)
 from pe_lab.analysis.theory.swaps import theorem_6_1
-from pe_lab.attention import LayerEncoding
-from pe_lab.attention.statistics import attention_rows
-from pe_lab.positional import NoPE, Rope, apply_rope, frequencies, rotation_tables
-from pe_lab.positional.rotation import fixed_point_frequencies
+from pe_lab.positional import Rope, apply_rope, frequencies
 
 PAPER = "p-RoPE"
 FALSE_ALARM = 1e-4  # probability that any z-score of a true null hypothesis passes its threshold
@@ -41,16 +47,9 @@ def claims(seed: int = 0) -> Iterator[Claim]:
 # Section 3: does RoPE decay with distance?
 
 
-def key_for_distance(
-    query: Float[np.ndarray, "*batch K"], inv_freq: Float[np.ndarray, " R"], distance: int
-) -> Float[np.ndarray, "*batch K"]:
-    """The key whose logit with `query` is largest at `distance`: R^r q (proof of Proposition 3.1)."""
-    return channels(pairs(query) * np.exp(1j * distance * inv_freq))
-
-
 def _largest_in_float32(query: Float[np.ndarray, " K"], inv_freq: Float[np.ndarray, " R"], count: int) -> float:
     """The share of distances 0 .. count - 1 that are the argmax of their key, by pe_lab's rotation in float32."""
-    keys = np.stack([key_for_distance(query, inv_freq, r) for r in range(count)]).astype(np.float32)
+    keys = rotated(query, inv_freq, np.arange(count)).astype(np.float32)
     keys = np.broadcast_to(keys[:, None, None], (count, count, 1, len(query)))
     positions = jnp.arange(count, dtype=jnp.int32)[None]
     keys = apply_rope(jnp.asarray(keys), jnp.tile(positions, (count, 1)), base=BASE)[:, :, 0]
@@ -69,7 +68,7 @@ def proposition_3_1(
     slowest[len(inv_freq) - 1] = 1.0  # the query that makes the maximum flattest
     every = np.concatenate([q, slowest[None]])
     distances = np.arange(length)
-    keys = np.stack([key_for_distance(every, inv_freq, r) for r in distances], axis=1)
+    keys = np.stack([rotated(x, inv_freq, distances) for x in every])
     logits = logits_by_distance(every[:, None], keys, inv_freq, distances)  # [queries, chosen distance, distance]
     right = (logits.argmax(-1) == distances).mean(-1)
     largest = logits.diagonal(axis1=1, axis2=2).copy()
@@ -78,6 +77,7 @@ def proposition_3_1(
     in_float32 = [_largest_in_float32(x, inv_freq, float32_length) for x in (q[0], slowest)]
     numbers = {
         "distances": length,
+        "queries": queries,
         "share_right": right[:-1].mean(),
         "smallest_margin": margin[:-1].min(),
         "share_right_slowest_pair": right[-1],
@@ -86,7 +86,7 @@ def proposition_3_1(
         "share_right_slowest_pair_float32": in_float32[1],
         "distances_float32": float32_length,
     }
-    return Claim(
+    return claim(
         f"{PAPER}, Proposition 3.1",
         "For any query that is not zero and any distance r there is a key, the query rotated by r steps, whose logit "
         "is largest at distance r.",
@@ -127,14 +127,16 @@ def proposition_3_2(inv_freq: Float[np.ndarray, " R"], seed: int, draws: int = 4
     detected = limit * math.sqrt(dim / draws) / dim  # relative to K, the logit of all-ones vectors at distance 0
     numbers = {
         "distance": distances,
+        "distances": len(distances),
         "z": z,
+        "false_alarm": FALSE_ALARM,
         "draws": draws,
         "largest_z": np.abs(z).max(),
         "threshold": limit,
         "detected_share_of_aligned_logit": detected,
         "variance_over_K": [logits.var(0).min() / dim, logits.var(0).max() / dim],
     }
-    return Claim(
+    return claim(
         f"{PAPER}, Proposition 3.2",
         "Independent standard Gaussian queries and keys have an expected logit of 0 at every distance.",
         f"The means of {draws} draws at {len(distances)} distances up to {distances[-1]} have |z| of at most "
@@ -160,13 +162,13 @@ def figure_2(
     curve = all_ones_curve(inv_freq, np.arange(length))
     means = octave_means(curve)
     at = np.unique(np.geomspace(1, length - 1, shown).astype(int))
-    yield Claim(
+    yield claim(
         f"{PAPER}, Figure 2 (a)",
         "With all-ones queries and keys the logits decay with distance.",
         f"Relative to distance 0 the mean over an octave of distances falls in every octave, from {means[0]:.3f} at "
         f"distance 1 to {means[-1]:.3f} at {length // 2} and beyond.",
         bool(np.all(np.diff(means) < 0)),
-        {"distance": at, "logit": curve[at], "octave_means": means},
+        {"distance": at, "logit": curve[at], "octave_means": means, "last_octave_from": length // 2},
         f"Between neighbouring distances it also rises ({np.mean(np.diff(curve) > 0):.0%} of the steps).",
     )
     logits = gaussian_logits(inv_freq, at, draws, np.random.default_rng((seed, 2))) / (2 * len(inv_freq))
@@ -175,7 +177,7 @@ def figure_2(
     slopes = logits @ log_distance / (log_distance @ log_distance)
     z, fall = float(z_scores(slopes[:, None])[0]), np.polyfit(np.log2(at), curve[at], 1)[0]
     limit = z_threshold(1)
-    yield Claim(
+    yield claim(
         f"{PAPER}, Figure 2 (b)",
         "With Gaussian queries and keys the logits do not decay with distance.",
         f"Over {draws} draws the mean slope is {slopes.mean():+.5f} per octave (z = {z:.2f}, threshold {limit:.2f}); "
@@ -196,145 +198,6 @@ def figure_2(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Section 5: positional attention
-
-
-def attention_weights(
-    query: Float[np.ndarray, "T K"], key: Float[np.ndarray, "T K"], encoding: Rope | NoPE
-) -> Float[np.ndarray, "T T"]:
-    """The causal attention weights of one head by pe_lab's attention in float32, with its factor 1 / sqrt(K)."""
-    q, k = (jnp.asarray(x, jnp.float32)[None, :, None] for x in (query, key))
-    positions = jnp.arange(len(query), dtype=jnp.int32)[None]
-    tables: tuple = (None, None)
-    if isinstance(encoding, Rope):
-        inv_freq, gain = (x[None] for x in frequencies(encoding, query.shape[-1]))
-        fixed = jnp.asarray(fixed_point_frequencies(inv_freq))
-        tables = rotation_tables(fixed, jnp.asarray(gain, jnp.float32), positions)
-    return np.asarray(attention_rows(q, k, LayerEncoding(*tables), rows=range(len(query)))[0, 0])
-
-
-def _softmax(logits: Float[np.ndarray, "*batch T"]) -> Float[np.ndarray, "*batch T"]:
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
-def proposition_5_2(seed: int, heads: int = 512, length: int = 8, width: int = 16) -> Claim:
-    """A NoPE head cannot attend to the diagonal or to the previous token."""
-    rng = np.random.default_rng((seed, 52))
-    x = rng.standard_normal((heads, length, width))
-    x[:, -1] = x[:, -2]  # the counterexample: the last token repeats the one before it
-    scale = 10 ** rng.uniform(-2, 2, (heads, 1, 1))
-    w_q, w_k = (rng.standard_normal((heads, width, width)) * scale for _ in range(2))
-    w_k[: heads // 2] = w_q[: heads // 2]  # adversarial: queries equal keys, as sharp as a diagonal can be
-    logits = np.einsum("hd,htd->ht", (x @ w_q)[:, -1], x @ w_k)
-    weights = _softmax(logits)[:, -2:]
-    both = np.abs(weights[:, 1] - weights[:, 0]).max()
-    in_pe_lab = attention_weights((x @ w_q)[0], (x @ w_q)[0], NoPE())[-1, -2:]
-    with_rope = attention_weights(*_constant_head(2.0**8, length), Rope(BASE))[-1, -1]
-    numbers = {
-        "heads": heads,
-        "largest_diagonal": weights[:, 1].max(),
-        "largest_previous": weights[:, 0].max(),
-        "largest_difference": both,
-        "pe_lab_difference": abs(in_pe_lab[1] - in_pe_lab[0]),
-        "with_rope": with_rope,
-    }
-    return Claim(
-        f"{PAPER}, Proposition 5.2",
-        "A head without positional encoding cannot learn a diagonal or a previous-token pattern: where a token is "
-        "repeated, both copies have equal weights, so neither exceeds 1/2.",
-        f"In {heads} heads, half of them as sharp as possible, the last token's weight on itself is at most "
-        f"{weights[:, 1].max():.4f} and differs from that on its repeated predecessor by at most {both:.1e} "
-        f"({numbers['pe_lab_difference']:.1e} in pe_lab's attention). With RoPE it reaches {with_rope:.4f} on a "
-        "sequence of one token only.",
-        weights.max() <= 0.5 + 1e-12 and both < 1e-12 and numbers["pe_lab_difference"] < 1e-6 and with_rope > 0.5,
-        numbers,
-        "It concerns one layer whose inputs repeat. Deeper layers of a causal NoPE model can see positions.",
-    )
-
-
-def required_norm_squared(tokens: int, epsilon: float, gap: float) -> float:
-    """|psi|^2 from which every weight exceeds 1 - epsilon: ln((N - 1)(1 - epsilon) / epsilon) / gap.
-
-    From the proof of Theorem 5.3: each of N - 1 other keys has a logit lower by at least |psi|^2 * gap, where gap is
-    1 - max cos over the distances. With N = 2 the weight is 1 - epsilon exactly.
-    """
-    return math.log((tokens - 1) * (1 - epsilon) / epsilon) / gap
-
-
-def misalignment(inv_freq: Float[np.ndarray, " R"], distances: Distances) -> Float[np.ndarray, " T"]:
-    """1 - mean over pairs of cos(r w), as a square so that it is exact near 0."""
-    return 2 * np.mean(np.sin(np.multiply.outer(distances, inv_freq) / 2) ** 2, axis=-1)
-
-
-def peak_weight(inv_freq: Float[np.ndarray, " R"], norm_squared: float, offsets: Distances) -> float:
-    """The weight of the aligned key beside keys at these offsets from it, for |psi|^2 divided equally among pairs."""
-    return float(1 / (1 + np.exp(-norm_squared * misalignment(inv_freq, offsets)).sum()))
-
-
-def _constant_head(
-    norm_squared: float, tokens: int, distance: int = 0
-) -> tuple[Float[np.ndarray, "T K"], Float[np.ndarray, "T K"]]:
-    """Equal queries, and keys aligned with them at `distance`; pe_lab's factor 1 / sqrt(K) is compensated."""
-    query = np.full((tokens, HEAD_DIM), math.sqrt(norm_squared / HEAD_DIM * HEAD_DIM**0.5))
-    return query, key_for_distance(query, frequencies(Rope(BASE), HEAD_DIM)[0], distance)
-
-
-def theorem_5_3(
-    inv_freq: Float[np.ndarray, " R"],
-    lengths: tuple[int, ...] = (2, 16, 256, 4096),
-    epsilons: tuple[float, ...] = (0.1, 1e-2, 1e-4),
-    pe_lab_case: tuple[int, float] = (256, 1e-3),
-) -> Claim:
-    """A RoPE head can attend to the diagonal or to the previous token."""
-    spectra = {"one_pair": inv_freq[:1], "all_pairs": inv_freq}
-    norms: dict[str, list[float]] = {name: [] for name in spectra}
-    excess = []
-    for name, spectrum in spectra.items():
-        for N in lengths:
-            gap = float(misalignment(spectrum, np.arange(1, N)).min())
-            for epsilon in epsilons:
-                norm = required_norm_squared(N, epsilon, gap)
-                norms[name].append(norm)
-                # The last query sees most keys. Of the previous token, they are at offsets 1, 1, 2, .. N - 2.
-                for offsets in (np.arange(1, N), np.abs(np.delete(np.arange(N) - 1, 1))):
-                    excess.append((peak_weight(spectrum, norm, offsets) - (1 - epsilon)) / epsilon)
-    tokens, epsilon = pe_lab_case
-    norm = required_norm_squared(tokens, epsilon, float(misalignment(inv_freq, np.arange(1, tokens)).min()))
-    diagonal, previous = (attention_weights(*_constant_head(norm, tokens, r), Rope(BASE)) for r in (0, 1))
-    in_pe_lab = [diagonal.diagonal().min(), previous.diagonal(-1).min()]
-    numbers = {
-        "lengths": np.repeat(lengths, len(epsilons)),
-        "epsilons": epsilons * len(lengths),
-        "norm_squared_one_pair": norms["one_pair"],
-        "norm_squared_all_pairs": norms["all_pairs"],
-        "smallest_excess": min(excess),
-        "smallest_norm_squared_all_pairs": min(norms["all_pairs"]),
-        "largest_norm_squared_all_pairs": max(norms["all_pairs"]),
-        "largest_norm_squared_one_pair": max(norms["one_pair"]),
-        "pe_lab_tokens": tokens,
-        "pe_lab_epsilon": epsilon,
-        "pe_lab_diagonal": in_pe_lab[0],
-        "pe_lab_previous": in_pe_lab[1],
-    }
-    return Claim(
-        f"{PAPER}, Theorem 5.3",
-        "A head with RoPE can learn a diagonal and a previous-token pattern: with equal queries and keys of a norm "
-        "that depends on N and epsilon, every weight exceeds 1 - epsilon.",
-        f"At |psi|^2 = ln((N - 1)(1 - epsilon) / epsilon) / (1 - max cos), all weights are 1 - epsilon or more for N "
-        f"up to {max(lengths)} and epsilon down to {min(epsilons):g} (smallest excess {min(excess):.1e} of epsilon, at "
-        f"N = 2, where the bound is an equality). |psi|^2 is {min(norms['all_pairs']):.3g} to "
-        f"{max(norms['all_pairs']):.3g} with all pairs, and up to {max(norms['one_pair']):.1e} with the fastest pair "
-        f"alone. pe_lab's attention in float32 with N = {tokens} and epsilon = {epsilon:g}: at least "
-        f"{in_pe_lab[0]:.5f} on the diagonal and {in_pe_lab[1]:.5f} on the previous token.",
-        min(excess) > -1e-6 and min(in_pe_lab) > 1 - epsilon,
-        numbers,
-        "One pair suffices in the proof and not in practice: at distance 710 the fastest pair is back within 6e-5 "
-        "radians. The first token has no predecessor, so the previous-token pattern begins with the second.",
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Appendix B.2: randomized positions
 
 
@@ -347,7 +210,7 @@ def figure_8(
     inv_freq: Float[np.ndarray, " R"], seed: int, tokens: int = 256, limits: tuple[int, ...] = (1, 4, 16, 64)
 ) -> Iterator[Claim]:
     """Randomized positions from a larger range: all-ones logits decay faster, Gaussian logits do not decay."""
-    rng, draws, dim = np.random.default_rng((seed, 8)), 48, 2 * len(inv_freq)
+    rng, draws, dim = np.random.default_rng((seed, 8)), 24, 2 * len(inv_freq)
     ones, largest_z, gaussian_draws = {}, [], 512
     at = np.unique(np.geomspace(1, tokens - 1, 24).astype(int))
     for limit in limits:
@@ -357,7 +220,7 @@ def figure_8(
         largest_z.append(np.abs(z_scores(gaussian_logits(inv_freq, distances, gaussian_draws, rng))).max())
     means = {limit: octave_means(curve) for limit, curve in ones.items()}
     faster = all(np.all(means[b] < means[a]) for a, b in zip(limits, limits[1:], strict=False))
-    yield Claim(
+    yield claim(
         f"{PAPER}, Figure 8 (a)",
         "With positions drawn at random from a larger range, the logits of all-ones vectors decay faster with the "
         "distance in tokens.",
@@ -366,6 +229,7 @@ def figure_8(
         "and a larger range lowers every octave of distances.",
         faster,
         {
+            "tokens": tokens,
             "range": limits,
             "distance": at,
             "octave_5": [m[4] for m in means.values()],
@@ -373,7 +237,7 @@ def figure_8(
         },
     )
     limit_z = z_threshold(len(at) * len(limits))
-    yield Claim(
+    yield claim(
         f"{PAPER}, Figure 8 (b)",
         "With Gaussian vectors, the range of random positions does not change the expected logits, which are 0.",
         f"Over {gaussian_draws} draws at {len(at)} distances and {len(limits)} ranges, |z| is at most "
@@ -381,6 +245,7 @@ def figure_8(
         max(largest_z) < limit_z,
         {
             "range": limits,
+            "distances": len(at),
             "largest_z": largest_z,
             "threshold": limit_z,
             "draws": gaussian_draws,

@@ -17,6 +17,7 @@ from pe_lab.model import Model, Params
 from pe_lab.model.decoder import layer_arrays
 from pe_lab.positional import Encoding, Layer, LayerStructure, Schedule, build_schedule
 
+ArrayLike = jax.Array | np.ndarray
 VOCABULARY, LAYERS, WIDTH, HEADS, LENGTH = 32, 3, 32, 2, 256
 
 
@@ -41,7 +42,7 @@ def small_model() -> Model:
 
 def schedule_of(encoding: Encoding) -> Schedule:
     """The schedule of `small_model` with this encoding in all layers."""
-    return build_schedule([Layer(encoding)] * LAYERS, HEADS, HEADS, WIDTH // HEADS)
+    return jax.tree.map(jnp.asarray, build_schedule([Layer(encoding)] * LAYERS, HEADS, HEADS, WIDTH // HEADS))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -74,12 +75,12 @@ def positional_weights(
 
 def positional_bias(
     weights: Float[np.ndarray, "*batch T T"], c: Float[np.ndarray, "T T"]
-) -> Float[np.ndarray, "*batch"]:
+) -> Float[np.ndarray, "*batch"] | float:
     """A^c of attention weights: the mean over queries of sum_j c_ij alpha_ij (Definition 3.1)."""
     return (np.asarray(weights, np.float64) * c).sum((-2, -1)) / len(c)
 
 
-def prefix_spread(hidden: Float[np.ndarray, "*batch T D"]) -> Float[np.ndarray, "*batch"]:
+def prefix_spread(hidden: Float[np.ndarray, "*batch T D"]) -> Float[np.ndarray, "*batch"] | float:
     """The largest distance between a hidden state and the mean of a prefix that contains it (Theorem 3.4)."""
     h = np.asarray(hidden, np.float64)
     h = h - h[..., :1, :]  # so that small differences are not lost in squares
@@ -98,11 +99,11 @@ class LayerMeasurement(NamedTuple):
       query_gradient, key_gradient: [B, C, H], norms of its gradients by the head's own projections; `hidden` is fixed.
     """
 
-    hidden: Float[Array, "B T D"]
-    weights: Float[Array, "B H T T"]
-    bias: Float[Array, "B C H"]
-    query_gradient: Float[Array, "B C H"]
-    key_gradient: Float[Array, "B C H"]
+    hidden: Float[ArrayLike, "B T D"]
+    weights: Float[ArrayLike, "B H T T"]
+    bias: Float[ArrayLike, "B C H"]
+    query_gradient: Float[ArrayLike, "B C H"]
+    key_gradient: Float[ArrayLike, "B C H"]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -141,13 +142,13 @@ def measured_layer(
 def measured_layers(
     params: Params, encoding: Encoding, embedded: Float[np.ndarray, "B T D"], c: Float[np.ndarray, "C T T"]
 ) -> list[LayerMeasurement]:
-    """Every layer's measurement in NumPy, from the input of the first one; at most 7 sequences and 6 matrices.
+    """Every layer's measurement in NumPy, from the input of the first one; at most 5 sequences and 6 matrices.
 
     `c` includes the factor 1 / T of A^c.
     """
     model, schedule = small_model(), schedule_of(encoding)
     # One program serves all: fewer sequences and matrices are padded with copies.
-    inputs = (jnp.asarray(np.resize(a, (size, *a.shape[1:])), jnp.float32) for a, size in ((embedded, 7), (c, 6)))
+    inputs = (jnp.asarray(np.resize(a, (size, *a.shape[1:])), jnp.float32) for a, size in ((embedded, 5), (c, 6)))
     x, c_padded = inputs
     found = []
     for n in range(LAYERS):

@@ -22,15 +22,22 @@ def channels(z: Complex[np.ndarray, "*batch R"]) -> Float[np.ndarray, "*batch K"
 
 
 def rotated(
-    x: Float[np.ndarray, "*batch K"], inv_freq: Float[np.ndarray, " R"], positions: Distances
-) -> Float[np.ndarray, "*batch K"]:
-    """Vectors rotated to their positions; the last axis but one of `x`, if it has one, is that of the positions."""
+    x: Float[np.ndarray, "... K"], inv_freq: Float[np.ndarray, " R"], positions: Distances
+) -> Float[np.ndarray, "T K"]:
+    """Vectors rotated to their positions: one vector for each position [T, K], or the same for all [K]."""
     return channels(pairs(x) * np.exp(1j * np.multiply.outer(positions, inv_freq)))
 
 
+def key_for_distance(
+    query: Float[np.ndarray, "*batch K"], inv_freq: Float[np.ndarray, " R"], distance: int
+) -> Float[np.ndarray, "*batch K"]:
+    """The key whose logit with `query` is largest at `distance`: R^r q (proof of Proposition 3.1)."""
+    return channels(pairs(query) * np.exp(1j * distance * inv_freq))
+
+
 def logits_by_distance(
-    query: Float[np.ndarray, "*batch K"],
-    key: Float[np.ndarray, "*batch K"],
+    query: Float[np.ndarray, "*#batch K"],
+    key: Float[np.ndarray, "*#batch K"],
     inv_freq: Float[np.ndarray, " R"],
     distances: Distances,
 ) -> Float[np.ndarray, "*batch T"]:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from pe_lab.analysis.theory.claims import Claim
+from pe_lab.analysis.theory.claims import Claim, claim
 
 Case = Literal["negative", "positive", "two swaps"]
 CASES: tuple[Case, ...] = ("negative", "positive", "two swaps")
@@ -147,7 +147,7 @@ def theorem_6_1(inv_freq: Float[np.ndarray, " R"], chosen: tuple[int, ...] = (0,
     broken = [b.attended() and not a.attended() for b, a in zip(before, after, strict=True)]
     by_case = {case: [d for c, d in zip(cases, distances, strict=True) if c == case] for case in CASES}
     weights_before, weights_after = [s.weight() for s in before], [s.weight() for s in after]
-    yield Claim(
+    yield claim(
         "p-RoPE, Theorem 6.1",
         "A head with one RoPE frequency cannot attend to a target token robustly: in every sequence that is long "
         "enough, one or two swaps of tokens move the largest logit to another token, and the target's weight below "
@@ -176,7 +176,7 @@ def theorem_6_1(inv_freq: Float[np.ndarray, " R"], chosen: tuple[int, ...] = (0,
         f"wavelength or more: {min(by_case['negative'][-1], by_case['positive'][-1]):,} tokens for the slowest pair of "
         f"{2 * len(inv_freq)} channels at base 10,000.",
     )
-    yield Claim(
+    yield claim(
         "p-RoPE, Theorem 6.1 without its swaps",
         "Taken as a statement about one given sequence (no swap allowed): for N large enough, the weight of the "
         "target cannot exceed 1 - epsilon.",
