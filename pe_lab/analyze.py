@@ -20,6 +20,7 @@ from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.model import complete, preset
 from pe_lab.page import frequency_figures, study_figures
+from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import build_schedule, describe, layers
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import local_path, write_files
@@ -193,6 +194,7 @@ def chosen_study(argv: Sequence[str]) -> str | None:
 def run_study(study: Study, args: argparse.Namespace, out: Path | None, formats: Sequence[str]) -> list[Path]:
     """Runs a study, prints what it found, and writes its files; returns their paths."""
     begun = time.monotonic()
+    hide_absent_tpu()
     if study.models:
         session = open_session(study.name, args, out)
         findings, directory = study.run(session), session.out

@@ -46,8 +46,9 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "pe_lab"
 # A page calls one function of three lines thousands of times: checking its annotations took three quarters of the time
 # of the page's tests. Of `analysis`, modules with arrays are checked.
 packages = [path.stem for path in PACKAGE.iterdir() if path.stem not in ("__init__", "__pycache__", "analysis", "page")]
-arrays = [path.stem for path in (PACKAGE / "analysis").glob("*.py") if "jaxtyping" in path.read_text("utf-8")]
-checked = [f"pe_lab.{name}" for name in packages] + [f"pe_lab.analysis.{name}" for name in arrays]
+arrays = [path for path in (PACKAGE / "analysis").rglob("*.py") if "jaxtyping" in path.read_text("utf-8")]
+checked = [f"pe_lab.{name}" for name in packages]
+checked += [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in arrays]
 jaxtyping.install_import_hook(checked, "type_checks.check")
 
 from pe_lab.attention.key_block import AttentionInputs  # noqa: E402
