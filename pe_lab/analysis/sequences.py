@@ -21,7 +21,7 @@ from pe_lab.errors import CheckpointError, ConfigError, DataError
 from pe_lab.evaluation.plan import parse_length
 from pe_lab.evaluation.session import text_source
 from pe_lab.evaluation.tasks import needles
-from pe_lab.evaluation.tasks.perplexity import POOL, choose_tiles
+from pe_lab.evaluation.tasks.perplexity import POOL
 from pe_lab.evaluation.tasks.suites import SEED, open_tasks, parse_suites
 from pe_lab.evaluation.tasks.task import Task
 from pe_lab.evaluation.variants import Subject
@@ -173,8 +173,8 @@ def text_windows(text: str | None, subject: Subject, length: int, count: int) ->
             f"{name} has {len(stream):,} tokens, too few for {count} sequences of {length:,} + 1. Give a smaller "
             "--length or --sequences, or another --text."
         )
-    chosen, _ = choose_tiles(tiles, count, 0) if tiles > 1 else ((0,), ())
-    windows = stream[: tiles * (length + 1)].reshape(tiles, length + 1)[list(chosen[:count])]
+    chosen = [int((i + 0.5) * tiles / count) for i in range(count)]
+    windows = stream[: tiles * (length + 1)].reshape(tiles, length + 1)[chosen]
     weights = np.ones((count, length), np.float32)
     batch = make_batch(windows, weights, segments=data.segments, eos_id=mixture.tokenizer.eos_id)
     tokens = batch["tokens"].astype(np.int32)

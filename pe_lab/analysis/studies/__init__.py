@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pe_lab.analysis.studies import frequency_use
+from pe_lab.analysis.studies import dope, frequency_use, head_entropy
 from pe_lab.analysis.study import Study
 
-STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in (frequency_use,)}
+STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in (frequency_use, head_entropy, dope)}
