@@ -8,6 +8,7 @@ import json
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -198,6 +199,8 @@ def run_study(study: Study, args: argparse.Namespace, out: Path | None, formats:
     if study.models:
         session = open_session(study.name, args, out)
         findings, directory = study.run(session), session.out
+        if findings is None:  # a plan alone was asked for
+            return []
         about = session.about()
     else:
         findings, directory = study.run(args), out or Path("analysis") / study.name
@@ -216,6 +219,13 @@ def run_study(study: Study, args: argparse.Namespace, out: Path | None, formats:
         for form in formats
     }
     return written + write_files(drawn, "Give another --out.")
+
+
+def shown_paths(paths: Sequence[Path], most: int = 30) -> list[str]:
+    """Paths for people: a directory with more than `most` of them is one line."""
+    counts = Counter(path.parent for path in paths)
+    lines = [f"{p.parent}: {counts[p.parent]} files" if counts[p.parent] > most else str(p) for p in paths]
+    return list(dict.fromkeys(lines))
 
 
 def command_line(argv: Sequence[str]) -> str:
@@ -245,7 +255,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         written = run_study(STUDIES[args.study], args, out, formats)
     if written:
-        print("\nWrote:", *written, sep="\n  ")
+        print("\nWrote:", *shown_paths(written), sep="\n  ")
     return 0
 
 

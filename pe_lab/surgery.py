@@ -7,7 +7,6 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,25 +15,17 @@ from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
 from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.store import Checkpoint
 from pe_lab.checkpoints.surgery import NOTHING, change, write_child
+from pe_lab.checkpoints.weights import weights_digest
 from pe_lab.config import DataConfig, from_dict
 from pe_lab.data.pipeline import validation_batches
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError, UserError
 from pe_lab.parallel import start_processes
-from pe_lab.positional import Beta, Layer, build_schedule, denoise, describe, drop, read_scores, read_with
+from pe_lab.positional import DOPE, Beta, Layer, build_schedule, denoise_by, describe, drop, read_scores, read_with
 from pe_lab.positional.codec import numbers_and_ranges
 from pe_lab.storage import local_path
 from pe_lab.terminal import argument_parser, command
 
-# --dope: how chosen heads are denoised, with each variant of the paper where its parts contradict each other.
-DOPE: dict[str, tuple[str, dict[str, Any]]] = {
-    "all-nope": ("all", {"reading": "nope"}),
-    "all-uniform": ("all", {"reading": "uniform"}),
-    "parts-fast": ("parts", {"keep": "fast"}),
-    "parts-slow": ("parts", {"keep": "slow"}),
-    "gaussian": ("gaussian", {}),
-    "gaussian-unit": ("gaussian", {"seed": 42, "sigma": 1.0, "one_seed": True}),  # appendix A.2
-}
 FIT_WINDOWS, FIT_LENGTH = 8, 1024  # windows to fit a QK-norm's constants on, and the most tokens of each
 
 
@@ -104,11 +95,9 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
     if args.positional:
         return read_with(args.positional, parent.layers, length)
     if args.mask_heads:
-        scores = read_scores(args.mask_heads, len(parent.layers), parent.model.heads)
-        method, options = DOPE[args.dope]
-        if method == "parts":
-            options = {**options, "training_length": length}
-        return denoise(parent.layers, scores, method, args.count, args.order, **{**options, **noise})
+        weights = weights_digest(parent.params)
+        scores = read_scores(args.mask_heads, len(parent.layers), parent.model.heads, weights, str(parent.path))
+        return denoise_by(args.dope, parent.layers, scores, args.count, args.order, length, **noise)
     return parent.layers
 
 

@@ -65,7 +65,8 @@ class Study:
       summary: one line for --help.
       source: the papers' sections and figures.
       options: adds the study's own flags.
-      run: what it finds; it gets a `session.Session` if `models`, else the parsed command line.
+      run: what it finds; it gets a `session.Session` if `models`, else the parsed command line. None: nothing was
+        measured (--dry-run), and nothing is written.
       models: whether it measures models, named by `--from`.
     """
 
@@ -73,7 +74,7 @@ class Study:
     summary: str
     source: str
     options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[Any], Findings]
+    run: Callable[[Any], Findings | None]
     models: bool = True
 
 

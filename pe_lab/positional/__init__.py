@@ -2,7 +2,16 @@
 
 from pe_lab.config import to_json
 from pe_lab.positional.codec import family, from_json, label, label_layers, parse
-from pe_lab.positional.denoising import denoise, dope_by_all, dope_by_gaussian, dope_by_parts, read_scores, select_heads
+from pe_lab.positional.denoising import (
+    DOPE,
+    denoise,
+    denoise_by,
+    dope_by_all,
+    dope_by_gaussian,
+    dope_by_parts,
+    read_scores,
+    select_heads,
+)
 from pe_lab.positional.encodings import (
     Alibi,
     Encoding,

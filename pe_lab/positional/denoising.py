@@ -19,6 +19,16 @@ from pe_lab.positional.layers import Bands, Gaussian, HeadEdit, HeadKind, Layer,
 
 Head = tuple[int, int]  # (layer, query head)
 
+# Methods by name: DoPE's, with each variant of the paper where its parts contradict each other.
+DOPE: dict[str, tuple[str, dict[str, Any]]] = {
+    "all-nope": ("all", {"reading": "nope"}),
+    "all-uniform": ("all", {"reading": "uniform"}),
+    "parts-fast": ("parts", {"keep": "fast"}),
+    "parts-slow": ("parts", {"keep": "slow"}),
+    "gaussian": ("gaussian", {}),
+    "gaussian-unit": ("gaussian", {"seed": 42, "sigma": 1.0, "one_seed": True}),  # appendix A.2
+}
+
 
 def select_heads(
     scores: Float[np.ndarray, "N H"], count: int, order: Literal["ascending", "descending"] = "ascending"
@@ -49,11 +59,18 @@ def select_heads(
     return tuple((int(i) // scores.shape[1], int(i) % scores.shape[1]) for i in sorted(ranked[:count]))
 
 
-def read_scores(path: str | Path, num_layers: int, num_heads: int) -> Float[np.ndarray, "N H"]:
+def read_scores(
+    path: str | Path, num_layers: int, num_heads: int, weights: str = "", model: str = ""
+) -> Float[np.ndarray, "N H"]:
     """Scores from a JSON file: a list of N lists of H numbers, or an object that holds it under "scores".
 
+    Args:
+      weights: a digest of the weights whose heads are chosen; a file that names other `weights` is refused. A file
+        without that key is for any model of the shape.
+      model: the name of that model, for the error.
+
     Raises:
-      DataError: no such file, no JSON, or scores of another shape; names the file.
+      DataError: no such file, no JSON, scores of another model or of another shape; names the file.
     """
     try:
         value = json.loads(Path(path).read_text())
@@ -61,6 +78,13 @@ def read_scores(path: str | Path, num_layers: int, num_heads: int) -> Float[np.n
         raise DataError(f"The scores '{path}' cannot be read ({error.strerror}).") from None
     except ValueError as error:
         raise DataError(f"The scores '{path}' are not JSON ({error}).") from None
+    made_for = value.get("weights") if isinstance(value, dict) else None
+    if weights and made_for not in (None, weights):
+        raise DataError(
+            f"The scores '{path}' were measured on the weights {made_for} of {value.get('checkpoint', 'a model')}, and "
+            f"{model or 'this model'} has the weights {weights}. Measure its own: python -m pe_lab.analyze "
+            "--study=head_entropy."
+        )
     value = value.get("scores") if isinstance(value, dict) else value
     try:
         scores = np.array(value, np.float64)
@@ -171,3 +195,18 @@ def denoise(
     if len(scores) != len(layers):
         raise ConfigError(f"There are scores for {len(scores)} layers, and {len(layers)} layers to denoise.")
     return methods[method](layers, select_heads(scores, count, order), **options)
+
+
+def denoise_by(
+    name: str,
+    layers: Sequence[Layer],
+    scores: Float[np.ndarray, "N H"],
+    count: int,
+    order: Literal["ascending", "descending"],
+    training_length: int,
+    **noise: Any,
+) -> tuple[Layer, ...]:
+    """`denoise` by a method of `DOPE`; `noise` replaces the seed and the sigma of its Gaussian methods."""
+    method, options = DOPE[name]
+    more = {"training_length": training_length} if method == "parts" else noise
+    return denoise(layers, scores, method, count, order, **{**options, **more})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pe_lab.analysis.studies import frequency_use, heads, logit_bounds, theory
+from pe_lab.analysis.studies import dope, frequency_use, head_entropy, heads, logit_bounds, theory
 from pe_lab.analysis.study import Study
 
-STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in (frequency_use, heads, logit_bounds, theory)}
+STUDIES: dict[str, Study] = {
+    module.STUDY.name: module.STUDY for module in (frequency_use, heads, logit_bounds, head_entropy, dope, theory)
+}

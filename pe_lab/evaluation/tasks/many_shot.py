@@ -17,13 +17,14 @@ from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.scoring.math_answers import final_answer, last_boxed, same_answer
 from pe_lab.evaluation.tasks.fitting import Draft, SizedTask
-from pe_lab.evaluation.tasks.task import Sample, Scores, Suite, half_pair, random_for
+from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, Suite, half_pair, random_for
 from pe_lab.storage import read_records
 
 STOP = ("</s>", "<|im_end|>", "<|endoftext|>", "Problem:")
 DEPTHS = (Fraction(0), Fraction(1, 3), Fraction(2, 3), Fraction(1))
 BUFFER, NEW_TOKENS = 2300, 2048
 SAMPLES = {"needle": 400, "plain": 100}  # the paper's: 100 problems, at each depth and without
+ZERO_SHOT = {"zero_shot": 100}  # only when it is named
 FIELDS = ("problem", "solution", "answer")
 ADVICE = (
     "Give a file of JSON lines with --problems=FILE: one problem a line, with the fields problem, solution and answer, "
@@ -69,8 +70,7 @@ class ManyShotTask(SizedTask):
 
     def choose(self, tokenizer: Tokenizer, length: int, count: int, seed: int) -> Sequence[int]:
         """The drafts of the first problems that fit. Draft 4 p + d is of problem p, with depth d if it has a needle."""
-        each, number = len(DEPTHS) if self.needle else 1, len(self.problems)
-        order = random_for(self.suite, "problems", seed).sample(range(number), number)
+        each, order = len(DEPTHS) if self.needle else 1, _order(self.problems, seed)
 
         def least(asked: int) -> int:
             """Tokens of the problem with its solution, one other, and what is reserved."""
@@ -101,7 +101,7 @@ class ManyShotTask(SizedTask):
 
     def score(self, sample: Sample, output: str) -> Scores:
         """1 if the final answer of the output is the reference, else 0."""
-        return {"accuracy": float(same_answer(final_answer(output), sample.references[0]))}
+        return _accuracy(sample, output)
 
     def found(self, sample: Sample, output: str) -> list[float]:
         """The score once for each of `Sample.depth`."""
@@ -122,6 +122,52 @@ class ManyShotTask(SizedTask):
         return "\n\n".join([*shown, _unsolved(problems[asked])])
 
 
+@dataclass(frozen=True)
+class ZeroShotTask:
+    """The problems of `plain` without solved ones before them: the zero-shot row of DoPE's Tables 2 and 4.
+
+    Prompts have their own lengths. Sample i asks for problem i of the random order that the other tasks have.
+    """
+
+    problems: tuple[Problem, ...]
+    fingerprint: str  # of their file
+    max_new_tokens: int = NEW_TOKENS
+
+    suite = "many_shot"
+    name = "zero_shot"
+    metric = "accuracy"
+    sized = False
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return {"problems": self.fingerprint, "max_new_tokens": self.max_new_tokens}
+
+    def samples(self, tokenizer: Tokenizer, length: int | None, count: int, seed: int) -> Sequence[Sample]:
+        """See `Task`."""
+        order = _order(self.problems, seed)[:count]
+
+        def make(index: int) -> Sample:
+            problem = self.problems[order[index]]
+            text, more = _unsolved(problem), {"problem": order[index], "cluster": order[index]}
+            tokens = tokenizer.encode_prompt(text)
+            return Sample(index, text, tokens, (problem.answer,), self.max_new_tokens, STOP, metadata=more)
+
+        return Lazy(make, len(order))
+
+    def score(self, sample: Sample, output: str) -> Scores:
+        """1 if the final answer of the output is the reference, else 0."""
+        return _accuracy(sample, output)
+
+
+def _order(problems: Sequence[Problem], seed: int) -> list[int]:
+    """The random order in which problems are asked for."""
+    return random_for("many_shot", "problems", seed).sample(range(len(problems)), len(problems))
+
+
+def _accuracy(sample: Sample, output: str) -> Scores:
+    return {"accuracy": float(same_answer(final_answer(output), sample.references[0]))}
+
+
 def _solved(problem: Problem) -> str:
     return f"Problem: {problem.text}\nSolution: {problem.solution}"
 
@@ -132,13 +178,18 @@ def _unsolved(problem: Problem) -> str:
 
 def many_shot_tasks(
     problems: Path | None, names: Sequence[str] = (), max_new_tokens: int = NEW_TOKENS, buffer: int = BUFFER
-) -> list[ManyShotTask]:
-    """The tasks `names`, or both, on the problems of a file; None is a `ConfigError`."""
+) -> list[ManyShotTask | ZeroShotTask]:
+    """The tasks `names`, or both with solved problems, on the problems of a file; None is a `ConfigError`."""
     if problems is None:
         raise ConfigError(f"--suite=many_shot: there is no file of problems. {ADVICE}")
     path = problems.expanduser()
     read, fingerprint = read_problems(path), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    return [ManyShotTask(read, fingerprint, name == "needle", buffer, max_new_tokens) for name in names or SAMPLES]
+    return [
+        ZeroShotTask(read, fingerprint, max_new_tokens)
+        if name in ZERO_SHOT
+        else ManyShotTask(read, fingerprint, name == "needle", buffer, max_new_tokens)
+        for name in names or SAMPLES
+    ]
 
 
 def read_problems(path: Path) -> tuple[Problem, ...]:
@@ -171,8 +222,8 @@ SUITE = Suite(
     title="Many-shot learning",
     protocol=2,
     about="A task explained by examples alone, as many as the length holds.",
-    tasks=tuple(SAMPLES),
-    samples=SAMPLES,
+    tasks=(*SAMPLES, *ZERO_SHOT),
+    samples=SAMPLES | ZERO_SHOT,
     flags={
         "--problems": {
             "type": Path,
