@@ -254,8 +254,8 @@ def find_copy(tokens: Int[np.ndarray, " n"], answer: Int[np.ndarray, " m"]) -> t
     return 0, 0
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def check_length(study: str, sequences: Sequences, least: int) -> None:

@@ -6,18 +6,18 @@ import argparse
 import dataclasses
 import io
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.stats
 from jaxtyping import Float
 
 from pe_lab.analysis.figures import Figure, from_arrays, to_arrays
 from pe_lab.errors import DataError
-from pe_lab.results.records import digest, finite
+from pe_lab.results.records import digest
 from pe_lab.storage import read_json, write_file, write_files
 
 FORMAT = 1  # of study.json; counted up when its keys change
@@ -43,7 +43,7 @@ class Findings:
       tables: short tables.
       figures: what is drawn.
       numbers: every array by name. `shapes` names their axes, such as `[V, L, H, R] variant, layer, query head, pair`.
-      facts: further results as JSON.
+      metadata: further results as JSON.
       files: other files to write, by name.
     """
 
@@ -52,7 +52,7 @@ class Findings:
     figures: tuple[Figure, ...]
     numbers: Arrays = field(default_factory=dict)
     shapes: Mapping[str, str] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -110,7 +110,9 @@ def interval(values: Float[np.ndarray, "n ..."]) -> Interval:
     if n == 1:
         unknown = np.full_like(mean, np.nan)
         return Interval(mean, unknown, unknown)
-    half = scipy.stats.t.ppf(0.975, n - 1) * values.std(0, ddof=1) / n**0.5
+    from scipy.stats import t  # a second to import
+
+    half = t.ppf(0.975, n - 1) * values.std(0, ddof=1) / n**0.5
     return Interval(mean, np.asarray(mean - half), np.asarray(mean + half))
 
 
@@ -190,11 +192,20 @@ def write_study(out: Path, name: str, findings: Findings, about: Mapping[str, An
         "tables": [dataclasses.asdict(table) for table in findings.tables],
         "figures": figures,
         "shapes": findings.shapes,
-        "facts": findings.facts,
+        "metadata": findings.metadata,
     }
-    text = json.dumps(finite(written), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    text = json.dumps(_plain(written), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     files = {"study.json": text, "study.npz": packed(arrays), **findings.files}
     return write_files({out / file: data for file, data in files.items()}, "Give another --out.")
+
+
+def _plain(value: Any) -> Any:
+    """The value with null for the numbers that JSON cannot hold."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -222,7 +233,7 @@ def read_study(directory: Path) -> Written:
         figures = tuple(_figure(plain, arrays) for plain in value["figures"])
         tables = tuple(_table(table) for table in value["tables"])
         numbers = {k.removeprefix("numbers/"): v for k, v in arrays.items() if k.startswith("numbers/")}
-        findings = Findings(tuple(value["sentences"]), tables, figures, numbers, value["shapes"], value["facts"])
+        findings = Findings(tuple(value["sentences"]), tables, figures, numbers, value["shapes"], value["metadata"])
         return Written(str(value["study"]), value["about"], findings)
     except Exception as error:
         raise DataError(f"{directory} holds no whole study ({type(error).__name__}: {error}). {advice}") from None

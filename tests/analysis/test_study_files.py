@@ -74,7 +74,7 @@ def test_a_study_comes_back_from_its_files(written):
     assert (study.name, study.about) == ("heads", {"command": "c", "seconds": 2.5})
     found = study.findings
     assert (found.sentences, found.tables) == (FINDINGS.sentences, FINDINGS.tables)
-    assert (dict(found.shapes), dict(found.facts)) == ({"all": "[L, H]"}, {"seeds": [1, 2]})
+    assert (dict(found.shapes), dict(found.metadata)) == ({"all": "[L, H]"}, {"seeds": [1, 2]})
     for one, other in zip(found.figures, FINDINGS.figures, strict=True):
         assert_same(one, other)
     np.testing.assert_array_equal(found.numbers["all"], [[0, 1, 2], [3, 4, 5]])

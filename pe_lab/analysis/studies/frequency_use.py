@@ -183,29 +183,29 @@ def _rows(name: str, found: dict[str, np.ndarray]) -> list[tuple[str, ...]]:
 
 def _sentences(name: str, chosen: Sequence[int], found: dict[str, np.ndarray]) -> list[str]:
     """p-RoPE's statements about Gemma 7B (section 4 and D.2), in this model's numbers."""
-    said = []
+    written = []
     for kind in ("query", "key", "value"):
         by_band = bands(found[kind]).sum(2)  # [S, L, 4]
         ratio = by_band[..., -1] / by_band[..., 0]
         more = int((ratio.mean(0) > 1).sum())
-        said.append(
+        written.append(
             f"{name}: the slowest quarter of pairs has {interval(ratio.mean(1)).words('{:.2f}')} times the {kind} norm "
             f"of the fastest; more in {more} of {len(chosen)} layers."
         )
         fast = by_band[..., 0] / by_band.sum(-1)
         if kind != "value" and len(chosen) > 4:
             ends, middle = interval(fast[:, [0, -1]].mean(1)), interval(fast[:, 1:-1].mean(1))
-            said.append(
+            written.append(
                 f"{name}: the fastest quarter has {ends.words('{:.1%}')} of the {kind} norm in the first and the last "
                 f"layer, and {middle.words('{:.1%}')} in the others."
             )
     contrast = bands(found["attended"] - found["average"]).mean((1, 2))
     share = interval(contrast / contrast.sum(-1, keepdims=True))
-    said.append(
+    written.append(
         f"{name}: of the logit by which attended keys stand out, the fastest quarter of pairs gives "
         f"{share[0].words('{:.0%}')} and the slowest {share[-1].words('{:.0%}')}."
     )
-    return said
+    return written
 
 
 def _figures(
@@ -213,7 +213,7 @@ def _figures(
 ) -> list[Figure]:
     """Heat maps of one model: by layer (Fig. 3), and by layer and head (Fig. 4)."""
     of = f" of {name}" if name else ""
-    pairs = tuple(_pair_name(i, w) for i, w in enumerate(inv_freq.max((0, 1))))
+    pairs = tuple(_pair_name(i, w) for i, w in enumerate(inv_freq.max((0, 1)).tolist()))
     drawn: list[Figure] = []
     for kind in ("query", "key", "value"):
         mean = found[kind].mean(0)

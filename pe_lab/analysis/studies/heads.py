@@ -164,10 +164,10 @@ def _change(
         if those.any():
             parts.append(f"{interval(moved[:, those].mean(1)).words('{:.3f}')} of {what} ({those.sum()})")
     changed = int((of_kind[v] != of_kind[0]).sum())
-    said = f"{names[v]} against {names[0]}: {changed} of {of_kind[0].size} heads change their kind."
+    sentence = f"{names[v]} against {names[0]}: {changed} of {of_kind[0].size} heads change their kind."
     if parts:
-        said += f" Of the attention by distance, it moves {' and '.join(parts)}."
-    return [said]
+        sentence += f" Of the attention by distance, it moves {' and '.join(parts)}."
+    return [sentence]
 
 
 def _maps_of(

@@ -185,15 +185,15 @@ def _tokens(name: str, found: dict[str, np.ndarray], layers: Sequence[int], head
 
 def _sentences(name: str, found: dict[str, np.ndarray]) -> list[str]:
     alignment = found["alignment"].mean(0)  # [L, H, 3]
-    said = []
+    written = []
     for t, target in enumerate(TARGETS[:2]):
         close = int((alignment[..., t] >= 0.5).sum())
         gap = interval(found["alignment"][..., t].max((1, 2)))
-        said.append(
+        written.append(
             f"{name}: the mean logit with {'itself' if target == 'self' else 'the previous token'} reaches half of its "
             f"bound in {close} of {alignment[..., t].size} heads; the best head reaches {gap.words('{:.2f}')}."
         )
-    return [*said, f"{name}: no logit exceeds its bound by more than {max(found['tightest'].max() - 1, 0):.1g}."]
+    return [*written, f"{name}: no logit exceeds its bound by more than {max(found['tightest'].max() - 1, 0):.1g}."]
 
 
 def _figures(

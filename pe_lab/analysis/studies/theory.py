@@ -44,9 +44,9 @@ def _run(arguments: argparse.Namespace) -> Findings:
     numbers = {
         f"{index}/{name}": np.asarray(value) for index, one in enumerate(found) for name, value in one.numbers.items()
     }
-    facts = {"claims": [{**dataclasses.asdict(one), "numbers": None} for one in found]}
+    metadata = {"claims": [{**dataclasses.asdict(one), "numbers": None} for one in found]}
     shapes = {str(index): one.source for index, one in enumerate(found)}
-    return Findings(tuple(sentences), tuple(tables), _figures(found), numbers, shapes, facts)
+    return Findings(tuple(sentences), tuple(tables), _figures(found), numbers, shapes, metadata)
 
 
 def _table(paper: str, found: Sequence[Claim]) -> TextTable:
