@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shlex
 import sys
@@ -13,21 +12,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pe_lab.analysis import frequencies
+from pe_lab.analysis import descriptions, frequencies
 from pe_lab.analysis.session import add_arguments, footprint, open_session
 from pe_lab.analysis.studies import STUDIES
 from pe_lab.analysis.study import Study, write_study
-from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.model import complete, preset
 from pe_lab.page import frequency_figures, study_figures
 from pe_lab.parallel import hide_absent_tpu
-from pe_lab.positional import build_schedule, describe, layers
-from pe_lab.recipes import load_config, split_overrides
+from pe_lab.positional import build_schedule, describe
+from pe_lab.recipes import split_overrides
 from pe_lab.storage import local_path, write_files
 from pe_lab.terminal import argument_parser, command, console, table
 from pe_lab.training.machine import machine, versions
-from pe_lab.training.run import plan_phases
 
 FORMATS = ("pdf", "svg", "png")
 
@@ -110,11 +106,9 @@ def _frequencies(args: argparse.Namespace, formats: Sequence[str]) -> tuple[str,
 
 
 def _schedule_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--config", help="a recipe, such as configs/table1.py:method=rnope_swa; --config.a.b=value as in training")
-    add("--positional", help="instead of a recipe: descriptions of layers, A+B+C for a pattern")
-    add("--model", default="drope_494m", help="instead of a recipe: a preset's shape (default: %(default)s)")
-    add("--length", help="tokens of the sequence, for schemes that depend on it (default: the training length)")
+    descriptions.add_arguments(parser)
+    help = "tokens of the sequence, for schemes that depend on it (default: the training length)"
+    parser.add_argument("--length", help=help)
 
 
 def _schedule(args: argparse.Namespace, formats: Sequence[str]) -> tuple[str, dict[str, bytes]]:
@@ -123,20 +117,14 @@ def _schedule(args: argparse.Namespace, formats: Sequence[str]) -> tuple[str, di
         raise ConfigError(
             "--study=schedule shows a recipe (--config=...) or layers (--positional=...): give one of them."
         )
-    if args.config:
-        config = load_config(args.config, args.overrides)
-        shape = complete(dataclasses.replace(config.model, vocab_size=config.model.loss_chunks))
-        phases = zip(plan_phases(config), config.phases, strict=True)
-        shown = [(f"{p.name}, QK-norm {p.qk_norm}", p.layers, length or phase.sequence_length) for p, phase in phases]
-    else:
-        shape = complete(from_dict(ModelConfig, preset(args.model), "--model"))
-        shown = [(args.model, layers(args.positional, shape.layers), length)]
-    heads = f"{shape.heads} query heads on {shape.kv_heads} key heads of {shape.head_dim} channels"
     parts = []
-    for name, described, at in shown:
-        schedule = build_schedule(described, shape.heads, shape.kv_heads, shape.head_dim, at)
+    for one in descriptions.described(args):
+        shape, at = one.model, length or one.length
+        heads = f"{shape.heads} query heads on {shape.kv_heads} key heads of {shape.head_dim} channels"
+        schedule = build_schedule(one.layers, shape.heads, shape.kv_heads, shape.head_dim, at)
+        name = ", ".join(filter(None, [one.name, one.detail]))
         tokens = f", sequences of {at:,} tokens" if at else ""
-        parts.append(f"{name}: {heads}{tokens}\n{describe(schedule, described)}")
+        parts.append(f"{name}: {heads}{tokens}\n{describe(schedule, one.layers)}")
     return "\n\n".join(parts), {}
 
 
@@ -203,7 +191,8 @@ def run_study(study: Study, args: argparse.Namespace, out: Path | None, formats:
             return []
         about = session.about()
     else:
-        findings, directory = study.run(args), out or Path("analysis") / study.name
+        findings = study.run(args)  # which may set `directory`, for the study of a run
+        directory = out or getattr(args, "directory", Path("analysis") / study.name)
         about = {**footprint(begun), "machine": machine(), "versions": versions()}
     about = {"command": command_line(args.argv), "source": study.source, **about}
     out = console()

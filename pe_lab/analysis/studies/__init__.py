@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from pe_lab.analysis.studies import dope, frequency_use, head_entropy, heads, logit_bounds, theory
+from pe_lab.analysis.studies import (
+    dope,
+    frequency_use,
+    head_entropy,
+    heads,
+    logit_bounds,
+    phase,
+    positional_bias,
+    theory,
+)
 from pe_lab.analysis.study import Study
 
-STUDIES: dict[str, Study] = {
-    module.STUDY.name: module.STUDY for module in (frequency_use, heads, logit_bounds, head_entropy, dope, theory)
-}
+MODULES = (frequency_use, heads, logit_bounds, head_entropy, dope, positional_bias, phase, theory)
+STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in MODULES}

@@ -1,0 +1,58 @@
+"""The layers that a study of descriptions is about: a recipe's phases, checkpoints, or layers on a command line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pe_lab.config import ModelConfig, from_dict
+from pe_lab.model import complete, preset
+from pe_lab.positional import Layer, layers
+from pe_lab.recipes import load_config
+from pe_lab.training.run import plan_phases
+
+
+@dataclass(frozen=True)
+class Described:
+    """The encodings of one model.
+
+    Attributes:
+      name: of the phase, the checkpoint or the preset.
+      layers: the encoding of each layer.
+      length: tokens of a training sequence; None: not known.
+      model: its shape.
+      detail: more about it, for a title.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    length: int | None
+    model: ModelConfig
+    detail: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that choose a recipe, or layers."""
+    add = parser.add_argument
+    add("--config", help="a recipe, such as configs/table1.py:method=rnope_swa; --config.a.b=value as in training")
+    add("--positional", help="instead of a recipe: descriptions of layers, A+B+C for a pattern")
+    add("--model", default="drope_494m", help="instead of a recipe: a preset's shape (default: %(default)s)")
+
+
+def described(args: argparse.Namespace) -> Sequence[Described]:
+    """Each phase of the recipe, or the one description of the layers.
+
+    Raises:
+      UserError: no such recipe, preset or encoding.
+    """
+    if args.config:
+        config = load_config(args.config, args.overrides)
+        shape = complete(dataclasses.replace(config.model, vocab_size=config.model.loss_chunks))
+        return [
+            Described(plan.name, plan.layers, phase.sequence_length, shape, f"QK-norm {plan.qk_norm}")
+            for plan, phase in zip(plan_phases(config), config.phases, strict=True)
+        ]
+    shape = complete(from_dict(ModelConfig, preset(args.model), "--model"))
+    return [Described(args.model, layers(args.positional, shape.layers), None, shape)]
