@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from dense import language_model
 
+from pe_lab.analysis import phase_precision as precision
 from pe_lab.analysis.descriptions import Described
-from pe_lab.analysis.studies import phase_precision as precision
 from pe_lab.analysis.studies.phase import outside, rotations
 from pe_lab.analyze import main
 from pe_lab.checkpoints.store import Store

@@ -23,7 +23,7 @@ from pe_lab.analysis import descriptions
 from pe_lab.analysis.descriptions import Described
 from pe_lab.analysis.figures import Figure, Line, LineCharts
 from pe_lab.analysis.frequencies import incomplete_pairs
-from pe_lab.analysis.studies.phase_precision import (
+from pe_lab.analysis.phase_precision import (
     COMPUTED,
     PRECISIONS,
     largest_base,

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from pe_lab.analysis.bias_gradients import LEAST, PATTERNS, PositionalBias, positional_bias
 from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.analysis.sequences import Sequences, add_arguments, check_length
 from pe_lab.analysis.session import Session
-from pe_lab.analysis.studies.bias_gradients import LEAST, PATTERNS, PositionalBias, positional_bias
 from pe_lab.analysis.study import Findings, Interval, Study, TextTable, interval
 from pe_lab.evaluation.variants import Variant, model_name
 from pe_lab.language_model import LanguageModel
