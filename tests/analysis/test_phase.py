@@ -159,8 +159,8 @@ def test_a_recipe_is_as_the_study_of_schedules_reads_it(tmp_path):
     recipe = f"--config={ROOT}/configs/drope_laptop.py"
     assert main(["--study=phase", recipe, f"--out={tmp_path}", "--methods=pi", "--target=2x"]) == 0
     study, numbers = written(tmp_path)
-    assert [one["title"].split(",")[0] for one in study["facts"]["rotations"]] == ["pretrain"]  # recalibrated without
-    length = study["facts"]["rotations"][0]["length"]
+    assert [one["title"].split(",")[0] for one in study["metadata"]["rotations"]] == ["pretrain"]  # recalibrated without
+    length = study["metadata"]["rotations"][0]["length"]
     assert f"numbers/inv_freq_PI_{2 * length}" in numbers
 
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_is_studied_beside_its_run(tmp_path, monkeypatch):
     (run / "run.json").write_text('{"name": "toy"}')
     assert main(["--study=phase", "--from=run", "--methods=ntk"]) == 0
     study, numbers = written(run / "analysis" / "phase")
-    assert study["facts"]["rotations"] == [{"title": "toy pretrain, layer 0 (rope(base=100))", "length": 64}]
+    assert study["metadata"]["rotations"] == [{"title": "toy pretrain, layer 0 (rope(base=100))", "length": 64}]
     np.testing.assert_allclose(numbers["numbers/inv_freq"], frequencies(Rope(100.0), dense.K)[0], rtol=1e-12)
 
 

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pe_lab.analysis import bias_gradients, positional_bias
+from pe_lab.analysis import bias_gradients
 from pe_lab.analysis.bias_gradients import PATTERNS
 from pe_lab.analysis.sequences import Sequences
 from pe_lab.analysis.session import Session, distinct_names
+from pe_lab.analysis.studies import positional_bias
 from pe_lab.analysis.studies.positional_bias import Group, compare
 from pe_lab.checkpoints import Checkpoint
 from pe_lab.checkpoints.store import metadata_of
