@@ -148,6 +148,15 @@ class Inspection:
         edited[layer] = dataclasses.replace(before, heads=(*before.heads, HeadEdit(tuple(heads), to)))
         return self.with_positional(edited)
 
+    def initialized(self: LanguageModel, seed: int) -> LanguageModel:
+        """The same shape and encodings with random weights, those that training starts from with this seed."""
+        checkpoint = self.checkpoint
+        params = jax.jit(Model(checkpoint.model).init)(jax.random.key(seed))
+        metadata = {**checkpoint.metadata, "id": f"init-{seed}-{checkpoint.metadata['id']}", "lineage": []}
+        return dataclasses.replace(
+            self, checkpoint=dataclasses.replace(checkpoint, params=params, metadata=metadata, step=0)
+        )
+
     def layer_pass(
         self: LanguageModel,
         ids: Int[ArrayLike, "B T"],

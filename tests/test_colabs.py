@@ -15,6 +15,7 @@ from tiny_runs import REPOSITORY, start
 
 COLABS = sorted((REPOSITORY / "colabs").glob("*.ipynb"))
 QUICKSTART = REPOSITORY / "colabs/quickstart.ipynb"
+INSIDE = REPOSITORY / "colabs/inside.ipynb"
 PATIENCE = 400  # seconds for one process
 
 each_notebook = pytest.mark.parametrize("path", COLABS, ids=lambda path: path.name)
@@ -27,8 +28,8 @@ def nodes(path: Path) -> Iterator[ast.AST]:
             yield from ast.walk(ast.parse(TransformerManager().transform_cell(cell.source)))
 
 
-def test_the_quickstart_is_among_the_notebooks():
-    assert QUICKSTART in COLABS
+def test_no_notebook_is_missing():
+    assert COLABS == [INSIDE, QUICKSTART]
 
 
 @each_notebook
@@ -61,28 +62,47 @@ def test_what_it_imports_exists(path):
     assert [f"{m}.{n}" for m, n in ours if not hasattr(importlib.import_module(m), n)] == []
 
 
-@pytest.mark.slow
-def test_the_quickstart_runs_and_what_it_saves_can_be_trained(tmp_path, monkeypatch):
-    cache = f"--config.data.cache_dir={tmp_path / 'cache'}"
+@pytest.fixture(scope="module")
+def quick_run(tmp_path_factory) -> Path:
+    """The run of the demo's recipe in seconds; its `cache` lies beside it."""
+    directory = tmp_path_factory.mktemp("quick")
     recipe = f"--config={REPOSITORY / 'configs/drope_laptop.py'}:quick"
-    training = start(["pe_lab.train", recipe, cache, f"--workdir={tmp_path / 'run'}"], tmp_path)
+    cache = f"--config.data.cache_dir={directory / 'cache'}"
+    training = start(["pe_lab.train", recipe, cache, f"--workdir={directory / 'run'}"], directory)
     out = training.communicate(timeout=PATIENCE)[0]
     assert training.returncode == 0, out[-3000:]
+    return directory / "run"
 
-    monkeypatch.setenv("PE_LAB_RUN", str(tmp_path / "run"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the child is saved there
-    notebook = nbformat.read(QUICKSTART, 4)
-    # From its own directory, as Jupyter starts it. An error in a cell raises here.
-    NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(QUICKSTART.parent)}}).execute()
+
+def execute(path: Path, run: Path, images: int, monkeypatch: pytest.MonkeyPatch) -> nbformat.NotebookNode:
+    """The notebook after its execution, from its own directory, as Jupyter starts it; an error in a cell raises."""
+    monkeypatch.setenv("PE_LAB_RUN", str(run))
+    notebook = nbformat.read(path, 4)
+    NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(path.parent)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"] == []
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == images
+    return notebook
+
+
+@pytest.mark.slow  # 40 s
+def test_the_inside_of_a_model_is_shown(quick_run, monkeypatch):
+    notebook = execute(INSIDE, quick_run, 5, monkeypatch)
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("<table" in output.get("data", {}).get("text/html", "") for output in shown)  # the schedule
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_and_what_it_saves_can_be_trained(quick_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the child is saved there
+    notebook = execute(QUICKSTART, quick_run, 4, monkeypatch)
 
     # The command that the last cell prints, but for its length and where it writes.
     printed = "".join(output.text for output in notebook.cells[-1].outputs)
     command = shlex.split(printed[printed.index("python -m") :].replace("\\\n", " "))
     assert command[:3] == ["python", "-m", "pe_lab.train"]
     short = ["--config.phases.0.steps=4", "--config.phases.0.optimizer.warmup_steps=1"]
+    cache = f"--config.data.cache_dir={quick_run.parent / 'cache'}"
     training = start([*command[2:], *short, cache, f"--workdir={tmp_path / 'mixture'}"], REPOSITORY)
     out = training.communicate(timeout=PATIENCE)[0]
     assert training.returncode == 0, out[-3000:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import resource
 import sys
@@ -23,7 +22,6 @@ from pe_lab.errors import ConfigError
 from pe_lab.evaluation.targets import Target, load_subjects, locate_all, parse_steps
 from pe_lab.evaluation.variants import Subject, Variant, all_variants, parse_methods
 from pe_lab.language_model import LanguageModel
-from pe_lab.model import Model
 from pe_lab.positional import label_layers
 from pe_lab.terminal import Progress, console
 from pe_lab.training.machine import machine, versions
@@ -219,16 +217,11 @@ def _subjects(target: Target, seeds: int | None) -> list[Subject]:
     if seeds < 1:
         raise ConfigError(f"--init is {seeds}; give the number of random initializations, at least 1.")
     shapes = {repr((one.lm.config, one.lm.layers)): one for one in found}
-    return [random_subject(one, seed) for one in shapes.values() for seed in range(seeds)]
-
-
-def random_subject(subject: Subject, seed: int) -> Subject:
-    """The subject with random weights, as training would start from with this seed."""
-    checkpoint = subject.checkpoint
-    params = jax.jit(Model(checkpoint.model).init)(jax.random.key(seed))
-    metadata = {**checkpoint.metadata, "id": f"init-{seed}-{subject.id}", "lineage": []}
-    random = dataclasses.replace(checkpoint, params=params, metadata=metadata, step=0)
-    return Subject(dataclasses.replace(subject.lm, checkpoint=random), subject.run, f"initialization {seed}")
+    return [
+        Subject(one.lm.initialized(seed), one.run, f"initialization {seed}")
+        for one in shapes.values()
+        for seed in range(seeds)
+    ]
 
 
 def distinct_names(variants: Sequence[Variant], several: bool) -> list[str]:

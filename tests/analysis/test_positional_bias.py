@@ -256,7 +256,7 @@ def session(tmp_path) -> Session:
 def test_initializations_of_an_encoding_are_one_line(session):
     found = positional_bias.STUDY.run(session)
     names = ["RoPE (initializations 0 to 1)", "NoPE (initializations 0 to 1)"]
-    assert [group["name"] for group in found.facts["groups"]] == names
+    assert [group["name"] for group in found.metadata["groups"]] == names
     assert found.numbers["bias_0"].shape == (2, 2, 2, H, 2)  # initializations, sequences, layers, heads, patterns
     for seed in range(2):
         alone = positional_bias.positional_bias(rope(seed), tokens(T)[:1], [0, 1])
