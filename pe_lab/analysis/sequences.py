@@ -140,7 +140,7 @@ def open_sequences(arguments: argparse.Namespace, subject: Subject) -> Sequences
     named = parse_suites(suite)
     if list(named) != ["niah"] or len(named["niah"]) != 1:
         raise ConfigError(f"--suite={suite}: name one task with one needle, niah:standard or another, or {NEEDLES}.")
-    tasks = open_tasks(named, arguments)
+    tasks = open_tasks(named, argparse.Namespace(**vars(arguments), samples=count))
     return prompts(tasks[0], tokenizer, length, count, arguments.seed)
 
 

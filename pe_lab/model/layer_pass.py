@@ -85,6 +85,33 @@ def layer_pass(
     return _layers(model, params, tokens, schedule.structure, stacked, measure, chosen, positions, segments, data)
 
 
+def advance(
+    model: Model,
+    params: Params,
+    x: Float[Array | np.ndarray, "B T D"],
+    schedule: Schedule,
+    start: int,
+    stop: int,
+    *,
+    positions: Int[Array | np.ndarray, "#B T"] | None = None,
+    segments: Int[Array | np.ndarray, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """The residual stream at the input of layer `stop`, from `x`, that at the input of layer `start`.
+
+    The input of layer 0 is `embed`'s, and that of layer N the output of the last layer. Layers of one structure share
+    a compiled program.
+
+    Args:
+      model, params, schedule, positions, segments: as `Model.hidden` takes them.
+    """
+    positions, segments = (None if x is None else jnp.asarray(x) for x in (positions, segments))
+    stacked = (params["layers"], layer_arrays(jax.tree.map(jnp.asarray, schedule)))
+    x = jnp.array(x)  # a copy, because each layer's program reuses its input's memory
+    for n in range(start, stop):
+        x, _ = _layer(model, schedule.structure[n], None, x, stacked, jnp.int32(n), positions, segments, None)
+    return x
+
+
 def checked_layers(count: int, layers: Sequence[int] | None) -> tuple[int, ...]:
     """The chosen layers, ascending, each once; None is all `count`. `ConfigError` for none or one that is not there."""
     chosen = tuple(sorted(set(range(count) if layers is None else layers)))
@@ -97,7 +124,7 @@ def checked_layers(count: int, layers: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _layers(model, params, tokens, structure, stacked, measure, chosen, positions, segments, data):  # noqa: ANN001, ANN202
-    x = _embed(model, params, jnp.asarray(tokens))
+    x = embed(model, params, jnp.asarray(tokens))
     for n in range(chosen[-1] + 1):
         used = measure if n in chosen else None
         x, found = _layer(model, structure[n], used, x, stacked, jnp.int32(n), positions, segments, data)
@@ -106,7 +133,8 @@ def _layers(model, params, tokens, structure, stacked, measure, chosen, position
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _embed(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
+def embed(model: Model, params: Params, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "B T D"]:
+    """The residual stream at the input of layer 0."""
     return model.embed(params, tokens)
 
 

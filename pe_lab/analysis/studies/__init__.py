@@ -7,6 +7,8 @@ from pe_lab.analysis.studies import (
     frequency_use,
     head_entropy,
     heads,
+    knock_out,
+    layers,
     logit_bounds,
     phase,
     positional_bias,
@@ -14,5 +16,5 @@ from pe_lab.analysis.studies import (
 )
 from pe_lab.analysis.study import Study
 
-MODULES = (frequency_use, heads, logit_bounds, head_entropy, dope, positional_bias, phase, theory)
+MODULES = (frequency_use, heads, logit_bounds, head_entropy, dope, positional_bias, phase, theory, layers, knock_out)
 STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in MODULES}

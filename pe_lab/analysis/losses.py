@@ -1,0 +1,290 @@
+"""Losses and scores of a model under edits of a few layers: what lies below an edit is computed once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Bool, Float, Float32, Int
+
+from pe_lab.analysis.sequences import Sequences
+from pe_lab.analysis.session import Session
+from pe_lab.attention.statistics import ArrayLike
+from pe_lab.config import ModelConfig
+from pe_lab.evaluation.scoring.forward import BATCH_TOKENS, BATCH_TOKENS_ELSEWHERE, LOGITS
+from pe_lab.language_model import LanguageModel, Tokens
+from pe_lab.model import Model, Params, cross_entropy
+from pe_lab.model.layer_pass import advance, embed
+from pe_lab.parallel import AxisRules, use_mesh
+from pe_lab.positional import Layer, to_json
+from pe_lab.results.records import digest
+
+
+@functools.cache
+def _model(config: ModelConfig) -> Model:
+    return Model(config, backward=False)
+
+
+class Streams:
+    """The residual stream of some sequences at the input of each layer, computed when it is needed, and kept.
+
+    A model whose lowest edited layer is n has the streams of the unedited model up to the input of layer n, and only
+    the layers from n on are run (`under`). Kept streams lie in the memory of the host: N * B * T * D numbers.
+
+    Args:
+      lm: the model.
+      tokens: as `lm.logits` takes them.
+      segments, positions: of the tokens, for packed documents.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        tokens: Tokens,
+        segments: Int[ArrayLike, "B T"] | None = None,
+        positions: Int[ArrayLike, "#B T"] | None = None,
+    ):
+        self.lm, self._ids = lm, lm.sequences(tokens)
+        self._places: dict[str, Any] = {"segments": segments, "positions": positions}
+        self._model = _model(lm.whole_pass_config())
+        with self._on_mesh():
+            self._kept: dict[int, Any] = {0: np.asarray(embed(self._model, self._params, self._put(self._ids)))}
+
+    @property
+    def _params(self) -> Params:
+        return self.lm.checkpoint.params
+
+    def under(self, lm: LanguageModel, first: int | None = None) -> Streams:
+        """The streams of the same sequences in an edited model.
+
+        Args:
+          lm: the same model under other encodings or, with `first`, with other weights in the layers from `first` on.
+          first: the lowest layer that differs; None: the first one whose description differs.
+        """
+        if first is None:
+            first = first_difference(self.lm.layers, lm.layers)
+        self._input(first, keep=True)
+        edited = object.__new__(Streams)
+        edited.__dict__ |= vars(self) | {"lm": lm}
+        edited._kept = {n: x for n, x in self._kept.items() if n <= first}
+        return edited
+
+    def losses(self, targets: Int[ArrayLike, "B T"]) -> Float32[np.ndarray, "B T"]:
+        """The cross-entropy of each target in nats."""
+        vocabulary, tokens = self.lm.config.vocab_size, self._ids.size
+        fitting = (n for n in range(1, vocabulary + 1) if vocabulary % n == 0)
+        chunks = next(n for n in fitting if tokens * vocabulary // n <= LOGITS or n == vocabulary)
+        x = self._input(self.lm.config.layers)
+        with self._on_mesh():
+            return np.asarray(_losses(self._model, self._params, x, jnp.asarray(targets), chunks))
+
+    def scores(
+        self, at: Int[ArrayLike, "B Q"], answers: Int[ArrayLike, "B Q"]
+    ) -> tuple[Float32[np.ndarray, "B Q"], Bool[np.ndarray, "B Q"]]:
+        """The log-probability of each answer after its position `at`, nats, and whether it is the likeliest token."""
+        x = self._input(self.lm.config.layers)
+        with self._on_mesh():
+            found = _scores(self._model, self._params, x, jnp.asarray(at), jnp.asarray(answers))
+        log_probs, right = map(np.asarray, found)
+        return log_probs, right
+
+    def _input(self, n: int, keep: bool = False) -> jax.Array | np.ndarray:
+        """The stream at the input of layer n; with `keep`, also those before it are kept."""
+        below = max(m for m in self._kept if m <= n)
+        x, schedule = self._kept[below], self.lm.schedule_for(self._ids.shape[1])
+        with self._on_mesh():
+            run = functools.partial(advance, self._model, self._params, schedule=schedule, **self._places)
+            if not keep:
+                return run(self._put(x), start=below, stop=n)
+            for m in range(below, n):
+                x = self._kept[m + 1] = np.asarray(run(self._put(x), start=m, stop=m + 1))
+            return x
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        mesh = self.lm.mesh
+        return contextlib.nullcontext() if mesh is None else use_mesh(mesh, AxisRules())
+
+    def _put(self, x: Any) -> Any:
+        """The array, sharded over the mesh's data axis."""
+        mesh = self.lm.mesh
+        return jnp.asarray(x) if mesh is None else jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+
+
+def first_difference(one: Sequence[Layer], other: Sequence[Layer]) -> int:
+    """The lowest layer that is described differently; N if none is."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _losses(
+    model: Model, params: Params, x: Float[jax.Array, "B T D"], targets: Int[jax.Array, "B T"], chunks: int
+) -> Float32[jax.Array, "B T"]:
+    return cross_entropy(model.final_norm(params, x), model.unembedding(params), targets, chunks)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scores(
+    model: Model,
+    params: Params,
+    x: Float[jax.Array, "B T D"],
+    at: Int[jax.Array, "B Q"],
+    answers: Int[jax.Array, "B Q"],
+) -> tuple[Float32[jax.Array, "B Q"], Bool[jax.Array, "B Q"]]:
+    x = model.final_norm(params, jnp.take_along_axis(x, at[..., None], axis=1))
+    weights = model.unembedding(params).astype(x.dtype)
+    logits = jnp.einsum("bqd,vd->bqv", x, weights, preferred_element_type=jnp.float32)
+    log_probs = jax.nn.log_softmax(logits)
+    return jnp.take_along_axis(log_probs, answers[..., None], axis=-1)[..., 0], jnp.argmax(logits, -1) == answers
+
+
+def sequence_groups(
+    lm: LanguageModel, indices: Sequence[int], length: int, most: int | None = None
+) -> Iterator[tuple[list[int], int]]:
+    """Groups of sequences that are measured at once, and how many of a group count.
+
+    A group has as many as fit a CPU's caches, or an accelerator's memory, and no more than `most` on each device. Its
+    last sequence is repeated until they divide over the devices.
+    """
+    shards = 1 if lm.mesh is None else lm.mesh.shape["data"]
+    tokens = BATCH_TOKENS.get(jax.default_backend(), BATCH_TOKENS_ELSEWHERE)
+    size = shards * min(max(1, tokens // length), most or length)
+    for start in range(0, len(indices), size):
+        group = list(indices[start : start + size])
+        yield group + group[-1:] * (-len(group) % shards), len(group)
+
+
+@dataclasses.dataclass
+class EditedLosses:
+    """Losses of sequences under edits of a model, by bins of positions. What was measured before is read.
+
+    Attributes:
+      session: keeps the parts.
+      protocol, identity: what a part's numbers depend on, beside the encodings and the sequence.
+      lm: the model without edits.
+      sequences: with targets.
+      edges: of the bins, from 0 to T.
+      on_work: is called with the work that is done; see `work`.
+    """
+
+    session: Session
+    protocol: str
+    identity: dict[str, Any]
+    lm: LanguageModel
+    sequences: Sequences
+    edges: Int[np.ndarray, " edges"]
+    on_work: Callable[[float], None] = lambda work: None
+
+    def measure(
+        self, edits: Sequence[tuple[Layer, ...]], indices: Sequence[int], base: tuple[Layer, ...] | None = None
+    ) -> Float[np.ndarray, "E S bins 2"]:
+        """Summed losses, nats, and their number, by edit, sequence and bin.
+
+        Args:
+          edits: the layers of each edited model.
+          indices: of the S sequences.
+          base: layers whose streams are kept for all edits; None: the model's.
+        """
+        found = np.zeros((len(edits), len(indices), len(self.edges) - 1, 2))
+        row = {index: s for s, index in enumerate(indices)}
+        for group, count in sequence_groups(self.lm, indices, self.sequences.length):
+            streams: Streams | None = None
+            for e, layers in enumerate(edits):
+                identities = [self._part(layers, index) for index in group[:count]]
+                stored = [self.session.parts.find(identity) for identity in identities]
+                if any(part is None for part in stored):
+                    if streams is None:
+                        streams = self._streams(base, group)
+                    stored = self._fresh(streams, layers, group)[:count]
+                    for identity, part in zip(identities, stored, strict=True):
+                        self.session.parts.put(identity, part)
+                else:
+                    self.session.reused += count
+                for index, part in zip(group, stored, strict=False):
+                    found[e, row[index]] = part["bins"]
+                self.on_work(count * self.work(layers, base))
+        return found
+
+    def work(self, layers: tuple[Layer, ...], base: tuple[Layer, ...] | None = None) -> float:
+        """The work of one sequence under an edit, in tokens times layers; the output counts as some layers."""
+        weights = self._layer_weights
+        output = self.lm.config.d_model * self.lm.config.vocab_size / weights
+        run = self.lm.config.layers - first_difference(self.lm.layers if base is None else base, layers)
+        return self.sequences.length * (run + output)
+
+    @functools.cached_property
+    def _layer_weights(self) -> float:
+        leaves = jax.tree.leaves(self.lm.checkpoint.params["layers"])
+        return sum(x.size for x in leaves) / self.lm.config.layers
+
+    def _streams(self, base: tuple[Layer, ...] | None, group: Sequence[int]) -> Streams:
+        batch = self.sequences.batch(group)
+        lm = self.lm if base is None else dataclasses.replace(self.lm, layers=base)
+        return Streams(lm, batch.tokens, batch.segments, batch.positions)
+
+    def _fresh(self, streams: Streams, layers: tuple[Layer, ...], group: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        batch = self.sequences.batch(group)
+        losses = streams.under(dataclasses.replace(self.lm, layers=layers)).losses(batch.targets)
+        return [{"bins": bins} for bins in by_bin(losses, counted_targets(batch), self.edges)]
+
+    def _part(self, layers: tuple[Layer, ...], index: int) -> dict[str, Any]:
+        return {
+            **self.identity,
+            "protocol": self.protocol,
+            "encodings": digest([to_json(layer) for layer in layers]),
+            "sequence": self.sequences.digests[index],
+            "length": self.sequences.length,
+            "edges": self.edges.tolist(),
+        }
+
+
+def shortened(sequences: Sequences, length: int) -> Sequences:
+    """The first `length` tokens of each sequence of text."""
+
+    def of(x: np.ndarray | None) -> np.ndarray | None:
+        return None if x is None else x[:, :length]
+
+    arrays = (of(x) for x in (sequences.targets, sequences.segments, sequences.positions))
+    lengths = np.minimum(sequences.lengths, length)
+    return Sequences(sequences.name, sequences.tokens[:, :length], lengths, *arrays)
+
+
+def counted_targets(sequences: Sequences) -> Bool[np.ndarray, "S T"]:
+    """Which targets count: all but the first tokens of further documents, which nothing before them predicts."""
+    counted = np.ones(sequences.tokens.shape, bool)
+    if sequences.segments is not None:
+        counted[:, :-1] = sequences.segments[:, 1:] == sequences.segments[:, :-1]
+    return counted
+
+
+def bin_edges(boundaries: Sequence[int], most: int = 32) -> Int[np.ndarray, " edges"]:
+    """Edges of bins of positions from 0 to the highest boundary: all boundaries, and equal parts between them."""
+    end = max(boundaries)
+    edges = {0}
+    for low, high in zip([0, *sorted(boundaries)], sorted(boundaries), strict=False):
+        parts = max(1, min(high - low, round(most * (high - low) / end)))
+        edges |= set(np.linspace(low, high, parts + 1).round().astype(int).tolist())
+    return np.asarray(sorted(edges))
+
+
+def by_bin(
+    losses: Float[np.ndarray, "B T"], counted: Bool[np.ndarray, "B T"], edges: Int[np.ndarray, " edges"]
+) -> Float[np.ndarray, "B bins 2"]:
+    """The sum of the losses that count, and their number, in each bin."""
+    values = np.stack([np.where(counted, losses, 0).astype(np.float64), counted.astype(np.float64)], -1)
+    return np.add.reduceat(values, edges[:-1], axis=1)
+
+
+def mean_loss(
+    bins: Float[np.ndarray, "... bins 2"], edges: Int[np.ndarray, " edges"], first: int, end: int
+) -> Float[np.ndarray, "..."]:
+    """The mean loss at the positions first .. end, which are edges of bins."""
+    low, high = np.searchsorted(edges, [first, end])
+    total = bins[..., low:high, :].sum(-2)
+    return total[..., 0] / np.maximum(total[..., 1], 1)

@@ -1,0 +1,226 @@
+"""Retrieval heads: their attention to a needle against a known weight, scores without them against edited weights."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pe_lab import analyze
+from pe_lab.analysis.sequences import Questions, Sequences, open_sequences
+from pe_lab.analysis.session import Session
+from pe_lab.analysis.studies import knock_out as study
+from pe_lab.analysis.studies.knock_out import (
+    masked,
+    needle_scores,
+    random_heads,
+    retrieval_scores,
+    whole_answers,
+    without_heads,
+)
+from pe_lab.analysis.studies.knock_out_findings import Knocked, verdict
+from pe_lab.checkpoints import Checkpoint
+from pe_lab.config import ModelConfig
+from pe_lab.data.tokenizers import load_tokenizer
+from pe_lab.evaluation.variants import Subject, Variant
+from pe_lab.language_model import LanguageModel
+from pe_lab.model import Model, complete
+from pe_lab.positional import HeadEdit, Layer, NoPE, Rope, Uniform
+
+V = D = K = 16
+CONFIG = ModelConfig(vocab_size=V, layers=2, d_model=D, d_ff=24, heads=4, kv_heads=2, head_dim=K, dtype="float32")
+T, S, Q = 19, 6, 3
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, V, (S, T)).astype(np.int32)
+AT = np.tile([12, 13, 16], (S, 1))
+SOURCE = np.stack([RNG.permutation(10)[:Q] for _ in range(S)])
+NEEDLE = np.stack([SOURCE, SOURCE + 1], -1)
+ANSWERS = np.take_along_axis(TOKENS, AT + 1, 1)
+ASKED = Sequences("prompts", TOKENS, np.full(S, T), questions=Questions(AT, ANSWERS, SOURCE, NEEDLE))
+
+
+@functools.cache
+def made() -> LanguageModel:
+    params = jax.tree.map(lambda a: 8 * a if a.ndim > 2 else a, jax.jit(Model(CONFIG).init)(jax.random.key(0)))
+    metadata = {"id": "made", "training_length": T, "lineage": []}
+    checkpoint = Checkpoint(Path("made"), 1, params, complete(CONFIG), (Layer(Rope(100.0)),) * 2, metadata)
+    return LanguageModel(checkpoint, checkpoint.layers)
+
+
+def session(out: Path, *options: str, sequences: Sequences = ASKED) -> Session:
+    argv = ["--study=knock_out", "--from=made", "--suite=needles", f"--sequences={S}", *options]
+    arguments = analyze.parser("knock_out").parse_args(argv)
+    variant = Variant(Subject(made(), "made", "made"), "as trained", "RoPE")
+    built = Session("knock_out", arguments, out, [variant], ["RoPE"])
+    built.__dict__["sequences"] = sequences
+    return built
+
+
+def test_attention_to_the_source_of_hand_made_heads():
+    """Embeddings are one-hot: head 0 attends to the same token as its query's, head 1 to all tokens alike."""
+    lm = made().drop_positional()
+    params = jax.tree.map(jnp.zeros_like, lm.checkpoint.params)
+    params["token_embedder"]["embedding"] = jnp.eye(V)
+    layer = {**params["layers"], "attention_norm": {"scale": jnp.ones((2, D))}}
+    query = jnp.zeros((2, D, 4, K)).at[:, :, 0].set(jnp.eye(D))
+    layer["attention"] = {**layer["attention"], "query": query, "key": jnp.tile(jnp.eye(D)[:, None], (2, 1, 2, 1))}
+    lm = dataclasses.replace(lm, checkpoint=dataclasses.replace(lm.checkpoint, params={**params, "layers": layer}))
+    tokens = np.array([[3, 5, 3, 7, 5, 1, 2, 5] + [0] * (T - 8)], np.int32)
+    # The query of 5 at 4 sees 5 tokens, 2 of them its own; that at 7 sees 8, 3 of them its own.
+    # The first and the last ask for the 5 at 1, the other for the 3 at 0.
+    at, source = np.array([[4, 7, 4]]), np.array([[1, 0, 1]])
+    asked = Questions(at, np.zeros_like(at), source, np.stack([source, source + 1], -1))
+    found = retrieval_scores(lm, Sequences("one", tokens, np.array([8]), questions=asked))
+    assert found.shape == (1, 2, 4)
+    peak = np.exp(D / K**0.5)  # the norm makes one-hot vectors of length sqrt(D)
+    expected = (2 * peak / (2 * peak + 3) + 1 / (3 * peak + 5)) / 3
+    np.testing.assert_allclose(found[0, :, 0], expected, rtol=1e-4)
+    np.testing.assert_allclose(found[0, :, 1:], (2 / 5 + 1 / 8) / 3, rtol=1e-5)
+
+
+def test_attention_to_the_source_is_that_of_attention_weights():
+    found, lm = retrieval_scores(made(), ASKED), made()
+    weights = lm.attention_weights(TOKENS)  # [N, S, H, T, T]
+    for s in range(S):
+        expected = weights[:, s][:, :, AT[s], SOURCE[s]].mean(-1)
+        np.testing.assert_allclose(found[s], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_scores_are_those_of_logits_also_with_heads_masked():
+    lm, heads = made(), [(1, 2), (0, 3), (1, 0)]
+    edited = jax.tree.map(np.array, lm.checkpoint.params)
+    for n, h in heads:
+        edited["layers"]["attention"]["out"][n, h] = 0
+    by_hand = dataclasses.replace(lm, checkpoint=dataclasses.replace(lm.checkpoint, params=edited))
+    assert jax.tree.all(jax.tree.map(np.array_equal, without_heads(lm.checkpoint.params, heads), edited))
+    ways = [(lm, None, lm), (lm, edited, by_hand), (masked(lm, heads), None, by_hand)]
+    for model, params, expected in ways:
+        found = needle_scores(model, ASKED, params)
+        logits = np.asarray(jax.nn.log_softmax(expected.logits(TOKENS)))
+        logits = np.take_along_axis(logits, AT[..., None], 1)
+        np.testing.assert_allclose(
+            found.log_prob, np.take_along_axis(logits, ANSWERS[..., None], -1)[..., 0], rtol=1e-4
+        )
+        np.testing.assert_array_equal(found.right, logits.argmax(-1) == ANSWERS)
+
+
+def test_prompts_of_niah_ask_for_their_needles():
+    arguments = session(Path("unused"), "--suite=niah:standard", "--haystack=noise", "--length=900").arguments
+    lm = dataclasses.replace(made(), tokenizer=load_tokenizer("bytes"))
+    arguments.sequences = 3  # fewer than the default depths
+    found = open_sequences(arguments, Subject(lm, "made", "made"))
+    assert found.tokens.shape == (3, 900) and found.questions.at.shape[1] == 8  # a space and seven digits
+    repeated = np.take_along_axis(found.tokens, found.questions.source, 1)
+    np.testing.assert_array_equal(repeated, found.questions.answers)
+    np.testing.assert_array_equal(np.take_along_axis(found.tokens, found.questions.at + 1, 1), repeated)
+    assert whole_answers(np.ones((3, 8), bool), found.questions) == [[True]] * 3
+
+
+def test_other_masks_are_edits_of_heads():
+    heads = [(1, 2), (0, 3), (1, 0)]
+    for mask, to in (("uniform", Uniform()), ("nope", NoPE())):
+        layers = masked(made(), heads, mask).layers
+        assert [layer.heads for layer in layers] == [(HeadEdit((3,), to),), (HeadEdit((2, 0), to),)]
+
+
+def test_an_answer_is_found_if_all_its_tokens_are():
+    needle = np.array([[[1, 3], [1, 3], [1, 3], [5, 7]]])
+    asked = Questions(np.array([[8, 9, 11, 12]]), np.zeros((1, 4), int), np.zeros((1, 4), int), needle)
+    # 8 and 9 are one answer; 11 is not next, and 12 has another needle.
+    assert whole_answers(np.array([[True, False, True, True]]), asked) == [[False, True, True]]
+    assert whole_answers(np.array([[True, True, False, True]]), asked) == [[True, False, True]]
+
+
+@pytest.mark.parametrize("control", ["any", "layers"])
+def test_random_heads_are_others(control):
+    retrieval = ((1, 0), (1, 3), (0, 2))
+    draws = [random_heads(retrieval, 2, 4, seed, control) for seed in range(20)]
+    assert len(set(draws)) > 5 and all(len(set(draw)) == 3 and not set(draw) & set(retrieval) for draw in draws)
+    layers = {tuple(n for n, _ in draw) for draw in draws}
+    assert layers == {(1, 1, 0)} if control == "layers" else len(layers) > 2
+    # Four retrieval heads of one layer leave none there.
+    assert {n for n, _ in random_heads(tuple((1, h) for h in range(4)), 2, 4, 0, "layers")} == {0}
+
+
+def knocked(retrieval: float, random: float) -> Knocked:
+    """Ten sequences of one answer, all found without a mask; the shares that are found with one head masked."""
+
+    def answers(share: float) -> list[list[bool]]:
+        return [[s >= 10 * (1 - share)] for s in range(10)]
+
+    found = {"none": answers(1), ("retrieval", 1): answers(retrieval), ("random", 1, 0): answers(random)}
+    log_prob = {key: np.zeros(10) for key in found}
+    return Knocked("made", np.zeros((10, 2, 4)), ((0, 1),), (((1, 2),),), found, log_prob)
+
+
+def test_shares_have_wilsons_interval_and_a_verdict():
+    one = knocked(0.2, 1)
+    z2 = 1.959964**2
+    assert one.share("random", 1).low == pytest.approx(10 / (10 + z2)) and one.share("random", 1).high == 1
+    assert one.share("retrieval", 1).score == 0.2 and one.share("retrieval", 0).score == 1
+    # 8 ones and 2 zeros: t with 9 degrees of freedom is 2.262, and 2.262 * sqrt(0.16 * 10 / 9 / 10) is 0.30.
+    assert verdict(one, (1,)).startswith("confirmed that the answers depend on the retrieval heads")
+    assert "the share of answers lost is larger by 0.80 [0.50, 1.10]." in verdict(one, (1,))
+    assert "depend on the encoding of the retrieval heads" in verdict(one, (1,), "nope")
+    assert verdict(knocked(0.9, 0.9), (1,)).startswith("not confirmed")
+    nothing = dataclasses.replace(one, found={**one.found, "none": [[False]] * 10})
+    assert verdict(nothing, (1,)).startswith("undecided")
+
+
+def test_the_study_and_again(tmp_path, monkeypatch):
+    found = study.STUDY.run(session(tmp_path, "--count=1,2", "--draws=2"))
+    order = np.random.default_rng(0).permutation(S)
+    choosing, testing = sorted(order[:3].tolist()), sorted(order[3:].tolist())
+    weights = retrieval_scores(made(), ASKED.batch(choosing))
+    np.testing.assert_allclose(found.numbers["retrieval"], weights, rtol=1e-6)
+    strongest = [divmod(int(i), 4) for i in np.argsort(-weights.mean(0).ravel())[:2]]
+    heads = found.metadata["heads"]["RoPE"]
+    assert list(heads["retrieval"]) == strongest and len(heads["random"]) == 2
+    others = ASKED.batch(testing)
+    change = needle_scores(masked(made(), strongest), others).log_prob - needle_scores(made(), others).log_prob
+    np.testing.assert_allclose(found.numbers["retrieval_log_prob_change"][2], change.mean(-1), rtol=1e-3, atol=1e-5)
+    assert found.numbers["random_found"].shape == (3, 3) and len(found.tables[0].rows) == 5
+    assert [figure.name for figure in found.figures] == ["retrieval_scores", "needles_found", "answer_log_prob"]
+
+    monkeypatch.setattr(study, "Streams", None)
+    monkeypatch.setattr(study, "retrieval_scores", None)
+    later = session(tmp_path, "--count=1,2", "--draws=2")
+    assert study.STUDY.run(later).sentences == found.sentences and later.reused == 3 + 3 * (1 + 2 * 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--count=5"], "RoPE has 8 heads, and as many others are masked for comparison: give at most 4."),
+        (["--count=one"], "--count=one: give whole numbers of heads"),
+        (["--count=0"], "--count=0: give whole numbers of heads"),
+        (["--draws=0"], "--draws is 0"),
+        (["--mask=nope", "--positional=nope"], "--mask=nope changes nothing in RoPE, whose heads have no encoding."),
+        ([], "--study=knock_out needs prompts with needles: --suite=niah:standard or --suite=needles."),
+        (["--suite=needles", "--sequences=1"], "chooses heads on one half of the sequences"),
+        (["--suite=niah"], "made came without a tokenizer"),
+        (["--suite=needles", "--text=*"], "--text and --suite each give the sequences"),
+    ],
+)
+def test_bad_input_is_one_message(tmp_path, monkeypatch, capsys, options, says):
+    def opened(name, arguments, out):
+        lm = made().drop_positional() if arguments.positional else made()
+        variant = Variant(Subject(made(), "made", "made"), "as trained", "RoPE", lm.layers)
+        built = Session(name, arguments, tmp_path / "out", [variant], ["RoPE"])
+        if arguments.suite != "niah" and arguments.text is None:
+            built.__dict__["sequences"] = ASKED.batch(range(arguments.sequences if arguments.sequences < S else S))
+        return built
+
+    monkeypatch.setattr(analyze, "open_session", opened)
+    suite = ["--suite=needles"] if options and not any("suite" in option for option in options) else []
+    assert analyze.main(["--study=knock_out", "--from=made", f"--out={tmp_path}/out", *suite, *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and says in captured.err
+
+
+def test_text_has_no_needles():
+    with pytest.raises(study.ConfigError, match="windows hold no needles: give --suite=niah:standard"):
+        needle_scores(made(), Sequences("windows", TOKENS, np.full(S, T)))
