@@ -10,6 +10,7 @@ import numpy as np
 
 from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts
 from pe_lab.page import figure_style
+from pe_lab.page.charts import log_ticks
 from pe_lab.page.figure_style import OKABE_ITO, look
 from pe_lab.page.study_axes import (
     axis_limits,
@@ -201,16 +202,16 @@ def _draw_line(panel: Any, line: Line, label: int, drawn: LineCharts, width: flo
 
 def _scale_axes(panel: Any, drawn: LineCharts, width: float, height: float) -> None:
     """Ends, scales and ticks of the axes that all panels share."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
     (left, right), (low, high) = axis_limits(drawn)
     numbers = FuncFormatter(lambda value, _: axis_number(value))
     across, upwards = max(int(width / 0.45), 2), max(int(height / 0.3), 2)
     panel.set(xscale="log" if drawn.log_x else "linear", yscale="log" if drawn.log_y else "linear")
-    for axis, log, wanted in ((panel.xaxis, drawn.log_x, across), (panel.yaxis, drawn.log_y, upwards)):
-        axis.set_major_locator(
-            LogLocator(numticks=wanted) if log else MaxNLocator(min(wanted, 7), steps=[1, 2, 2.5, 5, 10])
-        )
+    ends = ((panel.xaxis, drawn.log_x, across, left, right), (panel.yaxis, drawn.log_y, upwards, low, high))
+    for axis, log, wanted, first, last in ends:
+        linear = MaxNLocator(min(wanted, 7), steps=[1, 2, 2.5, 5, 10])
+        axis.set_major_locator(FixedLocator(log_ticks(first, last, min(wanted, 7))) if log else linear)
         axis.set_major_formatter(numbers)
         axis.set_minor_locator(NullLocator())
     if drawn.x_names:

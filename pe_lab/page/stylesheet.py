@@ -61,7 +61,7 @@ thead th{border-top:0;vertical-align:bottom;font-weight:600;white-space:nowrap}
 thead small,td small{display:block;color:var(--soft);font-weight:400;font-size:12px;white-space:nowrap}
 th:first-child,td.text,th.text{text-align:left}
 tbody th{font-weight:500;text-align:left;min-width:132px;max-width:300px;overflow-wrap:break-word}
-td{white-space:nowrap}td.text{white-space:normal;max-width:46ch}
+td{white-space:nowrap}td.text{white-space:normal;overflow-wrap:break-word;max-width:46ch}
 .scores td{position:relative;background:rgb(var(--heat-rgb)/calc(var(--heat,0)*.42));min-width:60px;padding:6px 7px}
 .scores td.trained,.scores th.trained{border-left:2px solid var(--mark);border-right:2px solid var(--mark)}
 .scores th.trained{border-top:2px solid var(--mark);border-radius:4px 4px 0 0;color:var(--mark)}
