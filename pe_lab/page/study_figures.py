@@ -210,7 +210,7 @@ def _scale_axes(panel: Any, drawn: LineCharts, width: float, height: float) -> N
     panel.set(xscale="log" if drawn.log_x else "linear", yscale="log" if drawn.log_y else "linear")
     ends = ((panel.xaxis, drawn.log_x, across, left, right), (panel.yaxis, drawn.log_y, upwards, low, high))
     for axis, log, wanted, first, last in ends:
-        linear = MaxNLocator(min(wanted, 7), steps=[1, 2, 2.5, 5, 10])
+        linear = MaxNLocator(min(wanted, 7), steps=[1, 2, 2.5, 5, 10], integer=axis is panel.xaxis and counts(drawn))
         axis.set_major_locator(FixedLocator(log_ticks(first, last, min(wanted, 7))) if log else linear)
         axis.set_major_formatter(numbers)
         axis.set_minor_locator(NullLocator())
@@ -221,6 +221,11 @@ def _scale_axes(panel: Any, drawn: LineCharts, width: float, height: float) -> N
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens_text(round(value))))
     panel.set_xlim(*_wider(left, right, drawn.log_x, 0.02))
     panel.set_ylim(*_wider(low, high, drawn.log_y, 0.05))
+
+
+def counts(drawn: LineCharts) -> bool:
+    """Whether every x is a whole number: a layer, a pair, a step."""
+    return all(np.all(np.mod(line.x, 1) == 0) for _, lines in drawn.panels for line in lines)
 
 
 def _wider(low: float, high: float, log: bool, share: float) -> tuple[float, float]:
