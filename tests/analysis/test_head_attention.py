@@ -47,8 +47,11 @@ class Case(NamedTuple):
     segments: np.ndarray
 
 
-# 25 s, most of it to compile six structures for two lengths.
-@pytest.fixture(scope="module", params=[97, LONG], ids=["packed, 97 tokens", "one document, 261 tokens"])
+# 8 s each, most of it to compile six structures. With questions about needles at 261 tokens.
+BOTH = [pytest.param(97, id="packed, 97 tokens"), pytest.param(LONG, id="261 tokens", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=BOTH)
 def case(request) -> Case:
     T = request.param
     lm, ids = dense.language_model(), dense.tokens(T)

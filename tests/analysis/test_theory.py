@@ -113,6 +113,7 @@ def found():
     return {claim.source: claim for claim in every}
 
 
+@pytest.mark.slow  # 15 s: all claims
 def test_every_claim_is_as_reasoned_by_hand(found):
     assert {source: claim.holds for source, claim in found.items()} == dict.fromkeys(HOLDS, True) | dict.fromkeys(
         FAILS, False
@@ -126,6 +127,7 @@ def flat(value):
     return [value] if isinstance(value, float) else value
 
 
+@pytest.mark.slow
 def test_numbers_are_plain_and_name_every_number_of_the_sentence(found):
     """Numbers of the sentence are rounded: each agrees with one of `numbers` (or is in the statement) to its digits."""
     missing = []

@@ -247,7 +247,7 @@ def test_intervals():
     assert 0.48 < fractions.low < 0.5 < fractions.high < 0.52
 
 
-@pytest.mark.parametrize("n", [11, 50, 500])
+@pytest.mark.parametrize("n", [11, 50, pytest.param(500, marks=pytest.mark.slow)])
 def test_intervals_have_the_mean_in_them_95_times_in_a_hundred(n):
     rng, drawn = np.random.default_rng(n), 2000
     for mean, draw in {

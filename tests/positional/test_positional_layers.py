@@ -124,7 +124,7 @@ def test_strategies_know_every_kind():
     assert len(SCALINGS) == len(IN_TEXTS) + 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(LAYER)
 def test_json_round_trip(layer):
     text = json.dumps(to_json(layer), allow_nan=False)
@@ -201,7 +201,7 @@ def text_of(layer, short=True):
     return text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(described(TEXT_SCALING), st.booleans())
 def test_text_round_trip(layer, short):
     assert parse(text_of(layer, short)) == layer
