@@ -24,9 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pe_lab
+from pe_lab.analysis.channel_pairs import frequency_use, logit_bounds
 from pe_lab.analysis.head_attention import heads
-from pe_lab.analysis.studies.frequency_use import frequency_use
-from pe_lab.analysis.studies.logit_bounds import logit_bounds
 from pe_lab.model import Model
 from pe_lab.storage import write_json
 from pe_lab.terminal import command, table

@@ -13,7 +13,7 @@ from real_material import essays, smollm2_gguf
 from transformers_environments import environment, projections, read, tokenize
 
 import pe_lab
-from pe_lab.analysis.studies.frequency_use import frequency_use
+from pe_lab.analysis.channel_pairs import frequency_use
 from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
 from pe_lab.positional import Yarn, rescale
 

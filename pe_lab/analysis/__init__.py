@@ -10,9 +10,9 @@ import importlib
 from typing import Any
 
 _MODULES = {
-    "frequency_use": "studies.frequency_use",
+    "frequency_use": "channel_pairs",
     "heads": "head_attention",
-    "logit_bounds": "studies.logit_bounds",
+    "logit_bounds": "channel_pairs",
     "head_entropy": "head_spectra",
     "positional_bias": "bias_gradients",
     "layer_costs": "studies.layers",

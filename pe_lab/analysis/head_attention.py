@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from pe_lab.analysis.channel_pairs import bands, pair_norms
 from pe_lab.analysis.sequences import Questions
 from pe_lab.attention.statistics import attention_rows, attention_statistics
 from pe_lab.language_model import LanguageModel, Tokens
@@ -45,6 +46,8 @@ class Heads(NamedTuple):
       far: weight on tokens at least NEAR away, without the first token.
       by_distance: weight by distance, in bins that begin at `edges`; of SAMPLED queries at even distances.
       map: weights of these queries, summed over MAP ranges of keys and averaged over MAP ranges of queries.
+      fast: the fastest quarter of pairs' share of the logits' bound, the sum over pairs of the product of their mean
+        norms in query and key (p-RoPE, section 4).
       on_source, on_needle, needle_entropy, needle_first: of the queries that answer a question about a needle: weight
         on the token to repeat, on the whole needle, entropy, weight on the first token; NaN without needles.
       around: weight of these queries on the 2 * AROUND tokens around the needle's first.
@@ -61,6 +64,7 @@ class Heads(NamedTuple):
     far: Float[np.ndarray, "B L H"]
     by_distance: Float[np.ndarray, "B L H bins"]
     map: Float[np.ndarray, "B L H rows columns"]
+    fast: Float[np.ndarray, "B L H"]
     on_source: Float[np.ndarray, "B L H"]
     on_needle: Float[np.ndarray, "B L H"]
     needle_entropy: Float[np.ndarray, "B L H"]
@@ -125,7 +129,10 @@ class _Measure:
         elsewhere = ~at_previous
         first = jnp.where(elsewhere, found.on_first, 0).sum(-1) / jnp.maximum(elsewhere.sum(-1), 1)
         binned = self._binned(view, sampled, common)
-        return *means, at_previous.mean(-1), first, *binned, *self._needles(view, asked, common)
+        query, key = (pair_norms(x[:, : self.length]) for x in (view.query, view.key))
+        bound = bands(query * jnp.repeat(key, query.shape[1] // key.shape[1], axis=1))
+        fast = bound[..., 0] / jnp.maximum(bound.sum(-1), 1e-30)
+        return *means, at_previous.mean(-1), first, *binned, fast, *self._needles(view, asked, common)
 
     def _binned(self, view: LayerView, sampled: jax.Array, common: Mapping[str, Any]) -> tuple[jax.Array, ...]:
         """`far`, `by_distance` and `map`, from rows of weights, NEAR queries at a time."""

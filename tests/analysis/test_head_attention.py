@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from dense import LAYERS, G, H, K
 
-from pe_lab.analysis import head_attention
+from pe_lab.analysis import channel_pairs, head_attention
 from pe_lab.analysis.head_attention import KINDS, MAP, NEAR, Heads, edges, heads, kinds
-from pe_lab.analysis.studies import frequency_use, logit_bounds
 from pe_lab.config import MeshConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model
@@ -34,7 +33,7 @@ class Every:
 
     def __call__(self, view: Any, data: Any) -> tuple[Any, ...]:
         attended = head_attention._Measure(self.length, self.length)(view, data)
-        return frequency_use._measure(view, None), attended, logit_bounds._measure(view, None)
+        return channel_pairs.measure_frequency_use(view, None), attended, channel_pairs.measure_logit_bounds(view, None)
 
 
 class Case(NamedTuple):
@@ -123,6 +122,9 @@ def test_attention_of_heads_is_what_all_weights_say(case):
         for b, (low, high) in enumerate(zip(bins[:-1], bins[1:], strict=True)):
             expected = (weights * ((distance >= low) & (distance < high))).sum((-1, -2)) / T
             close(found.by_distance[..., b], expected)
+        norms = [np.hypot(x[..., :R], x[..., R:]).mean(1) for x in (case.q[n], np.repeat(case.k[n], H // G, 2))]
+        bound = norms[0] * norms[1]
+        close(found.fast, bound[..., 0] / bound.sum(-1))  # one of four pairs
         far = (weights * (distance >= NEAR)).sum(-1) - np.where(index - begin[:, None] >= NEAR, first, 0)
         close(found.far, far.mean(-1))
 
@@ -193,7 +195,7 @@ def test_aligned_queries_and_keys_reach_the_bound():
     view = dense.language_model((Layer(Rope(100.0)),)).layer_pass(dense.tokens(40), _raw)[0]
     key = jnp.asarray(view[1])
     made = _view(np.repeat(view[1], H // G, 2), key)
-    _, _, alignment, tightest, *_ = logit_bounds._measure(made, None)
+    _, _, alignment, tightest, *_ = channel_pairs.measure_logit_bounds(made, None)
     np.testing.assert_allclose(alignment[:, :, 0], 1, atol=1e-5)
     assert (np.asarray(alignment)[:, :, 1] < 0.95).all() and (np.asarray(tightest) < 1 + 1e-5).all()
 
@@ -250,9 +252,9 @@ def test_memory_is_linear_in_the_length(measure):
         shape = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
         schedule = build_schedule([Layer(Rope(100.0))] * 6, H, G, K)
         measures = {
-            "frequency_use": (frequency_use._measure, None),
+            "frequency_use": (channel_pairs.measure_frequency_use, None),
             "heads": (head_attention._Measure(length, length), (shape(512), None)),
-            "logit_bounds": (logit_bounds._measure, None),
+            "logit_bounds": (channel_pairs.measure_logit_bounds, None),
         }
         function, data = measures[measure]
         lm = dense.language_model()

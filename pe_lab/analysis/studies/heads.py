@@ -19,7 +19,7 @@ from pe_lab.analysis.study import Findings, Study, TextTable, interval
 from pe_lab.errors import ConfigError
 from pe_lab.language_model import LanguageModel
 
-PROTOCOL = "heads-1"
+PROTOCOL = "heads-2"
 POSITIONAL, CONTENT = ("diagonal", "previous token", "local"), ("retrieval", "semantic")
 MEASURES = {  # attribute -> its panel's name
     "on_self": "on itself",
@@ -69,7 +69,9 @@ def _run(session: Session) -> Findings:
     }
     numbers |= {"layers": np.asarray(chosen), "edges": np.asarray(edges(length))}
     tables = [_kind_table(session.names, of_kind), _head_table(drawn, places, names, means[0], measured[0])]
-    sentences = [_kind_sentence(name, one, kind) for name, one, kind in zip(session.names, means, of_kind, strict=True)]
+    sentences = []
+    for name, one, kind, found in zip(session.names, means, of_kind, measured, strict=True):
+        sentences += [_kind_sentence(name, one, kind), _by_frequency(name, found)]
     for v in range(1, len(measured)):
         sentences += _change(session.names, measured, of_kind, v)
     sentences.append(f"Kinds: {THRESHOLDS}.")
@@ -151,6 +153,21 @@ def _kind_sentence(name: str, means: Mapping[str, np.ndarray], kind: np.ndarray)
     listed = ", ".join(f"{counts[k]} {KINDS[k]}" for k in range(len(KINDS)) if counts[k])
     sink = means["on_first"].mean()
     return f"{name}: of {kind.size} heads {listed}. {sink:.0%} of all attention is on the first token."
+
+
+def _by_frequency(name: str, found: Mapping[str, np.ndarray]) -> str:
+    """Whether heads that use the fast pairs are the positional ones (p-RoPE, section 5: it is how to find them)."""
+    from scipy.stats import spearmanr
+
+    positional = found["on_self"] + found["on_previous"]
+    each = {
+        what: np.asarray([spearmanr(a.ravel(), b.ravel()).statistic for a, b in zip(found["fast"], y, strict=True)])
+        for what, y in (("on the token itself and the one before", positional), ("far away", found["far"]))
+    }
+    parts = [f"{interval(values).words('{:.2f}')} with the weight {what}" for what, values in each.items()]
+    return (
+        f"{name}: over heads, the use of the fastest quarter of pairs has a rank correlation of {' and '.join(parts)}."
+    )
 
 
 def _change(
