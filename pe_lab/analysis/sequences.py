@@ -273,3 +273,21 @@ def parse_numbers(option: str, text: str | None, count: int, what: str) -> tuple
         if not 0 <= n < count:
             raise ConfigError(f"{option}: there is no {what} {n}; the model has {count}, counted from 0.")
     return tuple(chosen)
+
+
+def parse_heads(text: str, layers: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """(layer, head) of each of `1.5,27.8`; `ConfigError` for what is no such pair or is not there."""
+    found = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        layer, dot, head = item.partition(".")
+        if not (dot and layer.isdecimal() and head.isdecimal()):
+            raise ConfigError(f"--heads: '{item}' is no head. Write LAYER.HEAD, such as 1.5,27.8.")
+        if int(layer) not in layers or int(head) >= count:
+            raise ConfigError(
+                f"--heads: there is no head {item} among the layers measured ({min(layers)} to {max(layers)}) and "
+                f"their {count} query heads, counted from 0."
+            )
+        found.append((int(layer), int(head)))
+    if not found:
+        raise ConfigError("--heads is empty. Leave it out for the clearest head of each kind.")
+    return list(dict.fromkeys(found))

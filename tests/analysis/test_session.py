@@ -168,7 +168,7 @@ def test_names_tell_variants_apart():
         (["--study=frequency_use", "--from=RUN", "--layers=0,2"], "--layers: there is no layer 2; the model has 2"),
         (["--study=frequency_use", "--from=RUN", "--layers=x"], "--layers: 'x' is not a number or a range"),
         (["--study=heads", "--from=RUN/pretrain", "--heads=0.2"], "--heads: there is no head 0.2 among the layers"),
-        (["--study=heads", "--from=RUN/pretrain", "--heads=3"], "--heads: '3' is no head. Write LAYER.HEAD"),
+        (["--study=frequency_use", "--from=RUN/pretrain", "--heads=3"], "--heads: '3' is no head. Write LAYER.HEAD"),
         (["--study=logit_bounds", "--from=RUN", "--length=4"], "logit_bounds needs sequences of at least 8 tokens"),
         (["--study=heads", "--from=RUN", "--length=4k"], "tokens, too few for 4 sequences of 4,096"),
         (["--study=heads", "--from=RUN", "--sequences=0"], "--sequences is 0; give at least 1"),

@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from pe_lab.analysis.channel_pairs import BAND_NAMES, BANDS, bands, frequency_use
 from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.analysis.sequences import Sequences, add_arguments
+from pe_lab.analysis.sequences import Sequences, add_arguments, parse_heads
 from pe_lab.analysis.session import Session
 from pe_lab.analysis.study import Findings, Study, TextTable, interval
 from pe_lab.errors import ConfigError
@@ -27,6 +27,7 @@ PROTOCOL = "frequency_use-1"
 def _options(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser, count=4)
     parser.add_argument("--layers", help="such as 0,2,8-11 (default: all)")
+    parser.add_argument("--heads", help="LAYER.HEAD,... to draw alone too, such as 1.5,27.8")
 
 
 def _run(session: Session) -> Findings:
@@ -52,6 +53,9 @@ def _run(session: Session) -> Findings:
         suffix = f"_{v}" if len(measured) > 1 else ""
         numbers |= {f"{key}{suffix}": value for key, value in found.items()} | {f"inv_freq{suffix}": inv_freq}
         figures += _figures(name if len(measured) > 1 else "", suffix, chosen, inv_freq, found)
+        if session.arguments.heads is not None:
+            drawn = parse_heads(session.arguments.heads, chosen, variant.lm.config.heads)
+            figures.append(_chosen_heads(name, suffix, chosen, drawn, found))
         rows += _rows(name, found)
         if rotating[v]:
             sentences += _sentences(name, chosen, found)
@@ -174,6 +178,28 @@ def _figures(
         )
     )
     return drawn
+
+
+def _chosen_heads(
+    name: str, suffix: str, chosen: Sequence[int], drawn: Sequence[tuple[int, int]], found: dict[str, np.ndarray]
+) -> LineCharts:
+    """Norms by pair in the queries and keys of single heads, with intervals over sequences (Figures 6 and 7b)."""
+    group = found["query"].shape[2] // found["key"].shape[2]
+    panels = []
+    for n, h in drawn:
+        lines = []
+        for kind, head in (("query", h), ("key", h // group)):
+            around = interval(found[kind][:, chosen.index(n), head])
+            lines.append(Line(_plural(kind), np.arange(around.mean.size) * 1.0, around.mean, around.low, around.high))
+        panels.append((f"layer {n}, head {h}", tuple(lines)))
+    return LineCharts(
+        f"norms_of_heads{suffix}",
+        f"Norm of each pair of channels in single heads of {name}",
+        "Mean over tokens; bands are 95% intervals over sequences (p-RoPE, Figures 6 and 7b).",
+        tuple(panels),
+        "pair of channels, from fast to slow",
+        "mean 2-norm",
+    )
 
 
 def _overview(names: Sequence[str], measured: Sequence[dict[str, np.ndarray]]) -> LineCharts:

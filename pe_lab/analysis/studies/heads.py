@@ -13,7 +13,7 @@ import numpy as np
 
 from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.analysis.head_attention import AROUND, KINDS, MAP, NEAR, SAMPLED, THRESHOLDS, Heads, edges, heads, kinds
-from pe_lab.analysis.sequences import Sequences, add_arguments
+from pe_lab.analysis.sequences import Sequences, add_arguments, parse_heads
 from pe_lab.analysis.session import Session
 from pe_lab.analysis.study import Findings, Study, TextTable, interval
 from pe_lab.errors import ConfigError
@@ -82,24 +82,6 @@ def _run(session: Session) -> Findings:
         "kind": f"[L, H] index of {', '.join(KINDS)}",
     }
     return Findings(tuple(sentences), tuple(tables), tuple(figures), numbers, described, {"kinds": KINDS})
-
-
-def parse_heads(text: str, layers: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """(layer, head) of each of `1.5,27.8`; `ConfigError` for what is no such pair or is not there."""
-    found = []
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        layer, dot, head = item.partition(".")
-        if not (dot and layer.isdecimal() and head.isdecimal()):
-            raise ConfigError(f"--heads: '{item}' is no head. Write LAYER.HEAD, such as 1.5,27.8.")
-        if int(layer) not in layers or int(head) >= count:
-            raise ConfigError(
-                f"--heads: there is no head {item} among the layers measured ({min(layers)} to {max(layers)}) and "
-                f"their {count} query heads, counted from 0."
-            )
-        found.append((int(layer), int(head)))
-    if not found:
-        raise ConfigError("--heads is empty. Leave it out for the clearest head of each kind.")
-    return list(dict.fromkeys(found))
 
 
 def clearest(means: Mapping[str, np.ndarray], kind: np.ndarray, layers: Sequence[int]) -> list[tuple[int, int]]:

@@ -13,9 +13,8 @@ import numpy as np
 
 from pe_lab.analysis.channel_pairs import BAND_NAMES, FIRST, TARGETS, bands, logit_bounds
 from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.analysis.sequences import Sequences, add_arguments, check_length
+from pe_lab.analysis.sequences import Sequences, add_arguments, check_length, parse_heads
 from pe_lab.analysis.session import Session
-from pe_lab.analysis.studies.heads import parse_heads
 from pe_lab.analysis.study import Findings, Study, TextTable, interval
 from pe_lab.language_model import LanguageModel
 
