@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pe_lab.analysis.sequences import Sequences, open_sequences, parse_numbers
+from pe_lab.analysis.sequences import Sequences, open_sequences, parse_heads, parse_numbers
 from pe_lab.analysis.study import Arrays, Parts
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.targets import Target, load_subjects, locate_all, parse_steps
@@ -94,9 +94,10 @@ class Session:
         """The layers that `--layers` names."""
         return parse_numbers("--layers", self.arguments.layers, lm.config.layers, "layer")
 
-    def heads(self, lm: LanguageModel) -> tuple[int, ...]:
-        """The query heads that `--heads` names."""
-        return parse_numbers("--heads", self.arguments.heads, lm.config.heads, "query head")
+    def heads(self, lm: LanguageModel) -> list[tuple[int, int]] | None:
+        """(layer, head) of each head that `--heads` names; None without the flag. Call it before measuring."""
+        given = self.arguments.heads
+        return None if given is None else parse_heads(given, self.layers(lm), lm.config.heads)
 
     def measure(
         self, protocol: str, measure: Measure, settings: Any = None, sequences: Sequences | None = None

@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from pe_lab.analysis.channel_pairs import BAND_NAMES, BANDS, bands, frequency_use
 from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.analysis.sequences import Sequences, add_arguments, parse_heads
+from pe_lab.analysis.sequences import Sequences, add_arguments
 from pe_lab.analysis.session import Session
 from pe_lab.analysis.study import Findings, Study, TextTable, interval
 from pe_lab.errors import ConfigError
@@ -37,6 +37,7 @@ def _run(session: Session) -> Findings:
             f"--study=frequency_use: none of the chosen layers of {', '.join(session.names)} rotates. Name a model "
             "with RoPE, or --positional=rope:base=10000."
         )
+    drawn = [session.heads(variant.lm) for variant in session.variants]
 
     def measure(lm: LanguageModel, batch: Sequences) -> dict[str, Any]:
         used = frequency_use(lm, batch.tokens, session.layers(lm), segments=batch.segments, positions=batch.positions)
@@ -53,9 +54,8 @@ def _run(session: Session) -> Findings:
         suffix = f"_{v}" if len(measured) > 1 else ""
         numbers |= {f"{key}{suffix}": value for key, value in found.items()} | {f"inv_freq{suffix}": inv_freq}
         figures += _figures(name if len(measured) > 1 else "", suffix, chosen, inv_freq, found)
-        if session.arguments.heads is not None:
-            drawn = parse_heads(session.arguments.heads, chosen, variant.lm.config.heads)
-            figures.append(_chosen_heads(name, suffix, chosen, drawn, found))
+        if single := drawn[v]:
+            figures.append(_chosen_heads(name, suffix, chosen, single, found))
         rows += _rows(name, found)
         if rotating[v]:
             sentences += _sentences(name, chosen, found)

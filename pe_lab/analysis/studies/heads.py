@@ -13,7 +13,7 @@ import numpy as np
 
 from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.analysis.head_attention import AROUND, KINDS, MAP, NEAR, SAMPLED, THRESHOLDS, Heads, edges, heads, kinds
-from pe_lab.analysis.sequences import Sequences, add_arguments, parse_heads
+from pe_lab.analysis.sequences import Sequences, add_arguments
 from pe_lab.analysis.session import Session
 from pe_lab.analysis.study import Findings, Study, TextTable, interval
 from pe_lab.errors import ConfigError
@@ -41,10 +41,8 @@ def _run(session: Session) -> Findings:
     shapes = {(lm.config.layers, lm.config.heads) for lm in (variant.lm for variant in session.variants)}
     if len(shapes) > 1:
         raise ConfigError("--study=heads compares heads one by one; these models have different numbers of them.")
-    sequences, chosen = session.sequences, session.layers(session.variants[0].lm)
-    length = int(sequences.lengths.min())
-    H = session.variants[0].lm.config.heads
-    drawn = None if session.arguments.heads is None else parse_heads(session.arguments.heads, chosen, H)
+    drawn, chosen = session.heads(session.variants[0].lm), session.layers(session.variants[0].lm)
+    length = int(session.sequences.lengths.min())
 
     def measure(lm: LanguageModel, batch: Sequences) -> Mapping[str, np.ndarray]:
         places = dict(segments=batch.segments, positions=batch.positions)

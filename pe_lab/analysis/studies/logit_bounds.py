@@ -13,7 +13,7 @@ import numpy as np
 
 from pe_lab.analysis.channel_pairs import BAND_NAMES, FIRST, TARGETS, bands, logit_bounds
 from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.analysis.sequences import Sequences, add_arguments, check_length, parse_heads
+from pe_lab.analysis.sequences import Sequences, add_arguments, check_length
 from pe_lab.analysis.session import Session
 from pe_lab.analysis.study import Findings, Study, TextTable, interval
 from pe_lab.language_model import LanguageModel
@@ -28,6 +28,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(session: Session) -> Findings:
+    given = [session.heads(variant.lm) for variant in session.variants]
     check_length("logit_bounds", session.sequences, FIRST)
 
     def measure(lm: LanguageModel, batch: Sequences) -> dict[str, Any]:
@@ -40,8 +41,7 @@ def _run(session: Session) -> Findings:
     for v, (variant, name, found) in enumerate(zip(session.variants, session.names, measured, strict=True)):
         chosen, suffix = session.layers(variant.lm), f"_{v}" if len(measured) > 1 else ""
         numbers |= {f"{key}{suffix}": value for key, value in found.items()}
-        given = session.arguments.heads
-        drawn = parse_heads(given, chosen, variant.lm.config.heads) if given else most_aligned(found, chosen)
+        drawn = given[v] or most_aligned(found, chosen)
         tables += [_table(name, found, chosen, drawn), *(_tokens(name, found, chosen, head) for head in drawn)]
         figures += _figures(name, suffix, found, chosen, drawn)
         sentences += _sentences(name, found)
