@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from pe_lab.analysis.channel_pairs import bands, pair_norms
 from pe_lab.analysis.sequences import Questions
@@ -44,7 +44,7 @@ class Heads(NamedTuple):
       previous_share: share of the queries whose weight on the token before is at least 0.5.
       first_elsewhere: mean weight on the first token of all other queries.
       far: weight on tokens at least NEAR away, without the first token.
-      by_distance: weight by distance, in bins that begin at `edges`; of SAMPLED queries at even distances.
+      by_distance: weight by distance, in bins that begin at `edges`; estimated by `sampled_queries`, as is `far`.
       map: weights of these queries, summed over MAP ranges of keys and averaged over MAP ranges of queries.
       fast: the fastest quarter of pairs' share of the logits' bound, the sum over pairs of the product of their mean
         norms in query and key (p-RoPE, section 4).
@@ -105,11 +105,25 @@ def heads(
     """
     ids = lm.sequences(tokens)
     T = ids.shape[1] if length is None else length
-    sampled = np.unique(np.linspace(0, T - 1, min(T, SAMPLED)).round().astype(np.int32))
     asked = None if questions is None else (questions.at, questions.source, questions.needle)
-    measure = _Measure(T, ids.shape[1])
-    found = lm.layer_pass(ids, measure, checked_layers(lm.config.layers, layers), (sampled, asked), **places)
+    measure, chosen = _Measure(T, ids.shape[1]), checked_layers(lm.config.layers, layers)
+    found = lm.layer_pass(ids, measure, chosen, (*sampled_queries(T), asked), **places)
     return Heads(*(np.stack(arrays, 1) for arrays in zip(*found, strict=True)))
+
+
+def sampled_queries(length: int) -> tuple[Int[np.ndarray, " Q"], Float[np.ndarray, " Q"]]:
+    """At most SAMPLED queries, and how many of all queries each stands for, as shares that add up to 1.
+
+    The first 2 * NEAR queries are all there: only they have the first token, where much attention goes, at a small
+    distance. Of the others one is drawn from each of equal ranges. Even distances between them would make that token
+    show at multiples of the distance.
+    """
+    if length <= SAMPLED:
+        return np.arange(length, dtype=np.int32), np.full(length, 1 / length, np.float32)
+    begins = np.linspace(2 * NEAR, length, SAMPLED - 2 * NEAR + 1).round().astype(np.int32)
+    drawn = np.random.default_rng(0).integers(begins[:-1], begins[1:])
+    queries = np.concatenate([np.arange(2 * NEAR), drawn]).astype(np.int32)
+    return queries, (np.concatenate([np.ones(2 * NEAR), np.diff(begins)]) / length).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -120,7 +134,7 @@ class _Measure:
     padded: int
 
     def __call__(self, view: LayerView, data: Any) -> tuple[jax.Array, ...]:
-        sampled, asked = data
+        sampled, shares, asked = data
         common = dict(positions=view.positions, segments=view.segments, window=view.window)
         every = None if self.length == self.padded else jnp.arange(self.length)
         found = attention_statistics(view.query, view.key, view.encoding, queries=every, block=view.block, **common)
@@ -128,24 +142,26 @@ class _Measure:
         at_previous = found.on_previous >= 0.5
         elsewhere = ~at_previous
         first = jnp.where(elsewhere, found.on_first, 0).sum(-1) / jnp.maximum(elsewhere.sum(-1), 1)
-        binned = self._binned(view, sampled, common)
+        binned = self._binned(view, sampled, shares, common)
         query, key = (pair_norms(x[:, : self.length]) for x in (view.query, view.key))
         bound = bands(query * jnp.repeat(key, query.shape[1] // key.shape[1], axis=1))
         fast = bound[..., 0] / jnp.maximum(bound.sum(-1), 1e-30)
         return *means, at_previous.mean(-1), first, *binned, fast, *self._needles(view, asked, common)
 
-    def _binned(self, view: LayerView, sampled: jax.Array, common: Mapping[str, Any]) -> tuple[jax.Array, ...]:
+    def _binned(
+        self, view: LayerView, sampled: jax.Array, shares: jax.Array, common: Mapping[str, Any]
+    ) -> tuple[jax.Array, ...]:
         """`far`, `by_distance` and `map`, from rows of weights, NEAR queries at a time."""
         T, count = self.length, sampled.shape[0]
         ends = jnp.asarray([*edges(T)[1:], T])  # of the bins of distance
         size = min(NEAR, count)
         queries = jnp.pad(sampled, (0, -count % size), mode="edge").reshape(-1, size)
-        real = (jnp.arange(queries.size) < count).reshape(queries.shape)
+        weights = jnp.pad(shares, (0, -count % size)).reshape(queries.shape)
         column = jax.nn.one_hot(jnp.minimum(jnp.arange(self.padded) * MAP // T, MAP - 1), MAP)
 
         def of_block(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            at, used = block
-            rows = attention_rows(view.query, view.key, view.encoding, rows=at, **common) * used[:, None]
+            at, share = block
+            rows = attention_rows(view.query, view.key, view.encoding, rows=at, **common) * share[:, None]
             # Weight up to each key, and of it what is nearer than the end of each bin.
             upto = jnp.pad(jnp.cumsum(rows, axis=-1), ((0, 0),) * 3 + ((1, 0),))
             before = jnp.maximum(at[:, None] + 1 - ends, 0)
@@ -158,12 +174,12 @@ class _Measure:
             far = by_distance[..., NEAR:].sum(-1) - jnp.where((begin <= at - NEAR)[:, None], first, 0)
             return far.sum(-1), by_distance.sum(2), jnp.einsum("bhqs,sc->bhqc", rows, column, precision="highest")
 
-        far, by_distance, maps = jax.lax.map(of_block, (queries, real))
+        far, by_distance, maps = jax.lax.map(of_block, (queries, weights))
         maps = jnp.moveaxis(maps, 0, 2)
         maps = maps.reshape(*maps.shape[:2], -1, MAP)[:, :, :count]
         row = jax.nn.one_hot(jnp.minimum(sampled * MAP // T, MAP - 1), MAP)
-        row = row / jnp.maximum(row.sum(0), 1)
-        return far.sum(0) / count, by_distance.sum(0) / count, jnp.einsum("bhqc,qr->bhrc", maps, row)
+        row = row / jnp.maximum((row * shares[:, None]).sum(0), 1e-30)
+        return far.sum(0), by_distance.sum(0), jnp.einsum("bhqc,qr->bhrc", maps, row)
 
     def _needles(self, view: LayerView, asked: Any, common: Mapping[str, Any]) -> tuple[jax.Array, ...]:
         B, H = view.query.shape[0], view.query.shape[2]

@@ -11,7 +11,7 @@ import pytest
 from dense import LAYERS, G, H, K
 
 from pe_lab.analysis import channel_pairs, head_attention
-from pe_lab.analysis.head_attention import KINDS, MAP, NEAR, Heads, edges, heads, kinds
+from pe_lab.analysis.head_attention import KINDS, MAP, NEAR, SAMPLED, Heads, edges, heads, kinds, sampled_queries
 from pe_lab.config import MeshConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model
@@ -63,7 +63,7 @@ def case(request) -> Case:
     else:
         segments, positions = dense.packed(T)
         places = {"segments": segments, "positions": positions}
-    found = lm.layer_pass(ids, Every(T), data=(np.arange(T), asked), **places)
+    found = lm.layer_pass(ids, Every(T), data=(*sampled_queries(T), asked), **places)
     views = lm.layer_pass(ids, _raw, **places)
     q, k, v = (np.stack([np.asarray(view[n], np.float64) for view in views]) for n in range(3))
     weights = [dense.weights(q[n], k[n], LAYERS[n], positions, segments) for n in range(len(LAYERS))]
@@ -215,6 +215,41 @@ def test_padding_does_not_count():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def test_sampled_queries_stand_for_all():
+    """Every early query, one of each later range; a mean over them is one over all, if it is linear by range."""
+    for length in (1, 40, SAMPLED, SAMPLED + 1, 8192):
+        queries, shares = sampled_queries(length)
+        assert len(queries) == min(length, SAMPLED) == len(set(queries.tolist())) and shares.sum() == pytest.approx(1)
+        assert queries.max() < length and (np.diff(queries) > 0).all()
+    assert queries[: 2 * NEAR].tolist() == list(range(2 * NEAR)) and len(set(np.diff(queries[2 * NEAR :]))) > 5
+    assert (queries**2 * shares).sum() == pytest.approx((np.arange(8192.0) ** 2).mean(), rel=0.01)
+
+
+def test_attention_to_the_first_token_has_its_true_distances():
+    """A head that attends to the first token alone: query i at distance i, so each distance has weight 1 / T."""
+    T = 1024
+    weights = np.zeros((1, 1, T, T), np.float32)
+    weights[..., 0] = 1
+    found = by_distance_of(weights)
+    bins = np.array([*edges(T), T])
+    np.testing.assert_allclose(found[:NEAR], 1 / T, rtol=1e-4)
+    np.testing.assert_allclose(found, np.diff(bins) / T, rtol=0.05)
+
+
+def by_distance_of(weights):
+    """What `_binned` makes of given weights [1, 1, T, T]."""
+    T = weights.shape[-1]
+
+    def rows(query, key, encoding, rows, **places):
+        return jnp.asarray(weights)[:, :, rows]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_attention, "attention_rows", rows)
+        view = _view(np.zeros((1, T, H, K), np.float32), jnp.zeros((1, T, G, K)))
+        queries, shares = map(jnp.asarray, sampled_queries(T))
+        return np.asarray(head_attention._Measure(T, T)._binned(view, queries, shares, {})[1])[0, 0]
+
+
 def of_kind(**values):
     """Means of one head, all 0 but these; the weight near is 0.2 unless given."""
     near = values.pop("near", 0.2)
@@ -253,7 +288,7 @@ def test_memory_is_linear_in_the_length(measure):
         schedule = build_schedule([Layer(Rope(100.0))] * 6, H, G, K)
         measures = {
             "frequency_use": (channel_pairs.measure_frequency_use, None),
-            "heads": (head_attention._Measure(length, length), (shape(512), None)),
+            "heads": (head_attention._Measure(length, length), (shape(512), shape(512, dtype=jnp.float32), None)),
             "logit_bounds": (channel_pairs.measure_logit_bounds, None),
         }
         function, data = measures[measure]

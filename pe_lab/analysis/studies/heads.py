@@ -19,7 +19,8 @@ from pe_lab.analysis.study import Findings, Study, TextTable, interval
 from pe_lab.errors import ConfigError
 from pe_lab.language_model import LanguageModel
 
-PROTOCOL = "heads-2"
+PROTOCOL = "heads-3"
+LEAST = 1e-6  # weight that the chart by distance shows
 POSITIONAL, CONTENT = ("diagonal", "previous token", "local"), ("retrieval", "semantic")
 MEASURES = {  # attribute -> its panel's name
     "on_self": "on itself",
@@ -207,7 +208,7 @@ def _maps_of(
         HeatMaps(
             f"maps{suffix}",
             f"Attention of chosen heads of {name}",
-            f"Weights of {SAMPLED} queries at even distances, averaged over {MAP} ranges of queries and summed over "
+            f"Weights of {SAMPLED} queries, averaged over {MAP} ranges of queries and summed over "
             f"{MAP} ranges of keys (p-RoPE, Figures 5, 7a and 9).",
             maps,
             tuple(names),
@@ -237,7 +238,7 @@ def _profiles(
     for (layer, head), title in zip(places, heads_drawn, strict=True):
         lines, around = [], []
         for name, found in zip(names, measured, strict=True):
-            each = interval(found["by_distance"][:, layer, head] / width)
+            each = interval(np.maximum(found["by_distance"][:, layer, head] / width, LEAST))
             lines.append(Line(name, begins + 1, each.mean, each.low, each.high))
             near = interval(found["around"][:, layer, head])
             around.append(Line(name, np.arange(-AROUND, AROUND) * 1.0, near.mean, near.low, near.high))
@@ -247,7 +248,8 @@ def _profiles(
         LineCharts(
             "by_distance",
             "Attention by distance",
-            "Mean weight of a key at each distance, plus 1 so that a token itself is at 1 (DroPE, Figure 7).",
+            "Mean weight of a key at each distance, plus 1 so that a token itself is at 1 (DroPE, Figure 7). Weights below "
+            f"{LEAST:g} are drawn there.",
             tuple(panels),
             "distance + 1, tokens",
             "weight of a key",
