@@ -266,7 +266,7 @@ def short_description(text: str, layers: Sequence[Layer]) -> str:
 
     Where parameters or ranges are left out, four digits of the text's hash tell different descriptions apart.
     """
-    if len(text) <= LABEL_WIDTH // 2:
+    if len(text) <= (LABEL_WIDTH // 2 if "+" in text else LABEL_WIDTH):
         return text
     kinds: dict[str, list[int]] = {}
     for n, layer in enumerate(layers):

@@ -248,8 +248,8 @@ def _profiles(
         LineCharts(
             "by_distance",
             "Attention by distance",
-            "Mean weight of a key at each distance, plus 1 so that a token itself is at 1 (DroPE, Figure 7). Weights below "
-            f"{LEAST:g} are drawn there.",
+            "Mean weight of a key at each distance, plus 1 so that a token itself is at 1 (DroPE, Figure 7). Weights "
+            f"below {LEAST:g} are drawn there.",
             tuple(panels),
             "distance + 1, tokens",
             "weight of a key",
