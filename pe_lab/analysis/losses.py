@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Float32, Int
 
 from pe_lab.analysis.sequences import Sequences
-from pe_lab.analysis.session import Session
+from pe_lab.analysis.session import Session, sequence_groups
 from pe_lab.attention.statistics import ArrayLike
 from pe_lab.config import ModelConfig
-from pe_lab.evaluation.scoring.forward import BATCH_TOKENS, BATCH_TOKENS_ELSEWHERE, LOGITS
+from pe_lab.evaluation.scoring.forward import LOGITS
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model import Model, Params, cross_entropy
 from pe_lab.model.layer_pass import advance, embed
@@ -142,22 +142,6 @@ def _scores(
     logits = jnp.einsum("bqd,vd->bqv", x, weights, preferred_element_type=jnp.float32)
     log_probs = jax.nn.log_softmax(logits)
     return jnp.take_along_axis(log_probs, answers[..., None], axis=-1)[..., 0], jnp.argmax(logits, -1) == answers
-
-
-def sequence_groups(
-    lm: LanguageModel, indices: Sequence[int], length: int, most: int | None = None
-) -> Iterator[tuple[list[int], int]]:
-    """Groups of sequences that are measured at once, and how many of a group count.
-
-    A group has as many as fit a CPU's caches, or an accelerator's memory, and no more than `most` on each device. Its
-    last sequence is repeated until they divide over the devices.
-    """
-    shards = 1 if lm.mesh is None else lm.mesh.shape["data"]
-    tokens = BATCH_TOKENS.get(jax.default_backend(), BATCH_TOKENS_ELSEWHERE)
-    size = shards * min(max(1, tokens // length), most or length)
-    for start in range(0, len(indices), size):
-        group = list(indices[start : start + size])
-        yield group + group[-1:] * (-len(group) % shards), len(group)
 
 
 @dataclasses.dataclass

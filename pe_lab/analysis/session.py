@@ -8,7 +8,7 @@ import functools
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from pe_lab.analysis.sequences import Sequences, open_sequences, parse_heads, parse_numbers
 from pe_lab.analysis.study import Arrays, Parts
 from pe_lab.errors import ConfigError
+from pe_lab.evaluation.scoring.forward import BATCH_TOKENS, BATCH_TOKENS_ELSEWHERE
 from pe_lab.evaluation.targets import Target, load_subjects, locate_all, parse_steps
 from pe_lab.evaluation.variants import Subject, Variant, all_variants, parse_methods
 from pe_lab.language_model import LanguageModel
@@ -104,8 +105,7 @@ class Session:
     ) -> list[dict[str, np.ndarray]]:
         """For each variant, the arrays of `measure`, with a leading axis over all sequences.
 
-        What was measured before is read from its part. Sequences are measured one after another; where a model's
-        weights are on several devices, as many at once as its mesh has data shards.
+        What was measured before is read from its part; the others are measured in groups (`sequence_groups`).
 
         Args:
           protocol: name and version of the measurement; a part of its identity.
@@ -133,9 +133,9 @@ class Session:
                 missing = [i for i, part in enumerate(stored) if part is None]
                 self.reused += len(stored) - len(missing)
                 done += len(stored) - len(missing)
-                for indices in _groups(missing, _data_shards(lm)):
+                for indices, count in sequence_groups(lm, missing, sequences.length):
                     arrays = {key: np.asarray(x) for key, x in measure(lm, sequences.batch(indices)).items()}
-                    for place, i in enumerate(indices[: len(set(indices))]):
+                    for place, i in enumerate(indices[:count]):
                         stored[i] = {key: value[place] for key, value in arrays.items()}
                         self.parts.put(identities[i], stored[i])
                         done += 1
@@ -143,12 +143,6 @@ class Session:
                 whole = [part for part in stored if part is not None]
                 found.append({key: np.stack([part[key] for part in whole]) for key in whole[0]})
         return found
-
-    def part(self, identity: Mapping[str, Any], measure: Callable[[], Arrays]) -> dict[str, np.ndarray]:
-        """The arrays of one part that is no sequence of a variant; see `Parts.get`."""
-        known = self.parts.find(identity)
-        self.reused += known is not None
-        return self.parts.get(identity, measure) if known is None else known
 
     @contextlib.contextmanager
     def progress(self, name: str, total: float) -> Iterator[Progress]:
@@ -239,13 +233,17 @@ def distinct_names(variants: Sequence[Variant], several: bool) -> list[str]:
     return [f"{name} #{n}" if names.count(name) > 1 else name for n, name in enumerate(names)]
 
 
-def _data_shards(lm: LanguageModel) -> int:
-    mesh = lm.mesh
-    return 1 if mesh is None else mesh.shape["data"]
+def sequence_groups(
+    lm: LanguageModel, indices: Sequence[int], length: int, most: int | None = None
+) -> Iterator[tuple[list[int], int]]:
+    """Groups of sequences that are measured at once, and how many of a group count.
 
-
-def _groups(indices: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Groups of `size` indices; the last one is filled with its last index."""
+    A group has as many as fit a CPU's caches, or an accelerator's memory, and no more than `most` on each device. Its
+    last sequence is repeated until they divide over the devices.
+    """
+    shards = 1 if lm.mesh is None else lm.mesh.shape["data"]
+    tokens = BATCH_TOKENS.get(jax.default_backend(), BATCH_TOKENS_ELSEWHERE)
+    size = shards * min(max(1, tokens // length), most or length)
     for start in range(0, len(indices), size):
         group = list(indices[start : start + size])
-        yield group + group[-1:] * (size - len(group))
+        yield group + group[-1:] * (-len(group) % shards), len(group)

@@ -156,14 +156,6 @@ class Parts:
         write_file(path, packed(arrays), "Give another directory with --out.")
         self._fresh.add(path.name)
 
-    def get(self, identity: Mapping[str, Any], measure: Callable[[], Arrays]) -> dict[str, np.ndarray]:
-        """The arrays of a part, measured now if they are not there."""
-        found = self.find(identity)
-        if found is None:
-            found = {name: np.asarray(value) for name, value in measure().items()}
-            self.put(identity, found)
-        return found
-
 
 def packed(arrays: Arrays) -> bytes:
     """Arrays as the bytes of a compressed .npz file."""

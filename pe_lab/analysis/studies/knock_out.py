@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float32
 
-from pe_lab.analysis.losses import Streams, sequence_groups
+from pe_lab.analysis.losses import Streams
 from pe_lab.analysis.sequences import Questions, Sequences, add_arguments
-from pe_lab.analysis.session import Session
+from pe_lab.analysis.session import Session, sequence_groups
 from pe_lab.analysis.studies.knock_out_findings import MASKS, Head, Knocked, findings
 from pe_lab.analysis.study import Findings, Study
 from pe_lab.attention.statistics import attention_rows
