@@ -203,6 +203,13 @@ def test_heads_one_at_a_time(lm, tmp_path):
     assert next(f for f in found.figures if f.name == "cost_by_head").values.shape == (2, 1, 4)
 
 
+def test_a_curve_can_have_few_points(lm, tmp_path):
+    found = study.STUDY.run(session(tmp_path, lm, "--points=1,3", "--lengths=21"))
+    together = lm.drop_positional().loss_by_position(TOKENS)[1::2].mean(1)
+    assert found.numbers["cheapest_first_loss"].shape[1] == 2
+    np.testing.assert_allclose(found.numbers["cheapest_first_loss"][0, -1], together, rtol=1e-4)
+
+
 def test_an_encoding_that_follows_the_length_has_that_of_each_length(lm, tmp_path):
     found = study.STUDY.run(session(tmp_path, lm, "--edit=dynamic_ntk", "--layers=0"))
     after = (Layer(Rope(100.0, scaling=DynamicNTK(10))), ROPE, ROPE)
@@ -225,6 +232,7 @@ def test_fewer_than_four_sequences_are_not_halved_and_one_has_no_interval(lm, tm
         (["--greedy=some"], "--greedy=some"),
         (["--candidates=0", "--greedy"], "--candidates is 0"),
         (["--random=-1"], "--random is -1"),
+        (["--points=2,4"], "--points=2,4: give numbers of dropped layers or heads from 1 to 3"),
         (["--layers=7"], "--layers: there is no layer 7"),
         (["--edit=dorp"], "dorp"),
         (["--edit=nope+rope"], "A pattern of 2 layers does not tile 3 layers"),

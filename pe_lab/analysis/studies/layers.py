@@ -25,6 +25,7 @@ from pe_lab.evaluation.plan import parse_lengths
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.positional import HeadEdit, Layer, drop, read_with
+from pe_lab.positional.codec import numbers_and_ranges
 
 PROTOCOL = "layers-1"
 TOKENS = 2**15  # by default
@@ -184,6 +185,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--layers", help="such as 0,2,8-11 (default: all)")
     add("--greedy", nargs="?", const="all", metavar="K", help="also drop the least costly next, until K are dropped")
     add("--candidates", type=int, metavar="C", help="with --greedy: try C each time, not all that are left")
+    add("--points", metavar="K[,K...]", help=f"numbers dropped together, such as 5,10,30 (default: up to {POINTS})")
     add("--random", type=int, default=0, metavar="R", help="also drop in R random orders (default: %(default)s)")
 
 
@@ -200,6 +202,11 @@ def _run(session: Session) -> Findings:
     work = Work()
     measurements = [_measurement(session, variant, lengths, work.add) for variant in session.variants]
     editable = [_places(session, variant, one) for variant, one in zip(session.variants, measurements, strict=True)]
+    if arguments.points is not None:
+        most = max(map(len, editable))
+        given = numbers_and_ranges(arguments.points, "--points")
+        if not 1 <= min(given) <= max(given) <= most:
+            raise ConfigError(f"--points={arguments.points}: give numbers of dropped layers or heads from 1 to {most}.")
     total = len(session.sequences)
     # Orders are chosen on one half of the sequences and measured on the other, so that chance favours none. Fewer than
     # four sequences have no halves with intervals.
@@ -214,7 +221,7 @@ def _run(session: Session) -> Findings:
             single = alone.loss[0, 1:][:, list(choosing)].mean(-1)
             curves = []
             for label, orders in _orders(arguments, measure, places, single, count, choosing).items():
-                points = _points(len(orders[0]))
+                points = _points(arguments, len(orders[0]))
                 drawn = [measure([order[:k] for k in points], measuring) for order in orders]
                 curves.append(Curve(label, orders, points, Means(*(np.mean(x, 0) for x in zip(*drawn, strict=True)))))
         edges = measure.passes[max(measure.passes)].losses.edges
@@ -263,9 +270,12 @@ def _greedy_count(text: str | None, places: int) -> int:
     return int(text)
 
 
-def _points(count: int) -> tuple[int, ...]:
-    """The numbers of dropped layers or heads of a curve."""
-    return tuple(np.unique(np.linspace(1, count, min(count, POINTS)).round().astype(int)).tolist())
+def _points(arguments: argparse.Namespace, count: int) -> tuple[int, ...]:
+    """The numbers of dropped layers or heads of a curve of `count`: those of `--points`, or at most POINTS."""
+    if arguments.points is None:
+        return tuple(np.unique(np.linspace(1, count, min(count, POINTS)).round().astype(int)).tolist())
+    given = sorted(set(numbers_and_ranges(arguments.points, "--points")))
+    return tuple(k for k in given if k <= count) or (count,)
 
 
 def _orders(
@@ -307,7 +317,8 @@ def _expected_work(
         return one.losses.work(one.sets([places])[0])
 
     passes = measure.passes.values()
-    curves = len(_points(len(places))) * (1 + arguments.random) + (len(_points(count)) if count else 0)
+    curves = len(_points(arguments, len(places))) * (1 + arguments.random)
+    curves += len(_points(arguments, count)) if count else 0
     tried = arguments.candidates or len(places)
     steps = sum(min(len(places) - k, tried) for k in range(1, count)) + (len(places) if count else 0)
     found = sum(total * (alone(one) + whole(one)) + measuring * curves * whole(one) for one in passes)
