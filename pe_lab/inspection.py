@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,10 +14,9 @@ from jaxtyping import Float, Float32, Int
 
 from pe_lab.attention.layer_encoding import encode_keys, encode_queries
 from pe_lab.attention.statistics import ArrayLike, attention_rows, checked_indices
-from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model
-from pe_lab.model.layer_pass import LayerView, Measure, layer_pass
+from pe_lab.model.layer_pass import LayerView, Measure, forward_model, layer_pass
 from pe_lab.parallel import AxisRules, use_mesh
 from pe_lab.positional import HeadEdit, Layer
 from pe_lab.positional.codec import parse
@@ -37,12 +35,6 @@ class QueriesKeysValues(NamedTuple):
     query: Float[np.ndarray, "L B T H K"]
     key: Float[np.ndarray, "L B T heads K"]
     value: Float[np.ndarray, "L B T G K"]
-
-
-@functools.cache
-def _model(config: ModelConfig) -> Model:
-    """One model for each shape, so that measurements of equal shapes share compiled programs."""
-    return Model(config, backward=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,5 +170,5 @@ class Inspection:
         schedule = self.schedule_for(ids.shape[1])
         places = dict(layers=layers, data=data, segments=segments, positions=positions)
         with run:
-            model = _model(self.whole_pass_config())
+            model = forward_model(self.whole_pass_config())
             return [x for _, x in layer_pass(model, self.checkpoint.params, ids, schedule, measure, **places)]

@@ -27,7 +27,6 @@ class HeatMaps:
     """
 
     kind: ClassVar[str] = "heat_maps"
-    arrays: ClassVar[tuple[str, ...]] = ("values",)
 
     name: str
     title: str

@@ -17,19 +17,13 @@ from jaxtyping import Bool, Float, Float32, Int
 from pe_lab.analysis.sequences import Sequences
 from pe_lab.analysis.session import Session, sequence_groups
 from pe_lab.attention.statistics import ArrayLike
-from pe_lab.config import ModelConfig
 from pe_lab.evaluation.scoring.forward import LOGITS
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model import Model, Params, cross_entropy
-from pe_lab.model.layer_pass import advance, embed
+from pe_lab.model.layer_pass import advance, embed, forward_model
 from pe_lab.parallel import AxisRules, use_mesh
 from pe_lab.positional import Layer, to_json
 from pe_lab.results.records import digest
-
-
-@functools.cache
-def _model(config: ModelConfig) -> Model:
-    return Model(config, backward=False)
 
 
 class Streams:
@@ -53,7 +47,7 @@ class Streams:
     ):
         self.lm, self._ids = lm, lm.sequences(tokens)
         self._places: dict[str, Any] = {"segments": segments, "positions": positions}
-        self._model = _model(lm.whole_pass_config())
+        self._model = forward_model(lm.whole_pass_config())
         with self._on_mesh():
             self._kept: dict[int, Any] = {0: np.asarray(embed(self._model, self._params, self._put(self._ids)))}
 

@@ -180,7 +180,7 @@ def text_windows(text: str | None, subject: Subject, length: int, count: int) ->
     batch = make_batch(windows, weights, segments=data.segments, eos_id=mixture.tokenizer.eos_id)
     tokens = batch["tokens"].astype(np.int32)
     return Sequences(
-        f"{_counted(count, 'window')} of {name}, {length:,} tokens",
+        f"{counted(count, 'window')} of {name}, {length:,} tokens",
         tokens,
         np.full(count, length),
         batch["targets"].astype(np.int32),
@@ -202,7 +202,7 @@ def symbol_windows(subject: Subject, length: int, count: int, seed: int) -> Sequ
     source = asked.at + 1 - asked.distance
     needle = np.stack([source - 1, source + 1], -1)
     return Sequences(
-        f"{_counted(count, 'window')} of needles, {length:,} tokens",
+        f"{counted(count, 'window')} of needles, {length:,} tokens",
         np.asarray(asked.tokens, np.int32),
         np.full(count, length),
         questions=Questions(asked.at, asked.answers, source, needle),
@@ -235,7 +235,7 @@ def prompts(task: Task, tokenizer: Tokenizer, length: int, count: int, seed: int
     at, answers, source = (np.stack([one[k][-fewest:] for one in found]) for k in range(3))
     needle = np.stack([np.broadcast_to(one[3], (fewest, 2)) for one in found])
     tokens = np.stack([np.pad(row, (0, length - len(row)), mode="edge") for row in rows])
-    name = f"{_counted(len(rows), 'prompt')} of {task.suite}:{task.name}, {length:,} tokens"
+    name = f"{counted(len(rows), 'prompt')} of {task.suite}:{task.name}, {length:,} tokens"
     questions = Questions(at, answers, source, needle)
     return Sequences(name, tokens.astype(np.int32), np.asarray(lengths), questions=questions)
 
@@ -254,7 +254,8 @@ def find_copy(tokens: Int[np.ndarray, " n"], answer: Int[np.ndarray, " m"]) -> t
     return 0, 0
 
 
-def _counted(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
+    """A number of things in words: `1 window`, `4 windows`."""
     return f"{count} {what}{'s' * (count != 1)}"
 
 

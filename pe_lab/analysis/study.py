@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
 from pe_lab.analysis.figures import Figure, from_arrays, to_arrays
 from pe_lab.errors import DataError
@@ -76,44 +75,6 @@ class Study:
     options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[Any], Findings | None]
     models: bool = True
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Means over the first axis with 95% intervals (Student's t); one value has an interval of NaN."""
-
-    mean: Float[np.ndarray, "..."]
-    low: Float[np.ndarray, "..."]
-    high: Float[np.ndarray, "..."]
-
-    def __getitem__(self, place: Any) -> Interval:
-        """The interval of one number, or of some."""
-        return Interval(*(np.asarray(np.asarray(part)[place]) for part in (self.mean, self.low, self.high)))
-
-    def cell(self, form: str = "{:.3g}") -> str:
-        """One number for a table: `0.31 ± 0.02`; without the interval where there is none, a dash for NaN."""
-        if np.isnan(self.mean):
-            return "–"
-        mean = form.format(float(self.mean))
-        return mean if np.isnan(self.high) else f"{mean} ± {form.format(float(self.high - self.mean))}"
-
-    def words(self, form: str = "{:.3g}") -> str:
-        """One number for a sentence: `0.31 [0.29, 0.33]`; without the interval where there is none."""
-        mean, low, high = (form.format(float(part)) for part in (self.mean, self.low, self.high))
-        return mean if np.isnan(self.high) else f"{mean} [{low}, {high}]"
-
-
-def interval(values: Float[np.ndarray, "n ..."]) -> Interval:
-    """The mean over n independent values (sequences, seeds), with its 95% interval."""
-    values = np.asarray(values, np.float64)
-    n, mean = len(values), np.asarray(values.mean(0))
-    if n == 1:
-        unknown = np.full_like(mean, np.nan)
-        return Interval(mean, unknown, unknown)
-    from scipy.stats import t  # a second to import
-
-    half = t.ppf(0.975, n - 1) * values.std(0, ddof=1) / n**0.5
-    return Interval(mean, np.asarray(mean - half), np.asarray(mean + half))
 
 
 class Parts:

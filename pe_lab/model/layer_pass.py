@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pe_lab.attention import LayerEncoding, attention
 from pe_lab.attention.statistics import refuse_sharded_sequences
+from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model.decoder import Model, Params, layer_arrays
 from pe_lab.positional import LayerStructure, Schedule
@@ -46,6 +47,12 @@ class LayerView(NamedTuple):
 
 
 Measure = Callable[[LayerView, Any], Any]
+
+
+@functools.cache
+def forward_model(config: ModelConfig) -> Model:
+    """One model without gradients for each shape, so that measurements of equal shapes share compiled programs."""
+    return Model(config, backward=False)
 
 
 def layer_pass(

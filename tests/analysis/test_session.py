@@ -18,8 +18,9 @@ from pe_lab import analyze
 from pe_lab.analysis.sequences import find_copy
 from pe_lab.analysis.session import distinct_names
 from pe_lab.analysis.studies import frequency_use
-from pe_lab.analysis.study import Parts, interval, read_study
+from pe_lab.analysis.study import Parts, read_study
 from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.results.intervals import interval
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 

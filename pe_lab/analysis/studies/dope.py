@@ -15,7 +15,7 @@ import numpy as np
 
 from pe_lab.analysis.dope_results import Cell, CellScores, Comparison, findings
 from pe_lab.analysis.head_spectra import INDICATORS, STAGES, check_name, checked_rank
-from pe_lab.analysis.sequences import Sequences, text_windows
+from pe_lab.analysis.sequences import Sequences, counted, text_windows
 from pe_lab.analysis.session import Session
 from pe_lab.analysis.studies.head_entropy import measure_heads
 from pe_lab.analysis.study import Findings, Study
@@ -118,11 +118,11 @@ class Sweep:
         heads = self.arguments.sequences * self.heads_length(session.variants[0].subject) * len(session.variants) * 2
         needed = int(np.ceil(1 + np.log2(count / SIGNIFICANT)))
         lines = [
-            f"{models} cells and the model without DoPE, for {_counted(len(session.variants), 'variant')}, on {names}: "
+            f"{models} cells and the model without DoPE, for {counted(len(session.variants), 'variant')}, on {names}: "
             f"{min(samples):,} samples each at {self.length:,} tokens.",
             f"At most {each * (models + 1):,} tokens are read and written to answer them (cells that choose the same "
             f"heads are one model), and {heads:,} to choose heads.",
-            f"{_counted(count, 'comparison')}: if DoPE made no difference, up to {count * SIGNIFICANT / 2:.1f} would "
+            f"{counted(count, 'comparison')}: if DoPE made no difference, up to {count * SIGNIFICANT / 2:.1f} would "
             f"look better at an uncorrected 5% by luck. After Holm's correction, {needed} samples must differ, all in "
             "one direction, for the first to count.",
         ]
@@ -168,7 +168,7 @@ def prompt_sequences(task: Task, subject: Subject, length: int, count: int, seed
     if not rows:
         raise ConfigError(f"{task.suite}:{task.name} has no samples to choose heads on.")
     tokens = np.stack([np.pad(row, (0, length - len(row)), mode="edge") for row in rows]).astype(np.int32)
-    name = f"{_counted(len(rows), 'prompt')} of {task.suite}:{task.name}, {length:,} tokens"
+    name = f"{counted(len(rows), 'prompt')} of {task.suite}:{task.name}, {length:,} tokens"
     return Sequences(name, tokens, np.array([len(row) for row in rows]))
 
 
@@ -291,10 +291,6 @@ def _edited(one: Variant, variant: Variant, length: int) -> list[list[int]]:
 
 def _task_name(task: Task) -> str:
     return f"{task.suite}:{task.name}"
-
-
-def _counted(count: int, singular: str) -> str:
-    return f"{count} {singular}{'s' * (count != 1)}"
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

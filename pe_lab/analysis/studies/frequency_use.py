@@ -16,10 +16,11 @@ from pe_lab.analysis.channel_pairs import BAND_NAMES, BANDS, bands, frequency_us
 from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.analysis.sequences import Sequences, add_arguments
 from pe_lab.analysis.session import Session
-from pe_lab.analysis.study import Findings, Study, TextTable, interval
+from pe_lab.analysis.study import Findings, Study, TextTable
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel
+from pe_lab.results.intervals import interval
 
 PROTOCOL = "frequency_use-1"
 

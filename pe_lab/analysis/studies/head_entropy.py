@@ -31,11 +31,12 @@ from pe_lab.analysis.head_spectra import (
 )
 from pe_lab.analysis.sequences import Sequences, add_arguments
 from pe_lab.analysis.session import Session
-from pe_lab.analysis.study import Findings, Study, TextTable, interval
+from pe_lab.analysis.study import Findings, Study, TextTable
 from pe_lab.checkpoints.weights import weights_digest
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import label_layers
+from pe_lab.results.intervals import interval
 
 __all__ = ["STUDY", "HeadEntropy", "head_entropy", "measure_heads"]
 

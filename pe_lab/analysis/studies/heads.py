@@ -15,9 +15,10 @@ from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts, layer_na
 from pe_lab.analysis.head_attention import AROUND, KINDS, MAP, NEAR, SAMPLED, THRESHOLDS, Heads, edges, heads, kinds
 from pe_lab.analysis.sequences import Sequences, add_arguments
 from pe_lab.analysis.session import Session
-from pe_lab.analysis.study import Findings, Study, TextTable, interval
+from pe_lab.analysis.study import Findings, Study, TextTable
 from pe_lab.errors import ConfigError
 from pe_lab.language_model import LanguageModel
+from pe_lab.results.intervals import interval
 
 PROTOCOL = "heads-3"
 LEAST = 1e-6  # weight that the chart by distance shows

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Float
 
 from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts, layer_names
-from pe_lab.analysis.study import Findings, TextTable, interval
-from pe_lab.results.intervals import Mean, mean_of
+from pe_lab.analysis.study import Findings, TextTable
+from pe_lab.results.intervals import Mean, interval, mean_of
 
 Head = tuple[int, int]  # layer, query head
 MASKS = {  # what is done to a head, and the state of the head afterwards

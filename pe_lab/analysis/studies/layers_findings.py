@@ -11,7 +11,8 @@ from jaxtyping import Float, Int
 
 from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts
 from pe_lab.analysis.losses import mean_loss
-from pe_lab.analysis.study import Findings, TextTable, interval
+from pe_lab.analysis.study import Findings, TextTable
+from pe_lab.results.intervals import interval
 
 NATS = "{:.3f}"
 SHOWN = 10  # rows of a table at its cheap and at its costly end

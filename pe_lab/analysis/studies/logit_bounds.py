@@ -15,8 +15,9 @@ from pe_lab.analysis.channel_pairs import BAND_NAMES, FIRST, TARGETS, bands, log
 from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.analysis.sequences import Sequences, add_arguments, check_length
 from pe_lab.analysis.session import Session
-from pe_lab.analysis.study import Findings, Study, TextTable, interval
+from pe_lab.analysis.study import Findings, Study, TextTable
 from pe_lab.language_model import LanguageModel
+from pe_lab.results.intervals import interval
 
 PROTOCOL = "logit_bounds-1"
 

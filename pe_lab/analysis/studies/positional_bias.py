@@ -18,9 +18,10 @@ from pe_lab.analysis.bias_gradients import LEAST, PATTERNS, PositionalBias, posi
 from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts, layer_names
 from pe_lab.analysis.sequences import Sequences, add_arguments, check_length
 from pe_lab.analysis.session import Session
-from pe_lab.analysis.study import Findings, Interval, Study, TextTable, interval
+from pe_lab.analysis.study import Findings, Study, TextTable
 from pe_lab.evaluation.variants import Variant, model_name
 from pe_lab.language_model import LanguageModel
+from pe_lab.results.intervals import Interval, interval
 
 __all__ = ["STUDY", "PositionalBias", "positional_bias"]
 
