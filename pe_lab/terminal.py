@@ -127,6 +127,11 @@ class Progress:
             self._next_line = time.monotonic() + LINE_SECONDS
             self._out.print(" ".join(filter(None, [self._name, text, self._left(done)])))
 
+    def found(self, amount: float) -> None:
+        """Some of what will be `done` was found done: it takes no time, and is no measure of speed."""
+        start, before = self._begun
+        self._begun = start, before + amount
+
     def _left(self, done: float) -> str:
         start, before = self._begun
         if self._total is None or done <= before:

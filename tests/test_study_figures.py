@@ -156,7 +156,8 @@ def test_grids_have_few_empty_places():
 def test_ticks():
     assert [tokens_text(n) for n in (1, 512, 1024, 4096, 2**20, 10_000_000)] == ["1", "512", "1k", "4k", "1M", "10M"]
     assert powers_of_two(3, 100, 9) == [4, 8, 16, 32, 64] and powers_of_two(1, 2048, 4) == [1, 8, 64, 512]
-    assert [every(32, wanted) for wanted in (40, 20, 8, 4.2, 0)] == [1, 2, 4, 8, 40]
+    assert [every(32, wanted) for wanted in (40, 20, 8, 4.2, 0)] == [1, 2, 4, 8, 32]
+    assert [every(50, wanted) for wanted in (40, 20, 8, 4.2, 0)] == [2, 4, 8, 20, 50]
     shown = [axis_number(x) for x in (0, 0.00123, -1.5, 4096, 0.30000000000000004, 1.2345e-5, -2.5e7, float("nan"))]
     assert shown == ["0", "0.00123", "−1.5", "4,096", "0.3", "1.23·10⁻⁵", "−2.5·10⁷", "n/a"]
     assert tick_names(("head 0", "head 1"), "query head") == ["0", "1"]

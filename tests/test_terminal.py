@@ -30,6 +30,15 @@ def test_a_log_gets_a_line_every_ten_seconds_with_the_time_left(clock):
     assert [60 * int(minutes) + int(seconds) for minutes, seconds in left] == [42, 30]
 
 
+def test_parts_that_were_found_are_no_measure_of_speed(clock):
+    out = io.StringIO()
+    progress = Progress(Console(file=out), "reading", total=1000)
+    progress.found(600)
+    clock[0] += 60
+    progress.update(700)  # 100 in 60 s: the 300 that are left take 180 s
+    assert out.getvalue() == "reading 3:00 left\n"
+
+
 @pytest.mark.parametrize(("total", "done"), [(None, 5), (10, 2)])
 def test_no_time_is_promised_where_none_is_known(clock, total, done):
     out = io.StringIO()

@@ -148,7 +148,7 @@ class EditedLosses:
       lm: the model without edits.
       sequences: with targets.
       edges: of the bins, from 0 to T.
-      on_work: is called with the work that is done; see `work`.
+      on_work: is called with the work that is done (see `work`), and with whether it was found done.
     """
 
     session: Session
@@ -157,7 +157,7 @@ class EditedLosses:
     lm: LanguageModel
     sequences: Sequences
     edges: Int[np.ndarray, " edges"]
-    on_work: Callable[[float], None] = lambda work: None
+    on_work: Callable[[float, bool], None] = lambda work, found: None
 
     def measure(
         self, edits: Sequence[tuple[Layer, ...]], indices: Sequence[int], base: tuple[Layer, ...] | None = None
@@ -176,7 +176,8 @@ class EditedLosses:
             for e, layers in enumerate(edits):
                 identities = [self._part(layers, index) for index in group[:count]]
                 stored = [self.session.parts.find(identity) for identity in identities]
-                if any(part is None for part in stored):
+                fresh = any(part is None for part in stored)
+                if fresh:
                     if streams is None:
                         streams = self._streams(base, group)
                     stored = self._fresh(streams, layers, group)[:count]
@@ -186,7 +187,7 @@ class EditedLosses:
                     self.session.reused += count
                 for index, part in zip(group, stored, strict=False):
                     found[e, row[index]] = part["bins"]
-                self.on_work(count * self.work(layers, base))
+                self.on_work(count * self.work(layers, base), not fresh)
         return found
 
     def work(self, layers: tuple[Layer, ...], base: tuple[Layer, ...] | None = None) -> float:

@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from pe_lab.analysis.study import Arrays, Parts
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.scoring.forward import BATCH_TOKENS, BATCH_TOKENS_ELSEWHERE
 from pe_lab.evaluation.targets import Target, load_subjects, locate_all, parse_steps
-from pe_lab.evaluation.variants import Subject, Variant, all_variants, parse_methods
+from pe_lab.evaluation.variants import Subject, Variant, all_variants, model_name, parse_methods
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import label_layers
 from pe_lab.terminal import Progress, console
@@ -131,8 +131,9 @@ class Session:
                 ]
                 stored = [self.parts.find(identity) for identity in identities]
                 missing = [i for i, part in enumerate(stored) if part is None]
-                self.reused += len(stored) - len(missing)
-                done += len(stored) - len(missing)
+                found_before = len(stored) - len(missing)
+                self.reused, done = self.reused + found_before, done + found_before
+                progress.found(found_before)
                 for indices, count in sequence_groups(lm, missing, sequences.length):
                     arrays = {key: np.asarray(x) for key, x in measure(lm, sequences.batch(indices)).items()}
                     for place, i in enumerate(indices[:count]):
@@ -197,6 +198,8 @@ def open_session(study: str, arguments: argparse.Namespace, out: Path | None) ->
     targets = locate_all(arguments.source, steps)
     subjects = [subject for target in targets for subject in _subjects(target, arguments.init)]
     variants = all_variants(subjects, methods, arguments.positional)
+    if arguments.init is not None:
+        variants = list(map(named_by_encoding, variants))
     where = targets[0].root / "analysis" / study if out is None else out
     if out is None:
         targets[0].write_marker()
@@ -217,6 +220,12 @@ def _subjects(target: Target, seeds: int | None) -> list[Subject]:
         for one in shapes.values()
         for seed in range(seeds)
     ]
+
+
+def named_by_encoding(variant: Variant) -> Variant:
+    """A variant of random weights with the name of its encoding alone: they were trained with no other."""
+    label = variant.label.removeprefix(f"{variant.subject.model} with ")
+    return replace(variant, label=model_name(variant.layers) if label in (variant.label, variant.method) else label)
 
 
 def distinct_names(variants: Sequence[Variant], several: bool) -> list[str]:

@@ -100,8 +100,12 @@ def tick_names(names: Sequence[str], label: str) -> list[str]:
 
 
 def every(count: int, wanted: float) -> int:
-    """The round step at which at most `wanted` of `count` things (at least one) get a label."""
-    steps = (size * 10**power for power in range(9) for size in (1, 2, 4, 5, 8))
+    """The round step at which at most `wanted` of `count` things (at least one) get a label.
+
+    Where the count is a power of two, so is the step: labels of 64 ranges of a sequence stand at quarters or eighths.
+    """
+    halves = count & (count - 1) == 0
+    steps = (2**n for n in range(40)) if halves else (s * 10**n for n in range(9) for s in (1, 2, 4, 5, 8))
     return next(step for step in steps if math.ceil(count / step) <= max(wanted, 1))
 
 

@@ -13,7 +13,7 @@ import pytest
 from pe_lab.analysis import bias_gradients
 from pe_lab.analysis.bias_gradients import PATTERNS
 from pe_lab.analysis.sequences import Sequences
-from pe_lab.analysis.session import Session, distinct_names
+from pe_lab.analysis.session import Session, distinct_names, named_by_encoding
 from pe_lab.analysis.studies import positional_bias
 from pe_lab.analysis.studies.positional_bias import Group, compare
 from pe_lab.checkpoints import Checkpoint
@@ -244,7 +244,7 @@ def session(tmp_path) -> Session:
     subjects = [Subject(rope(seed), "toy", f"initialization {seed}") for seed in range(2)]
     for n, one in enumerate(subjects):
         one.checkpoint.metadata["id"] = f"init-{n}"
-    variants = all_variants(subjects, ("as trained",), ["nope"])
+    variants = list(map(named_by_encoding, all_variants(subjects, ("as trained",), ["nope"])))
     session = Session(
         "positional_bias", argparse.Namespace(layers="0,1", init=2, again=False), tmp_path, variants,
         distinct_names(variants, False),

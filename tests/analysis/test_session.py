@@ -141,10 +141,12 @@ def test_a_killed_study_goes_on_where_it_was(trained, text, tmp_path):  # noqa: 
 
 def test_random_initializations_have_the_shape_and_not_the_weights(trained, text, tmp_path):  # noqa: F811
     argv = [f"--from={trained}/pretrain", f"--text={text}", "--length=24", "--sequences=1", f"--out={tmp_path}"]
-    assert run("--study=frequency_use", *argv, "--init=2") == 0
+    under = ["--methods=as-trained", "--positional=half:rope:fraction=0.5"]
+    assert run("--study=frequency_use", *argv, *under, "--init=2") == 0
     found = read_study(tmp_path)
-    assert [model["checkpoint"] for model in found.about["models"]] == ["initialization 0", "initialization 1"]
-    a, b = (found.findings.numbers[f"query_{n}"] for n in range(2))
+    names = [f"{name} (initialization {seed})" for seed in range(2) for name in ("RoPE", "half")]
+    assert [model["name"] for model in found.about["models"]] == names
+    a, b = (found.findings.numbers[f"query_{n}"] for n in (0, 2))
     assert a.shape == b.shape and np.abs(a - b).max() > 0.1 * a.mean()
 
 

@@ -188,9 +188,11 @@ def _run(session: Session) -> Findings:
     results, done = [], 0
     with session.progress(session.study, work) as progress:
 
-        def scored(prompts: int) -> None:
+        def scored(prompts: int, found: bool) -> None:
             nonlocal done
             done += prompts
+            if found:
+                progress.found(prompts)
             progress.update(done, f"{done} of {work} prompts with masked heads")
 
         for variant, name, each, weight in zip(session.variants, session.names, counts, weights, strict=True):
@@ -231,7 +233,7 @@ def _measure(
     variant: Variant,
     testing: Sequences,
     chosen: Mapping[Any, Sequence[Head]],
-    scored: Callable[[int], None],
+    scored: Callable[[int, bool], None],
 ) -> dict[Any, NeedleScores]:
     """The scores with each group of heads masked; those that were measured before are read."""
     lm, mask = variant.at(testing.length), session.arguments.mask
@@ -252,7 +254,8 @@ def _measure(
                 for one in batch.digests[:count]
             ]
             stored = [session.parts.find(identity) for identity in identities]
-            if any(part is None for part in stored):
+            fresh = any(part is None for part in stored)
+            if fresh:
                 streams = Streams(lm, batch.tokens) if streams is None else streams
                 edited = streams.under(masked(lm, heads, mask), min(n for n, _ in heads)) if heads else streams
                 scores = edited.scores(asked.at, asked.answers)
@@ -265,7 +268,7 @@ def _measure(
             found[key].append(
                 NeedleScores(*(np.stack([part[name] for part in parts]) for name in NeedleScores._fields))
             )
-            scored(count)
+            scored(count, not fresh)
     return {key: NeedleScores(*map(np.concatenate, zip(*parts, strict=True))) for key, parts in found.items()}
 
 

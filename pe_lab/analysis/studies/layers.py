@@ -26,6 +26,7 @@ from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.positional import HeadEdit, Layer, drop, read_with
 from pe_lab.positional.codec import numbers_and_ranges
+from pe_lab.terminal import Progress
 
 PROTOCOL = "layers-1"
 TOKENS = 2**15  # by default
@@ -216,7 +217,7 @@ def _run(session: Session) -> Findings:
         count = _greedy_count(arguments.greedy, len(places))
         expected = _expected_work(arguments, measure, places, count, (total, len(choosing), len(measuring)))
         with session.progress(f"layers: {name}", expected) as progress:
-            work.start(lambda done, p=progress, e=expected: p.update(done, f"{min(done / e, 1):.0%}"))
+            work.start(progress, expected)
             alone = measure([(), *([place] for place in places)], range(total))
             single = alone.loss[0, 1:][:, list(choosing)].mean(-1)
             curves = []
@@ -232,15 +233,14 @@ def _run(session: Session) -> Findings:
 class Work:
     """Counts the work that is done, and shows it."""
 
-    def __init__(self) -> None:
-        self._done, self._show = 0.0, lambda done: None
+    def start(self, progress: Progress, expected: float) -> None:
+        self._progress, self._expected, self._done = progress, expected, 0.0
 
-    def start(self, show: Callable[[float], None]) -> None:
-        self._done, self._show = 0.0, show
-
-    def add(self, work: float) -> None:
+    def add(self, work: float, found: bool) -> None:
         self._done += work
-        self._show(self._done)
+        if found:
+            self._progress.found(work)
+        self._progress.update(self._done, f"{min(self._done / self._expected, 1):.0%}")
 
 
 def _places(session: Session, variant: Variant, measure: Measurement) -> tuple[Place, ...]:

@@ -19,7 +19,7 @@ from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts, layer_na
 from pe_lab.analysis.sequences import Sequences, add_arguments, check_length
 from pe_lab.analysis.session import Session
 from pe_lab.analysis.study import Findings, Study, TextTable
-from pe_lab.evaluation.variants import Variant, model_name
+from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel
 from pe_lab.results.intervals import Interval, interval
 
@@ -113,7 +113,7 @@ def groups_of(session: Session, measured: Sequence[Mapping[str, np.ndarray]]) ->
         stacked = {key: np.stack([one[key] for _, _, one in members]) for key in arrays}
         if random:
             seeds = "initialization 0" if len(members) == 1 else f"initializations 0 to {len(members) - 1}"
-            groups.append(Group(f"{_encoding(first)} ({seeds})", chosen, stacked, str(first.lm.config), encoded))
+            groups.append(Group(f"{first.label} ({seeds})", chosen, stacked, str(first.lm.config), encoded))
             continue
         subject = first.subject
         series = f"{subject.run} {subject.checkpoint.metadata.get('phase', '')}, {first.label}"
@@ -123,12 +123,6 @@ def groups_of(session: Session, measured: Sequence[Mapping[str, np.ndarray]]) ->
     return [
         g if names.count(g.name) == 1 else Group(**{**vars(g), "name": f"{g.name} #{n}"}) for n, g in enumerate(groups)
     ]
-
-
-def _encoding(variant: Variant) -> str:
-    """The name of random weights by their encoding alone."""
-    label = variant.label.removeprefix(f"{variant.subject.model} with ")
-    return model_name(variant.layers) if label in (variant.label, variant.method) else label
 
 
 def _pairs(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
