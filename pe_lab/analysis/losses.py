@@ -191,11 +191,14 @@ class EditedLosses:
         return found
 
     def work(self, layers: tuple[Layer, ...], base: tuple[Layer, ...] | None = None) -> float:
-        """The work of one sequence under an edit, in tokens times layers; the output counts as some layers."""
+        """The work of one sequence under an edit, in tokens times layers; the output counts as some layers.
+
+        Without an edit all layers are run, and their inputs kept for the edits.
+        """
         weights = self._layer_weights
         output = self.lm.config.d_model * self.lm.config.vocab_size / weights
         run = self.lm.config.layers - first_difference(self.lm.layers if base is None else base, layers)
-        return self.sequences.length * (run + output)
+        return self.sequences.length * ((run or self.lm.config.layers) + output)
 
     @functools.cached_property
     def _layer_weights(self) -> float:

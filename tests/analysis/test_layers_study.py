@@ -210,6 +210,15 @@ def test_a_curve_can_have_few_points(lm, tmp_path):
     np.testing.assert_allclose(found.numbers["cheapest_first_loss"][0, -1], together, rtol=1e-4)
 
 
+def test_a_model_that_the_edit_leaves_as_it_is_is_left_out(lm, tmp_path):
+    both = session(tmp_path, lm, "--layers=0", "--lengths=21")
+    both.variants.append(Variant(Subject(lm, "made", "made"), "nope", "NoPE", (Layer(NoPE()),) * 3))
+    both.names.append("NoPE")
+    found = study.STUDY.run(both)
+    assert found.sentences[-1] == "NoPE is left out: --edit=drop changes none of its layers."
+    assert list(found.metadata["measuring"]) == ["RoPE"]
+
+
 def test_an_encoding_that_follows_the_length_has_that_of_each_length(lm, tmp_path):
     found = study.STUDY.run(session(tmp_path, lm, "--edit=dynamic_ntk", "--layers=0"))
     after = (Layer(Rope(100.0, scaling=DynamicNTK(10))), ROPE, ROPE)

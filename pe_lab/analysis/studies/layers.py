@@ -203,6 +203,12 @@ def _run(session: Session) -> Findings:
     work = Work()
     measurements = [_measurement(session, variant, lengths, work.add) for variant in session.variants]
     editable = [_places(session, variant, one) for variant, one in zip(session.variants, measurements, strict=True)]
+    unchanged = [name for name, places in zip(session.names, editable, strict=True) if not places]
+    if not any(editable):
+        raise ConfigError(
+            f"--study=layers: --edit={arguments.edit} changes none of the chosen layers of {', '.join(unchanged)}. "
+            "Name a model whose layers have an encoding, or another --edit."
+        )
     if arguments.points is not None:
         most = max(map(len, editable))
         given = numbers_and_ranges(arguments.points, "--points")
@@ -214,6 +220,8 @@ def _run(session: Session) -> Findings:
     choosing, measuring = (range(0, total, 2), range(1, total, 2)) if total > 3 else (range(total), range(total))
     results = []
     for name, measure, places in zip(session.names, measurements, editable, strict=True):
+        if not places:
+            continue
         count = _greedy_count(arguments.greedy, len(places))
         expected = _expected_work(arguments, measure, places, count, (total, len(choosing), len(measuring)))
         with session.progress(f"layers: {name}", expected) as progress:
@@ -227,7 +235,9 @@ def _run(session: Session) -> Findings:
                 curves.append(Curve(label, orders, points, Means(*(np.mean(x, 0) for x in zip(*drawn, strict=True)))))
         edges = measure.passes[max(measure.passes)].losses.edges
         results.append(EditLosses(name, places, measure.ranges, edges, alone, tuple(curves), tuple(measuring)))
-    return findings(arguments.edit, arguments.by, results)
+    found = findings(arguments.edit, arguments.by, results)
+    left_out = [f"{name} is left out: --edit={arguments.edit} changes none of its layers." for name in unchanged]
+    return dataclasses.replace(found, sentences=(*found.sentences, *left_out))
 
 
 class Work:
@@ -244,17 +254,11 @@ class Work:
 
 
 def _places(session: Session, variant: Variant, measure: Measurement) -> tuple[Place, ...]:
-    """The chosen layers, or their heads, that the edit changes."""
+    """The chosen layers, or their heads, that the edit changes; none of a model without encodings that is dropped."""
     lm, one = variant.lm, measure.passes[max(measure.passes)]
     heads = range(lm.config.heads) if session.arguments.by == "head" else (None,)
     places = [Place(n, h) for n in session.layers(lm) for h in heads]
-    changed = tuple(place for place in places if one.sets([[place]])[0] != one.before and _differs(one, place))
-    if not changed:
-        raise ConfigError(
-            f"--study=layers: --edit={session.arguments.edit} changes none of the chosen layers of "
-            f"{variant.label}. Name a model whose layers have an encoding, or another --edit."
-        )
-    return changed
+    return tuple(place for place in places if one.sets([[place]])[0] != one.before and _differs(one, place))
 
 
 def _differs(one: Pass, place: Place) -> bool:

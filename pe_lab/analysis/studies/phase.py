@@ -177,8 +177,8 @@ def _described(args: argparse.Namespace) -> Sequence[Described]:
     for target in targets:
         for path in target.paths:
             source = open_source(path)
-            phase = source.metadata.get("phase", "")
-            name = f"{target.display_name} {phase}".strip()
+            phase = source.metadata.get("phase", "")  # of a converted checkpoint, the name of its directory
+            name = " ".join(filter(None, dict.fromkeys((target.display_name, phase))))
             found.append(Described(name, source.layers, source.training_length, source.model, path))
     if args.out is None:
         targets[0].write_marker()
