@@ -222,6 +222,13 @@ def test_points_of_several_labels_stand_beside_each_other_with_bars_and_a_legend
     assert '<figure class="chart wide dots"' in page and ">middle</text>" in wide
 
 
+def test_numbers_of_heads_have_whole_ticks(tmp_path):
+    line = Line("RoPE", np.arange(3.0), np.arange(3.0))
+    page = page_of(tmp_path, LineCharts("p", "T", "C", (("", (line,)),), "masked heads", "y"))
+    wide = re.search(r"<svg[^>]*960 360.*?</svg>", page, re.S).group(0)
+    assert re.findall(r'<text x="[\d.]*" y="332"[^>]*>([^<]*)<', wide) == ["0", "1", "2"]
+
+
 def test_many_panels_are_small_on_the_same_axes_with_one_legend(tmp_path):
     page = page_of(tmp_path, lines(8))
     plots = [json.loads(plot)[4:] for plot in re.findall(r'data-plot="([^"]*)"', page)]

@@ -43,6 +43,11 @@ def exceeds(figure: HeatMaps) -> tuple[bool, bool]:
     return bool((figure.values < low).any()), bool((figure.values > high).any())
 
 
+def counts(figure: LineCharts) -> bool:
+    """Whether every x is a whole number: a layer, a pair, a step."""
+    return all(np.all(np.mod(line.x, 1) == 0) for _, lines in figure.panels for line in lines)
+
+
 def axis_limits(figure: LineCharts) -> tuple[tuple[float, float], tuple[float, float]]:
     """The ends of x, marks included, and of y, intervals included, over all panels; (0, 1) if nothing can be drawn."""
     lines = [line for _, lines in figure.panels for line in lines]

@@ -17,6 +17,7 @@ from pe_lab.page.study_axes import (
     axis_number,
     colour_limits,
     colour_map,
+    counts,
     every,
     exceeds,
     in_powers_of_two,
@@ -221,11 +222,6 @@ def _scale_axes(panel: Any, drawn: LineCharts, width: float, height: float) -> N
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens_text(round(value))))
     panel.set_xlim(*_wider(left, right, drawn.log_x, 0.02))
     panel.set_ylim(*_wider(low, high, drawn.log_y, 0.05))
-
-
-def counts(drawn: LineCharts) -> bool:
-    """Whether every x is a whole number: a layer, a pair, a step."""
-    return all(np.all(np.mod(line.x, 1) == 0) for _, lines in drawn.panels for line in lines)
 
 
 def _wider(low: float, high: float, log: bool, share: float) -> tuple[float, float]:

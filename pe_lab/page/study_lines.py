@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from pe_lab.analysis.figures import Line, LineCharts
-from pe_lab.page.charts import Axis, Series, legend, line_chart
+from pe_lab.page.charts import Axis, Series, legend, line_chart, linear_ticks
 from pe_lab.page.markup import Markup, element
 from pe_lab.page.study_axes import (
     axis_limits,
     axis_number,
+    counts,
     every,
     in_powers_of_two,
     labels_of,
@@ -104,4 +105,6 @@ def _axes(figure: LineCharts) -> tuple[Axis, Axis]:
             whole = value >= 1 and np.log2(value).is_integer()
             return tokens_text(int(value)) if whole else axis_number(value)
 
+    elif counts(figure) and not figure.log_x:
+        ticks = [n for n in linear_ticks(left, right) if float(n).is_integer()]
     return Axis(figure.x_label, figure.log_x, show, ticks, (left, right)), y

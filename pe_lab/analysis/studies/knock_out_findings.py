@@ -164,7 +164,7 @@ def _figures(mask: str, one: Knocked, counts: Sequence[int], suffix: str, of: st
         "attention weight",
     )
     x = np.asarray((0, *counts), np.float64)
-    kinds = {"retrieval": "the heads that attend most to the needle", "random": "as many random other heads"}
+    kinds = {"retrieval": "retrieval heads", "random": "random heads"}
     shares, changes = [], []
     for kind, label in kinds.items():
         means = [one.share(kind, k) for k in (0, *counts)]
@@ -178,7 +178,8 @@ def _figures(mask: str, one: Knocked, counts: Sequence[int], suffix: str, of: st
         LineCharts(
             f"needles_found{suffix}",
             f"Answers found{of}, by masked heads",
-            f"{how} The heads were chosen on other prompts; 95% intervals (Wilson's, by prompt). {published}",
+            f"{how} Retrieval heads attend most to the needle in other prompts. 95% intervals (Wilson's, by prompt). "
+            f"{published}",
             (("", tuple(shares)),),
             "masked heads",
             "share of answers found",
