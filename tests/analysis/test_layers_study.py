@@ -168,6 +168,7 @@ def test_the_study_against_whole_passes(lm, tmp_path, monkeypatch):
     costs = expected[:, 1:] - expected[:, :1]
     cheapest = int(costs[0].mean(-1).argmin())
     half = 3.182446 * costs[0, cheapest].std(ddof=1) / 2
+    assert f"on a loss of {expected[0, 0].mean():.3f} [" in found.sentences[0]
     row = found.tables[0].rows[0]
     assert row[1:3] == (f"layer {cheapest}", f"{costs[0, cheapest].mean():.3f} ± {half:.3f}")
     # Orders are chosen on one half of the sequences, at the shorter length, and measured on the other half.

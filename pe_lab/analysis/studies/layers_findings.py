@@ -147,13 +147,13 @@ def _done(edit: str) -> str:
 
 def _sentences(edit: str, by: str, one: EditLosses) -> list[str]:
     found = []
-    for r, costs in zip(one.ranges, one.costs, strict=True):
+    for r, costs, losses in zip(one.ranges, one.costs, one.alone.loss, strict=True):
         order = np.argsort(costs.mean(-1), kind="stable")
         low, high = order[0], order[-1]
         least, most = (interval(costs[i]).words(NATS) for i in (low, high))
         text = (
             f"{one.name}, {r}: {_lower(_done(edit))} of one {by} alone costs from {least} nats "
-            f"({one.places[low]}) to {most} ({one.places[high]})"
+            f"({one.places[low]}) to {most} ({one.places[high]}), on a loss of {interval(losses[0]).words(NATS)}"
         )
         if costs.shape[-1] > 1:
             around = interval(costs.T)

@@ -104,7 +104,7 @@ def _sentences(name: str, found: dict[str, np.ndarray]) -> list[str]:
             f"{name}: the mean logit with {'itself' if target == 'self' else 'the previous token'} reaches half of its "
             f"bound in {close} of {alignment[..., t].size} heads; the best head reaches {gap.words('{:.2f}')}."
         )
-    return [*written, f"{name}: the largest logit of any token is {found['tightest'].max():.4f} of its bound."]
+    return [*written, f"{name}: no logit is more than {found['tightest'].max():.4f} of its bound."]
 
 
 def _figures(
