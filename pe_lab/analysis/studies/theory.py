@@ -36,9 +36,7 @@ def _run(arguments: argparse.Namespace) -> Findings:
 
         found = claims(arguments.seed, on_claim)
     tables = [_table(paper, [one for one in found if one.source.startswith(f"{paper},")]) for paper in PAPERS]
-    sentences = [
-        f"{one.source}: {one.statement} {one.verdict.upper()}. {one.measured} {one.note}".strip() for one in found
-    ]
+    sentences = [f"{one.source}: {one.verdict}. {one.measured} {one.note}".strip() for one in found]
     counts = collections.Counter(one.verdict for one in found)
     sentences.append(f"{len(found)} claims: {counts['holds']} hold, {counts['fails']} fail.")
     numbers = {
@@ -50,8 +48,8 @@ def _run(arguments: argparse.Namespace) -> Findings:
 
 
 def _table(paper: str, found: Sequence[Claim]) -> TextTable:
-    rows = tuple((one.source.removeprefix(f"{paper}, "), one.verdict, one.measured) for one in found)
-    return TextTable(paper, ("claim", "verdict", "measured"), rows, words=3)
+    rows = tuple((one.source.removeprefix(f"{paper}, "), one.verdict, one.statement) for one in found)
+    return TextTable(paper, ("claim", "verdict", "statement"), rows, words=3)
 
 
 def _figures(found: Sequence[Claim]) -> tuple[Figure, ...]:
