@@ -170,7 +170,8 @@ def _sentences(edit: str, by: str, one: EditLosses) -> list[str]:
             parts = []
             for i in _chosen_points(curve.points):
                 k, cost, summed = curve.points[i], interval(together[i]).words(NATS), interval(alone[i]).words(NATS)
-                parts.append(f"{k} {by}{'s' * (k > 1)} cost {cost} nats (the sum of their costs alone is {summed})")
+                several = f"{k} {by}s cost {cost} nats (the sum of their costs alone is {summed})"
+                parts.append(several if k > 1 else f"1 {by} costs {cost} nats")
             found.append(f"{one.name}, {r}, {curve.name}: {'; '.join(parts)}.")
     return found
 
