@@ -5,6 +5,9 @@ import re
 
 import pytest
 
+from pe_lab import analyze
+from pe_lab.analysis.studies import theory
+from pe_lab.analysis.study import read_study
 from pe_lab.analysis.theory.claims import claims
 
 # By hand, from the papers' proofs.
@@ -111,3 +114,21 @@ def test_numbers_are_plain_and_name_every_number_of_the_sentence(found):
             if text.rstrip(",") not in known and not any(abs(number - x) <= 0.5001 * digit for x in values):
                 missing.append(f"{claim.source}: {text}")
     assert not missing, "\n".join(missing)
+
+
+@pytest.mark.slow  # 2 s besides the claims
+def test_the_command_shows_each_claim_with_its_verdict_and_its_numbers(found, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(theory, "claims", lambda seed, progress: list(found.values()))
+    assert analyze.main(["--study=theory", f"--out={tmp_path}", "--format=svg"]) == 0
+    assert f"{len(found)} claims: {len(HOLDS)} hold, {len(FAILS)} fail." in capsys.readouterr().out
+    study = read_study(tmp_path).findings
+    rows = {(table.title, *row) for table in study.tables for row in table.rows}
+    assert rows == {(*source.split(", ", 1), c.verdict, c.statement) for source, c in found.items()}
+    for sentence, claim in zip(study.sentences[:-1], found.values(), strict=True):
+        assert sentence == f"{claim.source}: {claim.verdict}. {claim.measured} {claim.note}".strip()
+    assert {path.stem for path in tmp_path.glob("*.svg")} == {figure.name for figure in study.figures}
+
+
+def test_a_negative_seed_is_refused(capsys):
+    assert analyze.main(["--study=theory", "--seed=-1"]) == 2
+    assert "--seed is -1; give 0 or a positive whole number." in capsys.readouterr().err
