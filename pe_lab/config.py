@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -38,11 +39,11 @@ class ModelConfig:
     init_std: float = 0.02
     scaled_residual_init: bool = True  # output projections start at init_std / sqrt(2 layers) (GPT-2), else at init_std
     dtype: str = "bfloat16"  # compute; parameters are float32
-    remat: str = "none"  # none | dots | full
+    remat: str = "none"  # kept for the backward pass: none | dots_attention | dots | dots_offload | full | auto
     scan: bool = True  # False unrolls the layers: faster on a CPU, slower to compile
     attention: str = "auto"  # or a name that `python -m pe_lab.attention` lists
     attention_chunk: int = 512  # query and key block of the chunked attention, in tokens
-    loss_chunks: int = 1  # chunks of the vocabulary in which the cross-entropy is computed
+    loss_chunks: int | Literal["auto"] = 1  # parts of a device's tokens in which training computes its loss
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class MeshConfig:
     fsdp: int = 1
     tensor: int = 1
     context: int = 1  # shards sequences along their length
+    slices: int = 0  # TPU slices that the data-center network joins, along data; 0: as many as the devices say
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ class Config:
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)  # of XLA, over those of parallel/compiler.py
     phases: tuple[PhaseConfig, ...] = (PhaseConfig(),)
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -214,6 +217,12 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             return _read_description(value) if isinstance(value, Mapping) else value
         except UserError as error:
             raise type(error)(f"{where}: {error}") from None
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        kind, literal = typing.get_args(hint)
+        (word,) = typing.get_args(literal)
+        if isinstance(value, str) and value != word:
+            raise ConfigError(f"{where} is {value!r}; it must be {word!r} or of type {kind.__name__}.")
+        return value if value == word else _convert(kind, value, where)
     if typing.get_origin(hint) is Literal:
         if value not in (allowed := typing.get_args(hint)):
             raise ConfigError(f"{where} is {value!r}. {did_you_mean(str(value), allowed)}")
@@ -271,9 +280,9 @@ def to_json(value: Any) -> Any:
 
 
 # The keys that a result depends on: they may not change between two sessions of one run. Logging, evaluation, the
-# cache's directory and the mesh may.
+# cache's directory, the mesh, and what is kept or recomputed may.
 _IDENTITY = ("seed", "model", "data", "phases")
-_NOT_IDENTITY = ("data.cache_dir", "data.workers")
+_NOT_IDENTITY = ("data.cache_dir", "data.workers", "model.remat", "model.loss_chunks", "model.scan")
 
 
 def identity(config: Config) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from pe_lab.evaluation.plan import parse_length
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh, start_processes, use_mesh
 from pe_lab.parallel.topology import KNOWN, NoCompiler, libtpu_version, parse_topology, topology_devices
+from pe_lab.planning.advice import ruled_out, step_advice
 from pe_lab.planning.compiled_memory import Compiled, OutOfMemory
 from pe_lab.planning.evaluation_memory import compile_evaluation
 from pe_lab.planning.plan import PhaseNumbers, Plan, choose_phases, compile_phase, make_plan, plan_json
-from pe_lab.planning.tables import compiled_text, evaluation_text, size, step_advice, training_text
+from pe_lab.planning.tables import compiled_text, evaluation_text, size, training_text
 from pe_lab.positional import build_schedule
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import write_json
@@ -48,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
     p = argument_parser("plan", DESCRIPTION, EPILOG)
     p.add_argument("--config", required=True, help="recipe, argument after a colon: configs/x.py:quick")
     p.add_argument("--topology", default="local", help="chips to plan for; local by default")
+    p.add_argument(
+        "--slices", type=int, default=1, metavar="N", help="that many such TPU slices, joined by the network"
+    )
     p.add_argument("--phase", metavar="NAME", help="phase to compile, or all; the largest by default")
     p.add_argument(
         "--evaluate-length",
@@ -74,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         # Compiling for a slice uses no device of this machine, so a run may go on beside it.
         jax.config.update("jax_platforms", "cpu")
-    plan = make_plan(load_config(args.config, overrides), parse_topology(args.topology))
+    plan = make_plan(load_config(args.config, overrides), parse_topology(args.topology, args.slices))
     planned = _plan_evaluation if args.evaluate_length else _plan_training
     numbers, fits = planned(args, plan, choose_phases(plan, args.phase))
     if args.json:
@@ -92,8 +96,17 @@ def _plan_training(
         if args.no_compile:
             raise NoCompiler("--no-compile")
         for phase in phases:
-            name, compile = phase.plan.name, partial(compile_phase, plan, phase)
-            compiled[name] = _compile(plan, f"the step that trains '{name}'", compile, step_advice(plan))
+            name, advice = phase.plan.name, partial(step_advice, plan, phase)
+            if ruled_out(plan, phase) and not args.phase:
+                needed = f"about {size(phase.memory.total)} of {size(plan.topology.chip.memory)} a chip"
+                print(
+                    f"DOES NOT FIT: by the estimate, the step that trains '{name}' needs {needed}, and is not compiled "
+                    f"(--phase={name} compiles it all the same). {advice(None)}"
+                )
+                compiled[name] = {"fits": False, "needed": None}
+                continue
+            program = f"the step that trains '{name}'"
+            compiled[name] = _compile(plan, program, partial(compile_phase, plan, phase), advice)
         if others := [phase.plan.name for phase in plan.phases if phase not in phases]:
             names = ", ".join(others)
             print(f"Not compiled: {names}, estimated above; --phase={others[0]} or --phase=all compiles it.")
@@ -126,15 +139,20 @@ def _plan_evaluation(
             evaluated = Model(config, backward=False)
             attention = list(dict.fromkeys(evaluated.attention_by_layer(schedule.structure, length)))
         program = f"a pass over {length:,} tokens, sharded over {chips} (attention by {', '.join(attention)})"
-        advice = "Use more chips, or evaluate in chunks."
         compile = partial(compile_evaluation, phase.model, schedule, length, mesh)
-        compiled[phase.plan.name] = _compile(plan, program, compile, advice) | {"attention": attention}
+        result = _compile(plan, program, compile, lambda _: "Use more chips, or evaluate in chunks.")
+        compiled[phase.plan.name] = result | {"attention": attention}
     fits = False if any(result["fits"] is False for result in compiled.values()) else None
     return {"topology": plan.topology.text, "length": length, "compiled": compiled}, fits
 
 
-def _compile(plan: Plan, program: str, compile: Callable[[], Compiled], advice: str) -> dict[str, Any]:
-    """Compiles a program, prints its memory and whether it fits, and returns both as JSON."""
+def _compile(
+    plan: Plan, program: str, compile: Callable[[], Compiled], advice: Callable[[int | None], str]
+) -> dict[str, Any]:
+    """Compiles a program, prints its memory and whether it fits, and returns both as JSON.
+
+    `advice` says what to change if it does not fit, from the bytes that it needs.
+    """
     chip, capacity = plan.topology.chip, plan.topology.chip.memory
     try:
         with waiting(console(stderr=True), f"compiling {program}, for {plan.topology.count} x {chip.name}"):
@@ -144,14 +162,14 @@ def _compile(plan: Plan, program: str, compile: Callable[[], Compiled], advice: 
             message = f"{program} needs {size(error.used)} of {size(error.capacity or capacity)} a chip"
         else:
             message = f"the compiler refused {program}: {error}"
-        print(f"DOES NOT FIT: {message}. {advice}")
+        print(f"DOES NOT FIT: {message}. {advice(error.used)}")
         return {"fits": False, "needed": error.used, "message": str(error)}
     print(compiled_text(plan, program, compiled, _compiler(plan)))
     fits = compiled.needed <= capacity if capacity else None
     if fits is None:
         print(f"{program} needs {size(compiled.needed)} a device. The memory of the device is not known.")
     else:
-        verdict, end = ("FITS", "") if fits else ("DOES NOT FIT", f" {advice}")
+        verdict, end = ("FITS", "") if fits else ("DOES NOT FIT", f" {advice(compiled.needed)}")
         print(f"{verdict}: {program} needs {size(compiled.needed)} of {size(capacity)} a chip.{end}")
     return {**dataclasses.asdict(compiled), "needed": compiled.needed, "fits": fits}
 

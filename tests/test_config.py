@@ -48,7 +48,7 @@ def test_a_misspelt_key_names_the_nearest_one(tmp_path, key, nearest):
 
 
 def test_a_key_like_no_other_lists_what_is_allowed(tmp_path):
-    with pytest.raises(UserError, match=r"config.mesh has no key 'zzz'. Allowed: context, data, fsdp, tensor"):
+    with pytest.raises(UserError, match=r"config.mesh has no key 'zzz'. Allowed: context, data, fsdp, slices, tensor"):
         load_config(str(write_recipe(tmp_path)), {"mesh.zzz": "1"})
 
 

@@ -16,11 +16,12 @@ import pytest
 from pe_lab.config import Config, config_hash, from_dict, to_json
 from pe_lab.errors import UserError
 from pe_lab.parallel import AxisRules, check_batch
+from pe_lab.parallel.mesh import AXES
 from pe_lab.parallel.topology import CHIPS, parse_topology, placeholder_mesh
-from pe_lab.planning.estimate import step_inputs
 from pe_lab.planning.plan import Plan, make_plan
 from pe_lab.recipes import load_config, recipe_arguments, split_overrides
 from pe_lab.training import compile_train_step, make_optimizer
+from pe_lab.training.memory import step_inputs
 from pe_lab.training.run import plan_phases
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -53,7 +54,7 @@ def _load(reference: str) -> Config:
 
 def _devices(config: Config) -> int:
     """The fewest devices, at least eight, that the recipe's mesh can be laid over."""
-    sizes = dataclasses.astuple(config.mesh)
+    sizes = [getattr(config.mesh, axis) for axis in AXES]
     fixed = math.prod(size for size in sizes if size != -1)
     return fixed * -(-8 // fixed) if -1 in sizes else fixed
 
@@ -125,7 +126,7 @@ def test_recipe_traces_on_its_mesh(reference):
             continue
         _traced.add(program)
         optimizer = make_optimizer(phase.config.optimizer, phase.config.steps, model.axes)
-        inputs = step_inputs(model, optimizer, phase, config.data.segments)
+        inputs = step_inputs(model, optimizer, phase.config, phase.schedule, config.data.segments)
         step = compile_train_step(model, optimizer, mesh, AxisRules(), phase.config.accumulate)
         state, metrics = jax.eval_shape(step, *inputs)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(

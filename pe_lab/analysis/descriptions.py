@@ -49,7 +49,7 @@ def described(args: argparse.Namespace) -> Sequence[Described]:
     """
     if args.config:
         config = load_config(args.config, args.overrides)
-        shape = complete(dataclasses.replace(config.model, vocab_size=config.model.loss_chunks))
+        shape = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
         return [
             Described(plan.name, plan.layers, phase.sequence_length, shape, f"QK-norm {plan.qk_norm}")
             for plan, phase in zip(plan_phases(config), config.phases, strict=True)

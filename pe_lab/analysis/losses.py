@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float, Float32, Int
 from pe_lab.analysis.sequences import Sequences
 from pe_lab.analysis.session import Session, sequence_groups
 from pe_lab.attention.statistics import ArrayLike
-from pe_lab.evaluation.scoring.forward import LOGITS
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.model import Model, Params, cross_entropy
 from pe_lab.model.layer_pass import advance, embed, forward_model
@@ -72,12 +71,9 @@ class Streams:
 
     def losses(self, targets: Int[ArrayLike, "B T"]) -> Float32[np.ndarray, "B T"]:
         """The cross-entropy of each target in nats."""
-        vocabulary, tokens = self.lm.config.vocab_size, self._ids.size
-        fitting = (n for n in range(1, vocabulary + 1) if vocabulary % n == 0)
-        chunks = next(n for n in fitting if tokens * vocabulary // n <= LOGITS or n == vocabulary)
         x = self._input(self.lm.config.layers)
         with self._on_mesh():
-            return np.asarray(_losses(self._model, self._params, x, jnp.asarray(targets), chunks))
+            return np.asarray(_losses(self._model, self._params, x, jnp.asarray(targets)))
 
     def scores(
         self, at: Int[ArrayLike, "B Q"], answers: Int[ArrayLike, "B Q"]
@@ -116,11 +112,11 @@ def first_difference(one: Sequence[Layer], other: Sequence[Layer]) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
+@functools.partial(jax.jit, static_argnums=0)
 def _losses(
-    model: Model, params: Params, x: Float[jax.Array, "B T D"], targets: Int[jax.Array, "B T"], chunks: int
+    model: Model, params: Params, x: Float[jax.Array, "B T D"], targets: Int[jax.Array, "B T"]
 ) -> Float32[jax.Array, "B T"]:
-    return cross_entropy(model.final_norm(params, x), model.unembedding(params), targets, chunks)
+    return cross_entropy(model.final_norm(params, x), model.unembedding(params), targets)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -9,11 +9,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention.key_block import (
     FLOOR,
     MASKED,
+    RESIDUALS,
     AttentionInputs,
     Keys,
     OnlineSoftmax,
@@ -166,7 +168,7 @@ def _attend(
 
 
 def _forward_rule(q, k, v, inputs, wide):  # noqa: ANN001, ANN202
-    out, logsumexp = _attend(q, k, v, inputs, wide)
+    out, logsumexp = checkpoint_name(_attend(q, k, v, inputs, wide), RESIDUALS)
     return (out, logsumexp), (q, k, v, inputs, out, logsumexp)
 
 

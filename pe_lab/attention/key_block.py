@@ -17,6 +17,7 @@ Queries = Float[Array, "B T H K"]  # of whole sequences
 Keys = Float[Array, "B T G K"]  # and values
 
 MASKED = -1e30  # the logit of an invisible key: finite, so that a block without any visible key has no NaN
+RESIDUALS = "attention"  # the name under which rematerialization may keep the output and the logsumexp
 FLOOR = -5e29  # the first value of running maxima: above MASKED, so that an invisible key has weight exactly 0
 
 

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention.chunked import chunked_gradient, no_gradient
-from pe_lab.attention.key_block import MASKED, AttentionInputs, KeyBlockKernel, PartialAttention, merge
+from pe_lab.attention.key_block import MASKED, RESIDUALS, AttentionInputs, KeyBlockKernel, PartialAttention, merge
 
 
 class _Static(NamedTuple):
@@ -122,7 +123,7 @@ def _forward(
 
 def _forward_rule(query, key, value, inputs, static):  # noqa: ANN001, ANN202
     out, logsumexp = _forward(query, key, value, inputs, static)
-    out = out.astype(query.dtype)
+    out, logsumexp = checkpoint_name((out.astype(query.dtype), logsumexp), RESIDUALS)
     return out, (query, key, value, inputs, out, logsumexp)
 
 

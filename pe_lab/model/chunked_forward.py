@@ -117,7 +117,7 @@ class ChunkedForward(Programs):
     ) -> tuple[Float[Array, "B C"], Cache]:
         self.traces["losses", *tokens.shape, cache.layout.capacity] += 1
         x, cache = self._normalized(params, cache, tokens, start, schedule)
-        return cross_entropy(x, self.model.unembedding(params), targets, self.model.config.loss_chunks), cache
+        return cross_entropy(x, self.model.unembedding(params), targets), cache
 
     def _forward_hidden(
         self,

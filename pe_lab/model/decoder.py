@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pe_lab.attention import LayerEncoding, Rotation
 from pe_lab.attention.capabilities import Request
 from pe_lab.attention.dispatch import choose, layer_request
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
-from pe_lab.model.loss import cross_entropy
+from pe_lab.model.loss import cross_entropy, weighted_cross_entropy
 from pe_lab.model.modules import Block, Embedder
 from pe_lab.model.shape import REMAT_POLICIES, Run, complete, runs
 from pe_lab.parallel import balanced_order, constrain, context_size, padded_length
@@ -236,17 +236,39 @@ class Model:
         """The output embedding, which is the input embedding if they are tied."""
         return nnx.merge(self._embedder, params["token_embedder"]).output_embedding()
 
-    def token_loss(self, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> Float[Array, "B T"]:
-        """Cross-entropy of each target of a batch in nats. Batch: tokens, targets, and optional positions, segments."""
+    def token_loss(
+        self, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule, chunks: int | None = None
+    ) -> Float[Array, "B T"]:
+        """Cross-entropy of each target of a batch in nats; `chunks` as in `cross_entropy`.
+
+        Batch: tokens, targets, and optional positions, segments.
+        """
         x, places = self.hidden_in_order(
             params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule
         )
-        if places is None:
-            return cross_entropy(x, self.unembedding(params), batch["targets"], self.config.loss_chunks)
-        order = np.zeros(x.shape[1], np.int32)  # padding has any target
-        order[places] = np.arange(len(places))
-        targets = constrain(batch["targets"][:, order], "batch", "length")
-        return cross_entropy(x, self.unembedding(params), targets, self.config.loss_chunks)[:, places]
+        targets = _in_order(batch["targets"], x.shape[1], places)
+        loss = cross_entropy(x, self.unembedding(params), targets, chunks)
+        return loss if places is None else loss[:, places]
+
+    def loss_sum(self, params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> Float[Array, ""]:
+        """The sum over tokens of weight times cross-entropy, in nats; float32. Its gradient is computed with it.
+
+        Batch: tokens, targets, weights, and optional positions, segments.
+        """
+        x, places = self.hidden_in_order(
+            params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule
+        )
+        targets, weights = (_in_order(batch[name], x.shape[1], places) for name in ("targets", "weights"))
+        return weighted_cross_entropy(x, self.unembedding(params), targets, weights, self.config.loss_chunks)
+
+
+def _in_order(values: Shaped[Array, "B T"], length: int, places: Int[np.ndarray, " T"] | None) -> Array:
+    """`values` of tokens, at their places in a sequence of `length`; 0 elsewhere."""
+    if places is None:
+        return values
+    order = np.full(length, values.shape[1], np.int32)
+    order[places] = np.arange(len(places))
+    return constrain(jnp.pad(values, ((0, 0), (0, 1)))[:, order], "batch", "length")
 
 
 def _reordered(

@@ -1,109 +1,211 @@
-"""Cross-entropy without an array of the logits of the whole vocabulary."""
+"""Cross-entropy without an array of the logits of all tokens and the whole vocabulary."""
 
 from __future__ import annotations
 
 import functools
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from pe_lab.errors import ConfigError
-from pe_lab.parallel import constrain
+from pe_lab.parallel import constrain, current_mesh, sharding_axes
+
+LOGITS = 2**26  # the most logits of a device at once: 256 MB in float32
+
+
+def vocabulary_chunks(tokens: int, vocabulary: int) -> int:
+    """The least number of equal parts of the vocabulary whose logits of `tokens` tokens are at most LOGITS."""
+    fitting = (n for n in range(1, vocabulary + 1) if vocabulary % n == 0)
+    return next(n for n in fitting if tokens * vocabulary // n <= LOGITS or n == vocabulary)
+
+
+def tokens_per_device(tokens: int, axes: tuple[str, ...] = ("batch", "length")) -> int:
+    """The tokens of each device on the mesh that is being traced for, of tokens sharded over these logical axes."""
+    current = current_mesh()
+    if current is None:
+        return tokens
+    mesh, rules = current
+    parts = math.prod(mesh.shape[one] for axis in axes for one in sharding_axes(mesh, getattr(rules, axis)))
+    return -(-tokens // parts)
 
 
 def cross_entropy(
     hidden: Float[Array, "B T D"],
     unembedding: Float[Array, "V D"],
     targets: Int[Array, "B T"],
-    chunks: int = 1,
+    chunks: int | None = None,
 ) -> Float[Array, "B T"]:
     """-log softmax(hidden @ unembedding.T)[target], in nats per token; float32.
 
-    A loop over `chunks` parts of the vocabulary computes a running logsumexp, and a second loop the gradient. The
-    output layer then needs a quarter more arithmetic and 1 / chunks of its memory. Chunk c has the tokens c,
-    c + chunks, c + 2 chunks ..., so that an unembedding sharded over the vocabulary is not moved. A loop over tokens
-    would save the arithmetic, but all-reduce the unembedding's gradient once per chunk.
-
-    With one chunk, the logits [B, T, V] are kept for the gradient.
+    A loop over `chunks` parts of the vocabulary (None: `vocabulary_chunks`) computes a running logsumexp; its gradient
+    computes the logits again. Chunk c has the tokens c, c + chunks, c + 2 chunks ..., so that an unembedding sharded
+    over the vocabulary is not moved. To train, `weighted_cross_entropy` needs a product less.
     """
     V = unembedding.shape[0]
+    if chunks is None:
+        chunks = vocabulary_chunks(tokens_per_device(targets.size), V)
     if chunks < 1 or V % chunks:
-        raise ConfigError(f"model.loss_chunks is {chunks}; it must divide the vocabulary of {V}.")
-    return _cross_entropy(hidden, unembedding, targets, chunks)
+        raise ConfigError(f"{chunks} chunks of the logits do not divide a vocabulary of {V}.")
 
-
-def _chunk_logits(hidden: jax.Array, weights: jax.Array) -> Float[Array, "B T Vc"]:
-    logits = jnp.einsum("btd,vd->btv", hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    return constrain(logits, "batch", "length", "vocab")
-
-
-def _is_target(targets: jax.Array, chunk: jax.Array | int, chunks: int, width: int) -> jax.Array:
-    place = jnp.where(targets % chunks == chunk, targets // chunks, -1)
-    return place[..., None] == jnp.arange(width)
-
-
-def _split(unembedding: jax.Array, chunks: int) -> Float[Array, "C Vc D"]:
-    return jnp.moveaxis(unembedding.reshape(-1, chunks, unembedding.shape[-1]), 1, 0)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _cross_entropy(hidden, unembedding, targets, chunks):  # noqa: ANN001, ANN202
-    return _forward_rule(hidden, unembedding, targets, chunks)[0]
-
-
-def _forward_rule(hidden, unembedding, targets, chunks):  # noqa: ANN001, ANN202
-    if chunks == 1:
-        logits = _chunk_logits(hidden, unembedding)
-        logsumexp = jax.nn.logsumexp(logits, axis=-1)
-        # A comparison, because a gather from a sharded vocabulary would first collect the logits.
-        at_target = jnp.where(_is_target(targets, 0, 1, logits.shape[-1]), logits, 0).sum(-1)
-        return logsumexp - at_target, (hidden, unembedding, targets, logsumexp, logits)
-
+    @jax.checkpoint
     def step(carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:
         highest, total, at_target = carry
         index, weights = chunk
-        logits = _chunk_logits(hidden, weights)
-        new_highest = jnp.maximum(highest, logits.max(-1))
+        logits = jnp.einsum("btd,vd->btv", hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        logits = constrain(logits, "batch", "length", "vocab")
+        new_highest = jax.lax.stop_gradient(jnp.maximum(highest, logits.max(-1)))
         total = total * jnp.exp(highest - new_highest) + jnp.exp(logits - new_highest[..., None]).sum(-1)
-        at_target += jnp.where(_is_target(targets, index, chunks, logits.shape[-1]), logits, 0).sum(-1)
+        # A comparison, because a gather from a sharded vocabulary would first collect the logits.
+        place = jnp.where(targets % chunks == index, targets // chunks, -1)
+        at_target += jnp.where(_is_target(place, logits.shape[-1]), logits, 0).sum(-1)
         return (new_highest, total, at_target), None
 
-    shape = targets.shape
-    start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(shape))
-    (highest, total, at_target), _ = jax.lax.scan(step, start, (jnp.arange(chunks), _split(unembedding, chunks)))
-    logsumexp = highest + jnp.log(total)
-    return logsumexp - at_target, (hidden, unembedding, targets, logsumexp, None)
+    start = (jnp.full(targets.shape, -jnp.inf), jnp.zeros(targets.shape), jnp.zeros(targets.shape))
+    parts = jnp.moveaxis(unembedding.reshape(-1, chunks, unembedding.shape[-1]), 1, 0)
+    if chunks == 1:
+        (highest, total, at_target), _ = step(start, (0, parts[0]))
+    else:
+        (highest, total, at_target), _ = jax.lax.scan(step, start, (jnp.arange(chunks), parts))
+    return highest + jnp.log(total) - at_target
+
+
+def _is_target(place: Int[Array, "*tokens"], width: int) -> Array:
+    return place[..., None] == jnp.arange(width)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss of training
+
+
+class _Axes(NamedTuple):
+    """The mesh axes of the loss: those that shard tokens, D and the vocabulary."""
+
+    tokens: tuple[str, ...] = ()
+    embed: tuple[str, ...] = ()
+    vocab: tuple[str, ...] = ()
+
+
+def weighted_cross_entropy(
+    hidden: Float[Array, "B T D"],
+    unembedding: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    chunks: int = 1,
+) -> Float[Array, ""]:
+    """The sum over tokens of weight times cross-entropy, in nats; float32.
+
+    The gradient is computed with the loss, chunk after chunk of each device's tokens: no logits are kept, and none are
+    computed twice. Each device gathers the unembedding once in the dtype of `hidden`, adds its gradient over the chunks
+    in float32, and reduces the sum once, in the dtype of `hidden`, as the gradients of the layers are.
+
+    Args:
+      hidden: output of the final norm, in the compute dtype.
+      unembedding: float32.
+      targets: token ids.
+      weights: of the tokens; they are data, and have no gradient.
+      chunks: parts of a device's tokens. More chunks need less memory, and add the gradient more often.
+    """
+    if chunks < 1:
+        raise ConfigError(f"model.loss_chunks is {chunks}; it must be positive.")
+    return _weighted(hidden, unembedding, targets, weights, chunks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _weighted(hidden, unembedding, targets, weights, chunks):  # noqa: ANN001, ANN202
+    return _on_mesh(hidden, unembedding, targets, weights, chunks, gradient=False)
+
+
+def _forward_rule(hidden, unembedding, targets, weights, chunks):  # noqa: ANN001, ANN202
+    loss, d_hidden, d_unembedding = _on_mesh(hidden, unembedding, targets, weights, chunks, gradient=True)
+    return loss, (d_hidden, d_unembedding)
 
 
 def _backward_rule(chunks, saved, d_loss):  # noqa: ANN001, ANN202
-    hidden, unembedding, targets, logsumexp, logits = saved
+    d_hidden, d_unembedding = saved
+    nothing = np.zeros(d_hidden.shape[:2], jax.dtypes.float0)
+    no_weights = jnp.zeros(d_hidden.shape[:2], jnp.float32)
+    return d_hidden * d_loss.astype(d_hidden.dtype), d_unembedding * d_loss, nothing, no_weights
 
-    def of_chunk(index: jax.Array | int, logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        softmax = jnp.exp(logits - logsumexp[..., None])
-        d_logits = (softmax - _is_target(targets, index, chunks, logits.shape[-1])) * d_loss[..., None]
-        d_logits = d_logits.astype(hidden.dtype)
-        d_hidden = jnp.einsum("btv,vd->btd", d_logits, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
-        # This is the transpose of the result. Without the barrier, XLA on a CPU would transpose d_logits, the largest
-        # array, before the product.
-        d_weights = jnp.einsum("btd,btv->dv", hidden, d_logits, preferred_element_type=jnp.float32)
-        return d_hidden, jax.lax.optimization_barrier(d_weights).T
 
+_weighted.defvjp(_forward_rule, _backward_rule)
+
+
+def _on_mesh(hidden, unembedding, targets, weights, chunks, gradient):  # noqa: ANN001, ANN202
+    current = current_mesh()
+    if current is None or current[0].size == 1:
+        return _local(hidden, unembedding, targets, weights, _Axes(), chunks, gradient)
+    mesh, rules = current
+    tokens = rules.spec(("batch", "length", None), hidden.shape, mesh, "hidden states")
+    table = rules.spec(("vocab", "embed"), unembedding.shape, mesh, "unembedding")
+
+    axes = _Axes(*(sharding_axes(mesh, *parts) for parts in (tokens[:2], table[1:], table[:1])))
+    by_token = PartitionSpec(*tokens[:2])
+    return jax.shard_map(
+        functools.partial(_local, axes=axes, chunks=chunks, gradient=gradient),
+        mesh=mesh,
+        in_specs=(tokens, table, by_token, by_token),
+        out_specs=(PartitionSpec(), tokens, table) if gradient else PartitionSpec(),
+        check_vma=False,
+    )(hidden, unembedding, targets, weights)
+
+
+def _local(hidden, unembedding, targets, weights, axes, chunks, gradient):  # noqa: ANN001, ANN202
+    """Loss, and with `gradient` the gradients of hidden states and unembedding, on one device's part of the mesh."""
+    table = unembedding.astype(hidden.dtype)
+    if axes.embed:
+        table = jax.lax.all_gather(table, axes.embed, axis=1, tiled=True)
+    (V, D), count = table.shape, targets.size
+    first = jax.lax.axis_index(axes.vocab) * V if axes.vocab else 0
+    size = -(-count // chunks)
+
+    def split(x: jax.Array) -> jax.Array:
+        x = x.reshape(count, *x.shape[2:])
+        padding = [(0, size * chunks - count), *[(0, 0)] * (x.ndim - 1)]  # of weight 0
+        return jnp.pad(x, padding).reshape(chunks, size, *x.shape[1:])
+
+    def step(carry, chunk):  # noqa: ANN001, ANN202
+        loss, d_table = carry
+        x, target, weight = chunk
+        logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=jnp.float32)
+        highest = _over(jax.lax.pmax, logits.max(-1), axes.vocab)
+        total = _over(jax.lax.psum, jnp.exp(logits - highest[:, None]).sum(-1), axes.vocab)
+        hit = _is_target(target - first, V)
+        at_target = _over(jax.lax.psum, jnp.where(hit, logits, 0).sum(-1), axes.vocab)
+        logsumexp = highest + jnp.log(total)
+        loss += ((logsumexp - at_target) * weight).sum()
+        if not gradient:
+            return (loss, d_table), None
+        d_logits = ((jnp.exp(logits - logsumexp[:, None]) - hit) * weight[:, None]).astype(x.dtype)
+        d_x = jnp.einsum("nv,vd->nd", d_logits, table, preferred_element_type=jnp.float32).astype(x.dtype)
+        # [D, V], the transpose of the result: XLA on a CPU would else transpose d_logits, the largest array.
+        d_table += jnp.einsum("nd,nv->dv", x, d_logits, preferred_element_type=jnp.float32)
+        return (loss, d_table), _over(jax.lax.psum, d_x, axes.vocab)
+
+    start = jnp.zeros(()), jnp.zeros((D, V) if gradient else ())
+    parts = split(hidden), split(targets), split(weights)
     if chunks == 1:
-        d_hidden, d_unembedding = of_chunk(0, logits, unembedding)
+        (loss, d_table), d_hidden = step(start, jax.tree.map(lambda x: x[0], parts))
     else:
+        (loss, d_table), d_hidden = jax.lax.scan(step, start, parts)
+    loss = _over(jax.lax.psum, loss, axes.tokens)
+    if not gradient:
+        return loss
+    d_hidden = d_hidden.reshape(size * chunks, D)[:count].reshape(hidden.shape)
+    d_table = jax.lax.optimization_barrier(d_table).astype(hidden.dtype)
+    if axes.embed:
+        # As one part of D for each device: slices within a dimension that is stored in tiles would be all-reduced.
+        d_table = d_table.reshape(-1, unembedding.shape[1], V)
+        d_table = jax.lax.psum_scatter(d_table, axes.embed, scatter_dimension=0)
+    d_table = _over(jax.lax.psum, d_table, tuple(axis for axis in axes.tokens if axis not in axes.embed))
+    # Without the barrier, the compiler reduces the sum after the backward pass of all layers, and keeps it until then.
+    d_hidden, d_table = jax.lax.optimization_barrier((d_hidden, d_table))
+    return loss, d_hidden, d_table.T.astype(unembedding.dtype)
 
-        def step(d_hidden: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            index, weights = chunk
-            more, d_weights = of_chunk(index, _chunk_logits(hidden, weights), weights)
-            return d_hidden + more, d_weights
 
-        start = jnp.zeros(hidden.shape, jnp.float32)
-        d_hidden, parts = jax.lax.scan(step, start, (jnp.arange(chunks), _split(unembedding, chunks)))
-        d_unembedding = jnp.moveaxis(parts, 0, 1).reshape(unembedding.shape)
-    nothing = np.zeros(targets.shape, jax.dtypes.float0)
-    return d_hidden.astype(hidden.dtype), d_unembedding.astype(unembedding.dtype), nothing
-
-
-_cross_entropy.defvjp(_forward_rule, _backward_rule)
+def _over(collective, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:  # noqa: ANN001
+    return collective(x, axes) if axes else x

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from pe_lab.attention import LayerEncoding, attention
 from pe_lab.config import ModelConfig
+from pe_lab.model.embedding import embedding_lookup
 from pe_lab.parallel import constrain
 
 ACTIVATIONS = {
@@ -85,7 +86,7 @@ NORMS = {"rms": RMSNorm, "rms_plus_one": functools.partial(RMSNorm, plus_one=Tru
 
 def _stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     """A norm of the residual stream, of kind `config.norm`."""
-    return NORMS[config.norm]((config.d_model,), ("embed",), config.norm_epsilon)
+    return NORMS[config.norm]((config.d_model,), ("vector",), config.norm_epsilon)
 
 
 def _qk_norm(config: ModelConfig, heads: int, axis: str) -> RMSNorm:
@@ -120,7 +121,7 @@ class Attention(nnx.Module):
         self.query_bias = _constant(0.0, (H, K), ("heads", "head_dim")) if bias else None
         self.key_bias = _constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
         self.value_bias = _constant(0.0, (G, K), ("kv_heads", "head_dim")) if bias else None
-        self.out_bias = _constant(0.0, (D,), ("embed",)) if out_bias else None
+        self.out_bias = _constant(0.0, (D,), ("vector",)) if out_bias else None
         self.query_norm = _qk_norm(config, H, "heads") if config.qk_norm != "none" else None
         self.key_norm = _qk_norm(config, G, "kv_heads") if config.qk_norm in ("head", "flat") else None
         self.config = config
@@ -153,7 +154,7 @@ class MLP(nnx.Module):
         self.down = _normal(rngs, (F, D), _branch_std(config), ("mlp", "embed"))
         self.gate_bias = _constant(0.0, (F,), ("mlp",)) if gated and bias else None
         self.up_bias = _constant(0.0, (F,), ("mlp",)) if bias else None
-        self.down_bias = _constant(0.0, (D,), ("embed",)) if bias else None
+        self.down_bias = _constant(0.0, (D,), ("vector",)) if bias else None
         self.activation = config.activation
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -225,7 +226,7 @@ class Embedder(nnx.Module):
         self.multiplier = D**0.5 if config.scale_embeddings else None
 
     def embed(self, tokens: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
-        x = self.embedding[...].astype(dtype)[tokens]
+        x = embedding_lookup(self.embedding[...], tokens, dtype)
         # The multiplier is rounded first, as in Gemma's training: sqrt(2048) is 45.25 in bfloat16.
         return x if self.multiplier is None else x * jnp.asarray(self.multiplier, dtype)
 

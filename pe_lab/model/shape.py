@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from pe_lab.attention import IMPLEMENTATIONS
+from pe_lab.attention.key_block import RESIDUALS
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.model.modules import ACTIVATIONS, NORMS, QK_NORMS
 from pe_lab.positional import LayerStructure
 
-REMAT_POLICIES = {
+_products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+
+def _attention(primitive: Any, *_: Any, **settings: Any) -> bool:
+    """Whether a value is an output of attention, or its logsumexp."""
+    return settings.get("name") == RESIDUALS or primitive.name == "dot_product_attention_fwd_wrapper"  # cuDNN's
+
+
+# What is kept of a layer for the backward pass, beside its input. None: everything.
+REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots_attention": jax.checkpoint_policies.save_from_both_policies(_products, _attention),
+    "dots": _products,
+    "dots_offload": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -24,7 +36,7 @@ REMAT_POLICIES = {
 def complete(config: ModelConfig) -> ModelConfig:
     """The config with head_dim set. Raises a `ConfigError` that names an invalid field."""
     for field in ("layers", "d_model", "d_ff", "attention_chunk", "loss_chunks"):
-        if getattr(config, field) < 1:
+        if (value := getattr(config, field)) != "auto" and value < 1:
             raise ConfigError(f"model.{field} is {getattr(config, field)}; it must be positive.")
     if config.heads < 1 or config.kv_heads < 1 or config.heads % config.kv_heads:
         raise ConfigError(
@@ -40,16 +52,12 @@ def complete(config: ModelConfig) -> ModelConfig:
         raise ConfigError(f"model.head_dim is {config.head_dim}; it must be even, since channels rotate in pairs.")
     if config.vocab_size < 1:
         raise ConfigError(f"model.vocab_size is {config.vocab_size}; it must be positive.")
-    if config.vocab_size % config.loss_chunks:
-        raise ConfigError(
-            f"model.loss_chunks is {config.loss_chunks}; it must divide model.vocab_size {config.vocab_size}."
-        )
     for field, allowed in (("norm", NORMS), ("activation", ACTIVATIONS), ("qk_norm", QK_NORMS)):
         value = getattr(config, field)
         if value not in allowed:
             raise ConfigError(f"model.{field} is '{value}'. " + did_you_mean(str(value), list(allowed)))
-    if config.remat not in REMAT_POLICIES:
-        raise ConfigError(f"model.remat is '{config.remat}'; it must be one of {', '.join(REMAT_POLICIES)}.")
+    if config.remat not in ("auto", *REMAT_POLICIES):
+        raise ConfigError(f"model.remat is '{config.remat}'. " + did_you_mean(config.remat, ["auto", *REMAT_POLICIES]))
     if config.attention not in ("auto", *IMPLEMENTATIONS):
         raise ConfigError(
             f"model.attention is '{config.attention}'. " + did_you_mean(config.attention, ["auto", *IMPLEMENTATIONS])

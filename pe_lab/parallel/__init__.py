@@ -9,6 +9,7 @@ from pe_lab.parallel.sharding import (
     context_size,
     current_mesh,
     platform,
+    sharding_axes,
     slots_are_sharded,
     use_mesh,
 )

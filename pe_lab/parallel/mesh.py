@@ -13,29 +13,37 @@ from jax.sharding import AxisType, Mesh
 from jaxtyping import Int
 
 from pe_lab.config import MeshConfig
-from pe_lab.errors import ConfigError, UnsupportedError
+from pe_lab.errors import ConfigError
 
 AXES = ("data", "fsdp", "tensor", "context")
 
 
-def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int, int]:
-    """The sizes of the mesh axes, with the one -1 of a mesh config resolved.
+def mesh_shape(config: MeshConfig, num_devices: int, slices: int = 1) -> tuple[int, int, int, int]:
+    """The sizes of the mesh axes, with the one -1 of a mesh config resolved, for devices in `slices` TPU slices.
 
     Raises:
-      ConfigError: the product of the axes is not the number of devices.
+      ConfigError: the product of the axes is not the number of devices, or an axis other than data would cross slices.
     """
+    if config.slices not in (0, slices):
+        raise ConfigError(f"config.mesh.slices is {config.slices}; the devices are in {slices}. Set it to that, or 0.")
     sizes = [config.data, config.fsdp, config.tensor, config.context]
+    shown = dict(zip(AXES, sizes, strict=True))
     free = [i for i, size in enumerate(sizes) if size == -1]
     fixed = math.prod(size for size in sizes if size != -1)
     if len(free) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise ConfigError(f"mesh {dict(zip(AXES, sizes, strict=True))}: axes are positive, and at most one is -1.")
+        raise ConfigError(f"mesh {shown}: axes are positive, and at most one is -1.")
     if free and num_devices % fixed == 0:
         sizes[free[0]] = num_devices // fixed
     if math.prod(sizes) != num_devices:
         needed = f"a multiple of {fixed}" if free else str(fixed)
         raise ConfigError(
-            f"mesh {dict(zip(AXES, sizes, strict=True))} needs {needed} devices, and there are {num_devices}. "
+            f"mesh {shown} needs {needed} devices, and there are {num_devices}. "
             f"Set config.mesh so that data * fsdp * tensor * context = {num_devices}."
+        )
+    if sizes[0] % slices:
+        raise ConfigError(
+            f"mesh {shown}: {slices} slices do not divide data = {sizes[0]}. Only data parallelism crosses the network "
+            f"between slices: fsdp * tensor * context must divide the {num_devices // slices} devices of a slice."
         )
     return sizes[0], sizes[1], sizes[2], sizes[3]
 
@@ -44,18 +52,26 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of a run over `devices`, by default all devices of all processes.
 
     On a TPU slice the devices are ordered so that neighbours on a mesh axis are neighbours in the slice. A mesh axis
-    may take a part of a physical axis (8 of the 16 of v6e:16x16), which `jax.make_mesh` allows on v5e alone.
+    may take a part of a physical axis (8 of the 16 of v6e:16x16), which `jax.make_mesh` allows on v5e alone. Of several
+    slices, each has a contiguous part of the data axis: what the other axes exchange stays within a slice.
 
     Raises:
-      ConfigError: the product of the axes is not the number of devices.
-      UnsupportedError: the devices belong to several slices.
+      ConfigError: as `mesh_shape`.
     """
     devices = list(jax.devices() if devices is None else devices)
-    shape = mesh_shape(config, len(devices))
-    if len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}) > 1:
-        raise UnsupportedError("The devices belong to several TPU slices. A mesh lies on one: start a run on each.")
-    ordered = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    slices = len({_slice_of(device) for device in devices})
+    shape = mesh_shape(config, len(devices), slices)
+    if slices > 1:
+        each, across = (shape[0] // slices, *shape[1:]), (slices, 1, 1, 1)
+        ordered = mesh_utils.create_hybrid_device_mesh(each, across, devices, allow_split_physical_axes=True)
+    else:
+        ordered = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return Mesh(ordered, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _slice_of(device: Any) -> int:
+    """The TPU slice of a device; 0 on other platforms and where there is one."""
+    return (getattr(device, "slice_index", None) or 0) if device.platform == "tpu" else 0
 
 
 def check_batch(batch_size: int, accumulate: int, mesh: Mesh, where: str) -> None:

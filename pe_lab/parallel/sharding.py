@@ -36,6 +36,7 @@ class AxisRules:
     mlp: MeshAxes = "tensor"
     vocab: MeshAxes = "tensor"
     layers: MeshAxes = None
+    vector: MeshAxes = None
 
     def spec(
         self,
@@ -125,6 +126,12 @@ def slots_are_sharded() -> bool:
     """Whether the slots of a KV cache are sharded over several devices, under `use_mesh`."""
     current = _current.get()
     return current is not None and _size(current[0], current[1].slots) > 1
+
+
+def sharding_axes(mesh: AnyMesh, *parts: MeshAxes) -> tuple[str, ...]:
+    """The names of mesh axes in parts of a `PartitionSpec`, without those of one device."""
+    names = [name for part in parts if part for name in ((part,) if isinstance(part, str) else part)]
+    return tuple(name for name in names if mesh.shape[name] > 1)
 
 
 def platform() -> str:

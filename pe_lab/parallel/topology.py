@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import math
 import os
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,38 +24,75 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """One accelerator, from its data sheet. `memory` in bytes, `peak` in dense bf16 FLOP/s; 0 = unknown."""
+    """One device as JAX counts them, from its data sheet; 0 = unknown.
+
+    Attributes:
+      memory: bytes.
+      peak: dense bf16 FLOP/s.
+      bandwidth: of its memory, bytes/s.
+      ici: what it sends to the chips of its slice, or to the GPUs of its node, over all links together, bytes/s.
+      dcn: its part of the network of its host, bytes/s.
+    """
 
     name: str
-    memory: int
-    peak: float
+    memory: int = 0
+    peak: float = 0.0
+    bandwidth: float = 0.0
+    ici: float = 0.0
+    dcn: float = 0.0
 
 
+# TPUs: docs.cloud.google.com/tpu/docs, where ICI is the sum of both directions. A device of v4 and v5p is a chip with
+# both of its cores, one of TPU7x is half a chip. GPUs: NVIDIA's data sheets, and 400 Gb/s of network (A100: 200).
 CHIPS = {
-    "v5e": Chip("TPU v5e", 16 * GIB, 197e12),
-    "v5p": Chip("TPU v5p", 95 * GIB, 459e12),
-    "v6e": Chip("TPU v6e", 32 * GIB, 918e12),
-    "a100": Chip("NVIDIA A100 80GB", 80 * GIB, 312e12),
-    "h100": Chip("NVIDIA H100 80GB", 80 * GIB, 989e12),
-    "h200": Chip("NVIDIA H200", 140 * GIB, 989e12),
-    "b200": Chip("NVIDIA B200", 179 * GIB, 2250e12),
+    "v4": Chip("TPU v4", 32 * GIB, 275e12, 1228e9, 300e9, 6.25e9),
+    "v5e": Chip("TPU v5e", 16 * GIB, 197e12, 819e9, 200e9, 3.125e9),
+    "v5p": Chip("TPU v5p", 95 * GIB, 459e12, 2765e9, 600e9, 6.25e9),
+    "v6e": Chip("TPU v6e", 32 * GIB, 918e12, 1638e9, 400e9, 12.5e9),
+    "tpu7x": Chip("TPU7x", 96 * GIB, 1153.5e12, 3690e9, 300e9, 6.25e9),
+    "a100": Chip("NVIDIA A100 80GB", 80 * GIB, 312e12, 2039e9, 300e9, 25e9),
+    "h100": Chip("NVIDIA H100 80GB", 80 * GIB, 989e12, 3350e9, 450e9, 50e9),
+    "h200": Chip("NVIDIA H200", 140 * GIB, 989e12, 4800e9, 450e9, 50e9),
+    "b200": Chip("NVIDIA B200", 179 * GIB, 2250e12, 8000e9, 900e9, 50e9),
 }
-_TPU_DIMENSIONS = {"v5e": 2, "v5p": 3, "v6e": 2}
-_ALIASES = {"gpu": "h100"}
+
+
+class Generation(NamedTuple):
+    """A kind of TPU, as libtpu names its slices: dimensions of the shape, JAX devices of a chip, chip configuration."""
+
+    dimensions: int
+    devices: int = 1
+    chip_config: str = ""
+
+
+GENERATIONS = {
+    "v4": Generation(3, chip_config="megacore"),
+    "v5e": Generation(2),
+    "v5p": Generation(3),
+    "v6e": Generation(2),
+    "tpu7x": Generation(3, devices=2),
+}
+GPUS_OF_NODE = 8
+_ALIASES = {"gpu": "h100", "v7x": "tpu7x", "tpuv7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e"}
 # device_kind of JAX -> chip
 _KINDS = {
+    "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
     "TPU v5": "v5p",
     "TPU v5p": "v5p",
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
     "NVIDIA A100": "a100",
     "NVIDIA H100": "h100",
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
 }
-KNOWN = "v5e:16x16, v5p:4x4x4, v6e:8x8; a100:8, h100:8, h200:8, b200:8 (gpu:8 is h100:8); cpu:8; local"
+KNOWN = (
+    "v4:4x4x4, v5e:16x16, v5p:4x4x4, v6e:8x8, tpu7x:4x4x4 (--slices=N of them); "
+    "a100:8, h100:8, h200:8, b200:8 (gpu:8 is h100:8); cpu:8; local"
+)
 
 
 class NoCompiler(Exception):
@@ -63,16 +101,23 @@ class NoCompiler(Exception):
 
 @dataclass(frozen=True)
 class Topology:
-    """`count` chips of one kind. `kind`: tpu, gpu, cpu or local."""
+    """`count` devices of one kind (tpu, gpu, cpu or local) in `slices` slices of `shape`, which the network joins."""
 
     text: str
     kind: str
     chip: Chip
     count: int
+    shape: tuple[int, ...] = ()
+    slices: int = 1
+
+    @property
+    def name(self) -> str:
+        """`v5e:16x16`, or `4 x v5e:16x16`."""
+        return self.text if self.slices == 1 else f"{self.slices} x {self.text}"
 
 
-def parse_topology(text: str) -> Topology:
-    """The topology named by `v5e:16x16`, `h100:8`, `cpu:8` or `local`.
+def parse_topology(text: str, slices: int = 1) -> Topology:
+    """The topology named by `v5e:16x16`, `h100:8`, `cpu:8` or `local`; of a TPU, several slices of this shape.
 
     Raises:
       ConfigError: the chip is unknown, or its shape has another number of dimensions.
@@ -80,22 +125,33 @@ def parse_topology(text: str) -> Topology:
     text = text.strip().lower()
     name, colon, shape = text.partition(":")
     name = _ALIASES.get(name, name)
+    if slices < 1 or (slices > 1 and name not in GENERATIONS):
+        raise ConfigError(f"--slices={slices}: it is the number of TPU slices, of --topology=v5e:16x16 for example.")
     if text == "local":
         devices = jax.devices()
         return Topology(text, "local", chip_of(devices[0]), len(devices))
     if name not in CHIPS and name != "cpu":
-        near = did_you_mean(name, [*CHIPS, *_ALIASES, "cpu", "local"])
+        near = did_you_mean(name, [*CHIPS, "gpu", "cpu", "local"])
         raise ConfigError(f"--topology: no chip is called '{name}'. {near} Examples: {KNOWN}.")
-    dimensions = _TPU_DIMENSIONS.get(name, 1)
-    if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") + 1 != dimensions:
-        example = {1: "8", 2: "4x4", 3: "2x2x1"}[dimensions]
-        raise ConfigError(
-            f"--topology: '{text}' has no number of chips; {name} takes {dimensions} "
-            f"number{'s' if dimensions > 1 else ''}, as in {name}:{example}. Examples: {KNOWN}."
-        )
-    kind = "tpu" if name in _TPU_DIMENSIONS else "cpu" if name == "cpu" else "gpu"
-    chip = CHIPS.get(name, Chip("CPU device", 0, 0.0))
-    return Topology(text, kind, chip, math.prod(int(size) for size in shape.split("x")))
+    generation = GENERATIONS.get(name, Generation(1))
+    example = {1: f"{name}:8", 2: f"{name}:4x4", 3: f"{name}:2x2x1"}[generation.dimensions]
+    if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
+        what = "number of chips" if generation.dimensions == 1 else "shape"
+        raise ConfigError(f"--topology: '{text}' has no {what}. Write it as in {example}. Examples: {KNOWN}.")
+    sizes = tuple(int(size) for size in shape.split("x"))
+    if len(sizes) != generation.dimensions:
+        numbers = "1 number" if generation.dimensions == 1 else f"{generation.dimensions} numbers"
+        message = f"--topology: '{text}' has {len(sizes)} dimensions; {name} takes {numbers}"
+        if name in GENERATIONS and len(sizes) == generation.dimensions + 1:
+            slice_of = "x".join(map(str, sizes[:-1]))
+            raise ConfigError(
+                f"{message}, as in {example}. For {sizes[-1]} slices of {slice_of}: "
+                f"--topology={name}:{slice_of} --slices={sizes[-1]}."
+            )
+        raise ConfigError(f"{message}, as in {example}. Examples: {KNOWN}.")
+    kind = "tpu" if name in GENERATIONS else "cpu" if name == "cpu" else "gpu"
+    count = math.prod(sizes) * generation.devices * slices
+    return Topology(f"{name}:{shape}", kind, CHIPS.get(name, Chip("CPU device")), count, sizes, slices)
 
 
 def chip_of(device: Any) -> Chip:
@@ -104,9 +160,9 @@ def chip_of(device: Any) -> Chip:
     known = known or [name for kind, name in _KINDS.items() if device.device_kind.startswith(kind)]
     stats = device.memory_stats() if device.platform != "cpu" else None
     memory = int((stats or {}).get("bytes_limit", 0))
-    chip = CHIPS[known[0]] if known else Chip(device.device_kind, 0, 0.0)
+    chip = CHIPS[known[0]] if known else Chip(device.device_kind)
     # The runtime gives out less memory than the data sheet lists.
-    return Chip(chip.name, memory or chip.memory, chip.peak)
+    return dataclasses.replace(chip, memory=memory or chip.memory)
 
 
 def topology_devices(topology: Topology) -> list[Any]:
@@ -129,7 +185,7 @@ def topology_devices(topology: Topology) -> list[Any]:
         return list(devices[: topology.count])
     if topology.kind == "gpu":
         raise NoCompiler("a GPU's compiler needs the GPU: run this there with --topology=local")
-    return _slice_devices(topology.text)
+    return _slice_devices(topology)
 
 
 def libtpu_version() -> str:
@@ -140,7 +196,7 @@ def libtpu_version() -> str:
         return ""
 
 
-def _slice_devices(text: str) -> list[Any]:
+def _slice_devices(topology: Topology) -> list[Any]:
     if not libtpu_version():
         raise NoCompiler("libtpu is not installed: pip install 'pe-lab[aot]' (Linux), no TPU needed")
     from jax.experimental import topologies
@@ -151,25 +207,30 @@ def _slice_devices(text: str) -> list[Any]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    name = topology.text.partition(":")[0]
+    options: dict[str, Any] = {"wrap": wrap_around(topology)}
+    if topology.slices > 1:
+        options["num_slices"] = topology.slices
+    if config := GENERATIONS[name].chip_config:
+        options["chip_config_name"] = config
     try:
-        return list(topologies.get_topology_desc(text, platform="tpu", wrap=wrap_around(text)).devices)
+        return list(topologies.get_topology_desc(topology.text, platform="tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
         if "INVALID_ARGUMENT" in reason:
-            raise ConfigError(f"--topology: no slice is '{text}' ({reason}). Examples: {KNOWN}.") from None
+            raise ConfigError(f"--topology: no slice is '{topology.text}' ({reason}). Examples: {KNOWN}.") from None
         raise NoCompiler(f"libtpu does not start: {reason}") from None
 
 
-def wrap_around(text: str) -> tuple[bool, bool, bool]:
-    """Whether the last chip of each physical axis of a TPU slice (`v5p:4x4x4`) is linked to the first.
+def wrap_around(topology: Topology) -> tuple[bool, bool, bool]:
+    """Whether the last chip of each physical axis of a TPU slice is linked to the first.
 
-    libtpu leaves these links out by default, and then compiles gathers as all-reduces. v5p: all axes wrap around if
-    the slice consists of whole cubes of 4 x 4 x 4, which optical switches connect. v5e and v6e: an axis of 16 wraps
-    around. Source: "How to Scale Your Model" (jax-ml.github.io/scaling-book), part 2.
+    libtpu leaves these links out by default, and then compiles gathers as all-reduces. v4, v5p and TPU7x: all axes wrap
+    around if the slice consists of whole cubes of 4 x 4 x 4, which optical switches connect. v5e and v6e: an axis of 16
+    wraps around. Source: "How to Scale Your Model" (jax-ml.github.io/scaling-book), part 2.
     """
-    name, _, shape = text.partition(":")
-    sizes = [int(size) for size in shape.split("x")]
-    if _TPU_DIMENSIONS[name] == 3:
+    sizes = topology.shape
+    if len(sizes) == 3:
         whole = all(size % 4 == 0 for size in sizes)
         return whole, whole, whole
     return sizes[0] == 16, sizes[1] == 16, False
@@ -185,12 +246,12 @@ class _Placeholder:
     process_index: int = 0
 
 
-def placeholder_mesh(config: MeshConfig, count: int) -> Mesh:
+def placeholder_mesh(config: MeshConfig, count: int, slices: int = 1) -> Mesh:
     """The mesh of a run over `count` devices that need not exist, for shardings and `jax.eval_shape`.
 
     Raises:
-      ConfigError: the product of the axes is not `count`.
+      ConfigError: the product of the axes is not `count`, or the data axis does not divide over the slices.
     """
     devices = np.empty(count, object)
     devices[:] = [_Placeholder(i) for i in range(count)]
-    return Mesh(devices.reshape(mesh_shape(config, count)), AXES)
+    return Mesh(devices.reshape(mesh_shape(config, count, slices)), AXES)

@@ -15,8 +15,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pe_lab.config import ModelConfig
-from pe_lab.evaluation.scoring.forward import CHUNK_ELSEWHERE, LOGITS
+from pe_lab.evaluation.scoring.forward import CHUNK_ELSEWHERE
 from pe_lab.model import Model
+from pe_lab.model.loss import LOGITS
 from pe_lab.parallel import AxisRules, padded_length, use_mesh
 from pe_lab.planning.compiled_memory import Compiled, analyze
 from pe_lab.positional import LayerStructure, Schedule
@@ -86,12 +87,7 @@ def compile_evaluation(model: Model, schedule: Schedule, length: int, mesh: Mesh
     Raises:
       OutOfMemory: the compiler found no layout that fits the chip.
     """
-    config = model.config
-    chunks = [n for n in range(1, config.vocab_size + 1) if config.vocab_size % n == 0]
-    here = padded_length(length, mesh.shape["context"]) // mesh.shape["context"]
-    enough = next(n for n in chunks if here * config.vocab_size // n <= LOGITS or n == config.vocab_size)
-    config = dataclasses.replace(config, remat="none", loss_chunks=max(enough, config.loss_chunks))
-    evaluated = Model(config, backward=False)
+    evaluated = Model(dataclasses.replace(model.config, remat="none"), backward=False)
 
     def losses(params, tokens, targets, schedule):  # noqa: ANN001, ANN202
         with use_mesh(mesh, AxisRules()):

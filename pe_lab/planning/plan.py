@@ -17,8 +17,8 @@ from pe_lab.model import Flops, Model, train_flops_per_token
 from pe_lab.parallel import AxisRules, check_batch, make_mesh
 from pe_lab.parallel.topology import CHIPS, Topology, placeholder_mesh, topology_devices
 from pe_lab.planning.compiled_memory import Compiled, analyze
-from pe_lab.planning.estimate import Estimate, estimate_memory, step_inputs
 from pe_lab.positional import label
+from pe_lab.training.memory import Estimate, estimate_memory, step_inputs
 from pe_lab.training.optimizer import make_optimizer
 from pe_lab.training.run import PhasePlan, phase_models, plan_phases, vocabulary
 from pe_lab.training.step import compile_train_step
@@ -71,16 +71,16 @@ def make_plan(config: Config, topology: Topology) -> Plan:
       UserError: the recipe would not train: its shapes, encodings, mesh or batch sizes do not fit each other.
     """
     phases = plan_phases(config)
-    mesh = placeholder_mesh(config.mesh, topology.count)
+    mesh = placeholder_mesh(config.mesh, topology.count, topology.slices)
     for phase in phases:
         where = f"config.phases[{phase.index}] ('{phase.name}')"
         check_batch(phase.config.batch_size, phase.config.accumulate, mesh, where)
     needed = config.model.vocab_size or _data_vocabulary(config)
-    models = phase_models(config, phases, vocabulary(config, needed))
+    models = phase_models(config, phases, vocabulary(config, needed), mesh, AxisRules(), topology.chip)
     numbers = []
     for phase, model in zip(phases, models, strict=True):
         flops = train_flops_per_token(model.config, phase.config.sequence_length, phase.schedule.structure)
-        memory = estimate_memory(model, phase, config.data.segments, mesh, AxisRules())
+        memory = estimate_memory(model, phase.config, phase.schedule, config.data.segments, mesh, AxisRules())
         names = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))
         numbers.append(PhaseNumbers(phase, model, names, flops, memory))
     return Plan(config, topology, models[0], {k: int(v) for k, v in mesh.shape.items()}, tuple(numbers))
@@ -106,7 +106,7 @@ def compile_phase(plan: Plan, phase: PhaseNumbers) -> Compiled:
     mesh = make_mesh(plan.config.mesh, topology_devices(plan.topology))
     config = phase.plan.config
     optimizer = make_optimizer(config.optimizer, config.steps, phase.model.axes)
-    inputs = step_inputs(phase.model, optimizer, phase.plan, plan.config.data.segments)
+    inputs = step_inputs(phase.model, optimizer, config, phase.plan.schedule, plan.config.data.segments)
     start = time.perf_counter()
     step = compile_train_step(phase.model, optimizer, mesh, AxisRules(), config.accumulate)
     return analyze(step.lower(*inputs), start)
@@ -131,7 +131,12 @@ def plan_json(plan: Plan, mfu: float) -> dict[str, Any]:
     topology = plan.topology
     return {
         "name": plan.config.name,
-        "topology": {"text": topology.text, "chips": topology.count, **dataclasses.asdict(topology.chip)},
+        "topology": {
+            "text": topology.text,
+            "slices": topology.slices,
+            "chips": topology.count,
+            **dataclasses.asdict(topology.chip),
+        },
         "mesh": plan.mesh_shape,
         "parameters": {"total": plan.model.num_parameters, "embedding": plan.embedding_parameters},
         "phases": [

@@ -30,7 +30,7 @@ def training_text(plan: Plan, mfu: float) -> str:
         work.append(("all", "", steps, count(tokens), "", "", f"{total:.4g}"))
     hours = [(chip.name, _hours(plan.chip_hours(chip.peak, mfu))) for chip in CHIPS.values()]
     lines = [
-        f"{plan.config.name} on {topology.text}: {topology.count} x {topology.chip.name}{memory}, mesh {mesh}\n",
+        f"{plan.config.name} on {topology.name}: {topology.count} x {topology.chip.name}{memory}, mesh {mesh}\n",
         f"parameters {model.num_parameters:,}: embedding {plan.embedding_parameters:,} ({tied}), "
         f"others {model.num_parameters - plan.embedding_parameters:,}\n",
         _indented(("phase", "encoding", "steps", "tokens", "FLOPs/token full", "causal", "FLOPs"), work, words=2),
@@ -41,15 +41,14 @@ def training_text(plan: Plan, mfu: float) -> str:
     ]
     if topology.chip.peak:
         elapsed = _hours(plan.chip_hours(topology.chip.peak, mfu) / topology.count)
-        lines.append(f"  {topology.text}: {elapsed} hours of {topology.count} x {topology.chip.name}")
+        lines.append(f"  {topology.name}: {elapsed} hours of {topology.count} x {topology.chip.name}")
     chunks = f"logits in {model.config.loss_chunks} chunk{'s' if model.config.loss_chunks > 1 else ''}"
     parts = {
         "parameters": "parameters, float32",
         "optimizer": "optimizer",
         "batch": "batch",
-        "gradients": "gradients",
         "activations": f"kept activations, remat={model.config.remat}",
-        "working": f"working set (a layer, or {chunks})",
+        "working": f"working set (gradients and a layer, or {chunks})",
         "total": "total",
     }
     estimates = [(title, *(size(getattr(p.memory, part)) for p in plan.phases)) for part, title in parts.items()]
@@ -84,7 +83,7 @@ def evaluation_text(plan: Plan, phase: PhaseNumbers, length: int) -> str:
     header = ("tokens", "KV cache", f"at once, over {chips}", "in chunks, on one", f"decoding, over {chips}")
     left = f", which leaves {size(available)}" if chip.memory else ""
     return "\n".join([
-        f"evaluating one sequence on {plan.topology.text}, encoding {phase.encoding}, estimated",
+        f"evaluating one sequence on {plan.topology.name}, encoding {phase.encoding}, estimated",
         f"  weights, float32, on each chip: {size(weights)}{left}",
         f"  keys and values of a token on a layer: 2 x {config.kv_heads} heads x {config.head_dim} channels, "
         f"{config.dtype}: {cache_bytes_per_token(config):,} bytes; {layers}",
@@ -105,24 +104,8 @@ def compiled_text(plan: Plan, program: str, compiled: Compiled, compiler: str) -
         ("program", size(compiled.code)),
         ("needed", size(compiled.needed)),
     ]
-    title = f"memory, compiled: {program}, for {plan.topology.text} by {compiler}, in {compiled.seconds:.0f} s"
+    title = f"memory, compiled: {program}, for {plan.topology.name} by {compiler}, in {compiled.seconds:.0f} s"
     return f"{title}\n{_indented(('per chip', ''), rows)}\n"
-
-
-def step_advice(plan: Plan) -> str:
-    """Settings that reduce the memory of a step, of those that the recipe does not use yet."""
-    model, mesh = plan.model.config, plan.mesh_shape
-    parts = []
-    if model.remat != "full":
-        parts.append("--config.model.remat=full")
-    if mesh["data"] > 1:
-        parts.append("a larger --config.mesh.fsdp")
-    devices = mesh["data"] * mesh["fsdp"]
-    if any(p.plan.config.batch_size // p.plan.config.accumulate > devices for p in plan.phases):
-        parts.append("--config.phases.N.accumulate (smaller micro-batches)")
-    if model.loss_chunks < 8:
-        parts.append("--config.model.loss_chunks=8")
-    return "Try " + ", ".join(parts or ["more chips"]) + "."
 
 
 def size(number: int) -> str:

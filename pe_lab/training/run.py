@@ -15,15 +15,17 @@ from jax.sharding import Mesh
 from pe_lab.checkpoints import is_external, open_source
 from pe_lab.checkpoints.store import DIRECTORY, steps_in
 from pe_lab.checkpoints.surgery import check_same_shape
-from pe_lab.config import Config, PhaseConfig
+from pe_lab.config import Config, ModelConfig, PhaseConfig
 from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import Pipeline, build_pipeline, validation_batches
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Model, complete
 from pe_lab.parallel import AxisRules, balanced_order, check_batch, make_mesh, use_mesh
+from pe_lab.parallel.topology import Chip, chip_of
 from pe_lab.positional import Layer, Schedule, build_schedule, layers
 from pe_lab.positional.codec import ranges_by
+from pe_lab.training.memory import choose_settings
 from pe_lab.training.optimizer import learning_rate
 from pe_lab.training.step import Batch, parameter_shardings
 
@@ -64,7 +66,7 @@ def plan_phases(config: Config) -> tuple[PhasePlan, ...]:
     names = [phase.name for phase in config.phases]
     if not names or len(set(names)) != len(names) or any("/" in n or n.startswith(".") or not n for n in names):
         raise ConfigError(f"config.phases: each phase needs a name of its own, a plain word; they are {names}.")
-    model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or config.model.loss_chunks))
+    model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
     plans: list[PhasePlan] = []
     for i, phase in enumerate(config.phases):
         try:
@@ -132,7 +134,9 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
     for pipeline in pipelines:
         pipeline.close()
     first = pipelines[0]
-    models = phase_models(config, phases, vocabulary(config, first.vocab_size))
+    models = phase_models(
+        config, phases, vocabulary(config, first.vocab_size), mesh, rules, chip_of(mesh.devices.flat[0])
+    )
     for phase, model in zip(phases, models, strict=True):
         parameter_shardings(model, mesh, rules)
         try:
@@ -147,14 +151,22 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
     return Run(config, workdir, models, mesh, rules, phases, first.mixture, first.tokenizer)
 
 
-def phase_models(config: Config, phases: Sequence[PhasePlan], vocab_size: int) -> tuple[Model, ...]:
-    """The model of each phase. Phases with the same QK-norm share one."""
-    known: dict[str, Model] = {}
+def phase_models(
+    config: Config, phases: Sequence[PhasePlan], vocab_size: int, mesh: Mesh, rules: AxisRules, chip: Chip
+) -> tuple[Model, ...]:
+    """The model of each phase, with `remat` and `loss_chunks` chosen for the mesh and its chips where they are "auto".
+
+    Phases with the same QK-norm and settings share one.
+    """
+    known: dict[ModelConfig, Model] = {}
+    models = []
     for phase in phases:
-        if phase.qk_norm not in known:
-            shape = dataclasses.replace(config.model, vocab_size=vocab_size, qk_norm=phase.qk_norm)
-            known[phase.qk_norm] = Model(shape)
-    return tuple(known[phase.qk_norm] for phase in phases)
+        shape = dataclasses.replace(config.model, vocab_size=vocab_size, qk_norm=phase.qk_norm)
+        shape = choose_settings(shape, phase.config, phase.schedule, config.data.segments, mesh, rules, chip)
+        if shape not in known:
+            known[shape] = Model(shape)
+        models.append(known[shape])
+    return tuple(models)
 
 
 def _check_intervals(config: Config) -> None:
@@ -243,8 +255,7 @@ def vocabulary(config: Config, needed: int) -> int:
     """The size of the model's vocabulary: the config's, or else `needed`, rounded up to a multiple of 128."""
     given = config.model.vocab_size
     if given == 0:
-        step = 128 * config.model.loss_chunks
-        return -(-needed // step) * step
+        return -(-needed // 128) * 128
     if given < needed:
         raise ConfigError(
             f"config.model.vocab_size is {given}, but the data has {needed} tokens; set it to at least that, or 0."

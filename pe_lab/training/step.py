@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -59,11 +58,6 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, params: Pa
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
 
-def loss_sum(model: Model, params: Params, batch: Batch, schedule: Schedule) -> jax.Array:
-    """Sum over tokens of weight times cross-entropy, in nats; float32 scalar."""
-    return (model.token_loss(params, batch, schedule) * batch["weights"]).sum()
-
-
 def train_step(
     model: Model,
     optimizer: optax.GradientTransformation,
@@ -78,7 +72,7 @@ def train_step(
     whole batch. The result is that of one large batch, also where micro-batches have different weights.
     """
     total = batch["weights"].sum()
-    gradient = jax.value_and_grad(functools.partial(loss_sum, model))
+    gradient = jax.value_and_grad(model.loss_sum)
 
     if accumulate == 1:
         loss, grads = gradient(state.params, batch, schedule)
@@ -164,7 +158,7 @@ def compile_loss(model: Model, mesh: Mesh, rules: AxisRules, shardings: Sharding
 
     def loss(params: Params, batch: Batch, schedule: Schedule) -> tuple[jax.Array, jax.Array]:
         with use_mesh(mesh, rules):
-            return loss_sum(model, params, batch, schedule), batch["weights"].sum()
+            return model.loss_sum(params, batch, schedule), batch["weights"].sum()
 
     return jax.jit(
         loss,

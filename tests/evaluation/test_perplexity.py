@@ -59,7 +59,7 @@ def test_sharding_over_devices_does_not_matter(forward):
 
 
 def test_a_large_vocabulary_is_split_in_chunks(monkeypatch, forward):
-    monkeypatch.setattr("pe_lab.evaluation.scoring.forward.LOGITS", 2**12)
+    monkeypatch.setattr("pe_lab.model.loss.LOGITS", 2**12)
     small = Forward(Model(tiny.MODEL).config, devices=tiny.one_device())
     batch = pp.as_batch(held_out(1), pp.cut(held_out(1).score, 16))
     losses = small.losses(tiny.parameters(), batch, ROPE)

@@ -283,7 +283,6 @@ def test_init_is_decided_by_the_key_and_sized_as_documented(scaled):
         (dict(kv_heads=3), "model.heads is 4 and model.kv_heads 3"),
         (dict(kv_heads=0), "model.kv_heads 0"),
         (dict(vocab_size=0), "model.vocab_size"),
-        (dict(loss_chunks=5), "model.loss_chunks is 5"),
         (dict(remat="fuly"), "model.remat is 'fuly'"),
         (dict(dtype="float16"), "model.dtype is 'float16'"),
     ],

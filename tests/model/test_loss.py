@@ -1,5 +1,6 @@
 """The cross-entropy in chunks against the one everybody writes."""
 
+import functools
 import math
 import re
 
@@ -10,6 +11,7 @@ import pytest
 
 from pe_lab.errors import UserError
 from pe_lab.model import cross_entropy
+from pe_lab.model.loss import weighted_cross_entropy
 
 B, T, D, V = 2, 7, 8, 24
 
@@ -28,6 +30,79 @@ def case(dtype=jnp.float32):
 def plain(hidden, unembedding, targets):
     log_probabilities = jax.nn.log_softmax(hidden @ unembedding.T)
     return -jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
+
+
+def exact(hidden, unembedding, targets, weights):
+    """Loss and gradients by the formula, in float64."""
+    h, u = np.asarray(hidden, np.float64), np.asarray(unembedding, np.float64)
+    logits = h @ u.T
+    highest = logits.max(-1, keepdims=True)
+    logsumexp = np.log(np.exp(logits - highest).sum(-1, keepdims=True)) + highest
+    hit = np.asarray(targets)[..., None] == np.arange(len(u))
+    w = np.asarray(weights, np.float64)
+    loss = ((logsumexp - logits)[hit].reshape(w.shape) * w).sum()
+    d_logits = (np.exp(logits - logsumexp) - hit) * w[..., None]
+    return loss, d_logits @ u, np.einsum("btv,btd->vd", d_logits, h)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 14])
+def test_the_weighted_sum_and_its_gradients_are_exact(chunks):
+    """14 tokens: 3 chunks are padded, 14 have one token each."""
+    hidden, unembedding, targets, weights = case()
+    loss, gradients = jax.jit(jax.value_and_grad(weighted_cross_entropy, (0, 1)), static_argnums=4)(
+        hidden, unembedding, targets, weights, chunks
+    )
+    expected, d_hidden, d_unembedding = exact(hidden, unembedding, targets, weights)
+    assert loss.dtype == jnp.float32 and loss == pytest.approx(expected, rel=1e-6)
+    np.testing.assert_allclose(gradients[0], d_hidden, atol=2e-6)
+    np.testing.assert_allclose(gradients[1], d_unembedding, atol=2e-6)
+    alone = jax.jit(weighted_cross_entropy, static_argnums=4)(hidden, unembedding, targets, weights, chunks)
+    assert alone == pytest.approx(expected, rel=1e-6)  # without its gradient
+
+
+def test_the_gradient_is_multiplied_by_that_of_the_loss():
+    hidden, unembedding, targets, weights = case()
+    once, thrice = (
+        jax.jit(jax.grad(lambda h, u, f=f: f * weighted_cross_entropy(h, u, targets, weights, 2), (0, 1)))(
+            hidden, unembedding
+        )
+        for f in (1.0, 3.0)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(3 * a, b, rtol=1e-6), once, thrice)
+
+
+def test_the_weighted_sum_of_bfloat16_hidden_states():
+    """Logits and sums are float32; the gradient of the logits is rounded to bfloat16 before the products."""
+    hidden, unembedding, targets, weights = case(jnp.bfloat16)
+    loss, gradients = jax.jit(jax.value_and_grad(weighted_cross_entropy, (0, 1)), static_argnums=4)(
+        hidden, unembedding, targets, weights, 2
+    )
+    expected = exact(hidden, unembedding.astype(jnp.bfloat16), targets, weights)
+    assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.float32]
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    for found, right in zip(gradients, expected[1:], strict=True):
+        assert np.abs(np.asarray(found, np.float64) - right).max() < 0.01 * np.abs(right).max()
+
+
+def test_no_logits_are_kept_or_computed_twice():
+    """By the compiled value and gradient: three matrix products, and no array of all logits."""
+    arguments = (
+        jax.ShapeDtypeStruct((4, 64, 32), jnp.bfloat16),
+        jax.ShapeDtypeStruct((512, 32), jnp.float32),
+        jax.ShapeDtypeStruct((4, 64), jnp.int32),
+        jax.ShapeDtypeStruct((4, 64), jnp.float32),
+    )
+
+    def program(chunks: int) -> str:
+        loss = jax.value_and_grad(functools.partial(weighted_cross_entropy, chunks=chunks), (0, 1))
+        return jax.jit(loss).lower(*arguments).compile().as_text()
+
+    def largest(text: str) -> int:
+        return max(math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", text))
+
+    whole, parts = program(1), program(8)
+    assert largest(whole) >= 4 * 64 * 512 and largest(parts) <= 4 * 64 * 512 // 8
+    assert len(re.findall(r" dot\(", whole)) == len(re.findall(r" dot\(", parts)) == 3
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, V])
@@ -93,5 +168,7 @@ def test_in_chunks_no_float32_array_is_as_large_as_the_logits():
 def test_chunks_that_do_not_divide_the_vocabulary_are_refused():
     hidden, unembedding, targets, _ = case()
     for chunks in (0, 5):
-        with pytest.raises(UserError, match=f"loss_chunks is {chunks}; it must divide the vocabulary of {V}"):
+        with pytest.raises(UserError, match=f"{chunks} chunks of the logits do not divide a vocabulary of {V}"):
             cross_entropy(hidden, unembedding, targets, chunks)
+    with pytest.raises(UserError, match="model.loss_chunks is 0; it must be positive"):
+        weighted_cross_entropy(hidden, unembedding, targets, jnp.ones(targets.shape), 0)

@@ -1,12 +1,10 @@
 """The device mesh: its shape, the order of its devices, and the errors where a shape or a batch does not fit."""
 
-import types
-
 import jax
 import pytest
 
 from pe_lab.config import MeshConfig
-from pe_lab.errors import ConfigError, UnsupportedError
+from pe_lab.errors import ConfigError
 from pe_lab.parallel import check_batch, make_mesh, mesh_shape
 from pe_lab.parallel.topology import parse_topology, topology_devices, wrap_around
 
@@ -72,16 +70,22 @@ def test_a_mesh_axis_takes_neighbours_of_a_slice(slice_name, config, first):
 
 
 def test_wrap_around_links():
-    assert wrap_around("v5p:4x4x4") == wrap_around("v5p:4x4x8") == (True, True, True)
-    assert wrap_around("v5p:2x4x4") == (False, False, False)  # less than a cube
-    assert wrap_around("v5e:16x16") == wrap_around("v6e:16x16") == (True, True, False)
-    assert wrap_around("v6e:8x16") == (False, True, False) and not any(wrap_around("v5e:8x8"))
+    assert wrap_around(parse_topology("v5p:4x4x4")) == wrap_around(parse_topology("v5p:4x4x8")) == (True, True, True)
+    assert wrap_around(parse_topology("v5p:2x4x4")) == (False, False, False)  # less than a cube
+    assert wrap_around(parse_topology("v5e:16x16")) == wrap_around(parse_topology("v6e:16x16")) == (True, True, False)
+    assert wrap_around(parse_topology("v6e:8x16")) == (False, True, False)
+    assert not any(wrap_around(parse_topology("v5e:8x8")))
 
 
-def test_several_slices_are_refused():
-    devices = [types.SimpleNamespace(platform="tpu", slice_index=i // 4) for i in range(8)]
-    with pytest.raises(UnsupportedError, match="several TPU slices"):
-        make_mesh(MeshConfig(), devices)
+def test_slices_are_joined_along_data():
+    mesh = make_mesh(MeshConfig(data=-1, fsdp=4), topology_devices(parse_topology("v5e:2x4", slices=2)))
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 4, "tensor": 1, "context": 1}
+    slices = [[device.slice_index for device in row.flat] for row in mesh.devices]
+    assert slices == [[0] * 4, [0] * 4, [1] * 4, [1] * 4]
+    with pytest.raises(ConfigError, match="2 slices do not divide data = 1"):
+        mesh_shape(MeshConfig(data=1, fsdp=-1), 16, 2)
+    with pytest.raises(ConfigError, match="config.mesh.slices is 4; the devices are in 2"):
+        mesh_shape(MeshConfig(slices=4), 16, 2)
 
 
 def test_a_batch_is_sharded_over_data_and_fsdp_but_not_tensor():

@@ -1,7 +1,5 @@
 """The pure step: weights of the loss, micro-batches, donated memory, and where things lie on a mesh."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +20,7 @@ from pe_lab.training import (
     place_batch,
     train_step,
 )
-from pe_lab.training.step import compile_loss, loss_sum
+from pe_lab.training.step import compile_loss
 
 CONFIG = ModelConfig(vocab_size=32, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, dtype="float32")
 MODEL = Model(CONFIG)
@@ -100,9 +98,7 @@ def test_the_compiled_step_takes_the_old_state_over(params, batch):
     schedule = jax.device_put(SCHEDULE, shardings.replicated)
     validate = compile_loss(MODEL, mesh, rules, shardings)
     before = validate(state.params, on_device, schedule)
-    np.testing.assert_allclose(
-        before[0], jax.jit(functools.partial(loss_sum, MODEL))(params, batch, SCHEDULE), rtol=1e-6
-    )
+    np.testing.assert_allclose(before[0], jax.jit(MODEL.loss_sum)(params, batch, SCHEDULE), rtol=1e-6)
     np.testing.assert_allclose(before[1], batch["weights"].sum(), rtol=1e-6)
     new, metrics = compile_train_step(MODEL, optimizer, mesh, rules)(state, on_device, schedule)
     assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.optimizer)))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pe_lab.attention.capabilities import Capabilities, check_inputs
-from pe_lab.attention.key_block import AttentionInputs, Keys, Queries
+from pe_lab.attention.key_block import RESIDUALS, AttentionInputs, Keys, Queries
 from pe_lab.errors import UnsupportedError
 
 BLOCK = 512  # queries, and keys, whose logits splash computes at once
@@ -203,6 +203,7 @@ def _splash_kernel(blocks: SplashBlocks, heads: int, window: int | None, interpr
             head_shards=1,
             q_seq_shards=1,
             interpret=interpret,
+            residual_checkpoint_name=RESIDUALS,
         )
     return jax.tree.map(np.asarray, kernel)
 

@@ -18,10 +18,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model, Params
 from pe_lab.model.chunked_forward import ChunkedForward
+from pe_lab.model.loss import LOGITS, tokens_per_device, vocabulary_chunks
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule
 
-LOGITS = 2**26  # the most next-token or attention logits in memory at once: 256 MB in float32
 BATCH_TOKENS = {"cpu": 2**11}  # fits a CPU's caches: with eight times as many a token took twice as long
 BATCH_TOKENS_ELSEWHERE = 2**17  # per device
 WHOLE = 2**13  # the most tokens of a sequence that is read in one pass; longer ones are read in chunks
@@ -144,8 +144,7 @@ class Forward:
     @functools.cached_property
     def _chunked(self) -> ChunkedForward:
         chunk = CHUNK.get(jax.default_backend(), CHUNK_ELSEWHERE)
-        config = dataclasses.replace(self.config, loss_chunks=self._loss_chunks(chunk))
-        return ChunkedForward(config, self._meshes.over_sequences, chunk=chunk)
+        return ChunkedForward(self.config, self._meshes.over_sequences, chunk=chunk)
 
     def _read_in_chunks(self, output: str, params: Params, batch: Batch, schedule: Schedule) -> Iterator[np.ndarray]:
         total, length = batch["tokens"].shape
@@ -157,8 +156,8 @@ class Forward:
                 found = reader.losses(params, part["tokens"], part["targets"], schedule, on_position)
             else:
                 x = reader.hidden(params, part["tokens"], part["at"], schedule, on_position)
-                chunks = self._loss_chunks(part["at"].size // self._devices)
-                found = _of_hidden(output, reader.model, params, x, part, chunks)
+                with reader.on_mesh():
+                    found = _of_hidden(output, reader.model, params, x, part)
             yield np.asarray(found)[:count]
 
     def _on_position(self, sequences: int) -> Callable[[int], None]:
@@ -183,8 +182,7 @@ class Forward:
             size = -(-size // shards) * shards
         else:
             size = self._batch_sizes.setdefault((output, length, mesh), self._batch_size(total, length, shards))
-        scored = batch["at"].shape[1] if output == "scores" else length
-        compiled = self._function(output, length, mesh, size // shards * scored)
+        compiled = self._function(output, length, mesh)
         if mesh is not self._meshes.over_sequences:
             # The same devices under another mesh: nothing is copied.
             params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
@@ -210,19 +208,11 @@ class Forward:
             power *= 2  # one padded batch instead of two
         return power * shards
 
-    def _loss_chunks(self, tokens: int) -> int:
-        """The number of parts of the vocabulary in which the losses of `tokens` are computed."""
-        vocabulary = self.config.vocab_size
-        fitting = (n for n in range(1, vocabulary + 1) if vocabulary % n == 0)
-        chunks = next(n for n in fitting if tokens * vocabulary // n <= LOGITS or n == vocabulary)
-        return max(chunks, self.config.loss_chunks)
-
-    def _function(self, output: str, length: int, mesh: Mesh | None, tokens: int) -> Callable[..., jax.Array]:
-        """The compiled function of an output; on each device, `tokens` of a batch meet the vocabulary."""
-        chunks = self._loss_chunks(tokens)
-        key = (output, length, mesh, chunks)
+    def _function(self, output: str, length: int, mesh: Mesh | None) -> Callable[..., jax.Array]:
+        """The compiled function of an output."""
+        key = (output, length, mesh)
         if key not in self._compiled:
-            model = Model(dataclasses.replace(self.config, loss_chunks=chunks), backward=False)
+            model = Model(self.config, backward=False)
 
             @jax.jit
             def counted(params: Params, batch: Mapping[str, jax.Array], schedule: Schedule) -> jax.Array:
@@ -271,15 +261,15 @@ def _compute(
     at = batch["at"] if places is None else jnp.asarray(places)[batch["at"]]
     # Hidden states at the positions `at` alone: logits of [B, T, V] never exist.
     x = jnp.take_along_axis(x, at[..., None], axis=1)
-    return _of_hidden(output, model, params, x, batch, model.config.loss_chunks)
+    return _of_hidden(output, model, params, x, batch)
 
 
 def _of_hidden(
-    output: str, model: Model, params: Params, x: Float[Array, "B Q D"], batch: Mapping[str, Any], chunks: int
+    output: str, model: Model, params: Params, x: Float[Array, "B Q D"], batch: Mapping[str, Any]
 ) -> jax.Array:
     if output == "predictions":
         return _likeliest(model, params, x)
-    return _score(model, params, x, batch["targets"], chunks)
+    return _score(model, params, x, batch["targets"])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -288,15 +278,16 @@ def _likeliest(model: Model, params: Params, x: Float[Array, "B Q D"]) -> Int32[
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
+@functools.partial(jax.jit, static_argnums=0)
 def _score(
-    model: Model, params: Params, x: Float[Array, "B Q D"], targets: Int32[Array, "B Q"], chunks: int
+    model: Model, params: Params, x: Float[Array, "B Q D"], targets: Int32[Array, "B Q"]
 ) -> Float32[Array, "B Q 2"]:
     """The log-probability of each target, and 1 if it is the likeliest token (of equals, the one of the lowest id).
 
     The vocabulary is split as in `cross_entropy`: chunk c has the tokens c, c + chunks, c + 2 chunks ...
     """
     weights = model.unembedding(params).astype(x.dtype)
+    chunks = vocabulary_chunks(tokens_per_device(targets.size, ("batch",)), len(weights))
     parts = jnp.moveaxis(weights.reshape(-1, chunks, weights.shape[-1]), 1, 0)
 
     def step(carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:

@@ -1,0 +1,249 @@
+"""A compiled program as data, read from the text of its optimized HLO (`Compiled.as_text()`)."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "s2": 2, "u2": 2, "token": 0, "opaque": 0}
+
+
+class Shape(NamedTuple):
+    """An array: its type (bf16), dimensions, and layout as written ({1,0:T(8,128)(2,1)S(1)})."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    layout: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Without the padding of its layout."""
+        return math.ceil(math.prod(self.dims) * bits(self.dtype) / 8)
+
+    @property
+    def space(self) -> int:
+        """The memory space: 0 is the device's main memory, 1 a TPU core's VMEM, 5 the host's."""
+        found = re.search(r"S\((\d+)\)", self.layout)
+        return int(found[1]) if found else 0
+
+    @property
+    def padded_bytes(self) -> int:
+        """With the two minor dimensions padded to the first tile of the layout, as a TPU stores them."""
+        tile = re.search(r"T\(([\d,]+)\)", self.layout)
+        order = re.match(r"\{([\d,]*)", self.layout)
+        if not tile or not order or not order[1]:
+            return self.bytes
+        sizes = list(self.dims)
+        for axis, size in zip(
+            map(int, order[1].split(",")), reversed(list(map(int, tile[1].split(",")))), strict=False
+        ):
+            sizes[axis] = -(-sizes[axis] // size) * size
+        return math.ceil(math.prod(sizes) * bits(self.dtype) / 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def bits(dtype: str) -> int:
+    """The bits of a number: 16 of bf16, 32 of f32, 8 of f8e4m3fn."""
+    if dtype in BITS:
+        return BITS[dtype]
+    found = re.match(r"[a-z]+(\d+)", dtype)
+    return int(found[1]) if found else 0
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction. `shapes`: its result, several for a tuple; `called`: the computations that it runs."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    text: str = field(repr=False)  # what follows the operands
+    is_root: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(shape.bytes for shape in self.shapes)
+
+    def attribute(self, name: str) -> str:
+        """The value of `name=value` among its attributes; "" if it has none."""
+        found = re.search(rf"(?<![\w.]){name}=((?:\"[^\"]*\")|[^\s,]+)", self.text)
+        return found[1].strip('"') if found else ""
+
+    @property
+    def op_name(self) -> str:
+        """The function of the source that it comes from: jit(step)/jvp()/while/body/dot_general."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
+        return found[1].replace("\\'", "'") if found else ""
+
+    @property
+    def stack_frame(self) -> int:
+        found = re.search(r"stack_frame_id=(\d+)", self.text)
+        return int(found[1]) if found else 0
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        found = re.findall(
+            r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)", self.text
+        )
+        branches = re.search(r"(?:branch_computations|called_computations)=\{([^}]*)\}", self.text)
+        return (*found, *(re.findall(r"%?([\w.\-]+)", branches[1]) if branches else ()))
+
+
+@dataclass(frozen=True)
+class Module:
+    """A program: its computations in the order of their instructions, the first to run, and the frames of its source.
+
+    `frames`: of each stack frame, the function, file and line, and the frame that called it.
+    """
+
+    computations: Mapping[str, tuple[Instruction, ...]]
+    entry: str
+    frames: Mapping[int, tuple[str, str, int, int]]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, dict[str, Instruction]]:
+        return {name: {one.name: one for one in body} for name, body in self.computations.items()}
+
+    def stack(self, frame: int) -> list[tuple[str, str, int]]:
+        """Function, file and line of a frame and of its callers, the innermost first."""
+        found = []
+        while frame in self.frames:
+            function, file, line, frame = self.frames[frame]
+            found.append((function, file, line))
+        return found
+
+    def trips(self, loop: Instruction) -> int:
+        """How often a `while` runs: its counter goes from 0 to a constant, as that of every `lax.scan`."""
+        known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.text)
+        if known:
+            return int(known[1])
+        condition = self.computations[re.search(r"condition=%?([\w.\-]+)", loop.text)[1]]
+        constants = [
+            int(one.text.split(")")[0]) for one in condition if one.opcode == "constant" and one.text[:1].isdigit()
+        ]
+        return max(constants, default=1)
+
+    def walk(self, computation: str = "", times: int = 1, inside: tuple[Instruction, ...] = ()) -> Iterator[Step]:
+        """Every instruction that runs, with how often, and the instructions whose computations it lies in."""
+        for one in self.computations[computation or self.entry]:
+            yield Step(one, times, inside)
+            if one.opcode in (
+                "reduce",
+                "reduce-window",
+                "scatter",
+                "sort",
+                "map",
+                "select-and-scatter",
+                "all-reduce",
+                "reduce-scatter",
+                "all-reduce-start",
+            ):
+                continue  # what they call combines two numbers
+            repeats = times * (self.trips(one) if one.opcode == "while" else 1)
+            for name in one.called:
+                if name in self.computations:
+                    yield from self.walk(name, repeats, (*inside, one))
+
+
+class Step(NamedTuple):
+    """An instruction that runs `times` times in a step of the program, inside the calls `inside`."""
+
+    instruction: Instruction
+    times: int
+    inside: tuple[Instruction, ...]
+
+
+def parse(text: str) -> Module:
+    """The program of an HLO text, as XLA of JAX 0.10 to 0.12 writes it.
+
+    Raises:
+      ValueError: the text has no entry computation.
+    """
+    computations: dict[str, tuple[Instruction, ...]] = {}
+    entry, name, body = "", "", []
+    tables: dict[str, dict[int, str]] = {}
+    table = ""
+    for line in _lines(text):
+        if name:
+            if _ENDS.match(line):
+                computations[name] = tuple(body)
+                name, body = "", []
+            elif (one := _instruction(line)) is not None:
+                body.append(one)
+        elif line.endswith("{") and (line.startswith(("%", "ENTRY"))):
+            head = line.removeprefix("ENTRY ").lstrip("%")
+            name = re.match(r"[\w.\-]+", head)[0]
+            entry = name if line.startswith("ENTRY") else entry
+        elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            table = line
+            tables[table] = {}
+        elif table and (found := re.match(r"(\d+) (.*)", line)):
+            tables[table][int(found[1])] = found[2]
+    if not entry:
+        raise ValueError("the text is no optimized HLO: it has no ENTRY computation")
+    return Module(computations, entry, _frames(tables))
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines of the text. The metadata of a kernel contains line breaks, which are removed."""
+    whole: list[str] = []
+    for line in text.splitlines():
+        if whole and (_ENDS.match(line) or not line or line[0] in " %" or line[0].isalnum()):
+            yield "".join(whole)
+            whole = []
+        whole.append(line)
+    yield "".join(whole)
+
+
+def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[str, str, int, int]]:
+    def numbers(text: str) -> dict[str, int]:
+        return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}
+
+    frames = {}
+    for index, text in tables.get("StackFrames", {}).items():
+        frame = numbers(text)
+        location = numbers(tables["FileLocations"].get(frame.get("file_location_id", 0), ""))
+        function = tables["FunctionNames"].get(location.get("function_name_id", 0), "").strip('"')
+        file = tables["FileNames"].get(location.get("file_name_id", 0), "").strip('"')
+        frames[index] = (function, file, location.get("line", 0), frame.get("parent_frame_id", 1) - 1)
+    return frames
+
+
+_ENDS = re.compile(r"\}(, execution_thread=.*)?$")
+_NAME = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](\{[^{}]*\})?")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+
+
+def _instruction(line: str) -> Instruction | None:
+    found = _NAME.match(line)
+    if not found:
+        return None
+    start = found.end()
+    end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
+    shapes = tuple(
+        Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size), layout)
+        for dtype, dims, layout in _SHAPE.findall(line[start:end])
+    )
+    opcode, _, rest = line[end:].strip().partition("(")
+    close = _closing("(" + rest, 0) - 1
+    operands = tuple(_OPERAND.findall(rest[: close - 1]))
+    text = rest[:close] if opcode in ("constant", "parameter") else ""
+    return Instruction(found[2], opcode, shapes, operands, text + rest[close:], bool(found[1]))
+
+
+def _closing(text: str, start: int) -> int:
+    """The index after the parenthesis that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
+        if depth == 0:
+            return i + 1
+    return len(text)
