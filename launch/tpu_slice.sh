@@ -23,27 +23,9 @@ usage: launch/tpu_slice.sh --name=NAME --zone=ZONE --project=PROJECT --type=TYPE
 TEXT
 }
 
-fail() {
-  echo "error: $1" >&2
-  exit 2
-}
-
-# Quotes a word for a POSIX shell, if it needs quotes.
-quote() {
-  case $1 in
-    '' | *[!A-Za-z0-9_./:=,@%+-]*) printf "'%s'" "$(printf '%s' "$1" | sed "s/'/'\\\\''/g")" ;;
-    *) printf '%s' "$1" ;;
-  esac
-}
-
-line() {
-  local word separator=
-  for word in "$@"; do
-    printf '%s' "$separator"
-    quote "$word"
-    separator=' '
-  done
-}
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=launch/common.sh
+. "$here/common.sh"
 
 name=${NAME:-} zone=${ZONE:-} project=${PROJECT:-} type=${TYPE:-} runtime=${RUNTIME:-}
 spot='' queued='' dry='' before='' action=run
@@ -82,9 +64,7 @@ done
 [ -n "$project" ] || fail "no project. Give --project=PROJECT or set PROJECT."
 if [ "$action" = run ]; then
   [ -n "$type" ] || fail "no accelerator type. Give --type=TYPE or set TYPE, such as v5litepod-256."
-  if [ ${#program[@]} -lt 3 ] || [ "${program[0]} ${program[1]}" != "python -m" ]; then
-    fail "no command. End with: -- python -m pe_lab.train --config=... --workdir=/mnt/runs/NAME"
-  fi
+  need_program /mnt/runs/NAME ${program[@]+"${program[@]}"}
   if [ -z "$runtime" ]; then
     case $type in
       v4-*) runtime="tpu-ubuntu2204-base" ;;
@@ -95,18 +75,13 @@ if [ "$action" = run ]; then
     esac
   fi
 fi
-[ -n "$dry" ] || command -v gcloud >/dev/null || fail "gcloud is not on the PATH. Install the Google Cloud CLI, or use --dry-run."
+need_tool gcloud "the Google Cloud CLI"
 
 where=("--project=$project" "--zone=$zone")
 tpu=(gcloud compute tpus tpu-vm)
 queue=(gcloud compute tpus queued-resources)
 pause=${POLL_SECONDS:-30}
 
-show() { printf '%s\n' "$(line "$@")"; }
-note() { if [ -n "$dry" ]; then echo "# $1"; else echo "== $1" >&2; fi; }
-
-# In a dry run the command is printed, otherwise run.
-do_it() { if [ -n "$dry" ]; then show "$@"; else "$@"; fi; }
 on_hosts() { do_it "${tpu[@]}" ssh "$name" "${where[@]}" "--worker=$1" "--command=$2"; }
 
 # Sets `state` to the state of the slice or of its queued resource; empty if it does not exist.
@@ -253,7 +228,7 @@ follow_run() {
   done
 }
 
-cd "$(dirname "$0")/.."
+cd "$here/.."
 case $action in
   run)
     make_slice
