@@ -46,3 +46,8 @@ need_program() { # WORKDIR WORD ...
 need_tool() { # TOOL WHAT
   [ -n "${dry:-}" ] || command -v "$1" >/dev/null || fail "$1 is not on the PATH. Install $2, or use --dry-run."
 }
+
+# A string of YAML (and of JSON), without control characters.
+string() {
+  printf '"%s"' "$(printf '%s' "$1" | sed 's/\\/\\\\/g; s/"/\\"/g')"
+}

@@ -158,11 +158,6 @@ else
   need_tool kubectl "kubectl"
 fi
 
-# A string of YAML (and of JSON), without control characters.
-string() {
-  printf '"%s"' "$(printf '%s' "$1" | sed 's/\\/\\\\/g; s/"/\\"/g')"
-}
-
 strings() { # INDENT WORD ...
   local indent=$1 word
   shift
@@ -331,7 +326,7 @@ logs=("${kubectl[@]}" logs --follow --tail=100
 remove=("${kubectl[@]}" delete jobset "$name" --cascade=foreground)
 
 follow_run() {
-  local found state
+  local answer found state tries=0
   note "the log of host 0 (Ctrl-C does not end the run; --attach follows it again)"
   if [ -n "$dry" ]; then
     show "${logs[@]}"
@@ -340,7 +335,14 @@ follow_run() {
     return
   fi
   while true; do
-    if ! read -r found state <<<"$("${get[@]}")" || [ -z "$found" ]; then
+    if ! answer=$("${get[@]}"); then
+      tries=$((tries + 1))
+      [ $tries -lt 100 ] || exit 1
+      sleep "$pause"
+      continue
+    fi
+    read -r found state <<<"$answer" || true
+    if [ -z "$found" ]; then
       echo "error: there is no JobSet $name. The same command submits it again, and the run resumes." >&2
       exit 1
     fi
@@ -360,7 +362,7 @@ follow_run() {
 }
 
 make_jobset() {
-  local found state
+  local answer found state
   note "no run of this name may be in progress; one that ended is replaced"
   if [ -n "$dry" ]; then
     show "${get[@]}"
@@ -371,7 +373,8 @@ make_jobset() {
     echo END
     return
   fi
-  read -r found state <<<"$("${get[@]}")" || true
+  answer=$("${get[@]}")
+  read -r found state <<<"$answer" || true
   if [ -n "$found" ]; then
     [ -n "$state" ] || fail "a run named $name is in progress. Follow it with --attach, end it with --stop, or set --name."
     "${remove[@]}"

@@ -123,11 +123,10 @@ case $status in
 esac
 echo "$crashes" >"$files.crashes"
 echo "== the run ended with status $status on $(date)"
-# The status file comes first, because SLURM ends this script when it requeues the job.
 echo "$status" >"$files.status"
-if [ -n "$again" ] && scontrol requeue "$SLURM_JOB_ID"; then
-  rm -f "$files.status"
-  echo "== requeued"
+if [ -n "$again" ]; then
+  echo "== requeued" # SLURM ends this script when it requeues the job
+  scontrol requeue "$SLURM_JOB_ID" || echo "== SLURM refused: not requeued"
 fi
 exit "$status"
 TEXT

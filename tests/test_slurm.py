@@ -189,7 +189,7 @@ def test_stop_saves_and_the_same_command_continues(counter: Launcher) -> None:
     assert counter.run("--name=stopped", f"--logs={counter.directory}", "--stop").returncode == 0
     followed = counter.run("--name=stopped", f"--logs={counter.directory}", f"--job={job}", "--attach")
     assert followed.returncode == 75, followed.stderr + counter.log("stopped")
-    assert "saved" in followed.stdout and "requeued" not in counter.log("stopped") and counter.job("stopped") == ""
+    assert "saved" in followed.stdout and "SLURM refused" in counter.log("stopped") and counter.job("stopped") == ""
     assert steps(counter, "stopped") < 100
     again = counter.run(*count(counter, "stopped"))
     assert again.returncode == 0 and steps(counter, "stopped") == 100
