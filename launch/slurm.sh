@@ -125,8 +125,8 @@ echo "$crashes" >"$files.crashes"
 echo "== the run ended with status $status on $(date)"
 echo "$status" >"$files.status"
 if [ -n "$again" ]; then
-  echo "== requeued" # SLURM ends this script when it requeues the job
-  scontrol requeue "$SLURM_JOB_ID" || echo "== SLURM refused: not requeued"
+  echo "== requeue" # SLURM ends this script when it requeues the job
+  scontrol requeue "$SLURM_JOB_ID" || echo "== not by this script: SLURM does it already, or --stop forbade it"
 fi
 exit "$status"
 TEXT

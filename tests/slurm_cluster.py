@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import getpass
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -16,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel", "setpriv")
 PATIENCE = 60
 # The user's directories come first; Debian's daemons are in /usr/sbin, which is not on every user's PATH.
 SEARCHED = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
@@ -70,11 +68,6 @@ def _free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def _end_with_parent() -> None:
-    """In a new process: a SIGTERM when the process that started it ends, even if that was killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of Linux
-
-
 @contextlib.contextmanager
 def slurm_cluster() -> Iterator[dict[str, str]]:
     """Starts munged, slurmctld and slurmd; gives the environment for SLURM's commands; ends the daemons."""
@@ -125,12 +118,12 @@ def slurm_cluster() -> Iterator[dict[str, str]]:
             with open(directory / f"{command[0]}.out", "wb") as out:
                 daemons.append(
                     subprocess.Popen(
-                        command,
+                        # They get a SIGTERM when this process ends, even if it is killed.
+                        ["setpriv", "--pdeathsig=TERM", *command],
                         env=environment,
                         stdin=subprocess.DEVNULL,
                         stdout=out,
                         stderr=subprocess.STDOUT,
-                        preexec_fn=_end_with_parent,
                     )
                 )
             if command[0] == "munged":

@@ -106,7 +106,7 @@ def test_a_crash_after_an_hour_is_the_first(node: Node) -> None:
 def test_a_stopped_job_keeps_its_status(node: Node) -> None:
     """After --stop, SLURM refuses to requeue the job."""
     result = node.run_script(STATUS="75", REFUSED="1")
-    assert result.returncode == 75 and node.file("status") == "75" and "refused" in result.stdout
+    assert result.returncode == 75 and node.file("status") == "75" and "--stop forbade it" in result.stdout
 
 
 def test_a_session_forgets_the_status_of_the_one_before(node: Node) -> None:

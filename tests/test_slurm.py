@@ -110,13 +110,14 @@ def test_a_run_preempted_and_killed_ends_with_the_same_bytes(launcher: Launcher)
     # 1. A preemption: SLURM ends the job with SIGTERM and starts it again.
     launcher.wait_for_step("cut", 40)
     launcher.ask("scontrol", "requeue", job)
-    launcher.wait_until(lambda: "run it again to continue" in launcher.log("cut"), "cut")
+    launcher.wait_until(lambda: "the run ended with status 75" in launcher.log("cut"), "cut")
+    assert "saved; run it again to continue" in launcher.log("cut")
 
     # 2. A crash: one of the two processes is killed, and srun ends the other one.
     launcher.wait_for_step("cut", 140)  # after the checkpoint of step 100
     assert launcher.job("cut") == job
     os.kill(processes_of(run)[1], signal.SIGKILL)
-    launcher.wait_until(lambda: "== requeued" in launcher.log("cut"), "cut")
+    launcher.wait_until(lambda: launcher.log("cut").count("the run ended with status") == 2, "cut")
 
     followed = launcher.run("--name=cut", f"--logs={launcher.directory}", "--attach")
     assert followed.returncode == 0, followed.stderr + launcher.log("cut")
@@ -170,7 +171,7 @@ def test_the_time_limit_stops_and_requeues(counter: Launcher) -> None:
     submitted = counter.run("--time=1", "--signal-seconds=55", "--detach", *count(counter, "long", "slow"))
     assert submitted.returncode == 0, submitted.stderr
     job = counter.job("long")
-    counter.wait_until(lambda: "== requeued" in counter.log("long"), "long")
+    counter.wait_until(lambda: "== requeue" in counter.log("long"), "long")
     assert "saved" in counter.log("long") and "status 75" in counter.log("long")
     before = steps(counter, "long")
     counter.wait_until(lambda: steps(counter, "long") > before, "long")  # it runs again
@@ -189,7 +190,7 @@ def test_stop_saves_and_the_same_command_continues(counter: Launcher) -> None:
     assert counter.run("--name=stopped", f"--logs={counter.directory}", "--stop").returncode == 0
     followed = counter.run("--name=stopped", f"--logs={counter.directory}", f"--job={job}", "--attach")
     assert followed.returncode == 75, followed.stderr + counter.log("stopped")
-    assert "saved" in followed.stdout and "SLURM refused" in counter.log("stopped") and counter.job("stopped") == ""
+    assert "saved" in followed.stdout and "--stop forbade it" in counter.log("stopped") and counter.job("stopped") == ""
     assert steps(counter, "stopped") < 100
     again = counter.run(*count(counter, "stopped"))
     assert again.returncode == 0 and steps(counter, "stopped") == 100
@@ -200,6 +201,6 @@ def test_stop_saves_and_the_same_command_continues(counter: Launcher) -> None:
 def test_a_crash_is_retried_so_often_and_bad_input_never(counter: Launcher) -> None:
     crashed = counter.run("--retries=2", *count(counter, "crashed", "crash"))
     assert crashed.returncode == 1, crashed.stderr + counter.log("crashed")
-    assert counter.log("crashed").count("== requeued") == 2 and steps(counter, "crashed") == 3
+    assert counter.log("crashed").count("== requeue\n") == 2 and steps(counter, "crashed") == 3
     bad = counter.run(*count(counter, "bad", "bad"))
-    assert bad.returncode == 2 and "requeued" not in counter.log("bad") and counter.job("bad") == ""
+    assert bad.returncode == 2 and "requeue" not in counter.log("bad") and counter.job("bad") == ""

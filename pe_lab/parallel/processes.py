@@ -59,7 +59,10 @@ def _one_of_several() -> bool:
             return "," in os.environ[name]
     if os.environ.get("TPU_SKIP_MDS_QUERY"):  # JAX and libtpu do not query the metadata server either
         return False
-    return "," in _worker_endpoints()
+    # libtpu connects the chips of a slice by itself. Saving a checkpoint and stopping at SIGTERM need `jax.distributed`
+    # too, through which the hosts agree on a step.
+    several_slices = re.search(r"MEGASCALE_NUM_SLICES: *'?([2-9]|[1-9][0-9])", _metadata("tpu-env"))
+    return several_slices is not None or "," in _metadata("worker-network-endpoints")
 
 
 def _alone_on_its_node() -> bool:
@@ -70,15 +73,11 @@ def _alone_on_its_node() -> bool:
     return any(re.fullmatch(r"1(\(x\d+\))?", os.environ.get(name, "")) for name in counts)
 
 
-def _worker_endpoints() -> str:
-    """The hosts of this TPU VM's slice, from its metadata server; empty without such a server.
-
-    libtpu connects the chips of a slice by itself. Saving a checkpoint and stopping at SIGTERM need
-    `jax.distributed` too, through which the hosts agree on a step.
-    """
+def _metadata(attribute: str) -> str:
+    """An attribute that the metadata server of this TPU VM knows; empty without it, and without such a server."""
     server = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
-    attribute = f"http://{server}/computeMetadata/v1/instance/attributes/worker-network-endpoints"
-    request = urllib.request.Request(attribute, headers={"Metadata-Flavor": "Google"})
+    address = f"http://{server}/computeMetadata/v1/instance/attributes/{attribute}"
+    request = urllib.request.Request(address, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=5) as answer:
             return answer.read().decode()

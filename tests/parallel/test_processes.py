@@ -138,6 +138,8 @@ def test_hosts_listed_in_the_environment(joined, tpu_vm, monkeypatch, name):
     [
         ({"worker_network_endpoints": "unknown:0:10.0.0.2,unknown:1:10.0.0.3"}, True),
         ({"worker_network_endpoints": "10.0.0.2"}, False),
+        ({"worker_network_endpoints": "10.0.0.2", "tpu_env": "ZONE: 'z'\nMEGASCALE_NUM_SLICES: '2'\n"}, True),
+        ({"worker_network_endpoints": "10.0.0.2", "tpu_env": "ZONE: 'z'\nMEGASCALE_NUM_SLICES: '1'\n"}, False),
         ({}, False),
     ],
 )
