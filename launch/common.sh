@@ -51,3 +51,13 @@ need_tool() { # TOOL WHAT
 string() {
   printf '"%s"' "$(printf '%s' "$1" | sed 's/\\/\\\\/g; s/"/\\"/g')"
 }
+
+# The software version of TPU VMs for an accelerator type, such as v5litepod-256; empty if it is not known.
+tpu_runtime() {
+  case $1 in
+    v4-*) echo tpu-ubuntu2204-base ;;
+    v5litepod-*) echo v2-alpha-tpuv5-lite ;;
+    v5p-*) echo v2-alpha-tpuv5 ;;
+    v6e-*) echo v2-alpha-tpuv6e ;;
+  esac
+}

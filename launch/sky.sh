@@ -90,6 +90,10 @@ workdir: .
 resources:
   accelerators: $(string "$type")
 TEXT
+  [ "$kind" = gpu ] || [ -z "$(tpu_runtime "${type#tpu-}")" ] || cat <<TEXT
+  accelerator_args:
+    runtime_version: $(tpu_runtime "${type#tpu-}")
+TEXT
   [ -z "$infra" ] || printf '  infra: %s\n' "$(string "$infra")"
   [ -z "$spot" ] || echo '  use_spot: true'
   # 75: a checkpoint was saved after a SIGTERM. 143: the SIGTERM came before there was anything to save.

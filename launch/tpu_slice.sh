@@ -70,13 +70,8 @@ if [ "$action" = run ]; then
   [ -n "$type" ] || fail "no accelerator type. Give --type=TYPE or set TYPE, such as v5litepod-256."
   need_program /mnt/runs/NAME ${program[@]+"${program[@]}"}
   if [ -z "$runtime" ]; then
-    case $type in
-      v4-*) runtime="tpu-ubuntu2204-base" ;;
-      v5litepod-*) runtime="v2-alpha-tpuv5-lite" ;;
-      v5p-*) runtime=v2-alpha-tpuv5 ;;
-      v6e-*) runtime=v2-alpha-tpuv6e ;;
-      *) fail "the software version for '$type' is unknown. Give --runtime=VERSION." ;;
-    esac
+    runtime=$(tpu_runtime "$type")
+    [ -n "$runtime" ] || fail "the software version for '$type' is unknown. Give --runtime=VERSION."
   fi
 fi
 need_tool gcloud "the Google Cloud CLI"

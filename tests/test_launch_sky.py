@@ -51,7 +51,9 @@ def test_the_task() -> None:
     # A SIGTERM, whether the run could save or not, is no crash.
     assert resources["job_recovery"] == {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75, 143]}
     assert "EXTRA=gpu sh launch/venv.sh" in document["setup"]
-    assert "EXTRA=tpu sh launch/venv.sh" in task("--type=tpu-v6e-8:1")["setup"]
+    document = task("--type=tpu-v5litepod-16:1")
+    assert "EXTRA=tpu sh launch/venv.sh" in document["setup"]
+    assert document["resources"]["accelerator_args"] == {"runtime_version": "v2-alpha-tpuv5-lite"}  # as tpu_slice.sh
 
 
 NODE = {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6\n10.0.0.7", "SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_RANK": "2"}
