@@ -125,8 +125,14 @@ echo "$crashes" >"$files.crashes"
 echo "== the run ended with status $status on $(date)"
 echo "$status" >"$files.status"
 if [ -n "$again" ]; then
-  echo "== requeue" # SLURM ends this script when it requeues the job
-  scontrol requeue "$SLURM_JOB_ID" || echo "== not by this script: SLURM does it already, or --stop forbade it"
+  # A job that was cancelled, or that SLURM requeues already, is no longer RUNNING: it must not be requeued here.
+  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+  if [ "$state" != RUNNING ]; then
+    echo "== not requeued here: the job is $state"
+  else
+    echo "== requeue" # SLURM ends this script when it requeues the job
+    scontrol requeue "$SLURM_JOB_ID" || echo "== SLURM refused: --stop forbade it"
+  fi
 fi
 exit "$status"
 TEXT

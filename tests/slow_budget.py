@@ -5,7 +5,8 @@ drawn from the commit, so that over many commits all of them run. The report on 
 out. tests/slow_costs.json holds the measured seconds of each slow test; `make test-all` writes it (pytest-split).
 
 A file is concerned if it changed, or if it names a changed module of pe_lab, a changed recipe, a changed launcher or a
-changed helper of the tests. Changed means: since $CI_BASE, or since the last commit that is at least four hours older than HEAD.
+changed helper of the tests. Changed means: since $CI_BASE, or since the last commit that is at least four hours older
+than HEAD.
 """
 
 from __future__ import annotations

@@ -198,6 +198,18 @@ def test_stop_saves_and_the_same_command_continues(counter: Launcher) -> None:
     assert absent.returncode == 2 and "no job named stopped" in absent.stderr
 
 
+def test_a_cancelled_job_stays_cancelled(counter: Launcher) -> None:
+    submitted = counter.run("--detach", *count(counter, "cancelled"))
+    assert submitted.returncode == 0, submitted.stderr
+    job = counter.job("cancelled")
+    counter.wait_until(lambda: steps(counter, "cancelled") > 5, "cancelled")
+    counter.ask("scancel", job)  # SIGTERM to the run and to the job's script, later SIGKILL
+    counter.wait_until(lambda: counter.job("cancelled") == "", "cancelled")
+    followed = counter.run("--name=cancelled", f"--logs={counter.directory}", f"--job={job}", "--attach")
+    assert "saved" in followed.stdout and followed.returncode in (1, 75), followed.stderr
+    assert "JobState=CANCELLED" in counter.ask("scontrol", "show", "job", job)
+
+
 def test_a_crash_is_retried_so_often_and_bad_input_never(counter: Launcher) -> None:
     crashed = counter.run("--retries=2", *count(counter, "crashed", "crash"))
     assert crashed.returncode == 1, crashed.stderr + counter.log("crashed")
