@@ -96,11 +96,11 @@ TEXT
 TEXT
   [ -z "$infra" ] || printf '  infra: %s\n' "$(string "$infra")"
   [ -z "$spot" ] || echo '  use_spot: true'
-  # 75: a checkpoint was saved after a SIGTERM. 143: the SIGTERM came before there was anything to save.
+  # 75: a checkpoint was saved after a SIGTERM.
   cat <<TEXT
   job_recovery:
     max_restarts_on_errors: $restarts
-    recover_on_exit_codes: [75, 143]
+    recover_on_exit_codes: [75]
 TEXT
   [ ${#volumes[@]} = 0 ] || echo 'volumes:'
   for volume in ${volumes[@]+"${volumes[@]}"}; do printf '  %s: %s\n' "$(string "${volume#*:}")" "$(string "${volume%%:*}")"; done

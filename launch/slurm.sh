@@ -93,8 +93,8 @@ case $logs in /*) ;; *) logs=$PWD/$logs ;; esac
 case $logs in *%*) fail "--logs is '$logs'. sbatch replaces % in a file name: choose another directory." ;; esac
 pause=${POLL_SECONDS:-10}
 
-# The script of the job. Statuses of the run: 0 complete, 2 bad input, 75 saved after a SIGTERM, 143 a SIGTERM before
-# the run could save, all others a crash.
+# The script of the job. Statuses of the run: 0 complete, 2 bad input, 75 saved after a SIGTERM, all others a crash. 143 is
+# one of them: srun ends the other processes by SIGTERM when one has crashed.
 batch_script() {
   local run=(srun --kill-on-bad-exit=0 --wait=30)
   [ -z "$cpus" ] || run+=("--cpus-per-task=$cpus")
@@ -114,7 +114,7 @@ TEXT
 crashes=0
 case $status in
   0 | 2) again= ;;
-  75 | 143) again=yes ;;
+  75) again=yes ;;
   *)
     if [ "$SECONDS" -lt 3600 ] && [ -s "$files.crashes" ]; then read -r crashes <"$files.crashes"; fi
     crashes=$((crashes + 1))
