@@ -17,7 +17,7 @@ from slurm_cluster import missing_programs, slurm_cluster
 from tiny_runs import REPOSITORY, assert_same_training, records, write_recipe
 
 pytestmark = pytest.mark.slow
-PATIENCE = 300
+PATIENCE = 600
 STEPS = 300
 SCRIPT = REPOSITORY / "launch" / "slurm.sh"
 
