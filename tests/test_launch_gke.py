@@ -89,7 +89,7 @@ def test_a_value_of_another_type_fails(key: str, value: Any) -> None:
         validate(document, "jobset")
 
 
-# From GKE's documentation and xpk 1.16: label, chips of a host, hosts of a slice.
+# From the tables of xpk 1.16 and Cluster Toolkit (1047080): label, chips of a host, hosts of a slice.
 @pytest.mark.parametrize(
     ("options", "label", "chips", "hosts"),
     [
