@@ -3,6 +3,7 @@
 PYTHON ?=
 UV ?=
 DEMO ?=
+EXTRA ?=
 WORKERS ?= 2
 CONFIG := configs/drope_laptop.py
 ARGS ?=
@@ -15,8 +16,8 @@ DEMO_RUN := runs/drope_laptop$(if $(DEMO),_$(DEMO))
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-# Done is: the stamp says it was made for this directory, and the interpreter still starts.
-ifneq ($(shell $(PY) -c '' 2>/dev/null && cat $(STAMP) 2>/dev/null),$(CURDIR))
+# Done is: the stamp says it was made for this directory, and the interpreter still starts. An extra is installed again.
+ifneq ($(EXTRA)$(shell $(PY) -c '' 2>/dev/null && cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
@@ -26,10 +27,10 @@ endif
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## create .venv and install what is locked (PYTHON=..., UV=no)
+setup: $(STAMP) ## create .venv and install what is locked (PYTHON=..., UV=no, EXTRA=gpu, EXTRA=tpu)
 
-$(STAMP): requirements.lock pyproject.toml launch/venv.sh
-	@PYTHON='$(PYTHON)' UV='$(UV)' sh launch/venv.sh
+$(STAMP): requirements.lock requirements-gpu.lock pyproject.toml launch/venv.sh
+	@PYTHON='$(PYTHON)' UV='$(UV)' EXTRA='$(EXTRA)' sh launch/venv.sh
 
 demo: $(STAMP) ## pretrain, drop, recalibrate, measure, show (QUICK=1: seconds; DEMO=full: and a NoPE baseline)
 	$(PY) -m pe_lab.train --config=$(CONFIG)$(if $(DEMO),:$(DEMO)) --workdir=$(DEMO_RUN)
@@ -88,12 +89,15 @@ format: $(STAMP) ## let ruff lay out and sort the source
 
 # Python 3.11 and 3.12 get different JAX releases from one file. Index addresses stay out of it: they are each
 # machine's own setting.
-LOCK_ARGS := --universal --python-version 3.11 --fork-strategy requires-python --generate-hashes \
-  --extra test --extra aot --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
+LOCK_ARGS := --quiet --universal --python-version 3.11 --fork-strategy requires-python --generate-hashes \
+  --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" $(if $(UPGRADE),--upgrade)
 
-lock: $(STAMP) ## resolve requirements.lock again (UPGRADE=1: to the newest releases)
+# The second lock has what the extra `gpu` adds: the CUDA packages of the JAX releases in the first.
+lock: $(STAMP) ## resolve requirements.lock and requirements-gpu.lock again (UPGRADE=1: to the newest releases)
 	@uv=uv; uv --version >/dev/null 2>&1 || { uv=.venv/bin/uv; $(PY) -m pip install --quiet uv; }; \
-	$$uv pip compile --quiet $(LOCK_ARGS) $(if $(UPGRADE),--upgrade) pyproject.toml -o requirements.lock
+	$$uv pip compile $(LOCK_ARGS) --extra test --extra aot pyproject.toml -o requirements.lock && \
+	$(PY) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['gpu'], sep='\n')" | \
+	$$uv pip compile $(LOCK_ARGS) --constraints requirements.lock - -o requirements-gpu.lock
 
 clean: ## remove caches and build products; .venv, data and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov

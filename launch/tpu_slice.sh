@@ -15,6 +15,7 @@ usage: launch/tpu_slice.sh --name=NAME --zone=ZONE --project=PROJECT --type=TYPE
   --runtime=VERSION           TPU software version (RUNTIME); known for v4, v5e, v5p and v6e
   --spot                      cheaper, may be preempted
   --queued                    request a queued resource, and wait for it
+  --slices=N                  N slices of this type, as one queued resource (1; give it with --attach and --delete too)
   --before=COMMAND            run this on every host first, for example to mount a shared file system
   --dry-run                   print the commands, run none
   --attach                    follow the run on the slice
@@ -23,30 +24,12 @@ usage: launch/tpu_slice.sh --name=NAME --zone=ZONE --project=PROJECT --type=TYPE
 TEXT
 }
 
-fail() {
-  echo "error: $1" >&2
-  exit 2
-}
-
-# Quotes a word for a POSIX shell, if it needs quotes.
-quote() {
-  case $1 in
-    '' | *[!A-Za-z0-9_./:=,@%+-]*) printf "'%s'" "$(printf '%s' "$1" | sed "s/'/'\\\\''/g")" ;;
-    *) printf '%s' "$1" ;;
-  esac
-}
-
-line() {
-  local word separator=
-  for word in "$@"; do
-    printf '%s' "$separator"
-    quote "$word"
-    separator=' '
-  done
-}
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=launch/common.sh
+. "$here/common.sh"
 
 name=${NAME:-} zone=${ZONE:-} project=${PROJECT:-} type=${TYPE:-} runtime=${RUNTIME:-}
-spot='' queued='' dry='' before='' action=run
+spot='' queued='' slices=1 dry='' before='' action=run
 program=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -57,6 +40,7 @@ while [ $# -gt 0 ]; do
     --runtime=*) runtime=${1#*=} ;;
     --spot) spot=yes ;;
     --queued) queued=yes ;;
+    --slices=*) slices=${1#*=} ;;
     --before=*) before=${1#*=} ;;
     --dry-run) dry=yes ;;
     --attach | --stop | --delete)
@@ -79,35 +63,32 @@ done
 
 [ -n "$name" ] || fail "no name for the slice. Give --name=NAME or set NAME."
 [ -n "$zone" ] || fail "no zone. Give --zone=ZONE or set ZONE (gcloud compute tpus locations list shows them)."
+whole_number --slices "$slices" 1
+[ "$slices" = 1 ] || queued=yes
 [ -n "$project" ] || fail "no project. Give --project=PROJECT or set PROJECT."
 if [ "$action" = run ]; then
   [ -n "$type" ] || fail "no accelerator type. Give --type=TYPE or set TYPE, such as v5litepod-256."
-  if [ ${#program[@]} -lt 3 ] || [ "${program[0]} ${program[1]}" != "python -m" ]; then
-    fail "no command. End with: -- python -m pe_lab.train --config=... --workdir=/mnt/runs/NAME"
-  fi
+  need_program /mnt/runs/NAME ${program[@]+"${program[@]}"}
   if [ -z "$runtime" ]; then
-    case $type in
-      v4-*) runtime="tpu-ubuntu2204-base" ;;
-      v5litepod-*) runtime="v2-alpha-tpuv5-lite" ;;
-      v5p-*) runtime=v2-alpha-tpuv5 ;;
-      v6e-*) runtime=v2-alpha-tpuv6e ;;
-      *) fail "the software version for '$type' is unknown. Give --runtime=VERSION." ;;
-    esac
+    runtime=$(tpu_runtime "$type")
+    [ -n "$runtime" ] || fail "the software version for '$type' is unknown. Give --runtime=VERSION."
   fi
 fi
-[ -n "$dry" ] || command -v gcloud >/dev/null || fail "gcloud is not on the PATH. Install the Google Cloud CLI, or use --dry-run."
+need_tool gcloud "the Google Cloud CLI"
 
 where=("--project=$project" "--zone=$zone")
 tpu=(gcloud compute tpus tpu-vm)
 queue=(gcloud compute tpus queued-resources)
 pause=${POLL_SECONDS:-30}
 
-show() { printf '%s\n' "$(line "$@")"; }
-note() { if [ -n "$dry" ]; then echo "# $1"; else echo "== $1" >&2; fi; }
-
-# In a dry run the command is printed, otherwise run.
-do_it() { if [ -n "$dry" ]; then show "$@"; else "$@"; fi; }
-on_hosts() { do_it "${tpu[@]}" ssh "$name" "${where[@]}" "--worker=$1" "--command=$2"; }
+# `0` is the first host of the first slice.
+if [ "$slices" = 1 ]; then
+  on_hosts() { do_it "${tpu[@]}" ssh "$name" "${where[@]}" "--worker=$1" "--command=$2"; }
+  to_hosts() { do_it "${tpu[@]}" scp "$1" "$name:$2" "${where[@]}" --worker=all; }
+else
+  on_hosts() { do_it "${queue[@]}" ssh "$name" "${where[@]}" "--node=$1" "--worker=$1" "--command=$2"; }
+  to_hosts() { do_it "${queue[@]}" scp "$1" "$name:$2" "${where[@]}" --node=all --worker=all; }
+fi
 
 # Sets `state` to the state of the slice or of its queued resource; empty if it does not exist.
 state=
@@ -130,12 +111,15 @@ get_state() { # FIELD COMMAND ...
 options=("${where[@]}" "--accelerator-type=$type")
 [ -z "$spot" ] || options+=(--spot)
 create() { do_it "${tpu[@]}" create "$name" "${options[@]}" "--version=$runtime"; }
-enqueue() { do_it "${queue[@]}" create "$name" "${options[@]}" "--node-id=$name" "--runtime-version=$runtime"; }
+# A slice has the name of its queued resource; several have it as their prefix.
+nodes=("--node-id=$name")
+[ "$slices" = 1 ] || nodes=("--node-count=$slices" "--node-prefix=$name")
+enqueue() { do_it "${queue[@]}" create "$name" "${options[@]}" "${nodes[@]}" "--runtime-version=$runtime"; }
 
 make_slice() {
   note "the slice, reused if it exists"
   if [ -n "$dry" ]; then
-    show "${tpu[@]}" describe "$name" "${where[@]}" "--format=value(state)"
+    [ "$slices" != 1 ] || show "${tpu[@]}" describe "$name" "${where[@]}" "--format=value(state)"
     if [ -n "$queued" ]; then
       note "if it does not exist: a queued resource, unless that exists"
       show "${queue[@]}" describe "$name" "${where[@]}" "--format=value(state.state)"
@@ -148,19 +132,21 @@ make_slice() {
     fi
     return
   fi
-  get_state state "${tpu[@]}"
-  while [ "$state" = CREATING ] || [ "$state" = STARTING ]; do
-    sleep "$pause"
+  if [ "$slices" = 1 ]; then
     get_state state "${tpu[@]}"
-  done
-  case $state in
-    READY) return ;;
-    '') ;;
-    *)
-      echo "error: slice $name is $state. Delete it (--delete) and start again: a run resumes from its workdir." >&2
-      exit 1
-      ;;
-  esac
+    while [ "$state" = CREATING ] || [ "$state" = STARTING ]; do
+      sleep "$pause"
+      get_state state "${tpu[@]}"
+    done
+    case $state in
+      READY) return ;;
+      '') ;;
+      *)
+        echo "error: slice $name is $state. Delete it (--delete) and start again: a run resumes from its workdir." >&2
+        exit 1
+        ;;
+    esac
+  fi
   if [ -z "$queued" ]; then
     create
     return
@@ -223,7 +209,7 @@ copy() {
     echo "   note: uncommitted changes are not copied" >&2
   fi
   do_it git archive --format=tar.gz "--output=$archive" HEAD
-  do_it "${tpu[@]}" scp "$archive" "$name:pe_lab.tar.gz" "${where[@]}" --worker=all
+  to_hosts "$archive" pe_lab.tar.gz
   on_hosts all "$unpack"
 }
 
@@ -253,7 +239,7 @@ follow_run() {
   done
 }
 
-cd "$(dirname "$0")/.."
+cd "$here/.."
 case $action in
   run)
     make_slice

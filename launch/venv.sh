@@ -3,7 +3,8 @@
 # `make setup` runs it on your machine, launch/tpu_slice.sh on every host of a slice.
 #
 #   PYTHON=python3.12       use this interpreter; by default the first Python >= 3.11
-#   EXTRA=tpu               also install this extra of pyproject.toml, which the lock does not contain
+#   EXTRA=gpu               also install requirements-gpu.lock: CUDA for the locked JAX, 4.3 GB on disk
+#   EXTRA=tpu               also install another extra of pyproject.toml, which no lock contains; later runs keep an extra
 #   UV=no                   use venv and pip instead of uv
 #   UV_PYTHON_DOWNLOADS=automatic   let uv download a Python if the machine has no suitable one
 set -eu
@@ -49,6 +50,9 @@ if [ "${UV:-}" != no ] && uv --version >/dev/null 2>&1; then
   uv=uv
 fi
 
+# An extra is kept, or else an update of the lock would leave the CUDA packages of another JAX.
+extra=${EXTRA:-$(cat .venv/.extra 2>/dev/null || true)}
+
 # In a tree that was moved or copied, the scripts of .venv point to the old path.
 if [ -f $stamp ] && [ "$(cat $stamp)" != "$here" ]; then
   rm -rf .venv
@@ -74,17 +78,31 @@ if [ -z "$uv" ] && [ "${UV:-}" != no ]; then
   fi
 fi
 
-echo "setup: $(.venv/bin/python --version) in .venv, packages by ${uv:-pip}"
-if [ -n "$uv" ]; then
-  # Compile bytecode now, as pip does. Where PYTHONDONTWRITEBYTECODE is set, as in many containers, every command would
-  # otherwise compile its imports at every start, for three seconds.
-  "$uv" pip install --quiet --python .venv/bin/python --compile-bytecode -r requirements.lock
-  "$uv" pip install --quiet --python .venv/bin/python --no-deps -e .
-  [ -z "${EXTRA:-}" ] || "$uv" pip install --quiet --python .venv/bin/python --compile-bytecode -e ".[$EXTRA]"
-else
-  .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null
-  .venv/bin/python -m pip install --quiet -r requirements.lock
-  .venv/bin/python -m pip install --quiet --no-deps -e .
-  [ -z "${EXTRA:-}" ] || .venv/bin/python -m pip install --quiet -e ".[$EXTRA]"
+also=
+[ -z "$extra" ] || also=", and $extra"
+echo "setup: $(.venv/bin/python --version) in .venv, packages by ${uv:-pip}$also"
+
+# With --compile-bytecode uv does as pip does. Where PYTHONDONTWRITEBYTECODE is set, as in many containers, every command
+# would otherwise compile its imports at every start, for three seconds.
+install() {
+  if [ -n "$uv" ]; then
+    "$uv" pip install --quiet --python .venv/bin/python "$@"
+  else
+    .venv/bin/python -m pip install --quiet "$@"
+  fi
+}
+compile=
+[ -z "$uv" ] || compile=--compile-bytecode
+[ -n "$uv" ] || .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null
+
+install $compile -r requirements.lock
+install --no-deps -e .
+if [ -n "$extra" ]; then
+  if [ -f "requirements-$extra.lock" ]; then
+    install $compile -r "requirements-$extra.lock"
+  else
+    install $compile -e ".[$extra]"
+  fi
+  echo "$extra" >.venv/.extra
 fi
 echo "$here" >$stamp

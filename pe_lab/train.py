@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
             previous = train_phase(run, phase, previous, peak)
     except Stopped as stopped:
         out.print(f"{config.name}: {stopped}")
-        return 0
+        return os.EX_TEMPFAIL  # 75: neither complete nor failed; a launcher runs the same command again
     out.print(f"{config.name}: complete, {previous}")
     return 0
 

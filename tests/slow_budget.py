@@ -4,8 +4,9 @@ Files are chosen whole, since their tests share fixtures: first those that a cha
 drawn from the commit, so that over many commits all of them run. The report on stderr lists what runs and what is left
 out. tests/slow_costs.json holds the measured seconds of each slow test; `make test-all` writes it (pytest-split).
 
-A file is concerned if it changed, or if it names a changed module of pe_lab, a changed recipe or a changed helper of
-the tests. Changed means: since $CI_BASE, or since the last commit that is at least four hours older than HEAD.
+A file is concerned if it changed, or if it names a changed module of pe_lab, a changed recipe, a changed launcher or a
+changed helper of the tests. Changed means: since $CI_BASE, or since the last commit that is at least four hours older
+than HEAD.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def concerns(changed: Sequence[str], file: str, source: str) -> bool:
             name = f"pe_lab.{path.with_suffix('').parts[1]}" if path.parts[0] == "pe_lab" else path.stem
             if re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", source):
                 return True
+        if path.parts[0] == "launch" and f"launch/{path.name}" in source:
+            return True
     return False
 
 

@@ -143,7 +143,24 @@ def test_spot_and_queued_are_passed_to_gcloud() -> None:
     assert "--runtime-version=v2-alpha-tpuv5-lite" in create
 
 
-@pytest.mark.parametrize("options", [[], ["--spot"], ["--queued"]])
+def test_several_slices_are_one_queued_resource_with_all_hosts_in_it() -> None:
+    commands = dry_run("--slices=4", "--spot")
+    assert actions(commands) == ["describe", "create", "describe", *AFTER_CREATION]
+    # `gcloud compute tpus queued-resources create|ssh|scp --help` of gcloud 528 has these flags.
+    assert {c[3] for c in commands if c[0] == "gcloud"} == {"queued-resources"}
+    create = commands[1]
+    assert {"--node-count=4", "--node-prefix=rope", "--spot"} <= set(create) and "--node-id=rope" not in create
+    for command in commands:
+        if command[4:5] == ["ssh"]:
+            options = dict(word.removeprefix("--").split("=", 1) for word in command if word.startswith("--"))
+            assert options["node"] == options["worker"]
+        if command[4:5] == ["scp"]:
+            assert {"--node=all", "--worker=all"} <= set(command)
+    (ask,) = [c for c in dry_run("--slices=4", "--stop", program=[])]
+    assert ask[3] == "queued-resources" and "--node=all" in ask
+
+
+@pytest.mark.parametrize("options", [[], ["--spot"], ["--queued"], ["--slices=2"]])
 def test_the_real_path_issues_the_commands_of_the_dry_run(sandbox: Path, options: list[str]) -> None:
     result, calls = launch_for_real(sandbox, *options)
     assert result.returncode == 0, result.stderr
@@ -215,6 +232,7 @@ def test_delete_takes_the_queued_resource_with_it(sandbox: Path) -> None:
         ([a for a in SLICE if "--type" not in a], "--type"),
         (["--type=v99-8", *SLICE[:3]], "--runtime"),
         ([*SLICE, "--sopt"], "--sopt"),
+        ([*SLICE, "--slices=0"], "--slices"),
         ([*SLICE, "--attach", "--delete"], "choose one"),
     ],
 )

@@ -20,5 +20,7 @@ def test_what_a_change_concerns():
     source = 'import tiny_runs\nfrom pe_lab.training import step\nstart(["pe_lab.train", "--config=configs/table1.py"])'
     for path in ("tests/x.py", "pe_lab/training/loop.py", "pe_lab/train.py", "configs/table1.py", "tests/tiny_runs.py"):
         assert slow_budget.concerns([path], "tests/x.py", source), path
+    assert slow_budget.concerns(["launch/slurm.sh"], "tests/x.py", '"""launch/slurm.sh on a real SLURM."""')
+    assert not slow_budget.concerns(["launch/slurm.sh"], "tests/x.py", source)
     for path in ("pe_lab/data/shards.py", "pe_lab/tra.py", "configs/p_rope.py", "docs/log.md", "tests/tiny.py"):
         assert not slow_budget.concerns([path], "tests/x.py", source), path

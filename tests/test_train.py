@@ -13,7 +13,7 @@ from pe_lab.checkpoints.store import steps_in
 from pe_lab.data.tokenizers import load_saved_tokenizer
 from pe_lab.errors import TrainingDiverged
 from pe_lab.train import main
-from pe_lab.training import open_run
+from pe_lab.training import Stopped, open_run
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 
@@ -88,6 +88,17 @@ def test_a_diverged_loss_is_no_bad_input(recipe, one_device, tmp_path, monkeypat
     monkeypatch.setattr(pe_lab.train, "train_phase", diverge)
     assert main([f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]) == 1
     assert capsys.readouterr().err.endswith("error: The loss is nan.\n")
+
+
+def test_a_run_that_was_stopped_and_saved_is_neither_complete_nor_failed(
+    recipe, one_device, tmp_path, monkeypatch, capsys
+):
+    def stop(*args):
+        raise Stopped("saved; run it again to continue")
+
+    monkeypatch.setattr(pe_lab.train, "train_phase", stop)
+    assert main([f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]) == 75  # EX_TEMPFAIL of sysexits.h
+    assert capsys.readouterr().out.endswith("tiny: saved; run it again to continue\n")
 
 
 def test_the_same_command_again_says_that_all_is_done(finished, recipe, one_device, capsys):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -21,24 +23,28 @@ def start_processes() -> None:
 
     This function finds out whether there are several processes on a TPU slice, under SLURM and under Open MPI, and
     `jax.distributed` finds their addresses. Elsewhere COORDINATOR_ADDRESS, PROCESS_COUNT and PROCESS_INDEX give them.
-    With a single process nothing is done.
+    With a single process nothing is done. A process that is alone on its node gets all devices of the node.
 
     Raises:
       ConfigError: COORDINATOR_ADDRESS is set without the other two.
     """
     hide_absent_tpu()
+    if not has_accelerator():
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")  # without it CPUs cannot communicate
+    # Under SLURM and Open MPI, JAX gives a process one device unless it gets a list; an empty one restricts nothing.
+    devices: dict[str, Any] = {"local_device_ids": []} if _alone_on_its_node() else {}
     if os.environ.get("COORDINATOR_ADDRESS"):
-        if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
         count, index = os.environ.get("PROCESS_COUNT", ""), os.environ.get("PROCESS_INDEX", "")
         if not (count.isdigit() and index.isdigit()):
             raise ConfigError(
                 f"COORDINATOR_ADDRESS is set, but PROCESS_COUNT is '{count}' and PROCESS_INDEX '{index}'. Set them to "
                 "whole numbers: the number of processes, and the index of this one, from 0."
             )
-        jax.distributed.initialize(os.environ["COORDINATOR_ADDRESS"], num_processes=int(count), process_id=int(index))
+        jax.distributed.initialize(
+            os.environ["COORDINATOR_ADDRESS"], num_processes=int(count), process_id=int(index), **devices
+        )
     elif _one_of_several():
-        jax.distributed.initialize()
+        jax.distributed.initialize(**devices)
 
 
 def _one_of_several() -> bool:
@@ -53,18 +59,25 @@ def _one_of_several() -> bool:
             return "," in os.environ[name]
     if os.environ.get("TPU_SKIP_MDS_QUERY"):  # JAX and libtpu do not query the metadata server either
         return False
-    return "," in _worker_endpoints()
+    # libtpu connects the chips of a slice by itself. Saving a checkpoint and stopping at SIGTERM need `jax.distributed`
+    # too, through which the hosts agree on a step.
+    several_slices = re.search(r"MEGASCALE_NUM_SLICES: *'?([2-9]|[1-9][0-9])", _metadata("tpu-env"))
+    return several_slices is not None or "," in _metadata("worker-network-endpoints")
 
 
-def _worker_endpoints() -> str:
-    """The hosts of this TPU VM's slice, from its metadata server; empty without such a server.
+def _alone_on_its_node() -> bool:
+    """Whether SLURM or Open MPI started one process per node; SLURM writes '1(x4)' for four nodes."""
+    if os.environ.get("JAX_LOCAL_DEVICE_IDS"):  # the user has divided the devices
+        return False
+    counts = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return any(re.fullmatch(r"1(\(x\d+\))?", os.environ.get(name, "")) for name in counts)
 
-    libtpu connects the chips of a slice by itself. Saving a checkpoint and stopping at SIGTERM need
-    `jax.distributed` too, through which the hosts agree on a step.
-    """
+
+def _metadata(attribute: str) -> str:
+    """An attribute that the metadata server of this TPU VM knows; empty without it, and without such a server."""
     server = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
-    attribute = f"http://{server}/computeMetadata/v1/instance/attributes/worker-network-endpoints"
-    request = urllib.request.Request(attribute, headers={"Metadata-Flavor": "Google"})
+    address = f"http://{server}/computeMetadata/v1/instance/attributes/{attribute}"
+    request = urllib.request.Request(address, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=5) as answer:
             return answer.read().decode()

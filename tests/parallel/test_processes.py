@@ -20,6 +20,9 @@ VARIABLES = (
     "MEGASCALE_NUM_SLICES",
     "TPU_PROCESS_ADDRESSES",
     "TPU_WORKER_HOSTNAMES",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "JAX_LOCAL_DEVICE_IDS",
 )
 
 
@@ -85,7 +88,42 @@ def test_a_launcher_that_counts_several_processes(joined, monkeypatch, name):
     assert joined == [({},)]
 
 
-@pytest.mark.parametrize("name", VARIABLES[4:])
+@pytest.mark.parametrize(
+    ("name", "tasks", "alone"),
+    [
+        ("SLURM_STEP_TASKS_PER_NODE", "1(x4)", True),
+        ("SLURM_STEP_TASKS_PER_NODE", "1", True),
+        ("SLURM_STEP_TASKS_PER_NODE", "8(x4)", False),
+        ("SLURM_STEP_TASKS_PER_NODE", "1(x3),2", False),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "1", True),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "2", False),
+    ],
+)
+def test_a_process_alone_on_its_node_gets_all_devices(joined, monkeypatch, name, tasks, alone):
+    """JAX would give it one: it expects a process per device under SLURM."""
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv(name, tasks)
+    start_processes()
+    assert joined == [({"local_device_ids": []} if alone else {},)]
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0,1")  # the user has divided them
+    start_processes()
+    assert joined[1] == ({},)
+
+
+@pytest.mark.parametrize("platform", ["cpu", ""])
+def test_processes_on_cpus_communicate_by_gloo(joined, monkeypatch, platform):
+    """Under SLURM too, where JAX finds the addresses."""
+    monkeypatch.setattr(processes, "_TPU_DEVICES", ())
+    monkeypatch.setattr(processes, "_GPU_DEVICES", ())
+    settings = []
+    monkeypatch.setattr(jax.config, "update", lambda name, value: settings.append((name, value)))
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("JAX_PLATFORMS", platform)
+    start_processes()
+    assert ("jax_cpu_collectives_implementation", "gloo") in settings and joined == [({},)]
+
+
+@pytest.mark.parametrize("name", VARIABLES[4:6])
 def test_hosts_listed_in_the_environment(joined, tpu_vm, monkeypatch, name):
     monkeypatch.setenv(name, "localhost")  # as on a notebook's TPU, which has one host and no metadata
     start_processes()
@@ -100,6 +138,8 @@ def test_hosts_listed_in_the_environment(joined, tpu_vm, monkeypatch, name):
     [
         ({"worker_network_endpoints": "unknown:0:10.0.0.2,unknown:1:10.0.0.3"}, True),
         ({"worker_network_endpoints": "10.0.0.2"}, False),
+        ({"worker_network_endpoints": "10.0.0.2", "tpu_env": "ZONE: 'z'\nMEGASCALE_NUM_SLICES: '2'\n"}, True),
+        ({"worker_network_endpoints": "10.0.0.2", "tpu_env": "ZONE: 'z'\nMEGASCALE_NUM_SLICES: '1'\n"}, False),
         ({}, False),
     ],
 )
