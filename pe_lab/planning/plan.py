@@ -108,7 +108,8 @@ def compile_phase(plan: Plan, phase: PhaseNumbers) -> Compiled:
     optimizer = make_optimizer(config.optimizer, config.steps, phase.model.axes)
     inputs = step_inputs(phase.model, optimizer, config, phase.plan.schedule, plan.config.data.segments)
     start = time.perf_counter()
-    step = compile_train_step(phase.model, optimizer, mesh, AxisRules(), config.accumulate)
+    options = plan.config.compiler_options
+    step = compile_train_step(phase.model, optimizer, mesh, AxisRules(), config.accumulate, options=options)
     return analyze(step.lower(*inputs), start)
 
 

@@ -74,7 +74,9 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak) -
         if phase.config.random_positions:
             positions = RandomPositions(phase.config.random_positions, (config.seed, phase.index))
             out.print(f"positions drawn below {phase.config.random_positions:,}, anew each step")
-        train_step = compile_train_step(model, optimizer, run.mesh, run.rules, phase.config.accumulate, positions)
+        train_step = compile_train_step(
+            model, optimizer, run.mesh, run.rules, phase.config.accumulate, positions, config.compiler_options
+        )
         validate = _validation(run, phase, shardings, schedule)
         encodings = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))
         earlier_steps = sum(p.config.steps for p in run.phases[: phase.index])

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules, use_mesh
+from pe_lab.parallel.compiler import compiler_options
 from pe_lab.positional import Schedule
 
 Batch = Mapping[str, Any]  # tokens, targets, weights [B, T]; segments and positions [B, T] where documents are masked
@@ -135,8 +136,12 @@ def compile_train_step(
     rules: AxisRules,
     accumulate: int = 1,
     random_positions: RandomPositions | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The jitted step: (state, batch, schedule) -> (state, metrics). The old state is donated."""
+    """The jitted step: (state, batch, schedule) -> (state, metrics). The old state is donated.
+
+    `options` of the recipe override those of `parallel.compiler`.
+    """
     shardings = make_shardings(model, optimizer, mesh, rules)
 
     def step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -150,6 +155,7 @@ def compile_train_step(
         in_shardings=(shardings.state, shardings.batch, shardings.replicated),
         out_shardings=(shardings.state, shardings.replicated),
         donate_argnums=0,
+        compiler_options=compiler_options(mesh.devices.flat[0], options or {}),
     )
 
 
