@@ -17,11 +17,21 @@ from pe_lab.errors import ConfigError
 from pe_lab.evaluation.plan import parse_length
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh, start_processes, use_mesh
-from pe_lab.parallel.topology import KNOWN, NoCompiler, libtpu_version, parse_topology, topology_devices
+from pe_lab.parallel.topology import KNOWN, NoCompiler, parse_topology, topology_devices
 from pe_lab.planning.advice import ruled_out, step_advice
 from pe_lab.planning.compiled_memory import Compiled, OutOfMemory
 from pe_lab.planning.evaluation_memory import compile_evaluation
-from pe_lab.planning.plan import PhaseNumbers, Plan, choose_phases, compile_phase, make_plan, plan_json
+from pe_lab.planning.plan import (
+    PhaseNumbers,
+    Plan,
+    choose_phases,
+    compile_phase,
+    compiler_name,
+    explain_phase,
+    make_plan,
+    plan_json,
+)
+from pe_lab.planning.report import StepReport, compare, read_report, report_json, report_text
 from pe_lab.planning.tables import compiled_text, evaluation_text, size, training_text
 from pe_lab.positional import build_schedule
 from pe_lab.recipes import load_config, split_overrides
@@ -39,7 +49,8 @@ topologies: {KNOWN}
 GPUs are only estimated, except on a machine with GPUs: --topology=local compiles for the devices of this machine.
 Any key of the recipe can be set: --config.model.remat=full --config.phases.0.accumulate=4
 
-exit status: 0, or 1 if the compiled program does not fit the chip, or 2 for bad input"""
+exit status: 0, or 1 if the program does not fit the chip, or a figure is over 1% worse than --against, or 2 for bad
+input"""
 
 NOT_COMPILED = "not compiled: {}. The memory above is an estimate."
 
@@ -58,6 +69,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="TOKENS",
         help="plan evaluating a sequence of this length (such as 128k) instead: its KV cache, and one pass over all "
         "chips",
+    )
+    p.add_argument(
+        "--explain",
+        action="store_true",
+        help="also print the largest buffers, collectives, kernels and the resource that bounds the compiled step",
+    )
+    p.add_argument(
+        "--against", type=Path, metavar="FILE", help="compare the step with one that --explain --json wrote before"
     )
     p.add_argument("--no-compile", action="store_true", help="estimates only: seconds instead of minutes")
     p.add_argument("--mfu", type=float, default=0.4, help="assumed share of the peak (default: %(default)s)")
@@ -78,6 +97,10 @@ def main(argv: Sequence[str]) -> int:
     else:
         # Compiling for a slice uses no device of this machine, so a run may go on beside it.
         jax.config.update("jax_platforms", "cpu")
+    if (args.explain or args.against) and (args.no_compile or args.evaluate_length):
+        raise ConfigError("--explain and --against compile a step: leave out --no-compile and --evaluate-length.")
+    if args.against:
+        read_report(args.against)  # before minutes of compilation
     plan = make_plan(load_config(args.config, overrides), parse_topology(args.topology, args.slices))
     planned = _plan_evaluation if args.evaluate_length else _plan_training
     numbers, fits = planned(args, plan, choose_phases(plan, args.phase))
@@ -106,7 +129,24 @@ def _plan_training(
                 compiled[name] = {"fits": False, "needed": None}
                 continue
             program = f"the step that trains '{name}'"
-            compiled[name] = _compile(plan, program, partial(compile_phase, plan, phase), advice)
+            if not (args.explain or args.against):
+                compiled[name] = _compile(plan, program, partial(compile_phase, plan, phase), advice)
+                continue
+            reports: list[StepReport] = []
+
+            def explained(phase: PhaseNumbers = phase, reports: list[StepReport] = reports) -> Compiled:
+                compiled, report = explain_phase(plan, phase)
+                reports.append(report)
+                return compiled
+
+            compiled[name] = _compile(plan, program, explained, advice)
+            for report in reports:
+                print(report_text(report, plan.topology.chip))
+                compiled[name]["step"] = report_json(report)
+                if args.against:
+                    text, worse = compare(report, read_report(args.against))
+                    print(text)
+                    compiled[name]["fits"] = False if worse else compiled[name]["fits"]
         if others := [phase.plan.name for phase in plan.phases if phase not in phases]:
             names = ", ".join(others)
             print(f"Not compiled: {names}, estimated above; --phase={others[0]} or --phase=all compiles it.")
@@ -114,7 +154,7 @@ def _plan_training(
         print(NOT_COMPILED.format(reason))
     verdicts = {result["fits"] for result in compiled.values()} or {None}
     fits = False if False in verdicts else None if None in verdicts else True
-    numbers = plan_json(plan, args.mfu) | {"compiler": _compiler(plan) if compiled else None}
+    numbers = plan_json(plan, args.mfu) | {"compiler": compiler_name(plan.topology) if compiled else None}
     return numbers | {"compiled": compiled, "fits": fits}, fits
 
 
@@ -164,7 +204,7 @@ def _compile(
             message = f"the compiler refused {program}: {error}"
         print(f"DOES NOT FIT: {message}. {advice(error.used)}")
         return {"fits": False, "needed": error.used, "message": str(error)}
-    print(compiled_text(plan, program, compiled, _compiler(plan)))
+    print(compiled_text(plan, program, compiled, compiler_name(plan.topology)))
     fits = compiled.needed <= capacity if capacity else None
     if fits is None:
         print(f"{program} needs {size(compiled.needed)} a device. The memory of the device is not known.")
@@ -172,10 +212,6 @@ def _compile(
         verdict, end = ("FITS", "") if fits else ("DOES NOT FIT", f" {advice(compiled.needed)}")
         print(f"{verdict}: {program} needs {size(compiled.needed)} of {size(capacity)} a chip.{end}")
     return {**dataclasses.asdict(compiled), "needed": compiled.needed, "fits": fits}
-
-
-def _compiler(plan: Plan) -> str:
-    return f"libtpu {libtpu_version()}" if plan.topology.kind == "tpu" else f"XLA of jax {jax.__version__}"
 
 
 if __name__ == "__main__":

@@ -131,7 +131,8 @@ class Model:
 
             if policy is not None:
                 group = jax.checkpoint(group, policy=policy, prevent_cse=not config.scan)
-            x = _repeat(group, x, data, run, config.scan)
+            with jax.named_scope("layers"):
+                x = _repeat(group, x, data, run, config.scan)
         return self.final_norm(params, x), places
 
     def final_norm(self, params: Params, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:

@@ -21,7 +21,8 @@ def embedding_lookup(table: Float[Array, "V D"], tokens: Int[Array, "B T"], dtyp
     added up in float32, because a frequent token has thousands of terms, and reduced over the other axes in `dtype`,
     as the gradients of the layers are.
     """
-    return _lookup(table, tokens, jnp.dtype(dtype))
+    with jax.named_scope("embedding"):
+        return _lookup(table, tokens, jnp.dtype(dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

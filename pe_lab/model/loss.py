@@ -112,7 +112,8 @@ def weighted_cross_entropy(
     """
     if chunks < 1:
         raise ConfigError(f"model.loss_chunks is {chunks}; it must be positive.")
-    return _weighted(hidden, unembedding, targets, weights, chunks)
+    with jax.named_scope("loss"):
+        return _weighted(hidden, unembedding, targets, weights, chunks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

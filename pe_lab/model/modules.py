@@ -34,15 +34,19 @@ def _constant(value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nn
 
 
 def _project(
-    x: Float[Array, "B T *in"], weights: nnx.Param, bias: nnx.Param | None = None, inputs: int = 1
+    name: str, x: Float[Array, "B T *in"], weights: nnx.Param, bias: nnx.Param | None = None, inputs: int = 1
 ) -> Float[Array, "B T *out"]:
-    """x times weights [*in, *out], plus bias [*out], in the dtype of x; `inputs` counts the axes summed over."""
+    """x times weights [*in, *out], plus bias [*out], in the dtype of x; `inputs` counts the axes summed over.
+
+    `name` is that of the operation in profiles and in `pe_lab.plan --explain`.
+    """
     # One product of two matrices, because XLA on a CPU copies the larger operand of the gradient's products into
     # another layout if there are more axes.
     rows, size = x.shape[: x.ndim - inputs], math.prod(weights.shape[:inputs])
-    product = x.reshape(-1, size) @ weights[...].reshape(size, -1).astype(x.dtype)
-    product = product.reshape(*rows, *weights.shape[inputs:])
-    return product if bias is None else product + bias[...].astype(x.dtype)
+    with jax.named_scope(name):
+        product = x.reshape(-1, size) @ weights[...].reshape(size, -1).astype(x.dtype)
+        product = product.reshape(*rows, *weights.shape[inputs:])
+        return product if bias is None else product + bias[...].astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -59,9 +63,10 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
         scale = 1 + self.scale[...] if self.plus_one else self.scale[...]
         over = tuple(range(-scale.ndim, 0))
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=over, keepdims=True) + self.epsilon)
-        return (wide * scale).astype(x.dtype)
+        with jax.named_scope("norm"):
+            wide = x.astype(jnp.float32)
+            wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=over, keepdims=True) + self.epsilon)
+            return (wide * scale).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -75,10 +80,11 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
         scale, bias = self.scale[...], self.bias[...]
         over = tuple(range(-scale.ndim, 0))
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=over, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=over, keepdims=True) + self.epsilon)
-        return (wide * scale + bias).astype(x.dtype)
+        with jax.named_scope("norm"):
+            wide = x.astype(jnp.float32)
+            wide = wide - jnp.mean(wide, axis=over, keepdims=True)
+            wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=over, keepdims=True) + self.epsilon)
+            return (wide * scale + bias).astype(x.dtype)
 
 
 NORMS = {"rms": RMSNorm, "rms_plus_one": functools.partial(RMSNorm, plus_one=True), "layer": LayerNorm}
@@ -130,9 +136,9 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
         """Queries, keys and values, projected and normalized, not rotated."""
-        q = _project(x, self.query, self.query_bias)
-        k = _project(x, self.key, self.key_bias)
-        v = _project(x, self.value, self.value_bias)
+        q = _project("query", x, self.query, self.query_bias)
+        k = _project("key", x, self.key, self.key_bias)
+        v = _project("value", x, self.value, self.value_bias)
         q = constrain(q, "batch", "length", "heads", "head_dim")
         k = constrain(k, "batch", "length", "kv_heads", "head_dim")
         v = constrain(v, "batch", "length", "kv_heads", "head_dim")
@@ -141,7 +147,7 @@ class Attention(nnx.Module):
     def project_out(self, out: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
         """The output projection of attention."""
         out = constrain(out, "batch", "length", "heads", "head_dim")
-        return _project(out, self.out, self.out_bias, inputs=2)
+        return _project("out", out, self.out, self.out_bias, inputs=2)
 
 
 class MLP(nnx.Module):
@@ -160,12 +166,13 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         activation = ACTIVATIONS[self.activation]
         if self.gate is None:
-            hidden = activation(_project(x, self.up, self.up_bias))
+            hidden = activation(_project("up", x, self.up, self.up_bias))
         else:
-            gate, up = _project(x, self.gate, self.gate_bias), _project(x, self.up, self.up_bias)
+            gate = _project("gate", x, self.gate, self.gate_bias)
+            up = _project("up", x, self.up, self.up_bias)
             hidden = activation(gate) * up
         hidden = constrain(hidden, "batch", "length", "mlp")
-        return _project(hidden, self.down, self.down_bias)
+        return _project("down", hidden, self.down, self.down_bias)
 
 
 class Block(nnx.Module):
@@ -198,20 +205,26 @@ class Block(nnx.Module):
             chunk=config.attention_chunk,
             backward=backward,
         )
-        return self.attend_by(x, lambda q, k, v: (attend(q, k, v), None))[0]
+
+        def named(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+            with jax.named_scope("attend"):
+                return attend(q, k, v), None
+
+        return self.attend_by(x, named)[0]
 
     def attend_by(
         self, x: Float[Array, "B T D"], attend: Callable[..., tuple[jax.Array, Any]]
     ) -> tuple[Float[Array, "B T D"], Any]:
         """The layer with another attention: `attend(q, k, v)` returns its output and a second result (a KV cache)."""
-        attended, result = attend(*self.attention.queries_keys_values(self.attention_norm(x)))
-        attended = self.attention.project_out(attended)
-        if self.parallel:
-            # Under tensor parallelism, XLA joins the all-reduces of both branches into one.
-            x = x + (attended + self.mlp(self.mlp_norm(x)))
-        else:
-            x = constrain(x + attended, "batch", "length", "activation_embed")
-            x = x + self.mlp(self.mlp_norm(x))
+        with jax.named_scope("attention"):
+            attended, result = attend(*self.attention.queries_keys_values(self.attention_norm(x)))
+            attended = self.attention.project_out(attended)
+        if not self.parallel:
+            x, attended = constrain(x + attended, "batch", "length", "activation_embed"), None
+        with jax.named_scope("mlp"):
+            update = self.mlp(self.mlp_norm(x))
+        # Under tensor parallelism, XLA joins the all-reduces of two parallel branches into one.
+        x = x + update if attended is None else x + (attended + update)
         return constrain(x, "batch", "length", "activation_embed"), result
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -49,18 +51,55 @@ class OutOfMemory(Exception):
                 break
 
 
+@dataclass(frozen=True)
+class Program:
+    """The text of a compiled program, and the compiler's notes on its buffers; "" where it writes none."""
+
+    text: str
+    assignment: str = ""
+    live_ranges: str = ""
+
+
 def analyze(lowered: Any, start: float) -> Compiled:
     """Compiles a lowered program; `seconds` counts from `start`, of `time.perf_counter`.
 
     Raises:
       OutOfMemory: the compiler found no layout that fits the chip.
     """
+    return _memory(_compile(lowered), start)
+
+
+def analyze_program(lowered: Any, start: float, dump: bool) -> tuple[Compiled, Program]:
+    """As `analyze`, with the program; with `dump`, from the files that the compiler of TPUs can write.
+
+    Some programs of libtpu 0.0.51 have no `as_text` in jaxlib 0.10.2, and only the files have the buffers.
+    """
+    if not dump:
+        compiled = _compile(lowered)
+        return _memory(compiled, start), Program(compiled.as_text())
+    with tempfile.TemporaryDirectory(prefix="pe_lab_plan_") as directory:
+        memory = _memory(_compile(lowered, {"xla_dump_to": directory}), start)
+
+        def text(ending: str) -> str:
+            """The largest file: other programs, of parts of this one, are dumped too."""
+            files = sorted(Path(directory).glob(f"*{ending}"), key=lambda path: path.stat().st_size)
+            return files[-1].read_text() if files else ""
+
+        program = text("after_codegen.txt") or text("after_optimizations.txt")
+        return memory, Program(program, text("after_optimizations-buffer-assignment.txt"), text("live-range.txt"))
+
+
+def _compile(lowered: Any, options: dict[str, str] | None = None) -> Any:
     try:
-        analysis = lowered.compile().memory_analysis()
+        return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise OutOfMemory(str(error)) from None
+
+
+def _memory(compiled: Any, start: float) -> Compiled:
+    analysis = compiled.memory_analysis()
     return Compiled(
         arguments=analysis.argument_size_in_bytes,
         outputs=analysis.output_size_in_bytes,

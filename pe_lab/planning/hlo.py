@@ -119,6 +119,32 @@ class Module:
             found.append((function, file, line))
         return found
 
+    def source(self, one: Instruction, depth: int = 2) -> str:
+        """Where an instruction comes from: `mlp/gate, backward` by the model's scopes, else by the functions.
+
+        An instruction without a name has that of one in the computation that it runs, or else of an operand; `depth`
+        operands are followed.
+        """
+        found = scope(one.op_name)
+        for name in one.called if one.opcode in ("fusion", "call", "async-start") else ():
+            parts = map(scope, (each.op_name for each in reversed(self.computations.get(name, ()))))
+            found = found or next(filter(None, parts), "")
+        if found in ("", LAYERS) and depth:
+            names = self.by_name[self.home[id(one)]]
+            producers = (names[operand] for operand in one.operands if operand in names)
+            sources = (self.source(each, depth - 1) for each in producers if each.opcode != "parameter")
+            found = next((each for each in sources if each not in ("", LAYERS)), found)
+        if found or depth < 2:
+            return found
+        own = [function for function, file, _ in self.stack(one.stack_frame) if "site-packages" not in file]
+        names = [function.replace(".<locals>", "") for function in own if function != "<module>"]
+        return " < ".join(list(dict.fromkeys(names))[:2])
+
+    @functools.cached_property
+    def home(self) -> dict[int, str]:
+        """The computation of each instruction, by its `id`."""
+        return {id(one): name for name, body in self.computations.items() for one in body}
+
     def trips(self, loop: Instruction) -> int:
         """How often a `while` runs: its counter goes from 0 to a constant, as that of every `lax.scan`."""
         known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.text)
@@ -150,6 +176,23 @@ class Module:
             for name in one.called:
                 if name in self.computations:
                     yield from self.walk(name, repeats, (*inside, one))
+
+
+def scope(op_name: str) -> str:
+    """The scopes of the model in a name, and the pass: jit(step)/transpose(jvp())/while/.../mlp/gate/dot_general is
+    `mlp/gate, backward`; "" without a scope."""
+    parts = op_name.partition(";")[0].split("/")
+    names = [re.sub(r"^(?:\w+\()*([^()]*)\)*$", r"\1", part) for part in parts[:-1] if not part.startswith("jit(")]
+    names = [name for name in names if name and name not in _STRUCTURE and "," not in name]
+    names = names[1:3] if names[:1] == [LAYERS] and len(names) > 1 else names[:2]
+    if not names:
+        return ""
+    recomputed, backward = "rematted_computation" in parts, any(part.startswith("transpose(") for part in parts)
+    return "/".join(names) + (", recomputed" if recomputed else ", backward" if backward else "")
+
+
+LAYERS = "layers"  # the scope around all layers
+_STRUCTURE = ("while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "shard_map", "step")
 
 
 class Step(NamedTuple):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from pe_lab.config import Config
 from pe_lab.data.needles import NeedleOptions, place_symbols
 from pe_lab.data.shards import read_metadata
@@ -15,8 +17,11 @@ from pe_lab.data.tokenizers import load_tokenizer, training_size
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Flops, Model, train_flops_per_token
 from pe_lab.parallel import AxisRules, check_batch, make_mesh
-from pe_lab.parallel.topology import CHIPS, Topology, placeholder_mesh, topology_devices
-from pe_lab.planning.compiled_memory import Compiled, analyze
+from pe_lab.parallel.topology import CHIPS, Topology, libtpu_version, placeholder_mesh, topology_devices
+from pe_lab.planning.buffers import largest_buffers
+from pe_lab.planning.compiled_memory import Compiled, analyze, analyze_program
+from pe_lab.planning.hlo import parse
+from pe_lab.planning.report import StepReport, report_step
 from pe_lab.positional import label
 from pe_lab.training.memory import Estimate, estimate_memory, step_inputs
 from pe_lab.training.optimizer import make_optimizer
@@ -103,6 +108,46 @@ def _data_vocabulary(config: Config) -> int:
 
 def compile_phase(plan: Plan, phase: PhaseNumbers) -> Compiled:
     """The memory that the compiler assigns to the train step of a phase. Raises `NoCompiler` or `OutOfMemory`."""
+    lowered, start = _lower(plan, phase)
+    return analyze(lowered, start)
+
+
+def explain_phase(plan: Plan, phase: PhaseNumbers) -> tuple[Compiled, StepReport]:
+    """As `compile_phase`, with the report of the compiled step."""
+    lowered, start = _lower(plan, phase)
+    compiled, program = analyze_program(lowered, start, dump=plan.topology.kind == "tpu")
+    module = parse(program.text)
+    config, model, devices = phase.plan.config, phase.model.config, plan.topology.count
+    report = report_step(
+        module,
+        plan.mesh_shape,
+        plan.topology.slices,
+        tokens=phase.plan.tokens_per_step // devices,
+        layers=model.layers,
+        flops=phase.flops,
+        program=f"{plan.config.name}, phase '{phase.plan.name}', on {plan.topology.name}",
+        settings={
+            "mesh": " x ".join(f"{axis} {size}" for axis, size in plan.mesh_shape.items() if size > 1),
+            "batch": config.batch_size,
+            "length": config.sequence_length,
+            "accumulate": config.accumulate,
+            "remat": model.remat,
+            "loss_chunks": model.loss_chunks,
+        },
+        compiler=compiler_name(plan.topology),
+        compile_seconds=compiled.seconds,
+        peak_bytes=compiled.peak or compiled.needed,
+        buffers=tuple(largest_buffers(program.assignment, program.live_ranges, module)),
+    )
+    return compiled, report
+
+
+def compiler_name(topology: Topology) -> str:
+    return f"libtpu {libtpu_version()}" if topology.kind == "tpu" else f"XLA of jax {jax.__version__}"
+
+
+def _lower(plan: Plan, phase: PhaseNumbers) -> tuple[Any, float]:
+    """The lowered train step of a phase, and when that began."""
     mesh = make_mesh(plan.config.mesh, topology_devices(plan.topology))
     config = phase.plan.config
     optimizer = make_optimizer(config.optimizer, config.steps, phase.model.axes)
@@ -110,7 +155,7 @@ def compile_phase(plan: Plan, phase: PhaseNumbers) -> Compiled:
     start = time.perf_counter()
     options = plan.config.compiler_options
     step = compile_train_step(phase.model, optimizer, mesh, AxisRules(), config.accumulate, options=options)
-    return analyze(step.lower(*inputs), start)
+    return step.lower(*inputs), start
 
 
 def choose_phases(plan: Plan, chosen: str | None) -> list[PhaseNumbers]:

@@ -35,7 +35,8 @@ class Collective:
       wire: bytes that each device sends in one run, by the ring algorithm.
       times: how often it runs in a step.
       overlapped: it runs beside computation; otherwise the device waits for it.
-      source: the function that it comes from.
+      source: where it comes from, as `Module.source`.
+      members: the devices of the first group, by their index in the mesh.
     """
 
     name: str
@@ -47,7 +48,11 @@ class Collective:
     times: int
     overlapped: bool
     source: str
-    dtype: str
+    members: tuple[int, ...]
+
+    def spans(self, size: int) -> bool:
+        """Whether its devices lie in several slices of `size` devices each."""
+        return len({member // size for member in self.members}) > 1
 
 
 def wire_bytes(kind: str, payload: int, group: int) -> int:
@@ -63,12 +68,18 @@ def wire_bytes(kind: str, payload: int, group: int) -> int:
     return rounds * payload * (group - 1) // group
 
 
-def collectives(module: Module, mesh: Mapping[str, int]) -> list[Collective]:
-    """Every collective of a program that was compiled for a mesh with these axes."""
+def collectives(module: Module, mesh: Mapping[str, int], slices: int = 1) -> list[Collective]:
+    """Every collective of a program that was compiled for a mesh with these axes, whose data axis lies over `slices`.
+
+    libtpu divides a collective over several slices into collectives of each slice, and an exchange of a device's part
+    with its counterparts in the other slices, which its runtime makes over the network.
+    """
     found: dict[tuple[str, str], Collective] = {}
     for step in module.walk():
         one = step.instruction
         kind = one.opcode.removesuffix("-start")
+        if one.opcode == "send" and (exchange := re.search(r"_xla_megascale_transfer_type=\"(\w+)\"", one.text)):
+            found["", one.name] = _exchange(module, step, exchange[1].lower().replace("_", "-"), mesh, slices)
         if kind not in COLLECTIVES:
             continue
         loop = next((outer.name for outer in reversed(step.inside) if outer.opcode == "while"), "")
@@ -77,6 +88,14 @@ def collectives(module: Module, mesh: Mapping[str, int]) -> list[Collective]:
         chain = re.search(r'chain_id="(\d+)"', one.text)
         found.setdefault((loop, f"chain {chain[1]}" if chain else one.name), made)
     return list(found.values())
+
+
+def _exchange(module: Module, step: Step, kind: str, mesh: Mapping[str, int], slices: int) -> Collective:
+    payload, size = step.instruction.shapes[0].bytes, math.prod(mesh.values()) // slices
+    wire, source = wire_bytes(kind, payload, slices), module.source(step.instruction)
+    return Collective(
+        step.instruction.name, kind, ("data",), slices, payload, wire, step.times, True, source, (0, size)
+    )
 
 
 def _collective(module: Module, step: Step, kind: str, mesh: Mapping[str, int]) -> Collective:
@@ -88,37 +107,24 @@ def _collective(module: Module, step: Step, kind: str, mesh: Mapping[str, int]) 
     payload = sum(shape.bytes for shape in (inputs if kind == "reduce-scatter" else shapes))
     groups = device_groups(one, math.prod(mesh.values()))
     group = len(groups[0]) if groups else 2 if kind == "collective-permute" else math.prod(mesh.values())
-    frame = step.instruction.stack_frame
+    named = one
     fusion = step.inside[-1] if step.inside and step.inside[-1].opcode == "fusion" else None
     if kind == "all-reduce" and fusion is not None and "all-reduce-scatter" in fusion.text:
         kind = "reduce-scatter"  # an all-reduce of which the device keeps a slice: a TPU does only the first half
-        frame = fusion.stack_frame or frame
+        named = fusion
     overlapped = one.opcode.endswith("-start") or any(
         outer.opcode.startswith("async-") or "async_collective" in outer.text or "async-collective" in outer.name
         for outer in step.inside
     )
     return Collective(
         one.name, kind, group_axes(groups, mesh), group, payload, wire_bytes(kind, payload, group), step.times,
-        overlapped, source(module, frame) or _short(one.op_name), shapes[0].dtype if shapes else "",
+        overlapped, module.source(named) or module.source(one), tuple(groups[0]) if groups else (),
     )  # fmt: skip
 
 
 def _operand_shapes(module: Module, step: Step) -> list[Shape]:
-    for names in module.by_name.values():
-        if names.get(step.instruction.name) is step.instruction:
-            return [shape for operand in step.instruction.operands for shape in names[operand].shapes]
-    return []
-
-
-def source(module: Module, frame: int) -> str:
-    """The functions of pe_lab that a stack frame lies in, the innermost two: `MLP.__call__ < Block.attend_by`."""
-    own = [(function, file) for function, file, _ in module.stack(frame) if "site-packages" not in file]
-    names = [function.replace(".<locals>", "") for function, _ in own if function != "<module>"]
-    return " < ".join(dict.fromkeys(names[:2]))
-
-
-def _short(op_name: str) -> str:
-    return "/".join(op_name.split("/")[-2:])
+    names = module.by_name[module.home[id(step.instruction)]]
+    return [shape for operand in step.instruction.operands for shape in names[operand].shapes]
 
 
 def device_groups(one: Instruction, devices: int) -> list[list[int]]:
@@ -193,17 +199,62 @@ def kernels(module: Module) -> Counter[str]:
     found: Counter[str] = Counter()
     for step in module.walk():
         one = step.instruction
-        if one.opcode == "custom-call" and one.attribute("custom_call_target") in KERNELS:
-            found[re.sub(r"[.\d]+$", "", one.name)] += step.times
+        target = one.attribute("custom_call_target")
+        if one.opcode == "custom-call" and target.startswith(KERNELS):
+            name = re.sub(r"[.\d]+$", "", one.name)
+            found[target if name in ("custom-call", "cudnn-attention") else name] += step.times
     return found
 
 
-KERNELS = (
-    "tpu_custom_call",
-    "__gpu$xla.gpu.triton",
-    "triton_kernel_call",
-    "mosaic_gpu",
-    "__cudnn$fmhaSoftmax",
-    "__cudnn$fmhaSoftmaxBackward",
-    "__cudnn$fmhaSoftmaxDropout",
-)
+KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu", "__cudnn$")
+
+
+def memory_bytes(module: Module) -> int:
+    """Bytes that the operations of a step read from and write to the device's main memory.
+
+    Each operation, or fusion of several, reads its operands and writes its results once; of an array of which it
+    takes or writes a slice, the slice. What stays in a core's own memory is not counted.
+    """
+    total = 0
+    for step in module.walk():
+        one = step.instruction
+        if one.opcode in _NO_TRAFFIC or any(outer.opcode not in ("while", "call") for outer in step.inside):
+            continue
+        total += step.times * _traffic(module, step)
+    return total
+
+
+_NO_TRAFFIC = (
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "iota",
+    "partition-id", "after-all", "copy-done", "async-done", "all-gather-done", "all-reduce-done", "async-update",
+)  # fmt: skip
+
+
+def _traffic(module: Module, step: Step) -> int:
+    one = step.instruction
+    inputs = _operand_shapes(module, step)
+    body = module.computations.get(one.called[0], ()) if one.opcode == "fusion" and one.called else ()
+    read = sum(_read(body, i, shape) for i, shape in enumerate(inputs) if shape.space == 0)
+    if one.opcode == "dynamic-slice":
+        read = sum(shape.bytes for shape in one.shapes)
+    updates = [each for each in body if each.opcode == "dynamic-update-slice"]
+    names = {each.name: each for each in body}
+    written = sum(shape.bytes for shape in one.shapes if shape.space == 0)
+    for each in [*updates, *([one] if one.opcode == "dynamic-update-slice" else [])]:
+        if each.shapes[0] in one.shapes:
+            update = names.get(each.operands[1]) if body else None
+            written -= each.bytes - (update.bytes if update is not None else inputs[1].bytes)
+    return read + max(0, written)
+
+
+def _read(body: Sequence[Instruction], index: int, shape: Shape) -> int:
+    """Bytes of operand `index` of a fusion that are read: all, or the slices that are taken of it."""
+    parameter = next((one for one in body if one.opcode == "parameter" and one.text.startswith(f"{index})")), None)
+    if parameter is None:
+        return shape.bytes
+    uses = [one for one in body if parameter.name in one.operands]
+    if uses and all(one.opcode in ("dynamic-slice", "slice", "gather") for one in uses):
+        return sum(one.bytes for one in uses)
+    if uses and all(one.opcode == "dynamic-update-slice" and one.operands[0] == parameter.name for one in uses):
+        return 0
+    return shape.bytes

@@ -89,8 +89,9 @@ def train_step(
         (loss, grads), _ = jax.lax.scan(add, (jnp.zeros(()), zeros), micro)
 
     grads = jax.tree.map(lambda g: g / total, grads)
-    updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-    params = optax.apply_updates(state.params, updates)
+    with jax.named_scope("optimizer"):
+        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
     metrics = {"loss": loss / total, "grad_norm": optax.tree.norm(grads)}
     return TrainState(state.step + 1, params, optimizer_state), metrics
 

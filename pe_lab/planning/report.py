@@ -1,0 +1,254 @@
+"""The report of a compiled step: its memory, FLOPs, traffic, kernels, and what bounds it; and the comparison of two."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pe_lab.config import from_dict
+from pe_lab.errors import ConfigError
+from pe_lab.model import Flops
+from pe_lab.parallel.topology import GIB, Chip
+from pe_lab.planning.buffers import Buffer
+from pe_lab.planning.hlo import Module
+from pe_lab.planning.program import Collective, collectives, kernels, memory_bytes, product_flops
+from pe_lab.storage import json_object
+from pe_lab.terminal import table
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one place in the source: their kind, mesh axes and bytes.
+
+    Attributes:
+      axes: the mesh axes that take part, joined by +.
+      network: ICI, within a slice or a node, or DCN, between slices.
+      times: runs in a step.
+      payload: bytes of the whole arrays, of all runs.
+      wire: bytes that each device sends in a step, by the ring algorithm.
+      overlapped: of these, bytes that are sent beside computation.
+      source: scope of the model, and pass.
+    """
+
+    kind: str
+    axes: str
+    network: str
+    times: int
+    payload: int
+    wire: int
+    overlapped: int
+    source: str
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the compiler made of a step, of one device. Bytes, FLOPs and seconds.
+
+    `model_flops` counts every query with every key and no rematerialization; `attention_flops` those of kernels.
+    """
+
+    program: str
+    devices: int
+    settings: Mapping[str, Any]
+    compiler: str
+    compile_seconds: float
+    peak_bytes: int
+    product_flops: float
+    attention_flops: float
+    model_flops: float
+    memory_bytes: int
+    kernels: Mapping[str, Any]
+    traffic: tuple[Traffic, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+
+    def wire(self, network: str = "", overlapped: bool | None = None) -> int:
+        """Bytes that a device sends in a step, over one network or all; all, or only those (not) overlapped."""
+        chosen = [one for one in self.traffic if network in ("", one.network)]
+        if overlapped is None:
+            return sum(one.wire for one in chosen)
+        return sum(one.overlapped if overlapped else one.wire - one.overlapped for one in chosen)
+
+
+def report_step(
+    module: Module, mesh: Mapping[str, int], slices: int, tokens: int, layers: int, flops: Flops, **known: Any
+) -> StepReport:
+    """The report of a program that was compiled for a mesh whose data axis lies over `slices`.
+
+    Args:
+      tokens: of a step, on one device.
+      layers: number of layers, for the FLOPs of attention kernels: `flops` has those of all layers.
+      flops: of the model, per token.
+      known: the other fields.
+    """
+    found = collectives(module, mesh, slices)
+    devices = math.prod(mesh.values())
+    runs = kernels(module)
+    one_product = tokens * (flops.full - flops.causal) / 6 if runs else 0.0  # causal: half of all pairs
+    attention = one_product / layers * sum(_products(name, runs) * count for name, count in runs.items())
+    return StepReport(
+        devices=devices,
+        product_flops=product_flops(module),
+        attention_flops=attention,
+        model_flops=flops.full * tokens,
+        memory_bytes=memory_bytes(module),
+        kernels=dict(sorted(runs.items())),
+        traffic=_traffic(found, devices // slices),
+        **known,
+    )
+
+
+def _products(name: str, runs: Mapping[str, int]) -> int:
+    """Matrix products over the visible pairs in a run of an attention kernel; those of the backward pass compute the
+    logits again."""
+    if "dq" in name:
+        return 3
+    if "dkv" in name:
+        return 4 if any("dq" in other for other in runs) else 5
+    return 5 if "bwd" in name or "backward" in name.lower() else 2
+
+
+def _traffic(found: Sequence[Collective], slice_size: int) -> tuple[Traffic, ...]:
+    rows: dict[tuple[str, str, str, str], Traffic] = {}
+    for one in found:
+        network = "DCN" if one.spans(slice_size) else "ICI"
+        key = (one.kind, "+".join(one.axes), network, one.source)
+        before = rows.get(key, Traffic(*key[:3], 0, 0, 0, 0, key[3]))
+        wire = one.wire * one.times
+        rows[key] = dataclasses.replace(
+            before,
+            times=before.times + one.times,
+            payload=before.payload + one.payload * one.times,
+            wire=before.wire + wire,
+            overlapped=before.overlapped + (wire if one.overlapped else 0),
+        )
+    return tuple(sorted(rows.values(), key=lambda one: -one.wire))
+
+
+def bounds(report: StepReport, chip: Chip) -> dict[str, float]:
+    """Seconds that each resource of the chip needs for a step at the peak of its data sheet."""
+    needs = {
+        "compute": (report.product_flops + report.attention_flops, chip.peak),
+        "HBM": (report.memory_bytes, chip.bandwidth),
+        "ICI": (report.wire("ICI"), chip.ici),
+        "DCN": (report.wire("DCN"), chip.dcn),
+    }
+    return {name: amount / peak for name, (amount, peak) in needs.items() if peak and amount}
+
+
+def report_text(report: StepReport, chip: Chip, rows: int = 14) -> str:
+    """The report as tables."""
+    total = max(1, report.wire())
+    lines = [f"the compiled step: {report.program}, by {report.compiler}, in {report.compile_seconds:.0f} s", ""]
+    held = [(one.source or "-", one.shape, f"{one.bytes / MIB:,.1f}") for one in report.buffers]
+    if held:
+        lines += ["the largest temporary buffers at the peak", table(("contents", "shape", "MiB"), held, 2), ""]
+    shown = [
+        (
+            one.source or "-", one.kind, one.axes or "-", one.network, f"{one.times}",
+            f"{one.payload / MIB:,.1f}", f"{one.wire / MIB:,.1f}", f"{one.overlapped / max(1, one.wire):.0%}",
+        )
+        for one in report.traffic[:rows]
+    ]  # fmt: skip
+    if shown:
+        header = ("from", "collective", "axes", "over", "runs", "MiB in all", "MiB sent", "overlapped")
+        lines += ["collectives of a step, per device", table(header, shown, 4)]
+        rest = report.traffic[rows:]
+        if rest:
+            lines.append(f"and {len(rest)} others, {sum(one.wire for one in rest) / MIB:,.1f} MiB")
+        share = report.wire(overlapped=True) / total
+        lines += [f"all: {report.wire() / MIB:,.1f} MiB sent, {share:.0%} of it beside computation", ""]
+    if report.kernels:
+        lines += ["kernels: " + ", ".join(f"{name} x {runs}" for name, runs in report.kernels.items()), ""]
+    limits = bounds(report, chip)
+    if limits:
+        amounts = {
+            "compute": f"{report.product_flops:.4g} FLOPs in products, {report.attention_flops:.3g} in kernels",
+            "HBM": f"{report.memory_bytes / GIB:.4g} GiB read and written",
+            "ICI": f"{report.wire('ICI') / GIB:.4g} GiB sent",
+            "DCN": f"{report.wire('DCN') / GIB:.4g} GiB sent",
+        }
+        bound = max(limits, key=lambda name: limits[name])
+        work = report.product_flops + report.attention_flops
+        intensity = f"{work / max(1, report.memory_bytes):,.0f} FLOPs per byte of HBM, "
+        intensity += f"{work / total:,.0f} per byte sent"
+        networks = (("ICI", chip.ici), ("DCN", chip.dcn))
+        waited = sum(report.wire(name, overlapped=False) / peak for name, peak in networks if peak)
+        shown = [(name, amounts[name], f"{1e3 * seconds:.4g}") for name, seconds in limits.items()]
+        lines += [
+            f"the least time of a step on {chip.name} at its published peaks",
+            table(("resource", "of a device", "ms"), shown, 2),
+            f"arithmetic intensity: {intensity}",
+            f"bound by {bound}: MFU is at most {_mfu(report, chip, limits[bound]):.1%} (full); "
+            f"{_mfu(report, chip, limits[bound] + waited):.1%} if the device also waits for what is not overlapped",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _mfu(report: StepReport, chip: Chip, seconds: float) -> float:
+    return report.model_flops / (chip.peak * seconds)
+
+
+def report_json(report: StepReport) -> dict[str, Any]:
+    """The report as JSON."""
+    return {"kind": "step report", **dataclasses.asdict(report)}
+
+
+def read_report(path: Path) -> StepReport:
+    """A report that `pe_lab.plan --explain --json` or benchmarks/tpu_step.py wrote.
+
+    Raises:
+      ConfigError: there is no such file, or it holds something else.
+    """
+    try:
+        found = json_object(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--against={path}: {error.strerror}. Write one with --explain --json={path}.") from None
+    compiled = found.get("compiled") if found else None
+    if isinstance(compiled, dict):  # of pe_lab.plan: the phase that was explained
+        found = next((phase["step"] for phase in compiled.values() if "step" in phase), None)
+    if not isinstance(found, dict) or found.get("kind") != "step report":
+        raise ConfigError(f"--against={path} is no report of a step. Write one with --explain --json={path}.")
+    return from_dict(StepReport, {key: value for key, value in found.items() if key != "kind"}, f"--against={path}")
+
+
+def compare(report: StepReport, other: StepReport) -> tuple[str, bool]:
+    """A table of the figures of both, with their ratios, and whether a figure is worse by more than a percent."""
+    rows, worse = [], False
+    for name, here, there in _figures(report, other):
+        ratio = here / there if there else math.inf if here else 1.0
+        more = name != "overlapped, %"
+        worse |= ratio > 1.01 if more else here < there - 1
+        rows.append((name, f"{here:,.5g}", f"{there:,.5g}", f"{ratio:.3f}"))
+    title = f"against {other.program} by {other.compiler} ({_settings(other.settings)})"
+    return f"{title}\n{table(('of a device and step', 'this', 'that', 'ratio'), rows)}\n", worse
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in settings.items()) or "settings unknown"
+
+
+def _figures(report: StepReport, other: StepReport) -> list[tuple[str, float, float]]:
+    def of(one: StepReport) -> dict[str, float]:
+        wire: dict[str, int] = {}
+        for row in one.traffic:
+            wire[row.kind] = wire.get(row.kind, 0) + row.wire
+        return {
+            "peak memory, GB": one.peak_bytes / 1e9,
+            "FLOPs of products": one.product_flops,
+            "FLOPs of attention kernels": one.attention_flops,
+            "memory traffic, GB": one.memory_bytes / 1e9,
+            "attention kernels": sum(one.kernels.values()),
+            "MiB sent": one.wire() / MIB,
+            **{f"  by {kind}": count / MIB for kind, count in sorted(wire.items())},
+            "MiB waited for": one.wire(overlapped=False) / MIB,
+        }
+
+    here, there = of(report), of(other)
+    return [(name, here.get(name, 0.0), there.get(name, 0.0)) for name in dict.fromkeys([*here, *there])]

@@ -1,0 +1,197 @@
+"""What is read out of compiled programs, against counts made by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pe_lab.parallel.topology import parse_topology, topology_devices
+from pe_lab.planning.compiled_memory import analyze_program
+from pe_lab.planning.hlo import Shape, parse, scope
+from pe_lab.planning.program import collectives, device_groups, memory_bytes, product_flops, wire_bytes
+
+MESH = {"data": 2, "fsdp": 4}
+
+
+def floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def program(function, *arguments):
+    return parse(jax.jit(function).lower(*arguments).compile().as_text())
+
+
+def on_tpu(function, *arguments):
+    """The program for one TPU v5e."""
+    (device,) = topology_devices(parse_topology("v5e:1x1"))
+    sharding = NamedSharding(Mesh(np.array([device]), "x"), P())
+    lowered = jax.jit(function, in_shardings=sharding, out_shardings=sharding).lower(*arguments)
+    return parse(analyze_program(lowered, 0.0, dump=True)[1].text)
+
+
+def test_products_in_a_loop_count_each_time():
+    def five(x, weights):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+    found = program(five, floats(8, 16), floats(5, 16, 16))
+    assert product_flops(found) == 5 * 2 * 8 * 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("formula", "left", "right"),
+    [
+        ("ij,jk->ik", (256, 128), (128, 384)),
+        ("bij,bkj->bik", (4, 256, 128), (4, 384, 128)),
+        ("bti,bij->btj", (4, 8, 128), (4, 128, 256)),
+    ],
+)
+def test_products_that_a_tpu_computes_as_convolutions(formula, left, right):
+    found = on_tpu(functools.partial(jnp.einsum, formula), floats(*left), floats(*right))
+    sizes = dict(zip("".join(formula.partition("->")[0].split(",")), (*left, *right), strict=True))
+    assert product_flops(found) == 2 * np.prod(list(sizes.values()))
+
+
+def test_collectives_of_a_program_by_kind_axes_and_bytes():
+    """Each device has [16, 32] float32; a loop runs three times."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), tuple(MESH))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    def local(x):
+        gathered = jax.lax.all_gather(x, "fsdp", tiled=True)  # [64, 32]
+        x = x + jax.lax.psum_scatter(gathered, "fsdp", tiled=True)
+        x = x + jax.lax.all_to_all(x, "fsdp", 0, 0, tiled=True)
+        x = x + jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])
+
+        def step(x, _):
+            return x + jnp.sin(jax.lax.psum(x, "data")), None
+
+        return jax.lax.psum(jax.lax.scan(step, x, None, length=3)[0], ("data", "fsdp"))
+
+    found = collectives(program(local, floats(16, 32)), MESH)
+    own = 16 * 32 * 4
+    got = {(one.kind, one.axes): (one.group, one.payload, one.wire, one.times) for one in found}
+    assert got == {
+        ("all-gather", ("fsdp",)): (4, 4 * own, 3 * own, 1),
+        ("reduce-scatter", ("fsdp",)): (4, 4 * own, 3 * own, 1),
+        ("all-to-all", ("fsdp",)): (4, own, own * 3 // 4, 1),
+        ("collective-permute", ("data",)): (2, own, own, 1),
+        ("all-reduce", ("data",)): (2, own, own, 3),
+        ("all-reduce", ("data", "fsdp")): (8, own, own * 7 // 4, 1),
+    }
+    assert {one.kind: one.spans(4) for one in found if one.axes == ("data",)} == {
+        "collective-permute": True, "all-reduce": True,
+    }  # fmt: skip
+    assert not any(one.spans(4) for one in found if one.axes == ("fsdp",))
+
+
+def test_a_ring_sends_all_but_its_own_part():
+    assert [wire_bytes(kind, 800, 8) for kind in ("all-gather", "reduce-scatter", "all-to-all")] == [700] * 3
+    assert wire_bytes("all-reduce", 800, 8) == 1400 and wire_bytes("collective-permute", 800, 2) == 800
+    assert wire_bytes("all-reduce", 800, 1) == 0
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "replica_groups={{0,4},{1,5},{2,6},{3,7}}",
+        "replica_groups=[4,2]<=[2,4]T(1,0)",
+        "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}",
+    ],
+)
+def test_the_ways_in_which_groups_are_written(written):
+    text = f"""ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  ROOT %sum = f32[8]{{0}} all-reduce(%x), channel_id=1, {written}, to_apply=%add
+}}"""
+    module = parse(text)
+    assert device_groups(module.by_name["main"]["sum"], 8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    (one,) = collectives(module, MESH)
+    assert (one.axes, one.group, one.wire) == (("data",), 2, 32)
+
+
+def test_an_all_reduce_of_which_a_slice_is_kept_is_a_reduce_scatter():
+    """As libtpu writes it; in a loop of 24, beside the gather of an asynchronous chain in three fusions."""
+    named = 'metadata={op_name="jit(step)/transpose(jvp(layers))/while/body/mlp/up/dot_general"}'
+    gather = "all-gather(%x), channel_id=2, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}"
+    text = f"""
+%all-reduce-scatter.1 (input: bf16[64,32]) -> bf16[16,32] {{
+  %input = bf16[64,32]{{1,0}} parameter(0)
+  %all-reduce.1 = bf16[64,32]{{1,0}} all-reduce(%input), channel_id=1, replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}
+  ROOT %slice = bf16[16,32]{{1,0}} dynamic-slice(%all-reduce.1)
+}}
+
+%async_collective_fusion.1 (x: bf16[16,32]) -> bf16[64,32] {{
+  %x = bf16[16,32]{{1,0}} parameter(0)
+  ROOT %gather.1 = bf16[64,32]{{1,0}} {gather}, frontend_attributes={{chain_id="7"}}
+}}
+
+%async_collective_fusion.2 (x: bf16[16,32]) -> bf16[64,32] {{
+  %x = bf16[16,32]{{1,0}} parameter(0)
+  ROOT %gather.2 = bf16[64,32]{{1,0}} {gather}, frontend_attributes={{chain_id="7"}}
+}}
+
+%condition (state: s32[]) -> pred[] {{
+  %state = s32[] parameter(0)
+  %limit = s32[] constant(24)
+  ROOT %less = pred[] compare(%state, %limit), direction=LT
+}}
+
+%body (state: s32[]) -> s32[] {{
+  %state = s32[] parameter(0)
+  %x = bf16[16,32]{{1,0}} fusion(%state), kind=kLoop, calls=%none
+  %a = bf16[64,32]{{1,0}} fusion(%x), kind=kCustom, calls=%async_collective_fusion.1
+  %b = bf16[64,32]{{1,0}} fusion(%x), kind=kOutput, calls=%async_collective_fusion.2
+  %c = bf16[16,32]{{1,0}} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.1, {named}
+  ROOT %next = s32[] add(%state, %state)
+}}
+
+ENTRY %main (state: s32[]) -> s32[] {{
+  %state = s32[] parameter(0)
+  ROOT %loop = s32[] while(%state), condition=%condition, body=%body
+}}"""
+    found = {one.kind: one for one in collectives(parse(text), MESH)}
+    assert set(found) == {"all-gather", "reduce-scatter"}
+    whole = 64 * 32 * 2
+    assert [(one.payload, one.wire, one.times) for one in found.values()] == [(whole, whole * 3 // 4, 24)] * 2
+    assert found["all-gather"].overlapped and not found["reduce-scatter"].overlapped
+    assert found["reduce-scatter"].source == "mlp/up, backward"
+
+
+def test_memory_traffic_reads_slices_of_larger_arrays():
+    assert memory_bytes(program(lambda x: x + 1, floats(1024))) == 2 * 4096
+
+    def rows(x):
+        return jax.lax.scan(lambda total, row: (total + jnp.sin(row), None), jnp.zeros(1024), x)[0]
+
+    # Each of 50 rows is read once, and the sum is read, written and perhaps copied; not 50 times all rows.
+    moved = memory_bytes(program(rows, floats(50, 1024)))
+    assert 50 * 3 * 4096 <= moved <= 50 * 5 * 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("jit(step)/jvp(layers)/while/body/closed_call/mlp/gate/dot_general", "mlp/gate"),
+        ("jit(step)/transpose(jvp(layers))/while/body/closed_call/checkpoint/mlp/gate/mul", "mlp/gate, backward"),
+        (
+            "jit(step)/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/attention/attend/mul",
+            "attention/attend, recomputed",
+        ),
+        ("jit(step)/jvp(layers)/while/body/dynamic_update_slice", "layers"),
+        ("jit(step)/jvp(loss)/shard_map/while/body/closed_call/sub", "loss"),
+        ("jit(step)/reduce_sum", ""),
+        ("", ""),
+    ],
+)
+def test_names_are_the_scopes_of_the_model(name, expected):
+    assert scope(name) == expected
+
+
+def test_shapes_in_tiles_take_more_memory():
+    shape = Shape("bf16", (24, 14, 100, 64), "{3,2,1,0:T(8,128)(2,1)S(1)}")
+    assert shape.bytes == 24 * 14 * 100 * 64 * 2 and shape.padded_bytes == 24 * 14 * 104 * 128 * 2 and shape.space == 1
+    assert Shape("f8e4m3fn", (10,)).bytes == 10 and Shape("s4", (3,)).bytes == 2
