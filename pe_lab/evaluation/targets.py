@@ -20,7 +20,7 @@ from pe_lab.errors import CheckpointError, ConfigError
 from pe_lab.evaluation.variants import Subject
 from pe_lab.language_model import LanguageModel, load
 from pe_lab.model import Model
-from pe_lab.parallel import hide_absent_tpu, make_mesh
+from pe_lab.parallel import hide_absent_tpu, is_first, make_mesh
 from pe_lab.storage import json_object, write_file
 
 MARKER = "source.json"  # in the results' directory of an external checkpoint: its path
@@ -46,7 +46,7 @@ class Target:
 
     def write_marker(self) -> None:
         """Writes the path of an external checkpoint into its directory; another one of its name gets another."""
-        if self.external is not None and not (self.root / MARKER).exists():
+        if self.external is not None and is_first() and not (self.root / MARKER).exists():
             write_file(self.root / MARKER, json.dumps({"source": self.external}) + "\n", "Give a directory with --out.")
 
 

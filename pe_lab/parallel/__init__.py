@@ -12,3 +12,12 @@ from pe_lab.parallel.sharding import (
     slots_are_sharded,
     use_mesh,
 )
+from pe_lab.parallel.work_sharing import (
+    compute_devices,
+    deal,
+    first_then_others,
+    is_first,
+    on_first,
+    one_program,
+    shared,
+)

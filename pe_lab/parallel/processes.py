@@ -21,10 +21,11 @@ def start_processes() -> None:
 
     This function finds out whether there are several processes on a TPU slice, under SLURM and under Open MPI, and
     `jax.distributed` finds their addresses. Elsewhere COORDINATOR_ADDRESS, PROCESS_COUNT and PROCESS_INDEX give them.
-    With a single process nothing is done.
+    With a single process nothing is done. A process that ends without notice ends the others after 100 seconds, or
+    after HEARTBEAT_SECONDS; process 0 at once.
 
     Raises:
-      ConfigError: COORDINATOR_ADDRESS is set without the other two.
+      ConfigError: COORDINATOR_ADDRESS is set without the other two, or a number is none.
     """
     hide_absent_tpu()
     if os.environ.get("COORDINATOR_ADDRESS"):
@@ -36,7 +37,12 @@ def start_processes() -> None:
                 f"COORDINATOR_ADDRESS is set, but PROCESS_COUNT is '{count}' and PROCESS_INDEX '{index}'. Set them to "
                 "whole numbers: the number of processes, and the index of this one, from 0."
             )
-        jax.distributed.initialize(os.environ["COORDINATOR_ADDRESS"], num_processes=int(count), process_id=int(index))
+        options = {"num_processes": int(count), "process_id": int(index)}
+        if beats := os.environ.get("HEARTBEAT_SECONDS"):
+            if not beats.isdigit() or int(beats) < 1:
+                raise ConfigError(f"HEARTBEAT_SECONDS is '{beats}'; set it to a whole number of seconds, at least 1.")
+            options["heartbeat_timeout_seconds"] = int(beats)
+        jax.distributed.initialize(os.environ["COORDINATOR_ADDRESS"], **options)
     elif _one_of_several():
         jax.distributed.initialize()
 

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model, Params
 from pe_lab.model.chunked_forward import ChunkedForward
-from pe_lab.parallel import AxisRules, make_mesh, use_mesh
+from pe_lab.parallel import AxisRules, compute_devices, make_mesh, shared, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule
 
 LOGITS = 2**26  # the most next-token or attention logits in memory at once: 256 MB in float32
@@ -37,12 +37,12 @@ class Forward:
 
     Schedules and parameters are arguments of the compiled functions, which all variants and checkpoints share. The
     sequences of a batch are sharded over the devices; long sequences, fewer than there are devices, are each sharded
-    over several. Otherwise sequences of more than `whole` tokens are read in chunks.
+    over several. Otherwise sequences of more than `whole` tokens are read in chunks. Several processes share batches.
 
     Args:
       config: the model's shape.
       slopes: whether any schedule to come has ALiBi's slopes.
-      devices: the devices to use; None: all local ones.
+      devices: the devices to use; None: `compute_devices()`.
       whole: the most tokens of a sequence that is read in one pass.
 
     Attributes:
@@ -60,7 +60,7 @@ class Forward:
         self.config = dataclasses.replace(config, remat="none")
         self.traces: collections.Counter[tuple[str, int]] = collections.Counter()
         self.on_tokens: OnTokens = lambda tokens: None
-        devices = list(jax.local_devices() if devices is None else devices)
+        devices = list(compute_devices() if devices is None else devices)
         self._slopes, self._whole = slopes, whole
         self._meshes = Meshes(devices)
         self._devices = len(devices)
@@ -151,15 +151,37 @@ class Forward:
         total, length = batch["tokens"].shape
         reader = self._chunked
         size = self._devices * max(1, min(BATCH_TOKENS_ELSEWHERE // length, -(-total // self._devices)))
-        for part, count in _batches(batch, size):
-            on_position = self._on_position(count)
-            if output == "losses":
-                found = reader.losses(params, part["tokens"], part["targets"], schedule, on_position)
-            else:
-                x = reader.hidden(params, part["tokens"], part["at"], schedule, on_position)
-                chunks = self._loss_chunks(part["at"].size // self._devices)
-                found = _of_hidden(output, reader.model, params, x, part, chunks)
-            yield np.asarray(found)[:count]
+
+        def read(parts: Iterable[tuple[Batch, int]]) -> Iterator[np.ndarray]:
+            for part, count in parts:
+                on_position = self._on_position(count)
+                if output == "losses":
+                    found = reader.losses(params, part["tokens"], part["targets"], schedule, on_position)
+                else:
+                    x = reader.hidden(params, part["tokens"], part["at"], schedule, on_position)
+                    chunks = self._loss_chunks(part["at"].size // self._devices)
+                    found = _of_hidden(output, reader.model, params, x, part, chunks)
+                yield np.asarray(found)[:count]
+
+        return self._batch_by_batch(batch, size, read)
+
+    def _batch_by_batch(
+        self, batch: Batch, size: int, read: Callable[[Iterable[tuple[Batch, int]]], Iterator[np.ndarray]]
+    ) -> Iterator[np.ndarray]:
+        """What `read` yields for each part of `size` sequences. Several processes share the parts."""
+        total, length = batch["tokens"].shape
+        starts = range(0, total, size)
+        own: set[int] = set()
+
+        def parts(chosen: Iterable[int]) -> Iterator[tuple[Batch, int]]:
+            for start in chosen:
+                own.add(start)
+                yield part_of(batch, start, size)
+
+        for start, found in zip(starts, shared(starts, lambda chosen: read(parts(chosen))), strict=True):
+            if start not in own:
+                self.on_tokens(len(found) * length)
+            yield found
 
     def _on_position(self, sequences: int) -> Callable[[int], None]:
         """A callback for the position that was reached in each of `sequences`, which calls `on_tokens`."""
@@ -188,16 +210,21 @@ class Forward:
         if mesh is not self._meshes.over_sequences:
             # The same devices under another mesh: nothing is copied.
             params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-        waiting = None
-        for part, count in _batches(batch, size):
-            with _on(mesh):
-                result = compiled(params, _shard(part, mesh), schedule)
+
+        def read(parts: Iterable[tuple[Batch, int]]) -> Iterator[np.ndarray]:
+            waiting = None
+            for part, count in parts:
+                with _on(mesh):
+                    result = compiled(params, _shard(part, mesh), schedule)
+                if waiting is not None:
+                    # One batch behind, so that the devices always have the next.
+                    yield np.asarray(waiting[0])[: waiting[1]]
+                waiting = result, count
+                self.on_tokens(count * length)
             if waiting is not None:
-                # One batch behind, so that the devices always have the next.
-                yield np.asarray(waiting)
-            waiting = result
-            self.on_tokens(count * length)
-        yield np.asarray(waiting)[:count]
+                yield np.asarray(waiting[0])[: waiting[1]]
+
+        return self._batch_by_batch(batch, size, read)
 
     def _batch_size(self, total: int, length: int, shards: int) -> int:
         """The sequences of a batch that fits memory: a power of two a shard, and no more than `total` needs."""
@@ -317,9 +344,8 @@ def _score(
     return jnp.stack([at_target - highest - jnp.log(total), likeliest == targets], axis=-1).astype(jnp.float32)
 
 
-def _batches(batch: Batch, size: int) -> Iterator[tuple[dict[str, np.ndarray], int]]:
-    """Parts of `size` sequences, and how many of them are not padding, which repeats the last sequence."""
+def part_of(batch: Batch, start: int, size: int) -> tuple[dict[str, np.ndarray], int]:
+    """`size` sequences from `start` on, and how many of them are not padding, which repeats the last sequence."""
     total = len(batch["tokens"])
-    for start in range(0, total, size):
-        indices = np.minimum(np.arange(start, start + size), total - 1)
-        yield {name: array[indices] for name, array in batch.items()}, min(size, total - start)
+    indices = np.minimum(np.arange(start, start + size), total - 1)
+    return {name: array[indices] for name, array in batch.items()}, min(size, total - start)
