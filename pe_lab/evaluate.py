@@ -42,6 +42,12 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, help="the directory of the results (default: RUN/evaluation)")
     add("--attention", metavar="NAME", help="an implementation of attention that python -m pe_lab.attention lists")
     add("--again", action="store_true", help="measure existing results again")
+    add(
+        "--together",
+        action="store_true",
+        help="all processes measure every sample together, with sequences and weights sharded over their devices "
+        "(default: each measures samples of its own)",
+    )
     add_arguments(made)
     return made
 
@@ -74,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     suites = parse_suites(arguments.suite) if arguments.suite is not None else None
     methods = parse_methods(arguments.methods) if arguments.methods is not None else None
-    with one_program():
+    with one_program(arguments.together):
         records = evaluate(arguments, suites, methods)
         tables.print_records(records)
         if arguments.by_position:

@@ -52,6 +52,12 @@ def parser() -> argparse.ArgumentParser:
         help="for encodings that depend on the length: recompute the KV cache after so many tokens (1, the default, is "
         "exact; 0 never recomputes it)",
     )
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="all processes continue every prompt together, with the KV cache and weights sharded over their devices "
+        "(default: each continues prompts of its own)",
+    )
     return parser
 
 
@@ -128,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
     from pe_lab.parallel import is_first, on_first, one_program
 
     try:
-        with one_program():
+        with one_program(args.together):
             prompts = on_first(lambda: given_prompts(args))
             statistics = generate(args, prompts)
     except BrokenPipeError:
@@ -149,11 +155,12 @@ def given_prompts(args: argparse.Namespace) -> list[str]:
 
 def generate(args: argparse.Namespace, prompts: Sequence[str]) -> Statistics:
     """Prints the continuations of prompts; returns counts and seconds, summed over processes."""
+    from pe_lab.evaluation.targets import mesh_for
     from pe_lab.language_model import load
     from pe_lab.model import Statistics
     from pe_lab.parallel import is_first
 
-    lm = load(args.source)
+    lm = load(args.source, mesh=mesh_for(args.source) if args.together else None)
     if lm.tokenizer is None:
         raise DataError(f"'{args.source}' came without a tokenizer; a prompt cannot be encoded.")
     if args.drop:

@@ -30,10 +30,13 @@ EVALUATE = ["pe_lab.evaluate", "--from=tiny", "--suite=perplexity,needles,beta",
             "--windows=64", "--fit-tokens=512"]  # fmt: skip
 NIAH = ["pe_lab.evaluate", "--from=tiny/pretrain", "--suite=niah:standard,multi_value", "--haystack=noise",
         "--lengths=900,1000", "--samples=20", "--methods=as-trained,yarn"]  # fmt: skip
-LAYERS = ["pe_lab.analyze", "--study=layers", "--from=tiny/pretrain", "--lengths=1x,2x", "--sequences=32", "--by=head",
+LAYERS = ["pe_lab.analyze", "--study=layers", "--from=tiny/pretrain", "--lengths=1x", "--sequences=16", "--by=head",
           "--greedy", "--format=svg"]  # fmt: skip
 USE = ["pe_lab.analyze", "--study=frequency_use", "--from=tiny", "--methods=as-trained", "--positional=rope:base=500",
        "--length=64x", "--sequences=5", "--text=text/*.txt", "--format=svg"]  # fmt: skip
+LONG = ["pe_lab.evaluate", "--together", "--from=tiny/pretrain", "--suite=needles", "--methods=as-trained",
+        "--lengths=1x,256x", "--windows=4"]  # fmt: skip
+ANSWERS = [*NIAH, "--together", "--samples=2", "--methods=as-trained", "--suite=niah:standard"]
 GENERATE = ["pe_lab.generate", "--from=tiny", "--prompts=prompts.txt", "--batch=3", "--max-new-tokens=12",
             "--temperature=1"]  # fmt: skip
 
@@ -50,13 +53,15 @@ def directory(tmp_path_factory):
     return root
 
 
-def begin(directory: Path, argv: Sequence[str], count: int, last: Path | None = None) -> list[subprocess.Popen]:
+def begin(
+    directory: Path, argv: Sequence[str], count: int, last: Path | None = None, **environment: str
+) -> list[subprocess.Popen]:
     """Starts the processes of one command; `last` is the working directory of the last one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     more = {"COORDINATOR_ADDRESS": address, "PROCESS_COUNT": str(count), "HEARTBEAT_SECONDS": str(HEARTBEAT)}
-    cache = {
+    cache = environment | {
         "JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -154,6 +159,15 @@ def test_several_processes_generate_what_one_does(directory):
     assert lines[0] == lines[1] and len(lines[0]) == 20 and silent(two[1])
     counts = [next(line for line in out.splitlines() if "new tokens" in line) for out in (one, two[0])]
     assert [line.split(",")[0] for line in counts] == ["prompt " + counts[0].split()[1] + " tokens"] * 2
+
+
+@pytest.mark.parametrize(("argv", "name"), [(LONG, "long"), (ANSWERS, "answers")])
+def test_together_two_processes_do_what_one_with_two_devices_does(directory, argv, name):
+    """Sequences and KV caches are sharded over both: sums of two parts do not depend on their order."""
+    two = begin(directory, [*argv, f"--out=two/{name}"], 2)
+    one = begin(directory, [*argv, f"--out=one/{name}"], 1, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert silent(finish([*two, *one])[1])
+    assert_same_files(directory / "one" / name, directory / "two" / name, 1)
 
 
 @pytest.mark.parametrize("killed", [0, 1])

@@ -16,7 +16,7 @@ from pe_lab.data.mixture import open_mixture
 from pe_lab.errors import CheckpointError, ConfigError, UserError
 from pe_lab.evaluation.plan import Plan, Unit, choose
 from pe_lab.evaluation.progress import TokenProgress
-from pe_lab.evaluation.scoring.forward import Forward
+from pe_lab.evaluation.scoring.forward import Forward, tensor_shards
 from pe_lab.evaluation.tasks import beta as betas
 from pe_lab.evaluation.tasks import needles, perplexity
 from pe_lab.evaluation.tasks.suites import MEASURED
@@ -277,7 +277,8 @@ class Evaluation:
         if (shape, slopes) not in self.forwards:
             named = {} if self._attention is None else {"attention": self._attention}
             config = complete(dataclasses.replace(shape, **named))
-            self.forwards[shape, slopes] = Forward(config, slopes, self._devices)
+            tensor = tensor_shards(variant.subject.lm.mesh)
+            self.forwards[shape, slopes] = Forward(config, slopes, self._devices, tensor=tensor)
         return self.forwards[shape, slopes]
 
     def _params(self, variant: Variant) -> Any:

@@ -167,6 +167,11 @@ def is_first() -> bool:
     return _program.index == 0
 
 
+def computes_together() -> bool:
+    """Whether the command was asked to compute every piece on the devices of all processes."""
+    return _program.together
+
+
 def compute_devices() -> list[Any]:
     """The devices that compute a piece: of all processes if they compute together, else of this process."""
     return list(jax.devices() if _program.together else jax.local_devices())

@@ -86,7 +86,8 @@ class ModelBackend:
         memory = CACHE.get(backend) or CACHE_SHARE * _device_memory() * devices
         most = BATCH.get(backend, BATCH_ELSEWHERE * devices)
         fitting = int(max(1, min(most, memory // cache)))
-        return max(1 << (fitting.bit_length() - 1), devices)
+        rows = devices if self.lm.mesh is None else devices // self.lm.mesh.shape["context"]
+        return max(1 << (fitting.bit_length() - 1), rows)
 
     def __call__(self, samples: Sequence[Sample]) -> list[str]:
         statistics, start = Statistics(on_tokens=self.on_tokens), time.perf_counter()

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from pe_lab.errors import CheckpointError, DataError
 from pe_lab.evaluation.generation.backend import ModelBackend, Spent
 from pe_lab.evaluation.generation.groups import Batch, Group, Prompts, Rest, batches
@@ -18,7 +16,7 @@ from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.breakdowns import by_depth, by_length
 from pe_lab.evaluation.tasks.task import Sample, Task
 from pe_lab.evaluation.variants import Variant
-from pe_lab.parallel import shared
+from pe_lab.parallel import compute_devices, shared
 from pe_lab.results.intervals import mean_of
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
@@ -229,7 +227,7 @@ class Prompted:
             "seconds": math.fsum(record["seconds"] for record in answered),
             "protocol": first["protocol"],
             "versions": versions(),
-            "devices": len(jax.local_devices()),
+            "devices": len(compute_devices()),
         }
         if any(record["depth"] for record in answered):
             record["by_depth"] = by_depth(answered)

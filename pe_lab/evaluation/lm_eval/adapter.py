@@ -19,6 +19,7 @@ from pe_lab.evaluation.lm_eval.settings import add_bos, sequences_at_once, whole
 from pe_lab.evaluation.plan import parse_length
 from pe_lab.evaluation.scoring.likelihood import Batch, Likelihoods
 from pe_lab.language_model import LanguageModel, load
+from pe_lab.parallel import computes_together, is_first
 from pe_lab.positional import label
 
 MAX_NEW_TOKENS = 256  # where a task names none; the same as of the harness's own models
@@ -109,9 +110,11 @@ class Adapter:
         if prefix_token_id is not None:
             self.prefix_token_id = whole_number("prefix_token_id", prefix_token_id, 0, lm.config.vocab_size - 1)
         self._likelihoods = Likelihoods(lm, self.batch_size, devices)
-        # Generation uses all devices that the weights are on.
+        # Generation uses all devices that the weights are on. Where processes compute together, the mesh shards caches.
         checkpoint = dataclasses.replace(lm.checkpoint, params=self._likelihoods.params)
-        moved = any(map(operator.is_not, *map(jax.tree.leaves, (checkpoint.params, lm.checkpoint.params))))
+        moved = not computes_together() and any(
+            map(operator.is_not, *map(jax.tree.leaves, (checkpoint.params, lm.checkpoint.params)))
+        )
         self.lm = dataclasses.replace(lm, checkpoint=checkpoint) if moved else lm
         self._begins = self.tok_decode([self.prefix_token_id], skip_special_tokens=False)
         self.truncated = self.tokens = 0
@@ -202,7 +205,9 @@ class Adapter:
         self._count(cut, len(pairs))
         rolling = bool(requests) and requests[0][0] is None
         answers = Answers(self.journal, "loglikelihood_rolling" if rolling else "loglikelihood", pairs)
-        with tqdm(total=len(pairs), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
+        with tqdm(
+            total=len(pairs), disable=disable_tqdm or not is_first(), desc="Running loglikelihood requests"
+        ) as bar:
             batches = self._likelihoods.batches(pairs)
             for batch in answers.complete(batches, lambda batch: batch.pairs, self._score, lambda batch: batch.cost):
                 for index in batch.pairs:
@@ -262,7 +267,9 @@ class Adapter:
             self._count(sum(len(asked[index].prompt) > limit for index in indices), len(indices))
         answers = Answers(self.journal, "generate_until", [asked[index] for index in range(len(requests))])
         texts = [""] * len(requests)
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
+        with tqdm(
+            total=len(requests), disable=disable_tqdm or not is_first(), desc="Running generate_until requests"
+        ) as bar:
 
             def write(batch: tuple[list[int], list[int]]) -> dict[int, str]:
                 written = generate(self.lm, [asked[index] for index in batch[1]])

@@ -15,10 +15,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from pe_lab.checkpoints.source import shardings
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model, Params
 from pe_lab.model.chunked_forward import ChunkedForward
-from pe_lab.parallel import AxisRules, compute_devices, make_mesh, shared, use_mesh
+from pe_lab.parallel import AxisRules, compute_devices, computes_together, fetch, make_mesh, put, shared, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule
 
 LOGITS = 2**26  # the most next-token or attention logits in memory at once: 256 MB in float32
@@ -44,6 +45,7 @@ class Forward:
       slopes: whether any schedule to come has ALiBi's slopes.
       devices: the devices to use; None: `compute_devices()`.
       whole: the most tokens of a sequence that is read in one pass.
+      tensor: the devices that the weights are sharded over; 1: every device has all weights.
 
     Attributes:
       traces: (output, length) -> how often it was traced, and so compiled.
@@ -56,13 +58,14 @@ class Forward:
         slopes: bool = False,
         devices: Sequence[Any] | None = None,
         whole: int = WHOLE,
+        tensor: int = 1,
     ):
         self.config = dataclasses.replace(config, remat="none")
         self.traces: collections.Counter[tuple[str, int]] = collections.Counter()
         self.on_tokens: OnTokens = lambda tokens: None
         devices = list(compute_devices() if devices is None else devices)
         self._slopes, self._whole = slopes, whole
-        self._meshes = Meshes(devices)
+        self._meshes = Meshes(devices, tensor)
         self._devices = len(devices)
         self._batch_sizes: dict[tuple[str, int, Mesh | None], int] = {}
         self._compiled: dict[tuple[str, int, Mesh | None, int], Callable[..., jax.Array]] = {}
@@ -80,9 +83,15 @@ class Forward:
             Model(self.config, backward=False).attention_by_layer(structure, length)
 
     def place(self, params: Params) -> Params:
-        """The parameters, replicated on every device."""
-        mesh = self._meshes.over_sequences
-        return params if mesh is None else jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+        """The parameters on the devices: replicated on every one, or sharded over `tensor` of them."""
+        return self._placed(params, self._meshes.over_sequences)
+
+    def _placed(self, params: Params, mesh: Mesh | None) -> Params:
+        if mesh is None:
+            return params
+        if mesh.shape["tensor"] > 1:
+            return jax.tree.map(put, params, shardings(Model(self.config), mesh, AxisRules()))
+        return put(params, NamedSharding(mesh, PartitionSpec()))
 
     def losses(self, params: Params, batch: Batch, layers: Sequence[Layer]) -> Float32[np.ndarray, "n T"]:
         """The cross-entropy of every target, nats. `batch`: tokens, targets, and perhaps segments and positions."""
@@ -161,7 +170,7 @@ class Forward:
                     x = reader.hidden(params, part["tokens"], part["at"], schedule, on_position)
                     chunks = self._loss_chunks(part["at"].size // self._devices)
                     found = _of_hidden(output, reader.model, params, x, part, chunks)
-                yield np.asarray(found)[:count]
+                yield fetch(found)[:count]
 
         return self._batch_by_batch(batch, size, read)
 
@@ -209,7 +218,7 @@ class Forward:
         compiled = self._function(output, length, mesh, size // shards * scored)
         if mesh is not self._meshes.over_sequences:
             # The same devices under another mesh: nothing is copied.
-            params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+            params = self._placed(params, mesh)
 
         def read(parts: Iterable[tuple[Batch, int]]) -> Iterator[np.ndarray]:
             waiting = None
@@ -218,11 +227,11 @@ class Forward:
                     result = compiled(params, _shard(part, mesh), schedule)
                 if waiting is not None:
                     # One batch behind, so that the devices always have the next.
-                    yield np.asarray(waiting[0])[: waiting[1]]
+                    yield fetch(waiting[0])[: waiting[1]]
                 waiting = result, count
                 self.on_tokens(count * length)
             if waiting is not None:
-                yield np.asarray(waiting[0])[: waiting[1]]
+                yield fetch(waiting[0])[: waiting[1]]
 
         return self._batch_by_batch(batch, size, read)
 
@@ -261,24 +270,41 @@ class Forward:
 
 
 class Meshes:
-    """Meshes for batches: sequences sharded over all devices, or fewer sequences that are each sharded over several."""
+    """Meshes for batches: sequences sharded over all devices, or fewer sequences that are each sharded over several.
 
-    def __init__(self, devices: Sequence[Any]):
-        self.over_sequences: Mesh | None = make_mesh(MeshConfig(data=-1), devices) if len(devices) > 1 else None
-        self._count = len(devices)
+    Args:
+      tensor: the devices that the weights are sharded over.
+    """
+
+    def __init__(self, devices: Sequence[Any], tensor: int = 1):
+        config = MeshConfig(data=-1, tensor=tensor)
+        self.over_sequences: Mesh | None = make_mesh(config, devices) if len(devices) > 1 else None
+        self._count, self._together = len(devices) // tensor, computes_together()
 
     def shards(self, sequences: int, length: int) -> bool:
-        """Whether each sequence is sharded: there are fewer sequences than devices, and they are long."""
-        return length > SHARD_FROM and sequences < self._count
+        """Whether each sequence is sharded: they are long, and fewer than the devices.
+
+        Where processes compute together, any number of long sequences is: one of them is too much for a device.
+        """
+        return length > SHARD_FROM and self._count > 1 and (self._together or sequences < self._count)
 
     def of(self, sequences: int, length: int) -> Mesh | None:
         """The mesh for a batch; None for a single device."""
         if self.over_sequences is None or not self.shards(sequences, length):
             return self.over_sequences
-        over = max(n for n in range(1, self._count + 1) if self._count % n == 0 and n <= sequences)
+        fitting = (n for n in range(1, self._count + 1) if self._count % n == 0 and n <= sequences)
+        over = 1 if self._together else max(fitting)
         # The same devices in the same order, so that replicated arrays need not move.
-        grid = self.over_sequences.devices.reshape(over, 1, 1, self._count // over)
+        grid = self.over_sequences.devices.reshape(over, self._count // over, 1, -1).transpose(0, 2, 3, 1)
         return Mesh(grid, self.over_sequences.axis_names, axis_types=self.over_sequences.axis_types)
+
+
+def tensor_shards(mesh: Mesh | None) -> int:
+    """The devices that scoring shards weights over: those of the mesh, if processes compute together.
+
+    Otherwise every device has all weights.
+    """
+    return mesh.shape["tensor"] if mesh is not None and computes_together() else 1
 
 
 def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
@@ -286,7 +312,7 @@ def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
 
 
 def _shard(batch: Batch, mesh: Mesh | None) -> Any:
-    return batch if mesh is None else jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    return batch if mesh is None else put(batch, NamedSharding(mesh, PartitionSpec("data")))
 
 
 def _compute(

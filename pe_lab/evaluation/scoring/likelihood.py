@@ -12,7 +12,7 @@ import numpy as np
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.scoring import forward
-from pe_lab.evaluation.scoring.forward import Forward
+from pe_lab.evaluation.scoring.forward import Forward, tensor_shards
 from pe_lab.language_model import LanguageModel
 from pe_lab.parallel import compute_devices, shared
 from pe_lab.positional import Alibi
@@ -67,14 +67,15 @@ class Likelihoods:
       devices: the devices to use; None: `compute_devices()`.
 
     Attributes:
-      params: the weights, on every device.
+      params: the weights, on the devices.
     """
 
     def __init__(self, lm: LanguageModel, per_device: int | None = None, devices: Sequence[Any] | None = None):
         self._lm, self._per_device = lm, per_device
         slopes = any(isinstance(layer.encoding, Alibi) for layer in lm.layers)
-        self._forward = _forward(lm.config, slopes, None if devices is None else tuple(devices))
-        self._devices = len(compute_devices() if devices is None else devices)
+        devices = tuple(compute_devices() if devices is None else devices)
+        self._forward = _forward(lm.config, slopes, devices, tensor=tensor_shards(lm.mesh))
+        self._devices = len(devices)
         self.params = self._forward.place(lm.checkpoint.params)
 
     def __call__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[int, Likelihood]]:
@@ -139,9 +140,9 @@ class Likelihoods:
 
 
 @functools.lru_cache(maxsize=4)
-def _forward(config: ModelConfig, slopes: bool, devices: tuple[Any, ...] | None) -> Forward:
+def _forward(config: ModelConfig, slopes: bool, devices: tuple[Any, ...], tensor: int) -> Forward:
     """One for all models of a shape, which share what it has compiled."""
-    return Forward(config, slopes, devices)
+    return Forward(config, slopes, devices, tensor=tensor)
 
 
 def _by_length(
