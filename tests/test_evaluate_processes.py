@@ -1,12 +1,13 @@
 """Real processes that evaluate, analyze and generate as one, over loopback: the files are those of one process.
 
-About 150 seconds of one worker. `seconds` of sample and result records, and seconds, memory and machine of a study, are
+About 120 seconds of one worker. `seconds` of sample and result records, and seconds, memory and machine of a study, are
 of the clock and of the machine; everything else is compared byte for byte.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -27,18 +28,28 @@ PATIENCE = 300
 HEARTBEAT = 10
 OF_THE_CLOCK = ("seconds", "peak_memory_gib", "machine")
 EVALUATE = ["pe_lab.evaluate", "--from=tiny", "--suite=perplexity,needles,beta", "--lengths=1x,16x", "--tokens=1024",
-            "--windows=64", "--fit-tokens=512"]  # fmt: skip
+            "--windows=64", "--fit-tokens=512", "--out=measured"]  # fmt: skip
 NIAH = ["pe_lab.evaluate", "--from=tiny/pretrain", "--suite=niah:standard,multi_value", "--haystack=noise",
-        "--lengths=900,1000", "--samples=20", "--methods=as-trained,yarn"]  # fmt: skip
+        "--lengths=900,1000", "--samples=20", "--methods=as-trained,yarn", "--out=niah"]  # fmt: skip
 LAYERS = ["pe_lab.analyze", "--study=layers", "--from=tiny/pretrain", "--lengths=1x", "--sequences=16", "--by=head",
-          "--greedy", "--format=svg"]  # fmt: skip
+          "--greedy", "--format=svg", "--out=layers"]  # fmt: skip
 USE = ["pe_lab.analyze", "--study=frequency_use", "--from=tiny", "--methods=as-trained", "--positional=rope:base=500",
-       "--length=64x", "--sequences=5", "--text=text/*.txt", "--format=svg"]  # fmt: skip
-LONG = ["pe_lab.evaluate", "--together", "--from=tiny/pretrain", "--suite=needles", "--methods=as-trained",
-        "--lengths=1x,256x", "--windows=4"]  # fmt: skip
-ANSWERS = [*NIAH, "--together", "--samples=2", "--methods=as-trained", "--suite=niah:standard"]
+       "--length=64x", "--sequences=5", "--text=text/*.txt", "--format=svg", "--out=use"]  # fmt: skip
 GENERATE = ["pe_lab.generate", "--from=tiny", "--prompts=prompts.txt", "--batch=3", "--max-new-tokens=12",
             "--temperature=1"]  # fmt: skip
+COMMANDS = [EVALUATE, NIAH, LAYERS, USE, GENERATE]
+LONG = ["pe_lab.evaluate", "--together", "--from=tiny/pretrain", "--suite=needles", "--methods=as-trained",
+        "--lengths=1x,256x", "--windows=4", "--out=long"]  # fmt: skip
+ANSWERS = [*NIAH, "--together", "--samples=2", "--methods=as-trained", "--suite=niah:standard"]
+TOGETHER = [LONG, ANSWERS, [*GENERATE, "--together"]]
+# Several commands in one process, which imports and compiles once. Their files are in one directory.
+DRIVER = """
+import importlib, json, sys
+for module, *argv in json.loads(sys.argv[2]):
+    argv = [one.replace("--out=", f"--out={sys.argv[1]}/") for one in argv]
+    if status := importlib.import_module(module).main(argv):
+        sys.exit(status)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +58,7 @@ def directory(tmp_path_factory):
     root = tmp_path_factory.mktemp("processes")
     run = tiny.save_run(root / "tiny", tiny.corpus(root / "corpus"))
     save_tokenizer(load_tokenizer("bytes"), run / "tokenizer")
+    (root / "several_commands.py").write_text(DRIVER)
     (root / "text").mkdir()
     (root / "text" / "a.txt").write_text("".join(f"the key of {n} is {n * 37 % 101} and gone. " for n in range(600)))
     (root / "prompts.txt").write_text("".join(f"the key of night is {n} and\n" for n in range(20)))
@@ -117,70 +129,57 @@ def silent(out: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def alone(directory):
-    """Runs a command in one process, once; the directory of its files."""
-    known: dict[str, Path] = {}
+def run(directory):
+    """Runs COMMANDS in so many processes, once; what the processes printed. The files are in the directory `COUNT`."""
+    known: dict[int, list[str]] = {}
 
-    def run(argv: Sequence[str], name: str) -> Path:
-        if name not in known:
-            finish(begin(directory, [*argv, f"--out=one/{name}"], 1))
-            known[name] = directory / "one" / name
-        return known[name]
+    def run(count: int) -> list[str]:
+        if count not in known:
+            argv = [*COMMANDS, COMMANDS[0]] if count == 2 else COMMANDS
+            known[count] = finish(begin(directory, ["several_commands", str(count), json.dumps(argv)], count))
+        return known[count]
 
     return run
 
 
-@pytest.mark.parametrize(
-    ("argv", "name", "least", "count"),
-    [
-        (EVALUATE, "measured", 3, 2),
-        (NIAH, "niah", 2, 4),
-        (LAYERS, "layers", 10, 2),
-        (USE, "use", 20, 2),
-    ],
-)
-def test_several_processes_write_the_files_of_one(directory, alone, argv, name, least, count):
-    one, scale = alone(argv, name), directory / "tiny" / "recalibrate" / "logit_scale.json"
-    before = scale.read_bytes() if scale.exists() else None
-    outs = finish(begin(directory, [*argv, f"--out=several/{name}"], count))
-    assert outs[0].strip() and all(silent(out) for out in outs[1:]), outs[1:]
-    assert_same_files(one, directory / "several" / name, least)
-    assert (scale.read_bytes() if scale.exists() else None) == before
-    if name == "measured":  # again: nothing is left to measure
-        again = finish(begin(directory, [*argv, f"--out=several/{name}"], 2))
-        assert "of them were measured before" in again[0]
-        assert_same_files(one, directory / "several" / name, least)
+@pytest.mark.parametrize("count", [2, 4])
+def test_several_processes_write_and_print_what_one_does(directory, run, count):
+    (one,), several = run(1), run(count)
+    assert_same_files(directory / "1", directory / str(count), least=100)
+    assert several[0].strip() and all(silent(out) for out in several[1:]), several[1:]
+    lines, others = ([line for line in out.splitlines() if line.startswith("{")] for out in (one, several[0]))
+    assert lines == others and len(lines) == 20  # generated
+    counts = [next(line for line in out.splitlines() if "new tokens" in line) for out in (one, several[0])]
+    assert counts[0].split(",")[0] == counts[1].split(",")[0]  # the tokens of all processes
+    if count == 2:  # the first command again
+        assert "of them were measured before" in several[0]
 
 
-def test_several_processes_generate_what_one_does(directory):
-    (one,) = finish(begin(directory, GENERATE, 1))
-    two = finish(begin(directory, GENERATE, 2))
-    lines = [[line for line in out.splitlines() if line.startswith("{")] for out in (one, *two)]
-    assert lines[0] == lines[1] and len(lines[0]) == 20 and silent(two[1])
-    counts = [next(line for line in out.splitlines() if "new tokens" in line) for out in (one, two[0])]
-    assert [line.split(",")[0] for line in counts] == ["prompt " + counts[0].split()[1] + " tokens"] * 2
-
-
-@pytest.mark.parametrize(("argv", "name"), [(LONG, "long"), (ANSWERS, "answers")])
-def test_together_two_processes_do_what_one_with_two_devices_does(directory, argv, name):
+def test_together_two_processes_do_what_one_with_two_devices_does(directory):
     """Sequences and KV caches are sharded over both: sums of two parts do not depend on their order."""
-    two = begin(directory, [*argv, f"--out=two/{name}"], 2)
-    one = begin(directory, [*argv, f"--out=one/{name}"], 1, XLA_FLAGS="--xla_force_host_platform_device_count=2")
-    assert silent(finish([*two, *one])[1])
-    assert_same_files(directory / "one" / name, directory / "two" / name, 1)
+    flags = "--xla_force_host_platform_device_count=2"
+    two = begin(directory, ["several_commands", "together2", json.dumps(TOGETHER)], 2)
+    one = begin(directory, ["several_commands", "together1", json.dumps(TOGETHER)], 1, XLA_FLAGS=flags)
+    outs = finish([*two, *one])
+    assert silent(outs[1])
+    assert_same_files(directory / "together1", directory / "together2", 3)
+    lines = [[line for line in out.splitlines() if line.startswith("{")] for out in (outs[0], outs[2])]
+    assert lines[0] == lines[1] and len(lines[0]) == 20
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_process_ends_the_others_and_the_command_goes_on(directory, alone, killed):
-    one, out = alone(NIAH, "niah"), directory / f"killed{killed}"
+@pytest.mark.parametrize(("killed", "by"), [(0, signal.SIGTERM), (1, signal.SIGKILL)])
+def test_a_killed_process_ends_the_others_and_the_command_goes_on(directory, run, killed, by):
+    run(1)
+    out = directory / f"killed{killed}"
     processes = begin(directory, [*NIAH, f"--out={out}"], 2)
     samples, deadline = out / "samples" / "niah.jsonl", time.monotonic() + PATIENCE
     while not (samples.exists() and samples.read_bytes().count(b"\n") >= 10):
         assert all(p.poll() is None for p in processes), [p.communicate()[0][-3000:] for p in processes]
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    processes[killed].kill()
+    processes[killed].send_signal(by)
     begun = time.monotonic()
+    assert processes[killed].wait(timeout=20) == -by
     other = processes[1 - killed]
     try:
         printed = other.communicate(timeout=HEARTBEAT + 50)[0]
@@ -191,13 +190,13 @@ def test_a_killed_process_ends_the_others_and_the_command_goes_on(directory, alo
     assert samples.read_bytes().count(b"\n") < 160
     if killed:
         assert "were answered before" in finish(begin(directory, [*NIAH, f"--out={out}"], 2))[0]
-        assert_same_files(one, out, 2)
+        assert_same_files(directory / "1" / "niah", out, 2)
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([*NIAH, "--lengths=1x", "--out=bad"], "the shortest take"),
+        ([*NIAH, "--lengths=1x"], "the shortest take"),
         (["pe_lab.generate", "--from=tiny", "--prompts=nowhere.txt"], "cannot be read as text"),
     ],
 )
@@ -205,7 +204,7 @@ def test_bad_input_is_one_message_and_status_2_everywhere(directory, argv, messa
     for out in finish(begin(directory, argv, 2), status=2):
         errors = [line for line in out.splitlines() if line.startswith("error:")]
         assert len(errors) == 1 and message in errors[0] and "Traceback" not in out, out
-    assert not (directory / "bad").exists()
+    assert not (directory / "niah").exists()
 
 
 def test_an_error_of_one_process_ends_the_others(directory):

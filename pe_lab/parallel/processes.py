@@ -21,13 +21,15 @@ def start_processes() -> None:
 
     This function finds out whether there are several processes on a TPU slice, under SLURM and under Open MPI, and
     `jax.distributed` finds their addresses. Elsewhere COORDINATOR_ADDRESS, PROCESS_COUNT and PROCESS_INDEX give them.
-    With a single process nothing is done. A process that ends without notice ends the others after 100 seconds, or
-    after HEARTBEAT_SECONDS; process 0 at once.
+    With a single process, or if they are connected already, nothing is done. A process that ends without notice ends
+    the others after 100 seconds, or after HEARTBEAT_SECONDS; process 0 at once.
 
     Raises:
       ConfigError: COORDINATOR_ADDRESS is set without the other two, or a number is none.
     """
     hide_absent_tpu()
+    if jax.distributed.is_initialized():
+        return
     if os.environ.get("COORDINATOR_ADDRESS"):
         if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
             jax.config.update("jax_cpu_collectives_implementation", "gloo")

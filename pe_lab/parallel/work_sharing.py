@@ -11,6 +11,8 @@ import contextlib
 import itertools
 import os
 import pickle
+import signal
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -126,7 +128,7 @@ def one_program(together: bool = False) -> Iterator[None]:
     """Connects this process to the others, if there are any, for the block of a command.
 
     Only process 0 prints to stdout. An error of one process ends the others with the same error as soon as they wait
-    for it; a process that is killed ends them through the heartbeats of `jax.distributed`.
+    for it; a process that is killed ends them through the heartbeats of `jax.distributed`. SIGTERM ends the process.
 
     Args:
       together: whether all processes compute every piece together, on a mesh of all devices (`compute_devices`).
@@ -142,6 +144,9 @@ def one_program(together: bool = False) -> Iterator[None]:
         finally:
             _program.together = False
         return
+    if threading.current_thread() is threading.main_thread():
+        # `jax.distributed` takes SIGTERM for a notice to a training loop, and the process would go on.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with contextlib.ExitStack() as stack:
         if not is_first():
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
