@@ -18,7 +18,7 @@ from pe_lab.analysis.studies import STUDIES
 from pe_lab.analysis.study import Study, write_study
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.page import frequency_figures, study_figures
-from pe_lab.parallel import hide_absent_tpu
+from pe_lab.parallel import on_first, one_program
 from pe_lab.positional import build_schedule, describe
 from pe_lab.recipes import split_overrides
 from pe_lab.storage import local_path, write_files
@@ -183,7 +183,6 @@ def chosen_study(argv: Sequence[str]) -> str | None:
 def run_study(study: Study, args: argparse.Namespace, out: Path | None, formats: Sequence[str]) -> list[Path]:
     """Runs a study, prints what it found, and writes its files; returns their paths."""
     begun = time.monotonic()
-    hide_absent_tpu()
     if study.models:
         session = open_session(study.name, args, out)
         findings, directory = study.run(session), session.out
@@ -201,13 +200,17 @@ def run_study(study: Study, args: argparse.Namespace, out: Path | None, formats:
     for sentence in findings.sentences:
         out.print(sentence)
     out.print(f"{about['seconds']:,} s, peak memory {about['peak_memory_gib']} GiB")
-    written = write_study(directory, study.name, findings, about)
-    drawn = {
-        directory / f"{figure.name}.{form}": study_figures.render(figure, form)
-        for figure in findings.figures
-        for form in formats
-    }
-    return written + write_files(drawn, "Give another --out.")
+
+    def write() -> list[Path]:
+        written = write_study(directory, study.name, findings, about)
+        drawn = {
+            directory / f"{figure.name}.{form}": study_figures.render(figure, form)
+            for figure in findings.figures
+            for form in formats
+        }
+        return written + write_files(drawn, "Give another --out.")
+
+    return on_first(write)
 
 
 def shown_paths(paths: Sequence[Path], most: int = 30) -> list[str]:
@@ -236,15 +239,17 @@ def main(argv: Sequence[str]) -> int:
         if form not in FORMATS:
             raise ConfigError(f"--format: '{form}' cannot be written. {did_you_mean(form, FORMATS)}")
     out = local_path("--out", args.out) if args.out else None
-    if args.study in DESCRIPTIONS:
-        text, files = DESCRIPTIONS[args.study].run(args, formats)
-        out = out or Path("analysis") / args.study
-        written = write_files({out / name: data for name, data in files.items()}, "Give another --out.")
-        print(text)
-    else:
-        written = run_study(STUDIES[args.study], args, out, formats)
-    if written:
-        print("\nWrote:", *shown_paths(written), sep="\n  ")
+    with one_program():
+        if args.study in DESCRIPTIONS:
+            text, files = DESCRIPTIONS[args.study].run(args, formats)
+            out = out or Path("analysis") / args.study
+            contents = {out / name: data for name, data in files.items()}
+            written = on_first(lambda: write_files(contents, "Give another --out."))
+            print(text)
+        else:
+            written = run_study(STUDIES[args.study], args, out, formats)
+        if written:
+            print("\nWrote:", *shown_paths(written), sep="\n  ")
     return 0
 
 

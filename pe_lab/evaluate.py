@@ -42,6 +42,12 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, help="the directory of the results (default: RUN/evaluation)")
     add("--attention", metavar="NAME", help="an implementation of attention that python -m pe_lab.attention lists")
     add("--again", action="store_true", help="measure existing results again")
+    add(
+        "--together",
+        action="store_true",
+        help="all processes measure every sample together, with sequences and weights sharded over their devices "
+        "(default: each measures samples of its own)",
+    )
     add_arguments(made)
     return made
 
@@ -65,18 +71,30 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv)
     from pe_lab.evaluation import tables
-    from pe_lab.evaluation.session import Session
-    from pe_lab.evaluation.targets import locate_all, parse_steps
     from pe_lab.evaluation.tasks.ruler.files import score_predictions
     from pe_lab.evaluation.variants import parse_methods
-    from pe_lab.parallel import hide_absent_tpu
+    from pe_lab.parallel import one_program
 
     if arguments.predictions:
         tables.print_records(score_predictions(Path(arguments.predictions)))
         return 0
     suites = parse_suites(arguments.suite) if arguments.suite is not None else None
     methods = parse_methods(arguments.methods) if arguments.methods is not None else None
-    hide_absent_tpu()
+    with one_program(arguments.together):
+        records = evaluate(arguments, suites, methods)
+        tables.print_records(records)
+        if arguments.by_position:
+            tables.print_by_position(records)
+    return 0
+
+
+def evaluate(
+    arguments: argparse.Namespace, suites: dict[str, tuple[str, ...]] | None, methods: tuple[str, ...] | None
+) -> list[Record]:
+    """The records of all targets, measured or read."""
+    from pe_lab.evaluation.session import Session
+    from pe_lab.evaluation.targets import locate_all, parse_steps
+
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
     targets = locate_all(arguments.source, steps)
     records: list[Record] = []
@@ -87,10 +105,7 @@ def main(argv: Sequence[str]) -> int:
             out = arguments.out / target.display_name if arguments.out else out
         session = Session(target, arguments, suites, methods, out)
         records += [{**record, "run": target.display_name} for record in session.run()]
-    tables.print_records(records)
-    if arguments.by_position:
-        tables.print_by_position(records)
-    return 0
+    return records
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,12 @@ def parser() -> argparse.ArgumentParser:
         default=1,
         help="for encodings that depend on the length: recompute the KV cache after so many tokens (1, the default, is "
         "exact; 0 never recomputes it)",
+    )
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="all processes continue every prompt together, with the KV cache and weights sharded over their devices "
+        "(default: each continues prompts of its own)",
     )
     return parser
 
@@ -125,15 +131,36 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     if args.batch < 1:
         raise ConfigError(f"--batch is {args.batch}; continue at least one prompt at a time.")
-    if args.prompts:
-        prompts = read_prompts(args.prompts)
-    else:
-        prompts = [read_text("--prompt-file", args.prompt_file) if args.prompt_file else args.prompt]
+    from pe_lab.parallel import is_first, on_first, one_program
 
+    try:
+        with one_program(args.together):
+            prompts = on_first(lambda: given_prompts(args))
+            statistics = generate(args, prompts)
+    except BrokenPipeError:
+        # The reader of stdout has closed it. The interpreter must not flush to it at its end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    if is_first():
+        print(speed(statistics), file=sys.stderr)
+    return 0
+
+
+def given_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts of the command line."""
+    if args.prompts:
+        return read_prompts(args.prompts)
+    return [read_text("--prompt-file", args.prompt_file) if args.prompt_file else args.prompt]
+
+
+def generate(args: argparse.Namespace, prompts: Sequence[str]) -> Statistics:
+    """Prints the continuations of prompts; returns counts and seconds, summed over processes."""
+    from pe_lab.evaluation.targets import mesh_for
     from pe_lab.language_model import load
     from pe_lab.model import Statistics
+    from pe_lab.parallel import is_first
 
-    lm = load(args.source)
+    lm = load(args.source, mesh=mesh_for(args.source) if args.together else None)
     if lm.tokenizer is None:
         raise DataError(f"'{args.source}' came without a tokenizer; a prompt cannot be encoded.")
     if args.drop:
@@ -142,30 +169,50 @@ def main(argv: Sequence[str]) -> int:
         lm = lm.with_positional(args.positional)
     if args.attention:
         lm = lm.with_attention(args.attention)
-    statistics = Statistics()
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", "cache_length", "refresh")
-    settings: dict[str, Any] = {name: getattr(args, name) for name in names} | {"statistics": statistics}
+    settings: dict[str, Any] = {name: getattr(args, name) for name in names}
     given = [as_chat(lm, prompt) for prompt in prompts] if args.chat else prompts
-    try:
-        if args.prompts:
-            for start in range(0, len(given), args.batch):
-                some = slice(start, start + args.batch)
-                # A sequence samples by the seed and its number in the batch.
-                settings["seed"] = args.seed + start
-                for prompt, text in zip(prompts[some], lm.generate(given[some], text=True, **settings), strict=True):
-                    print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
-                sys.stdout.flush()
-                if sys.stderr.isatty():
-                    print(f"\r{min(start + args.batch, len(given))} of {len(given)} prompts", end="", file=sys.stderr)
-        else:
-            characters = show(prompts[0], lm.stream(given[0], **settings))
-            if not characters:
-                print(why_empty(statistics.new_tokens), file=sys.stderr)
-    except BrokenPipeError:
-        # The reader of stdout has closed it. The interpreter must not flush to it at its end either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    print(speed(statistics), file=sys.stderr)
-    return 0
+    statistics = Statistics()
+    if args.prompts:
+        print_many(lm, prompts, given, args.batch, settings, statistics)
+        return statistics
+    characters = show(prompts[0], lm.stream(given[0], statistics=statistics, **settings))
+    if not characters and is_first():
+        print(why_empty(statistics.new_tokens), file=sys.stderr)
+    return statistics
+
+
+def print_many(
+    lm: LanguageModel,
+    prompts: Sequence[str],
+    given: Sequence[Any],
+    batch: int,
+    settings: dict[str, Any],
+    statistics: Statistics,
+) -> None:
+    """Prints the continuations of many prompts as JSON lines. Several processes share the batches.
+
+    Args:
+      prompts, given: as they are printed, and as the model reads them.
+      batch: prompts in a batch.
+      statistics: are added to.
+    """
+    from pe_lab.parallel import is_first, shared
+
+    def continued(starts: Iterable[int]) -> Iterator[tuple[list[str], Statistics]]:
+        for start in starts:
+            # A sequence samples by the seed and its number in the batch.
+            drawn, spent = settings | {"seed": settings["seed"] + start}, type(statistics)()
+            yield lm.generate(given[start : start + batch], text=True, statistics=spent, **drawn), spent
+
+    starts = range(0, len(given), batch)
+    for start, (texts, spent) in zip(starts, shared(starts, continued), strict=True):
+        statistics.add(spent)
+        for prompt, text in zip(prompts[start : start + batch], texts, strict=True):
+            print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+        sys.stdout.flush()
+        if sys.stderr.isatty() and is_first():
+            print(f"\r{min(start + batch, len(given))} of {len(given)} prompts", end="", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -165,25 +165,26 @@ class EditedLosses:
           indices: of the S sequences.
           base: layers whose streams are kept for all edits; None: the model's.
         """
+        groups = sequence_groups(self.lm, indices, self.sequences.length)
+        pieces = [(group, count, e) for group, count in groups for e in range(len(edits))]
+        identities = [[self._part(edits[e], index) for index in group[:count]] for group, count, e in pieces]
+        costs = [count * self.work(edits[e], base) for _, count, e in pieces]
+
+        def measure(chosen: Iterable[int]) -> Iterator[list[dict[str, np.ndarray]]]:
+            streams, of = None, None
+            for n in chosen:
+                group, count, e = pieces[n]
+                if streams is None or of != group:
+                    streams, of = self._streams(base, group), group
+                yield self._fresh(streams, edits[e], group)[:count]
+
         found = np.zeros((len(edits), len(indices), len(self.edges) - 1, 2))
         row = {index: s for s, index in enumerate(indices)}
-        for group, count in sequence_groups(self.lm, indices, self.sequences.length):
-            streams: Streams | None = None
-            for e, layers in enumerate(edits):
-                identities = [self._part(layers, index) for index in group[:count]]
-                stored = [self.session.parts.find(identity) for identity in identities]
-                fresh = any(part is None for part in stored)
-                if fresh:
-                    if streams is None:
-                        streams = self._streams(base, group)
-                    stored = self._fresh(streams, layers, group)[:count]
-                    for identity, part in zip(identities, stored, strict=True):
-                        self.session.parts.put(identity, part)
-                else:
-                    self.session.reused += count
-                for index, part in zip(group, stored, strict=False):
-                    found[e, row[index]] = part["bins"]
-                self.on_work(count * self.work(layers, base), not fresh)
+        measured = self.session.measure_edits(identities, measure, costs)
+        for (group, _, e), cost, (parts, existed) in zip(pieces, costs, measured, strict=True):
+            for index, part in zip(group, parts, strict=False):
+                found[e, row[index]] = part["bins"]
+            self.on_work(cost, existed)
         return found
 
     def work(self, layers: tuple[Layer, ...], base: tuple[Layer, ...] | None = None) -> float:

@@ -8,7 +8,7 @@ import functools
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,15 @@ import jax
 import numpy as np
 
 from pe_lab.analysis.sequences import Sequences, open_sequences, parse_heads, parse_numbers
-from pe_lab.analysis.study import Arrays, Parts
+from pe_lab.analysis.study import Arrays, Identity, Parts
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.scoring.forward import BATCH_TOKENS, BATCH_TOKENS_ELSEWHERE
 from pe_lab.evaluation.targets import Target, load_subjects, locate_all, parse_steps
 from pe_lab.evaluation.variants import Subject, Variant, all_variants, model_name, parse_methods
 from pe_lab.language_model import LanguageModel
+from pe_lab.parallel import first_then_others, shared
 from pe_lab.positional import label_layers
+from pe_lab.results.records import digest
 from pe_lab.terminal import Progress, console
 from pe_lab.training.machine import machine, versions
 
@@ -84,7 +86,7 @@ class Session:
                     f"{variant.subject.path} and {first.subject.path} have different tokenizers, so they cannot be "
                     "measured on the same sequences. Study them one at a time."
                 )
-        return open_sequences(self.arguments, first.subject)
+        return first_then_others(lambda: open_sequences(self.arguments, first.subject))
 
     @property
     def length(self) -> int:
@@ -112,38 +114,81 @@ class Session:
           settings: JSON on which the results depend, beside weights, encodings and sequence.
         """
         sequences = self.sequences if sequences is None else sequences
+        models = [variant.at(sequences.length) for variant in self.variants]
+        identities = [
+            [
+                {
+                    "protocol": protocol,
+                    "checkpoint": variant.subject.id,
+                    "encodings": variant.fingerprint(sequences.length),
+                    "sequence": one,
+                    "length": sequences.length,
+                    "settings": settings,
+                }
+                for one in sequences.digests
+            ]
+            for variant in self.variants
+        ]
+        known = self.parts.find_all([identity for of_variant in identities for identity in of_variant])
+        planned, groups = set(known), []
+        for v, lm in enumerate(models):
+            missing = [i for i, identity in enumerate(identities[v]) if digest(identity) not in planned]
+            planned |= {digest(identities[v][i]) for i in missing}
+            groups += [(v, indices, count) for indices, count in sequence_groups(lm, missing, sequences.length)]
+
+        def measured(chosen: Iterable[tuple[int, list[int], int]]) -> Iterator[list[dict[str, np.ndarray]]]:
+            for v, indices, count in chosen:
+                arrays = {key: np.asarray(x) for key, x in measure(models[v], sequences.batch(indices)).items()}
+                yield [{key: value[place] for key, value in arrays.items()} for place in range(count)]
+
         total = len(self.variants) * len(sequences)
-        found = []
+        done = total - sum(count for *_, count in groups)
+        self.reused += done
         with self.progress(self.study, total) as progress:
-            done = 0
-            for variant, name in zip(self.variants, self.names, strict=True):
-                lm = variant.at(sequences.length)
-                identities = [
-                    {
-                        "protocol": protocol,
-                        "checkpoint": variant.subject.id,
-                        "encodings": variant.fingerprint(sequences.length),
-                        "sequence": one,
-                        "length": sequences.length,
-                        "settings": settings,
-                    }
-                    for one in sequences.digests
-                ]
-                stored = [self.parts.find(identity) for identity in identities]
-                missing = [i for i, part in enumerate(stored) if part is None]
-                found_before = len(stored) - len(missing)
-                self.reused, done = self.reused + found_before, done + found_before
-                progress.found(found_before)
-                for indices, count in sequence_groups(lm, missing, sequences.length):
-                    arrays = {key: np.asarray(x) for key, x in measure(lm, sequences.batch(indices)).items()}
-                    for place, i in enumerate(indices[:count]):
-                        stored[i] = {key: value[place] for key, value in arrays.items()}
-                        self.parts.put(identities[i], stored[i])
-                        done += 1
-                    progress.update(done, f"{done} of {total} sequences", f"{self.study}: {name}")
-                whole = [part for part in stored if part is not None]
-                found.append({key: np.stack([part[key] for part in whole]) for key in whole[0]})
+            progress.found(done)
+            for (v, indices, count), parts in zip(groups, shared(groups, measured), strict=True):
+                for i, part in zip(indices, parts, strict=False):
+                    known[digest(identities[v][i])] = part
+                    self.parts.put(identities[v][i], part)
+                done += count
+                progress.update(done, f"{done} of {total} sequences", f"{self.study}: {self.names[v]}")
+        found = []
+        for of_variant in identities:
+            whole = [known[digest(identity)] for identity in of_variant]
+            found.append({key: np.stack([part[key] for part in whole]) for key in whole[0]})
         return found
+
+    def measure_edits(
+        self,
+        identities: Sequence[Sequence[Identity]],
+        measure: Callable[[Iterable[int]], Iterable[Sequence[Arrays]]],
+        costs: Sequence[float],
+    ) -> Iterator[tuple[list[Arrays], bool]]:
+        """For each measurement of some sequences, its parts, and whether all were measured before.
+
+        Args:
+          identities: of the parts of each measurement.
+          measure: yields the parts of each measurement that it is given the number of, in order.
+          costs: of the measurements.
+        """
+        known = self.parts.find_all([identity for some in identities for identity in some])
+        names = [[digest(identity) for identity in some] for some in identities]
+        planned, fresh = set(known), []
+        for n, some in enumerate(names):
+            if not planned.issuperset(some):
+                fresh.append(n)
+                planned.update(some)
+        results = zip(fresh, shared(fresh, measure, [costs[n] for n in fresh]), strict=True)
+        waiting = set(fresh)
+        for n, some in enumerate(names):
+            if n in waiting:
+                _, parts = next(results)
+                for identity, name, part in zip(identities[n], some, parts, strict=True):
+                    known[name] = part
+                    self.parts.put(identity, part)
+            else:
+                self.reused += len(some)
+            yield [known[name] for name in some], n not in waiting
 
     @contextlib.contextmanager
     def progress(self, name: str, total: float) -> Iterator[Progress]:

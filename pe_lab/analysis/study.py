@@ -16,11 +16,13 @@ import numpy as np
 
 from pe_lab.analysis.figures import Figure, from_arrays, to_arrays
 from pe_lab.errors import DataError
+from pe_lab.parallel import is_first, on_first
 from pe_lab.results.records import digest
 from pe_lab.storage import read_json, write_file, write_files
 
 FORMAT = 1  # of study.json; counted up when its keys change
 Arrays = Mapping[str, np.ndarray]
+Identity = Mapping[str, Any]  # of a part: what its numbers depend on
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,11 @@ class Parts:
         self.directory, self._again = directory, again
         self._fresh: set[str] = set()
 
-    def path(self, identity: Mapping[str, Any]) -> Path:
+    def path(self, identity: Identity) -> Path:
         """The file of a part."""
         return self.directory / f"{digest(identity)}.npz"
 
-    def find(self, identity: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+    def find(self, identity: Identity) -> dict[str, np.ndarray] | None:
         """The arrays of a part that was measured; None if it was not, or is to be measured again."""
         path = self.path(identity)
         if self._again and path.name not in self._fresh:
@@ -111,8 +113,19 @@ class Parts:
                 return None
             raise
 
-    def put(self, identity: Mapping[str, Any], arrays: Arrays) -> None:
-        """Writes a part."""
+    def find_all(self, identities: Sequence[Identity]) -> dict[str, dict[str, np.ndarray]]:
+        """The parts that were measured, by the digest of their identity."""
+
+        def found() -> dict[str, dict[str, np.ndarray]]:
+            parts = {digest(identity): self.find(identity) for identity in identities}
+            return {name: part for name, part in parts.items() if part is not None}
+
+        return on_first(found)
+
+    def put(self, identity: Identity, arrays: Arrays) -> None:
+        """Writes a part. Of several processes the first one does."""
+        if not is_first():
+            return
         path = self.path(identity)
         write_file(path, packed(arrays), "Give another directory with --out.")
         self._fresh.add(path.name)

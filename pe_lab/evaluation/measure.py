@@ -16,12 +16,13 @@ from pe_lab.data.mixture import open_mixture
 from pe_lab.errors import CheckpointError, ConfigError, UserError
 from pe_lab.evaluation.plan import Plan, Unit, choose
 from pe_lab.evaluation.progress import TokenProgress
-from pe_lab.evaluation.scoring.forward import Forward
+from pe_lab.evaluation.scoring.forward import Forward, tensor_shards
 from pe_lab.evaluation.tasks import beta as betas
 from pe_lab.evaluation.tasks import needles, perplexity
 from pe_lab.evaluation.tasks.suites import MEASURED
 from pe_lab.evaluation.variants import Subject, Variant, layers_under, paper_coefficient, variants_of
 from pe_lab.model import complete
+from pe_lab.parallel import first_then_others, on_first
 from pe_lab.positional import Alibi, Layer, label_layers
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.variants import PAPER_COEFFICIENT
@@ -38,7 +39,7 @@ class Evaluation:
       subjects: checkpoints; those with equal weights are measured once.
       data: where text and needles come from.
       directory: of `SUITE.jsonl`.
-      devices: all local ones by default.
+      devices: `compute_devices()` by default.
       attention: an implementation of attention instead of the one in the checkpoints' configs.
       forwards: compiled forward passes, which are added to; evaluations that share them compile once.
 
@@ -63,7 +64,7 @@ class Evaluation:
     ):
         self.subjects = [s for n, s in enumerate(subjects) if s.id not in {before.id for before in subjects[:n]}]
         self.plan, self._data, self._devices, self._attention = plan, data, devices, attention
-        self.mixture = open_mixture(data)
+        self.mixture = first_then_others(lambda: open_mixture(data))  # text is prepared once
         self._check_vocabulary()
         self.files = {suite: RecordFile(directory / f"{suite}.jsonl") for suite in MEASURED}
         self._known: dict[Any, Any] = {}  # results by what they depend on
@@ -276,7 +277,8 @@ class Evaluation:
         if (shape, slopes) not in self.forwards:
             named = {} if self._attention is None else {"attention": self._attention}
             config = complete(dataclasses.replace(shape, **named))
-            self.forwards[shape, slopes] = Forward(config, slopes, self._devices)
+            tensor = tensor_shards(variant.subject.lm.mesh)
+            self.forwards[shape, slopes] = Forward(config, slopes, self._devices, tensor=tensor)
         return self.forwards[shape, slopes]
 
     def _params(self, variant: Variant) -> Any:
@@ -385,6 +387,7 @@ class Evaluation:
                 file.put([{**one, "c_all_lengths": c} for one in mine])
             if c is not None:
                 fitted = {int(one["length"]): float(one["beta"]) for one in mine}
-                kept = write_logit_scale(subject.checkpoint, c, fitted, str(mine[0]["fitted_on"]))
+                on = str(mine[0]["fitted_on"])
+                kept = on_first(functools.partial(write_logit_scale, subject.checkpoint, c, fitted, on))
                 where = f"is kept in {kept}" if kept else "is not kept: the checkpoint is external. Convert it first"
                 self.kept.append(f"{subject.path}: β = 1 {c:+.3f} ln s {where}.")

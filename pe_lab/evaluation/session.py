@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from pe_lab.evaluation.tasks.documents import Documents
 from pe_lab.evaluation.tasks.ruler.files import write_answers
 from pe_lab.evaluation.tasks.suites import HARNESS, MEASURED, SEED, open_tasks
 from pe_lab.evaluation.variants import Subject, Variant, all_variants
+from pe_lab.parallel import on_first
 from pe_lab.results.records import Record
 from pe_lab.terminal import console
 
@@ -110,7 +112,8 @@ class Session:
         for suite in prompted:
             records += suite.run()
             if arguments.ruler_files and isinstance(suite, Prompted):
-                write_answers(Path(arguments.ruler_files), self.target.display_name, suite.answered())
+                directory, run = Path(arguments.ruler_files), self.target.display_name
+                on_first(functools.partial(write_answers, directory, run, suite.answered()))
         return records
 
     def data_and_settings(self, subject: Subject) -> tuple[DataConfig | None, EvaluationConfig]:

@@ -20,7 +20,7 @@ from pe_lab.errors import CheckpointError, ConfigError
 from pe_lab.evaluation.variants import Subject
 from pe_lab.language_model import LanguageModel, load
 from pe_lab.model import Model
-from pe_lab.parallel import hide_absent_tpu, make_mesh
+from pe_lab.parallel import compute_devices, computes_together, hide_absent_tpu, is_first, make_mesh, on_first
 from pe_lab.storage import json_object, write_file
 
 MARKER = "source.json"  # in the results' directory of an external checkpoint: its path
@@ -46,7 +46,7 @@ class Target:
 
     def write_marker(self) -> None:
         """Writes the path of an external checkpoint into its directory; another one of its name gets another."""
-        if self.external is not None and not (self.root / MARKER).exists():
+        if self.external is not None and is_first() and not (self.root / MARKER).exists():
             write_file(self.root / MARKER, json.dumps({"source": self.external}) + "\n", "Give a directory with --out.")
 
 
@@ -161,27 +161,35 @@ def load_subjects(target: Target, paths: Sequence[str]) -> list[Subject]:
 
 
 def _with_lasting_id(lm: LanguageModel, path: str) -> LanguageModel:
-    """The model; an external checkpoint gets an id from its files' names, sizes and times."""
+    """The model; an external checkpoint gets an id from the first process's files: their names, sizes and times."""
     if not is_external(path):
         return lm
     checkpoint = lm.checkpoint
     where = Path(checkpoint.path)
-    files = sorted(p for p in where.iterdir() if p.is_file()) if where.is_dir() else [where]
-    listed = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files if p.exists()]
-    identity = "read-" + hashlib.sha256(repr((str(where.resolve()), listed)).encode()).hexdigest()[:16]
-    checkpoint = dataclasses.replace(checkpoint, metadata={**checkpoint.metadata, "id": identity})
+
+    def identity() -> str:
+        files = sorted(p for p in where.iterdir() if p.is_file()) if where.is_dir() else [where]
+        listed = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files if p.exists()]
+        return "read-" + hashlib.sha256(repr((str(where.resolve()), listed)).encode()).hexdigest()[:16]
+
+    checkpoint = dataclasses.replace(checkpoint, metadata={**checkpoint.metadata, "id": on_first(identity)})
     return dataclasses.replace(lm, checkpoint=checkpoint)
 
 
 def mesh_for(path: str) -> Mesh | None:
-    """The mesh for a checkpoint's weights; None on one device."""
-    devices = jax.local_devices()
+    """The mesh for a checkpoint's weights; None on one device.
+
+    Of devices that are not needed for the weights, each has other sequences or, where processes compute together, a
+    part of every sequence.
+    """
+    devices = compute_devices()
     if len(devices) == 1:
         return None
-    stats = devices[0].memory_stats() or {}
+    stats = jax.local_devices()[0].memory_stats() or {}
     config, tensor = open_source(path).model, 1
     while "bytes_limit" in stats and 4 * Model(config).num_parameters / tensor > stats["bytes_limit"] / 3:
         if len(devices) % (2 * tensor) or config.kv_heads % (2 * tensor):
             break
         tensor *= 2
-    return make_mesh(MeshConfig(data=-1, tensor=tensor), devices)
+    rest = {"data": 1, "context": -1} if computes_together() else {"data": -1}
+    return make_mesh(MeshConfig(tensor=tensor, **rest), devices)

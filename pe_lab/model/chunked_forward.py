@@ -16,7 +16,7 @@ from pe_lab.model.cache import Cache
 from pe_lab.model.decoder import Params
 from pe_lab.model.loss import cross_entropy
 from pe_lab.model.programs import Programs, Weights, chunk_of, outputs_at, part_of
-from pe_lab.parallel import AxisRules
+from pe_lab.parallel import AxisRules, fetch
 from pe_lab.positional import Schedule
 
 CHUNK = 512  # tokens per chunk
@@ -62,9 +62,9 @@ class ChunkedForward(Programs):
             # The host waits one chunk behind, so that the device always has the next one.
             results.append(loss)
             if len(results) > 1:
-                results[-2] = np.asarray(results[-2])
+                results[-2] = fetch(results[-2])
             progress(min(start + self.chunk, tokens.shape[1]))
-        return np.concatenate([np.asarray(loss) for loss in results], axis=1)[:, : tokens.shape[1]]
+        return np.concatenate([fetch(loss) for loss in results], axis=1)[:, : tokens.shape[1]]
 
     def hidden(
         self,

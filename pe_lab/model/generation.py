@@ -16,6 +16,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.model.programs import Programs, Weights, part_of
 from pe_lab.model.request import Request, Schedules, Statistics
 from pe_lab.model.stopping import Decode, Ending
+from pe_lab.parallel import fetch
 from pe_lab.positional import Schedule
 
 CHUNKS = (512, 128, 32)  # tokens per chunk of a prompt: at most one compilation each
@@ -179,7 +180,7 @@ class _Batch:
                     self._stale += 1
                     if schedule.structure != self._schedule.structure or self._stale == self._request.refresh:
                         self._statistics.refreshes += 1
-                        new = np.stack([np.asarray(t) for t in self._new], axis=1)
+                        new = np.stack([fetch(t) for t in self._new], axis=1)
                         sequences = [np.concatenate(pair) for pair in zip(self._prompts, new, strict=True)]
                         return self._prefill(sequences, schedule)
                     self._placed = self._place(schedule)
@@ -194,7 +195,7 @@ class _Batch:
         """The tokens on the host; waits for them."""
         first = len(self._new) == 1
         with self._timed("prefill_seconds" if first else "decode_seconds"):
-            tokens = np.asarray(token)[: self._real]
+            tokens = fetch(token)[: self._real]
         self._statistics.new_tokens += self._real
         if self._statistics.on_tokens is not None:
             self._statistics.on_tokens(self._real)

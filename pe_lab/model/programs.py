@@ -23,7 +23,7 @@ from pe_lab.model.cache import Cache, Chunk, Layout, allocate, arrange, forward_
 from pe_lab.model.decoder import Model, Params
 from pe_lab.model.sampling import Draw, choose
 from pe_lab.model.shape import Run
-from pe_lab.parallel import AxisRules, use_mesh
+from pe_lab.parallel import AxisRules, put, use_mesh
 from pe_lab.positional import LayerStructure, Schedule
 
 
@@ -174,7 +174,7 @@ class Programs:
         """
         if self._mesh is None:
             return jax.device_put(tree, self._device)
-        return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
+        return put(tree, NamedSharding(self._mesh, PartitionSpec()))
 
 
 def part_of(sequences: Sequence[np.ndarray] | np.ndarray, start: int, size: int) -> Int[np.ndarray, "B C"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -89,3 +90,9 @@ class Statistics:
     compile_seconds: float = 0.0
     decoded_tokens: int = 0  # without the first of each sequence, which is part of the prefill
     on_tokens: Callable[[int], None] | None = None
+
+    def add(self, other: Statistics) -> None:
+        """Adds the counts and seconds of other calls."""
+        for field in dataclasses.fields(self):
+            if field.name != "on_tokens":
+                setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))

@@ -1,5 +1,6 @@
 """The device mesh, logical axes, and the start of several processes."""
 
+from pe_lab.parallel.global_arrays import fetch, put
 from pe_lab.parallel.host_memory import keep_freed_memory
 from pe_lab.parallel.mesh import balanced_order, check_batch, make_mesh, mesh_shape, padded_length
 from pe_lab.parallel.processes import has_accelerator, hide_absent_tpu, start_processes
@@ -12,4 +13,14 @@ from pe_lab.parallel.sharding import (
     sharding_axes,
     slots_are_sharded,
     use_mesh,
+)
+from pe_lab.parallel.work_sharing import (
+    compute_devices,
+    computes_together,
+    deal,
+    first_then_others,
+    is_first,
+    on_first,
+    one_program,
+    shared,
 )

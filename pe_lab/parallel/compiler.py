@@ -11,7 +11,7 @@ products. What they leave out is below, with its effect on a step; `pe_lab.plan 
 - v4 and v5e have none. Options of earlier libtpu releases for them (data-parallel overlap, asynchronous all-reduce,
   backward pipelining of all-gathers) give the same program as the defaults, and fusing reduce-scatters with products
   exceeds VMEM (docs/log.md).
-- GPUs: XLA's latency-hiding scheduler and its pipelined collectives are on by default.
+- GPUs: XLA's latency-hiding scheduler is on by default on Hopper.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
-_SPARSE_CORES = {
-    _OFFLOAD + name: "true"
+_SPARSE_CORES: dict[str, Any] = {
+    _OFFLOAD + name: True
     for name in (
         "all_gather",
         "2d_all_gather",
@@ -31,7 +31,7 @@ _SPARSE_CORES = {
         "nd_reduce_scatter",
     )
 }
-OPTIONS: dict[str, dict[str, str]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "TPU v5": _SPARSE_CORES,
     "TPU v5p": _SPARSE_CORES,
     "TPU v6 lite": _SPARSE_CORES,
@@ -40,16 +40,12 @@ OPTIONS: dict[str, dict[str, str]] = {
 }
 
 
-def compiler_options(device: Any, overrides: Mapping[str, Any]) -> dict[str, str]:
+def compiler_options(device: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a program for devices such as `device`, for `jax.jit` and `Lowered.compile`.
 
     Args:
       device: of the mesh; its `device_kind` decides.
       overrides: of the recipe; "" removes an option.
     """
-    options = OPTIONS.get(getattr(device, "device_kind", ""), {}) | {k: _text(v) for k, v in overrides.items()}
+    options = OPTIONS.get(getattr(device, "device_kind", ""), {}) | dict(overrides)
     return {name: value for name, value in options.items() if value != ""}
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -23,12 +23,16 @@ def start_processes() -> None:
 
     This function finds out whether there are several processes on a TPU slice, under SLURM and under Open MPI, and
     `jax.distributed` finds their addresses. Elsewhere COORDINATOR_ADDRESS, PROCESS_COUNT and PROCESS_INDEX give them.
-    With a single process nothing is done. A process that is alone on its node gets all devices of the node.
+    With a single process, or if they are connected already, nothing is done. A process that is alone on its node gets
+    all devices of the node. One that ends without notice ends the others after 100 seconds, or after
+    HEARTBEAT_SECONDS; process 0 at once.
 
     Raises:
-      ConfigError: COORDINATOR_ADDRESS is set without the other two.
+      ConfigError: COORDINATOR_ADDRESS is set without the other two, or a number is none.
     """
     hide_absent_tpu()
+    if jax.distributed.is_initialized():
+        return
     if not has_accelerator():
         jax.config.update("jax_cpu_collectives_implementation", "gloo")  # without it CPUs cannot communicate
     # Under SLURM and Open MPI, JAX gives a process one device unless it gets a list; an empty one restricts nothing.
@@ -40,9 +44,12 @@ def start_processes() -> None:
                 f"COORDINATOR_ADDRESS is set, but PROCESS_COUNT is '{count}' and PROCESS_INDEX '{index}'. Set them to "
                 "whole numbers: the number of processes, and the index of this one, from 0."
             )
-        jax.distributed.initialize(
-            os.environ["COORDINATOR_ADDRESS"], num_processes=int(count), process_id=int(index), **devices
-        )
+        options = {"num_processes": int(count), "process_id": int(index), **devices}
+        if beats := os.environ.get("HEARTBEAT_SECONDS"):
+            if not beats.isdigit() or int(beats) < 1:
+                raise ConfigError(f"HEARTBEAT_SECONDS is '{beats}'; set it to a whole number of seconds, at least 1.")
+            options["heartbeat_timeout_seconds"] = int(beats)
+        jax.distributed.initialize(os.environ["COORDINATOR_ADDRESS"], **options)
     elif _one_of_several():
         jax.distributed.initialize(**devices)
 

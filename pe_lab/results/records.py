@@ -73,13 +73,17 @@ def bins(found: Mapping[str, Any], edges: str, value: str, *others: str) -> list
 class RecordFile:
     """The result records of one suite. Every change is on disk at once, whole.
 
+    Of several processes the first one reads and writes the file; all know its records.
+
     Raises:
       DataError: the file cannot be read, or a line is no record.
     """
 
     def __init__(self, path: Path):
+        from pe_lab.parallel import on_first  # which imports JAX, and reports do not
+
         self.path = path
-        self.records = self._read()
+        self.records = on_first(self._read)
 
     def _read(self) -> list[Record]:
         return list(read_records(self.path, "result record", "Move the file away and evaluate again."))
@@ -97,10 +101,19 @@ class RecordFile:
         Raises:
           DataError: the file cannot be written.
         """
+        from pe_lab.parallel import is_first
+
         new = {key(record): finite(dict(record)) for record in records}
-        kept = [new.pop(key(record), record) for record in self._read()]
-        self.records = [*kept, *new.values()]
-        write_records(self.path, self.records, "Give another directory with --out.")
+        if is_first():
+            write_records(self.path, merged(self._read(), new), "Give another directory with --out.")
+        self.records = merged(self.records, new)
+
+
+def merged(records: Sequence[Record], new: Mapping[tuple[Any, ...], Record]) -> list[Record]:
+    """The records with new ones, by their keys, in place of those that measured the same, or else at the end."""
+    rest = dict(new)
+    kept = [rest.pop(key(record), record) for record in records]
+    return [*kept, *rest.values()]
 
 
 def finite(value: Any) -> Any:

@@ -28,13 +28,17 @@ def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
 class SampleFile:
     """The sample records of one suite.
 
+    Of several processes the first one reads and writes the file; all know its records.
+
     Raises:
       DataError: a complete line is no JSON object, or the file cannot be read.
     """
 
     def __init__(self, path: Path):
+        from pe_lab.parallel import on_first  # which imports JAX, and reports do not
+
         self.path = path
-        self.records = {key(record): record for record in self._read()}
+        self.records = {key(record): record for record in on_first(self._read)}
 
     def _read(self) -> list[SampleRecord]:
         return list(read_records(self.path, "sample record", "Move the file away and evaluate again.", partial=True))
@@ -45,9 +49,14 @@ class SampleFile:
         Raises:
           DataError: the file cannot be written.
         """
+        from pe_lab.parallel import is_first
+
         new = [record for record in records if key(record) not in self.records]
-        if not new:
-            return
+        if is_first() and new:
+            self._append(new)
+        self.records.update({key(record): record for record in new})
+
+    def _append(self, new: Sequence[SampleRecord]) -> None:
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in new)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,16 +69,17 @@ class SampleFile:
             raise DataError(
                 f"{self.path} cannot be written ({error.strerror}). Give another directory with --out."
             ) from None
-        self.records.update({key(record): record for record in new})
 
     def forget(self, unwanted: Sequence[tuple[Any, ...]]) -> None:
         """Removes records, so that their samples are answered again."""
+        from pe_lab.parallel import is_first
+
         removed = set(unwanted) & set(self.records)
         if not removed:
             return
-        kept = [record for record in self._read() if key(record) not in removed]
-        write_records(self.path, kept)
-        self.records = {key(record): record for record in kept}
+        if is_first():
+            write_records(self.path, (record for record in self._read() if key(record) not in removed))
+        self.records = {name: record for name, record in self.records.items() if name not in removed}
 
 
 def _cut_off_partial_line(file: BinaryIO) -> None:

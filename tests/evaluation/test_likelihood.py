@@ -79,7 +79,7 @@ def test_batches_devices_and_chunks_do_not_matter(monkeypatch):
         "all devices": Likelihoods(lm, devices=jax.devices()),
     }
     monkeypatch.setitem(forwards.CHUNK, "cpu", 8)
-    monkeypatch.setattr(likelihoods, "_forward", lambda config, slopes, devices: Forward(config, slopes, devices, 16))
+    monkeypatch.setattr(likelihoods, "_forward", lambda *shape, tensor: Forward(*shape, 16, tensor))
     scorers["chunk by chunk"] = Likelihoods(lm, devices=tiny.one_device())
     for scorer in scorers.values():
         for found, same in zip(in_order(scorer, asked), wanted, strict=True):

@@ -12,6 +12,7 @@ from pe_lab.evaluation.plan import parse_length
 from pe_lab.evaluation.scoring import forward as forwards
 from pe_lab.evaluation.scoring.forward import Forward, Meshes
 from pe_lab.model import Model
+from pe_lab.parallel import one_program
 from pe_lab.planning.evaluation_memory import cache_bytes, longest, sequence_memory
 from pe_lab.positional import Layer, NoPE, Rope, build_schedule, layers
 
@@ -62,6 +63,24 @@ def test_fewer_sequences_than_devices_are_sharded_over_them(rows, monkeypatch):
     batch = sequences(rows)
     several = Forward(CONFIG, devices=jax.devices()[:4])
     assert several._meshes.of(rows, T).shape["context"] == {1: 4, 2: 2, 3: 2}[rows]
+    one = Forward(CONFIG, devices=tiny.one_device())
+    for found, wanted in zip(both(several, batch, WINDOWED), both(one, batch, WINDOWED), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_together_every_long_sequence_is_sharded_and_the_weights_too(monkeypatch):
+    """As many sequences as devices, which each would read by itself otherwise; two devices hold the weights."""
+    monkeypatch.setattr(forwards, "SHARD_FROM", 64)
+    batch = sequences(4)
+    with one_program(together=True):
+        several = Forward(CONFIG, devices=jax.devices()[:4], tensor=2)
+    assert {name: several._meshes.of(4, T).shape[name] for name in ("data", "tensor", "context")} == {
+        "data": 1,
+        "tensor": 2,
+        "context": 2,
+    }
+    query = several.place(tiny.parameters())["layers"]["attention"]["query"]
+    assert query.addressable_shards[0].data.size == query.size // 2
     one = Forward(CONFIG, devices=tiny.one_device())
     for found, wanted in zip(both(several, batch, WINDOWED), both(one, batch, WINDOWED), strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-4)

@@ -9,7 +9,8 @@ import tiny
 
 from pe_lab.errors import UserError
 from pe_lab.evaluation.generation.backend import ModelBackend
-from pe_lab.evaluation.generation.prompted import Prompted, batches, schedule_length
+from pe_lab.evaluation.generation.groups import batches, schedule_length
+from pe_lab.evaluation.generation.prompted import Prompted
 from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.breakdowns import by_length
 from pe_lab.evaluation.tasks.haystacks import Haystack

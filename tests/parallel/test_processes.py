@@ -217,6 +217,12 @@ def test_processes_join_by_hand(monkeypatch):
     start_processes()
     assert joined[-1] == ("host-0:1234", {"num_processes": 2, "process_id": 1})
     assert ("jax_cpu_collectives_implementation", "gloo") in joined
+    monkeypatch.setenv("HEARTBEAT_SECONDS", "30")
+    start_processes()
+    assert joined[-1][1]["heartbeat_timeout_seconds"] == 30
+    monkeypatch.setenv("HEARTBEAT_SECONDS", "often")
+    with pytest.raises(ConfigError, match="HEARTBEAT_SECONDS is 'often'"):
+        start_processes()
 
 
 def test_processes_joined_by_hand_need_their_number(monkeypatch):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -237,38 +237,37 @@ def _measure(
 ) -> dict[Any, NeedleScores]:
     """The scores with each group of heads masked; those that were measured before are read."""
     lm, mask = variant.at(testing.length), session.arguments.mask
+    groups = sequence_groups(lm, range(len(testing)), testing.length)
+    pieces = [(group, count, key) for group, count in groups for key in chosen]
+
+    def identity(digest: str, heads: Sequence[Head]) -> dict[str, Any]:
+        return {
+            "protocol": PROTOCOL,
+            "checkpoint": variant.subject.id,
+            "encodings": variant.fingerprint(testing.length),
+            "sequence": digest,
+            "length": testing.length,
+            "masked": [mask if heads else "", sorted(heads)],
+        }
+
+    def measure(numbers: Iterable[int]) -> Iterator[list[dict[str, np.ndarray]]]:
+        streams, of = None, None
+        for group, count, key in (pieces[n] for n in numbers):
+            batch, heads = testing.batch(group), chosen[key]
+            asked = _questions(batch)
+            if streams is None or of != group:
+                streams, of = Streams(lm, batch.tokens), group
+            edited = streams.under(masked(lm, heads, mask), min(n for n, _ in heads)) if heads else streams
+            scores = edited.scores(asked.at, asked.answers)
+            yield [{"log_prob": p, "right": r} for p, r in zip(*scores, strict=True)][:count]
+
+    identities = [[identity(testing.digests[i], chosen[key]) for i in group[:count]] for group, count, key in pieces]
     found: dict[Any, list[NeedleScores]] = {key: [] for key in chosen}
-    for group, count in sequence_groups(lm, range(len(testing)), testing.length):
-        batch, streams = testing.batch(group), None
-        asked = _questions(batch)
-        for key, heads in chosen.items():
-            identities = [
-                {
-                    "protocol": PROTOCOL,
-                    "checkpoint": variant.subject.id,
-                    "encodings": variant.fingerprint(testing.length),
-                    "sequence": one,
-                    "length": testing.length,
-                    "masked": [mask if heads else "", sorted(heads)],
-                }
-                for one in batch.digests[:count]
-            ]
-            stored = [session.parts.find(identity) for identity in identities]
-            fresh = any(part is None for part in stored)
-            if fresh:
-                streams = Streams(lm, batch.tokens) if streams is None else streams
-                edited = streams.under(masked(lm, heads, mask), min(n for n, _ in heads)) if heads else streams
-                scores = edited.scores(asked.at, asked.answers)
-                stored = [{"log_prob": p, "right": r} for p, r in zip(*scores, strict=True)][:count]
-                for identity, part in zip(identities, stored, strict=True):
-                    session.parts.put(identity, part)
-            else:
-                session.reused += count
-            parts = [part for part in stored if part is not None]
-            found[key].append(
-                NeedleScores(*(np.stack([part[name] for part in parts]) for name in NeedleScores._fields))
-            )
-            scored(count, not fresh)
+    costs = [lm.config.layers - min((n for n, _ in chosen[key]), default=0) for *_, key in pieces]
+    measured = session.measure_edits(identities, measure, costs)
+    for (_, count, key), (parts, existed) in zip(pieces, measured, strict=True):
+        found[key].append(NeedleScores(*(np.stack([part[name] for part in parts]) for name in NeedleScores._fields)))
+        scored(count, existed)
     return {key: NeedleScores(*map(np.concatenate, zip(*parts, strict=True))) for key, parts in found.items()}
 
 

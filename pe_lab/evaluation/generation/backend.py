@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,20 @@ class Spent:
     written: int = 0
     seconds: float = 0.0
     compiling: float = 0.0
+
+    def copy(self) -> Spent:
+        return dataclasses.replace(self)
+
+    def since(self, before: Spent) -> Spent:
+        """What was added since a copy was made."""
+        return Spent(
+            *(now - then for now, then in zip(dataclasses.astuple(self), dataclasses.astuple(before), strict=True))
+        )
+
+    def add(self, other: Spent) -> None:
+        """Adds another process's cost."""
+        for name, value in dataclasses.asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
     def describe(self) -> str:
         """One line for the end of an evaluation."""
@@ -71,7 +86,8 @@ class ModelBackend:
         memory = CACHE.get(backend) or CACHE_SHARE * _device_memory() * devices
         most = BATCH.get(backend, BATCH_ELSEWHERE * devices)
         fitting = int(max(1, min(most, memory // cache)))
-        return max(1 << (fitting.bit_length() - 1), devices)
+        rows = devices if self.lm.mesh is None else devices // self.lm.mesh.shape["context"]
+        return max(1 << (fitting.bit_length() - 1), rows)
 
     def __call__(self, samples: Sequence[Sample]) -> list[str]:
         statistics, start = Statistics(on_tokens=self.on_tokens), time.perf_counter()

@@ -4,126 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
-
-from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.errors import CheckpointError, ConfigError, DataError
+from pe_lab.errors import CheckpointError, DataError
 from pe_lab.evaluation.generation.backend import ModelBackend, Spent
+from pe_lab.evaluation.generation.groups import Batch, Group, Prompts, Rest, batches
 from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.breakdowns import by_depth, by_length
-from pe_lab.evaluation.tasks.suites import SUITES
 from pe_lab.evaluation.tasks.task import Sample, Task
 from pe_lab.evaluation.variants import Variant
+from pe_lab.parallel import compute_devices, shared
 from pe_lab.results.intervals import mean_of
-from pe_lab.results.records import Record, RecordFile, digest, finite
+from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
-
-
-class Prompts:
-    """The samples of a task for a tokenizer, which all variants answer.
-
-    Attributes:
-      length: tokens of a prompt and its answer; None: prompts of their own lengths.
-      settings: a fingerprint of the task's settings and the tokenizer, which the samples depend on.
-    """
-
-    def __init__(self, task: Task, tokenizer: Tokenizer, length: int | None, count: int | None, seed: int):
-        suite = SUITES[task.suite]
-        self.task, self.length, self.seed = task, length, seed
-        self.samples = task.samples(tokenizer, length, count or suite.samples.get(task.name, sys.maxsize), seed)
-        self.protocol = f"{task.suite}-{suite.protocol}"
-        self.settings = f"{self.protocol}-{digest([dict(task.settings), tokenizer.fingerprint])}"
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Tokens of each sample and its answer; counted once, as making the samples may take long."""
-        return [len(sample.tokens) + sample.max_new_tokens for sample in self.samples]
-
-    @property
-    def cost(self) -> int:
-        """Tokens of all samples, about, for a progress bar."""
-        return sum(self.sizes) if self.length is None else self.length * len(self.samples)
-
-    def check_fits(self, sample: Sample) -> None:
-        needed = len(sample.tokens) + sample.max_new_tokens
-        if self.length is not None and needed > self.length:
-            raise ConfigError(
-                f"{self.task.suite}:{self.task.name}, sample {sample.index}: its prompt of {len(sample.tokens):,} "
-                f"tokens and {sample.max_new_tokens} new ones do not fit {self.length:,}; prompts are never cut here. "
-                "Give a larger --lengths."
-            )
-
-
-@dataclass(frozen=True)
-class Group:
-    """The samples of one task at one length, for one variant."""
-
-    variant: Variant
-    prompts: Prompts
-
-    @property
-    def task(self) -> Task:
-        return self.prompts.task
-
-    @property
-    def length(self) -> int | None:
-        return self.prompts.length
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """The length whose schedule each sample is read with."""
-        if self.length is not None:
-            return [self.length] * len(self.prompts.samples)
-        return [schedule_length(tokens, self.variant.training_length) for tokens in self.prompts.sizes]
-
-    @cached_property
-    def identities(self) -> list[SampleRecord]:
-        """The keys of each sample's record that make it the answer to one question and to no other."""
-        readings = {length: self.variant.fingerprint(length) for length in set(self.lengths)}
-        return [
-            {
-                "checkpoint_id": self.variant.subject.id,
-                "reading": readings[length],
-                "suite": self.task.suite,
-                "task": self.task.name,
-                "length": self.length,
-                "seed": self.prompts.seed,
-                "settings": self.prompts.settings,
-                "index": index,
-            }
-            for index, length in enumerate(self.lengths)
-        ]
-
-    def by_length(self) -> Iterator[tuple[int, list[int]]]:
-        """Indices of samples by the length of their schedule, the shortest first; of their own lengths, too."""
-        for length in sorted(set(self.lengths)):
-            chosen = [i for i, one in enumerate(self.lengths) if one == length]
-            if self.length is None:
-                chosen.sort(key=self.prompts.sizes.__getitem__)
-            yield length, chosen
-
-    def check_crop(self) -> None:
-        """Raises `ConfigError` where a cropped variant would leave next to no prompt."""
-        crop = self.variant.crop
-        if crop is None or not len(self.prompts.samples):
-            return
-        sample = self.prompts.samples[0]
-        new = sample.max_new_tokens
-        if crop < 2 * new and len(sample.tokens) + new > crop:
-            raise ConfigError(
-                f"--methods=cropped: of {crop:,} tokens, the training length, {self.task.suite}:{self.task.name} "
-                f"keeps {new:,} for its answer, which leaves next to no prompt. Leave cropped out."
-            )
 
 
 class Prompted:
@@ -194,10 +92,11 @@ class Prompted:
             out.print(f"{self.finished:,} of {self.total:,} samples were answered before (--again: once more).")
         records = []
         with TokenProgress("compiling", self.work) as progress:
+            batches = self._batches()
+            answers = shared(batches, functools.partial(self._answers, progress), [batch.cost for batch in batches])
             for group in self.groups:
-                size = f" {group.length:,}" if group.length else ""
-                name = f"{group.task.suite}:{group.task.name}{size} {group.variant.label}"
-                answered = self._answer(group, functools.partial(progress.add, name=name))
+                mine = [batch for batch in batches if batch.group is group]
+                answered = self._answer(group, mine, answers, functools.partial(progress.add, name=group.name))
                 records.append(self._summary(group, answered))
                 self._record_files[group.task.suite].put(records[-1:])
         for record in records:
@@ -220,38 +119,58 @@ class Prompted:
     # --------------------------------------------------------------------------------------------------------
     # Answers
 
-    def _answer(self, group: Group, on_tokens: Callable[[int], None]) -> list[SampleRecord]:
-        """The sample records of a group, in the order of its samples."""
+    def _batches(self) -> list[Batch]:
+        """The batches that have a sample without an answer, in the order of the groups."""
+        found, planned = [], set()
+        for group in self.groups:
+            stored = () if self.again else self._sample_files[group.task.suite].records
+            keys = [key(one) for one in group.identities]
+            done = [key in stored or key in planned for key in keys]
+            planned |= set() if self.again else set(keys)  # variants that are one model at a length are asked once
+            for length, indices in group.by_length():
+                if all(done[i] for i in indices):
+                    continue
+                backend = self._backend(group.variant, length, self.spent)
+                longest = length if group.length else max(group.prompts.sizes[i] for i in indices)
+                for batch, filled in batches(indices, backend.batch_size(longest)):
+                    # A batch that was begun is answered whole: in another batch, sums may be rounded otherwise.
+                    if new := [i for i in batch if not done[i]]:
+                        tokens = sum(group.length or group.prompts.sizes[i] for i in new)
+                        found.append(Batch(group, length, backend, batch, filled, tokens))
+        return found
+
+    def _answers(self, progress: TokenProgress, asked: Iterable[Batch]) -> Iterator[Answers]:
+        """The answers to each batch."""
+        for batch in asked:
+            samples = batch.group.prompts.samples
+            for i in batch.indices:
+                batch.group.prompts.check_fits(samples[i])
+            batch.rest = Rest(batch.tokens, functools.partial(progress.add, name=batch.group.name))
+            batch.backend.on_tokens, before, start = batch.rest.take, self.spent.copy(), time.perf_counter()
+            answers = batch.backend([samples[i] for i in batch.filled])[: len(batch.indices)]
+            yield Answers(answers, time.perf_counter() - start, self.spent.since(before))
+
+    def _answer(
+        self, group: Group, asked: Sequence[Batch], answers: Iterator[Answers], on_tokens: Callable[[int], None]
+    ) -> list[SampleRecord]:
+        """The sample records of a group, in the order of its samples; those of each batch are written as it ends."""
         file, prompts = self._sample_files[group.task.suite], group.prompts
         keys = [key(one) for one in group.identities]
         if self.again:
             file.forget(keys)
-        done = [key in file.records for key in keys]
-        on_tokens(int(prompts.cost * sum(done) / max(len(keys), 1)))
-        for length, indices in group.by_length():
-            if all(done[i] for i in indices):
-                continue
-            backend = self._backend(group.variant, length, self.spent)
-            longest = length if group.length else max(prompts.sizes[i] for i in indices)
-            for batch, filled in batches(indices, backend.batch_size(longest)):
-                if all(done[i] for i in batch):
-                    continue
-                # A batch that was begun is answered whole: in another batch, sums may be rounded otherwise.
-                asked = {i: prompts.samples[i] for i in batch}
-                for sample in asked.values():
-                    prompts.check_fits(sample)
-                new = [asked[i] for i in batch if not done[i]]
-                rest = Rest(sum(group.length or len(s.tokens) + s.max_new_tokens for s in new), on_tokens)
-                backend.on_tokens, start = rest.take, time.perf_counter()
-                answers = backend([asked[i] for i in filled])[: len(batch)]
-                seconds = (time.perf_counter() - start) / len(batch)
-                file.add(
-                    [
-                        self._sample_record(group, sample, answer, length, seconds)
-                        for sample, answer in zip(asked.values(), answers, strict=True)
-                    ]
-                )
-                rest.take(rest.tokens)
+        on_tokens(int(prompts.cost * sum(key in file.records for key in keys) / max(len(keys), 1)))
+        for batch, answered in zip(asked, answers, strict=False):
+            seconds = answered.seconds / len(batch.indices)
+            file.add(
+                [
+                    self._sample_record(group, prompts.samples[i], text, batch.length, seconds)
+                    for i, text in zip(batch.indices, answered.texts, strict=True)
+                ]
+            )
+            if batch.rest is None:  # another process has answered it
+                batch.rest = Rest(batch.tokens, on_tokens)
+                self.spent.add(answered.spent)
+            batch.rest.take(batch.rest.tokens)
         return [file.records[key] for key in keys]
 
     def _sample_record(self, group: Group, sample: Sample, output: str, length: int, seconds: float) -> SampleRecord:
@@ -308,7 +227,7 @@ class Prompted:
             "seconds": math.fsum(record["seconds"] for record in answered),
             "protocol": first["protocol"],
             "versions": versions(),
-            "devices": len(jax.local_devices()),
+            "devices": len(compute_devices()),
         }
         if any(record["depth"] for record in answered):
             record["by_depth"] = by_depth(answered)
@@ -317,36 +236,9 @@ class Prompted:
         return finite(record)
 
 
-@dataclass
-class Rest:
-    """Tokens of a batch that were not reported yet; all are in the end, however early the answers end."""
+class Answers(NamedTuple):
+    """The texts that answer the samples of a batch, and their cost."""
 
-    tokens: int
-    on_tokens: Callable[[int], None]
-
-    def take(self, tokens: int) -> None:
-        taken = min(tokens, self.tokens)
-        self.tokens -= taken
-        self.on_tokens(taken)
-
-
-def schedule_length(tokens: int, training_length: int) -> int:
-    """The length whose schedule a sequence of `tokens` of its own length is read with.
-
-    It is the training length times the smallest sufficient power of two, so that sequences share schedules and batches.
-    """
-    length = training_length
-    while length < tokens:
-        length *= 2
-    return length
-
-
-def batches(indices: Sequence[int], most: int) -> list[tuple[list[int], list[int]]]:
-    """The smallest number of batches of at most `most`, all of one size, which is compiled once.
-
-    Each is (its indices, its indices with the last one repeated up to that size).
-    """
-    number = -(-len(indices) // most)
-    size = -(-len(indices) // number)
-    parts = [list(indices[start : start + size]) for start in range(0, len(indices), size)]
-    return [(part, part + [part[-1]] * (size - len(part))) for part in parts]
+    texts: list[str]
+    seconds: float
+    spent: Spent

@@ -8,7 +8,6 @@ import inspect
 import json
 import logging
 import operator
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,9 @@ from pe_lab.errors import CheckpointError, ConfigError, DataError, UnsupportedEr
 from pe_lab.evaluation.lm_eval.requests import Answers, Generation, Journal, Used, generate, generation_batches, seed_of
 from pe_lab.evaluation.lm_eval.settings import add_bos, sequences_at_once, whole_number, with_encoding
 from pe_lab.evaluation.plan import parse_length
-from pe_lab.evaluation.scoring.likelihood import Likelihoods
+from pe_lab.evaluation.scoring.likelihood import Batch, Likelihoods
 from pe_lab.language_model import LanguageModel, load
+from pe_lab.parallel import computes_together, is_first
 from pe_lab.positional import label
 
 MAX_NEW_TOKENS = 256  # where a task names none; the same as of the harness's own models
@@ -50,7 +50,7 @@ class Adapter:
       prefix_token_id: the token before a text without context; by default BOS, or else the end of text.
       seed: of drawn tokens, where a task asks for temperature. The draws of a request depend on the seed and on its
         place among the requests: such requests are answered one by one.
-      devices: to score on; by default all local ones.
+      devices: to score on; by default `compute_devices()`.
 
     Attributes:
       truncated: the number of contexts that were cut so far.
@@ -110,9 +110,11 @@ class Adapter:
         if prefix_token_id is not None:
             self.prefix_token_id = whole_number("prefix_token_id", prefix_token_id, 0, lm.config.vocab_size - 1)
         self._likelihoods = Likelihoods(lm, self.batch_size, devices)
-        # Generation uses all devices that the weights are on.
+        # Generation uses all devices that the weights are on. Where processes compute together, the mesh shards caches.
         checkpoint = dataclasses.replace(lm.checkpoint, params=self._likelihoods.params)
-        moved = any(map(operator.is_not, *map(jax.tree.leaves, (checkpoint.params, lm.checkpoint.params))))
+        moved = not computes_together() and any(
+            map(operator.is_not, *map(jax.tree.leaves, (checkpoint.params, lm.checkpoint.params)))
+        )
         self.lm = dataclasses.replace(lm, checkpoint=checkpoint) if moved else lm
         self._begins = self.tok_decode([self.prefix_token_id], skip_special_tokens=False)
         self.truncated = self.tokens = 0
@@ -203,12 +205,11 @@ class Adapter:
         self._count(cut, len(pairs))
         rolling = bool(requests) and requests[0][0] is None
         answers = Answers(self.journal, "loglikelihood_rolling" if rolling else "loglikelihood", pairs)
-        with tqdm(total=len(pairs), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
-            for batch in self._likelihoods.batches(pairs):
-                if not answers.has(batch.pairs):
-                    start = time.perf_counter()
-                    known = {index: [found.total, found.greedy] for index, found in self._likelihoods.read(batch)}
-                    answers.put(known, time.perf_counter() - start)
+        with tqdm(
+            total=len(pairs), disable=disable_tqdm or not is_first(), desc="Running loglikelihood requests"
+        ) as bar:
+            batches = self._likelihoods.batches(pairs)
+            for batch in answers.complete(batches, lambda batch: batch.pairs, self._score, lambda batch: batch.cost):
                 for index in batch.pairs:
                     if requests[index][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[index][0], tuple(answers[index]))
@@ -266,22 +267,37 @@ class Adapter:
             self._count(sum(len(asked[index].prompt) > limit for index in indices), len(indices))
         answers = Answers(self.journal, "generate_until", [asked[index] for index in range(len(requests))])
         texts = [""] * len(requests)
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
-            for indices in groups.values():
-                for batch, filled in generation_batches(self.lm, self.batch_size, asked, indices):
-                    if not answers.has(batch):
-                        start = time.perf_counter()
-                        written = generate(self.lm, [asked[index] for index in filled])
-                        answers.put(dict(zip(batch, written, strict=False)), time.perf_counter() - start)
-                    for index in batch:
-                        request, text, whole = requests[index], answers[index], len(asked[index].prompt)
-                        texts[index] = text.removeprefix(" ") if self._drops_a_space else text
-                        read = min(whole, asked[index].prompt_limit)
-                        self.tokens += read + len(self._text.encode(text))
-                        self._note(request, Used(read, whole, answers.seconds[index]))
-                        self.cache_hook.add_partial("generate_until", request.args, texts[index])
-                    bar.update(len(batch))
+        with tqdm(
+            total=len(requests), disable=disable_tqdm or not is_first(), desc="Running generate_until requests"
+        ) as bar:
+
+            def write(batch: tuple[list[int], list[int]]) -> dict[int, str]:
+                written = generate(self.lm, [asked[index] for index in batch[1]])
+                return dict(zip(batch[0], written, strict=False))
+
+            def cost(batch: tuple[list[int], list[int]]) -> int:
+                first = asked[batch[1][0]]
+                return len(batch[1]) * (len(first.prompt) + first.new_tokens)
+
+            batches = [
+                batch
+                for indices in groups.values()
+                for batch in generation_batches(self.lm, self.batch_size, asked, indices)
+            ]
+            for batch, _ in answers.complete(batches, lambda batch: batch[0], write, cost):
+                for index in batch:
+                    request, text, whole = requests[index], answers[index], len(asked[index].prompt)
+                    texts[index] = text.removeprefix(" ") if self._drops_a_space else text
+                    read = min(whole, asked[index].prompt_limit)
+                    self.tokens += read + len(self._text.encode(text))
+                    self._note(request, Used(read, whole, answers.seconds[index]))
+                    self.cache_hook.add_partial("generate_until", request.args, texts[index])
+                bar.update(len(batch))
         return texts
+
+    def _score(self, batch: Batch) -> dict[int, list[Any]]:
+        """The total and the greedy flag of each pair of a batch."""
+        return {index: [found.total, found.greedy] for index, found in self._likelihoods.read(batch)}
 
     def _settings(self, settings: Mapping[str, Any]) -> tuple[list[str], int, dict[str, Any]]:
         """Stop strings, new tokens and sampling from a request's settings; `UnsupportedError` for other settings."""

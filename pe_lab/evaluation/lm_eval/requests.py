@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import namedtuple
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from pe_lab.evaluation.generation.backend import ModelBackend
 from pe_lab.language_model import LanguageModel
+from pe_lab.parallel import shared
 from pe_lab.results.samples import SampleFile, SampleRecord, key
+
+Batch = TypeVar("Batch")
 
 
 class Generation(NamedTuple):
@@ -134,6 +138,33 @@ class Answers:
     def has(self, places: Iterable[int]) -> bool:
         """Whether all of them are known."""
         return all(place in self._known for place in places)
+
+    def complete(
+        self,
+        batches: Sequence[Batch],
+        places: Callable[[Batch], Sequence[int]],
+        answer: Callable[[Batch], Mapping[int, Any]],
+        cost: Callable[[Batch], float],
+    ) -> Iterator[Batch]:
+        """The batches in order, each as soon as all its answers are known. Several processes share the batches.
+
+        Args:
+          places: of the requests of a batch.
+          answer: answers a batch, by place.
+          cost: of a batch, in any unit.
+        """
+
+        def timed(chosen: Iterable[Batch]) -> Iterator[tuple[Mapping[int, Any], float]]:
+            for batch in chosen:
+                start = time.perf_counter()
+                yield answer(batch), time.perf_counter() - start
+
+        missing = [batch for batch in batches if not self.has(places(batch))]
+        answered = shared(missing, timed, list(map(cost, missing)))
+        for batch in batches:
+            if not self.has(places(batch)):
+                self.put(*next(answered))
+            yield batch
 
     def put(self, answers: Mapping[int, Any], seconds: float) -> None:
         """Adds the answers of a batch, which took `seconds`; they are on disk on return. Existing answers stay."""

@@ -12,6 +12,7 @@ from pe_lab.evaluation.lm_eval.requests import Journal
 from pe_lab.evaluation.lm_eval.task_lists import TASK_LISTS, expand_tasks, fingerprint, harness_version, open_tasks
 from pe_lab.evaluation.progress import describe_speed
 from pe_lab.evaluation.variants import Variant
+from pe_lab.parallel import on_first
 from pe_lab.positional import label_layers
 from pe_lab.results.records import Record, RecordFile, digest, finite
 from pe_lab.results.samples import SampleFile, key
@@ -85,7 +86,7 @@ class Harness:
                 model, of = None, one.variant  # frees its weights before others are placed
                 model = self._make_model(one.variant.at(one.length), max_length=one.length)
             if self._again:
-                one.requests.unlink(missing_ok=True)
+                on_first(lambda path=one.requests: path.unlink(missing_ok=True))
             new = one.run(model, self._manager, self._tasks[one.name], samples)
             file.put(new)
             records += new

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +15,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from pe_lab.checkpoints.source import shardings
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model, Params
 from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.model.loss import LOGITS, tokens_per_device, vocabulary_chunks
-from pe_lab.parallel import AxisRules, make_mesh, use_mesh
+from pe_lab.parallel import AxisRules, compute_devices, computes_together, fetch, make_mesh, put, shared, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule
 
 BATCH_TOKENS = {"cpu": 2**11}  # fits a CPU's caches: with eight times as many a token took twice as long
@@ -37,13 +38,14 @@ class Forward:
 
     Schedules and parameters are arguments of the compiled functions, which all variants and checkpoints share. The
     sequences of a batch are sharded over the devices; long sequences, fewer than there are devices, are each sharded
-    over several. Otherwise sequences of more than `whole` tokens are read in chunks.
+    over several. Otherwise sequences of more than `whole` tokens are read in chunks. Several processes share batches.
 
     Args:
       config: the model's shape.
       slopes: whether any schedule to come has ALiBi's slopes.
-      devices: the devices to use; None: all local ones.
+      devices: the devices to use; None: `compute_devices()`.
       whole: the most tokens of a sequence that is read in one pass.
+      tensor: the devices that the weights are sharded over; 1: every device has all weights.
 
     Attributes:
       traces: (output, length) -> how often it was traced, and so compiled.
@@ -56,13 +58,14 @@ class Forward:
         slopes: bool = False,
         devices: Sequence[Any] | None = None,
         whole: int = WHOLE,
+        tensor: int = 1,
     ):
         self.config = dataclasses.replace(config, remat="none")
         self.traces: collections.Counter[tuple[str, int]] = collections.Counter()
         self.on_tokens: OnTokens = lambda tokens: None
-        devices = list(jax.local_devices() if devices is None else devices)
+        devices = list(compute_devices() if devices is None else devices)
         self._slopes, self._whole = slopes, whole
-        self._meshes = Meshes(devices)
+        self._meshes = Meshes(devices, tensor)
         self._devices = len(devices)
         self._batch_sizes: dict[tuple[str, int, Mesh | None], int] = {}
         self._compiled: dict[tuple[str, int, Mesh | None, int], Callable[..., jax.Array]] = {}
@@ -80,9 +83,15 @@ class Forward:
             Model(self.config, backward=False).attention_by_layer(structure, length)
 
     def place(self, params: Params) -> Params:
-        """The parameters, replicated on every device."""
-        mesh = self._meshes.over_sequences
-        return params if mesh is None else jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+        """The parameters on the devices: replicated on every one, or sharded over `tensor` of them."""
+        return self._placed(params, self._meshes.over_sequences)
+
+    def _placed(self, params: Params, mesh: Mesh | None) -> Params:
+        if mesh is None:
+            return params
+        if mesh.shape["tensor"] > 1:
+            return jax.tree.map(put, params, shardings(Model(self.config), mesh, AxisRules()))
+        return put(params, NamedSharding(mesh, PartitionSpec()))
 
     def losses(self, params: Params, batch: Batch, layers: Sequence[Layer]) -> Float32[np.ndarray, "n T"]:
         """The cross-entropy of every target, nats. `batch`: tokens, targets, and perhaps segments and positions."""
@@ -150,15 +159,37 @@ class Forward:
         total, length = batch["tokens"].shape
         reader = self._chunked
         size = self._devices * max(1, min(BATCH_TOKENS_ELSEWHERE // length, -(-total // self._devices)))
-        for part, count in _batches(batch, size):
-            on_position = self._on_position(count)
-            if output == "losses":
-                found = reader.losses(params, part["tokens"], part["targets"], schedule, on_position)
-            else:
-                x = reader.hidden(params, part["tokens"], part["at"], schedule, on_position)
-                with reader.on_mesh():
-                    found = _of_hidden(output, reader.model, params, x, part)
-            yield np.asarray(found)[:count]
+
+        def read(parts: Iterable[tuple[Batch, int]]) -> Iterator[np.ndarray]:
+            for part, count in parts:
+                on_position = self._on_position(count)
+                if output == "losses":
+                    found = reader.losses(params, part["tokens"], part["targets"], schedule, on_position)
+                else:
+                    x = reader.hidden(params, part["tokens"], part["at"], schedule, on_position)
+                    with reader.on_mesh():
+                        found = _of_hidden(output, reader.model, params, x, part)
+                yield fetch(found)[:count]
+
+        return self._batch_by_batch(batch, size, read)
+
+    def _batch_by_batch(
+        self, batch: Batch, size: int, read: Callable[[Iterable[tuple[Batch, int]]], Iterator[np.ndarray]]
+    ) -> Iterator[np.ndarray]:
+        """What `read` yields for each part of `size` sequences. Several processes share the parts."""
+        total, length = batch["tokens"].shape
+        starts = range(0, total, size)
+        own: set[int] = set()
+
+        def parts(chosen: Iterable[int]) -> Iterator[tuple[Batch, int]]:
+            for start in chosen:
+                own.add(start)
+                yield part_of(batch, start, size)
+
+        for start, found in zip(starts, shared(starts, lambda chosen: read(parts(chosen))), strict=True):
+            if start not in own:
+                self.on_tokens(len(found) * length)
+            yield found
 
     def _on_position(self, sequences: int) -> Callable[[int], None]:
         """A callback for the position that was reached in each of `sequences`, which calls `on_tokens`."""
@@ -185,17 +216,22 @@ class Forward:
         compiled = self._function(output, length, mesh)
         if mesh is not self._meshes.over_sequences:
             # The same devices under another mesh: nothing is copied.
-            params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-        waiting = None
-        for part, count in _batches(batch, size):
-            with _on(mesh):
-                result = compiled(params, _shard(part, mesh), schedule)
+            params = self._placed(params, mesh)
+
+        def read(parts: Iterable[tuple[Batch, int]]) -> Iterator[np.ndarray]:
+            waiting = None
+            for part, count in parts:
+                with _on(mesh):
+                    result = compiled(params, _shard(part, mesh), schedule)
+                if waiting is not None:
+                    # One batch behind, so that the devices always have the next.
+                    yield fetch(waiting[0])[: waiting[1]]
+                waiting = result, count
+                self.on_tokens(count * length)
             if waiting is not None:
-                # One batch behind, so that the devices always have the next.
-                yield np.asarray(waiting)
-            waiting = result
-            self.on_tokens(count * length)
-        yield np.asarray(waiting)[:count]
+                yield fetch(waiting[0])[: waiting[1]]
+
+        return self._batch_by_batch(batch, size, read)
 
     def _batch_size(self, total: int, length: int, shards: int) -> int:
         """The sequences of a batch that fits memory: a power of two a shard, and no more than `total` needs."""
@@ -224,24 +260,41 @@ class Forward:
 
 
 class Meshes:
-    """Meshes for batches: sequences sharded over all devices, or fewer sequences that are each sharded over several."""
+    """Meshes for batches: sequences sharded over all devices, or fewer sequences that are each sharded over several.
 
-    def __init__(self, devices: Sequence[Any]):
-        self.over_sequences: Mesh | None = make_mesh(MeshConfig(data=-1), devices) if len(devices) > 1 else None
-        self._count = len(devices)
+    Args:
+      tensor: the devices that the weights are sharded over.
+    """
+
+    def __init__(self, devices: Sequence[Any], tensor: int = 1):
+        config = MeshConfig(data=-1, tensor=tensor)
+        self.over_sequences: Mesh | None = make_mesh(config, devices) if len(devices) > 1 else None
+        self._count, self._together = len(devices) // tensor, computes_together()
 
     def shards(self, sequences: int, length: int) -> bool:
-        """Whether each sequence is sharded: there are fewer sequences than devices, and they are long."""
-        return length > SHARD_FROM and sequences < self._count
+        """Whether each sequence is sharded: they are long, and fewer than the devices.
+
+        Where processes compute together, any number of long sequences is: one of them is too much for a device.
+        """
+        return length > SHARD_FROM and self._count > 1 and (self._together or sequences < self._count)
 
     def of(self, sequences: int, length: int) -> Mesh | None:
         """The mesh for a batch; None for a single device."""
         if self.over_sequences is None or not self.shards(sequences, length):
             return self.over_sequences
-        over = max(n for n in range(1, self._count + 1) if self._count % n == 0 and n <= sequences)
+        fitting = (n for n in range(1, self._count + 1) if self._count % n == 0 and n <= sequences)
+        over = 1 if self._together else max(fitting)
         # The same devices in the same order, so that replicated arrays need not move.
-        grid = self.over_sequences.devices.reshape(over, 1, 1, self._count // over)
+        grid = self.over_sequences.devices.reshape(over, self._count // over, 1, -1).transpose(0, 2, 3, 1)
         return Mesh(grid, self.over_sequences.axis_names, axis_types=self.over_sequences.axis_types)
+
+
+def tensor_shards(mesh: Mesh | None) -> int:
+    """The devices that scoring shards weights over: those of the mesh, if processes compute together.
+
+    Otherwise every device has all weights.
+    """
+    return mesh.shape["tensor"] if mesh is not None and computes_together() else 1
 
 
 def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
@@ -249,7 +302,7 @@ def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
 
 
 def _shard(batch: Batch, mesh: Mesh | None) -> Any:
-    return batch if mesh is None else jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    return batch if mesh is None else put(batch, NamedSharding(mesh, PartitionSpec("data")))
 
 
 def _compute(
@@ -308,9 +361,8 @@ def _score(
     return jnp.stack([at_target - highest - jnp.log(total), likeliest == targets], axis=-1).astype(jnp.float32)
 
 
-def _batches(batch: Batch, size: int) -> Iterator[tuple[dict[str, np.ndarray], int]]:
-    """Parts of `size` sequences, and how many of them are not padding, which repeats the last sequence."""
+def part_of(batch: Batch, start: int, size: int) -> tuple[dict[str, np.ndarray], int]:
+    """`size` sequences from `start` on, and how many of them are not padding, which repeats the last sequence."""
     total = len(batch["tokens"])
-    for start in range(0, total, size):
-        indices = np.minimum(np.arange(start, start + size), total - 1)
-        yield {name: array[indices] for name, array in batch.items()}, min(size, total - start)
+    indices = np.minimum(np.arange(start, start + size), total - 1)
+    return {name: array[indices] for name, array in batch.items()}, min(size, total - start)

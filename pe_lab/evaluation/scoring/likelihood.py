@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +12,9 @@ import numpy as np
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.scoring import forward
-from pe_lab.evaluation.scoring.forward import Forward
+from pe_lab.evaluation.scoring.forward import Forward, tensor_shards
 from pe_lab.language_model import LanguageModel
+from pe_lab.parallel import compute_devices, shared
 from pe_lab.positional import Alibi
 
 SHORTEST = 16  # the smallest padded length, in tokens
@@ -47,6 +48,11 @@ class Batch(NamedTuple):
     schedule_length: int | None
 
     @property
+    def cost(self) -> int:
+        """Its tokens, with those of padding."""
+        return len(self.sequences) * self.padded
+
+    @property
     def pairs(self) -> list[int]:
         """The pairs that are scored in it."""
         return [pair for sequence in self.sequences for pair, _, _ in sequence.asked]
@@ -58,21 +64,22 @@ class Likelihoods:
     Args:
       lm: the model.
       per_device: the sequences in a forward pass on each device; None: as many as its memory is good for.
-      devices: the devices to use; None: all local ones.
+      devices: the devices to use; None: `compute_devices()`.
 
     Attributes:
-      params: the weights, on every device.
+      params: the weights, on the devices.
     """
 
     def __init__(self, lm: LanguageModel, per_device: int | None = None, devices: Sequence[Any] | None = None):
         self._lm, self._per_device = lm, per_device
         slopes = any(isinstance(layer.encoding, Alibi) for layer in lm.layers)
-        self._forward = _forward(lm.config, slopes, None if devices is None else tuple(devices))
-        self._devices = len(jax.local_devices() if devices is None else devices)
+        devices = tuple(compute_devices() if devices is None else devices)
+        self._forward = _forward(lm.config, slopes, devices, tensor=tensor_shards(lm.mesh))
+        self._devices = len(devices)
         self.params = self._forward.place(lm.checkpoint.params)
 
     def __call__(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[int, Likelihood]]:
-        """(index of a pair, its likelihood), the longest sequences first.
+        """(index of a pair, its likelihood), the longest sequences first. Several processes share the batches.
 
         Args:
           pairs: (context, continuation) as token ids, at least one of each. Pairs that differ only in their last token
@@ -81,8 +88,13 @@ class Likelihoods:
         Raises:
           ConfigError: a context or a continuation is empty.
         """
-        for batch in self.batches(pairs):
-            yield from self.read(batch)
+        batches = self.batches(pairs)
+
+        def read(chosen: Iterable[Batch]) -> Iterator[list[tuple[int, Likelihood]]]:
+            return (list(self.read(batch)) for batch in chosen)
+
+        for found in shared(batches, read, [batch.cost for batch in batches]):
+            yield from found
 
     def batches(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Batch]:
         """The pairs in batches, the longest sequences first. Each batch may be read without the others."""
@@ -128,9 +140,9 @@ class Likelihoods:
 
 
 @functools.lru_cache(maxsize=4)
-def _forward(config: ModelConfig, slopes: bool, devices: tuple[Any, ...] | None) -> Forward:
+def _forward(config: ModelConfig, slopes: bool, devices: tuple[Any, ...], tensor: int) -> Forward:
     """One for all models of a shape, which share what it has compiled."""
-    return Forward(config, slopes, devices)
+    return Forward(config, slopes, devices, tensor=tensor)
 
 
 def _by_length(
