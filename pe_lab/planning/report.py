@@ -145,9 +145,9 @@ def report_text(report: StepReport, chip: Chip, rows: int = 14) -> str:
     """The report as tables."""
     total = max(1, report.wire())
     lines = [f"the compiled step: {report.program}, by {report.compiler}, in {report.compile_seconds:.0f} s", ""]
-    held = [(one.source or "-", one.shape, f"{one.bytes / MIB:,.1f}") for one in report.buffers]
-    if held:
-        lines += ["the largest temporary buffers at the peak", table(("contents", "shape", "MiB"), held, 2), ""]
+    buffers = [(one.source or "-", one.shape, f"{one.bytes / MIB:,.1f}") for one in report.buffers]
+    if buffers:
+        lines += ["the largest temporary buffers at the peak", table(("contents", "shape", "MiB"), buffers, 2), ""]
     shown = [
         (
             one.source or "-", one.kind, one.axes or "-", one.network, f"{one.times}",
