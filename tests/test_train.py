@@ -144,7 +144,7 @@ BAD = {
     "heads do not divide": (["--config.model.heads=6", "--config.model.kv_heads=6"], "does not divide into 6 heads"),
     "no kv heads": (["--config.model.kv_heads=0"], "kv_heads must divide heads"),
     "dtype": (["--config.model.dtype=float16"], "must be float32 or bfloat16"),
-    "remat": (["--config.model.remat=some"], "config.model.remat is 'some'. Allowed: auto, dots"),
+    "remat": (["--config.model.remat=some"], "model.remat is 'some'. Allowed: auto, dots"),
     "batch and mesh": (["--config.phases.1.batch_size=12"], "config.phases[1] ('recalibrate'): batch_size 12"),
     "micro-batches": (["--config.phases.0.accumulate=2"], "Make batch_size a multiple of 16"),
     "mesh": (["--config.mesh.data=3"], "data * fsdp * tensor * context = 8"),
