@@ -15,6 +15,7 @@ import jax
 from pe_lab.config import MeshConfig
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.plan import parse_length
+from pe_lab.evaluation.targets import weight_shards
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh, start_processes, use_mesh
 from pe_lab.parallel.topology import KNOWN, NoCompiler, parse_topology, topology_devices
@@ -170,7 +171,8 @@ def _plan_evaluation(
         try:
             if args.no_compile:
                 raise NoCompiler("--no-compile")
-            mesh = make_mesh(MeshConfig(data=1, context=chips), topology_devices(plan.topology))
+            shards = weight_shards(phase.model, chips, plan.topology.chip.memory)
+            mesh = make_mesh(MeshConfig(data=1, tensor=shards, context=-1), topology_devices(plan.topology))
         except NoCompiler as reason:
             print(NOT_COMPILED.format(reason))
             continue
@@ -178,7 +180,8 @@ def _plan_evaluation(
         with use_mesh(mesh, AxisRules()):
             evaluated = Model(config, backward=False)
             attention = list(dict.fromkeys(evaluated.attention_by_layer(schedule.structure, length)))
-        program = f"a pass over {length:,} tokens, sharded over {chips} (attention by {', '.join(attention)})"
+        over = f"{chips // shards} chips and weights over {shards}" if shards > 1 else str(chips)
+        program = f"a pass over {length:,} tokens, sharded over {over} (attention by {', '.join(attention)})"
         compile = partial(compile_evaluation, phase.model, schedule, length, mesh)
         result = _compile(plan, program, compile, lambda _: "Use more chips, or evaluate in chunks.")
         compiled[phase.plan.name] = result | {"attention": attention}

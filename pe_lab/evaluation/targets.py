@@ -176,6 +176,19 @@ def _with_lasting_id(lm: LanguageModel, path: str) -> LanguageModel:
     return dataclasses.replace(lm, checkpoint=checkpoint)
 
 
+def weight_shards(model: Model, devices: int, memory: int) -> int:
+    """The devices over which weights are sharded in an evaluation, so that they take at most a third of each.
+
+    A power of two that divides the devices and the key-value heads; 1 where the memory of a device is not known (0).
+    """
+    tensor = 1
+    while memory and 4 * model.num_parameters / tensor > memory / 3:
+        if devices % (2 * tensor) or model.config.kv_heads % (2 * tensor):
+            break
+        tensor *= 2
+    return tensor
+
+
 def mesh_for(path: str) -> Mesh | None:
     """The mesh for a checkpoint's weights; None on one device.
 
@@ -186,10 +199,6 @@ def mesh_for(path: str) -> Mesh | None:
     if len(devices) == 1:
         return None
     stats = jax.local_devices()[0].memory_stats() or {}
-    config, tensor = open_source(path).model, 1
-    while "bytes_limit" in stats and 4 * Model(config).num_parameters / tensor > stats["bytes_limit"] / 3:
-        if len(devices) % (2 * tensor) or config.kv_heads % (2 * tensor):
-            break
-        tensor *= 2
+    tensor = weight_shards(Model(open_source(path).model), len(devices), stats.get("bytes_limit", 0))
     rest = {"data": 1, "context": -1} if computes_together() else {"data": -1}
     return make_mesh(MeshConfig(tensor=tensor, **rest), devices)

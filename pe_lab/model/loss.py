@@ -19,9 +19,17 @@ LOGITS = 2**26  # the most logits of a device at once: 256 MB in float32
 
 
 def vocabulary_chunks(tokens: int, vocabulary: int) -> int:
-    """The least number of equal parts of the vocabulary whose logits of `tokens` tokens are at most LOGITS."""
-    fitting = (n for n in range(1, vocabulary + 1) if vocabulary % n == 0)
-    return next(n for n in fitting if tokens * vocabulary // n <= LOGITS or n == vocabulary)
+    """The least number of equal parts of the vocabulary whose logits of `tokens` tokens are at most LOGITS.
+
+    Each part divides over the devices that the vocabulary is sharded over, on the mesh that is being traced for.
+    """
+    current = current_mesh()
+    shards = (
+        1 if current is None else math.prod(current[0].shape[a] for a in sharding_axes(current[0], current[1].vocab))
+    )
+    shards = shards if vocabulary % shards == 0 else 1  # refused elsewhere
+    fitting = [n for n in range(1, vocabulary // shards + 1) if vocabulary % (n * shards) == 0]
+    return next((n for n in fitting if tokens * vocabulary // (n * shards) <= LOGITS), fitting[-1])
 
 
 def tokens_per_device(tokens: int, axes: tuple[str, ...] = ("batch", "length")) -> int:

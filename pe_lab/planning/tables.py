@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from pe_lab.evaluation.targets import weight_shards
 from pe_lab.parallel.topology import CHIPS, GIB
 from pe_lab.planning.compiled_memory import Compiled
-from pe_lab.planning.evaluation_memory import cache_bytes_per_token, longest, sequence_memory
+from pe_lab.planning.evaluation_memory import cache_bytes_per_token, longest, sequence_memory, weight_bytes
 from pe_lab.planning.plan import PhaseNumbers, Plan
 from pe_lab.results.formatting import count
 from pe_lab.terminal import table
@@ -60,7 +61,8 @@ def evaluation_text(plan: Plan, phase: PhaseNumbers, length: int) -> str:
     """The estimated memory to evaluate one sequence: of `length`, and of powers of two up to a million tokens."""
     model, structure = phase.model, phase.plan.schedule.structure
     config, chip, chips = model.config, plan.topology.chip, plan.topology.count
-    weights = 4 * model.num_parameters  # float32, replicated on every chip
+    shards = weight_shards(model, chips, chip.memory)
+    weights = weight_bytes(model, shards)
     available = chip.memory - weights
     windows = sorted({layer.window for layer in structure if layer.window is not None})
     unlimited = sum(layer.window is None for layer in structure)
@@ -75,16 +77,18 @@ def evaluation_text(plan: Plan, phase: PhaseNumbers, length: int) -> str:
 
     rows = []
     for tokens in sorted({length, *(2**n for n in range(13, 21)), phase.plan.config.sequence_length}):
-        one = sequence_memory(model, structure, tokens, chips)
+        one = sequence_memory(model, structure, tokens, chips, shards)
         rows.append((f"{tokens:,}", size(one.cache), *map(cell, (one.at_once, one.in_chunks, one.decoding))))
     if chip.memory:
-        modes = (longest(model, structure, chips, available, mode) for mode in ("at_once", "in_chunks", "decoding"))
+        names = ("at_once", "in_chunks", "decoding")
+        modes = (longest(model, structure, chips, available, mode, shards) for mode in names)
         rows.append(("longest", "", *(f"{tokens:,} tokens" for tokens in modes)))
     header = ("tokens", "KV cache", f"at once, over {chips}", "in chunks, on one", f"decoding, over {chips}")
+    over = f", sharded over {shards} chips" if shards > 1 else ""
     left = f", which leaves {size(available)}" if chip.memory else ""
     return "\n".join([
         f"evaluating one sequence on {plan.topology.name}, encoding {phase.encoding}, estimated",
-        f"  weights, float32, on each chip: {size(weights)}{left}",
+        f"  weights, float32 and a copy in {config.dtype}{over}, on each chip: {size(weights)}{left}",
         f"  keys and values of a token on a layer: 2 x {config.kv_heads} heads x {config.head_dim} channels, "
         f"{config.dtype}: {cache_bytes_per_token(config):,} bytes; {layers}",
         _indented(header, rows, words=0),
