@@ -176,10 +176,10 @@ def _with_lasting_id(lm: LanguageModel, path: str) -> LanguageModel:
     return dataclasses.replace(lm, checkpoint=checkpoint)
 
 
-def weight_shards(model: Model, devices: int, memory: int) -> int:
+def weight_shards(model: Model, devices: int, memory: float) -> int:
     """The devices over which weights are sharded in an evaluation, so that they take at most a third of each.
 
-    A power of two that divides the devices and the key-value heads; 1 where the memory of a device is not known (0).
+    A power of two that divides the devices and the key-value heads; 1 where the bytes of a device are unknown (0).
     """
     tensor = 1
     while memory and 4 * model.num_parameters / tensor > memory / 3:
