@@ -102,7 +102,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--explain and --against compile a step: leave out --no-compile and --evaluate-length.")
     if args.against:
         read_report(args.against)  # before minutes of compilation
-    plan = make_plan(load_config(args.config, overrides), parse_topology(args.topology, args.slices))
+    topology = parse_topology(args.topology, args.slices)
+    if topology.kind == "cpu":
+        topology_devices(topology)  # before JAX starts with another number of them
+    plan = make_plan(load_config(args.config, overrides), topology)
     planned = _plan_evaluation if args.evaluate_length else _plan_training
     numbers, fits = planned(args, plan, choose_phases(plan, args.phase))
     if args.json:

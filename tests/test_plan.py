@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 
 from pe_lab import plan as command
 from pe_lab.config import Config, from_dict
-from pe_lab.parallel import AxisRules, make_mesh, topology
+from pe_lab.errors import ConfigError
+from pe_lab.parallel import AxisRules, compiler, topology
 from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
 from pe_lab.planning.compiled_memory import OutOfMemory
 from pe_lab.planning.evaluation_memory import sequence_memory
-from pe_lab.planning.plan import choose_phases, compile_phase, make_plan
+from pe_lab.planning.plan import choose_phases, compile_phase, explain_phase, make_plan
 from pe_lab.recipes import load_config
-from pe_lab.training.memory import estimate_memory, step_inputs
-from pe_lab.training.optimizer import make_optimizer
-from pe_lab.training.step import compile_train_step
+from pe_lab.training.memory import estimate_memory
 
 DROPE = "configs/drope_16b.py"
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 
 RECIPE = """
 from ml_collections import ConfigDict
@@ -277,6 +276,46 @@ def test_compiles_for_virtual_cpus_the_step_that_trains(recipe, capsys, tmp_path
     assert numbers["fits"] is None  # a CPU device has no memory of its own
 
 
+def test_a_step_is_explained_and_compared_with_its_own_file(recipe, capsys, tmp_path):
+    out = tmp_path / "step.json"
+    argv = [f"--config={recipe}", "--topology=cpu:8", "--explain"]
+    assert command.main([*argv, f"--json={out}"]) == 0
+    text = capsys.readouterr().out
+    assert "the compiled step: tiny, phase 'second', on cpu:8, by XLA of jax" in text
+    step = json.loads(out.read_text())["compiled"]["second"]["step"]
+    # Two layers of 64 x (64 + 32 + 32 + 64 + 3 x 128) weights, and the tied embedding, six times for 2 x 32 tokens;
+    # four times more for the layers, which are computed again; attention in XLA counts too.
+    weights = 2 * 64 * (2 * 64 + 2 * 32 + 3 * 128)
+    assert step["product_flops"] >= 2 * 64 * (4 * weights + 3 * 64 * 256)
+    assert {row["axes"] for row in step["traffic"]} >= {"data", "fsdp"}
+    assert {"mlp/gate, backward", "mlp/gate, recomputed"} & {row["source"] for row in step["traffic"]}
+    assert command.main([*argv, f"--against={out}"]) == 0
+    assert "of a device and step" in capsys.readouterr().out
+    more = ["--config.phases.1.batch_size=32"]
+    assert command.main([*argv, f"--against={out}", *more]) == 1  # twice the FLOPs
+    assert command.main([*argv, "--against=none.json"]) == 2
+    assert "--against=none.json: No such file" in capsys.readouterr().err
+    assert command.main([*argv, "--no-compile"]) == 2
+
+
+def test_auto_is_the_fastest_that_fits():
+    auto = {"model.remat": "auto", "model.loss_chunks": "auto"}
+    model = _plan(**auto).phases[0].model.config
+    assert (model.remat, model.loss_chunks) == ("dots_attention", 1)
+    # Four times the sequences of a chip: everything but the inputs of the layers is computed again, in parts.
+    larger = {"phases.0.batch_size": "8192", "phases.1.batch_size": "8192"}
+    found = _plan(**auto, **larger).phases[0]
+    assert found.memory.total <= 0.92 * 16 * GIB and found.model.config.loss_chunks > 1
+    one_up = {"full": "dots", "dots": "dots_attention"}[found.model.config.remat]
+    for chunks in ("1", "16", "128"):
+        changed = {"model.remat": one_up, "model.loss_chunks": chunks}
+        assert _plan(**changed, **larger).phases[0].memory.total > 0.92 * 16 * GIB
+    with pytest.raises(ConfigError, match="phase 'pretrain': with any remat and loss_chunks, a step needs about"):
+        _plan(**auto, **{"phases.0.batch_size": "262144"})
+    with pytest.raises(ConfigError, match="model.loss_chunks is 'some'; it must be 'auto' or of type int"):
+        _plan(**{"model.loss_chunks": "some"})
+
+
 REFUSALS = [
     "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for "
     "HLO temporaries (17.29G) exceeds available HBM (15.75G). HLO module: jit_step.",
@@ -342,16 +381,24 @@ def test_tpu_compiler_refuses_a_step_that_does_not_fit():
 
 
 @pytest.mark.slow
-def test_wrap_around_links_let_the_compiler_gather():
-    """Without the links of the torus, libtpu compiles every gather of this step as an all-reduce."""
-    phases = [{**SMALL["phases"][0], "batch_size": 64}]
-    config = from_dict(Config, {**SMALL, "phases": phases, "mesh": {"data": 1, "fsdp": -1}})
-    plan = make_plan(config, parse_topology("v5p:4x4x4"))
-    mesh, phase = make_mesh(config.mesh, topology.topology_devices(plan.topology)), plan.phases[0]
-    optimizer = make_optimizer(phase.plan.config.optimizer, phase.plan.config.steps, phase.model.axes)
-    inputs = step_inputs(phase.model, optimizer, phase.plan.config, phase.plan.schedule, False)
-    program = compile_train_step(phase.model, optimizer, mesh, AxisRules(), 1).lower(*inputs).compile().as_text()
-    assert len(re.findall(r" all-gather(?:-start)?\(", program)) >= 8
+def test_a_torus_with_sparse_cores_gathers_and_scatters_beside_computation():
+    """Without the torus' links, libtpu compiles gathers as all-reduces; without SparseCores, reduce-scatters."""
+    found = {}
+    options = dict.fromkeys(compiler.OPTIONS["TPU v5"], "")
+    for name, compiler_options in (("default", {}), ("none", options)):
+        model = SMALL["model"] | {"d_model": 1024, "d_ff": 4096, "remat": "dots"}
+        phases = [{**SMALL["phases"][0], "batch_size": 64, "sequence_length": 512}]
+        config = {"model": model, "phases": phases, "mesh": {"data": 1, "fsdp": -1}}
+        plan = make_plan(
+            from_dict(Config, config | {"compiler_options": compiler_options}), parse_topology("v5p:4x4x4")
+        )
+        _, report = explain_phase(plan, plan.phases[0])
+        by_kind = {kind: sum(row.wire for row in report.traffic if row.kind == kind) for kind in KINDS}
+        found[name] = by_kind, report.wire(overlapped=True) / report.wire()
+    (with_cores, beside), (without, waiting) = found["default"], found["none"]
+    assert with_cores["all-gather"] > 0.5 * sum(with_cores.values()) and with_cores["reduce-scatter"] > 0
+    assert with_cores["all-reduce"] < 0.02 * sum(with_cores.values()) and beside > 0.9
+    assert without["all-reduce"] > 1.5 * with_cores["reduce-scatter"] and waiting < 0.1
 
 
 @pytest.mark.slow
@@ -378,3 +425,15 @@ def test_drope_16b_evaluates_128k_tokens_on_sixteen_chips(capsys, tmp_path):
         _plan("v5e:4x4").phases[0].model, _plan("v5e:4x4").phases[0].plan.schedule.structure, 2**17, 16
     )
     assert found["temporaries"] == pytest.approx(estimate.at_once, rel=0.25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "forward"), [("dots", 2), ("dots_attention", 1), ("full", 2)])
+def test_kernels_of_a_layer_by_what_it_keeps(remat, forward):
+    phases = [{**SMALL["phases"][0], "sequence_length": 512}]
+    config = {"model": SMALL["model"] | {"remat": remat}, "phases": phases}
+    plan = make_plan(from_dict(Config, config), parse_topology("v5e:2x2"))
+    _, report = explain_phase(plan, plan.phases[0])
+    runs = {("fwd" in name): count for name, count in report.kernels.items()}
+    assert runs == {True: 2 * forward, False: 2}  # two layers
+    assert any(one.source.startswith(("attention", "mlp")) for one in report.buffers)

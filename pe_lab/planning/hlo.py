@@ -180,7 +180,15 @@ class Module:
 
 def scope(op_name: str) -> str:
     """The scopes of the model in a name, and the pass: jit(step)/transpose(jvp())/while/.../mlp/gate/dot_general is
-    `mlp/gate, backward`; "" without a scope."""
+    `mlp/gate, backward`; "" without a scope.
+
+    Operations that the compiler has combined are `.../(attention/key/dot_general:mlp/up/dot_general)`.
+    """
+    before, combined, rest = op_name.partition("/(")
+    if combined and rest.endswith(")") and ":" in rest:
+        scopes = [scope(f"{before}/{one}") for one in rest[:-1].split(":")]
+        found = list(dict.fromkeys(filter(None, scopes)))
+        return found[0] + (f" + {len(found) - 1}" if len(found) > 1 else "") if found else ""
     parts = op_name.partition(";")[0].split("/")
     names = [re.sub(r"^(?:\w+\()*([^()]*)\)*$", r"\1", part) for part in parts[:-1] if not part.startswith("jit(")]
     names = [name for name in names if name and name not in _STRUCTURE and "," not in name]

@@ -134,20 +134,24 @@ def device_groups(one: Instruction, devices: int) -> list[list[int]]:
         return [list(map(int, pair.split(","))) for pair in found[1].split("},{")]
     if found := re.search(r"replica_groups=\{\{(.*?)\}\}", text):
         return [list(map(int, group.split(","))) for group in found[1].split("},{")]
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\]\))? \{([^}]*)\}", text):
+    ids = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    if found := re.search(rf"replica_groups=mesh\[([^\]]*)\]{ids} \{{([^}}]*)\}}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
-        chosen = re.findall(r"'([^']+)'", found[3])
-        order = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        chosen = re.findall(r"'([^']+)'", found[4])
+        order = _iota(found[2] or str(math.prod(sizes.values())), found[3]).reshape(tuple(sizes.values()))
         rest = [i for i, name in enumerate(sizes) if name not in chosen]
         picked = [list(sizes).index(name) for name in chosen]
         return order.transpose(*rest, *picked).reshape(-1, math.prod(sizes[name] for name in chosen)).tolist()
     if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, base = (tuple(map(int, found[i].split(","))) for i in (1, 2))
-        order = np.arange(math.prod(base)).reshape(base)
-        if found[3]:
-            order = order.transpose(tuple(map(int, found[3].split(","))))
-        return order.reshape(shape).tolist()
+        return _iota(found[2], found[3]).reshape(tuple(map(int, found[1].split(",")))).tolist()
     return []
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
+    """0, 1, 2, ... as an array of `sizes` ("2,4"), its axes in `order` ("1,0")."""
+    shape = tuple(map(int, sizes.split(",")))
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    return numbers.transpose(tuple(map(int, order.split(",")))) if order else numbers
 
 
 def group_axes(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:

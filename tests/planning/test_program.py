@@ -100,6 +100,7 @@ def test_a_ring_sends_all_but_its_own_part():
         "replica_groups={{0,4},{1,5},{2,6},{3,7}}",
         "replica_groups=[4,2]<=[2,4]T(1,0)",
         "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}",
+        "replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_1'}",
     ],
 )
 def test_the_ways_in_which_groups_are_written(written):
@@ -184,6 +185,11 @@ def test_memory_traffic_reads_slices_of_larger_arrays():
         ("jit(step)/jvp(layers)/while/body/dynamic_update_slice", "layers"),
         ("jit(step)/jvp(loss)/shard_map/while/body/closed_call/sub", "loss"),
         ("jit(step)/reduce_sum", ""),
+        (
+            "jit(step)/transpose(jvp(layers))/while/body/(attention/key/dot_general:mlp/up/dot_general:mlp/up/mul)",
+            "attention/key, backward + 1",
+        ),
+        ("jit(step)/(transpose(jvp(embedding))/psum:jvp(loss)/psum)", "embedding, backward + 1"),
         ("", ""),
     ],
 )
