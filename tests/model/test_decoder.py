@@ -214,9 +214,11 @@ def scanned():
         dict(scan=False),
         pytest.param(dict(remat="full"), marks=pytest.mark.slow),
         pytest.param(dict(remat="dots"), marks=pytest.mark.slow),
+        pytest.param(dict(remat="dots_attention"), marks=pytest.mark.slow),
+        pytest.param(dict(remat="dots_offload"), marks=pytest.mark.slow),
         dict(remat="full", scan=False),
     ],
-    ids=["unrolled", "remat full", "remat dots", "unrolled with remat"],
+    ids=["unrolled", "remat full", "remat dots", "remat dots_attention", "remat dots_offload", "unrolled with remat"],
 )
 def test_scan_unroll_and_rematerialization_agree(scanned, changes):
     loss, grads = loss_and_gradients(dataclasses.replace(TINY, **changes))
