@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -223,6 +224,54 @@ def test_bad_input_is_one_message_and_status_2(arguments, message, capsys):
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert message in captured.err
     assert not captured.out
+
+
+@pytest.mark.parametrize(
+    ("text", "slices", "devices", "chip"),
+    [
+        ("v4:2x2x1", 1, 4, "TPU v4"),
+        ("v4:4x4x4", 1, 64, "TPU v4"),
+        ("v4:4x4x8", 2, 256, "TPU v4"),
+        ("v5e:1x1", 1, 1, "TPU v5e"),
+        ("v5e:2x4", 4, 32, "TPU v5e"),
+        ("v5e:16x16", 1, 256, "TPU v5e"),
+        ("v5e:16x16", 4, 1024, "TPU v5e"),
+        ("v5p:2x2x1", 2, 8, "TPU v5p"),
+        ("v5p:4x4x4", 1, 64, "TPU v5p"),
+        ("v5p:4x4x8", 3, 384, "TPU v5p"),
+        ("v6e:4x4", 1, 16, "TPU v6e"),
+        ("trillium:16x16", 2, 512, "TPU v6e"),
+        ("tpu7x:2x2x1", 1, 8, "TPU7x"),
+        ("ironwood:4x4x4", 4, 512, "TPU7x"),
+        # refused, each with one message
+        ("v5e:3x4", 1, "no slice is 'v5e:3x4'", ""),
+        ("v5e:16x16x2", 1, "For 2 slices of 16x16: --topology=v5e:16x16 --slices=2.", ""),
+        ("v5p:4x4", 1, "'v5p:4x4' has 2 dimensions; v5p takes 3 numbers", ""),
+        ("v9:4x4", 1, "no chip is called 'v9'", ""),
+        ("v6e:8x8", 0, "--slices=0: it is the number of TPU slices", ""),
+        ("h100:8", 2, "--slices=2: it is the number of TPU slices", ""),
+    ],
+)
+def test_topologies_plan_or_are_refused(text, slices, devices, chip, recipe):
+    if isinstance(devices, str):
+        with pytest.raises(ConfigError, match=re.escape(devices)) as refused:
+            topology.topology_devices(parse_topology(text, slices))
+        assert "\n" not in str(refused.value)
+        return
+    found = parse_topology(text, slices)
+    assert (found.count, found.chip.name) == (devices, chip)
+    assert len(topology.topology_devices(found)) == devices
+    sizes = {"mesh.fsdp": "1", "phases.0.batch_size": str(devices), "phases.1.batch_size": str(devices)}
+    plan = make_plan(load_config(recipe, sizes), found)
+    assert plan.mesh_shape == {"data": devices, "fsdp": 1, "tensor": 1, "context": 1}
+
+
+def test_64_slices_are_planned(capsys):
+    sizes = ["--config.phases.0.batch_size=65536", "--config.phases.1.batch_size=65536"]
+    assert command.main([f"--config={DROPE}", "--topology=v5e:16x16", "--slices=64", "--no-compile", *sizes]) == 0
+    assert (
+        "drope_16b on 64 x v5e:16x16: 16384 x TPU v5e, 16 GiB each, mesh data 2048 x fsdp 8" in capsys.readouterr().out
+    )
 
 
 def test_slice_of_a_shape_that_does_not_exist(capsys):
