@@ -1,6 +1,6 @@
 """The train step in the TPU's own compiler, beside MaxText's of the same model, batch, mesh and slice. No TPU needed.
 
-    python benchmarks/tpu_step.py --out=benchmarks/results/tpu                     # about 8 minutes on two cores
+    python benchmarks/tpu_step.py --out=benchmarks/results/tpu                     # about 6 minutes on two cores
     python benchmarks/tpu_step.py --shape=494m-8 --shape=8b-8 --peer=DIR           # DIR: written by tpu_step_peer.py
 
 A shape is a model on a slice, then the number of parts in which it computes the loss (`8b-8`). Each is compiled with

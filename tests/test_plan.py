@@ -197,7 +197,7 @@ def test_gpus_are_only_estimated(capsys):
     ("arguments", "message"),
     [
         (["--topology=v5x:16x16"], "no chip is called 'v5x'. Did you mean 'v5p'? Examples: v4:4x4x4, v5e:16x16"),
-        (["--topology=v5e:16"], "'v5e:16' has 1 dimensions; v5e takes 2 numbers, as in v5e:4x4"),
+        (["--topology=v5e:16"], "'v5e:16' has 1 dimension; v5e takes 2 numbers, as in v5e:4x4"),
         (["--topology=v5e:16x16x2"], "For 2 slices of 16x16: --topology=v5e:16x16 --slices=2."),
         (["--topology=h100:8", "--slices=2"], "--slices=2: it is the number of TPU slices"),
         (["--topology=v5e:16x16", "--slices=2", "--config.mesh.fsdp=512"], "2 slices do not divide data = 1"),

@@ -39,6 +39,11 @@ class Model:
 
     def __init__(self, config: ModelConfig, backward: bool = True):
         self.config, self.backward = complete(config), backward
+        if "auto" in (config.remat, config.loss_chunks):
+            raise ConfigError(
+                "model.remat and model.loss_chunks are 'auto' only in a recipe, for which pe_lab.train and pe_lab.plan "
+                "choose them by its devices. Give values here."
+            )
         self._embedder, embedder_state = nnx.split(nnx.eval_shape(lambda: Embedder(self.config, nnx.Rngs(0))))
         self._block, block_state = nnx.split(nnx.eval_shape(lambda: Block(self.config, nnx.Rngs(0))))
         self.axes: Params = {

@@ -23,11 +23,12 @@ def vocabulary_chunks(tokens: int, vocabulary: int) -> int:
 
     Each part divides over the devices that the vocabulary is sharded over, on the mesh that is being traced for.
     """
-    current = current_mesh()
-    shards = (
-        1 if current is None else math.prod(current[0].shape[a] for a in sharding_axes(current[0], current[1].vocab))
-    )
-    shards = shards if vocabulary % shards == 0 else 1  # refused elsewhere
+    shards = 1
+    if (current := current_mesh()) is not None:
+        mesh, rules = current
+        shards = math.prod(mesh.shape[axis] for axis in sharding_axes(mesh, rules.vocab))
+    if vocabulary % shards:  # `AxisRules.spec` refuses it
+        shards = 1
     fitting = [n for n in range(1, vocabulary // shards + 1) if vocabulary % (n * shards) == 0]
     return next((n for n in fitting if tokens * vocabulary // (n * shards) <= LOGITS), fitting[-1])
 

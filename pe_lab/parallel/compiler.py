@@ -6,8 +6,8 @@ products. What they leave out is below, with its effect on a step; `pe_lab.plan 
 
 - v5p, v6e and TPU7x have SparseCores, which can run collectives while the TensorCore computes. Of the bytes that a step
   of an 8B model on v5p:4x4x4 sends, 99% then overlap with computation instead of 0%; and reduce-scatters over all three
-  axes of a torus are reduce-scatters, which otherwise are compiled as all-reduces of twice the bytes (41.5 GiB instead
-  of 55.6). 1.5B on v6e:16x16: 94% instead of 0%.
+  axes of a torus are reduce-scatters, which otherwise are compiled as all-reduces of twice the bytes (40.6 GiB instead
+  of 54.3). 1.5B on v6e:16x16: 94% instead of 0%.
 - v4 and v5e have none. Options of earlier libtpu releases for them (data-parallel overlap, asynchronous all-reduce,
   backward pipelining of all-gathers) give the same program as the defaults, and fusing reduce-scatters with products
   exceeds VMEM (docs/log.md).

@@ -20,7 +20,8 @@ AnyMesh = Mesh | AbstractMesh  # a partition depends on the axis sizes alone
 class AxisRules:
     """The mesh axis or axes that each logical axis is sharded over; None replicates.
 
-    Parameters: `embed` (D) is sharded over fsdp; `heads`, `kv_heads`, `mlp` and `vocab` over tensor.
+    Parameters: `embed` (D) is sharded over fsdp; `heads`, `kv_heads`, `mlp` and `vocab` over tensor; `vector`, the D of
+    norms' scales and of biases, is replicated.
     Activations: `batch` is sharded over data and fsdp; `length` and the `slots` of a KV cache over context;
     `activation_embed` is replicated.
     """

@@ -141,7 +141,8 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
     sizes = tuple(int(size) for size in shape.split("x"))
     if len(sizes) != generation.dimensions:
         numbers = "1 number" if generation.dimensions == 1 else f"{generation.dimensions} numbers"
-        message = f"--topology: '{text}' has {len(sizes)} dimensions; {name} takes {numbers}"
+        has = "1 dimension" if len(sizes) == 1 else f"{len(sizes)} dimensions"
+        message = f"--topology: '{text}' has {has}; {name} takes {numbers}"
         if name in GENERATIONS and len(sizes) == generation.dimensions + 1:
             slice_of = "x".join(map(str, sizes[:-1]))
             raise ConfigError(

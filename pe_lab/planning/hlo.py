@@ -30,20 +30,6 @@ class Shape(NamedTuple):
         found = re.search(r"S\((\d+)\)", self.layout)
         return int(found[1]) if found else 0
 
-    @property
-    def padded_bytes(self) -> int:
-        """With the two minor dimensions padded to the first tile of the layout, as a TPU stores them."""
-        tile = re.search(r"T\(([\d,]+)\)", self.layout)
-        order = re.match(r"\{([\d,]*)", self.layout)
-        if not tile or not order or not order[1]:
-            return self.bytes
-        sizes = list(self.dims)
-        for axis, size in zip(
-            map(int, order[1].split(",")), reversed(list(map(int, tile[1].split(",")))), strict=False
-        ):
-            sizes[axis] = -(-sizes[axis] // size) * size
-        return math.ceil(math.prod(sizes) * bits(self.dtype) / 8)
-
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 

@@ -105,7 +105,7 @@ def _collective(module: Module, step: Step, kind: str, mesh: Mapping[str, int]) 
     if one.opcode.endswith("-start") and kind in ("all-gather", "collective-permute"):
         shapes = shapes[len(inputs) : 2 * len(inputs)] or shapes  # (operands, results, ...)
     payload = sum(shape.bytes for shape in (inputs if kind == "reduce-scatter" else shapes))
-    groups = device_groups(one, math.prod(mesh.values()))
+    groups = device_groups(one)
     group = len(groups[0]) if groups else 2 if kind == "collective-permute" else math.prod(mesh.values())
     named = one
     fusion = step.inside[-1] if step.inside and step.inside[-1].opcode == "fusion" else None
@@ -127,7 +127,7 @@ def _operand_shapes(module: Module, step: Step) -> list[Shape]:
     return [shape for operand in step.instruction.operands for shape in names[operand].shapes]
 
 
-def device_groups(one: Instruction, devices: int) -> list[list[int]]:
+def device_groups(one: Instruction) -> list[list[int]]:
     """The groups of devices of a collective, by their index in the mesh; [] if it names none."""
     text = one.text
     if found := re.search(r"source_target_pairs=\{\{(.*?)\}\}", text):

@@ -286,6 +286,8 @@ def test_init_is_decided_by_the_key_and_sized_as_documented(scaled):
         (dict(kv_heads=0), "model.kv_heads 0"),
         (dict(vocab_size=0), "model.vocab_size"),
         (dict(remat="fuly"), "model.remat is 'fuly'"),
+        (dict(remat="auto"), "are 'auto' only in a recipe"),
+        (dict(loss_chunks="auto"), "are 'auto' only in a recipe"),
         (dict(dtype="float16"), "model.dtype is 'float16'"),
     ],
     ids=str,

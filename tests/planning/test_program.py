@@ -109,7 +109,7 @@ def test_the_ways_in_which_groups_are_written(written):
   ROOT %sum = f32[8]{{0}} all-reduce(%x), channel_id=1, {written}, to_apply=%add
 }}"""
     module = parse(text)
-    assert device_groups(module.by_name["main"]["sum"], 8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert device_groups(module.by_name["main"]["sum"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     (one,) = collectives(module, MESH)
     assert (one.axes, one.group, one.wire) == (("data",), 2, 32)
 
@@ -197,7 +197,7 @@ def test_names_are_the_scopes_of_the_model(name, expected):
     assert scope(name) == expected
 
 
-def test_shapes_in_tiles_take_more_memory():
+def test_bytes_and_memory_space_of_shapes():
     shape = Shape("bf16", (24, 14, 100, 64), "{3,2,1,0:T(8,128)(2,1)S(1)}")
-    assert shape.bytes == 24 * 14 * 100 * 64 * 2 and shape.padded_bytes == 24 * 14 * 104 * 128 * 2 and shape.space == 1
+    assert shape.bytes == 24 * 14 * 100 * 64 * 2 and shape.space == 1
     assert Shape("f8e4m3fn", (10,)).bytes == 10 and Shape("s4", (3,)).bytes == 2
