@@ -70,6 +70,8 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak) -
         lineage = start_lineage  # of the checkpoint read or saved last
         out.print(describe(phase.schedule, phase.layers))
         out.print(f"attention: {attention_of(model, phase, config, run.mesh, run.rules)}")
+        if "auto" in (config.model.remat, config.model.loss_chunks):
+            out.print(f"chosen for these devices: remat {model.config.remat}, loss_chunks {model.config.loss_chunks}")
         positions = None
         if phase.config.random_positions:
             positions = RandomPositions(phase.config.random_positions, (config.seed, phase.index))
