@@ -27,7 +27,8 @@ from benchmarks.document import Place
 from pe_lab.attention.kernels import external, tpu
 from pe_lab.attention.key_block import AttentionInputs, Rotation, scaled
 from pe_lab.errors import UserError
-from pe_lab.parallel.topology import NoCompiler, libtpu_version, parse_topology, topology_devices
+from pe_lab.parallel.ahead_of_time import NoCompiler, libtpu_version, topology_devices
+from pe_lab.parallel.topology import parse_topology
 from pe_lab.terminal import command
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}

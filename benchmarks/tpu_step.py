@@ -88,7 +88,6 @@ def peer(name: str, directory: Path) -> StepReport | None:
         plan.mesh_shape,
         1,
         tokens=phase.plan.tokens_per_step // plan.topology.count,
-        layers=phase.model.config.layers,
         flops=phase.flops,
         program=f"{name}, MaxText",
         settings={"remat": "minimal", "commit": found["maxtext"]["commit"][:12]},

@@ -18,7 +18,8 @@ from pe_lab.evaluation.plan import parse_length
 from pe_lab.evaluation.targets import weight_shards
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh, start_processes, use_mesh
-from pe_lab.parallel.topology import KNOWN, NoCompiler, parse_topology, topology_devices
+from pe_lab.parallel.ahead_of_time import NoCompiler, compiler_name, topology_devices
+from pe_lab.parallel.topology import KNOWN, parse_topology
 from pe_lab.planning.advice import ruled_out, step_advice
 from pe_lab.planning.compiled_memory import Compiled, OutOfMemory
 from pe_lab.planning.evaluation_memory import compile_evaluation
@@ -27,7 +28,6 @@ from pe_lab.planning.plan import (
     Plan,
     choose_phases,
     compile_phase,
-    compiler_name,
     explain_phase,
     make_plan,
     plan_json,
@@ -42,12 +42,13 @@ from pe_lab.terminal import argument_parser, command, console, waiting
 DESCRIPTION = """\
 Prints the parameters, tokens, FLOPs and hours of a recipe and the memory of one chip, without running it. Memory is
 estimated from shapes, and measured by the compiler. Compiling for a TPU slice needs no TPU, only libtpu:
-pip install 'pe-lab[aot]'. It takes minutes for a model of half a billion parameters, so by default only the phase
-with the largest estimate is compiled; --phase=all compiles every phase."""
+pip install 'pe-lab[aot]'. Compiling for GPUs needs no GPU, only JAX's CUDA plugin: pip install 'pe-lab[gpu]'. It takes
+up to minutes, so by default only the phase with the largest estimate is compiled; --phase=all compiles every phase."""
 
 EPILOG = f"""\
 topologies: {KNOWN}
-GPUs are only estimated, except on a machine with GPUs: --topology=local compiles for the devices of this machine.
+local compiles for the devices of this machine. More than 8 GPUs are nodes of 8. For GPUs that are not here, XLA does not
+choose kernels by measuring them, and the workspace of cuDNN is not counted.
 Any key of the recipe can be set: --config.model.remat=full --config.phases.0.accumulate=4
 
 exit status: 0, or 1 if the program does not fit the chip, or a figure is over 1% worse than --against, or 2 for bad

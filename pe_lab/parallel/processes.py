@@ -16,6 +16,8 @@ from pe_lab.errors import ConfigError
 
 _TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 _GPU_DEVICES = ("/dev/nvidia0",)
+# Of a GPU's memory, what JAX may use; the rest is for NCCL, cuDNN and the driver. JAX's own default is 0.75.
+GPU_MEMORY_SHARE = 0.9
 
 
 def start_processes() -> None:
@@ -25,12 +27,15 @@ def start_processes() -> None:
     `jax.distributed` finds their addresses. Elsewhere COORDINATOR_ADDRESS, PROCESS_COUNT and PROCESS_INDEX give them.
     With a single process, or if they are connected already, nothing is done. A process that is alone on its node gets
     all devices of the node. One that ends without notice ends the others after 100 seconds, or after
-    HEARTBEAT_SECONDS; process 0 at once.
+    HEARTBEAT_SECONDS; process 0 at once. On GPUs, JAX may use `GPU_MEMORY_SHARE` of the memory, or what
+    XLA_PYTHON_CLIENT_MEM_FRACTION says.
 
     Raises:
       ConfigError: COORDINATOR_ADDRESS is set without the other two, or a number is none.
     """
     hide_absent_tpu()
+    if _wants_any_of(_GPU_DEVICES):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
     if jax.distributed.is_initialized():
         return
     if not has_accelerator():

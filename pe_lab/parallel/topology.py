@@ -1,12 +1,9 @@
-"""Accelerators and slices by name, to plan and to compile for without having them."""
+"""Accelerators and slices by name, to plan for without having them."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.metadata
 import math
-import os
 import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,8 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from pe_lab.config import MeshConfig
-from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
+from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.parallel.mesh import AXES, mesh_shape
+from pe_lab.parallel.processes import GPU_MEMORY_SHARE
 
 GIB = 2**30
 
@@ -95,10 +93,6 @@ KNOWN = (
 )
 
 
-class NoCompiler(Exception):
-    """No compiler on this machine supports the topology. The message says how to get one."""
-
-
 @dataclass(frozen=True)
 class Topology:
     """`count` devices of one kind (tpu, gpu, cpu or local) in `slices` slices of `shape`, which the network joins."""
@@ -115,9 +109,16 @@ class Topology:
         """`v5e:16x16`, or `4 x v5e:16x16`."""
         return self.text if self.slices == 1 else f"{self.slices} x {self.text}"
 
+    @property
+    def nodes(self) -> int:
+        """Groups of devices that the network joins: TPU slices, or nodes of GPUs."""
+        return max(1, self.count // GPUS_OF_NODE) if self.kind == "gpu" else self.slices
+
 
 def parse_topology(text: str, slices: int = 1) -> Topology:
     """The topology named by `v5e:16x16`, `h100:8`, `cpu:8` or `local`; of a TPU, several slices of this shape.
+
+    The memory of a GPU is what JAX may use of it.
 
     Raises:
       ConfigError: the chip is unknown, or its shape has another number of dimensions.
@@ -151,8 +152,13 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
             )
         raise ConfigError(f"{message}, as in {example}. Examples: {KNOWN}.")
     kind = "tpu" if name in GENERATIONS else "cpu" if name == "cpu" else "gpu"
+    if kind == "gpu" and sizes[0] > GPUS_OF_NODE and sizes[0] % GPUS_OF_NODE:
+        raise ConfigError(f"--topology: '{text}' is no number of whole nodes. More than 8 GPUs are a multiple of 8.")
     count = math.prod(sizes) * generation.devices * slices
-    return Topology(f"{name}:{shape}", kind, CHIPS.get(name, Chip("CPU device")), count, sizes, slices)
+    chip = CHIPS.get(name, Chip("CPU device"))
+    if kind == "gpu":
+        chip = dataclasses.replace(chip, memory=int(chip.memory * GPU_MEMORY_SHARE))
+    return Topology(f"{name}:{shape}", kind, chip, count, sizes, slices)
 
 
 def chip_of(device: Any) -> Chip:
@@ -164,77 +170,6 @@ def chip_of(device: Any) -> Chip:
     chip = CHIPS[known[0]] if known else Chip(device.device_kind)
     # The runtime gives out less memory than the data sheet lists.
     return dataclasses.replace(chip, memory=memory or chip.memory)
-
-
-def topology_devices(topology: Topology) -> list[Any]:
-    """Devices to compile for: this machine's, virtual CPUs, or a TPU slice that only the compiler knows.
-
-    Raises:
-      NoCompiler: a TPU slice without libtpu, or GPUs of another machine.
-      ConfigError: there is no slice of this shape.
-      UnsupportedError: JAX has started with fewer CPU devices.
-    """
-    if topology.kind == "local":
-        return list(jax.devices())
-    if topology.kind == "cpu":
-        if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-            with contextlib.suppress(RuntimeError):  # JAX has started, and keeps its devices
-                jax.config.update("jax_num_cpu_devices", topology.count)
-        devices = jax.devices("cpu")
-        if len(devices) < topology.count:
-            raise UnsupportedError(f"--topology={topology.text}: JAX has started with {len(devices)} CPU devices.")
-        return list(devices[: topology.count])
-    if topology.kind == "gpu":
-        raise NoCompiler("a GPU's compiler needs the GPU: run this there with --topology=local")
-    return _slice_devices(topology)
-
-
-def libtpu_version() -> str:
-    """The version of the TPU compiler on this machine, or "" where there is none."""
-    try:
-        return importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _slice_devices(topology: Topology) -> list[Any]:
-    if not libtpu_version():
-        raise NoCompiler("libtpu is not installed: pip install 'pe-lab[aot]' (Linux), no TPU needed")
-    from jax.experimental import topologies
-
-    # Compiling uses no chip: several processes may do it at once, beside a run. Without a TPU, the other variables
-    # keep libtpu from querying a metadata server and from printing warnings.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-    name = topology.text.partition(":")[0]
-    options: dict[str, Any] = {"wrap": wrap_around(topology)}
-    if topology.slices > 1:
-        options["num_slices"] = topology.slices
-    if config := GENERATIONS[name].chip_config:
-        options["chip_config_name"] = config
-    try:
-        return list(topologies.get_topology_desc(topology.text, platform="tpu", **options).devices)
-    except jax.errors.JaxRuntimeError as error:
-        reason = str(error).splitlines()[0]
-        if "INVALID_ARGUMENT" in reason:
-            raise ConfigError(f"--topology: no slice is '{topology.text}' ({reason}). Examples: {KNOWN}.") from None
-        raise NoCompiler(f"libtpu does not start: {reason}") from None
-
-
-def wrap_around(topology: Topology) -> tuple[bool, bool, bool]:
-    """Whether the last chip of each physical axis of a TPU slice is linked to the first.
-
-    libtpu leaves these links out by default, and then compiles gathers as all-reduces. v4, v5p and TPU7x: all axes wrap
-    around if the slice consists of whole cubes of 4 x 4 x 4, which optical switches connect. v5e and v6e: an axis of 16
-    wraps around. Source: "How to Scale Your Model" (jax-ml.github.io/scaling-book), part 2.
-    """
-    sizes = topology.shape
-    if len(sizes) == 3:
-        whole = all(size % 4 == 0 for size in sizes)
-        return whole, whole, whole
-    return sizes[0] == 16, sizes[1] == 16, False
 
 
 @dataclass(frozen=True)

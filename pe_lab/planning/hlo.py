@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -61,6 +61,12 @@ class Instruction:
         """The value of `name=value` among its attributes; "" if it has none."""
         found = re.search(rf"(?<![\w.]){name}=((?:\"[^\"]*\")|[^\s,]+)", self.text)
         return found[1].strip('"') if found else ""
+
+    @property
+    def integer(self) -> int | None:
+        """The value of an integer constant."""
+        found = re.match(r"(-?\d+)\)", self.text) if self.opcode == "constant" else None
+        return int(found[1]) if found else None
 
     @property
     def op_name(self) -> str:
@@ -132,15 +138,27 @@ class Module:
         return {id(one): name for name, body in self.computations.items() for one in body}
 
     def trips(self, loop: Instruction) -> int:
-        """How often a `while` runs: its counter goes from 0 to a constant, as that of every `lax.scan`."""
+        """How often a `while` runs whose counter goes up by one to a constant, as that of every `lax.scan`."""
         known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.text)
         if known:
             return int(known[1])
         condition = self.computations[re.search(r"condition=%?([\w.\-]+)", loop.text)[1]]
-        constants = [
-            int(one.text.split(")")[0]) for one in condition if one.opcode == "constant" and one.text[:1].isdigit()
-        ]
-        return max(constants, default=1)
+        fused = [one for each in condition for name in each.called for one in self.computations.get(name, ())]
+        limits = [one.integer for one in (*condition, *fused) if one.opcode == "constant"]
+        limit = max((limit for limit in limits if limit is not None), default=1)
+        return limit - self._first(loop, condition)
+
+    def _first(self, loop: Instruction, condition: Sequence[Instruction]) -> int:
+        """The counter of a loop before it: 0, or 1 where the compiler has moved the first run out of the loop."""
+        names = self.by_name[self.home[id(loop)]]
+        counters = [one for one in condition if one.opcode == "get-tuple-element"]
+        state = names.get(loop.operands[0])
+        if len(counters) != 1 or state is None or state.opcode != "tuple":
+            return 0
+        found = names.get(state.operands[int(counters[0].attribute("index"))])
+        while found is not None and found.opcode in ("copy", "bitcast"):
+            found = names.get(found.operands[0])
+        return (found.integer or 0) if found is not None else 0
 
     def walk(self, computation: str = "", times: int = 1, inside: tuple[Instruction, ...] = ()) -> Iterator[Step]:
         """Every instruction that runs, with how often, and the instructions whose computations it lies in."""

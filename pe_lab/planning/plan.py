@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from pe_lab.config import Config
 from pe_lab.data.needles import NeedleOptions, place_symbols
 from pe_lab.data.shards import read_metadata
@@ -17,7 +15,8 @@ from pe_lab.data.tokenizers import load_tokenizer, training_size
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Flops, Model, train_flops_per_token
 from pe_lab.parallel import AxisRules, check_batch, make_mesh
-from pe_lab.parallel.topology import CHIPS, Topology, libtpu_version, placeholder_mesh, topology_devices
+from pe_lab.parallel.ahead_of_time import compiler_name, topology_devices
+from pe_lab.parallel.topology import CHIPS, Topology, placeholder_mesh
 from pe_lab.planning.buffers import largest_buffers
 from pe_lab.planning.compiled_memory import Compiled, analyze, analyze_program
 from pe_lab.planning.hlo import parse
@@ -115,15 +114,14 @@ def compile_phase(plan: Plan, phase: PhaseNumbers) -> Compiled:
 def explain_phase(plan: Plan, phase: PhaseNumbers) -> tuple[Compiled, StepReport]:
     """As `compile_phase`, with the report of the compiled step."""
     lowered, start = _lower(plan, phase)
-    compiled, program = analyze_program(lowered, start, dump=plan.topology.kind == "tpu")
+    compiled, program = analyze_program(lowered, start, dump=plan.topology.kind in ("tpu", "gpu"))
     module = parse(program.text)
     config, model, devices = phase.plan.config, phase.model.config, plan.topology.count
     report = report_step(
         module,
         plan.mesh_shape,
-        plan.topology.slices,
+        plan.topology.nodes,
         tokens=phase.plan.tokens_per_step // devices,
-        layers=model.layers,
         flops=phase.flops,
         program=f"{plan.config.name}, phase '{phase.plan.name}', on {plan.topology.name}",
         settings={
@@ -140,10 +138,6 @@ def explain_phase(plan: Plan, phase: PhaseNumbers) -> tuple[Compiled, StepReport
         buffers=tuple(largest_buffers(program.assignment, program.live_ranges, module)),
     )
     return compiled, report
-
-
-def compiler_name(topology: Topology) -> str:
-    return f"libtpu {libtpu_version()}" if topology.kind == "tpu" else f"XLA of jax {jax.__version__}"
 
 
 def _lower(plan: Plan, phase: PhaseNumbers) -> tuple[Any, float]:

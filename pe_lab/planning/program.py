@@ -50,9 +50,13 @@ class Collective:
     source: str
     members: tuple[int, ...]
 
-    def spans(self, size: int) -> bool:
-        """Whether its devices lie in several slices of `size` devices each."""
-        return len({member // size for member in self.members}) > 1
+    def crossing(self, size: int) -> int:
+        """Of `wire`, the bytes that leave the slice or node of `size` devices; 0 if all devices lie in one.
+
+        A ring enters and leaves each node once. As many rings as the node has of the devices share the bytes.
+        """
+        nodes = len({member // size for member in self.members})
+        return self.wire * nodes // len(self.members) if nodes > 1 else 0
 
 
 def wire_bytes(kind: str, payload: int, group: int) -> int:
@@ -68,8 +72,9 @@ def wire_bytes(kind: str, payload: int, group: int) -> int:
     return rounds * payload * (group - 1) // group
 
 
-def collectives(module: Module, mesh: Mapping[str, int], slices: int = 1) -> list[Collective]:
-    """Every collective of a program that was compiled for a mesh with these axes, whose data axis lies over `slices`.
+def collectives(module: Module, mesh: Mapping[str, int], nodes: int = 1) -> list[Collective]:
+    """Every collective of a program that was compiled for a mesh with these axes, over `nodes`: TPU slices, or nodes of
+    GPUs.
 
     libtpu divides a collective over several slices into collectives of each slice, and an exchange of a device's part
     with its counterparts in the other slices, which its runtime makes over the network.
@@ -79,7 +84,7 @@ def collectives(module: Module, mesh: Mapping[str, int], slices: int = 1) -> lis
         one = step.instruction
         kind = one.opcode.removesuffix("-start")
         if one.opcode == "send" and (exchange := re.search(r"_xla_megascale_transfer_type=\"(\w+)\"", one.text)):
-            found["", one.name] = _exchange(module, step, exchange[1].lower().replace("_", "-"), mesh, slices)
+            found["", one.name] = _exchange(module, step, exchange[1].lower().replace("_", "-"), mesh, nodes)
         if kind not in COLLECTIVES:
             continue
         loop = next((outer.name for outer in reversed(step.inside) if outer.opcode == "while"), "")
@@ -112,14 +117,34 @@ def _collective(module: Module, step: Step, kind: str, mesh: Mapping[str, int]) 
     if kind == "all-reduce" and fusion is not None and "all-reduce-scatter" in fusion.text:
         kind = "reduce-scatter"  # an all-reduce of which the device keeps a slice: a TPU does only the first half
         named = fusion
-    overlapped = one.opcode.endswith("-start") or any(
-        outer.opcode.startswith("async-") or "async_collective" in outer.text or "async-collective" in outer.name
-        for outer in step.inside
+    begins = [each for each in (*step.inside, one) if each.opcode.endswith("-start")]
+    overlapped = any(_computes_until_done(module, each) for each in begins) or any(
+        "async_collective" in outer.text or "async-collective" in outer.name for outer in step.inside
     )
     return Collective(
         one.name, kind, group_axes(groups, mesh), group, payload, wire_bytes(kind, payload, group), step.times,
         overlapped, module.source(named) or module.source(one), tuple(groups[0]) if groups else (),
     )  # fmt: skip
+
+
+def _computes_until_done(module: Module, start: Instruction) -> bool:
+    """Whether a matrix product, a kernel or a loop lies between an asynchronous start and its end in the schedule."""
+    body = module.computations[module.home[id(start)]]
+    pending, between = {start.name}, False
+    for one in body[body.index(start) + 1 :]:
+        if pending.intersection(one.operands) and one.opcode.endswith(("-update", "-done")):
+            if one.opcode.endswith("-done"):
+                return between
+            pending.add(one.name)
+        between = between or _computes(module, one)
+    return between
+
+
+def _computes(module: Module, one: Instruction) -> bool:
+    if one.opcode in ("dot", "convolution", "while", "custom-call"):
+        return one.opcode != "custom-call" or one.attribute("custom_call_target").startswith((*KERNELS, *PRODUCTS))
+    bodies = (module.computations.get(name, ()) for name in one.called) if one.opcode in ("fusion", "call") else ()
+    return any(_computes(module, each) for body in bodies for each in body)
 
 
 def _operand_shapes(module: Module, step: Step) -> list[Shape]:
@@ -166,7 +191,8 @@ def product_flops(module: Module) -> int:
     """FLOPs of all matrix products in XLA; those inside kernels are not counted."""
     total = 0
     for step in module.walk():
-        if step.instruction.opcode in ("dot", "convolution"):
+        one = step.instruction
+        if one.opcode in ("dot", "convolution") or one.attribute("custom_call_target").startswith(PRODUCTS):
             total += step.times * _flops(module, step)
     return total
 
@@ -174,9 +200,9 @@ def product_flops(module: Module) -> int:
 def _flops(module: Module, step: Step) -> int:
     one = step.instruction
     left, right = _operand_shapes(module, step)[:2]
-    if one.opcode == "dot":
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.text)
-        axes = map(int, filter(None, contracted[1].split(",")))
+    if one.opcode in ("dot", "custom-call"):
+        contracted = re.search(r"lhs_contracting_dim(?:s=\{|ensions\"?:\[)([\d,\"]*)", one.text)
+        axes = map(int, filter(None, contracted[1].replace('"', "").split(",")))
         return 2 * math.prod(one.shapes[0].dims) * math.prod(left.dims[axis] for axis in axes)
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.text)
     of_left, of_right, of_out = (
@@ -211,6 +237,7 @@ def kernels(module: Module) -> Counter[str]:
 
 
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu", "__cudnn$")
+PRODUCTS = ("__cublas$",)  # matrix products, by NVIDIA's library
 
 
 def memory_bytes(module: Module) -> int:

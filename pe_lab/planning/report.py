@@ -28,12 +28,13 @@ class Traffic:
 
     Attributes:
       axes: the mesh axes that take part, joined by +.
-      network: ICI, within a slice or a node, or DCN, between slices.
+      network: ICI, within a slice or a node of GPUs; DCN, between them; or ICI+DCN.
       times: runs in a step.
       payload: bytes of the whole arrays, of all runs.
       wire: bytes that each device sends in a step, by the ring algorithm.
       overlapped: of these, bytes that are sent beside computation.
       source: scope of the model, and pass.
+      crossing: bytes that each device sends to other slices or nodes.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Traffic:
     wire: int
     overlapped: int
     source: str
+    crossing: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,28 +71,32 @@ class StepReport:
 
     def wire(self, network: str = "", overlapped: bool | None = None) -> int:
         """Bytes that a device sends in a step, over one network or all; all, or only those (not) overlapped."""
-        chosen = [one for one in self.traffic if network in ("", one.network)]
-        if overlapped is None:
-            return sum(one.wire for one in chosen)
-        return sum(one.overlapped if overlapped else one.wire - one.overlapped for one in chosen)
+        total = 0.0
+        for one in self.traffic:
+            sent = one.crossing if network == "DCN" else 0 if (network, one.network) == ("ICI", "DCN") else one.wire
+            share = one.overlapped / one.wire if one.wire else 0.0
+            total += sent * (1.0 if overlapped is None else share if overlapped else 1.0 - share)
+        return round(total)
 
 
 def report_step(
-    module: Module, mesh: Mapping[str, int], slices: int, tokens: int, layers: int, flops: Flops, **known: Any
+    module: Module, mesh: Mapping[str, int], nodes: int, tokens: int, flops: Flops, **known: Any
 ) -> StepReport:
-    """The report of a program that was compiled for a mesh whose data axis lies over `slices`.
+    """The report of a program that was compiled for a mesh over `nodes`: TPU slices, or nodes of GPUs.
 
     Args:
       tokens: of a step, on one device.
-      layers: number of layers, for the FLOPs of attention kernels: `flops` has those of all layers.
       flops: of the model, per token.
       known: the other fields.
     """
-    found = collectives(module, mesh, slices)
+    found = collectives(module, mesh, nodes)
     devices = math.prod(mesh.values())
     runs = kernels(module)
     one_product = tokens * (flops.full - flops.causal) / 6 if runs else 0.0  # causal: half of all pairs
-    attention = one_product / layers * sum(_products(name, runs) * count for name, count in runs.items())
+    products = {name: _products(name, runs) for name in runs}
+    # The gradient of each layer's keys, of each micro-batch and part of a ring, is computed once.
+    gradients = sum(count for name, count in runs.items() if products[name] >= 4) or sum(runs.values())
+    attention = sum(products[name] * count for name, count in runs.items()) * one_product / max(1, gradients)
     return StepReport(
         devices=devices,
         product_flops=product_flops(module),
@@ -98,7 +104,7 @@ def report_step(
         model_flops=flops.full * tokens,
         memory_bytes=memory_bytes(module),
         kernels=dict(sorted(runs.items())),
-        traffic=_traffic(found, devices // slices),
+        traffic=_traffic(found, devices // nodes),
         **known,
     )
 
@@ -113,10 +119,11 @@ def _products(name: str, runs: Mapping[str, int]) -> int:
     return 5 if "bwd" in name or "backward" in name.lower() else 2
 
 
-def _traffic(found: Sequence[Collective], slice_size: int) -> tuple[Traffic, ...]:
+def _traffic(found: Sequence[Collective], node_size: int) -> tuple[Traffic, ...]:
     rows: dict[tuple[str, str, str, str], Traffic] = {}
     for one in found:
-        network = "DCN" if one.spans(slice_size) else "ICI"
+        crossing = one.crossing(node_size)
+        network = "ICI" if not crossing else "DCN" if crossing == one.wire else "ICI+DCN"
         key = (one.kind, "+".join(one.axes), network, one.source)
         before = rows.get(key, Traffic(*key[:3], 0, 0, 0, 0, key[3]))
         wire = one.wire * one.times
@@ -126,6 +133,7 @@ def _traffic(found: Sequence[Collective], slice_size: int) -> tuple[Traffic, ...
             payload=before.payload + one.payload * one.times,
             wire=before.wire + wire,
             overlapped=before.overlapped + (wire if one.overlapped else 0),
+            crossing=before.crossing + crossing * one.times,
         )
     return tuple(sorted(rows.values(), key=lambda one: -one.wire))
 
@@ -144,13 +152,15 @@ def bounds(report: StepReport, chip: Chip) -> dict[str, float]:
 def report_text(report: StepReport, chip: Chip, rows: int = 14) -> str:
     """The report as tables."""
     total = max(1, report.wire())
+    networks = {"ICI": "NVLink", "DCN": "network"} if chip.name.startswith("NVIDIA") else {"ICI": "ICI", "DCN": "DCN"}
     lines = [f"the compiled step: {report.program}, by {report.compiler}, in {report.compile_seconds:.0f} s", ""]
     buffers = [(one.source or "-", one.shape, f"{one.bytes / MIB:,.1f}") for one in report.buffers]
     if buffers:
         lines += ["the largest temporary buffers at the peak", table(("contents", "shape", "MiB"), buffers, 2), ""]
     shown = [
         (
-            one.source or "-", one.kind, one.axes or "-", one.network, f"{one.times}",
+            one.source or "-", one.kind, one.axes or "-", "+".join(networks[name] for name in one.network.split("+")),
+            f"{one.times}",
             f"{one.payload / MIB:,.1f}", f"{one.wire / MIB:,.1f}", f"{one.overlapped / max(1, one.wire):.0%}",
         )
         for one in report.traffic[:rows]
@@ -177,14 +187,14 @@ def report_text(report: StepReport, chip: Chip, rows: int = 14) -> str:
         work = report.product_flops + report.attention_flops
         intensity = f"{work / max(1, report.memory_bytes):,.0f} FLOPs per byte of HBM, "
         intensity += f"{work / total:,.0f} per byte sent"
-        networks = (("ICI", chip.ici), ("DCN", chip.dcn))
-        waited = sum(report.wire(name, overlapped=False) / peak for name, peak in networks if peak)
-        shown = [(name, amounts[name], f"{1e3 * seconds:.4g}") for name, seconds in limits.items()]
+        peaks = (("ICI", chip.ici), ("DCN", chip.dcn))
+        waited = sum(report.wire(name, overlapped=False) / peak for name, peak in peaks if peak)
+        shown = [(networks.get(name, name), amounts[name], f"{1e3 * seconds:.4g}") for name, seconds in limits.items()]
         lines += [
             f"the least time of a step on {chip.name} at its published peaks",
             table(("resource", "of a device", "ms"), shown, 2),
             f"arithmetic intensity: {intensity}",
-            f"bound by {bound}: MFU is at most {_mfu(report, chip, limits[bound]):.1%} (full); "
+            f"bound by {networks.get(bound, bound)}: MFU is at most {_mfu(report, chip, limits[bound]):.1%} (full); "
             f"{_mfu(report, chip, limits[bound] + waited):.1%} if the device also waits for what is not overlapped",
             "",
         ]

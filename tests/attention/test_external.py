@@ -23,7 +23,8 @@ from pe_lab.attention.kernels.external import (
 from pe_lab.attention.key_block import AttentionInputs, scaled
 from pe_lab.attention.reference import reference_attention
 from pe_lab.errors import UnsupportedError, UserError
-from pe_lab.parallel.topology import libtpu_version, parse_topology, topology_devices
+from pe_lab.parallel.ahead_of_time import libtpu_version, topology_devices
+from pe_lab.parallel.topology import parse_topology
 
 
 def qkv(T: int, B: int = 2, H: int = 4, G: int = 2, K: int = 16, dtype=jnp.float32):

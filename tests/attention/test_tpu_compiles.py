@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pe_lab.attention.kernels.tpu import tpu_key_block
 from pe_lab.attention.key_block import AttentionInputs, Noise, Rotation
-from pe_lab.parallel.topology import libtpu_version, parse_topology, topology_devices
+from pe_lab.parallel.ahead_of_time import libtpu_version, topology_devices
+from pe_lab.parallel.topology import parse_topology
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pe_lab.parallel.topology import parse_topology, topology_devices
+from pe_lab.parallel.ahead_of_time import topology_devices
+from pe_lab.parallel.topology import parse_topology
 from pe_lab.planning.compiled_memory import analyze_program
 from pe_lab.planning.hlo import Shape, parse, scope
 from pe_lab.planning.program import collectives, device_groups, memory_bytes, product_flops, wire_bytes
@@ -82,10 +83,12 @@ def test_collectives_of_a_program_by_kind_axes_and_bytes():
         ("all-reduce", ("data",)): (2, own, own, 3),
         ("all-reduce", ("data", "fsdp")): (8, own, own * 7 // 4, 1),
     }
-    assert {one.kind: one.spans(4) for one in found if one.axes == ("data",)} == {
-        "collective-permute": True, "all-reduce": True,
+    # Of nodes of 4 devices, each has one member of a group along "data", and 4 of the group of all 8.
+    assert {(one.kind, one.axes): one.crossing(4) for one in found if "data" in one.axes} == {
+        ("collective-permute", ("data",)): own, ("all-reduce", ("data",)): own,
+        ("all-reduce", ("data", "fsdp")): own * 7 // 4 // 4,
     }  # fmt: skip
-    assert not any(one.spans(4) for one in found if one.axes == ("fsdp",))
+    assert not any(one.crossing(4) for one in found if one.axes == ("fsdp",))
 
 
 def test_a_ring_sends_all_but_its_own_part():

@@ -26,7 +26,7 @@ REPORT = StepReport(
     traffic=(
         Traffic("all-gather", "fsdp", "ICI", 24, 100 * MIB, 80 * MIB, 60 * MIB, "mlp/gate"),
         Traffic("reduce-scatter", "fsdp", "ICI", 24, 50 * MIB, 40 * MIB, 0, "mlp/gate, backward"),
-        Traffic("all-reduce", "data", "DCN", 1, 10 * MIB, 10 * MIB, 10 * MIB, "loss"),
+        Traffic("all-reduce", "data", "DCN", 1, 10 * MIB, 10 * MIB, 10 * MIB, "loss", 10 * MIB),
     ),
     buffers=(Buffer(912 * MIB, "bf16[24,4096,4864]", "mlp/gate"),),
 )
@@ -40,6 +40,15 @@ def test_the_least_time_by_each_resource():
         "DCN": pytest.approx(10 * MIB / 1e9),
     }
     assert bounds(REPORT, Chip("unknown")) == {}
+
+
+def test_a_ring_over_two_nodes_uses_both_networks():
+    ring = Traffic("all-gather", "fsdp", "ICI+DCN", 1, 90 * MIB, 80 * MIB, 20 * MIB, "mlp/up", 10 * MIB)
+    report = dataclasses.replace(REPORT, traffic=(ring,))
+    assert [report.wire(), report.wire("ICI"), report.wire("DCN")] == [80 * MIB, 80 * MIB, 10 * MIB]
+    assert report.wire("DCN", overlapped=True) == 2.5 * MIB and report.wire("ICI", overlapped=False) == 60 * MIB
+    gpu = dataclasses.replace(CHIP, name="NVIDIA H100 80GB")
+    assert "NVLink+network" in report_text(report, gpu) and "ICI" not in report_text(report, gpu)
 
 
 def test_the_text_names_what_bounds_the_step():

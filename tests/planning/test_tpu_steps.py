@@ -1,0 +1,136 @@
+"""Steps that libtpu compiled: their memory, kernels and traffic."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pe_lab import plan as command
+from pe_lab.config import Config, from_dict
+from pe_lab.parallel import compiler
+from pe_lab.parallel.topology import GIB, parse_topology
+from pe_lab.planning.compiled_memory import OutOfMemory
+from pe_lab.planning.evaluation_memory import sequence_memory
+from pe_lab.planning.plan import compile_phase, explain_phase, make_plan
+from pe_lab.recipes import load_config
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmarks import tpu_step  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+DROPE = "configs/drope_16b.py"
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+
+SMALL = {
+    "model": {
+        "vocab_size": 8192,
+        "layers": 2,
+        "d_model": 256,
+        "d_ff": 512,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+    },
+    "phases": [{"name": "p", "steps": 1000, "batch_size": 8, "sequence_length": 128}],
+}
+
+
+def test_tpu_compiler_shards_the_state_over_fsdp():
+    compiled = {}
+    for fsdp in (1, 4):
+        config = from_dict(Config, {**SMALL, "mesh": {"data": -1, "fsdp": fsdp}})
+        plan = make_plan(config, parse_topology("v5e:2x2"))
+        compiled[fsdp] = compile_phase(plan, plan.phases[0])
+        state = plan.phases[0].memory.parameters + plan.phases[0].memory.optimizer
+        assert state <= compiled[fsdp].aliased < 1.2 * state  # small arrays are padded to tiles
+    assert compiled[4].arguments < 0.3 * compiled[1].arguments
+    assert compiled[4].needed < compiled[1].needed
+
+
+def test_tpu_compiler_refuses_a_step_that_does_not_fit():
+    # 131,072 tokens x 65,536 logits in float32: 32 GiB on a chip of 16.
+    model = {**SMALL["model"], "vocab_size": 65536, "layers": 1}
+    phases = [{**SMALL["phases"][0], "batch_size": 256, "sequence_length": 512}]
+    plan = make_plan(from_dict(Config, {"model": model, "phases": phases}), parse_topology("v5e:1x1"))
+    with pytest.raises(OutOfMemory) as refused:
+        compile_phase(plan, plan.phases[0])
+    assert refused.value.used > refused.value.capacity > 15 * GIB
+
+
+def test_a_torus_with_sparse_cores_gathers_and_scatters_beside_computation():
+    """Without the torus' links, libtpu compiles gathers as all-reduces; without SparseCores, reduce-scatters."""
+    found = {}
+    options = dict.fromkeys(compiler.OPTIONS["TPU v5"], "")
+    for name, compiler_options in (("default", {}), ("none", options)):
+        model = SMALL["model"] | {"d_model": 1024, "d_ff": 4096, "remat": "dots"}
+        phases = [{**SMALL["phases"][0], "batch_size": 64, "sequence_length": 512}]
+        config = {"model": model, "phases": phases, "mesh": {"data": 1, "fsdp": -1}}
+        plan = make_plan(
+            from_dict(Config, config | {"compiler_options": compiler_options}), parse_topology("v5p:4x4x4")
+        )
+        _, report = explain_phase(plan, plan.phases[0])
+        by_kind = {kind: sum(row.wire for row in report.traffic if row.kind == kind) for kind in KINDS}
+        found[name] = by_kind, report.wire(overlapped=True) / report.wire()
+    (with_cores, beside), (without, waiting) = found["default"], found["none"]
+    assert with_cores["all-gather"] > 0.5 * sum(with_cores.values()) and with_cores["reduce-scatter"] > 0
+    assert with_cores["all-reduce"] < 0.02 * sum(with_cores.values()) and beside > 0.6
+    assert without["all-reduce"] > 1.5 * with_cores["reduce-scatter"] and waiting < 0.1
+
+
+def test_drope_16b_fits_v5e_16x16(capsys):
+    assert command.main([f"--config={DROPE}", "--topology=v5e:16x16"]) == 0
+    text = capsys.readouterr().out
+    assert "memory, compiled: the step that trains 'pretrain', for v5e:16x16 by libtpu" in text
+    assert "\nFITS: the step that trains 'pretrain' needs" in text and "of 16.00 GiB a chip" in text
+    needed = float(text.split("trains 'pretrain' needs ")[1].split()[0])
+    plan = make_plan(load_config(DROPE, {}), parse_topology("v5e:16x16"))
+    estimate = plan.phases[0].memory.total / GIB
+    assert needed < 6 and needed == pytest.approx(estimate, rel=0.25)
+
+
+def test_drope_16b_evaluates_128k_tokens_on_sixteen_chips(capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    argv = [f"--config={DROPE}", "--topology=v5e:4x4", "--evaluate-length=128k", f"--json={out}"]
+    assert command.main(argv) == 0
+    text = capsys.readouterr().out
+    assert "\nFITS: a pass over 131,072 tokens, sharded over 16 (attention by pallas_tpu) needs" in text
+    found = json.loads(out.read_text())["compiled"]["pretrain"]
+    assert found["fits"] and found["attention"] == ["pallas_tpu"]
+    phase = make_plan(load_config(DROPE, {}), parse_topology("v5e:4x4")).phases[0]
+    estimate = sequence_memory(phase.model, phase.plan.schedule.structure, 2**17, 16)
+    assert found["temporaries"] == pytest.approx(estimate.at_once, rel=0.25)
+
+
+@pytest.mark.parametrize(("remat", "forward"), [("dots", 2), ("dots_attention", 1), ("full", 2)])
+def test_kernels_of_a_layer_by_what_it_keeps(remat, forward):
+    phases = [{**SMALL["phases"][0], "sequence_length": 512}]
+    config = {"model": SMALL["model"] | {"remat": remat}, "phases": phases}
+    plan = make_plan(from_dict(Config, config), parse_topology("v5e:2x2"))
+    _, report = explain_phase(plan, plan.phases[0])
+    runs = {("fwd" in name): count for name, count in report.kernels.items()}
+    assert runs == {True: 2 * forward, False: 2}  # two layers
+    assert any(one.source.startswith(("attention", "mlp")) for one in report.buffers)
+
+
+# Of the compiled steps of benchmarks/README.md: the MiB that a device sends (MaxText's: 9,976, 22,264 and 84,716), the
+# peak in GB, and the runs of attention kernels for a layer, forward and backward.
+BOUNDS = {"494m-8": (2_600, 4.7, (2, 1)), "1.5b-8": (8_500, 25.8, (2, 2)), "8b-8": (42_000, 52.5, (2, 2))}
+
+
+@pytest.mark.parametrize(("name", "sent", "peak", "kernels"), [(name, *bounds) for name, bounds in BOUNDS.items()])
+def test_the_step_does_not_get_worse(name, sent, peak, kernels):
+    """20 to 70 s each."""
+    report = tpu_step.ours(name, "dots")
+    plan = tpu_step.plan_of(name)
+    assert report.wire() / 2**20 < sent and report.peak_bytes / 1e9 < peak
+    forward = sum(count for kernel, count in report.kernels.items() if "fwd" in kernel)
+    backward = sum(report.kernels.values()) - forward
+    layers = plan.model.config.layers
+    assert forward <= kernels[0] * layers and backward <= kernels[1] * layers
+    # Six FLOPs for each weight of a product and token: nothing but attention is computed twice.
+    weights = plan.model.num_parameters - (0 if plan.model.config.tie_embeddings else plan.embedding_parameters // 2)
+    tokens = plan.phases[0].plan.tokens_per_step // plan.topology.count
+    assert report.product_flops == pytest.approx(6 * weights * tokens, rel=0.01)
