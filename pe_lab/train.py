@@ -19,6 +19,7 @@ from pe_lab.terminal import argument_parser, command, console
 from pe_lab.training import Stopped, open_run, train_phase
 from pe_lab.training.logs import claim_workdir, write_run
 from pe_lab.training.machine import peak_flops
+from pe_lab.training.profiling import Profiler, parse_steps
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,6 +31,11 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", required=True, help="recipe, with an argument after a colon: configs/x.py:quick")
     parser.add_argument("--workdir", help="where the run is written; runs/NAME by default")
+    parser.add_argument(
+        "--profile",
+        metavar="FIRST:LAST",
+        help="trace these of the steps that this command trains for XProf, as in 10:13; the first one compiles",
+    )
     return parser
 
 
@@ -37,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     rest, overrides = split_overrides(argv)
     args = parser().parse_args(rest)
+    profiler = Profiler(parse_steps(args.profile)) if args.profile else Profiler()
     config = load_config(args.config, overrides)
     workdir = local_path("--workdir", args.workdir) if args.workdir else Path("runs") / config.name
     claim_workdir(workdir, config)
@@ -58,10 +65,12 @@ def main(argv: Sequence[str]) -> int:
     peak, previous = peak_flops(), None
     try:
         for phase in run.phases:
-            previous = train_phase(run, phase, previous, peak)
+            previous = train_phase(run, phase, previous, peak, profiler)
     except Stopped as stopped:
         out.print(f"{config.name}: {stopped}")
         return os.EX_TEMPFAIL  # 75: neither complete nor failed; a launcher runs the same command again
+    if profiler.trained < profiler.steps.start:
+        out.print(f"--profile={args.profile}: nothing was traced; this command trained {profiler.trained} steps")
     out.print(f"{config.name}: complete, {previous}")
     return 0
 

@@ -262,7 +262,13 @@ def test_a_phases_machine_and_model_in_a_line():
     first = phase(parameters=221_440, seconds=50, batch_size=32, flops_per_token_full=1.5e6, logged=300,
                   status="running", positional=[{"layers": "0-2", "encoding": "rope", "window": 8}, {}])  # fmt: skip
     first = Phase(
-        first.name, first.info, first.metrics, [{"tokens_per_second": n, "mfu_full": 0.5} for n in (1, 3000, 9000)]
+        first.name,
+        first.info,
+        first.metrics,
+        [
+            {"tokens_per_second": n, "mfu_full": 0.5, "step_seconds": 2.0, "device_seconds": 1.9, "host_seconds": 0.1}
+            for n in (1, 3000, 9000)
+        ],
     )
     run = run_of(phases=[first], machine=machine, config={"model": model, "data": {"tokenizer": "t"}}, config_hash="9f",
                  versions={"jax": "1"}, notes={"command": "make it", "paper": "P"})  # fmt: skip
@@ -270,7 +276,9 @@ def test_a_phases_machine_and_model_in_a_line():
     found = terms(markup)
     assert found["Machine"] == "cpu, Xeon, 2 device(s), 2 CPUs, 7.654 GiB of memory, kernel 6.1"
     assert found["Model"] == "221,440 parameters, 3 layers, 1,024 wide, QK-norm, float32"
-    assert found["Speed"] == "50 s, 3K tokens/s (median), MFU 50% (full attention counted)"
+    assert found["Speed"] == (
+        "50 s, 3K tokens/s (median), MFU 50% (full attention counted), of a step 95% device, 0% input, 5.0% host"
+    )
     assert (found["Tokenizer"], found["Config hash"], found["Versions"], found["Paper"]) == ("t", "9f", "jax 1", "P")
     assert (found["Steps"], found["Tokens"], found["Time"]) == ("300 of 600", "614,400", "50 s")
     assert (found["Sequence length"], found["Sequences per step"]) == ("64 tokens", "32")

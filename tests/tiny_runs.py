@@ -22,6 +22,7 @@ from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
 from pe_lab.recipes import load_config
 from pe_lab.training import open_run, train_phase
 from pe_lab.training.machine import Peak
+from pe_lab.training.profiling import Profiler
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPE = """
@@ -66,7 +67,7 @@ def train(config: Config, workdir: Path, devices: Sequence[Any] | None = None) -
     run = open_run(config, workdir, devices=devices or jax.devices()[:1])
     last = None
     for phase in run.phases:
-        last = train_phase(run, phase, last, Peak(0.0, "not measured"))
+        last = train_phase(run, phase, last, Peak(0.0, "not measured"), Profiler())
     assert last is not None
     return last
 

@@ -185,7 +185,9 @@ def _mixture_text(run: Run) -> str:
 
 
 def _speed_text(run: Run) -> str:
-    """Time, median tokens per second, and MFU in both conventions where the device's peak is known."""
+    """Time, median tokens per second, MFU in both conventions where the device's peak is known, and what the loop
+    waited for: the device, input, or the host itself.
+    """
 
     def median(key: str) -> float | None:
         values = [v for phase in run.phases for record in phase.speed if (v := number(record, key)) is not None]
@@ -197,6 +199,9 @@ def _speed_text(run: Run) -> str:
     for key, words in (("mfu_full", "full attention counted"), ("mfu_causal", "causal half counted")):
         if (share := median(key)) is not None:
             parts.append(f"MFU {percent(share)} ({words})")
+    if step := median("step_seconds"):
+        split = {part: (median(f"{part}_seconds") or 0.0) / step for part in ("device", "input", "host")}
+        parts.append("of a step " + ", ".join(f"{percent(share)} {part}" for part, share in split.items()))
     return ", ".join(parts)
 
 

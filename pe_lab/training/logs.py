@@ -20,6 +20,7 @@ from pe_lab.positional import describe, label
 from pe_lab.positional.codec import ranges
 from pe_lab.storage import json_object, read_records, write_json, write_records
 from pe_lab.training.machine import Peak, machine, versions
+from pe_lab.training.profiling import WAITS
 from pe_lab.training.run import PhasePlan, Run
 
 
@@ -61,9 +62,19 @@ class PhaseLogs:
 
 
 def speed_record(
-    phase: PhasePlan, flops: Flops, peak: Peak, step: int, steps: int, seconds: float, total: float
+    phase: PhasePlan,
+    flops: Flops,
+    peak: Peak,
+    step: int,
+    steps: int,
+    seconds: float,
+    total: float,
+    split: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The speed of the last `steps` steps, which took `seconds`, `total` seconds after the start of the session."""
+    """The speed of the last `steps` steps, which took `seconds`, `total` seconds after the start of the session.
+
+    `split` has the seconds of a step by part, as `StepTimes.split`.
+    """
     rate = steps * phase.tokens_per_step / seconds
     return {
         "step": step,
@@ -71,7 +82,19 @@ def speed_record(
         "tokens_per_second": round(rate, 1),
         "mfu_full": round(rate * flops.full / peak.flops, 4) if peak.flops else None,
         "mfu_causal": round(rate * flops.causal / peak.flops, 4) if peak.flops else None,
+        "step_seconds": round(seconds / steps, 6),
+        **{f"{part}_seconds": round(part_seconds, 6) for part, part_seconds in split.items()},
     }
+
+
+def speed_text(speed: Mapping[str, Any]) -> str:
+    """The speed in a line: `41,200 tokens/s  MFU 40.1% full, 38.2% causal  device 97%, input 2%, host 1%`."""
+    parts = [f"{speed['tokens_per_second']:,.0f} tokens/s"]
+    if speed["mfu_full"]:
+        parts.append(f"MFU {speed['mfu_full']:.1%} full, {speed['mfu_causal']:.1%} causal")
+    shares = {part: speed[f"{part}_seconds"] / speed["step_seconds"] for part in (*WAITS, "host")}
+    parts.append(", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.005))
+    return "  ".join(parts)
 
 
 def write_phase(

@@ -19,9 +19,10 @@ from pe_lab.errors import TrainingDiverged
 from pe_lab.model import Params, train_flops_per_token
 from pe_lab.positional import Schedule, describe, label
 from pe_lab.terminal import Progress, console
-from pe_lab.training.logs import PhaseLogs, checkpoint_metadata, mark_complete, speed_record, write_phase
+from pe_lab.training.logs import PhaseLogs, checkpoint_metadata, mark_complete, speed_record, speed_text, write_phase
 from pe_lab.training.machine import Peak
 from pe_lab.training.optimizer import learning_rate, make_optimizer
+from pe_lab.training.profiling import Profiler, StepTimes
 from pe_lab.training.run import PhasePlan, Run, attention_of, held_out_batches, open_pipeline
 from pe_lab.training.start import start_phase
 from pe_lab.training.step import (
@@ -38,10 +39,11 @@ class Stopped(Exception):
     """A SIGTERM was received. The state is saved, and the same command continues from it."""
 
 
-def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak) -> Path:
+def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak, profiler: Profiler) -> Path:
     """Trains one phase from the state of its files to its end, and returns its last checkpoint.
 
-    `previous` is the last checkpoint of the previous phase, if there is one; MFU is a fraction of `peak`.
+    `previous` is the last checkpoint of the previous phase, if there is one; MFU is a fraction of `peak`. The profiler
+    counts the steps of all phases.
 
     Raises:
       Stopped: a SIGTERM was received, and everything is saved.
@@ -86,6 +88,7 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak) -
         started = step = timed_step = int(state.step)
         pending: list[tuple[int, dict[str, jax.Array]]] = []  # the step dispatched last, and its metrics
         last: dict[str, float] = {}  # the metrics received last
+        times = StepTimes()
         began = timer = time.perf_counter()
         with (
             _stop_requests() as stop_requested,
@@ -99,7 +102,9 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak) -
                 """Waits for the metrics of the step dispatched last, and logs them."""
                 while pending:
                     at, metrics = pending.pop()
-                    last.update({name: float(value) for name, value in jax.device_get(metrics).items()})
+                    with times.wait("device"):
+                        received = jax.device_get(metrics)
+                    last.update({name: float(value) for name, value in received.items()})
                     if not all(map(math.isfinite, last.values())):
                         raise TrainingDiverged(
                             f"The loss is {last['loss']} and the norm of its gradient {last['grad_norm']} at step {at} "
@@ -115,28 +120,34 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak) -
                 logs.write("metrics", {"step": 0, "tokens": 0, **validate(state.params)})
             stopping = False
             while step < steps and not stopping:
-                batch = place_batch(next(pipeline), shardings.batch)
-                state, metrics = train_step(state, batch, schedule)
+                with profiler.begin(step + 1):
+                    with times.wait("input"):
+                        batch = place_batch(next(pipeline), shardings.batch)
+                    state, metrics = train_step(state, batch, schedule)
                 step += 1
                 settle()  # the metrics of the previous step, while this one runs
                 pending.append((step, metrics))
+                if profiled := profiler.end(metrics, directory):
+                    out.print(profiled)
 
                 now = time.perf_counter()
                 if step == started + 1:
                     jax.block_until_ready(metrics)  # the first step compiles: its time is no measure of speed
                     timer, timed_step = time.perf_counter(), step
+                    times = StepTimes()
                 elif now - timer > 1.0 or step == steps:
-                    speed = speed_record(phase, flops, peak, step, step - timed_step, now - timer, now - began)
+                    split = times.split(step - timed_step, now - timer)
+                    speed = speed_record(phase, flops, peak, step, step - timed_step, now - timer, now - began, split)
                     logs.write("speed", speed)
-                    mfu = f"  MFU {speed['mfu_causal']:.1%}" if speed["mfu_causal"] else ""
-                    tokens = f"{speed['tokens_per_second']:,.0f} tokens/s"
-                    progress.update(step, f"{step}/{steps}  loss {last.get('loss', math.nan):.4f}  {tokens}{mfu}")
+                    shown = f"loss {last.get('loss', math.nan):.4f}  {speed_text(speed)}"
+                    progress.update(step, f"{step}/{steps}  {shown}")
                     timer, timed_step = now, step
 
                 if step % config.log.validate_every_steps == 0 or step == steps:
                     settle()
-                    record = {"step": step, "tokens": step * phase.tokens_per_step, **validate(state.params)}
-                    logs.write("metrics", record)
+                    with times.wait("validation"):
+                        losses = validate(state.params)
+                    logs.write("metrics", {"step": step, "tokens": step * phase.tokens_per_step, **losses})
 
                 stopping = stop_requested(earlier_steps + step)
                 due = step % config.checkpoint.every_steps == 0 or step in config.checkpoint.milestones
@@ -146,8 +157,11 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak) -
                     path = directory / DIRECTORY / str(step)
                     lineage = [*start_lineage, lineage_entry(what, new_id(), str(path), step)]
                     metadata = checkpoint_metadata(run, phase, lineage, pipeline.get_state())
-                    store.save(step, state.params, state.optimizer, metadata)
+                    with times.wait("checkpoint"):
+                        store.save(step, state.params, state.optimizer, metadata)
             store.wait()
+            if profiled := profiler.close(directory):
+                out.print(profiled)
             if step == steps:
                 out.print(f"{phase.name}: complete at step {steps}, loss {last['loss']:.4f}")
                 write_phase(run, phase, flops, peak, lineage, "complete", started, time.perf_counter() - began)

@@ -1,0 +1,108 @@
+"""The split of a step's time, and traces that the real viewer opens."""
+
+import functools
+import json
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+from real_material import xprof
+from tiny_runs import start, write_recipe
+
+import pe_lab.train
+from pe_lab.errors import ConfigError
+from pe_lab.train import main
+from pe_lab.training import open_run
+from pe_lab.training.logs import speed_text
+from pe_lab.training.profiling import StepTimes, parse_steps
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    monkeypatch.setattr(pe_lab.train, "open_run", functools.partial(open_run, devices=jax.devices()[:1]))
+
+
+def test_a_steps_time_is_what_was_waited_for_and_the_rest():
+    times = StepTimes()
+    for seconds, what in ((0.02, "device"), (0.01, "input"), (0.02, "device")):
+        with times.wait(what):
+            time.sleep(seconds)
+    split = times.split(2, 0.2)
+    assert split["device"] == pytest.approx(0.02, abs=5e-3) and split["input"] == pytest.approx(0.005, abs=3e-3)
+    assert split["host"] == pytest.approx(0.1 - split["device"] - split["input"])
+    assert times.split(1, 1.0) == {"device": 0.0, "input": 0.0, "validation": 0.0, "checkpoint": 0.0, "host": 1.0}
+
+
+def test_the_line_has_both_mfus_where_the_peak_is_known():
+    speed = {"tokens_per_second": 41200.4, "mfu_full": 0.401, "mfu_causal": 0.382, "step_seconds": 0.5}
+    parts = {"device_seconds": 0.485, "input_seconds": 0.01, "validation_seconds": 0.0, "checkpoint_seconds": 0.001}
+    text = speed_text(speed | parts | {"host_seconds": 0.004})
+    assert text == "41,200 tokens/s  MFU 40.1% full, 38.2% causal  device 97%, input 2%, host 1%"
+    assert "MFU" not in speed_text(speed | parts | {"host_seconds": 0.0, "mfu_full": None})
+
+
+@pytest.mark.parametrize("text", ["10", "13:10", "0:3", "a:b", ":", "1:2:3"])
+def test_steps_that_are_no_pair_are_refused(text):
+    with pytest.raises(ConfigError, match=f"--profile={text}: write the first and the last step to trace"):
+        parse_steps(text)
+
+
+def test_the_chosen_steps_are_traced(tmp_path, capsys, one_device):
+    """4 s. Steps 7 to 10 of the command are 7 and 8 of the first phase: its end cuts the trace short."""
+    assert main([f"--config={write_recipe(tmp_path)}", f"--workdir={tmp_path / 'run'}", "--profile=7:10"]) == 0
+    folder = tmp_path / "run/pretrain/tensorboard/plugins/profile/step_7"
+    assert f"profile: {folder}; look at it with" in capsys.readouterr().out
+    (trace,) = folder.glob("*.0.xplane.pb")
+    events = [
+        event
+        for plane in jax.profiler.ProfileData.from_file(str(trace)).planes
+        for line in plane.lines
+        for event in line.events
+    ]
+    steps = {dict(event.stats)["step_num"] for event in events if event.name == "train"}
+    assert {int(step) for step in steps} == {7, 8}
+    assert {"wait for input", "wait for device"} <= {event.name for event in events}
+    assert len(list(folder.glob("*.0.memory.prof"))) == 1
+    speed = [json.loads(line) for line in (tmp_path / "run/pretrain/speed.jsonl").read_text().splitlines()]
+    parts = ("device", "input", "validation", "checkpoint", "host")
+    for record in speed:
+        assert sum(record[f"{part}_seconds"] for part in parts) == pytest.approx(record["step_seconds"], abs=1e-4)
+
+
+def test_a_command_that_ends_before_says_so(tmp_path, capsys, one_device):
+    """2 s."""
+    command = [f"--config={write_recipe(tmp_path)}", f"--workdir={tmp_path / 'run'}", "--profile=100:101"]
+    assert main(command) == 0
+    assert "--profile=100:101: nothing was traced; this command trained 14 steps" in capsys.readouterr().out
+
+
+READ = """
+import json, sys
+from xprof.convert import raw_to_tool_data
+files = sys.argv[1:]
+trace, _ = raw_to_tool_data.xspace_to_tool_data(files, "trace_viewer@", {})
+overview, _ = raw_to_tool_data.xspace_to_tool_data(files, "overview_page", {})
+json.dump({"trace": json.loads(trace), "overview": json.loads(overview)}, sys.stdout)
+"""
+
+
+@pytest.mark.slow
+def test_xprof_opens_the_trace(tmp_path):
+    """14 s, and a download of 32 MB."""
+    command = [f"--config={write_recipe(tmp_path)}", f"--workdir={tmp_path / 'run'}", "--profile=3:6"]
+    process = start(["pe_lab.train", *command], tmp_path)
+    assert process.wait() == 0
+    files = list((tmp_path / "run").rglob("*.xplane.pb"))
+    read = subprocess.run(
+        [sys.executable, "-c", READ, *map(str, files)],
+        env={"PYTHONPATH": str(xprof()), "TF_CPP_MIN_LOG_LEVEL": "2"},
+        capture_output=True,
+        text=True,
+    )
+    assert read.returncode == 0, read.stderr
+    found = json.loads(read.stdout)
+    names = [event.get("name") for event in found["trace"]["traceEvents"]]
+    assert {"train 3", "train 4", "train 5", "train 6", "wait for input", "wait for device"} <= set(names)
+    assert found["overview"]
