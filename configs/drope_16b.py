@@ -17,7 +17,7 @@ or only the steps after a drop, from the checkpoints that the RoPE run of config
   python -m pe_lab.train --config=configs/drope_16b.py:drop=8000,from=runs/table1_rope/pretrain/checkpoints/8000
 
 Cost: 16.8B tokens, 5.42e19 FLOPs; 191 v5e chip-hours at 40% MFU (45 minutes of v5e:16x16), or 38 H100-hours;
-from 14K on 24 v5e chip-hours, from 8K on 95. A v5e chip has 4 windows of a batch and needs 3.8 of its 16 GiB. On
+from 14K on 24 v5e chip-hours, from 8K on 95. A v5e chip has 4 windows of a batch and needs 6.6 of its 16 GiB. On
 8 GPUs a batch is 128 windows each: --config.phases.0.accumulate=16 --config.phases.1.accumulate=16. On fewer than
 8 chips, also --config.mesh.fsdp=1. Does it fit?
   python -m pe_lab.plan --config=configs/drope_16b.py --topology=v5e:16x16

@@ -46,7 +46,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
     config = ConfigDict()
     config.name = "drope_llama2"
-    config.model = preset("llama2_7b", remat="full", loss_chunks=8)
+    config.model = preset("llama2_7b", remat="auto", loss_chunks="auto")
     config.data = dict(prepared=arguments["data"], segments=False)
     config.mesh = dict(data=-1, fsdp=64)
     adamw = dict(schedule="cosine", b1=0.9, b2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)

@@ -97,12 +97,12 @@ def get_config(arg: str = "") -> ConfigDict:
     fsdp, start, text = 8, "runs/smollm_360m", "data/fineweb-edu-smollm"  # fsdp divides d_model = 2^6 * 15
     window, optimizer = dict(sequence_length=2048, batch_size=512), dict(learning_rate=1e-3, warmup_steps=490)
     if size == "360m":
-        config.model = preset("smollm_360m", remat="dots", loss_chunks=8)
+        config.model = preset("smollm_360m", remat="auto", loss_chunks="auto")
     elif size == "1.7b":
-        config.model = preset("smollm_1_7b", remat="full", loss_chunks=8)
+        config.model = preset("smollm_1_7b", remat="auto", loss_chunks="auto")
         start, optimizer = "runs/smollm_1_7b", dict(learning_rate=3e-4, warmup_steps=600)
     else:
-        config.model = preset("smollm2_135m", remat="full", loss_chunks=8)
+        config.model = preset("smollm2_135m", remat="auto", loss_chunks="auto")
         fsdp, start, text = 1, "runs/smollm2_135m", "data/fineweb-edu-smollm2"
         window, optimizer = dict(sequence_length=8192, batch_size=64, accumulate=8), optimizer | dict(warmup_steps=70)
     config.mesh = dict(data=-1, fsdp=fsdp)

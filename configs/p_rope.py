@@ -69,7 +69,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
     config = ConfigDict()
     config.name = f"p_rope_{encoding}_{data}"
-    config.model = preset("gemma_2b", remat="full", loss_chunks=8)
+    config.model = preset("gemma_2b", remat="auto", loss_chunks="auto")
     config.data = dict(prepared=f"data/{data}-gemma", segments=False)
     config.mesh = dict(data=-1, fsdp=32)
     adamw = dict(schedule="cosine", final_fraction=0.1, b1=0.9, b2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)

@@ -101,7 +101,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
     config = ConfigDict()
     config.name = f"partial_rope_{model}_{percent}_{length}_{data}" + ("_qk_norm" if kind == "head" else "")
-    common = dict(remat="full", loss_chunks=8, qk_norm=kind, scaled_residual_init=False)
+    common = dict(remat="auto", loss_chunks="auto", qk_norm=kind, scaled_residual_init=False)
     config.model = {
         "llama_1b": preset("llama_1b", tie_embeddings=False, **common),
         "pythia_1b": preset("pythia_1b", **common),

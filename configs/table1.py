@@ -92,7 +92,7 @@ def encoding(method: str, base: float, window: int) -> Any:
 def drope_494m() -> ConfigDict:
     """DroPE at 494M: 14.7B tokens with RoPE and 2.1B without."""
     config = ConfigDict()
-    config.model = preset("drope_494m", scaled_residual_init=False, remat="dots", loss_chunks=8)
+    config.model = preset("drope_494m", scaled_residual_init=False, remat="auto", loss_chunks="auto")
     config.data = dict(prepared="data/fineweb-qwen2", segments=False, seed=0)
     config.mesh = dict(data=-1, fsdp=8)  # fsdp divides d_model = 2^7 * 7
     adamw = dict(schedule="cosine", b1=0.9, b2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)

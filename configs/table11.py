@@ -65,7 +65,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
     config = ConfigDict()
     config.name = f"table11_{kind}_{rate}"
-    config.model = preset("smollm_360m", remat="dots", loss_chunks=8)
+    config.model = preset("smollm_360m", remat="auto", loss_chunks="auto")
     config.data = dict(prepared=arguments["data"], segments=False)
     config.mesh = dict(data=-1, fsdp=8)  # fsdp divides d_model = 2^6 * 15
     adamw = dict(schedule="cosine", b1=0.9, b2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)

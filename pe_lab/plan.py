@@ -47,8 +47,8 @@ up to minutes, so by default only the phase with the largest estimate is compile
 
 EPILOG = f"""\
 topologies: {KNOWN}
-local compiles for the devices of this machine. More than 8 GPUs are nodes of 8. For GPUs that are not here, XLA does not
-choose kernels by measuring them, and the workspace of cuDNN is not counted.
+local compiles for the devices of this machine. More than 8 GPUs are nodes of 8. For GPUs that are not here, XLA does
+not choose kernels by measuring them, and the workspace of cuDNN is not counted.
 Any key of the recipe can be set: --config.model.remat=full --config.phases.0.accumulate=4
 
 exit status: 0, or 1 if the program does not fit the chip, or a figure is over 1% worse than --against, or 2 for bad

@@ -38,7 +38,7 @@ def _only(config: Config) -> PhaseConfig:
 
 def _millions(config: Config) -> str:
     """Millions of parameters, with and without embeddings."""
-    total = Model(config.model).num_parameters
+    total = Model(dataclasses.replace(config.model, remat="none", loss_chunks=1)).num_parameters
     return f"{total / 1e6:.0f} {(total - config.model.vocab_size * config.model.d_model) / 1e6:.0f}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 
 from pe_lab.config import ModelConfig, PhaseConfig
 from pe_lab.errors import ConfigError
-from pe_lab.model import Model
+from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
 from pe_lab.parallel.topology import GIB, Chip
 from pe_lab.positional import Schedule
@@ -55,6 +56,13 @@ def estimate_memory(
     model: Model, phase: PhaseConfig, schedule: Schedule, segments: bool, mesh: Mesh, rules: AxisRules
 ) -> Estimate:
     """The memory of one chip during a train step of `phase`; the devices of `mesh` may be placeholders."""
+    return _estimator(model, phase, schedule, segments, mesh, rules)(model.config)
+
+
+def _estimator(
+    model: Model, phase: PhaseConfig, schedule: Schedule, segments: bool, mesh: Mesh, rules: AxisRules
+) -> Callable[[ModelConfig], Estimate]:
+    """A function from a config that differs from the model's at most in `remat` and `loss_chunks`."""
     optimizer = make_optimizer(phase.optimizer, phase.steps, model.axes)
     shardings = make_shardings(model, optimizer, mesh, rules)
     state, batch, _ = step_inputs(model, optimizer, phase, schedule, segments)
@@ -66,15 +74,15 @@ def estimate_memory(
         return sum(jax.tree.leaves(jax.tree.map(of, shapes, shardings)))
 
     parameters = bytes_of(state.params, shardings.state.params)
+    moments = bytes_of(state.optimizer, shardings.state.optimizer)
     gradients = parameters * (2 if phase.accumulate > 1 else 1)
-    activations, layer, loss = _activations(model, phase, mesh)
-    return Estimate(
-        parameters=parameters,
-        optimizer=bytes_of(state.optimizer, shardings.state.optimizer),
-        batch=bytes_of(batch, dict.fromkeys(batch, shardings.batch)),
-        activations=activations,
-        working=max(gradients + layer, loss),
-    )
+    inputs = bytes_of(batch, dict.fromkeys(batch, shardings.batch))
+
+    def estimate(config: ModelConfig) -> Estimate:
+        activations, layer, loss = _activations(config, model.shapes, phase, mesh)
+        return Estimate(parameters, moments, inputs, activations, working=max(gradients + layer, loss))
+
+    return estimate
 
 
 def _tokens(phase: PhaseConfig, mesh: Mesh) -> int:
@@ -83,9 +91,9 @@ def _tokens(phase: PhaseConfig, mesh: Mesh) -> int:
     return sequences * phase.sequence_length // mesh.shape["context"]
 
 
-def _activations(model: Model, phase: PhaseConfig, mesh: Mesh) -> tuple[int, int, int]:
+def _activations(config: ModelConfig, shapes: Params, phase: PhaseConfig, mesh: Mesh) -> tuple[int, int, int]:
     """Bytes per chip: kept for the backward pass, of the backward pass of one layer, and of the loss."""
-    config, tensor, tokens = model.config, mesh.shape["tensor"], _tokens(phase, mesh)
+    tensor, tokens = mesh.shape["tensor"], _tokens(phase, mesh)
     length, width = phase.sequence_length, np.dtype(config.dtype).itemsize
 
     # Bytes per token and layer. `qkv`: queries, keys and values after their projections.
@@ -109,7 +117,7 @@ def _activations(model: Model, phase: PhaseConfig, mesh: Mesh) -> tuple[int, int
     }[config.remat]
 
     # One layer: what the gradients of its two branches need at once, and its weights gathered over fsdp.
-    of_layer = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(model.shapes["layers"])) // tensor
+    of_layer = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(shapes["layers"])) // tensor
     layer = tokens * (width * (6 * config.d_model + 2 * qkv + 2 * mlp_in) + 2 * (weights + block)) + of_layer * width
     # One chunk of logits and of their gradient; the gathered unembedding and its gradient; hidden states.
     vocabulary = config.vocab_size // tensor
@@ -148,9 +156,10 @@ def choose_settings(
     remats = _REMATS if config.remat == "auto" else (config.remat,)
     chunks = [2**n for n in range(8) if 2**n <= tokens] if config.loss_chunks == "auto" else [config.loss_chunks]
     options = [dataclasses.replace(config, remat=remat, loss_chunks=n) for remat in remats for n in chunks]
+    estimate = _estimator(Model(options[0]), phase, schedule, segments, mesh, rules)
     least = None
     for option in sorted(options, key=lambda option: _extra_seconds(option, phase, mesh, chip)):
-        memory = estimate_memory(Model(option), phase, schedule, segments, mesh, rules).total
+        memory = estimate(option).total
         if not chip.memory or memory <= MARGIN * chip.memory:
             return option
         least = min(least or memory, memory)
