@@ -1,6 +1,7 @@
 """Tokens per second of pe_lab's train step against transformers' Llama under torch, measured alternately.
 
     python benchmarks/train_step.py --peer-python=/path/to/venv/bin/python
+    python benchmarks/train_step.py --against=/path/to/checkout     # or against another commit of pe_lab
 
 Both sides start from the same weights and take the same AdamW steps in float32 on the same batch, with the same
 number of threads. The losses of their first steps are compared, to check that the work is the same. The peer runs in
@@ -104,12 +105,12 @@ class Ours:
 
 
 class Peer:
-    """transformers' Llama in a subprocess, eager or compiled."""
+    """A train step in a subprocess: transformers' Llama, eager or compiled, or that of another checkout."""
 
-    def __init__(self, name: str, python: str, job: dict[str, Any], log: Path):
+    def __init__(self, name: str, command: Sequence[str], job: dict[str, Any], log: Path):
         self.name = name
         self.process = subprocess.Popen(
-            [python, str(HERE / "train_step_peer.py")],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
@@ -217,7 +218,8 @@ def start_peers(
         "optimizer": dataclasses.asdict(OPTIMIZER),
         "optimizer_kind": "fused",
     }
-    return [Peer(f"torch {kind}", python, job | {"compile": kind == "compiled"}, at / f"{kind}.log") for kind in kinds]
+    command = [python, str(HERE / "train_step_peer.py")]
+    return [Peer(f"torch {kind}", command, job | {"compile": kind == "compiled"}, at / f"{kind}.log") for kind in kinds]
 
 
 def check_same(sides: Sequence[Side], first: dict[str, list[float]]) -> None:
@@ -287,9 +289,15 @@ def run_shape(name: str, args: argparse.Namespace, threads: int, python: str | N
     kinds = args.peers.split(",") if python else []
     steps = args.steps or shape.steps
     with tempfile.TemporaryDirectory() as folder:
-        sides: list[Side] = [Ours(shape, params, batch)]
+        sides: list[Side] = []
         peers: list[Peer] = []
         try:
+            if args.against:  # both in processes of their own
+                for side, checkout in (("pe_lab", str(HERE.parent)), ("the checkout", args.against)):
+                    command = [sys.executable, str(HERE / "train_step_checkout.py"), checkout]
+                    peers.append(Peer(side, command, {"shape": name}, Path(folder) / f"{side}.log"))
+            else:
+                sides.append(Ours(shape, params, batch))
             if python:
                 peers = start_peers(kinds, python, shape, params, batch, threads, Path(folder))
             sides += peers
@@ -330,6 +338,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", default="eager,compiled", help="of eager, compiled")
     parser.add_argument("--peer-python", default="", help="a Python with torch and transformers")
     parser.add_argument("--ours-only", action="store_true", help="no peer")
+    parser.add_argument("--against", default="", help="another checkout of pe_lab as the only peer; writes no file")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as there are processors")
     parser.add_argument("--rounds", type=int, default=12, help="measurements of each side")
     parser.add_argument("--steps", type=int, default=0, help="steps in a measurement; 0: the shape's own")
@@ -342,6 +351,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                 raise UserError(f"--{option}={value} is not known. {did_you_mean(value, allowed)}")
     if args.quick:
         args.rounds = args.steps = 1
+    if args.against:
+        args.against = str(Path(args.against).resolve())
+        if not (Path(args.against) / "pe_lab").is_dir():
+            raise UserError(f"--against={args.against} is no checkout of pe_lab: it has no folder pe_lab.")
     if args.rounds < 1:
         raise UserError(f"--rounds is {args.rounds}; it must be at least 1.")
     return args
@@ -356,12 +369,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--threads is {threads}; this machine offers {len(available)}.")
     # XLA takes a thread for each processor it may run on; the peer inherits the same set.
     os.sched_setaffinity(0, available[:threads])
-    python = None if args.ours_only else find_peer_python(args.peer_python)
+    python = None if args.ours_only or args.against else find_peer_python(args.peer_python)
     keep_freed_memory()
     start_processes()
     for name in args.shape.split(","):
         result = run_shape(name, args, threads, python)
-        if args.out and not args.quick:
+        if args.out and not args.quick and not args.against:
             path = Path(args.out) / f"train_step-{name}-threads{threads}-jax{jax.__version__}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(result, indent=1) + "\n")

@@ -12,10 +12,12 @@ from pe_lab.config import Config, from_dict
 from pe_lab.errors import ConfigError
 from pe_lab.parallel import AxisRules, ahead_of_time
 from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
+from pe_lab.planning.advice import step_advice
 from pe_lab.planning.compiled_memory import OutOfMemory
 from pe_lab.planning.plan import choose_phases, make_plan
 from pe_lab.recipes import load_config
 from pe_lab.training.memory import estimate_memory
+from pe_lab.training.run import phase_models
 
 DROPE = "configs/drope_16b.py"
 
@@ -41,7 +43,8 @@ def recipe(tmp_path):
 
 
 def _plan(text: str = "v5e:16x16", **overrides: str):
-    return make_plan(load_config(DROPE, overrides), parse_topology(text))
+    settings = {"model.remat": "dots", "model.loss_chunks": "8"}  # the recipe's are "auto"
+    return make_plan(load_config(DROPE, settings | overrides), parse_topology(text))
 
 
 # -- by hand -----------------------------------------------------------------------------------------------
@@ -359,8 +362,17 @@ def test_auto_is_the_fastest_that_fits():
     for chunks in ("1", "16", "128"):
         changed = {"model.remat": one_up, "model.loss_chunks": chunks}
         assert _plan(**changed, **larger).phases[0].memory.total > 0.92 * 16 * GIB
+    # What cannot fit is planned with what needs the least, and advised; a run is refused.
+    huge = _plan(**auto, **{"phases.0.batch_size": "262144"})
+    assert huge.phases[0].memory.total > 16 * GIB and huge.phases[0].model.config.remat == "full"
+    accumulate = int(re.search(r"phases\.0\.accumulate=(\d+)", step_advice(huge, huge.phases[0], None))[1])
+    fitting = {"phases.0.batch_size": "262144", "phases.0.accumulate": str(accumulate)}
+    assert _plan(**auto, **fitting).phases[0].memory.total <= 16 * GIB
+    plan = huge.phases[0].plan
     with pytest.raises(ConfigError, match="phase 'pretrain': with any remat and loss_chunks, a step needs about"):
-        _plan(**auto, **{"phases.0.batch_size": "262144"})
+        phase_models(
+            huge.config, [plan], 151_936, placeholder_mesh(huge.config.mesh, 256), AxisRules(), huge.topology.chip, True
+        )
     with pytest.raises(ConfigError, match="model.loss_chunks is 'some'; it must be 'auto' or of type int"):
         _plan(**{"model.loss_chunks": "some"})
 

@@ -140,12 +140,14 @@ def choose_settings(
     mesh: Mesh,
     rules: AxisRules,
     chip: Chip,
+    must_fit: bool,
 ) -> ModelConfig:
     """The config with `remat` and `loss_chunks` chosen where they are "auto": the fastest that fits by the estimate.
 
     Args:
       config: `remat` and `loss_chunks` may be "auto".
       chip: of the mesh; memory 0 is unknown, and anything fits.
+      must_fit: otherwise, if nothing fits, the result is what needs the least memory.
 
     Raises:
       ConfigError: nothing fits.
@@ -157,16 +159,18 @@ def choose_settings(
     chunks = [2**n for n in range(8) if 2**n <= tokens] if config.loss_chunks == "auto" else [config.loss_chunks]
     options = [dataclasses.replace(config, remat=remat, loss_chunks=n) for remat in remats for n in chunks]
     estimate = _estimator(Model(options[0]), phase, schedule, segments, mesh, rules)
-    least = None
+    needed = {option: estimate(option).total for option in options}
     for option in sorted(options, key=lambda option: _extra_seconds(option, phase, mesh, chip)):
-        memory = estimate(option).total
-        if not chip.memory or memory <= MARGIN * chip.memory:
+        if not chip.memory or needed[option] <= MARGIN * chip.memory:
             return option
-        least = min(least or memory, memory)
-    raise ConfigError(
-        f"phase '{phase.name}': with any remat and loss_chunks, a step needs about {least / GIB:.1f} GiB of "
-        f"{chip.memory / GIB:.4g} GiB a chip. Use more chips, a larger mesh.fsdp, or a larger accumulate."
-    )
+    smallest = min(options, key=needed.__getitem__)
+    if must_fit:
+        raise ConfigError(
+            f"phase '{phase.name}': with any remat and loss_chunks, a step needs about "
+            f"{needed[smallest] / GIB:.1f} GiB of {chip.memory / GIB:.4g} GiB a chip. "
+            "pe_lab.plan names the settings with which it would fit."
+        )
+    return smallest
 
 
 # "none" is not among them: it also keeps every elementwise result, and reading those takes longer than computing them.

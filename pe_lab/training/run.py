@@ -134,9 +134,8 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
     for pipeline in pipelines:
         pipeline.close()
     first = pipelines[0]
-    models = phase_models(
-        config, phases, vocabulary(config, first.vocab_size), mesh, rules, chip_of(mesh.devices.flat[0])
-    )
+    vocab_size = vocabulary(config, first.vocab_size)
+    models = phase_models(config, phases, vocab_size, mesh, rules, chip_of(mesh.devices.flat[0]), must_fit=True)
     for phase, model in zip(phases, models, strict=True):
         parameter_shardings(model, mesh, rules)
         try:
@@ -152,17 +151,23 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
 
 
 def phase_models(
-    config: Config, phases: Sequence[PhasePlan], vocab_size: int, mesh: Mesh, rules: AxisRules, chip: Chip
+    config: Config,
+    phases: Sequence[PhasePlan],
+    vocab_size: int,
+    mesh: Mesh,
+    rules: AxisRules,
+    chip: Chip,
+    must_fit: bool = False,
 ) -> tuple[Model, ...]:
     """The model of each phase, with `remat` and `loss_chunks` chosen for the mesh and its chips where they are "auto".
 
-    Phases with the same QK-norm and settings share one.
+    Phases with the same QK-norm and settings share one. Raises `ConfigError` as `choose_settings`.
     """
     known: dict[ModelConfig, Model] = {}
     models = []
     for phase in phases:
         shape = dataclasses.replace(config.model, vocab_size=vocab_size, qk_norm=phase.qk_norm)
-        shape = choose_settings(shape, phase.config, phase.schedule, config.data.segments, mesh, rules, chip)
+        shape = choose_settings(shape, phase.config, phase.schedule, config.data.segments, mesh, rules, chip, must_fit)
         if shape not in known:
             known[shape] = Model(shape)
         models.append(known[shape])
