@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "evaluation"))
 import tiny  # noqa: E402
-from tiny_runs import start  # noqa: E402
+from tiny_runs import finish, start_together  # noqa: E402
 
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer  # noqa: E402
 
@@ -69,30 +68,13 @@ def begin(
     directory: Path, argv: Sequence[str], count: int, last: Path | None = None, **environment: str
 ) -> list[subprocess.Popen]:
     """Starts the processes of one command; `last` is the working directory of the last one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    more = {"COORDINATOR_ADDRESS": address, "PROCESS_COUNT": str(count), "HEARTBEAT_SECONDS": str(HEARTBEAT)}
-    cache = environment | {
+    more = environment | {
+        "HEARTBEAT_SECONDS": str(HEARTBEAT),
         "JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    return [
-        start(argv, where, **cache, **(more | {"PROCESS_INDEX": str(index)} if count > 1 else {}))
-        for index, where in enumerate([*[directory] * (count - 1), last or directory])
-    ]
-
-
-def finish(processes: Sequence[subprocess.Popen], status: int = 0) -> list[str]:
-    try:
-        outs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, out in zip(processes, outs, strict=True):
-        assert process.returncode == status, out[-4000:]
-    return outs
+    return start_together(argv, [*[directory] * (count - 1), last or directory], **more)
 
 
 def without_clock(value):

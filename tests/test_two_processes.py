@@ -1,6 +1,5 @@
 """Two real processes that train as one, over loopback."""
 
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_runs import losses, records, start, tiny, train, write_recipe
+from tiny_runs import finish, losses, records, start_together, tiny, train, write_recipe
 
 from pe_lab.checkpoints import open_checkpoint
 
@@ -29,31 +28,8 @@ def phases() -> str:
 def begin(directory: Path, *arguments: str) -> list[subprocess.Popen]:
     """Starts both processes of one run."""
     recipe = write_recipe(directory / "recipe")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
     argv = ["pe_lab.train", f"--config={recipe}", "--workdir=two", f"--config.phases={phases()}", *arguments]
-    return [
-        start(
-            argv,
-            directory,
-            COORDINATOR_ADDRESS=address,
-            PROCESS_COUNT="2",
-            PROCESS_INDEX=str(index),
-        )
-        for index in range(2)
-    ]
-
-
-def finish(processes: list[subprocess.Popen], status: int = 0) -> list[str]:
-    try:
-        outs = [p.communicate(timeout=PATIENCE)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    for p, out in zip(processes, outs, strict=True):
-        assert p.returncode == status, out[-4000:]
-    return outs
+    return start_together(argv, [directory] * 2)
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +53,11 @@ def assert_same_losses(run: Path, alone: Path) -> None:
 
 
 def test_two_processes_train_as_one(tmp_path, alone):
-    first, second = finish(begin(tmp_path))
+    first, second = finish(begin(tmp_path, "--profile=3:4"))
     assert "complete" in first
     assert "complete" not in second and "pretrain" not in second  # only the first process prints
+    traces = (tmp_path / "two/pretrain/tensorboard/plugins/profile/step_3").glob("*.xplane.pb")
+    assert sorted(trace.name.rsplit(".", 3)[1] for trace in traces) == ["0", "1"]
     assert_same_losses(tmp_path / "two", alone)
     checkpoint = open_checkpoint(tmp_path / "two")
     lineage = checkpoint.metadata["lineage"]

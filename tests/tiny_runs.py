@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -79,6 +80,31 @@ def start(argv: Sequence[str], cwd: Path, **environment: str) -> subprocess.Pope
     return subprocess.Popen(
         [sys.executable, "-m", *argv], cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
+
+
+def start_together(argv: Sequence[str], directories: Sequence[Path], **environment: str) -> list[subprocess.Popen[str]]:
+    """Starts a process of one program in each of the directories; they are connected over loopback if there are two."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    count = len(directories)
+    more = {"COORDINATOR_ADDRESS": address, "PROCESS_COUNT": str(count)} if count > 1 else {}
+    return [
+        start(argv, where, **environment, **more, **({"PROCESS_INDEX": str(index)} if more else {}))
+        for index, where in enumerate(directories)
+    ]
+
+
+def finish(processes: Sequence[subprocess.Popen[str]], status: int = 0, patience: float = 400) -> list[str]:
+    """What each process printed, once all have ended with `status`."""
+    try:
+        outs = [process.communicate(timeout=patience)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, out in zip(processes, outs, strict=True):
+        assert process.returncode == status, out[-4000:]
+    return outs
 
 
 def records(path: Path) -> list[dict[str, Any]]:
