@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     if args.topology == "local":
         start_processes()
     else:
-        # Compiling for a slice uses no device of this machine, so a run may go on beside it.
+        # Compiling for other devices uses none of this machine, so a run may go on beside it.
         jax.config.update("jax_platforms", "cpu")
     if (args.explain or args.against) and (args.no_compile or args.evaluate_length):
         raise ConfigError("--explain and --against compile a step: leave out --no-compile and --evaluate-length.")

@@ -188,11 +188,12 @@ def test_without_libtpu_there_is_an_estimate_and_advice(capsys, monkeypatch):
 
 
 def test_without_the_cuda_plugin_gpus_are_estimated(capsys, monkeypatch):
-    monkeypatch.setattr(ahead_of_time, "cuda_plugin_version", lambda: "")
+    monkeypatch.setattr(ahead_of_time, "_version", lambda package: "" if package == "jax-cuda13-plugin" else "1")
     assert command.main([f"--config={DROPE}", "--topology=gpu:8"]) == 0
     text = capsys.readouterr().out
     assert "8 x NVIDIA H100 80GB, 72 GiB each, mesh data 1 x fsdp 8" in text  # 90% of 80 GiB
-    assert "not compiled: JAX's CUDA plugin is not installed: pip install 'pe-lab[gpu]'" in text and "FIT" not in text
+    assert "not compiled: without jax-cuda13-plugin: pip install 'pe-lab[gpu]' (Linux), no GPU needed" in text
+    assert "FIT" not in text
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,10 @@ def libtpu_version() -> str:
     return _version("libtpu")
 
 
-def cuda_plugin_version() -> str:
-    """The version of JAX's CUDA plugin on this machine, or "" where there is none."""
-    return _version("jax-cuda13-plugin")
+def missing_for_gpus() -> list[str]:
+    """The packages that compiling for GPUs needs and this machine lacks; all are in the extra `gpu`."""
+    nvidia = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cudnn-cu13")
+    return [name for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt", *nvidia) if not _version(name)]
 
 
 def _version(package: str) -> str:
@@ -125,8 +126,8 @@ _GPUS = {
 
 def _gpu_devices(topology: Topology) -> list[Any]:
     """The GPUs of one node, or of several nodes, each of them a process."""
-    if not cuda_plugin_version():
-        raise NoCompiler("JAX's CUDA plugin is not installed: pip install 'pe-lab[gpu]' (Linux), no GPU needed")
+    if missing := missing_for_gpus():
+        raise NoCompiler(f"without {', '.join(missing)}: pip install 'pe-lab[gpu]' (Linux), no GPU needed")
     from jax.experimental import topologies
 
     shape = f"1x{topology.nodes}x{topology.count // topology.nodes}"  # partitions x nodes x GPUs of each

@@ -114,7 +114,7 @@ def compile_phase(plan: Plan, phase: PhaseNumbers) -> Compiled:
 def explain_phase(plan: Plan, phase: PhaseNumbers) -> tuple[Compiled, StepReport]:
     """As `compile_phase`, with the report of the compiled step."""
     lowered, start = _lower(plan, phase)
-    compiled, program = analyze_program(lowered, start, dump=plan.topology.kind in ("tpu", "gpu"))
+    compiled, program = analyze_program(lowered, start, dump=plan.topology.chip.peak > 0)  # not for CPUs
     module = parse(program.text)
     config, model, devices = phase.plan.config, phase.model.config, plan.topology.count
     report = report_step(

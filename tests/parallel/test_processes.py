@@ -1,5 +1,6 @@
 """The start of several processes: from the environment, from a TPU VM's metadata, by hand."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -121,6 +122,18 @@ def test_processes_on_cpus_communicate_by_gloo(joined, monkeypatch, platform):
     monkeypatch.setenv("JAX_PLATFORMS", platform)
     start_processes()
     assert ("jax_cpu_collectives_implementation", "gloo") in settings and joined == [({},)]
+
+
+def test_jax_gets_nine_tenths_of_a_gpu_unless_told_otherwise(joined, monkeypatch, tmp_path):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.setattr(processes, "_TPU_DEVICES", ())
+    for device, given, wanted in ((tmp_path / "none", None, None), (tmp_path, None, "0.9"), (tmp_path, "0.5", "0.5")):
+        monkeypatch.setattr(processes, "_GPU_DEVICES", (str(device),))
+        monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+        monkeypatch.setenv(name, given) if given else monkeypatch.delenv(name, raising=False)
+        start_processes()
+        assert os.environ.get(name) == wanted
+    monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize("name", VARIABLES[4:6])
