@@ -14,7 +14,7 @@ from pe_lab.parallel import AxisRules, ahead_of_time
 from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
 from pe_lab.planning.advice import step_advice
 from pe_lab.planning.compiled_memory import OutOfMemory
-from pe_lab.planning.plan import choose_phases, make_plan
+from pe_lab.planning.plan import choose_phases, explain_phase, make_plan
 from pe_lab.recipes import load_config
 from pe_lab.training.memory import estimate_memory
 from pe_lab.training.run import phase_models
@@ -349,6 +349,14 @@ def test_a_step_is_explained_and_compared_with_its_own_file(recipe, capsys, tmp_
     assert command.main([*argv, "--against=none.json"]) == 2
     assert "--against=none.json: No such file" in capsys.readouterr().err
     assert command.main([*argv, "--no-compile"]) == 2
+
+
+def test_a_sharded_sequence_is_not_gathered(recipe):
+    """Of the sequence, the ring sends keys and values alone. 3 s."""
+    plan = make_plan(load_config(recipe, {"mesh.fsdp": "2", "mesh.context": "2"}), parse_topology("cpu:8"))
+    traffic = explain_phase(plan, plan.phases[1])[1].traffic
+    assert any(row.kind == "collective-permute" and row.axes == "context" for row in traffic)
+    assert not [row for row in traffic if row.kind == "all-gather" and "context" in row.axes]
 
 
 def test_auto_is_the_fastest_that_fits():

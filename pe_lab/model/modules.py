@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention import LayerEncoding, attention
 from pe_lab.config import ModelConfig
 from pe_lab.model.embedding import embedding_lookup
-from pe_lab.parallel import constrain
+from pe_lab.parallel import constrain, context_size
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -40,11 +40,12 @@ def _project(
 
     `name` is that of the operation in profiles and in `pe_lab.plan --explain`.
     """
-    # One product of two matrices, because XLA on a CPU copies the larger operand of the gradient's products into
-    # another layout if there are more axes.
     rows, size = x.shape[: x.ndim - inputs], math.prod(weights.shape[:inputs])
     with jax.named_scope(name):
-        product = x.reshape(-1, size) @ weights[...].reshape(size, -1).astype(x.dtype)
+        # One product of two matrices, because XLA on a CPU copies the larger operand of the gradient's products into
+        # another layout if there are more axes. Two sharded axes cannot become one: XLA would gather the sequence.
+        x = x.reshape(*(rows if context_size() > 1 else (-1,)), size)
+        product = x @ weights[...].reshape(size, -1).astype(x.dtype)
         product = product.reshape(*rows, *weights.shape[inputs:])
         return product if bias is None else product + bias[...].astype(x.dtype)
 
