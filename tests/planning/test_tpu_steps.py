@@ -88,7 +88,7 @@ def test_drope_16b_fits_v5e_16x16(capsys):
     needed = float(text.split("trains 'pretrain' needs ")[1].split()[0])
     plan = make_plan(load_config(DROPE, {}), parse_topology("v5e:16x16"))
     estimate = plan.phases[0].memory.total / GIB
-    assert needed < 6 and needed == pytest.approx(estimate, rel=0.25)
+    assert needed < 7 and needed == pytest.approx(estimate, rel=0.25)
 
 
 def test_drope_16b_evaluates_128k_tokens_on_sixteen_chips(capsys, tmp_path):
