@@ -204,7 +204,9 @@ def scope(op_name: str) -> str:
 
 
 LAYERS = "layers"  # the scope around all layers
-_STRUCTURE = ("while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "shard_map", "step")
+_STRUCTURE = (
+    "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "shard_map", "step", "eval_jaxpr",
+)  # fmt: skip
 
 
 class Step(NamedTuple):
