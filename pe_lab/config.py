@@ -120,7 +120,11 @@ class CheckpointConfig:
 
     every_steps: int = 1000
     keep: int = 2  # the latest ones
+    keep_every: int = 0  # steps that this number divides are kept too; 0: none
     milestones: tuple[int, ...] = ()  # steps of every phase that are saved, and never deleted
+    best: str = ""  # the step with the lowest value of this metric is kept too, such as validation_loss
+    verify: bool = True  # compare a checkpoint with its manifest before training goes on from it
+    on_failure: Literal["stop", "continue"] = "stop"  # at a save that fails, for instance on a full disk
 
 
 @dataclass(frozen=True)

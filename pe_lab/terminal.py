@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pe_lab.errors import TrainingDiverged, UserError
+from pe_lab.errors import SaveFailed, TrainingDiverged, UserError
 
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
@@ -19,16 +19,16 @@ LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 def command(main: Callable[..., int]) -> Callable[..., int]:
     """Wraps a command's `main`, which gets a list of arguments, by default those of the command line.
 
-    A `UserError` becomes one message on stderr and exit status 2, `TrainingDiverged` a message and status 1.
+    A `UserError` becomes one message on stderr and exit status 2, `TrainingDiverged` status 1, `SaveFailed` status 3.
     """
 
     @functools.wraps(main)
     def wrapper(argv: Sequence[str] | None = None) -> int:
         try:
             return main(sys.argv[1:] if argv is None else list(argv))
-        except (UserError, TrainingDiverged) as error:
+        except (UserError, TrainingDiverged, SaveFailed) as error:
             print(f"error: {error}", file=sys.stderr)
-            return 2 if isinstance(error, UserError) else 1
+            return {TrainingDiverged: 1, SaveFailed: 3}.get(type(error), 2)
 
     return wrapper
 

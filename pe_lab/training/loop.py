@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pe_lab.checkpoints.store import DIRECTORY, Store, new_id
+from pe_lab.checkpoints.locating import DIRECTORY
+from pe_lab.checkpoints.store import Retention, Store, new_id
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.errors import TrainingDiverged
 from pe_lab.model import Params, train_flops_per_token
@@ -53,7 +54,8 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak, p
     """
     config, steps, directory = run.config, phase.config.steps, run.workdir / phase.name
     out = console(quiet=jax.process_index() != 0)
-    store = Store(directory / DIRECTORY, keep=config.checkpoint.keep, milestones=config.checkpoint.milestones)
+    saved = config.checkpoint
+    store = Store(directory / DIRECTORY, Retention(saved.keep, saved.keep_every, saved.milestones, saved.best))
     with contextlib.closing(store):
         if steps in store.steps():
             out.print(f"{phase.name}: complete at step {steps}, nothing to do")

@@ -14,8 +14,9 @@ import numpy as np
 import optax
 
 from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.locating import DIRECTORY, first_line
 from pe_lab.checkpoints.qk_norm import change_qk_norm
-from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, first_line, new_id, templates
+from pe_lab.checkpoints.store import Checkpoint, Store, new_id, templates
 from pe_lab.checkpoints.surgery import NOTHING, change, check_same_shape, lineage_entry
 from pe_lab.errors import CheckpointError, DataError
 from pe_lab.model import Model, Params
