@@ -13,7 +13,8 @@ from pe_lab.terminal import console
 DIRECTORY = "checkpoints"  # of a phase; has one directory per step
 UNREADABLE = "unreadable"  # of a phase; has checkpoints that could not be read
 FORMAT = 3
-FORMER_NAMES: dict[int, dict[str, str]] = {1: {"token_embedder": "trunk"}, 2: {}}  # of parameters, by earlier formats
+# Names of parameters in the files of earlier formats.
+FORMER_NAMES: dict[int, dict[str, str]] = {1: {"token_embedder": "trunk"}, 2: {}}
 
 
 def first_line(error: BaseException) -> str:
@@ -61,21 +62,16 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def _is_former(path: Path) -> bool:
-    """Whether a checkpoint was written by a version without manifests."""
+    """Whether a directory is a checkpoint of a version without manifests."""
     try:
-        return read_metadata(path)["format"] < FORMAT
+        return read_metadata(path)["format"] < FORMAT and (path / "params").is_dir()
     except UserError:
         return False
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory is a committed checkpoint: its manifest was written last."""
-    return (
-        path.name.isdigit()
-        and (path / "metadata").is_dir()
-        and (path / "params").is_dir()
-        and ((path / MANIFEST).is_file() or _is_former(path))
-    )
+    return path.name.isdigit() and ((path / MANIFEST).is_file() or _is_former(path))
 
 
 def steps_in(directory: Path) -> list[int]:

@@ -92,7 +92,7 @@ class NativeSource(Source):
         if not self._verified:
             manifest = read_manifest(self.path)
             if manifest and (damage := manifest.damage(self.path, lambda name, _: name.startswith("params/"))):
-                raise CheckpointError(f"The checkpoint '{self.path}' is damaged: {damage[0]}. {_ADVICE}")
+                raise CheckpointError(f"The checkpoint '{self.path}' is damaged ({damage[0]}). {_ADVICE}")
             self._verified = True
         if leaf not in self._opened:
             where = (self.path / "params").absolute()

@@ -147,6 +147,20 @@ class Store:
         """Steps of the committed checkpoints, ascending."""
         return steps_in(self.directory)
 
+    def uncommitted(self) -> list[int]:
+        """Steps whose directory has no manifest, as after damage: a killed save leaves none under this name."""
+        found = {int(path.name) for path in self.directory.iterdir() if path.name.isdigit()}
+        return sorted(found - set(self.steps()))
+
+    def damage(self, step: int) -> str:
+        """What is wrong with the files of a checkpoint, all of which are read; "" if it is whole."""
+        try:
+            manifest = read_manifest(self._path(step))
+        except CheckpointError as error:
+            return str(error)
+        found = manifest.damage(self._path(step)) if manifest else []
+        return str(found[0]) if found else ""
+
     # -----------------------------------------------------------------------------------------------------------------
     # Saving
 
@@ -303,8 +317,8 @@ class Store:
             saved = manifest.about["arrays"][item]
             if comparable(restored[item], saved) and (wrong := differing(restored[item], saved)):
                 raise CheckpointError(
-                    f"The checkpoint '{path}' is damaged: {len(wrong)} of its arrays differ from what was saved "
-                    f"({item}.{wrong[0]})."
+                    f"The checkpoint '{path}' is damaged ({len(wrong)} of its arrays differ from what was saved: "
+                    f"{item}.{wrong[0]})."
                 )
         names = {old: new for new, old in former.items()}
         return renamed(restored["params"], names), renamed(restored.get("optimizer"), names)
@@ -327,7 +341,7 @@ class Store:
         if together:
             found = all_values(f"{path}/damage/{next(_exchanges)}", found[0])
         if any(found):
-            raise CheckpointError(f"The checkpoint '{path}' is damaged: {next(filter(None, found)).decode()}.")
+            raise CheckpointError(f"The checkpoint '{path}' is damaged ({next(filter(None, found)).decode()}).")
 
     def set_aside_after(self, step: int) -> None:
         """Moves checkpoints later than `step`, which could not be read, to the directory `unreadable` of the phase.

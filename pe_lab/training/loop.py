@@ -57,7 +57,8 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak, p
     saved = config.checkpoint
     store = Store(directory / DIRECTORY, Retention(saved.keep, saved.keep_every, saved.milestones, saved.best))
     with contextlib.closing(store):
-        if steps in store.steps():
+        damage = store.damage(steps) if steps in store.steps() and config.checkpoint.verify else ""
+        if steps in store.steps() and not damage:
             out.print(f"{phase.name}: complete at step {steps}, nothing to do")
             mark_complete(directory)
             return directory / DIRECTORY / str(steps)
