@@ -103,7 +103,8 @@ def _resume(
             wanted = template.optimizer if step else None
             params, optimizer = store.restore(step, template.params, wanted, run.config.checkpoint.verify)
         except Exception as error:
-            show(f"CHECKPOINT {step} of {phase.name} cannot be read, going back: {first_line(error)}")
+            reason = first_line(error)
+            show(f"CHECKPOINT {step} of {phase.name} cannot be read, going back: {reason}")
             continue
         store.set_aside_after(step)
         show(f"{phase.name}: resuming at step {step}, {store.verified}")
@@ -116,7 +117,7 @@ def _resume(
             lineage = metadata["lineage"] + [lineage_entry(changes, new_id(), metadata["lineage"][-1]["path"], step)]
         return Start(state, lineage, metadata["data_state"])
     raise CheckpointError(
-        f"No checkpoint of '{store.directory.parent}' can be read. Delete that directory to train it again."
+        f"No checkpoint of '{store.directory.parent}' can be read. Delete that directory to train it again. {reason}"
     )
 
 
