@@ -11,7 +11,7 @@ from pathlib import Path
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.terminal import command
 
-COMMANDS = ("train", "plan", "prepare", "evaluate", "report", "analyze", "surgery", "convert", "generate")
+COMMANDS = ("train", "plan", "prepare", "evaluate", "report", "analyze", "surgery", "convert", "generate", "verify")
 
 
 def summary(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -120,7 +121,11 @@ class CheckpointConfig:
 
     every_steps: int = 1000
     keep: int = 2  # the latest ones
+    keep_every: int = 0  # steps that this number divides are kept too; 0: none
     milestones: tuple[int, ...] = ()  # steps of every phase that are saved, and never deleted
+    best: str = ""  # the step with the lowest value of this metric is kept too, such as validation_loss
+    verify: bool = True  # compare a checkpoint with its manifest before training goes on from it
+    on_failure: Literal["stop", "continue"] = "stop"  # at a save that fails, for instance on a full disk
 
 
 @dataclass(frozen=True)
@@ -302,6 +307,27 @@ def identity(config: Config) -> dict[str, Any]:
     for name in _IDENTITY:
         walk(plain[name], name)
     return {key: value for key, value in flat.items() if key not in _NOT_IDENTITY}
+
+
+# Keys of the identity that may change between two starts of a run. The change is recorded in the lineage.
+_CHANGEABLE = re.compile(r"phases\.\d+\.(steps|accumulate|optimizer\..+)|model\.(attention|attention_chunk|dtype)")
+
+
+def changed(before: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
+    """The keys of the identity that differ, each with both values; None where one config lacks it.
+
+    `before` is the JSON of a config. Fields that an earlier version of pe_lab did not have get their defaults.
+    """
+    old, new = identity(from_dict(Config, before)), identity(now)
+    return {
+        key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+    }
+
+
+def may_change(key: str, phases: int) -> bool:
+    """Whether a key of the identity may change between two starts of a run, which had so many `phases` before."""
+    added = re.match(r"phases\.(\d+)\.", key)
+    return bool(_CHANGEABLE.fullmatch(key)) or (added is not None and int(added[1]) >= phases)
 
 
 def config_hash(config: Config) -> str:

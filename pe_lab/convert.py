@@ -25,6 +25,7 @@ from pe_lab.model import Model
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import build_schedule, describe
 from pe_lab.storage import new_directory
+from pe_lab.storage.manifest import manifest_of
 from pe_lab.terminal import Progress, argument_parser, command, console
 
 EXAMPLES = """\
@@ -158,6 +159,7 @@ def export_checkpoint(
             _check_parity(
                 args, python, Model(source.model), lambda p: compare(_as_exported(args, export), temporary, p)
             )
+        manifest_of(temporary, {"kind": "export"}).write(temporary)
     note = "" if tokenizer else " The checkpoint has no tokenizer."
     print(f"{to}: written from {source.display_name}.{note}")
 

@@ -34,6 +34,10 @@ class TrainingDiverged(Exception):
     """The loss or its gradient is not finite. The input is valid: train again from an earlier checkpoint."""
 
 
+class SaveFailed(Exception):
+    """A checkpoint could not be written, for instance to a full disk. Earlier ones are whole: make space, train on."""
+
+
 def did_you_mean(name: str, allowed: Sequence[str]) -> str:
     """`Did you mean 'x'?` for the nearest allowed name, else the list of what is allowed."""
     near = difflib.get_close_matches(name, allowed, n=1)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pe_lab.errors import TrainingDiverged, UserError, store_failure
+from pe_lab.errors import SaveFailed, TrainingDiverged, UserError, store_failure
 
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
@@ -20,16 +20,16 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
     """Wraps a command's `main`, which gets a list of arguments, by default those of the command line.
 
     A `UserError`, or a failure of an object store, becomes one message on stderr and exit status 2, `TrainingDiverged`
-    a message and status 1.
+    status 1, `SaveFailed` status 3.
     """
 
     @functools.wraps(main)
     def wrapper(argv: Sequence[str] | None = None) -> int:
         try:
             return main(sys.argv[1:] if argv is None else list(argv))
-        except (UserError, TrainingDiverged) as error:
+        except (UserError, TrainingDiverged, SaveFailed) as error:
             print(f"error: {error}", file=sys.stderr)
-            return 2 if isinstance(error, UserError) else 1
+            return {TrainingDiverged: 1, SaveFailed: 3}.get(type(error), 2)
         except Exception as error:
             failure = store_failure(error)
             if failure is None:

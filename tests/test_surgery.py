@@ -117,7 +117,7 @@ def test_a_damaged_source_writes_nothing(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(copy / "checkpoints" / "8" / "params" / "d")
     before = fingerprint(tmp_path)
-    assert main([f"--from={copy}", f"--to={tmp_path / 'b'}", "--drop"]) == 2
+    assert main([f"--from={copy / 'checkpoints' / '8'}", f"--to={tmp_path / 'b'}", "--drop"]) == 2
     assert "is damaged" in capsys.readouterr().err
     assert fingerprint(tmp_path) == before
 

@@ -9,7 +9,7 @@ from tiny_runs import compilations_kept, fingerprint, write_recipe  # noqa: F401
 
 import pe_lab.train
 from pe_lab.checkpoints import open_checkpoint
-from pe_lab.checkpoints.store import steps_in
+from pe_lab.checkpoints.locating import steps_in
 from pe_lab.data.tokenizers import load_saved_tokenizer
 from pe_lab.errors import TrainingDiverged
 from pe_lab.train import main

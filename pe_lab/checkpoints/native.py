@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import math
@@ -17,28 +18,28 @@ from jax.sharding import Mesh
 from jaxtyping import Shaped
 
 from pe_lab.checkpoints.families import canonical_leaf, leaf_paths
-from pe_lab.checkpoints.source import Source, blocks, check_finite, nested, shardings
-from pe_lab.checkpoints.store import (
+from pe_lab.checkpoints.locating import (
     DIRECTORY,
     FORMER_NAMES,
-    Store,
     first_line,
-    metadata_of,
-    new_id,
+    read_manifest,
     read_metadata,
     resolve,
-    templates,
     tokenizer_directory,
 )
+from pe_lab.checkpoints.source import Source, blocks, check_finite, nested, shardings
+from pe_lab.checkpoints.store import Store, metadata_of, new_id, templates
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import CheckpointError
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Layout, from_json
+from pe_lab.storage.manifest import manifest_of
 
 # Of decoded chunks: a checkpoint of one device has one chunk per leaf, and layers are read from it one by one.
 _CACHE_BYTES = 2**30
+_ADVICE = "Delete it, and training goes on from the one before it."
 _FILE_BYTES = 2**28  # of an Orbax data file: its content stays in memory until the file is full
 
 
@@ -63,14 +64,12 @@ class NativeSource(Source):
         self._layout = Layout(**self.metadata.get("layout", {}))
         self.dtype = np.dtype(self.metadata.get("weights_dtype", "float32"))
         self._opened: dict[str, Any] = {}
+        self._verified = False  # whether its files have been compared with its manifest
         saved = tokenizer_directory(self.path)
         self.tokenizer = f"saved:{saved}" if saved else ""
 
     def _damaged(self, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"The checkpoint '{self.path}' is damaged ({first_line(error)}). Delete it, and training goes on from the "
-            "one before it."
-        )
+        return CheckpointError(f"The checkpoint '{self.path}' is damaged ({first_line(error)}). {_ADVICE}")
 
     def restore(self, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
         """All parameters, in float32, on the first device or sharded over a mesh."""
@@ -78,6 +77,8 @@ class NativeSource(Source):
         store = Store(self.path.parent, read_only=True)
         try:
             params, _ = store.restore(self.step, wanted)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {_ADVICE}") from error
         except Exception as error:
             raise self._damaged(error) from error
         finally:
@@ -88,6 +89,11 @@ class NativeSource(Source):
         """The leaf as an open tensorstore, of which nothing is read yet."""
         import tensorstore as ts
 
+        if not self._verified:
+            manifest = read_manifest(self.path)
+            if manifest and (damage := manifest.damage(self.path, lambda name, _: name.startswith("params/"))):
+                raise CheckpointError(f"The checkpoint '{self.path}' is damaged ({damage[0]}). {_ADVICE}")
+            self._verified = True
         if leaf not in self._opened:
             where = (self.path / "params").absolute()
             head, _, rest = leaf.partition(".")
@@ -193,27 +199,30 @@ def write_checkpoint(
         lineage=[*source.metadata.get("lineage", ()), entry],
         **metadata,
     )
-    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False, create=True)
-    manager = ocp.CheckpointManager((directory / DIRECTORY).absolute(), options=options)
+    path = (directory / DIRECTORY / "0").absolute()
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.CRITICAL)  # Orbax logs its exceptions, in over a hundred lines
     try:
-        manager.save(
-            0,
-            args=ocp.args.Composite(
-                params=ocp.args.PyTreeSave(nested(params), ocdbt_target_data_file_size=_FILE_BYTES),
-                metadata=ocp.args.JsonSave(written),
-            ),
-        )
-        manager.wait_until_finished()
+        with contextlib.closing(ocp.Checkpointer(ocp.CompositeCheckpointHandler())) as checkpointer:
+            checkpointer.save(
+                path,
+                args=ocp.args.Composite(
+                    params=ocp.args.PyTreeSave(nested(params), ocdbt_target_data_file_size=_FILE_BYTES),
+                    metadata=ocp.args.JsonSave(written),
+                ),
+            )
     except Exception:
         if not handler.failures:
             raise
     finally:
         log.setLevel(level)
-        manager.close()
     if handler.failures:
         shutil.rmtree(directory / DIRECTORY, ignore_errors=True)  # Orbax takes the incomplete one for complete
         raise handler.failures[0]
+    arrays = {
+        leaf: {"shape": list(piecewise.shape), "dtype": str(piecewise.dtype), "checksum": None}
+        for leaf, piecewise in params.items()
+    }
+    manifest_of(path, {"kind": "checkpoint", "step": 0, "id": entry["id"], "arrays": {"params": arrays}}).write(path)
     return directory / DIRECTORY / "0"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, metadata_of, new_id
+from pe_lab.checkpoints.locating import DIRECTORY
+from pe_lab.checkpoints.store import Checkpoint, Store, metadata_of, new_id
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.positional import Layer, label

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from pe_lab.checkpoints import find_checkpoints, is_external, open_source, resolve
-from pe_lab.checkpoints.store import steps_in
+from pe_lab.checkpoints.locating import steps_in
 from pe_lab.config import MeshConfig
 from pe_lab.errors import CheckpointError, ConfigError
 from pe_lab.evaluation.variants import Subject

@@ -15,6 +15,7 @@ from pe_lab.parallel.sharding import (
     use_mesh,
 )
 from pe_lab.parallel.work_sharing import (
+    all_values,
     compute_devices,
     computes_together,
     deal,

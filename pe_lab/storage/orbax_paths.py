@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from pe_lab.storage.manifest import MANIFEST
 from pe_lab.storage.paths import AnyPath, is_remote, s3_driver
 
 COMMIT_FILE = "commit_success.txt"  # the last object of a checkpoint on a store; one without it is unfinished
@@ -51,12 +52,19 @@ def _enable() -> None:
 
 
 def _committing(default: Any, atomicity: Any) -> Any:
-    """Orbax's choice of how a directory is committed, with a commit file for S3: a rename copies every object there."""
+    """Orbax's choice of how a directory is committed, with a commit file on S3: a rename copies every object there.
+
+    A manifest is as good: a checkpoint that was written to a disk and copied to a store has no commit file.
+    """
+
+    class Committed(atomicity.CommitFileTemporaryPath):
+        @classmethod
+        async def validate_final(cls, final_path: Any) -> None:
+            if not (final_path / MANIFEST).exists():
+                await super().validate_final(final_path)
 
     def choose(path: Any, *, atomicity_options: Any = None) -> Any:
-        if str(path).startswith("s3://"):
-            return atomicity.CommitFileTemporaryPath
-        return default(path, atomicity_options=atomicity_options)
+        return Committed if is_remote(path) else default(path, atomicity_options=atomicity_options)
 
     return choose
 

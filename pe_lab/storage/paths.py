@@ -1,8 +1,8 @@
 """Paths of files: on this machine, or on an object store (gs://BUCKET/KEY, s3://BUCKET/KEY).
 
 A remote path is an `epath.Path`, which has the methods of a `pathlib.Path` except that `resolve` and `absolute` are
-wrong for it, and that it cannot be renamed atomically or appended to. A directory of a store is a common prefix of objects:
-it exists as soon as one of them does.
+wrong for it, and that it cannot be renamed atomically or appended to. A directory of a store is a common prefix of
+objects: it exists as soon as one of them does.
 """
 
 from __future__ import annotations

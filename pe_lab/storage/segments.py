@@ -3,8 +3,9 @@
     metrics.jsonl.segments/SESSION.SEGMENT      such as 00001795449186494-3fa2.000002
 
 A session's segments follow each other without a gap; each holds whole lines. Only the last one is written again,
-longer, until it is full. Segment 0 of a session begins with all records that the session keeps of earlier ones, whose segments
-it then deletes. So the newest session that has a segment 0 is a consistent prefix of the log, whenever a process died.
+longer, until it is full. Segment 0 of a session begins with all records that the session keeps of earlier ones, whose
+segments it then deletes. So the newest session that has a segment 0 is a consistent prefix of the log, whenever a
+process died.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -13,13 +11,12 @@ from typing import Any
 import jax
 
 from pe_lab.checkpoints.store import metadata_of
-from pe_lab.config import Config, config_hash, from_dict, identity, to_json
-from pe_lab.errors import ConfigError, UserError
+from pe_lab.config import config_hash, to_json
 from pe_lab.model import Flops
 from pe_lab.positional import describe, label
 from pe_lab.positional.codec import ranges
 from pe_lab.storage import json_object, read_records, write_json, write_records
-from pe_lab.training.machine import Peak, machine, versions
+from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
 from pe_lab.training.run import PhasePlan, Run
 
@@ -181,60 +178,3 @@ def checkpoint_metadata(
         data_state=data_state,
         random={"seed": seed, "key": jax.random.key_data(jax.random.key(seed)).tolist()},
     )
-
-
-def claim_workdir(workdir: Path, config: Config) -> None:
-    """Checks that a run of `config` may be written to `workdir`; writes nothing.
-
-    Raises:
-      ConfigError: it is a file, or a directory that holds a run of another config or anything else.
-    """
-    if not workdir.exists():
-        return
-    if not workdir.is_dir():
-        raise ConfigError(f"--workdir '{workdir}' is a file; give a directory.")
-    path = workdir / "run.json"
-    if not path.exists():
-        # A process that was killed while it wrote its first file leaves a temporary one.
-        others = sorted(p.name for p in workdir.iterdir() if not p.name.startswith(".run.json."))
-        if others:
-            raise ConfigError(
-                f"--workdir '{workdir}' holds {', '.join(others[:3])}{' ...' if len(others) > 3 else ''} and no "
-                "run.json: it is not a run. Choose an empty or new directory."
-            )
-        return
-    run = json_object(path.read_bytes()) or {}
-    if not {"config_hash", "identity"} <= run.keys():
-        raise ConfigError(f"--workdir '{workdir}': its run.json is not one of pe_lab. Choose another --workdir.")
-    if run["config_hash"] == config_hash(config):
-        return
-    before, now = run["identity"], identity(config)
-    with contextlib.suppress(UserError, KeyError):
-        # Fields that the earlier version of pe_lab did not have get their defaults.
-        before = identity(from_dict(Config, run["config"]))
-    keys = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
-    if not keys:
-        return
-    shown = [f"{k}: {before.get(k, 'absent')} there, {now.get(k, 'absent')} here" for k in keys[:4]]
-    raise ConfigError(
-        f"--workdir '{workdir}' belongs to another config ({'; '.join(shown)}{'; ...' if len(keys) > 4 else ''}). "
-        "Choose another --workdir, or delete that one."
-    )
-
-
-def write_run(workdir: Path, config: Config, command: str) -> None:
-    """Writes run.json: the config, the versions and the machine. The date and command of the first session stay."""
-    path = workdir / "run.json"
-    before = (json_object(path.read_bytes()) if path.exists() else None) or {}
-    run = {
-        "name": config.name,
-        "config_hash": config_hash(config),
-        "command": before.get("command", command),
-        "created": before.get("created", datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")),
-        "versions": versions(),
-        "machine": machine(),
-        "notes": to_json(config.notes),
-        "config": to_json(config),
-        "identity": identity(config),
-    }
-    write_json(path, run)

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pe_lab.checkpoints.store import DIRECTORY, Store, new_id
+from pe_lab.checkpoints.locating import DIRECTORY
+from pe_lab.checkpoints.store import Retention, Store, new_id
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.errors import TrainingDiverged
 from pe_lab.model import Params, train_flops_per_token
@@ -53,12 +54,16 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak, p
     """
     config, steps, directory = run.config, phase.config.steps, run.workdir / phase.name
     out = console(quiet=jax.process_index() != 0)
-    store = Store(directory / DIRECTORY, keep=config.checkpoint.keep, milestones=config.checkpoint.milestones)
+    saved = config.checkpoint
+    store = Store(directory / DIRECTORY, Retention(saved.keep, saved.keep_every, saved.milestones, saved.best))
     with contextlib.closing(store):
         if steps in store.steps():
-            out.print(f"{phase.name}: complete at step {steps}, nothing to do")
-            mark_complete(directory)
-            return directory / DIRECTORY / str(steps)
+            damage = store.damage(steps) if config.checkpoint.verify else ""
+            if not damage:
+                out.print(f"{phase.name}: complete at step {steps}, nothing to do")
+                mark_complete(directory)
+                return directory / DIRECTORY / str(steps)
+            out.print(f"{phase.name}: checkpoint {steps} is damaged: {damage}")
 
         model = run.models[phase.index]
         optimizer = make_optimizer(phase.config.optimizer, steps, model.axes)
@@ -108,8 +113,9 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak, p
                     if not all(map(math.isfinite, last.values())):
                         raise TrainingDiverged(
                             f"The loss is {last['loss']} and the norm of its gradient {last['grad_norm']} at step {at} "
-                            f"of '{phase.name}'. Checkpoints of earlier steps are in '{directory / DIRECTORY}'. Lower "
-                            "the learning rate, or set model.qk_norm=head."
+                            f"of '{phase.name}'. Checkpoints of earlier steps are in '{directory / DIRECTORY}': lower "
+                            f"config.phases.{phase.index}.optimizer.learning_rate, and the same command goes on from "
+                            "the last one."
                         )
                     if at % config.log.every_steps == 0 or at == steps:
                         record = {"step": at, "tokens": at * phase.tokens_per_step, **last}

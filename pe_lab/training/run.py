@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from pe_lab.checkpoints import is_external, open_source
-from pe_lab.checkpoints.store import DIRECTORY, steps_in
+from pe_lab.checkpoints.locating import DIRECTORY, steps_in
 from pe_lab.checkpoints.surgery import check_same_shape
 from pe_lab.config import Config, ModelConfig, PhaseConfig
 from pe_lab.data.needles import NeedleWindows

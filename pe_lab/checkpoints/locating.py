@@ -1,0 +1,147 @@
+"""Finds checkpoints: the directories of a run, which of their steps are complete and whole, and their metadata."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pe_lab.errors import CheckpointError, UserError
+from pe_lab.storage import json_object
+from pe_lab.storage.manifest import MANIFEST, Damage, Manifest
+from pe_lab.terminal import console
+
+DIRECTORY = "checkpoints"  # of a phase; has one directory per step
+UNREADABLE = "unreadable"  # of a phase; has checkpoints that could not be read
+FORMAT = 3
+# Names of parameters in the files of earlier formats.
+FORMER_NAMES: dict[int, dict[str, str]] = {1: {"token_embedder": "trunk"}, 2: {}}
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def metadata_file(path: Path) -> Path:
+    """The JSON file of a checkpoint's metadata, which Orbax writes."""
+    return path / "metadata" / "metadata"
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """The metadata of the checkpoint at `path`; `CheckpointError` if it cannot be read."""
+    try:
+        metadata = json_object(metadata_file(path).read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoint '{path}' cannot be read ({error.strerror or first_line(error)})."
+        ) from None
+    if metadata is None:
+        raise CheckpointError(f"The checkpoint '{path}' cannot be read (its metadata is no JSON object).")
+    if metadata.get("format") not in (FORMAT, *FORMER_NAMES):
+        raise CheckpointError(
+            f"The checkpoint '{path}' has format {metadata.get('format')}; this version reads up to {FORMAT}."
+        )
+    return metadata
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """The manifest of the checkpoint at `path`; None for one of an earlier version, which has none.
+
+    Raises:
+      CheckpointError: it is missing, damaged, or another step's.
+    """
+    if not (path / MANIFEST).is_file() and _is_former(path):
+        return None
+    try:
+        manifest = Manifest.read(path)
+    except UserError as error:
+        raise CheckpointError(str(error)) from None
+    if manifest.about.get("step") != int(path.name):
+        raise CheckpointError(f"'{path}' holds step {manifest.about.get('step')}: it was copied or renamed.")
+    return manifest
+
+
+def _is_former(path: Path) -> bool:
+    """Whether a directory is a checkpoint of a version without manifests."""
+    try:
+        return read_metadata(path)["format"] < FORMAT and (path / "params").is_dir()
+    except UserError:
+        return False
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory is a committed checkpoint: its manifest was written last."""
+    return path.name.isdigit() and ((path / MANIFEST).is_file() or _is_former(path))
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Steps of the committed checkpoints under a directory, ascending."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(p.name) for p in directory.iterdir() if is_checkpoint(p))
+
+
+def quick_damage(path: Path) -> list[Damage]:
+    """What is wrong with a checkpoint, as far as the sizes of its files and the content of the small ones tell."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [Damage(MANIFEST, f"cannot be used: {error}")]
+    return manifest.quick_damage(path) if manifest else []
+
+
+def latest(directory: Path) -> int | None:
+    """The newest step of `steps_in` that `quick_damage` finds whole; damaged ones are named on stderr, once."""
+    for step in reversed(steps_in(directory)):
+        path = directory / str(step)
+        damage = quick_damage(path)
+        if not damage:
+            return step
+        if path not in _named:
+            _named.add(path)
+            console(stderr=True).print(f"DAMAGED checkpoint '{path}', passed over: {damage[0]}")
+    return None
+
+
+_named: set[Path] = set()
+
+
+def resolve(path: str | Path) -> tuple[Path, int]:
+    """(the `checkpoints` directory, the step) of the checkpoint that a path names.
+
+    A run's directory names the checkpoint of its last phase with one; a phase, or its `checkpoints`, the last step that
+    is whole.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"There is no checkpoint at '{path}': no such directory.")
+    if is_checkpoint(path):
+        return path.parent, int(path.name)
+    for directory in (path, path / DIRECTORY):
+        if (step := latest(directory)) is not None:
+            return directory, step
+    phases = find_checkpoints(path)
+    if phases:
+        return phases[-1].parent, int(phases[-1].name)
+    raise CheckpointError(
+        f"There is no checkpoint at '{path}'. Give a run directory, a phase of it, or one step's directory."
+    )
+
+
+def find_checkpoints(run: str | Path) -> list[Path]:
+    """The last whole checkpoint of every phase of a run, in the order of its phases.
+
+    `run` may also be one phase, or a directory of surgery.
+    """
+    run = Path(run)
+    found = []
+    for phase in [run, *sorted(p for p in run.iterdir() if p.is_dir())] if run.is_dir() else []:
+        if (step := latest(phase / DIRECTORY)) is not None:
+            found.append(phase / DIRECTORY / str(step))
+    return sorted(found, key=lambda p: (int(read_metadata(p).get("phase_index", 0)), str(p)))
+
+
+def tokenizer_directory(checkpoint: Path) -> Path | None:
+    """The tokenizer of a checkpoint: in its phase's directory (surgery writes it there) or in its run's."""
+    phase = checkpoint.absolute().parents[1]
+    return next((p / "tokenizer" for p in (phase, phase.parent) if (p / "tokenizer").is_dir()), None)
