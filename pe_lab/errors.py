@@ -30,6 +30,10 @@ class TrainingDiverged(Exception):
     """The loss or its gradient is not finite. The input is valid: train again from an earlier checkpoint."""
 
 
+class SilentCorruption(Exception):
+    """The same computation gave two results: the hardware is faulty. The message names the process and the device."""
+
+
 def did_you_mean(name: str, allowed: Sequence[str]) -> str:
     """`Did you mean 'x'?` for the nearest allowed name, else the list of what is allowed."""
     near = difflib.get_close_matches(name, allowed, n=1)

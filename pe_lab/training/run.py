@@ -27,6 +27,7 @@ from pe_lab.positional import Layer, Schedule, build_schedule, layers
 from pe_lab.positional.codec import ranges_by
 from pe_lab.training.memory import choose_settings
 from pe_lab.training.optimizer import learning_rate
+from pe_lab.training.stability import check_stability
 from pe_lab.training.step import Batch, parameter_shardings
 
 
@@ -121,6 +122,7 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
     """
     workdir, rules = Path(workdir), AxisRules()
     _check_intervals(config)
+    check_stability(config.stability)
     phases = plan_phases(config)
     mesh = make_mesh(config.mesh, devices)
     for phase in phases:

@@ -22,6 +22,7 @@ from pe_lab.model import Model, Params
 from pe_lab.positional import Schedule
 from pe_lab.training.logs import checkpoint_metadata
 from pe_lab.training.run import PhasePlan, Run, held_out_batches, open_pipeline
+from pe_lab.training.stability import Monitor, skip_policy
 from pe_lab.training.step import Shardings, TrainState, init_state, place_batch
 
 
@@ -31,6 +32,7 @@ class Start(NamedTuple):
     state: TrainState
     lineage: list[dict[str, Any]]  # of the phase's first state
     data_state: dict[str, Any] | None  # the position in the data; None: the beginning
+    stability: dict[str, Any] | None = None  # the saved state of the `Monitor`; None: no step was judged
 
 
 def start_phase(
@@ -54,9 +56,10 @@ def start_phase(
       DataError: the data has changed since the previous phase.
     """
     model = run.models[phase.index]
-    new_state = functools.partial(init_state, model, optimizer)  # from parameters
+    policy = skip_policy(run.config.stability)
+    new_state = functools.partial(init_state, model, optimizer, policy=policy)  # from parameters
     if store.steps():
-        return _resume(phase, store, model, new_state, shardings, show)
+        return _resume(run, phase, store, model, new_state, shardings, show)
     source = phase.config.init_from or previous
     if not source or source == "random":
         make = jax.jit(lambda key: new_state(model.init(key)), out_shardings=shardings.state)
@@ -80,6 +83,7 @@ def start_phase(
 
 
 def _resume(
+    run: Run,
     phase: PhasePlan,
     store: Store,
     model: Model,
@@ -100,8 +104,11 @@ def _resume(
         show(f"{phase.name}: resuming at step {step}")
         if step == 0:  # a child, which has no optimizer state
             return Start(jax.jit(new_state, out_shardings=shardings.state)(params), metadata["lineage"], None)
-        state = TrainState(jax.device_put(np.int32(step), shardings.replicated), params, optimizer)
-        return Start(state, metadata["lineage"][:-1], metadata["data_state"])
+        judged = metadata.get("stability")
+        history = Monitor(run.config.stability, judged).history if shardings.state.history else ()
+        step_and_history = jax.device_put((np.int32(step), history), shardings.replicated)
+        state = TrainState(step_and_history[0], params, optimizer, step_and_history[1])
+        return Start(state, metadata["lineage"][:-1], metadata["data_state"], judged)
     raise CheckpointError(
         f"No checkpoint of '{store.directory.parent}' can be read. Delete that directory to train it again."
     )
