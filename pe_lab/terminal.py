@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pe_lab.errors import TrainingDiverged, UserError
+from pe_lab.errors import SilentCorruption, TrainingDiverged, UserError
 
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
@@ -19,16 +20,20 @@ LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 def command(main: Callable[..., int]) -> Callable[..., int]:
     """Wraps a command's `main`, which gets a list of arguments, by default those of the command line.
 
-    A `UserError` becomes one message on stderr and exit status 2, `TrainingDiverged` a message and status 1.
+    A `UserError` becomes one message on stderr and exit status 2, `TrainingDiverged` and `SilentCorruption` a message
+    and status 1, an interruption from the keyboard one line and status 130.
     """
 
     @functools.wraps(main)
     def wrapper(argv: Sequence[str] | None = None) -> int:
         try:
             return main(sys.argv[1:] if argv is None else list(argv))
-        except (UserError, TrainingDiverged) as error:
+        except (UserError, TrainingDiverged, SilentCorruption) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2 if isinstance(error, UserError) else 1
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 128 + signal.SIGINT
 
     return wrapper
 

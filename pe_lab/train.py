@@ -13,10 +13,14 @@ import jax
 
 from pe_lab.data.tokenizers import KIND_FILE, save_tokenizer
 from pe_lab.parallel import has_accelerator, keep_freed_memory, start_processes
+from pe_lab.parallel.lost_processes import lost_processes
+from pe_lab.parallel.stopping import Stopped, stop_requests, watch_maintenance
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import local_path, new_directory
 from pe_lab.terminal import argument_parser, command, console
-from pe_lab.training import Stopped, open_run, train_phase
+from pe_lab.training import open_run, train_phase
+from pe_lab.training.ledger import FILE as LEDGER
+from pe_lab.training.ledger import Ledger, balance, read_ledger
 from pe_lab.training.logs import claim_workdir, write_run
 from pe_lab.training.machine import peak_flops
 from pe_lab.training.profiling import Profiler, parse_steps
@@ -41,6 +45,16 @@ def parser() -> argparse.ArgumentParser:
 
 @command
 def main(argv: Sequence[str]) -> int:
+    with stop_requests():
+        try:
+            return _train(argv)
+        except Stopped as stopped:
+            # 75: neither complete nor failed; a launcher runs the same command again.
+            print(stopped, flush=True)
+            return os.EX_TEMPFAIL
+
+
+def _train(argv: Sequence[str]) -> int:
     rest, overrides = split_overrides(argv)
     args = parser().parse_args(rest)
     profiler = Profiler(parse_steps(args.profile)) if args.profile else Profiler()
@@ -50,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
     if not has_accelerator():
         keep_freed_memory()  # before JAX starts; halves the processor time of a small step
     start_processes()
+    watch_maintenance()
     run = open_run(config, workdir)
     first = jax.process_index() == 0
     out = console(quiet=not first)
@@ -63,12 +78,17 @@ def main(argv: Sequence[str]) -> int:
         f"mesh {dict(run.mesh.shape)}, in {workdir}"
     )
     peak, previous = peak_flops(), None
+    ledger = Ledger(workdir / LEDGER if first else None)
     try:
-        for phase in run.phases:
-            previous = train_phase(run, phase, previous, peak, profiler)
+        with lost_processes():
+            for phase in run.phases:
+                previous = train_phase(run, phase, previous, peak, profiler, ledger)
     except Stopped as stopped:
-        out.print(f"{config.name}: {stopped}")
-        return os.EX_TEMPFAIL  # 75: neither complete nor failed; a launcher runs the same command again
+        raise Stopped(f"{config.name}: {stopped}") from None
+    finally:
+        ledger.close()
+        if ledger.opened:
+            out.print(f"time of this run: {balance(read_ledger(workdir / LEDGER))}")
     if profiler.trained < profiler.steps.start:
         out.print(f"--profile={args.profile}: nothing was traced; this command trained {profiler.trained} steps")
     out.print(f"{config.name}: complete, {previous}")

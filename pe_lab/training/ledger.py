@@ -48,22 +48,25 @@ def process_age() -> float:
 class Ledger:
     """The time of this process, from its creation on.
 
-    A thread appends a record every `RECORD_SECONDS`. Without a path, or on other processes than the first, nothing is
-    written.
+    Once it is open, a thread appends a record every `RECORD_SECONDS`. Without a path nothing is written.
     """
 
     def __init__(self, path: Path | None = None):
-        self._path, self._lock, self._done = path, threading.Lock(), threading.Event()
+        self._path, self._lock, self._done = path, threading.RLock(), threading.Event()
         age = process_age()
         self._created, self._mark = time.time() - age, time.monotonic() - age
         self._bucket = "start_up"
         self._seconds: Counter[str] = Counter()
         self._file: Any = None
         self._phase, self._step = "", 0
+        self._start = 0  # the number of this start of the run, from 1
         self._reached: dict[str, int] = {}  # the highest step by phase, of this start and the earlier ones
-        if path is None:
+
+    def open(self) -> None:
+        """Begins to write, from the creation of the process on: there is something to train."""
+        if self._path is None or self._file is not None:
             return
-        records = read_ledger(path)
+        path, records = self._path, read_ledger(self._path)
         for record in records:
             phase, step = record.get("phase", ""), record.get("step", 0)
             self._reached[phase] = max(step, self._reached.get(phase, 0))
@@ -105,6 +108,11 @@ class Ledger:
         """Appends the time since the last record."""
         with self._lock:
             self._write()
+
+    @property
+    def opened(self) -> bool:
+        """Whether something was written."""
+        return self._start > 0
 
     def close(self) -> None:
         """Writes what is left."""

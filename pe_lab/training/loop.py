@@ -119,6 +119,7 @@ def train_phase(
             mark_complete(directory)
             return directory / DIRECTORY / str(steps)
 
+        ledger.open()
         model, policy = run.models[phase.index], skip_policy(config.stability)
         optimizer = make_optimizer(phase.config.optimizer, steps, model.axes)
         shardings = make_shardings(model, optimizer, run.mesh, run.rules, policy)

