@@ -82,7 +82,7 @@ class StopRequests:
                 if self._count > 1:
                     _say(f"{name} again: leaving without saving")
                     os._exit(128 + number)
-                _say(f"{name}: saving, then leaving; once more to leave at once")
+                _say(f"{name}: {'saving, then leaving' if self.can_save else 'leaving'}; once more to leave at once")
                 if not _several_processes():
                     threading.Thread(target=self._end_if_stuck, daemon=True).start()
 
