@@ -20,8 +20,8 @@ import jax
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in
 from pe_lab.config import Config, changed, config_hash, identity, may_change, to_json
 from pe_lab.errors import ConfigError, UserError
-from pe_lab.storage import AnyPath, create_file, json_object, read_bytes, remove, replace_file, write_json
 from pe_lab.parallel import all_values
+from pe_lab.storage import AnyPath, create_file, json_object, read_bytes, remove, replace_file, write_json
 from pe_lab.terminal import console
 from pe_lab.training.machine import machine, versions
 
@@ -187,7 +187,7 @@ def lease(workdir: AnyPath, show: Callable[[str], None], lost: Callable[[str], N
 
 @contextlib.contextmanager
 def working_alone(workdir: AnyPath, show: Callable[[str], None]) -> Iterator[None]:
-    """The `lease` of a workdir, taken by process 0; the others are told if it is refused. Ends a process that loses it."""
+    """The `lease` of a workdir, which process 0 takes; all raise if it is refused. A process that loses it ends."""
 
     def stop(message: str) -> None:
         print(f"error: {message}", file=sys.stderr, flush=True)
