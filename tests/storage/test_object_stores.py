@@ -123,6 +123,7 @@ def test_what_does_not_pass_is_one_message(root, bucket, kind, message, short_pa
         storage.write_file(root / "file", b"after")
     with pytest.raises(StoreError, match=message):
         storage.read_bytes(root / "file")
+    paths._answered.clear()
     with pytest.raises(StoreError, match=f"^'{bucket.url}': .*{message}"):
         storage.path("--workdir", str(root))
     assert not caplog.records
@@ -186,9 +187,9 @@ def test_a_copy_is_made_once_for_each_content_and_is_whole(root, bucket, tmp_pat
     assert storage.local_copy(tmp_path) == tmp_path
     with pytest.raises(DataError, match="There is no"):
         storage.local_copy(root / "absent")
-    monkeypatch.setattr("pe_lab.storage.copies.ROOM", 2**60)
+    monkeypatch.setattr("pe_lab.storage.copies.RESERVED_BYTES", 2**60)
     storage.write_file(root / "file", b"other")
-    with pytest.raises(DataError, match="GB free. Make room"):
+    with pytest.raises(DataError, match="GB free. Free space"):
         storage.local_copy(root / "file")
 
 
