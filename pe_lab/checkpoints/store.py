@@ -153,13 +153,16 @@ class Store:
         return sorted(found - set(self.steps()))
 
     def damage(self, step: int) -> str:
-        """What is wrong with the files of a checkpoint, all of which are read; "" if it is whole."""
-        try:
-            manifest = read_manifest(self._path(step))
-        except CheckpointError as error:
-            return str(error)
-        found = manifest.damage(self._path(step)) if manifest else []
-        return str(found[0]) if found else ""
+        """What is wrong with the files of a checkpoint, all of which process 0 reads; "" if it is whole."""
+        found = b""
+        if jax.process_index() == 0:
+            try:
+                manifest = read_manifest(self._path(step))
+                damage = manifest.damage(self._path(step)) if manifest else []
+                found = str(damage[0]).encode() if damage else b""
+            except CheckpointError as error:
+                found = str(error).encode()
+        return all_values(f"{self.directory}/whole/{next(_exchanges)}", found)[0].decode()
 
     # -----------------------------------------------------------------------------------------------------------------
     # Saving
