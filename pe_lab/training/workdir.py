@@ -20,8 +20,8 @@ import jax
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in
 from pe_lab.config import Config, changed, config_hash, identity, may_change, to_json
 from pe_lab.errors import ConfigError, UserError
-from pe_lab.storage import AnyPath, create_file, json_object, read_bytes, remove, replace_file, write_json
 from pe_lab.parallel import all_values
+from pe_lab.storage import AnyPath, create_file, json_object, read_bytes, remove, replace_file, write_json
 from pe_lab.terminal import console
 from pe_lab.training.machine import machine, versions
 
