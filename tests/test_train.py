@@ -182,7 +182,7 @@ BAD = {
     ),
     "vocabulary": (["--config.model.vocab_size=128"], "config.model.vocab_size is 128, but the data has"),
     "workdir is a file": (["--workdir=empty.txt"], "is a file; give a directory"),
-    "workdir is a bucket": (["--workdir=gs://bucket/run"], "is an address, and a path is needed"),
+    "workdir is a bucket": (["--workdir=gs://bucket"], "is a whole bucket; give a directory in it"),
     "workdir is no run": (["--workdir=photos"], "holds cat.jpg and no run.json"),
 }
 

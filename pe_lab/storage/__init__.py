@@ -21,4 +21,4 @@ from pe_lab.storage.paths import (
     remove_tree,
     store_errors,
 )
-from pe_lab.storage.segments import read_log
+from pe_lab.storage.segments import log_exists, read_log
