@@ -69,6 +69,11 @@ class Phase:
         total = sum(weight for _, weight in weights)
         return [(source, weight / total) for source, weight in weights] if total > 0 else []
 
+    @property
+    def events(self) -> list[Record]:
+        """The steps that were warned of, skipped or rewound, in the order in which they happened."""
+        return [record for record in self.metrics if "event" in record]
+
     def series(self, key: str) -> list[tuple[float, float]]:
         """(tokens, value) of each logged record that has `key`."""
         each = number(self.info, "tokens_per_step") or 1.0
@@ -96,6 +101,7 @@ class Run:
     problems: list[str]
     source: str = ""
     studies: Mapping[str, Written] = field(default_factory=dict)
+    ledger: list[Record] = field(default_factory=list)  # ledger.jsonl
 
     @property
     def config(self) -> Record:
@@ -157,7 +163,9 @@ def read_run(directory: Path) -> Run:
         source = str(_read_json(directory / "source.json", directory, problems).get("source") or "")
     name = str(info.get("name") or directory.resolve().name)
     studies = _read_studies(study_files, problems)
-    return Run(name, directory, info, phases, evaluation, problems, source or _imported_from(phases), studies)
+    ledger = _read_records(directory / "ledger.jsonl", directory, [])  # of runs without it, nothing is missing
+    source = source or _imported_from(phases)
+    return Run(name, directory, info, phases, evaluation, problems, source, studies, ledger)
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:

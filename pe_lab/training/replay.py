@@ -81,7 +81,7 @@ class Replay:
         self._timed = False
 
     def check(self, step: int, state: TrainState, batch: Batch, schedule: Schedule) -> None:
-        """Computes the gradients of a step twice, if it is its turn.
+        """Computes the gradients of a step twice, if it is due.
 
         Raises:
           SilentCorruption: they differ; names devices and processes.
