@@ -45,7 +45,9 @@ def write_files(files: Mapping[Path, bytes | str], advice: str = "") -> list[Pat
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "a directory of that name exists")
             renames.append((path.with_name(f".{path.name}.{os.getpid()}"), path))
-            renames[-1][0].write_bytes(content.encode() if isinstance(content, str) else content)
+            # A lone surrogate, as of a file name that is not UTF-8, becomes its escape, which JSON reads again.
+            data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+            renames[-1][0].write_bytes(data)
         for temporary, path in renames:  # noqa: B007
             temporary.replace(path)
     except OSError as error:

@@ -13,13 +13,29 @@ from pe_lab.storage.files import write_file
 Kind = TypeVar("Kind", dict, list)
 
 
+DEEPEST = 64  # objects and lists inside one another; whoever walks a value may do so by recursion
+
+
 def json_object(text: str | bytes, kind: type[Kind] = dict) -> Kind | None:
-    """The JSON object (or list, with that `kind`) that a text holds; None if it holds anything else."""
+    """The JSON object (or list, with that `kind`) that a text holds; None if it holds anything else.
+
+    Objects and lists that are nested more than `DEEPEST` deep are anything else.
+    """
     try:
         value = json.loads(text)
-    except ValueError:  # UnicodeDecodeError is one
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
-    return value if isinstance(value, kind) else None
+    return value if isinstance(value, kind) and not _too_deep(value) else None
+
+
+def _too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def read_json(path: Path, advice: str = "", error: type[UserError] = DataError, kind: type[Kind] = dict) -> Kind:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from pe_lab.checkpoints import is_external, open_source
 from pe_lab.checkpoints.store import DIRECTORY, steps_in
 from pe_lab.checkpoints.surgery import check_same_shape
-from pe_lab.config import Config, ModelConfig, PhaseConfig
+from pe_lab.config import Config, ModelConfig, PhaseConfig, check_bounds
 from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import Pipeline, build_pipeline, validation_batches
 from pe_lab.data.tokenizers import Tokenizer
@@ -70,9 +70,6 @@ def plan_phases(config: Config) -> tuple[PhasePlan, ...]:
     plans: list[PhasePlan] = []
     for i, phase in enumerate(config.phases):
         try:
-            for field in ("steps", "sequence_length", "batch_size", "accumulate"):
-                if getattr(phase, field) < 1:
-                    raise ConfigError(f"{field} is {getattr(phase, field)}; it must be positive.")
             if phase.random_positions and phase.random_positions < phase.sequence_length:
                 raise ConfigError(
                     f"random_positions is {phase.random_positions}; {phase.sequence_length} different positions are "
@@ -120,7 +117,7 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
       UserError: the shapes, mesh, batch sizes, data or encodings would stop the run later.
     """
     workdir, rules = Path(workdir), AxisRules()
-    _check_intervals(config)
+    check_bounds(config, "config")
     phases = plan_phases(config)
     mesh = make_mesh(config.mesh, devices)
     for phase in phases:
@@ -172,20 +169,6 @@ def phase_models(
             known[shape] = Model(shape)
         models.append(known[shape])
     return tuple(models)
-
-
-def _check_intervals(config: Config) -> None:
-    """`ConfigError` for an interval, a number of checkpoints or a milestone that is not positive."""
-    for name, value in {
-        "log.every_steps": config.log.every_steps,
-        "log.validate_every_steps": config.log.validate_every_steps,
-        "log.validation_batches": config.log.validation_batches,
-        "checkpoint.every_steps": config.checkpoint.every_steps,
-        "checkpoint.keep": config.checkpoint.keep,
-        **{f"checkpoint.milestones[{i}]": step for i, step in enumerate(config.checkpoint.milestones)},
-    }.items():
-        if value < 1:
-            raise ConfigError(f"config.{name} is {value}; it must be positive.")
 
 
 def _has_parent(phase: PhasePlan, workdir: Path) -> bool:
