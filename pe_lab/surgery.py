@@ -183,9 +183,12 @@ def main(argv: Sequence[str]) -> int:
         what = str(effect) if what == NOTHING else f"{what}; {effect}"
         parent = dataclasses.replace(parent, model=model, params=params)
     tokenizer = load_tokenizer(parent.tokenizer) if parent.tokenizer else None
-    where = write_child(parent, after, to, what)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, to / "tokenizer")
+
+    def with_tokenizer(building: Path) -> None:
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, building / "tokenizer")
+
+    where = write_child(parent, after, to, what, with_tokenizer)
     print(describe(schedule, after))
     print(f"{where}: child of {parent.path}: {what}")
     return 0
