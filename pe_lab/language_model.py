@@ -369,13 +369,8 @@ class LanguageModel(Inspection):
         tokenizer = self.tokenizer
         if tokenizer is None and self.checkpoint.tokenizer:
             tokenizer = load_tokenizer(self.checkpoint.tokenizer)
-
-        def with_tokenizer(building: Path) -> None:
-            if tokenizer is not None:
-                save_tokenizer(tokenizer, building / "tokenizer")
-
-        what = change(self.checkpoint.layers, self.layers)
-        return write_child(self.checkpoint, self.layers, directory, what, with_tokenizer)
+        saved = None if tokenizer is None else functools.partial(save_tokenizer, tokenizer)
+        return write_child(self.checkpoint, self.layers, directory, change(self.checkpoint.layers, self.layers), saved)
 
 
 def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> LanguageModel:

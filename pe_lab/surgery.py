@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -183,12 +184,8 @@ def main(argv: Sequence[str]) -> int:
         what = str(effect) if what == NOTHING else f"{what}; {effect}"
         parent = dataclasses.replace(parent, model=model, params=params)
     tokenizer = load_tokenizer(parent.tokenizer) if parent.tokenizer else None
-
-    def with_tokenizer(building: Path) -> None:
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, building / "tokenizer")
-
-    where = write_child(parent, after, to, what, with_tokenizer)
+    saved = None if tokenizer is None else functools.partial(save_tokenizer, tokenizer)
+    where = write_child(parent, after, to, what, saved)
     print(describe(schedule, after))
     print(f"{where}: child of {parent.path}: {what}")
     return 0

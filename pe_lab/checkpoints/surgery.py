@@ -61,7 +61,7 @@ def write_child(
     layers: tuple[Layer, ...],
     directory: str | Path,
     what: str,
-    more: Callable[[Path], None] = lambda building: None,
+    save_tokenizer: Callable[[Path], None] | None = None,
 ) -> Path:
     """Writes a child of `parent` with other encodings, and returns its path.
 
@@ -69,7 +69,7 @@ def write_child(
     whole, or not at all. Of two processes that write one directory the first to finish wins.
 
     Args:
-      more: writes what else belongs into the directory, such as a tokenizer; it gets the directory under construction.
+      save_tokenizer: writes the tokenizer to a directory.
 
     Raises:
       ConfigError: the directory exists and is not empty, or it cannot be written.
@@ -97,5 +97,6 @@ def write_child(
             store.wait()
         finally:
             store.close()
-        more(building)
+        if save_tokenizer is not None:
+            save_tokenizer(building / "tokenizer")
     return where

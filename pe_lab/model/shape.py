@@ -65,6 +65,14 @@ def complete(config: ModelConfig) -> ModelConfig:
     return config
 
 
+def least_parameters(config: ModelConfig) -> int:
+    """The parameters of the matrices of a completed config, by arithmetic alone; norms and biases are left out."""
+    attention = 2 * config.d_model * config.head_dim * (config.heads + config.kv_heads)
+    feed_forward = (3 if config.gated_mlp else 2) * config.d_model * config.d_ff
+    embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * config.d_model
+    return config.layers * (attention + feed_forward) + embeddings
+
+
 class Run(NamedTuple):
     """Layers `start` .. `start + period * repeats`, whose structure repeats with `period`."""
 

@@ -13,6 +13,7 @@ from pe_lab.storage.files import write_file
 Kind = TypeVar("Kind", dict, list)
 
 
+LARGEST = 2**26  # bytes of a whole file; as Python objects they take up to twenty times as much
 DEEPEST = 64  # objects and lists inside one another; whoever walks a value may do so by recursion
 
 
@@ -41,6 +42,8 @@ def _too_deep(value: Any) -> bool:
 def read_json(path: Path, advice: str = "", error: type[UserError] = DataError, kind: type[Kind] = dict) -> Kind:
     """The JSON object (or list) in a file; `error` with `advice` if it is missing, unreadable or something else."""
     try:
+        if (size := path.stat().st_size) > LARGEST:
+            raise error(f"'{path}' has {size:,} bytes; such a file has at most {LARGEST:,}. {advice}".rstrip())
         value = json_object(path.read_bytes(), kind)
     except FileNotFoundError:
         raise error(f"There is no '{path}'. {advice}".rstrip()) from None

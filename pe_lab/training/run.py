@@ -20,8 +20,8 @@ from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import Pipeline, build_pipeline, validation_batches
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError, UserError
-from pe_lab.model import Model, complete
-from pe_lab.parallel import AxisRules, balanced_order, check_batch, make_mesh, use_mesh
+from pe_lab.model import Model, complete, least_parameters
+from pe_lab.parallel import AxisRules, balanced_order, check_batch, check_memory, make_mesh, use_mesh
 from pe_lab.parallel.topology import Chip, chip_of
 from pe_lab.positional import Layer, Schedule, build_schedule, layers
 from pe_lab.positional.codec import ranges_by
@@ -121,6 +121,7 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
     phases = plan_phases(config)
     mesh = make_mesh(config.mesh, devices)
     for phase in phases:
+        _check_memory(config, phase, mesh)
         check_batch(phase.config.batch_size, phase.config.accumulate, mesh, phase.where)
         for source in config.data.sources:
             if source.source == "needles":
@@ -169,6 +170,23 @@ def phase_models(
             known[shape] = Model(shape)
         models.append(known[shape])
     return tuple(models)
+
+
+def _check_memory(config: Config, phase: PhasePlan, mesh: Mesh) -> None:
+    """`UnsupportedError` if not even the state and one hidden state of a micro-batch fit this machine.
+
+    The state is the parameters and the two moments of AdamW, in float32. The vocabulary is left out where it is not
+    known yet; `choose_settings` has the exact figures.
+    """
+    model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
+    here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    state, hidden = (
+        3 * 4 * least_parameters(model),
+        2 * model.d_model * phase.tokens_per_step // phase.config.accumulate,
+    )
+    needed = int((state + hidden + 12 * phase.tokens_per_step) * len(here) / mesh.size)
+    what = f"{phase.where}: training {least_parameters(model):,} parameters on {phase.tokens_per_step:,} tokens a step"
+    check_memory(needed, what, here)
 
 
 def _has_parent(phase: PhasePlan, workdir: Path) -> bool:
