@@ -18,7 +18,7 @@ from pe_lab.config import SourceConfig
 from pe_lab.errors import ConfigError, DataError, did_you_mean
 from pe_lab.storage import json_object
 
-MOST_EXPANSION = 200  # of a gzipped text, which shrinks to a third or a tenth; deflate can expand by 1,032
+MOST_EXPANSION = 100  # of a gzipped text, which shrinks to a third or a tenth; deflate can expand by 1,032
 KINDS = ("stdlib", "text", "jsonl", "parquet", "tfds")
 SKIPPED_DIRECTORIES = {
     "test",
