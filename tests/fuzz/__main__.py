@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
     kinds, bad = args.kind or list(KINDS), 0
     args.log.parent.mkdir(parents=True, exist_ok=True)
     args.log.write_text("")
-    print(f"{'kind':16}" + "".join(f"{title:>18}" for title in ("inputs", *OUTCOMES.values(), "seconds")))
+    print(f"{'kind':16}" + "".join(f"{title:>18}" for title in ("inputs", *OUTCOMES.values(), "seconds")), flush=True)
     total: collections.Counter[str] = collections.Counter()
     for name in kinds:
         begun, count = time.monotonic(), -(-args.inputs // len(kinds))

@@ -89,7 +89,7 @@ def export_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 def load_saved_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer written by `save_tokenizer`; `DataError` if a file is missing or another tokenizer is there."""
     about = read_json(directory / KIND_FILE, f"{directory} holds no saved tokenizer. Prepare the data again.")
-    kind = about.get("kind")
+    kind = str(about.get("kind"))
     saved = {
         "bytes": "bytes",
         "sentencepiece": f"sentencepiece:{directory / SENTENCEPIECE_MODEL}",
