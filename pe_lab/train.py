@@ -72,8 +72,8 @@ def _train(argv: Sequence[str]) -> int:
     start_processes()
     watch_maintenance()
     out = console(quiet=jax.process_index() != 0)
+    run = open_run(config, workdir)
     with working_alone(workdir, out.print):
-        run = open_run(config, workdir)
         if jax.process_index() == 0:
             write_run(workdir, config, shlex.join(["python", "-m", "pe_lab.train", *argv]), before)
             if not storage.exists(workdir / "tokenizer" / KIND_FILE):

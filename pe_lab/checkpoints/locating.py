@@ -27,8 +27,8 @@ def metadata_file(path: AnyPath) -> AnyPath:
     return path / "metadata" / "metadata"
 
 
-def read_metadata(path: AnyPath) -> dict[str, Any]:
-    """The metadata of the checkpoint at `path`; `CheckpointError` if it cannot be read."""
+def stored_metadata(path: AnyPath) -> dict[str, Any]:
+    """The metadata of the checkpoint at `path`, of a known format; `CheckpointError` if it cannot be read."""
     try:
         metadata = json_object(read_bytes(metadata_file(path)))
     except OSError as error:
@@ -41,6 +41,12 @@ def read_metadata(path: AnyPath) -> dict[str, Any]:
         raise CheckpointError(
             f"The checkpoint '{path}' has format {metadata.get('format')}; this version reads up to {FORMAT}."
         )
+    return metadata
+
+
+def read_metadata(path: AnyPath) -> dict[str, Any]:
+    """The metadata of the checkpoint at `path`; `CheckpointError` if it cannot be read, or a key has another type."""
+    metadata = stored_metadata(path)
     for key, kind in _KINDS.items():
         if not isinstance(value := metadata.get(key, _OPTIONAL.get(key)), kind) or isinstance(value, bool):
             found = "lacks it" if value is None else f"has {value!r:.60}"
@@ -89,7 +95,7 @@ def read_manifest(path: AnyPath) -> Manifest | None:
 def _is_former(path: AnyPath) -> bool:
     """Whether a directory is a checkpoint of a version without manifests."""
     try:
-        return read_metadata(path)["format"] < FORMAT and (path / "params").is_dir()
+        return stored_metadata(path)["format"] < FORMAT and (path / "params").is_dir()
     except UserError:
         return False
 
