@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import os
 import signal
 import sys
 import threading
@@ -32,7 +33,10 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             print(f"error: {error}", file=sys.stderr)
             return 2 if isinstance(error, UserError) else 1
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+            print("interrupted", file=sys.stderr, flush=True)
+            if argv is None:  # as a process: what an interrupted compilation has left crashes Python's own ending
+                sys.stdout.flush()
+                os._exit(128 + signal.SIGINT)
             return 128 + signal.SIGINT
 
     return wrapper

@@ -37,12 +37,14 @@ class StopRequests:
       received: the first signal; None: there was none.
       can_save: whether the main thread looks at `received` by itself, and saves before it stops. If not, the signal
         raises `Stopped` in the main thread, or ends the process with status 75 after `PATIENCE` seconds.
+      agreed: whether several processes have agreed to stop.
+      raised: whether `Stopped` was raised, at any point of the main thread.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self.can_save = False
-        self._count, self._raised = 0, False
+        self.can_save = self.agreed = False
+        self.raised, self._count = False, 0
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
@@ -69,8 +71,8 @@ class StopRequests:
             os.kill(os.getpid(), signal.SIGTERM)
             return
         self.received = self.received or number
-        if not self.can_save and not self._raised:
-            self._raised = True
+        if not self.can_save and not self.raised:
+            self.raised = True
             raise Stopped("stopped before a step was trained; run it again")
 
     def _read(self, reading: int) -> None:
@@ -89,10 +91,10 @@ class StopRequests:
     def _end_if_stuck(self) -> None:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
-            if self._raised or self.can_save:
+            if self.raised or self.can_save:
                 return
             time.sleep(0.1)
-        if not self._raised and not self.can_save:
+        if not self.raised and not self.can_save:
             _say("stopped before a step was trained; run it again")
             os._exit(os.EX_TEMPFAIL)
 

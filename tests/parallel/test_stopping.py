@@ -129,6 +129,7 @@ def test_sigterm_at_any_moment_ends_with_status_75_and_the_run_goes_on(tmp_path)
     moments = {
         "imports": lambda: True,
         "start-up": lambda: (run / "run.json").exists(),
+        "initializing": lambda: (run / "ledger.jsonl").exists(),
         "compiling": lambda: (run / "pretrain/phase.json").exists(),
         "training": lambda: (run / "pretrain/metrics.jsonl").read_bytes().count(b"\n") >= 3,
         "phase border": lambda: steps_in(run / "pretrain/checkpoints")[-1:] == [8],
@@ -141,6 +142,8 @@ def test_sigterm_at_any_moment_ends_with_status_75_and_the_run_goes_on(tmp_path)
         while not happened():
             assert process.poll() is None, (moment, process.communicate()[0])
             time.sleep(0.001)
+        if moment in ("initializing", "compiling"):
+            time.sleep(0.5)
         process.send_signal(signal.SIGINT if number % 2 else signal.SIGTERM)
         out = process.communicate(timeout=120)[0]
         assert process.returncode == 75, (moment, out[-3000:])
