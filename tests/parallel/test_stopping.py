@@ -40,6 +40,18 @@ def test_a_signal_where_nothing_can_be_saved_is_no_error_that_somebody_handles()
         handles_errors()
 
 
+def test_a_signal_inside_a_finalizer_is_raised_after_it(capfd):
+    class Finalized:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            sum(range(1000))  # Python runs the handler here, where an exception would be printed and dropped
+
+    with pytest.raises(Stopped), stop_requests():
+        Finalized()
+        time.sleep(5)
+    assert capfd.readouterr().err == "SIGTERM: leaving; once more to leave at once\n"
+
+
 def test_an_interrupted_command_prints_one_line(capsys):
     @command
     def main(argv):
