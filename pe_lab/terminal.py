@@ -40,7 +40,10 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             print(f"error: {error}", file=sys.stderr)
             return {TrainingDiverged: 1, SilentCorruption: 1, SaveFailed: 3}.get(type(error), 2)
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+            print("interrupted", file=sys.stderr, flush=True)
+            if argv is None:  # as a process: what an interrupted compilation has left crashes Python's own ending
+                sys.stdout.flush()
+                os._exit(128 + signal.SIGINT)
             return 128 + signal.SIGINT
         except Exception as error:
             reason = store_failure(error) or machine_failure(error)
