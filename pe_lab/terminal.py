@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pe_lab.errors import SaveFailed, TrainingDiverged, UserError, store_failure
+from pe_lab.errors import SaveFailed, SilentCorruption, TrainingDiverged, UserError, store_failure
 
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
@@ -20,16 +21,19 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
     """Wraps a command's `main`, which gets a list of arguments, by default those of the command line.
 
     A `UserError`, or a failure of an object store, becomes one message on stderr and exit status 2, `TrainingDiverged`
-    status 1, `SaveFailed` status 3.
+    and `SilentCorruption` status 1, `SaveFailed` status 3, an interruption from the keyboard one line and status 130.
     """
 
     @functools.wraps(main)
     def wrapper(argv: Sequence[str] | None = None) -> int:
         try:
             return main(sys.argv[1:] if argv is None else list(argv))
-        except (UserError, TrainingDiverged, SaveFailed) as error:
+        except (UserError, TrainingDiverged, SilentCorruption, SaveFailed) as error:
             print(f"error: {error}", file=sys.stderr)
-            return {TrainingDiverged: 1, SaveFailed: 3}.get(type(error), 2)
+            return {TrainingDiverged: 1, SilentCorruption: 1, SaveFailed: 3}.get(type(error), 2)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 128 + signal.SIGINT
         except Exception as error:
             failure = store_failure(error)
             if failure is None:

@@ -14,6 +14,7 @@ from pe_lab.storage.paths import (
     is_remote,
     kvstore,
     listing,
+    move_tree,
     path,
     read_bytes,
     remove,

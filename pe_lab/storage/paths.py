@@ -222,6 +222,17 @@ def remove_tree(directory: AnyPath, first: str = "") -> None:
             store.rm(names)
 
 
+def move_tree(directory: AnyPath, to: AnyPath, first: str = "") -> None:
+    """Moves a directory to another place on the same disk or bucket, whose parent is made; `first` as `remove_tree`."""
+    if not is_remote(directory):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        directory.rename(to)
+        return
+    with store_errors(directory):
+        filesystem(directory).copy(str(directory), str(to), recursive=True)
+    remove_tree(directory, first)
+
+
 def kvstore(path: AnyPath) -> dict[str, Any]:
     """The tensorstore key-value store of a directory."""
     if not is_remote(path):

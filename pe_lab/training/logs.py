@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +20,49 @@ from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
 from pe_lab.training.run import PhasePlan, Run
 
+LOGS = ("metrics", "speed", "spikes")
+
 
 class PhaseLogs:
-    """metrics.jsonl, speed.jsonl and the TensorBoard events of a phase. Only the first process writes them."""
+    """metrics.jsonl, speed.jsonl, spikes.jsonl and the TensorBoard events of a phase. Only the first process writes."""
 
-    def __init__(self, directory: Path, resume_step: int):
+    def __init__(self, directory: Path, resume_step: int, left_out: Collection[int] = ()):
         """Opens the logs, without the records after `resume_step`, whose steps are trained again.
 
-        At step 0 no record is kept: the phase starts over, and logs step 0 again.
+        At step 0 no record is kept: the phase starts over, and logs step 0 again. Rewinds that left out batches of
+        `left_out` stay, whatever their step: these batches are not met again.
         """
-        self._files, self._board = {}, None
+        self._files: dict[str, Any] = {}
+        self._directory, self._board = directory, None
         if jax.process_index() != 0:
             return
         from tensorboardX import SummaryWriter
 
-        for name in ("metrics", "speed"):
+        def stays(record: Mapping[str, Any]) -> bool:
+            if record.get("event") == "rewind":
+                return set(record.get("batches", [record.get("batch")])) <= set(left_out)
+            return resume_step > 0 and record["step"] <= resume_step
+
+        for name in LOGS:
             path = directory / f"{name}.jsonl"
-            records = read_records(path, partial=True) if resume_step else ()
-            write_records(path, [record for record in records if record["step"] <= resume_step])
+            if name == "spikes" and not path.exists():
+                continue
+            records = read_records(path, partial=True) if resume_step or left_out else ()
+            write_records(path, [record for record in records if stays(record)])
             self._files[name] = path.open("a", encoding="utf-8")
         purge_step = resume_step + 1 if resume_step else 0
         self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=purge_step)
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
-        """Appends a record of one step to the log `name`, metrics or speed, and to TensorBoard."""
+        """Appends a record of one step to a log of `LOGS`; numbers of metrics and speed also go to TensorBoard."""
         if self._board is None:
             return
+        if name not in self._files:  # spikes.jsonl exists where there was one
+            self._files[name] = (self._directory / f"{name}.jsonl").open("a", encoding="utf-8")
         self._files[name].write(json.dumps(record, ensure_ascii=False) + "\n")
         self._files[name].flush()
+        if name == "spikes" or "event" in record:
+            return
         for key, value in record.items():
             if key != "step" and isinstance(value, int | float):
                 self._board.add_scalar(key, value, record["step"])
@@ -154,9 +169,16 @@ def mark_complete(directory: Path) -> None:
 
 
 def checkpoint_metadata(
-    run: Run, phase: PhasePlan, lineage: Sequence[Mapping[str, Any]], data_state: Mapping[str, Any] | None
+    run: Run,
+    phase: PhasePlan,
+    lineage: Sequence[Mapping[str, Any]],
+    data_state: Mapping[str, Any] | None,
+    stability: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The metadata of a checkpoint of `phase`, whose id and step are in the last entry of `lineage`."""
+    """The metadata of a checkpoint of `phase`, whose id and step are in the last entry of `lineage`.
+
+    `stability` is the state of the phase's `Monitor`.
+    """
     model, seed, step = run.models[phase.index].config, run.config.seed, lineage[-1]["step"]
     return metadata_of(
         model,
@@ -176,5 +198,6 @@ def checkpoint_metadata(
         vocab_size=model.vocab_size,
         versions=versions(),
         data_state=data_state,
+        stability=stability,
         random={"seed": seed, "key": jax.random.key_data(jax.random.key(seed)).tolist()},
     )

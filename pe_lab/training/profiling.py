@@ -16,9 +16,11 @@ from typing import Any
 import jax
 
 from pe_lab.errors import ConfigError
+from pe_lab.training.ledger import Ledger
 
 # What the loop waits for. The rest of a step's time is the host's own: starting programs and writing logs.
 WAITS = ("device", "input", "validation", "checkpoint")
+_BUCKETS = {"input": "data_wait", "validation": "validation", "checkpoint": "save_blocking"}  # of the ledger
 
 
 class StepTimes:
@@ -28,14 +30,19 @@ class StepTimes:
     device has work, and the time of a step is the time of its computation; otherwise the device idles.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger | None = None) -> None:
         self._waited: Counter[str] = Counter()
+        self._ledger = ledger or Ledger()
 
     @contextlib.contextmanager
     def wait(self, what: str) -> Iterator[None]:
         """Counts the time of the block as waiting for one of `WAITS`, and names it in a trace."""
         start = time.perf_counter()
-        with jax.profiler.TraceAnnotation(f"wait for {what}" if what in ("device", "input") else what):
+        bucket = _BUCKETS.get(what)
+        with (
+            jax.profiler.TraceAnnotation(f"wait for {what}" if what in ("device", "input") else what),
+            self._ledger.time(bucket) if bucket else contextlib.nullcontext(),
+        ):
             yield
         self._waited[what] += time.perf_counter() - start
 

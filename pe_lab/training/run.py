@@ -27,6 +27,7 @@ from pe_lab.positional import Layer, Schedule, build_schedule, layers
 from pe_lab.positional.codec import ranges_by
 from pe_lab.training.memory import choose_settings
 from pe_lab.training.optimizer import learning_rate
+from pe_lab.training.stability import check_stability
 from pe_lab.training.step import Batch, parameter_shardings
 
 
@@ -121,6 +122,7 @@ def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None 
     """
     workdir, rules = Path(workdir), AxisRules()
     _check_intervals(config)
+    check_stability(config.stability)
     phases = plan_phases(config)
     mesh = make_mesh(config.mesh, devices)
     for phase in phases:
@@ -186,6 +188,19 @@ def _check_intervals(config: Config) -> None:
     }.items():
         if value < 1:
             raise ConfigError(f"config.{name} is {value}; it must be positive.")
+    saved = config.checkpoint
+    if saved.keep_every < 0:
+        raise ConfigError(f"config.checkpoint.keep_every is {saved.keep_every}; it must be positive, or 0 for none.")
+    if saved.best and saved.best not in ("loss", "grad_norm") and not saved.best.startswith("validation_loss"):
+        raise ConfigError(
+            f"config.checkpoint.best is '{saved.best}'; it must be loss, validation_loss or validation_loss/SOURCE."
+        )
+    if saved.best.startswith("validation_loss") and saved.every_steps % config.log.validate_every_steps:
+        raise ConfigError(
+            f"config.checkpoint.best is '{saved.best}', which is measured every {config.log.validate_every_steps} "
+            f"steps, and checkpoints are saved every {saved.every_steps}: make checkpoint.every_steps a multiple of "
+            "log.validate_every_steps."
+        )
 
 
 def _has_parent(phase: PhasePlan, workdir: Path) -> bool:

@@ -25,6 +25,7 @@ from pe_lab.model import Model, Params
 from pe_lab.positional import Schedule
 from pe_lab.training.logs import checkpoint_metadata
 from pe_lab.training.run import PhasePlan, Run, held_out_batches, open_pipeline
+from pe_lab.training.stability import Monitor, skip_policy
 from pe_lab.training.step import Shardings, TrainState, init_state, place_batch
 
 
@@ -34,6 +35,7 @@ class Start(NamedTuple):
     state: TrainState
     lineage: list[dict[str, Any]]  # of the phase's first state
     data_state: dict[str, Any] | None  # the position in the data; None: the beginning
+    stability: dict[str, Any] | None = None  # the saved state of the `Monitor`; None: no step was judged
 
 
 def start_phase(
@@ -57,7 +59,8 @@ def start_phase(
       DataError: the data has changed since the previous phase.
     """
     model = run.models[phase.index]
-    new_state = functools.partial(init_state, model, optimizer)  # from parameters
+    policy = skip_policy(run.config.stability)
+    new_state = functools.partial(init_state, model, optimizer, policy=policy)  # from parameters
     if store.steps():
         return _resume(run, phase, store, model, new_state, shardings, show)
     source = phase.config.init_from or previous
@@ -110,12 +113,15 @@ def _resume(
         show(f"{phase.name}: resuming at step {step}, {store.verified}")
         if step == 0:  # a child, which has no optimizer state
             return Start(jax.jit(new_state, out_shardings=shardings.state)(params), metadata["lineage"], None)
-        state = TrainState(jax.device_put(np.int32(step), shardings.replicated), params, optimizer)
+        judged = metadata.get("stability")
+        history = Monitor(run.config.stability, judged).history if shardings.state.history else ()
+        step_and_history = jax.device_put((np.int32(step), history), shardings.replicated)
+        state = TrainState(step_and_history[0], params, optimizer, step_and_history[1])
         lineage = metadata["lineage"][:-1]  # the last entry has the steps so far, and is written anew
         if changes:
             show(f"{phase.name}: {changes}")
             lineage = metadata["lineage"] + [lineage_entry(changes, new_id(), metadata["lineage"][-1]["path"], step)]
-        return Start(state, lineage, metadata["data_state"])
+        return Start(state, lineage, metadata["data_state"], judged)
     raise CheckpointError(
         f"No checkpoint of '{store.directory.parent}' can be read. Delete that directory to train it again. {reason}"
     )

@@ -187,7 +187,7 @@ def lease(workdir: AnyPath, show: Callable[[str], None], lost: Callable[[str], N
 
 @contextlib.contextmanager
 def working_alone(workdir: AnyPath, show: Callable[[str], None]) -> Iterator[None]:
-    """The `lease` of a workdir, taken by process 0; the others are told if it is refused. Ends a process that loses it."""
+    """The `lease` of a workdir, which process 0 takes; all raise if it is refused. A process that loses it ends."""
 
     def stop(message: str) -> None:
         print(f"error: {message}", file=sys.stderr, flush=True)
