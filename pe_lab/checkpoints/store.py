@@ -339,7 +339,9 @@ class Store:
         names = {old: new for new, old in former.items()}
         return renamed(restored["params"], names), renamed(restored.get("optimizer"), names)
 
-    def _refuse_damaged_files(self, path: Path, manifest: Manifest, items: Mapping[str, Any], together: bool) -> None:
+    def _refuse_damaged_files(
+        self, path: AnyPath, manifest: Manifest, items: Mapping[str, Any], together: bool
+    ) -> None:
         """`CheckpointError` for files that differ from the manifest; see `restore`."""
         arrays, chosen = manifest.about["arrays"], set()
         if together or not all(comparable(tree, arrays[item]) for item, tree in items.items()):

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from pe_lab.errors import SaveFailed, TrainingDiverged
 from pe_lab.model import Flops, Params, train_flops_per_token
 from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests
 from pe_lab.positional import Schedule, describe, label
+from pe_lab.storage import AnyPath
 from pe_lab.terminal import Progress, console
 from pe_lab.training.ledger import Ledger
 from pe_lab.training.logs import PhaseLogs, checkpoint_metadata, mark_complete, speed_record, speed_text, write_phase
@@ -92,13 +92,13 @@ class _Work:
     out: Any
 
     @property
-    def directory(self) -> Path:
+    def directory(self) -> AnyPath:
         return self.run.workdir / self.phase.name
 
 
 def train_phase(
-    run: Run, phase: PhasePlan, previous: Path | None, peak: Peak, profiler: Profiler, ledger: Ledger | None = None
-) -> Path:
+    run: Run, phase: PhasePlan, previous: AnyPath | None, peak: Peak, profiler: Profiler, ledger: Ledger | None = None
+) -> AnyPath:
     """Trains one phase from the state of its files to its end, and returns its last checkpoint.
 
     `previous` is the last checkpoint of the previous phase, if there is one; MFU is a fraction of `peak`. The profiler
@@ -285,7 +285,8 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: _Rewind
             stopping = _stop_requested(work)
             due = step % config.checkpoint.every_steps == 0 or step in config.checkpoint.milestones
             if due or step == steps or stopping:
-                settle()  # the log on disk is never behind the checkpoint, and what it holds was judged
+                settle()
+                logs.flush()  # the log on disk is never behind the checkpoint, and what it holds was judged
                 what = f"trained {step} steps of '{phase.name}' with {encodings}"
                 path = directory / DIRECTORY / str(step)
                 lineage = [*start.lineage, lineage_entry(what, new_id(), str(path), step)]

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +22,7 @@ from pe_lab.config import changed, may_change
 from pe_lab.errors import CheckpointError, DataError
 from pe_lab.model import Model, Params
 from pe_lab.positional import Schedule
+from pe_lab.storage import AnyPath
 from pe_lab.training.logs import checkpoint_metadata
 from pe_lab.training.run import PhasePlan, Run, held_out_batches, open_pipeline
 from pe_lab.training.stability import Monitor, skip_policy
@@ -41,7 +41,7 @@ class Start(NamedTuple):
 def start_phase(
     run: Run,
     phase: PhasePlan,
-    previous: Path | None,
+    previous: AnyPath | None,
     store: Store,
     optimizer: optax.GradientTransformation,
     shardings: Shardings,
