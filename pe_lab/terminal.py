@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from pe_lab.errors import SaveFailed, SilentCorruption, TrainingDiverged, UserError, store_failure
 
@@ -42,6 +43,18 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             return 2
 
     return wrapper
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process with the status of a command."""
+    import jax
+
+    if status == os.EX_TEMPFAIL and not jax.distributed.is_initialized():
+        # The request to stop may have come in the middle of a compilation, whose threads Python's end does not survive.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def argument_parser(command: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:

@@ -6,7 +6,6 @@ import argparse
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from pe_lab.parallel.lost_processes import lost_processes
 from pe_lab.parallel.stopping import Stopped, stop_requests, watch_maintenance
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import AnyPath, new_directory
-from pe_lab.terminal import argument_parser, command, console
+from pe_lab.terminal import argument_parser, command, console, leave
 from pe_lab.training import Run, open_run, train_phase
 from pe_lab.training.ledger import FILE as LEDGER
 from pe_lab.training.ledger import Ledger, balance, read_ledger
@@ -109,4 +108,4 @@ def _train_phases(run: Run, profiler: Profiler, out: Any) -> AnyPath:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

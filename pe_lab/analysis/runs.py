@@ -68,6 +68,11 @@ class Phase:
         total = sum(weight for _, weight in weights)
         return [(source, weight / total) for source, weight in weights] if total > 0 else []
 
+    @property
+    def events(self) -> list[Record]:
+        """The steps that were warned of, skipped or rewound, in the order in which they happened."""
+        return [record for record in self.metrics if "event" in record]
+
     def series(self, key: str) -> list[tuple[float, float]]:
         """(tokens, value) of each logged record that has `key`."""
         each = number(self.info, "tokens_per_step") or 1.0
@@ -95,6 +100,7 @@ class Run:
     problems: list[str]
     source: str = ""
     studies: Mapping[str, Written] = field(default_factory=dict)
+    ledger: list[Record] = field(default_factory=list)  # ledger.jsonl
 
     @property
     def config(self) -> Record:
@@ -159,7 +165,9 @@ def read_run(directory: AnyPath) -> Run:
         source = str(_read_json(directory / "source.json", directory, problems).get("source") or "")
     name = str(info.get("name") or absolute(directory).name)
     studies = _read_studies(study_files, problems)
-    return Run(name, directory, info, phases, evaluation, problems, source or _imported_from(phases), studies)
+    ledger = _read_records(directory / "ledger.jsonl", directory, [])  # of runs without it, nothing is missing
+    source = source or _imported_from(phases)
+    return Run(name, directory, info, phases, evaluation, problems, source, studies, ledger)
 
 
 def _directories(directory: AnyPath) -> list[AnyPath]:

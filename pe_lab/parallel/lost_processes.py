@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import socket
 import threading
 import time
@@ -33,8 +35,19 @@ class _Watch:
     def start(self) -> None:
         self._set(f"{ALIVE}/host/{self._index}", socket.gethostname())
         self._thread.start()
+        if self._index:
+            # Without process 0, which serves the store, XLA's client aborts this process with a stack of addresses. It
+            # calls no function of Python's before, so abort's own signal is taken, in the thread that aborts.
+            self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborted)
+            libc = ctypes.CDLL(None)
+            libc.signal.restype = ctypes.c_void_p
+            libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+            self._restore = libc.signal, libc.signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
 
     def stop(self) -> None:
+        if self._index:
+            set_handler, before = self._restore
+            set_handler(signal.SIGABRT, before)
         self._done.set()
         self._thread.join()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -71,6 +84,13 @@ class _Watch:
             lost = [0]
         if lost:
             self.end(lost)
+
+    def _aborted(self, number: int) -> None:
+        host, _, port = distributed.global_state.coordinator_address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        except OSError:
+            self.end([0])  # else it is another abort, which goes on
 
     def end(self, lost: list[int]) -> None:
         """Ends this process: collective operations with a lost process never return."""

@@ -8,6 +8,7 @@ count as `down`, with the time until the next start.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -146,11 +147,23 @@ def read_ledger(path: AnyPath) -> list[dict[str, Any]]:
     lines: list[bytes] = []
     with contextlib.suppress(FileNotFoundError):
         lines = read_log(path).splitlines()
-    found = (json_object(line) for line in lines if line.strip())
+    return whole_records([json_object(line) or {} for line in lines if line.strip()])
+
+
+def whole_records(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The records that have all of their numbers; others, of a damaged file, are left out."""
+
+    def numbers(values: Sequence[Any]) -> bool:
+        return all(isinstance(value, int | float) and math.isfinite(value) for value in values)
+
     return [
-        record
-        for record in found
-        if record and isinstance(record.get("seconds"), dict) and {"start", "time", "created"} <= record.keys()
+        dict(record)
+        for record in records
+        if isinstance(record.get("seconds"), dict)
+        and numbers([record.get(key) for key in ("start", "time", "created")])
+        and numbers(list(record["seconds"].values()))
+        and isinstance(record.get("step", 0), int)
+        and isinstance(record.get("phase", ""), str)
     ]
 
 

@@ -81,7 +81,7 @@ class Replay:
         self._timed = False
 
     def check(self, step: int, state: TrainState, batch: Batch, schedule: Schedule) -> None:
-        """Computes the gradients of a step twice, if it is its turn.
+        """Computes the gradients of a step twice, if it is due.
 
         Raises:
           SilentCorruption: they differ; names devices and processes.
@@ -97,7 +97,7 @@ class Replay:
         if self._agreed and not self._timed:  # the first one compiled
             self._timed = True
             seconds = time.perf_counter() - began
-            self._show(f"gradients of every {self._every}th step are computed twice more and compared: {seconds:.3g} s")
+            self._show(f"one step in {self._every}: gradients are computed twice more and compared, in {seconds:.3g} s")
         self._agreed = step
 
     def _message(self, step: int, differ: np.ndarray) -> str:
