@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from object_stores import bucket, gcs_bucket, store_servers  # noqa: F401
 
-from pe_lab import analyze, storage
+from pe_lab import analyze, prepare, storage
+from pe_lab.data.shards import open_prepared
 from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.results.records import RecordFile
 from pe_lab.results.samples import SampleFile
@@ -44,6 +46,22 @@ def test_a_study_writes_its_files(bucket, capsys):  # noqa: F811
     assert f"{out}/frequencies.json" in capsys.readouterr().out
     assert json.loads(storage.read_bytes(storage.path("--out", f"{out}/frequencies.json")))
     assert any(name.endswith(".svg") for name in bucket.names())
+
+
+def test_a_prepared_corpus_is_read_from_a_store(bucket, tmp_path, capsys):  # noqa: F811
+    for number in range(30):
+        (tmp_path / f"{number}.txt").write_text(f"document {number} " * (number + 1))
+    sizes = ["--source=text:" + str(tmp_path / "*.txt"), "--tokenizer=bytes", "--validation-fraction=0.2"]
+    out = f"{bucket.url}/data"
+    assert prepare.main([*sizes, f"--out={out}"]) == 0
+    assert prepare.main([*sizes, f"--out={out}"]) == 0
+    assert "already prepared" in capsys.readouterr().out
+    assert prepare.main([*sizes, f"--out={tmp_path / 'data'}"]) == 0
+    remote, local = (open_prepared(storage.path("data.prepared", text)) for text in (out, str(tmp_path / "data")))
+    for split, count in local.metadata.tokens.items():
+        np.testing.assert_array_equal(remote.tokens(split, 0, count), local.tokens(split, 0, count))
+    assert prepare.main([*sizes[:2], "--validation-fraction=0.3", f"--out={out}"]) == 2
+    assert "already prepared with --validation-fraction=0.2" in capsys.readouterr().err
 
 
 def test_a_tokenizer_is_read_from_a_store_with_the_files_beside_it(bucket):  # noqa: F811
