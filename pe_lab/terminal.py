@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import sys
 import threading
 import time
@@ -35,16 +36,21 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
         try:
             return main(sys.argv[1:] if argv is None else list(argv))
         except (UserError, TrainingDiverged) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {shortened(str(error))}", file=sys.stderr)
             return 2 if isinstance(error, UserError) else 1
         except Exception as error:
             reason = machine_failure(error)
             if reason is None:
                 raise
-            print(f"error: {reason}", file=sys.stderr)
+            print(f"error: {shortened(reason)}", file=sys.stderr)
             return 2
 
     return wrapper
+
+
+def shortened(message: str) -> str:
+    """A message in which words of more than 300 characters, such as a value that was given, lack their middle."""
+    return re.sub(r"(\S{200})\S{80,}(\S{20})", r"\1...\2", message)
 
 
 # What to do about an error of the system. Libraries repeat the text of the first of them in errors of their own.
@@ -67,6 +73,8 @@ def machine_failure(error: BaseException | None) -> str | None:
         lines = str(one).strip().splitlines() or ["it is exhausted"]
         if isinstance(one, MemoryError) or any(words in str(one) for words in _OUT_OF_MEMORY):
             return f"The memory of this machine does not suffice ({lines[0][:200]}). Ask for less, or use a larger one."
+        if isinstance(one, ValueError) and "embedded null" in str(one):
+            return "A path has a NUL character, which no path may have."
         if isinstance(one, OSError) and one.errno is not None:
             where = f"'{one.filename}': " if one.filename is not None else ""
             advice = _ADVICE.get(one.errno, "Check the path, and run the command again.")

@@ -7,6 +7,7 @@ A prepared directory holds for every split the tokens of all documents, each doc
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -107,7 +108,10 @@ def _defect(metadata: Metadata) -> str:
     for shard in shards:
         if wrong(shard.file, str) or any(wrong(n, int) for n in (shard.records, shard.tokens, shard.bytes)):
             return f"the shard {shard.file!r:.60}"
-        if Path(shard.file).name != shard.file or not 0 < shard.tokens <= shard.records * metadata.record_tokens:
+        if (
+            not re.fullmatch(r"[\w.-]{1,100}", shard.file)
+            or not 0 < shard.tokens <= shard.records * metadata.record_tokens
+        ):
             return f"the shard {shard.file!r:.60}"
     for split in SPLITS:
         if metadata.tokens[split] != sum(shard.tokens for shard in metadata.shards[split]):
