@@ -75,7 +75,8 @@ def machine_failure(error: BaseException | None) -> str | None:
             return f"The memory of this machine does not suffice ({lines[0][:200]}). Ask for less, or use a larger one."
         if isinstance(one, ValueError) and "embedded null" in str(one):
             return "A path has a NUL character, which no path may have."
-        if isinstance(one, OSError) and one.errno is not None:
+        # Of other errors of the system only the one that ended the command: others were met and dealt with.
+        if isinstance(one, OSError) and (one.errno in _ADVICE or (one is chain[0] and one.errno is not None)):
             where = f"'{one.filename}': " if one.filename is not None else ""
             advice = _ADVICE.get(one.errno, "Check the path, and run the command again.")
             return f"{where}{os.strerror(one.errno)}. {advice}"

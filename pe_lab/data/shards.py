@@ -83,7 +83,7 @@ def read_metadata(directory: Path) -> Metadata:
         metadata = Metadata(**{**content, "shards": shards})
         defect = _defect(metadata)
     except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is damaged: {error}. {advice}") from error
+        raise DataError(f"{path} is damaged: {str(error).splitlines()[0]}. {advice}") from error
     if defect:
         raise DataError(f"{path} is damaged: {defect}. {advice}")
     return metadata

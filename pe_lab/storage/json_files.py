@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,6 +90,42 @@ def read_records(
             if wrong:
                 raise DataError(f"{path}, line {number}, is no {what}: {wrong}. {advice}".rstrip())
             yield record
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged file to NAME.damaged-XXXX, so that another can be written, and returns the new path."""
+    aside = path.with_name(f"{path.name}.damaged-{secrets.token_hex(2)}")
+    path.rename(aside)
+    return aside
+
+
+def salvage_records(
+    path: Path, check: Callable[[dict[str, Any]], str], show: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """The whole records of a log that a run goes on to write; nothing if there is no file.
+
+    A last line without its line end, which a killed process leaves, is skipped. If other lines are damaged, or fail
+    `check` (see `read_records`), the file is set aside, and `show` gets a line about it.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    lines = content[: content.rfind(b"\n") + 1].split(b"\n")
+    found = [json_object(line) for line in lines if line.strip(b" \t\r")]
+    whole = [record for record in found if record is not None and not check(record)]
+    if len(whole) < len(found):
+        lost = len(found) - len(whole)
+        show(f"{path}: {lost} of {len(found)} records are damaged and left out; the file is now {set_aside(path).name}")
+    return whole
+
+
+def salvage_json(path: Path, show: Callable[[str], None]) -> dict[str, Any]:
+    """The JSON object in a file that a run writes anew; {} if there is no file.
+
+    A file that holds anything else is set aside, and `show` gets a line about it.
+    """
+    value = json_object(path.read_bytes()) if path.exists() else {}
+    if value is None:
+        show(f"{path} is damaged, and is now {set_aside(path).name}")
+    return value or {}
 
 
 def write_json(path: Path, value: Any, advice: str = "") -> Path:

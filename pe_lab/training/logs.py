@@ -18,7 +18,8 @@ from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Flops
 from pe_lab.positional import describe, label
 from pe_lab.positional.codec import ranges
-from pe_lab.storage import json_object, read_records, write_json, write_records
+from pe_lab.storage import json_object, salvage_json, salvage_records, write_json, write_records
+from pe_lab.terminal import console
 from pe_lab.training.machine import Peak, machine, versions
 from pe_lab.training.profiling import WAITS
 from pe_lab.training.run import PhasePlan, Run
@@ -39,7 +40,7 @@ class PhaseLogs:
 
         for name in ("metrics", "speed"):
             path = directory / f"{name}.jsonl"
-            records = read_records(path, partial=True) if resume_step else ()
+            records = salvage_records(path, _no_step, console().print) if resume_step else ()
             write_records(path, [record for record in records if record["step"] <= resume_step])
             self._files[name] = path.open("a", encoding="utf-8")
         purge_step = resume_step + 1 if resume_step else 0
@@ -59,6 +60,12 @@ class PhaseLogs:
         for writer in (*self._files.values(), self._board):
             if writer is not None:
                 writer.close()
+
+
+def _no_step(record: Mapping[str, Any]) -> str:
+    """Why a record of a log cannot be placed; "" if it can."""
+    step = record.get("step")
+    return "" if isinstance(step, int) and not isinstance(step, bool) else "no step"
 
 
 def speed_record(
@@ -150,9 +157,9 @@ def write_phase(
 def mark_complete(directory: Path) -> None:
     """Sets the status in phase.json of a process that died between its last checkpoint and this."""
     path = directory / "phase.json"
-    if jax.process_index() == 0 and path.exists():
-        record = json_object(path.read_bytes())
-        if record and record["status"] != "complete":
+    if jax.process_index() == 0:
+        record = salvage_json(path, console().print)
+        if record and record.get("status") != "complete":
             write_json(path, {**record, "status": "complete"})
 
 
@@ -225,7 +232,7 @@ def claim_workdir(workdir: Path, config: Config) -> None:
 def write_run(workdir: Path, config: Config, command: str) -> None:
     """Writes run.json: the config, the versions and the machine. The date and command of the first session stay."""
     path = workdir / "run.json"
-    before = (json_object(path.read_bytes()) if path.exists() else None) or {}
+    before = salvage_json(path, console().print)
     run = {
         "name": config.name,
         "config_hash": config_hash(config),

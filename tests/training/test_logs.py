@@ -4,10 +4,10 @@ import json
 
 import jax
 import pytest
-from tiny_runs import fingerprint, tiny
+from tiny_runs import fingerprint, records, tiny
 
 from pe_lab.errors import ConfigError
-from pe_lab.training.logs import PhaseLogs, claim_workdir, write_run
+from pe_lab.training.logs import PhaseLogs, claim_workdir, mark_complete, write_run
 
 
 def write(directory, resume_step, *records, name="metrics"):
@@ -124,3 +124,37 @@ def test_directories_that_are_no_run_are_left_alone(tmp_path):
         (strange / "run.json").write_text(text)
         with pytest.raises(ConfigError, match="its run.json is not one of pe_lab"):
             claim_workdir(strange, config)
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\0\0\0\0", b"[]", b'{"loss": 1}', b'{"step": "2"}', b"\xff", b"[" * 9999, b'{"step": 2']
+)
+def test_a_damaged_log_is_set_aside_and_the_run_goes_on(tmp_path, capsys, damage):
+    lines = [json.dumps({"step": step, "loss": 1.0}).encode() for step in (1, 2, 3, 4)]
+    whole = b"".join(line + b"\n" for line in lines)
+    (tmp_path / "speed.jsonl").write_bytes(whole)
+    damaged = lines[0] + b"\n" + damage + b"\n" + lines[2] + b"\n" + lines[3] + b"\n" + b'{"step": 5'
+    (tmp_path / "metrics.jsonl").write_bytes(damaged)
+    logs = PhaseLogs(tmp_path, 3)
+    logs.write("metrics", {"step": 4, "loss": 0.5})
+    logs.close()
+    assert [row["step"] for row in records(tmp_path / "metrics.jsonl")] == [1, 3, 4]
+    assert [row["step"] for row in records(tmp_path / "speed.jsonl")] == [1, 2, 3]
+    (aside,) = tmp_path.glob("*.damaged-*")
+    assert aside.name.startswith("metrics.jsonl.damaged-") and aside.read_bytes() == damaged
+    said = capsys.readouterr().out
+    assert "1 of 4 records are damaged" in said and aside.name in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0\0\0", b"[]", b'{"status"', b'{"a": ' * 9999])
+def test_a_damaged_description_of_a_phase_or_a_run_is_set_aside(tmp_path, capsys, content):
+    (tmp_path / "phase.json").write_bytes(content)
+    mark_complete(tmp_path)
+    (aside,) = tmp_path.glob("phase.json.damaged-*")
+    assert aside.read_bytes() == content and not (tmp_path / "phase.json").exists()
+    (tmp_path / "run.json").write_bytes(content)
+    write_run(tmp_path, tiny(tmp_path / "recipe"), "again")
+    assert json.loads((tmp_path / "run.json").read_text())["command"] == "again"
+    (aside,) = tmp_path.glob("run.json.damaged-*")
+    assert aside.read_bytes() == content
+    assert capsys.readouterr().out.count("\n") == 2
