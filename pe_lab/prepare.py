@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from pe_lab import storage
 from pe_lab.config import SourceConfig
-from pe_lab.data.preparation import encodable, prepare
+from pe_lab.data.preparation import prepare
 from pe_lab.data.shards import METADATA_FILE, Metadata, open_prepared
 from pe_lab.data.sources import Source, open_source
-from pe_lab.data.tokenizers import load_tokenizer, train_sentencepiece, training_size
+from pe_lab.data.tokenizers import encodable, load_tokenizer, train_sentencepiece, training_size
 from pe_lab.errors import ConfigError
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import argument_parser, bounded, command, table
