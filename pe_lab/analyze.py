@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pe_lab import storage
 from pe_lab.analysis import descriptions, frequencies
 from pe_lab.analysis.session import add_arguments, footprint, open_session
 from pe_lab.analysis.studies import STUDIES
@@ -21,7 +22,7 @@ from pe_lab.page import frequency_figures, study_figures
 from pe_lab.parallel import on_first, one_program
 from pe_lab.positional import build_schedule, describe
 from pe_lab.recipes import split_overrides
-from pe_lab.storage import local_path, write_files
+from pe_lab.storage import write_files
 from pe_lab.terminal import argument_parser, command, console, table
 from pe_lab.training.machine import machine, versions
 
@@ -238,7 +239,7 @@ def main(argv: Sequence[str]) -> int:
     for form in formats:
         if form not in FORMATS:
             raise ConfigError(f"--format: '{form}' cannot be written. {did_you_mean(form, FORMATS)}")
-    out = local_path("--out", args.out) if args.out else None
+    out = storage.path("--out", args.out) if args.out else None
     with one_program():
         if args.study in DESCRIPTIONS:
             text, files = DESCRIPTIONS[args.study].run(args, formats)

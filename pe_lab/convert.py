@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pe_lab import storage
 from pe_lab.checkpoints import Checkpoint, is_external, open_checkpoint, open_source
 from pe_lab.checkpoints.families import FAMILIES, leaf_paths
 from pe_lab.checkpoints.hf_export import DTYPES, Export, plan_export, token_ids, write_huggingface
@@ -23,7 +24,7 @@ from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.model import Model
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import build_schedule, describe
-from pe_lab.storage import local_path, new_directory
+from pe_lab.storage import new_directory
 from pe_lab.storage.manifest import manifest_of
 from pe_lab.terminal import Progress, argument_parser, command, console
 
@@ -90,9 +91,9 @@ def main(argv: Sequence[str]) -> int:
     if tokenizer is not None:
         check_vocabulary(tokenizer, source.model.vocab_size, source.display_name)
     if args.to.startswith("hf:"):
-        export_checkpoint(source, tokenizer, local_path("--to", args.to.removeprefix("hf:")), args, python)
+        export_checkpoint(source, tokenizer, storage.path("--to", args.to.removeprefix("hf:")), args, python)
     else:
-        import_checkpoint(source, tokenizer, local_path("--to", args.to), args, python)
+        import_checkpoint(source, tokenizer, storage.path("--to", args.to), args, python)
     return 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pe_lab import storage
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
 from pe_lab.checkpoints.qk_norm import change_qk_norm
@@ -23,7 +24,6 @@ from pe_lab.errors import CheckpointError, ConfigError, DataError, UserError
 from pe_lab.parallel import start_processes
 from pe_lab.positional import DOPE, Beta, Layer, build_schedule, denoise_by, describe, drop, read_scores, read_with
 from pe_lab.positional.codec import numbers_and_ranges
-from pe_lab.storage import local_path
 from pe_lab.terminal import argument_parser, command
 
 FIT_WINDOWS, FIT_LENGTH = 8, 1024  # windows to fit a QK-norm's constants on, and the most tokens of each
@@ -156,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if args.qk_norm_init == "ones" and not args.add_qk_norm:
         raise ConfigError("--qk-norm-init=ones goes with --add-qk-norm.")
-    to = local_path("--to", args.to)
+    to = storage.path("--to", args.to)
     start_processes()
     parent = open_checkpoint(args.source)
     after, model = edited_layers(parent, args), parent.model

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pe_lab.errors import SaveFailed, TrainingDiverged, UserError
+from pe_lab.errors import SaveFailed, TrainingDiverged, UserError, store_failure
 
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
@@ -19,7 +19,8 @@ LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 def command(main: Callable[..., int]) -> Callable[..., int]:
     """Wraps a command's `main`, which gets a list of arguments, by default those of the command line.
 
-    A `UserError` becomes one message on stderr and exit status 2, `TrainingDiverged` status 1, `SaveFailed` status 3.
+    A `UserError`, or a failure of an object store, becomes one message on stderr and exit status 2, `TrainingDiverged`
+    status 1, `SaveFailed` status 3.
     """
 
     @functools.wraps(main)
@@ -29,6 +30,12 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
         except (UserError, TrainingDiverged, SaveFailed) as error:
             print(f"error: {error}", file=sys.stderr)
             return {TrainingDiverged: 1, SaveFailed: 3}.get(type(error), 2)
+        except Exception as error:
+            failure = store_failure(error)
+            if failure is None:
+                raise
+            print(f"error: {failure}", file=sys.stderr)
+            return 2
 
     return wrapper
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import jax
 
+from pe_lab import storage
 from pe_lab.data.tokenizers import KIND_FILE, save_tokenizer
 from pe_lab.parallel import has_accelerator, keep_freed_memory, start_processes
 from pe_lab.recipes import load_config, split_overrides
-from pe_lab.storage import local_path, new_directory
+from pe_lab.storage import new_directory
 from pe_lab.terminal import argument_parser, command, console
 from pe_lab.training import Stopped, open_run, train_phase
 from pe_lab.training.logs import claim_workdir, write_run
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(rest)
     profiler = Profiler(parse_steps(args.profile)) if args.profile else Profiler()
     config = load_config(args.config, overrides)
-    workdir = local_path("--workdir", args.workdir) if args.workdir else Path("runs") / config.name
+    workdir = storage.path("--workdir", args.workdir) if args.workdir else Path("runs") / config.name
     claim_workdir(workdir, config)
     if not has_accelerator():
         keep_freed_memory()  # before JAX starts; halves the processor time of a small step
