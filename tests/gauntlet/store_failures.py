@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gauntlet.outcome import Row, content, differences
-from gauntlet.world import Ended, Session, World, draw
+from gauntlet.world import Ended, World, draw
 
 # What happens to how many requests in a row, from a random one on.
 PASSING = (("503", 1), ("cut", 1), ("lost", 1), ("stall", 1), ("lag", 20), ("503", 4), ("cut", 3), ("lost", 2))
@@ -96,7 +96,7 @@ def _inject(bucket: Any, rng: random.Random, kind: str, times: int, skip: int) -
 
 
 def _run(world: World, argv: tuple[str, ...], project: Path, bucket: Any) -> Ended:
-    return Session(argv, project, {**world.environment, **bucket.environment}).end()
+    return world.run(argv, project, **bucket.environment)
 
 
 def download(bucket: Any, prefix: str, target: Path) -> None:

@@ -81,7 +81,8 @@ def test_cases_are_reproducible_and_cover_every_command_and_kind():
 def test_an_ended_process_is_judged_by_its_status_and_its_messages():
     assert Ended(2, "reading\nerror: no such file\n", 1.0).wrong == ""
     assert Ended(0, "done\n", 1.0).wrong == ""
-    assert Ended(2, "reading\n", 1.0).wrong == Ended(2, "error: a\nerror: b\n", 1.0).wrong == "several messages"
+    assert Ended(2, "reading\n", 1.0).wrong == "0 messages"
+    assert Ended(3, "error: a\nerror: b\n", 1.0).wrong == "2 messages"
     assert Ended(1, "Traceback (most recent call last):\n", 1.0).wrong == Ended(-11, "", 1.0).wrong == "traceback"
     assert Ended(None, "", 1.0).wrong == "hang"
 

@@ -56,13 +56,15 @@ class Ended(NamedTuple):
 
     @property
     def wrong(self) -> str:
-        """What no command may do, whatever it meets: "hang", "traceback", "several messages" or ""."""
+        """What no command may do, whatever it meets: "hang", "traceback", "0 messages" or ""."""
         if self.status is None:
             return "hang"
         if "Traceback (most recent call last)" in self.output or self.status not in (0, 1, 2, 3, 75):
             return "traceback"
         errors = self.output.count("\nerror: ") + self.output.startswith("error: ")
-        return "several messages" if errors != bool(self.status) and self.status != 75 else ""
+        if errors != 1 and self.status in (2, 3):
+            return f"{errors} messages"
+        return ""
 
     @property
     def last_line(self) -> str:
@@ -70,10 +72,10 @@ class Ended(NamedTuple):
 
 
 class Session:
-    """A running command, whose output goes to a file beside its project."""
+    """A running command, whose output goes to the file `log`."""
 
-    def __init__(self, argv: Iterable[str], project: Path, environment: dict[str, str]):
-        self.log = project.with_name(f"{project.name}.log")
+    def __init__(self, argv: Iterable[str], project: Path, log: Path, environment: dict[str, str]):
+        self.log = log
         self.began = time.monotonic()
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
@@ -141,15 +143,19 @@ class World:
         }
         return {**{k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}, **own}
 
-    def start(self, argv: Iterable[str], project: Path) -> Session:
-        return Session(argv, project, self.environment)
+    def start(self, argv: Iterable[str], project: Path, **environment: str) -> Session:
+        """Starts `python -m ARGV` in a project; its output goes elsewhere, for the project's disk may be full."""
+        log = self.root / "logs" / ("-".join(project.relative_to(self.root).parts) + ".log")
+        log.parent.mkdir(exist_ok=True)
+        return Session(argv, project, log, {**self.environment, **environment})
 
-    def run(self, argv: Iterable[str], project: Path) -> Ended:
-        return self.start(argv, project).end()
+    def run(self, argv: Iterable[str], project: Path, **environment: str) -> Ended:
+        """`start`, and waits."""
+        return self.start(argv, project, **environment).end()
 
     def project(self, name: str, files: Iterable[str], source: Path | None = None) -> Path:
         """A new directory with copies of these files of `made` or another directory."""
-        directory = self.root / "cases" / name
+        directory = self.root.joinpath("cases", name).resolve()
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         for file in files:
@@ -207,7 +213,7 @@ class World:
 
     def _make_others(self) -> None:
         """`half/run`, killed in its second phase; and `other`, a run of another seed on other data, with all steps."""
-        other = self.project("../other", ("recipe.py", "corpus"))
+        other = self.project("../.other", ("recipe.py", "corpus"))
         for file in sorted((other / "corpus").iterdir())[::2]:
             file.unlink()
         train = COMMANDS["train"].argv
@@ -215,6 +221,7 @@ class World:
             ended = self.run(argv, other)
             if ended.status:
                 raise SystemExit(f"{argv[0]} failed undisturbed, status {ended.status}:\n{ended.output}")
+        other.rename(self.root / "other")
         half = self.project("../.half", COMMANDS["train"].reads)
         committed = half / "run/recalibrate/checkpoints"
         session = self.start(train, half)
