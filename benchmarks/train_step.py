@@ -2,6 +2,7 @@
 
     python benchmarks/train_step.py --peer-python=/path/to/venv/bin/python
     python benchmarks/train_step.py --against=/path/to/checkout     # or against another commit of pe_lab
+    python benchmarks/train_step.py --stability     # or against its own step with a policy that skips spikes
 
 Both sides start from the same weights and take the same AdamW steps in float32 on the same batch, with the same
 number of threads. The losses of their first steps are compared, to check that the work is the same. The peer runs in
@@ -30,9 +31,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # as `python benchmarks/train_step.py` from a checkout that is not installed
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig
+from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig, StabilityConfig
 from pe_lab.errors import UserError, did_you_mean
 from pe_lab.model import Model, train_flops_per_token
 from pe_lab.parallel import AxisRules, make_mesh, start_processes
@@ -41,6 +43,7 @@ from pe_lab.positional import Rope, build_schedule, layers
 from pe_lab.terminal import command, table
 from pe_lab.training import compile_train_step, init_state, make_optimizer, make_shardings, place_batch
 from pe_lab.training.machine import machine, versions
+from pe_lab.training.stability import skip_policy
 
 
 class Shape(NamedTuple):
@@ -78,20 +81,24 @@ class Side(Protocol):
 class Ours:
     """The train step of `pe_lab.train`."""
 
-    def __init__(self, shape: Shape, params: Any, batch: dict[str, np.ndarray]):
-        self.name, self.versions = "pe_lab", versions()
+    def __init__(
+        self, shape: Shape, params: Any, batch: dict[str, np.ndarray], stability: StabilityConfig | None = None
+    ):
+        self.name, self.versions = "pe_lab" if stability is None else "with skips", versions()
+        policy = None if stability is None else skip_policy(stability)
         model = Model(shape.model)
         self.parameters = model.num_parameters
         mesh, rules = make_mesh(MeshConfig()), AxisRules()
         optimizer = make_optimizer(OPTIMIZER, 10**6, model.axes)
-        shardings = make_shardings(model, optimizer, mesh, rules)
+        shardings = make_shardings(model, optimizer, mesh, rules, policy)
         config = model.config
         self.schedule = build_schedule(
             layers(Rope(base=ROPE_BASE), config.layers), config.heads, config.kv_heads, config.head_dim
         )
-        self.state = jax.device_put(init_state(model, optimizer, params), shardings.state)
+        own = jax.tree.map(jnp.copy, params)  # the step donates its state
+        self.state = jax.device_put(init_state(model, optimizer, own, policy), shardings.state)
         self.batch = place_batch(batch, shardings.batch)
-        self.step = compile_train_step(model, optimizer, mesh, rules)
+        self.step = compile_train_step(model, optimizer, mesh, rules, policy=policy)
 
     def run(self, steps: int) -> dict[str, Any]:
         start, cpu = time.perf_counter(), time.process_time()
@@ -298,6 +305,8 @@ def run_shape(name: str, args: argparse.Namespace, threads: int, python: str | N
                     peers.append(Peer(side, command, {"shape": name}, Path(folder) / f"{side}.log"))
             else:
                 sides.append(Ours(shape, params, batch))
+                if args.stability:
+                    sides.append(Ours(shape, params, batch, StabilityConfig(on_nonfinite="skip", on_spike="skip")))
             if python:
                 peers = start_peers(kinds, python, shape, params, batch, threads, Path(folder))
             sides += peers
@@ -314,6 +323,12 @@ def run_shape(name: str, args: argparse.Namespace, threads: int, python: str | N
         f"{threads} threads; losses of the first steps: {', '.join(f'{x:.4f}' for x in first['pe_lab'])}"
     )
     print(result_table(rows), flush=True)
+    if args.stability:
+        pairs = zip(timings["with skips"], timings["pe_lab"], strict=True)
+        ratio = statistics.median(one["cpu"] / other["cpu"] for one, other in pairs)
+        print(
+            f"processor time of a step with the policy over one without: {ratio:.4f} (median of {args.rounds} rounds)"
+        )
     return {
         "shape": name,
         "model": dataclasses.asdict(shape.model),
@@ -339,6 +354,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer-python", default="", help="a Python with torch and transformers")
     parser.add_argument("--ours-only", action="store_true", help="no peer")
     parser.add_argument("--against", default="", help="another checkout of pe_lab as the only peer; writes no file")
+    parser.add_argument(
+        "--stability", action="store_true", help="our step with stability.on_spike=skip as the only peer; no file"
+    )
     parser.add_argument("--threads", type=int, default=0, help="0: as many as there are processors")
     parser.add_argument("--rounds", type=int, default=12, help="measurements of each side")
     parser.add_argument("--steps", type=int, default=0, help="steps in a measurement; 0: the shape's own")
@@ -369,12 +387,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--threads is {threads}; this machine offers {len(available)}.")
     # XLA takes a thread for each processor it may run on; the peer inherits the same set.
     os.sched_setaffinity(0, available[:threads])
-    python = None if args.ours_only or args.against else find_peer_python(args.peer_python)
+    no_peer = args.ours_only or args.against or args.stability
+    python = None if no_peer else find_peer_python(args.peer_python)
     keep_freed_memory()
     start_processes()
     for name in args.shape.split(","):
         result = run_shape(name, args, threads, python)
-        if args.out and not args.quick and not args.against:
+        if args.out and not args.quick and not args.against and not args.stability:
             path = Path(args.out) / f"train_step-{name}-threads{threads}-jax{jax.__version__}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(result, indent=1) + "\n")

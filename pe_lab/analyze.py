@@ -22,7 +22,7 @@ from pe_lab.page import frequency_figures, study_figures
 from pe_lab.parallel import on_first, one_program
 from pe_lab.positional import build_schedule, describe
 from pe_lab.recipes import split_overrides
-from pe_lab.storage import write_files
+from pe_lab.storage import AnyPath, write_files
 from pe_lab.terminal import argument_parser, command, console, table
 from pe_lab.training.machine import machine, versions
 
@@ -181,7 +181,7 @@ def chosen_study(argv: Sequence[str]) -> str | None:
     return name
 
 
-def run_study(study: Study, args: argparse.Namespace, out: Path | None, formats: Sequence[str]) -> list[Path]:
+def run_study(study: Study, args: argparse.Namespace, out: AnyPath | None, formats: Sequence[str]) -> list[AnyPath]:
     """Runs a study, prints what it found, and writes its files; returns their paths."""
     begun = time.monotonic()
     if study.models:
@@ -202,7 +202,7 @@ def run_study(study: Study, args: argparse.Namespace, out: Path | None, formats:
         out.print(sentence)
     out.print(f"{about['seconds']:,} s, peak memory {about['peak_memory_gib']} GiB")
 
-    def write() -> list[Path]:
+    def write() -> list[AnyPath]:
         written = write_study(directory, study.name, findings, about)
         drawn = {
             directory / f"{figure.name}.{form}": study_figures.render(figure, form)
@@ -214,7 +214,7 @@ def run_study(study: Study, args: argparse.Namespace, out: Path | None, formats:
     return on_first(write)
 
 
-def shown_paths(paths: Sequence[Path], most: int = 30) -> list[str]:
+def shown_paths(paths: Sequence[AnyPath], most: int = 30) -> list[str]:
     """Paths for people: a directory with more than `most` of them is one line."""
     counts = Counter(path.parent for path in paths)
     lines = [f"{p.parent}: {counts[p.parent]} files" if counts[p.parent] > most else str(p) for p in paths]

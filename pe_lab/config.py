@@ -138,6 +138,18 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class StabilityConfig:
+    """What happens at a loss that is not finite, or far above those of the last steps; and checks of the hardware."""
+
+    on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"  # of a loss or a gradient norm that is NaN or infinite
+    on_spike: Literal["warn", "skip", "rewind"] = "warn"
+    spike_sigma: float = 6.0  # a spike is this many standard deviations above the mean of the last accepted steps
+    window: int = 128  # accepted steps that mean and deviation are taken of; no spike is seen before half as many
+    rewind_batches: int = 1  # left out at a rewind: the spike's batch, and others before it
+    replay_every: int = 0  # steps between two whose gradients are computed twice and compared; 0: never
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """Defaults of `pe_lab.evaluate` for this run."""
 
@@ -172,6 +184,7 @@ class Config:
     phases: tuple[PhaseConfig, ...] = (PhaseConfig(),)
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    stability: StabilityConfig = StabilityConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     notes: Notes = Notes()
 

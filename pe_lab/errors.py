@@ -38,6 +38,10 @@ class SaveFailed(Exception):
     """A checkpoint could not be written, for instance to a full disk. Earlier ones are whole: make space, train on."""
 
 
+class SilentCorruption(Exception):
+    """The same computation gave two results: the hardware is faulty. The message names the process and the device."""
+
+
 def did_you_mean(name: str, allowed: Sequence[str]) -> str:
     """`Did you mean 'x'?` for the nearest allowed name, else the list of what is allowed."""
     near = difflib.get_close_matches(name, allowed, n=1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from pe_lab import storage
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.tasks.suites import add_arguments, parse_suites
 from pe_lab.results.records import Record
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         "call it NAME, by default the encoding or layer ranges (rope 0; nope 1); repeatable",
     )
     add("--seed", type=int, help="which held-out needles (default 0), which prompts (default 42; lm_eval has its own)")
-    add("--out", type=Path, help="the directory of the results (default: RUN/evaluation)")
+    add("--out", help="the directory of the results (default: RUN/evaluation)")
     add("--attention", metavar="NAME", help="an implementation of attention that python -m pe_lab.attention lists")
     add("--again", action="store_true", help="measure existing results again")
     add(
@@ -76,7 +76,8 @@ def main(argv: Sequence[str]) -> int:
     from pe_lab.parallel import one_program
 
     if arguments.predictions:
-        tables.print_records(score_predictions(Path(arguments.predictions)))
+        predictions = storage.local_copy(storage.path("--predictions", arguments.predictions))
+        tables.print_records(score_predictions(predictions))
         return 0
     suites = parse_suites(arguments.suite) if arguments.suite is not None else None
     methods = parse_methods(arguments.methods) if arguments.methods is not None else None
@@ -97,12 +98,13 @@ def evaluate(
 
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
     targets = locate_all(arguments.source, steps)
+    given = storage.path("--out", arguments.out) if arguments.out else None
     records: list[Record] = []
     for target in targets:
-        out = arguments.out or target.root / "evaluation"
+        out = given or target.root / "evaluation"
         if len(targets) > 1:
             console().print(f"{target.display_name}:")
-            out = arguments.out / target.display_name if arguments.out else out
+            out = given / target.display_name if given else out
         session = Session(target, arguments, suites, methods, out)
         records += [{**record, "run": target.display_name} for record in session.run()]
     return records

@@ -7,9 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pe_lab import storage
 from pe_lab.errors import ConfigError, DataError, UnsupportedError
 from pe_lab.terminal import argument_parser, command
 
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 def read_text(option: str, path: str) -> str:
     """The text of a file; `DataError` if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return storage.read_bytes(storage.path(option, path)).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{option}: '{path}' cannot be read as text ({error}).") from None
 

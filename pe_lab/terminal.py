@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from pe_lab.errors import SaveFailed, TrainingDiverged, UserError, store_failure
+from pe_lab.errors import SaveFailed, SilentCorruption, TrainingDiverged, UserError, store_failure
 
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
@@ -20,16 +22,19 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
     """Wraps a command's `main`, which gets a list of arguments, by default those of the command line.
 
     A `UserError`, or a failure of an object store, becomes one message on stderr and exit status 2, `TrainingDiverged`
-    status 1, `SaveFailed` status 3.
+    and `SilentCorruption` status 1, `SaveFailed` status 3, an interruption from the keyboard one line and status 130.
     """
 
     @functools.wraps(main)
     def wrapper(argv: Sequence[str] | None = None) -> int:
         try:
             return main(sys.argv[1:] if argv is None else list(argv))
-        except (UserError, TrainingDiverged, SaveFailed) as error:
+        except (UserError, TrainingDiverged, SilentCorruption, SaveFailed) as error:
             print(f"error: {error}", file=sys.stderr)
-            return {TrainingDiverged: 1, SaveFailed: 3}.get(type(error), 2)
+            return {TrainingDiverged: 1, SilentCorruption: 1, SaveFailed: 3}.get(type(error), 2)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 128 + signal.SIGINT
         except Exception as error:
             failure = store_failure(error)
             if failure is None:
@@ -38,6 +43,18 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             return 2
 
     return wrapper
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process with the status of a command."""
+    import jax
+
+    if status == os.EX_TEMPFAIL and not jax.distributed.is_initialized():
+        # The request to stop may have come in the middle of a compilation, whose threads Python's end does not survive.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def argument_parser(command: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:

@@ -311,7 +311,8 @@ def s3_bucket(store_servers: dict[str, int], monkeypatch: pytest.MonkeyPatch) ->
     yield from new_bucket("s3", store_servers, monkeypatch)
 
 
-@pytest.fixture(params=["gs", "s3"])
+# Fast tests ask one protocol. The slow ones, about 60 s, ask the other the same.
+@pytest.fixture(params=["gs", pytest.param("s3", marks=pytest.mark.slow)])
 def bucket(
     request: pytest.FixtureRequest, store_servers: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Bucket]:

@@ -263,7 +263,7 @@ def test_help_lists_every_study_in_a_line(capsys):
         (["--fractions=0.001"], "None of the fractions rotates a channel of 256"),
         (["--methods=yran"], "there is no 'yran'. Did you mean 'yarn'?"),
         (["--format=pgn"], "--format: 'pgn' cannot be written. Did you mean 'png'?"),
-        (["--out=gs://bucket/x"], "is an address, and a path is needed"),
+        (["--out=ftp://bucket/x"], "addresses begin with gs:// or s3://"),
         (["--out=file"], "file/frequency_scaling.png cannot be written"),
         (["--out=file/inside"], "cannot be written"),
     ],

@@ -91,7 +91,7 @@ def test_training_starts_from_the_child(run, tmp_path):
     ("arguments", "says"),
     [
         (["--from=nowhere", "--to=b", "--drop"], "There is no checkpoint at 'nowhere'"),
-        (["--from=RUN", "--to=gs://bucket/b", "--drop"], "is an address, and a path is needed"),
+        (["--from=RUN", "--to=ftp://bucket/b", "--drop"], "addresses begin with gs:// or s3://"),
         (["--from=RUN", "--to=full", "--drop"], "'full' exists and is not empty"),
         (["--from=RUN", "--to=full/file", "--drop"], "exists and is not empty"),
         (["--from=RUN", "--to=b", "--drop", "--layers=2"], "there is no layer 2; the model has layers 0 to 1"),

@@ -53,7 +53,13 @@ def test_a_run_says_what_it_was(finished, recipe):
     assert {"python", "jax", "flax", "optax", "orbax-checkpoint", "grain"} <= run["versions"].keys()
     assert run["machine"]["platform"] == "cpu" and run["machine"]["cpus"] >= 1
     assert load_saved_tokenizer(finished / "tokenizer").vocab_size > 255
-    assert sorted(p.name for p in finished.iterdir()) == ["pretrain", "recalibrate", "run.json", "tokenizer"]
+    assert sorted(p.name for p in finished.iterdir()) == [
+        "ledger.jsonl",
+        "pretrain",
+        "recalibrate",
+        "run.json",
+        "tokenizer",
+    ]
 
 
 def test_milestones_are_saved_and_kept(finished):
@@ -176,7 +182,7 @@ BAD = {
     ),
     "vocabulary": (["--config.model.vocab_size=128"], "config.model.vocab_size is 128, but the data has"),
     "workdir is a file": (["--workdir=empty.txt"], "is a file; give a directory"),
-    "workdir is a bucket": (["--workdir=gs://bucket/run"], "is an address, and a path is needed"),
+    "workdir is a bucket": (["--workdir=gs://bucket"], "is a whole bucket; give a directory in it"),
     "workdir is no run": (["--workdir=photos"], "holds cat.jpg and no run.json"),
 }
 

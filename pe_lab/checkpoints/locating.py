@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+from pe_lab import storage
 from pe_lab.errors import CheckpointError, UserError
-from pe_lab.storage import json_object
+from pe_lab.storage import AnyPath, absolute, json_object, read_bytes
 from pe_lab.storage.manifest import MANIFEST, Damage, Manifest
 from pe_lab.terminal import console
 
@@ -22,15 +22,15 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def metadata_file(path: Path) -> Path:
+def metadata_file(path: AnyPath) -> AnyPath:
     """The JSON file of a checkpoint's metadata, which Orbax writes."""
     return path / "metadata" / "metadata"
 
 
-def read_metadata(path: Path) -> dict[str, Any]:
+def read_metadata(path: AnyPath) -> dict[str, Any]:
     """The metadata of the checkpoint at `path`; `CheckpointError` if it cannot be read."""
     try:
-        metadata = json_object(metadata_file(path).read_bytes())
+        metadata = json_object(read_bytes(metadata_file(path)))
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint '{path}' cannot be read ({error.strerror or first_line(error)})."
@@ -44,7 +44,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     return metadata
 
 
-def read_manifest(path: Path) -> Manifest | None:
+def read_manifest(path: AnyPath) -> Manifest | None:
     """The manifest of the checkpoint at `path`; None for one of an earlier version, which has none.
 
     Raises:
@@ -61,7 +61,7 @@ def read_manifest(path: Path) -> Manifest | None:
     return manifest
 
 
-def _is_former(path: Path) -> bool:
+def _is_former(path: AnyPath) -> bool:
     """Whether a directory is a checkpoint of a version without manifests."""
     try:
         return read_metadata(path)["format"] < FORMAT and (path / "params").is_dir()
@@ -69,19 +69,19 @@ def _is_former(path: Path) -> bool:
         return False
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: AnyPath) -> bool:
     """Whether a directory is a committed checkpoint: its manifest was written last."""
     return path.name.isdigit() and ((path / MANIFEST).is_file() or _is_former(path))
 
 
-def steps_in(directory: Path) -> list[int]:
+def steps_in(directory: AnyPath) -> list[int]:
     """Steps of the committed checkpoints under a directory, ascending."""
     if not directory.is_dir():
         return []
     return sorted(int(p.name) for p in directory.iterdir() if is_checkpoint(p))
 
 
-def quick_damage(path: Path) -> list[Damage]:
+def quick_damage(path: AnyPath) -> list[Damage]:
     """What is wrong with a checkpoint, as far as the sizes of its files and the content of the small ones tell."""
     try:
         manifest = read_manifest(path)
@@ -90,7 +90,7 @@ def quick_damage(path: Path) -> list[Damage]:
     return manifest.quick_damage(path) if manifest else []
 
 
-def latest(directory: Path) -> int | None:
+def latest(directory: AnyPath) -> int | None:
     """The newest step of `steps_in` that `quick_damage` finds whole; damaged ones are named on stderr, once."""
     for step in reversed(steps_in(directory)):
         path = directory / str(step)
@@ -103,16 +103,16 @@ def latest(directory: Path) -> int | None:
     return None
 
 
-_named: set[Path] = set()
+_named: set[AnyPath] = set()
 
 
-def resolve(path: str | Path) -> tuple[Path, int]:
+def resolve(path: str | AnyPath) -> tuple[AnyPath, int]:
     """(the `checkpoints` directory, the step) of the checkpoint that a path names.
 
     A run's directory names the checkpoint of its last phase with one; a phase, or its `checkpoints`, the last step that
     is whole.
     """
-    path = Path(path)
+    path = storage.path("the checkpoint", path)
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint at '{path}': no such directory.")
     if is_checkpoint(path):
@@ -128,12 +128,12 @@ def resolve(path: str | Path) -> tuple[Path, int]:
     )
 
 
-def find_checkpoints(run: str | Path) -> list[Path]:
+def find_checkpoints(run: str | AnyPath) -> list[AnyPath]:
     """The last whole checkpoint of every phase of a run, in the order of its phases.
 
     `run` may also be one phase, or a directory of surgery.
     """
-    run = Path(run)
+    run = storage.path("the run", run)
     found = []
     for phase in [run, *sorted(p for p in run.iterdir() if p.is_dir())] if run.is_dir() else []:
         if (step := latest(phase / DIRECTORY)) is not None:
@@ -141,7 +141,7 @@ def find_checkpoints(run: str | Path) -> list[Path]:
     return sorted(found, key=lambda p: (int(read_metadata(p).get("phase_index", 0)), str(p)))
 
 
-def tokenizer_directory(checkpoint: Path) -> Path | None:
+def tokenizer_directory(checkpoint: AnyPath) -> AnyPath | None:
     """The tokenizer of a checkpoint: in its phase's directory (surgery writes it there) or in its run's."""
-    phase = checkpoint.absolute().parents[1]
+    phase = absolute(checkpoint).parents[1]
     return next((p / "tokenizer" for p in (phase, phase.parent) if (p / "tokenizer").is_dir()), None)

@@ -35,6 +35,7 @@ from pe_lab.errors import CheckpointError
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Layout, from_json
+from pe_lab.storage import AnyPath, kvstore
 from pe_lab.storage.manifest import manifest_of
 
 # Of decoded chunks: a checkpoint of one device has one chunk per leaf, and layers are read from it one by one.
@@ -50,7 +51,7 @@ class NativeSource(Source):
       CheckpointError: there is no checkpoint, or it is damaged.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | AnyPath):
         directory, self.step = resolve(path)
         self.path = directory / str(self.step)
         self.display_name = str(self.path)
@@ -95,12 +96,15 @@ class NativeSource(Source):
                 raise CheckpointError(f"The checkpoint '{self.path}' is damaged ({damage[0]}). {_ADVICE}")
             self._verified = True
         if leaf not in self._opened:
-            where = (self.path / "params").absolute()
             head, _, rest = leaf.partition(".")
             former = FORMER_NAMES.get(self.metadata["format"], {})
             spec = {
                 "driver": "zarr",
-                "kvstore": {"driver": "ocdbt", "base": f"file://{where}/", "path": f"{former.get(head, head)}.{rest}/"},
+                "kvstore": {
+                    "driver": "ocdbt",
+                    "base": kvstore(self.path / "params"),
+                    "path": f"{former.get(head, head)}.{rest}/",
+                },
                 "context": {"cache_pool": {"total_bytes_limit": _CACHE_BYTES}},
             }
             try:
@@ -162,7 +166,7 @@ class _PiecewiseHandler(ocp.type_handlers.NumpyHandler):
 def write_checkpoint(
     source: Source,
     directory: Path,
-    final: Path,
+    final: AnyPath,
     metadata: Mapping[str, Any],
     done: Callable[[int], None] = lambda size: None,
 ) -> Path:

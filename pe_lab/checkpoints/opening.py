@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from pe_lab import storage
 from pe_lab.checkpoints.gguf_file import GgufSource
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
 from pe_lab.checkpoints.locating import first_line
@@ -15,17 +16,18 @@ from pe_lab.checkpoints.store import Checkpoint, new_id
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.errors import CheckpointError
 from pe_lab.parallel import AxisRules
+from pe_lab.storage import AnyPath
 
 
-def is_external(path: str | Path) -> bool:
+def is_external(path: str | AnyPath) -> bool:
     """Whether a path names an external checkpoint: `hf:`, `gguf:`, a .gguf file, or a Hugging Face directory."""
     text = str(path)
     if text.startswith(("hf:", "gguf:")) or text.endswith(".gguf"):
         return True
-    return (Path(text).expanduser() / "config.json").is_file()
+    return (storage.path("the checkpoint", path) / "config.json").is_file()
 
 
-def open_source(path: str | Path) -> Source:
+def open_source(path: str | AnyPath) -> Source:
     """A checkpoint, native or external, opened without reading its weights.
 
     `hf:ORG/NAME` that is no directory is downloaded from the hub, if `huggingface_hub` is installed and online.
@@ -37,10 +39,10 @@ def open_source(path: str | Path) -> Source:
     if not is_external(path):
         return NativeSource(path)
     if text.startswith("gguf:") or text.endswith(".gguf"):
-        return GgufSource(Path(text.removeprefix("gguf:")).expanduser())
+        return GgufSource(storage.local_copy(storage.path("the checkpoint", text.removeprefix("gguf:"))))
     name = text.removeprefix("hf:")
-    directory = Path(name).expanduser()
-    return HuggingFaceSource(directory if directory.is_dir() else _from_hub(name), f"hf:{name}")
+    directory = storage.path("the checkpoint", name)
+    return HuggingFaceSource(storage.local_copy(directory) if directory.is_dir() else _from_hub(name), f"hf:{name}")
 
 
 def _from_hub(name: str) -> Path:
@@ -65,7 +67,7 @@ def _from_hub(name: str) -> Path:
         raise CheckpointError(f"'{name}' cannot be downloaded from the hub ({first_line(error)}). {by_hand}") from None
 
 
-def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Checkpoint:
+def open_checkpoint(path: str | AnyPath, *, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Checkpoint:
     """A checkpoint with its weights, without the optimizer.
 
     Args:

@@ -10,23 +10,23 @@ import dataclasses
 import itertools
 import json
 import logging
-import shutil
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from pe_lab import storage
 from pe_lab.checkpoints.array_checksums import comparable, describe_arrays, differing, received
 from pe_lab.checkpoints.locating import (
     FORMAT,
     FORMER_NAMES,
     UNREADABLE,
     first_line,
+    is_checkpoint,
     quick_damage,
     read_manifest,
     read_metadata,
@@ -37,7 +37,8 @@ from pe_lab.errors import CheckpointError, SaveFailed
 from pe_lab.model import Params
 from pe_lab.parallel import all_values
 from pe_lab.positional import CANONICAL, Layer, Layout
-from pe_lab.storage.manifest import SMALL_BYTES, Digest, Manifest, digest_files, files_under
+from pe_lab.storage import AnyPath, absolute, enable_orbax, is_remote, move_tree, remove_tree
+from pe_lab.storage.manifest import MANIFEST, SMALL_BYTES, Digest, Manifest, digest_files
 
 # Of files whose arrays have no checksums, what is read to compare digests before they are restored, by each process:
 # about ten seconds. Of larger checkpoints a sample is read.
@@ -78,7 +79,7 @@ class Checkpoint:
     `data.tokenizers.load_tokenizer`, "" for a checkpoint without tokenizer.
     """
 
-    path: Path
+    path: AnyPath
     step: int
     params: Params
     model: ModelConfig
@@ -126,22 +127,29 @@ class Store:
     manifest, and renames the directory. Files of killed processes are removed when the store is opened for writing.
     """
 
-    def __init__(self, directory: str | Path, retention: Retention = Retention(), read_only: bool = False):
-        self.directory = Path(directory).absolute()
+    def __init__(self, directory: str | AnyPath, retention: Retention = Retention(), read_only: bool = False):
+        self.directory = absolute(storage.path("the checkpoints", directory))
+        enable_orbax(self.directory)
         self._retention = retention
         self._checkpointer: Any = None
         self._commit: threading.Thread | None = None
         self._failure: str | None = None
         self.verified = "not verified"  # how the checkpoint that was restored last was
         if not read_only and jax.process_index() == 0:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            if not is_remote(self.directory):
+                self.directory.mkdir(parents=True, exist_ok=True)
             self._remove_unfinished()
 
     def _remove_unfinished(self) -> None:
         """Removes what a killed or failed save or deletion has left."""
-        for path in self.directory.iterdir():
-            if any(suffix in path.name for suffix in (_SAVING, _DELETING)):
-                shutil.rmtree(path, ignore_errors=True)
+        for path in self._directories():
+            unfinished = any(suffix in path.name for suffix in (_SAVING, _DELETING))
+            if unfinished or (is_remote(path) and not is_checkpoint(path)):
+                remove_tree(path)
+
+    def _directories(self) -> list[AnyPath]:
+        """The directories of steps, and what is left of them."""
+        return list(self.directory.iterdir()) if self.directory.is_dir() else []
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, ascending."""
@@ -149,7 +157,7 @@ class Store:
 
     def uncommitted(self) -> list[int]:
         """Steps whose directory has no manifest, as after damage: a killed save leaves none under this name."""
-        found = {int(path.name) for path in self.directory.iterdir() if path.name.isdigit()}
+        found = {int(path.name) for path in self._directories() if path.name.isdigit()}
         return sorted(found - set(self.steps()))
 
     def damage(self, step: int) -> str:
@@ -193,7 +201,7 @@ class Store:
         arrays = {name: describe_arrays(tree) for name, tree in items.items()}
         about = {"kind": "checkpoint", "step": step, "id": metadata.get("id"), "metrics": dict(metrics or {})}
         saved = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
-        path = self._path(step, _SAVING)
+        path = self._saving(step)
         try:
             if self._checkpointer is None:
                 self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
@@ -207,17 +215,21 @@ class Store:
         self._commit = threading.Thread(target=self._finish, args=(step, arrays, about, name), daemon=True)
         self._commit.start()
 
-    def _path(self, step: int, suffix: str = "") -> Path:
+    def _path(self, step: int, suffix: str = "") -> AnyPath:
         return self.directory / f"{step}{suffix}"
+
+    def _saving(self, step: int) -> AnyPath:
+        """Where a step is written. On an object store nothing is renamed: the manifest alone commits a step."""
+        return self._path(step, "" if is_remote(self.directory) else _SAVING)
 
     def _finish(self, step: int, arrays: Mapping[str, Any], about: Mapping[str, Any], name: str) -> None:
         """Waits for the files, and commits them: in a thread of its own, in every process."""
-        saving = self._path(step, _SAVING)
+        saving = self._saving(step)
         try:
             mine: dict[str, Any] = {}
             try:
                 self._checkpointer.wait_until_finished()
-                mine["files"] = digest_files(saving, _files_of_process(saving, jax.process_index()))
+                mine["files"] = digest_files(saving, lambda name: _process_of(name) == jax.process_index())
             except Exception as error:
                 mine["error"] = first_line(error)
             every = [json.loads(value) for value in all_values(f"{name}/files", json.dumps(mine).encode())]
@@ -230,8 +242,9 @@ class Store:
                     files = {name: Digest(*digest) for value in every for name, digest in value["files"].items()}
                     checked = {item: received(described) for item, described in arrays.items()}
                     Manifest(files, {**about, "arrays": checked}).write(saving)
-                    self._set_aside(self._path(step))  # one without a manifest, which is not listed
-                    saving.rename(self._path(step))
+                    if not is_remote(saving):
+                        self._set_aside(self._path(step))  # one without a manifest, which is not listed
+                        saving.rename(self._path(step))
                 except Exception as error:
                     result = first_line(error).encode() or b"unknown"
             failure = all_values(f"{name}/committed", result, done=f"{name}/files")[0]
@@ -249,8 +262,7 @@ class Store:
         self._checkpointer = None  # its state is unknown
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
-                for path in self.directory.glob(f"{step}{_SAVING}*"):
-                    shutil.rmtree(path, ignore_errors=True)
+                self._remove_unfinished()
 
     def _delete_old(self) -> None:
         """Deletes what the retention does not keep, as long as a whole checkpoint stays."""
@@ -263,9 +275,10 @@ class Store:
             return
         for step in steps:
             if step not in kept:
-                doomed = self._path(step, _DELETING)
-                self._path(step).rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
+                doomed = self._path(step)
+                if not is_remote(doomed):
+                    doomed = doomed.rename(self._path(step, _DELETING))
+                remove_tree(doomed, first=MANIFEST)
 
     def wait(self) -> None:
         """Returns when the save under way is committed; `SaveFailed` if it failed, once."""
@@ -326,7 +339,9 @@ class Store:
         names = {old: new for new, old in former.items()}
         return renamed(restored["params"], names), renamed(restored.get("optimizer"), names)
 
-    def _refuse_damaged_files(self, path: Path, manifest: Manifest, items: Mapping[str, Any], together: bool) -> None:
+    def _refuse_damaged_files(
+        self, path: AnyPath, manifest: Manifest, items: Mapping[str, Any], together: bool
+    ) -> None:
         """`CheckpointError` for files that differ from the manifest; see `restore`."""
         arrays, chosen = manifest.about["arrays"], set()
         if together or not all(comparable(tree, arrays[item]) for item, tree in items.items()):
@@ -352,34 +367,27 @@ class Store:
         They are not deleted: the cause may be exhausted memory or a lost mount, and the checkpoint intact.
         """
         if jax.process_index() == 0:
-            for path in list(self.directory.iterdir()):
+            for path in self._directories():
                 if path.name.isdigit() and int(path.name) > step:
                     self._set_aside(path)
         all_values(f"{self.directory}/aside/{next(_exchanges)}", b"")
 
-    def _set_aside(self, path: Path) -> None:
+    def _set_aside(self, path: AnyPath) -> None:
         """Moves a checkpoint to `unreadable`, if there is one."""
-        aside = self.directory.parent / UNREADABLE
         if path.exists():
-            aside.mkdir(exist_ok=True)
-            path.rename(aside / f"{path.name}-{new_id()}")
+            move_tree(path, self.directory.parent / UNREADABLE / f"{path.name}-{new_id()}", first=MANIFEST)
 
 
 _exchanges = itertools.count()  # alike on all processes, which save and restore in the same order
 
 
-def _files_of_process(saving: Path, process: int) -> list[str]:
-    """The files of a checkpoint that a process wrote: its OCDBT directories; process 0 also those without a number."""
-    mark = "ocdbt.process_"
-    found = []
-    for name in files_under(saving):
-        _, marked, rest = name.partition(mark)
-        if (int(rest.partition("/")[0]) if marked else 0) == process:
-            found.append(name)
-    return found
+def _process_of(name: str) -> int:
+    """The process that wrote a file of a checkpoint: one of its OCDBT directory; process 0 all others."""
+    _, marked, rest = name.partition("ocdbt.process_")
+    return int(rest.partition("/")[0]) if marked else 0
 
 
-def _metrics(path: Path) -> Mapping[str, float]:
+def _metrics(path: AnyPath) -> Mapping[str, float]:
     """The metrics of a checkpoint; none if its manifest cannot be read."""
     with contextlib.suppress(CheckpointError):
         manifest = read_manifest(path)

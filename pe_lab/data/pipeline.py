@@ -29,17 +29,31 @@ ENDLESS = 2**62
 class Pipeline:
     """An endless iterator over this process's sequences of each global batch.
 
-    Its position is the number of global batches so far: a run that stops on one process may continue on two.
+    Its position is the number of global batches so far: a run that stops on one process may continue on two. Batches
+    that are left out are passed over: batch `batch_index(n)` comes after n others.
     """
 
-    def __init__(self, mixture: Mixture, dataset: Any, about: dict[str, Any], process: tuple[int, int], workers: int):
+    def __init__(
+        self,
+        mixture: Mixture,
+        mixed: Any,
+        read: _ReadBatch,
+        about: dict[str, Any],
+        process: tuple[int, int],
+        workers: int,
+    ):
         self.vocab_size: int = mixture.vocab_size
         self.tokenizer: Tokenizer = mixture.tokenizer
         self.mixture = [{"source": s.name, "weight": s.weight, "tokens": s.tokens("train")} for s in mixture.sources]
-        self._dataset, self._about, self._process, self._workers = dataset, about, process, workers
+        self._sources, self._addresses, self._read = mixture.sources, mixed, read
+        self._about, self._process, self._workers = about, process, workers
+        local = _local_size(about["batch_size"], process[1])
+        self._dataset = mixed.batch(local, drop_remainder=True, batch_fn=read)
         prepared = [s.prepared for s in mixture.sources if s.prepared is not None]
         self._in_memory = all(p.streams["train"].in_memory for p in prepared)
         self._batches = 0
+        self._index = 0  # of the batch that the iterator gives next
+        self._left_out: tuple[int, ...] = ()  # ascending
         self._iterator: Any = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -47,10 +61,53 @@ class Pipeline:
 
     def __next__(self) -> Batch:
         if self._iterator is None:
-            self._iterator = self._start(self._batches)
+            self._index = self.batch_index(self._batches)
+            self._iterator = self._start(self._index)
         batch = next(self._iterator)
+        while self._index in self._left_out:
+            batch = next(self._iterator)
+            self._index += 1
+        self._index += 1
         self._batches += 1
         return batch
+
+    def batch_index(self, position: int) -> int:
+        """The index of the batch that comes after `position` batches which are not left out."""
+        for left_out in self._left_out:
+            position += left_out <= position
+        return position
+
+    def leave_out(self, batches: Sequence[int]) -> None:
+        """Passes over batches with these indices, besides those that are left out already."""
+        self.close()
+        self._left_out = tuple(sorted({*self._left_out, *batches}))
+
+    def sequences(self, batch: int) -> Iterator[dict[str, Any]]:
+        """What is in the global batch of an index, for a person: a record for each sequence.
+
+        `source` and `window` name it, `tokens` are its T + 1 ids and `text` is what they decode to (without the symbols
+        of needles). Of text, `first_token` is the place in the split, and `documents` the ordinal numbers of the first
+        and the last document there, from 0, if the split is in memory.
+        """
+        size, length = self._about["batch_size"], self._about["sequence_length"]
+        ends: dict[int, np.ndarray] = {}
+        for k in range(size):
+            address = int(self._addresses[batch * size + k])
+            i = int(np.searchsorted(self._read.starts, address, side="right")) - 1
+            window, source = address - int(self._read.starts[i]), self._sources[i]
+            tokens = self._read.window(i, window)
+            record: dict[str, Any] = {"batch": batch, "sequence": k, "source": source.name, "window": window}
+            if source.prepared is not None:
+                record["first_token"] = window * length
+                stream = source.prepared.streams["train"]
+                if stream.in_memory:
+                    if i not in ends:
+                        ends[i] = np.flatnonzero(stream.read(0, stream.tokens) == self.tokenizer.eos_id)
+                    inside = [window * length, window * length + length]
+                    record["documents"] = np.searchsorted(ends[i], inside).tolist()
+            record["tokens"] = tokens.tolist()
+            record["text"] = self.tokenizer.decode([t for t in record["tokens"] if t < self.tokenizer.vocab_size])
+            yield record
 
     def _start(self, batch: int) -> Iterator[Batch]:
         import grain
@@ -72,8 +129,9 @@ class Pipeline:
         return iter(batches)
 
     def get_state(self) -> dict[str, Any]:
-        """The position as JSON: the number of global batches so far, and the data they are from."""
-        return {"batches": self._batches, "data": self._about}
+        """The position as JSON: the number of global batches so far, those left out, and the data they are from."""
+        left_out = {"left_out": list(self._left_out)} if self._left_out else {}
+        return {"batches": self._batches, **left_out, "data": self._about}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues after `state["batches"]` global batches; `CheckpointError` if they are of another data config."""
@@ -87,6 +145,7 @@ class Pipeline:
                 )
         self.close()
         self._batches = int(state["batches"])
+        self._left_out = tuple(sorted(state.get("left_out", ())))
 
     def close(self) -> None:
         """Stops the reading threads or worker processes."""
@@ -113,6 +172,10 @@ class _ReadBatch:
                 tokens[mine], weights[mine] = windows.read(at[mine] - self.starts[i])
         return make_batch(tokens, weights, segments=self._segments, eos_id=self._eos_id)
 
+    def window(self, source: int, index: int) -> np.ndarray:
+        """The T + 1 tokens of one window of a source."""
+        return self._windows[source].read(np.asarray([index]))[0][0]
+
 
 def build_pipeline(
     config: DataConfig,
@@ -130,7 +193,7 @@ def build_pipeline(
     """
     import grain
 
-    local = _local_size(batch_size, process_count)
+    _local_size(batch_size, process_count)
     mixture = open_mixture(config, process_index)
     windows = [s.windows(sequence_length, seed, "train") for s in mixture.sources]
     for source, w in zip(mixture.sources, windows, strict=True):
@@ -157,8 +220,7 @@ def build_pipeline(
         "split": "train",
         "seed": seed,
     }
-    batches = mixed.batch(local, drop_remainder=True, batch_fn=read)
-    return Pipeline(mixture, batches, about, (process_index, process_count), config.workers)
+    return Pipeline(mixture, mixed, read, about, (process_index, process_count), config.workers)
 
 
 def _local_size(batch_size: int, process_count: int) -> int:

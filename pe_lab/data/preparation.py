@@ -36,7 +36,7 @@ from pe_lab.data.tokenizers import (
     training_size,
 )
 from pe_lab.errors import ConfigError, DataError
-from pe_lab.storage import new_directory, unfinished
+from pe_lab.storage import AnyPath, new_directory, unfinished
 from pe_lab.terminal import Progress, console
 
 BATCH_CHARACTERS = 1_000_000  # of one call of the tokenizer
@@ -49,7 +49,7 @@ def prepare(
     column: str,
     tokenizer: Tokenizer,
     specification: str,
-    directory: Path,
+    directory: AnyPath,
     validation_fraction: float,
     limit_documents: int | None = None,
 ) -> Metadata:

@@ -21,7 +21,7 @@ from jaxtyping import Int, Int32, UInt, UInt32
 
 from pe_lab.data.tokenizers import Tokenizer, load_saved_tokenizer
 from pe_lab.errors import DataError
-from pe_lab.storage import read_json, write_json
+from pe_lab.storage import AnyPath, is_remote, listing, local_copy, read_bytes, read_json, write_json
 from pe_lab.storage.manifest import SEAL, Digest, Manifest, crc32c, digest_file, seal_broken, sealed
 
 FORMAT_VERSION = 2
@@ -83,7 +83,7 @@ class Metadata:
         return f"{self.content}-{self.tokenizer_fingerprint}-{self.validation_fraction}"
 
 
-def read_metadata(directory: Path) -> Metadata:
+def read_metadata(directory: AnyPath) -> Metadata:
     """The description of a prepared directory; `DataError` if it is missing, damaged, or of another version."""
     path, advice = directory / METADATA_FILE, f"Prepare the data with python -m pe_lab.prepare --out={directory}."
     content = read_json(path, advice)
@@ -177,7 +177,7 @@ class ShardWriter:
 class TokenStream:
     """Random access to the tokens of one split; up to IN_MEMORY_BYTES are read into memory on first use."""
 
-    def __init__(self, directory: Path, metadata: Metadata, split: str):
+    def __init__(self, directory: AnyPath, metadata: Metadata, split: str):
         shards = metadata.shards[split]
         self._directory, self._shards = directory, shards
         self._dtype = np.dtype(metadata.dtype).newbyteorder("<")
@@ -192,10 +192,15 @@ class TokenStream:
         self._lock = threading.Lock()
         self._reader = functools.cache(self._open_shard)
         self._checksums = functools.cache(self._read_checksums)
+        self._copy = functools.cache(self._fetch)
         self._record = functools.lru_cache(CACHED_RECORDS)(self._read_record)
 
     def __getstate__(self) -> dict[str, Any]:  # a Grain worker opens its own files
-        return {k: v for k, v in vars(self).items() if k not in ("_array", "_lock", "_reader", "_record", "_checksums")}
+        return {
+            k: v
+            for k, v in vars(self).items()
+            if k not in ("_array", "_lock", "_reader", "_record", "_checksums", "_copy")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -236,6 +241,8 @@ class TokenStream:
         """Some records of a shard file, or (None) all, compared with their checksums."""
         path = self._directory / self._shards[shard].file
         try:
+            if is_remote(path):  # ArrayRecord reads local files
+                path = self._copy(shard)
             if records is not None:
                 found = self._reader(path).read(records)
             else:
@@ -259,10 +266,20 @@ class TokenStream:
         """The checksum of each record of a shard; None for data of an earlier version."""
         if not (expected := self._shards[shard].records_crc32c):
             return None
-        content = (self._directory / self._shards[shard].records_file).read_bytes()
+        content = read_bytes(self._directory / self._shards[shard].records_file)
         if crc32c(content) != expected:
             raise OSError(f"{self._shards[shard].records_file} has changed")
         return np.frombuffer(content, "<u4")
+
+    def _fetch(self, shard: int) -> Path:
+        """A local copy of a shard on an object store."""
+        expected = self._shards[shard]
+
+        def check(copied: Path) -> None:
+            if expected.crc32c and digest_file(copied).crc32c != expected.crc32c:
+                raise OSError("its digest is not the one that was written")
+
+        return local_copy(self._directory / expected.file, check)
 
     def _open_shard(self, path: Path, readahead: int = 0) -> Any:
         from array_record.python import array_record_module
@@ -274,7 +291,7 @@ class TokenStream:
 class Prepared:
     """An open prepared directory."""
 
-    directory: Path
+    directory: AnyPath
     metadata: Metadata
     tokenizer: Tokenizer
     streams: Mapping[str, TokenStream]  # per split
@@ -284,19 +301,19 @@ class Prepared:
         return self.streams[split].read(start, stop).astype(np.int32)
 
 
-def open_prepared(directory: Path) -> Prepared:
+def open_prepared(directory: AnyPath) -> Prepared:
     """Opens a prepared directory after checking the size of every file.
 
     Raises:
       DataError: the metadata, the tokenizer or a shard is missing, damaged, or does not fit the others.
     """
-    metadata = read_metadata(directory)
+    metadata, files = read_metadata(directory), listing(directory)
     for shard in (s for split in SPLITS for s in metadata.shards[split]):
         path = directory / shard.file
         advice = f"Delete {directory} and prepare the data again, or copy the file again."
-        if not path.is_file():
+        if shard.file not in files:
             raise DataError(f"{path} is missing. {advice}")
-        if (size := path.stat().st_size) != shard.bytes:
+        if (size := files[shard.file].size) != shard.bytes:
             raise DataError(f"{path} is truncated or changed: {size} bytes, {shard.bytes} expected. {advice}")
     tokenizer = load_saved_tokenizer(directory / TOKENIZER_DIRECTORY)
     if tokenizer.fingerprint != metadata.tokenizer_fingerprint:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from pe_lab.analysis.runs import Phase, Run
 from pe_lab.errors import UserError
-from pe_lab.page.charts import Axis, Point, Series, decimate, line_chart, smooth
+from pe_lab.page.charts import Axis, Point, Series, decimate, legend, line_chart, smooth
 from pe_lab.page.markup import Markup, element
+from pe_lab.page.tables import plain_table
 from pe_lab.page.variants import INK, STYLES, Style
 from pe_lab.results.formatting import Number, count, times
 from pe_lab.results.records import as_dict, number
@@ -17,6 +18,8 @@ from pe_lab.results.variants import is_dropped
 LOSS = Axis("loss (nats per token)")
 # Of several runs, and of several sources.
 RUN_COLOURS = ("ntk", "nope", "drope", "yarn", "extra-1", "pi", "extra-3", "extra-4", "extra-2", "rope")
+TIME_COLOURS = ("extra-1", "pi", "yarn", "drope", "ntk", "extra-2", "extra-3", "nope", "rope")
+EVENTS = {"warn": "spike", "skip": "update skipped", "rewind": "rewound", "stop": "stopped"}
 SOURCE_COLOURS = ("ntk", "nope", "extra-1", "extra-3", "yarn", "pi")
 
 
@@ -91,10 +94,101 @@ def loss_chart(run: Run) -> Markup:
         if len(points) > 40:
             series.append(Series(phase.name, decimate(points), style, faint=True))
         series.append(Series(phase.name, smoothed(points) if len(points) > 40 else points, style))
+    marks += _event_marks(run)
     if validation := [point for points in curves(run, "validation_loss") for point in points]:
         series.append(Series("validation", validation, INK, line=False))
     caption = "Thin: every logged step. Thick: running mean. Dots: loss on held-out text." + _jumps(run)
     return line_chart("Loss over training", series, token_axis(run), LOSS, marks, caption)
+
+
+def _event_marks(run: Run) -> list[tuple[float, str]]:
+    """A mark for each event, the first of each kind with its name; the last forty, if there are more."""
+    shift, marks, named = offsets(run), [], set()
+    for phase in run.phases:
+        for event in phase.events:
+            kind = str(event["event"])
+            at = number(event, "tokens") or number(event, "step") or 0.0
+            marks.append((at + shift[phase.name], "" if kind in named else EVENTS.get(kind, kind)))
+            named.add(kind)
+    return marks[-40:]
+
+
+def event_table(run: Run) -> Markup:
+    """The steps that were warned of, skipped or rewound; "" without any."""
+    rows = []
+    for phase in run.phases:
+        for event in phase.events:
+            at, before = as_dict(event.get("at")), as_dict(event.get("before"))
+            batches = event.get("batches")
+            rows.append(
+                [
+                    phase.name,
+                    count(number(event, "step") or 0.0),
+                    EVENTS.get(str(event["event"]), str(event["event"])),
+                    *(_against(at.get(key), number(before, key)) for key in ("loss", "grad_norm")),
+                    ", ".join(map(str, batches)) if isinstance(batches, list) else "–",
+                ]
+            )
+    head = ("Phase", "Step", "What was done", "Loss (mean before)", "Gradient norm (mean before)", "Batches")
+    if not rows:
+        return Markup("")
+    words = "What is in the batches that were left out is in spikes.jsonl of the phase."
+    table = plain_table("Spikes, and losses that are not finite", head, rows[-100:], words=(head[0], head[2], head[5]))
+    return element("div", element("p", words, class_="soft"), table)
+
+
+def _against(value: object, mean: float | None) -> str:
+    shown = f"{value:.4g}" if isinstance(value, int | float) else str(value)
+    return f"{shown} ({mean:.4g})" if mean is not None else shown
+
+
+def time_chart(run: Run) -> Markup:
+    """The time of a run by what it went to: a bar for each start, and one for their sum; "" without a ledger."""
+    if not run.ledger:
+        return Markup("")
+    from pe_lab.training.ledger import BUCKETS, balance, whole_records  # jax is slow to import
+
+    found = balance(whole_records(run.ledger))
+    if not found.wall:
+        return Markup("")
+    colours = dict(zip(BUCKETS, TIME_COLOURS, strict=True))
+    starts = list(enumerate(found.starts, 1))[-30:]
+    longest = max(sum(seconds.values()) for _, seconds in starts)
+    bars = [(f"start {n}", seconds, longest) for n, seconds in starts]
+    if len(starts) > 1:
+        bars.append(("all", found.seconds, found.wall))
+    left, width, height = 64, 640, 22
+    shapes = []
+    for n, (name, seconds, whole) in enumerate(bars):
+        x, y = float(left), n * height
+        shapes.append(element("text", name, x=left - 8, y=y + 14, text_anchor="end"))
+        for bucket in BUCKETS:
+            if wide := width * seconds.get(bucket, 0.0) / whole:
+                words = f"{bucket.replace('_', ' ')}: {duration(seconds[bucket])}"
+                fill = f"var(--c-{colours[bucket]})"
+                shapes.append(element("rect", element("title", words), x=x, y=y, width=wide, height=16, fill=fill))
+                x += wide
+        shapes.append(element("text", duration(sum(seconds.values())), x=x + 6, y=y + 14))
+    used = [bucket for bucket in BUCKETS if found.seconds[bucket]]
+    names = [Series(bucket.replace("_", " "), [], Style(colours[bucket]), line=False) for bucket in used]
+    summary = f"Where the time of the run went. {found}."
+    size = f"0 0 {left + width + 90} {len(bars) * height}"
+    return element(
+        "figure",
+        element("div", "Where the time went", class_="chart-title"),
+        legend(names),
+        element("svg", element("title", summary), *shapes, viewBox=size, role="img", aria_label=summary),
+        element("figcaption", f"{found}. Productive are steps that were trained for the first time."),
+        class_="chart",
+    )
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3.5 min` or `12.1 h`."""
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def _jumps(run: Run) -> str:

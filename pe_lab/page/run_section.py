@@ -252,7 +252,13 @@ def _training_parts(results: Results) -> list[object]:
     if not run.phases:
         return [element("p", "No phase of training was found in this directory.", class_="soft")]
     chart = run_charts.loss_chart(run) or element("p", "No losses have been logged yet.", class_="soft")
-    return [provenance.lineage_diagram(run), chart, run_charts.source_losses(run)]
+    return [
+        provenance.lineage_diagram(run),
+        chart,
+        run_charts.event_table(run),
+        run_charts.source_losses(run),
+        run_charts.time_chart(run),
+    ]
 
 
 def _frequency_parts(results: Results) -> list[object]:

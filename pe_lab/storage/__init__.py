@@ -14,10 +14,11 @@ from pe_lab.storage.paths import (
     is_remote,
     kvstore,
     listing,
+    move_tree,
     path,
     read_bytes,
     remove,
     remove_tree,
     store_errors,
 )
-from pe_lab.storage.segments import read_log
+from pe_lab.storage.segments import log_exists, read_log

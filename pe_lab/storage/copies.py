@@ -13,7 +13,7 @@ from pe_lab.storage.files import new_directory
 from pe_lab.storage.paths import AnyPath, Entry, entry, filesystem, is_remote, listing, store_errors
 
 WHOLE = ".whole"  # in the directory of a copy that is complete
-ROOM = 2**30  # bytes of the disk that copies leave free
+RESERVED_BYTES = 2**30  # bytes of the disk that copies leave free
 
 
 def copies_directory() -> Path:
@@ -45,7 +45,7 @@ def local_copy(path: AnyPath, check: Callable[[Path], None] = lambda copied: Non
     copy = directory / path.name
     if (directory / WHOLE).is_file():
         return copy
-    _check_room(path, sum(e.size for e in files.values()))
+    _check_space(path, sum(e.size for e in files.values()))
     with new_directory(directory, marker=WHOLE) as building:
         for name, expected in files.items():
             source, target = (path / name, building / path.name / name) if name else (path, building / path.name)
@@ -56,15 +56,15 @@ def local_copy(path: AnyPath, check: Callable[[Path], None] = lambda copied: Non
     return copy
 
 
-def _check_room(path: AnyPath, size: int) -> None:
-    """`DataError` if the disk has no room for a copy."""
+def _check_space(path: AnyPath, size: int) -> None:
+    """`DataError` if a copy does not fit the disk."""
     where = copies_directory()
     where.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(where).free
-    if size + ROOM > free:
+    if size + RESERVED_BYTES > free:
         raise DataError(
             f"'{path}' takes {size / 1e9:.2f} GB, and {where}, to which it is copied, has {free / 1e9:.2f} GB free. "
-            "Make room there, or name another directory with PE_LAB_CACHE."
+            "Free space there, or name another directory with PE_LAB_CACHE."
         )
 
 

@@ -7,15 +7,15 @@ Object stores compute the same one, and processors have an instruction for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from pe_lab.errors import DataError
+from pe_lab.errors import DataError, UserError
 from pe_lab.storage.files import write_file
 from pe_lab.storage.json_files import json_object
+from pe_lab.storage.paths import AnyPath, Entry, listing, read_bytes, store_errors
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -49,12 +49,12 @@ def crc32c(content: bytes) -> str:
     return f"{google_crc32c.value(content):08x}"
 
 
-def digest_file(path: Path, done: Callable[[int], None] = lambda size: None) -> Digest:
+def digest_file(path: AnyPath, done: Callable[[int], None] = lambda size: None) -> Digest:
     """The digest of a file; `done` is called with the number of bytes of each block. Raises `OSError`."""
     import google_crc32c
 
     checksum, size = google_crc32c.Checksum(), 0
-    with path.open("rb") as file:
+    with store_errors(path), path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             checksum.update(block)
             size += len(block)
@@ -62,24 +62,19 @@ def digest_file(path: Path, done: Callable[[int], None] = lambda size: None) -> 
     return Digest(size, checksum.hexdigest().decode())
 
 
-def digest_files(root: Path, names: Iterable[str]) -> dict[str, Digest]:
-    """The digests of some files under `root`, several at a time."""
-    names = list(names)
+def digest_files(root: AnyPath, chosen: Callable[[str], bool] = lambda name: True) -> dict[str, Digest]:
+    """The digests of the files under a directory, by their names relative to it; without its manifest.
+
+    Several files are read at a time. Where an object store lists digests, nothing is read.
+    """
+
+    def digest(item: tuple[str, Entry]) -> Digest:
+        name, entry = item
+        return Digest(entry.size, entry.crc32c) if entry.crc32c else digest_file(root / name)
+
+    entries = {name: entry for name, entry in listing(root).items() if name != MANIFEST and chosen(name)}
     with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(names, pool.map(lambda name: digest_file(root / name), names), strict=True))
-
-
-def files_under(root: Path) -> list[str]:
-    """The names of all files under a directory, relative to it, sorted; without its manifest."""
-    return sorted(name for name in _names(root, "") if name != MANIFEST)
-
-
-def _names(directory: Path, prefix: str) -> Iterator[str]:
-    for path in directory.iterdir():
-        if path.is_dir():
-            yield from _names(path, f"{prefix}{path.name}/")
-        else:
-            yield prefix + path.name
+        return dict(zip(entries, pool.map(digest, entries.items()), strict=True))
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,18 +95,18 @@ class Manifest:
     files: Mapping[str, Digest]
     about: Mapping[str, Any] = field(default_factory=dict)
 
-    def write(self, directory: Path) -> Path:
+    def write(self, directory: AnyPath) -> AnyPath:
         """Writes manifest.json, atomically. It comes last: a directory with a manifest is complete."""
         files = {name: digest._asdict() for name, digest in sorted(self.files.items())}
         content = sealed({"format": FORMAT, "about": self.about, "files": files})
         return write_file(directory / MANIFEST, json.dumps(content, indent=1) + "\n")
 
     @classmethod
-    def read(cls, directory: Path) -> Manifest:
+    def read(cls, directory: AnyPath) -> Manifest:
         """The manifest of a directory; `DataError` if it has none, or a damaged one."""
         path = directory / MANIFEST
         try:
-            content = json_object(path.read_bytes())
+            content = json_object(read_bytes(path))
         except OSError as error:
             raise DataError(f"'{path}' cannot be read ({error.strerror or type(error).__name__}).") from None
         if content is None or seal_broken(content):
@@ -127,7 +122,7 @@ class Manifest:
 
     def damage(
         self,
-        directory: Path,
+        directory: AnyPath,
         chosen: Callable[[str, Digest], bool] = lambda name, digest: True,
         done: Callable[[int], None] = lambda size: None,
     ) -> list[Damage]:
@@ -139,31 +134,31 @@ class Manifest:
           done: called with the number of bytes of each block.
         """
 
+        entries = listing(directory)
+
         def check(item: tuple[str, Digest]) -> str:
             name, digest = item
-            path = directory / name
-            try:
-                size = path.stat().st_size
-                if size != digest.size:
-                    return f"has {size:,} bytes; it was written with {digest.size:,}"
-                if not chosen(name, digest):
-                    return ""
-                found = digest_file(path, done)
-            except FileNotFoundError:
+            if (entry := entries.get(name)) is None:
                 return "is missing"
-            except OSError as error:
-                return f"cannot be read ({error.strerror or type(error).__name__})"
-            return "" if found == digest else f"has changed: its CRC-32C is {found.crc32c}, was {digest.crc32c}"
+            if entry.size != digest.size:
+                return f"has {entry.size:,} bytes; it was written with {digest.size:,}"
+            if not chosen(name, digest) and entry.crc32c is None:
+                return ""
+            try:
+                found = entry.crc32c if not chosen(name, digest) else digest_file(directory / name, done).crc32c
+            except (OSError, UserError) as error:
+                return f"cannot be read ({getattr(error, 'strerror', None) or error})"
+            return "" if found == digest.crc32c else f"has changed: its CRC-32C is {found}, was {digest.crc32c}"
 
         with ThreadPoolExecutor(_THREADS) as pool:
             found = zip(self.files, pool.map(check, self.files.items()), strict=True)
             return [Damage(name, what) for name, what in found if what]
 
-    def quick_damage(self, directory: Path) -> list[Damage]:
+    def quick_damage(self, directory: AnyPath) -> list[Damage]:
         """As `damage`, without reading large files: what can be found in milliseconds."""
         return self.damage(directory, lambda name, digest: digest.size <= SMALL_BYTES)
 
 
-def manifest_of(directory: Path, about: Mapping[str, Any] | None = None) -> Manifest:
+def manifest_of(directory: AnyPath, about: Mapping[str, Any] | None = None) -> Manifest:
     """The manifest of a directory as it is now."""
-    return Manifest(digest_files(directory, files_under(directory)), about or {})
+    return Manifest(digest_files(directory), about or {})

@@ -25,17 +25,24 @@ STORES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme -> the library
 STALL_SECONDS = 60.0  # without a byte, until a request is repeated
 
 
-def path(option: str, text: str) -> AnyPath:
-    """The path that a command line or a recipe names, of this machine or of an object store.
+_answered: set[str] = set()  # the buckets that did
+
+
+def path(option: str, given: str | AnyPath) -> AnyPath:
+    """The path that a command line, a recipe or a caller names, of this machine or of an object store.
 
     Args:
       option: what named it, for messages.
-      text: a path, or gs://BUCKET/KEY or s3://BUCKET/KEY, whose bucket is asked for an answer.
+      given: a path, which is returned, or its text. The bucket of gs://BUCKET/KEY or s3://BUCKET/KEY is asked for an
+        answer once.
 
     Raises:
       ConfigError: the address has another scheme or no key.
       StoreError: the library of the store is not installed, or the bucket is missing, refuses or does not answer.
     """
+    if isinstance(given, PurePath):
+        return given
+    text = given
     scheme, separator, rest = text.partition("://")
     if not separator:
         return Path(text).expanduser()
@@ -51,7 +58,9 @@ def path(option: str, text: str) -> AnyPath:
     from etils import epath
 
     found = epath.Path(f"{scheme}://{rest}")
-    _check_bucket(found, f"{scheme}://{bucket}")
+    if f"{scheme}://{bucket}" not in _answered:
+        _check_bucket(found, f"{scheme}://{bucket}")
+        _answered.add(f"{scheme}://{bucket}")
     return found
 
 
@@ -105,7 +114,7 @@ def filesystem(path: AnyPath) -> Any:
 
 @contextlib.contextmanager
 def store_errors(where: object) -> Iterator[None]:
-    """Turns what a store's library raises into `StoreError`, except `FileNotFoundError` and `FileExistsError`."""
+    """Raises what a store's library raises as `StoreError`, except `FileNotFoundError` and `FileExistsError`."""
     try:
         yield
     except (UserError, FileNotFoundError, FileExistsError):
@@ -211,6 +220,17 @@ def remove_tree(directory: AnyPath, first: str = "") -> None:
         names = [name for name in store.find(str(directory)) if name]
         if names:
             store.rm(names)
+
+
+def move_tree(directory: AnyPath, to: AnyPath, first: str = "") -> None:
+    """Moves a directory to another place on the same disk or bucket, whose parent is made; `first` as `remove_tree`."""
+    if not is_remote(directory):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        directory.rename(to)
+        return
+    with store_errors(directory):
+        filesystem(directory).copy(str(directory), str(to), recursive=True)
+    remove_tree(directory, first)
 
 
 def kvstore(path: AnyPath) -> dict[str, Any]:

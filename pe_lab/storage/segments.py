@@ -15,7 +15,7 @@ import secrets
 import time
 
 from pe_lab.errors import DataError
-from pe_lab.storage.paths import AnyPath, is_remote, listing, put, read_bytes, remove
+from pe_lab.storage.paths import AnyPath, exists, is_remote, listing, put, read_bytes, remove
 
 SUFFIX = ".segments"
 SEGMENT_BYTES = 2**18
@@ -43,6 +43,11 @@ def read_log(path: AnyPath) -> bytes:
             raise FileNotFoundError(f"{path} does not exist")
         time.sleep(attempt)  # the listing names deleted sessions, and not yet the one that replaced them
     raise DataError(f"{path} cannot be read: the segments that the store lists are not there. Try again later.")
+
+
+def log_exists(path: AnyPath) -> bool:
+    """Whether there is a file of JSON lines, or the segments of a remote log."""
+    return exists(path) or (is_remote(path) and exists(path.with_name(path.name + SUFFIX)))
 
 
 def _sessions(path: AnyPath) -> dict[str, list[int]]:

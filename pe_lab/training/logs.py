@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,47 +15,89 @@ from pe_lab.config import config_hash, to_json
 from pe_lab.model import Flops
 from pe_lab.positional import describe, label
 from pe_lab.positional.codec import ranges
-from pe_lab.storage import json_object, read_records, write_json, write_records
+from pe_lab.storage import (
+    AnyPath,
+    AppendedLog,
+    exists,
+    is_remote,
+    json_object,
+    read_bytes,
+    read_records,
+    write_file,
+    write_json,
+)
 from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
 from pe_lab.training.run import PhasePlan, Run
 
+LOGS = ("metrics", "speed", "spikes")
+
 
 class PhaseLogs:
-    """metrics.jsonl, speed.jsonl and the TensorBoard events of a phase. Only the first process writes them."""
+    """metrics.jsonl, speed.jsonl, spikes.jsonl and the TensorBoard events of a phase. Only the first process writes."""
 
-    def __init__(self, directory: Path, resume_step: int):
+    def __init__(self, directory: AnyPath, resume_step: int, left_out: Collection[int] = ()):
         """Opens the logs, without the records after `resume_step`, whose steps are trained again.
 
-        At step 0 no record is kept: the phase starts over, and logs step 0 again.
+        At step 0 no record is kept: the phase starts over, and logs step 0 again. Rewinds that left out batches of
+        `left_out` stay, whatever their step: these batches are not met again.
         """
-        self._files, self._board = {}, None
+        self._logs: dict[str, AppendedLog] = {}
+        self._directory, self._board, self._events = directory, None, None
         if jax.process_index() != 0:
             return
         from tensorboardX import SummaryWriter
 
-        for name in ("metrics", "speed"):
+        def stays(record: Mapping[str, Any]) -> bool:
+            if record.get("event") == "rewind":
+                return set(record.get("batches", [record.get("batch")])) <= set(left_out)
+            return resume_step > 0 and record["step"] <= resume_step
+
+        for name in LOGS:
             path = directory / f"{name}.jsonl"
-            records = read_records(path, partial=True) if resume_step else ()
-            write_records(path, [record for record in records if record["step"] <= resume_step])
-            self._files[name] = path.open("a", encoding="utf-8")
-        purge_step = resume_step + 1 if resume_step else 0
-        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=purge_step)
+            records = list(read_records(path, partial=True))
+            if name != "spikes" or records:
+                self._logs[name] = AppendedLog(path, [record for record in records if stays(record)])
+        # To an object store, the files of events are copied.
+        self._events = tempfile.TemporaryDirectory(prefix="pe_lab_events_") if is_remote(directory) else None
+        board = self._events.name if self._events else str(directory / "tensorboard")
+        self._board = SummaryWriter(board, purge_step=resume_step + 1 if resume_step else 0)
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
-        """Appends a record of one step to the log `name`, metrics or speed, and to TensorBoard."""
+        """Appends a record of one step to a log of `LOGS`; numbers of metrics and speed also go to TensorBoard."""
         if self._board is None:
             return
-        self._files[name].write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._files[name].flush()
+        if name not in self._logs:  # spikes.jsonl exists where there was one
+            self._logs[name] = AppendedLog(self._directory / f"{name}.jsonl")
+        self._logs[name].append(record)
+        if name == "spikes" or "event" in record:
+            return
         for key, value in record.items():
             if key != "step" and isinstance(value, int | float):
                 self._board.add_scalar(key, value, record["step"])
 
+    def flush(self) -> None:
+        """Returns when all records are on disk, or in the object store."""
+        for log in self._logs.values():
+            log.flush()
+        if self._board is not None:
+            self._board.flush()
+        self._copy_events()
+
+    def _copy_events(self) -> None:
+        if self._events is not None:
+            for file in Path(self._events.name).iterdir():
+                write_file(self._directory / "tensorboard" / file.name, file.read_bytes())
+
     def close(self) -> None:
-        for writer in (*self._files.values(), self._board):
-            if writer is not None:
-                writer.close()
+        """Stores all records."""
+        for log in self._logs.values():
+            log.close()
+        if self._board is not None:
+            self._board.close()
+        self._copy_events()
+        if self._events is not None:
+            self._events.cleanup()
 
 
 def speed_record(
@@ -144,19 +186,26 @@ def write_phase(
     write_json(run.workdir / phase.name / "phase.json", record)
 
 
-def mark_complete(directory: Path) -> None:
+def mark_complete(directory: AnyPath) -> None:
     """Sets the status in phase.json of a process that died between its last checkpoint and this."""
     path = directory / "phase.json"
-    if jax.process_index() == 0 and path.exists():
-        record = json_object(path.read_bytes())
+    if jax.process_index() == 0 and exists(path):
+        record = json_object(read_bytes(path))
         if record and record["status"] != "complete":
             write_json(path, {**record, "status": "complete"})
 
 
 def checkpoint_metadata(
-    run: Run, phase: PhasePlan, lineage: Sequence[Mapping[str, Any]], data_state: Mapping[str, Any] | None
+    run: Run,
+    phase: PhasePlan,
+    lineage: Sequence[Mapping[str, Any]],
+    data_state: Mapping[str, Any] | None,
+    stability: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The metadata of a checkpoint of `phase`, whose id and step are in the last entry of `lineage`."""
+    """The metadata of a checkpoint of `phase`, whose id and step are in the last entry of `lineage`.
+
+    `stability` is the state of the phase's `Monitor`.
+    """
     model, seed, step = run.models[phase.index].config, run.config.seed, lineage[-1]["step"]
     return metadata_of(
         model,
@@ -176,5 +225,6 @@ def checkpoint_metadata(
         vocab_size=model.vocab_size,
         versions=versions(),
         data_state=data_state,
+        stability=stability,
         random={"seed": seed, "key": jax.random.key_data(jax.random.key(seed)).tolist()},
     )

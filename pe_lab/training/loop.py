@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,19 +15,26 @@ import numpy as np
 from pe_lab.checkpoints.locating import DIRECTORY
 from pe_lab.checkpoints.store import Retention, Store, new_id
 from pe_lab.checkpoints.surgery import lineage_entry
-from pe_lab.errors import TrainingDiverged
-from pe_lab.model import Params, train_flops_per_token
+from pe_lab.data.pipeline import Pipeline
+from pe_lab.errors import SaveFailed, TrainingDiverged
+from pe_lab.model import Flops, Params, train_flops_per_token
+from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests
 from pe_lab.positional import Schedule, describe, label
+from pe_lab.storage import AnyPath
 from pe_lab.terminal import Progress, console
+from pe_lab.training.ledger import Ledger
 from pe_lab.training.logs import PhaseLogs, checkpoint_metadata, mark_complete, speed_record, speed_text, write_phase
 from pe_lab.training.machine import Peak
 from pe_lab.training.optimizer import learning_rate, make_optimizer
 from pe_lab.training.profiling import Profiler, StepTimes
+from pe_lab.training.replay import Replay
 from pe_lab.training.run import PhasePlan, Run, attention_of, held_out_batches, open_pipeline
-from pe_lab.training.start import start_phase
+from pe_lab.training.stability import MOST_REWINDS, MOST_SKIPS, Event, Monitor, skip_policy
+from pe_lab.training.start import Start, start_phase
 from pe_lab.training.step import (
     RandomPositions,
     Shardings,
+    TrainState,
     compile_loss,
     compile_train_step,
     make_shardings,
@@ -36,27 +42,81 @@ from pe_lab.training.step import (
 )
 
 
-class Stopped(Exception):
-    """A SIGTERM was received. The state is saved, and the same command continues from it."""
+class _Rewind(Exception):
+    """A step was judged bad enough to go back to the last checkpoint."""
+
+    def __init__(self, event: Event):
+        super().__init__(event.sentence)
+        self.event = event
 
 
-def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak, profiler: Profiler) -> Path:
+@dataclass
+class _Rewinds:
+    """What the rewinds of a phase have led to."""
+
+    in_a_row: int = 0  # since a checkpoint was saved
+    last: Event | None = None  # led to the state at hand
+    batches: Sequence[int] = ()  # left out by the last one
+    left_out: frozenset[int] = frozenset()  # by all rewinds of this process
+
+    def leave_out(self, pipeline: Pipeline, step: int, count: int) -> None:
+        """Leaves out the last `count` batches up to that of the last event; the pipeline is at `step`.
+
+        The batches up to the checkpoint are trained on, and stay.
+        """
+        if self.last is not None:
+            pipeline.leave_out(sorted(self.left_out))
+            first = max(step, self.last.step - count)
+            self.batches = [pipeline.batch_index(position) for position in range(first, self.last.step)]
+            self.left_out = self.left_out | set(self.batches)
+            pipeline.leave_out(self.batches)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the loop needs of a phase beside its state."""
+
+    run: Run
+    phase: PhasePlan
+    store: Store
+    peak: Peak
+    flops: Flops
+    profiler: Profiler
+    ledger: Ledger
+    stops: StopRequests
+    shardings: Shardings
+    schedule: Schedule
+    train_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
+    validate: Callable[[Params], dict[str, float]]
+    replay: Replay | None
+    out: Any
+
+    @property
+    def directory(self) -> AnyPath:
+        return self.run.workdir / self.phase.name
+
+
+def train_phase(
+    run: Run, phase: PhasePlan, previous: AnyPath | None, peak: Peak, profiler: Profiler, ledger: Ledger | None = None
+) -> AnyPath:
     """Trains one phase from the state of its files to its end, and returns its last checkpoint.
 
     `previous` is the last checkpoint of the previous phase, if there is one; MFU is a fraction of `peak`. The profiler
-    counts the steps of all phases.
+    counts the steps of all phases, the ledger their time.
 
     Raises:
-      Stopped: a SIGTERM was received, and everything is saved.
-      TrainingDiverged: the loss or its gradient is not finite.
+      Stopped: the process was asked to stop, and everything is saved.
+      TrainingDiverged: the loss or its gradient is not finite, or skips and rewinds do not help.
+      SilentCorruption: a gradient that was computed twice differs.
       CheckpointError: the checkpoint to start from is damaged or does not fit.
       DataError: the data has changed since the previous session.
+      SaveFailed: a checkpoint could not be written.
     """
     config, steps, directory = run.config, phase.config.steps, run.workdir / phase.name
-    out = console(quiet=jax.process_index() != 0)
+    out, ledger = console(quiet=jax.process_index() != 0), ledger or Ledger()
     saved = config.checkpoint
     store = Store(directory / DIRECTORY, Retention(saved.keep, saved.keep_every, saved.milestones, saved.best))
-    with contextlib.closing(store):
+    with contextlib.closing(store), stop_requests() as stops:
         if steps in store.steps():
             damage = store.damage(steps) if config.checkpoint.verify else ""
             if not damage:
@@ -65,16 +125,17 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak, p
                 return directory / DIRECTORY / str(steps)
             out.print(f"{phase.name}: checkpoint {steps} is damaged: {damage}")
 
-        model = run.models[phase.index]
+        ledger.open()
+        model, policy = run.models[phase.index], skip_policy(config.stability)
         optimizer = make_optimizer(phase.config.optimizer, steps, model.axes)
-        rate = learning_rate(phase.config.optimizer, steps)
-        shardings = make_shardings(model, optimizer, run.mesh, run.rules)
+        shardings = make_shardings(model, optimizer, run.mesh, run.rules, policy)
         schedule = jax.device_put(phase.schedule, shardings.replicated)
-        flops = train_flops_per_token(model.config, phase.config.sequence_length, phase.schedule.structure)
-        state, start_lineage, data_state = start_phase(
-            run, phase, previous, store, optimizer, shardings, schedule, out.print
-        )
-        lineage = start_lineage  # of the checkpoint read or saved last
+
+        def load() -> Start:
+            with ledger.time("restore"):
+                return start_phase(run, phase, previous, store, optimizer, shardings, schedule, out.print)
+
+        start = load()
         out.print(describe(phase.schedule, phase.layers))
         out.print(f"attention: {attention_of(model, phase, config, run.mesh, run.rules)}")
         if "auto" in (config.model.remat, config.model.loss_chunks):
@@ -83,98 +144,205 @@ def train_phase(run: Run, phase: PhasePlan, previous: Path | None, peak: Peak, p
         if phase.config.random_positions:
             positions = RandomPositions(phase.config.random_positions, (config.seed, phase.index))
             out.print(f"positions drawn below {phase.config.random_positions:,}, anew each step")
-        train_step = compile_train_step(
-            model, optimizer, run.mesh, run.rules, phase.config.accumulate, positions, config.compiler_options
+        how = (model, optimizer, run.mesh, run.rules, phase.config.accumulate, positions, config.compiler_options)
+        work = _Work(
+            run,
+            phase,
+            store,
+            peak,
+            train_flops_per_token(model.config, phase.config.sequence_length, phase.schedule.structure),
+            profiler,
+            ledger,
+            stops,
+            shardings,
+            schedule,
+            compile_train_step(*how, policy),
+            _validation(run, phase, shardings, schedule),
+            Replay(config.stability.replay_every, *how, out.print) if config.stability.replay_every else None,
+            out,
         )
-        validate = _validation(run, phase, shardings, schedule)
-        encodings = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))
-        earlier_steps = sum(p.config.steps for p in run.phases[: phase.index])
+        rewinds = _Rewinds()
+        try:
+            while True:
+                with contextlib.closing(open_pipeline(config, phase, run.mesh, start.data_state)) as pipeline:
+                    rewinds.leave_out(pipeline, int(start.state.step), config.stability.rewind_batches)
+                    try:
+                        _train_steps(work, start, pipeline, rewinds)
+                        return directory / DIRECTORY / str(steps)
+                    except _Rewind as rewind:
+                        rewinds.last = rewind.event
+                # The arrays of the bad state went with the exception: there is memory for another one.
+                out.print(f"{phase.name}: {rewinds.last.sentence}")
+                if rewinds.in_a_row == MOST_REWINDS:
+                    raise TrainingDiverged(
+                        f"At {rewinds.last.sentence} of '{phase.name}' for the {MOST_REWINDS + 1}th time without a new "
+                        f"one. The batches that were left out are in '{directory / 'spikes.jsonl'}'. Lower the "
+                        "learning rate, save more often (checkpoint.every_steps), or raise stability.spike_sigma."
+                    )
+                rewinds.in_a_row += 1
+                stops.can_save = False
+                ledger.end_steps()
+                store.wait()
+                start = load()
+        finally:
+            stops.can_save = False
+            ledger.end_steps()
 
-        started = step = timed_step = int(state.step)
-        pending: list[tuple[int, dict[str, jax.Array]]] = []  # the step dispatched last, and its metrics
-        last: dict[str, float] = {}  # the metrics received last
-        times = StepTimes()
-        began = timer = time.perf_counter()
-        with (
-            _stop_requests() as stop_requested,
-            contextlib.closing(open_pipeline(config, phase, run.mesh, data_state)) as pipeline,
-            contextlib.closing(PhaseLogs(directory, step)) as logs,
-            Progress(out, phase.name, steps, step) as progress,
-        ):
-            write_phase(run, phase, flops, peak, lineage, "running", started, 0.0)
 
-            def settle() -> None:
-                """Waits for the metrics of the step dispatched last, and logs them."""
-                while pending:
-                    at, metrics = pending.pop()
-                    with times.wait("device"):
-                        received = jax.device_get(metrics)
-                    last.update({name: float(value) for name, value in received.items()})
-                    if not all(map(math.isfinite, last.values())):
-                        raise TrainingDiverged(
-                            f"The loss is {last['loss']} and the norm of its gradient {last['grad_norm']} at step {at} "
-                            f"of '{phase.name}'. Checkpoints of earlier steps are in '{directory / DIRECTORY}': lower "
-                            f"config.phases.{phase.index}.optimizer.learning_rate, and the same command goes on from "
-                            "the last one."
-                        )
-                    if at % config.log.every_steps == 0 or at == steps:
-                        record = {"step": at, "tokens": at * phase.tokens_per_step, **last}
-                        logs.write("metrics", {**record, "learning_rate": float(rate(at - 1))})
+def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: _Rewinds) -> None:
+    """The loop: trains a phase from a state to its end, and saves.
 
-            progress.update(step, f"{step}/{steps}  compiling")
-            if step == 0:
-                logs.write("metrics", {"step": 0, "tokens": 0, **validate(state.params)})
-            stopping = False
-            while step < steps and not stopping:
-                with profiler.begin(step + 1):
-                    with times.wait("input"):
-                        batch = place_batch(next(pipeline), shardings.batch)
-                    state, metrics = train_step(state, batch, schedule)
-                step += 1
-                settle()  # the metrics of the previous step, while this one runs
-                pending.append((step, metrics))
-                if profiled := profiler.end(metrics, directory):
-                    out.print(profiled)
+    Raises `_Rewind` where the policy says so, and otherwise as `train_phase`.
+    """
+    run, phase, store, directory, ledger, stops = (
+        work.run,
+        work.phase,
+        work.store,
+        work.directory,
+        work.ledger,
+        work.stops,
+    )
+    config, steps = run.config, phase.config.steps
+    rate = learning_rate(phase.config.optimizer, steps)
+    encodings = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))
+    state, lineage = start.state, start.lineage  # the lineage of the checkpoint read or saved last
+    monitor = Monitor(config.stability, start.stability)
+    started = step = timed_step = int(state.step)
+    pending: list[tuple[int, dict[str, jax.Array]]] = []  # the step dispatched last, and its metrics
+    last: dict[str, float] = {}  # the metrics received last
+    times = StepTimes(ledger)
+    began = timer = time.perf_counter()
+    with (
+        contextlib.closing(PhaseLogs(directory, step, pipeline.get_state().get("left_out", ()))) as logs,
+        Progress(work.out, phase.name, steps, step) as progress,
+    ):
+        write_phase(run, phase, work.flops, work.peak, lineage, "running", started, 0.0)
+        if rewinds.last is not None:
+            _log(work, pipeline, logs, rewinds.last, rewinds.batches)
 
-                now = time.perf_counter()
-                if step == started + 1:
+        def settle() -> None:
+            """Waits for the metrics of the step dispatched last, judges and logs them."""
+            while pending:
+                at, metrics = pending.pop()
+                with times.wait("device"):
+                    received = jax.device_get(metrics)
+                last.update({name: float(value) for name, value in received.items()})
+                event = monitor.judge(at, last)
+                last.pop("skipped", None)
+                if event is not None and event.action == "rewind":
+                    raise _Rewind(event)
+                if (at % config.log.every_steps == 0 or at == steps) and all(map(math.isfinite, last.values())):
+                    record = {"step": at, "tokens": at * phase.tokens_per_step, **last}
+                    logs.write("metrics", {**record, "learning_rate": float(rate(at - 1))})
+                if event is not None:
+                    _act(work, event, monitor, pipeline, logs)
+
+        progress.update(step, f"{step}/{steps}  compiling")
+        if step == 0:
+            with times.wait("validation"):
+                initial = work.validate(state.params)
+            logs.write("metrics", {"step": 0, "tokens": 0, **initial})
+        stopping = False
+        while step < steps and not stopping:
+            ledger.begin_step(phase.name, step + 1)
+            first = step == started
+            with work.profiler.begin(step + 1), ledger.time("compile") if first else contextlib.nullcontext():
+                with times.wait("input"):
+                    batch = place_batch(next(pipeline), work.shardings.batch)
+                if work.replay is not None:
+                    work.replay.check(step + 1, state, batch, work.schedule)
+                state, metrics = work.train_step(state, batch, work.schedule)
+                if first:
                     jax.block_until_ready(metrics)  # the first step compiles: its time is no measure of speed
-                    timer, timed_step = time.perf_counter(), step
-                    times = StepTimes()
-                elif now - timer > 1.0 or step == steps:
-                    split = times.split(step - timed_step, now - timer)
-                    speed = speed_record(phase, flops, peak, step, step - timed_step, now - timer, now - began, split)
-                    logs.write("speed", speed)
-                    shown = f"loss {last.get('loss', math.nan):.4f}  {speed_text(speed)}"
-                    progress.update(step, f"{step}/{steps}  {shown}")
-                    timer, timed_step = now, step
+            step += 1
+            stops.can_save = True
+            settle()  # the metrics of the previous step, while this one runs
+            pending.append((step, metrics))
+            if profiled := work.profiler.end(metrics, directory):
+                work.out.print(profiled)
 
-                if step % config.log.validate_every_steps == 0 or step == steps:
-                    settle()
-                    with times.wait("validation"):
-                        losses = validate(state.params)
-                    logs.write("metrics", {"step": step, "tokens": step * phase.tokens_per_step, **losses})
+            now = time.perf_counter()
+            if first:
+                timer, timed_step = now, step
+                times = StepTimes(ledger)
+            elif now - timer > 1.0 or step == steps:
+                split = times.split(step - timed_step, now - timer)
+                speed = speed_record(
+                    phase, work.flops, work.peak, step, step - timed_step, now - timer, now - began, split
+                )
+                logs.write("speed", speed)
+                shown = f"loss {last.get('loss', math.nan):.4f}  {speed_text(speed)}"
+                progress.update(step, f"{step}/{steps}  {shown}")
+                timer, timed_step = now, step
 
-                stopping = stop_requested(earlier_steps + step)
-                due = step % config.checkpoint.every_steps == 0 or step in config.checkpoint.milestones
-                if due or step == steps or stopping:
-                    settle()  # the log on disk is never behind the checkpoint
-                    what = f"trained {step} steps of '{phase.name}' with {encodings}"
-                    path = directory / DIRECTORY / str(step)
-                    lineage = [*start_lineage, lineage_entry(what, new_id(), str(path), step)]
-                    metadata = checkpoint_metadata(run, phase, lineage, pipeline.get_state())
-                    with times.wait("checkpoint"):
-                        store.save(step, state.params, state.optimizer, metadata)
+            losses: dict[str, float] = {}
+            if step % config.log.validate_every_steps == 0 or step == steps:
+                settle()
+                with times.wait("validation"):
+                    losses = work.validate(state.params)
+                logs.write("metrics", {"step": step, "tokens": step * phase.tokens_per_step, **losses})
+
+            stopping = _stop_requested(work)
+            due = step % config.checkpoint.every_steps == 0 or step in config.checkpoint.milestones
+            if due or step == steps or stopping:
+                settle()
+                logs.flush()  # the log on disk is never behind the checkpoint, and what it holds was judged
+                what = f"trained {step} steps of '{phase.name}' with {encodings}"
+                path = directory / DIRECTORY / str(step)
+                lineage = [*start.lineage, lineage_entry(what, new_id(), str(path), step)]
+                metadata = checkpoint_metadata(run, phase, lineage, pipeline.get_state(), monitor.state())
+                with times.wait("checkpoint"):
+                    _save(work, step, state, metadata, {**last, **losses})
+                rewinds.in_a_row = 0
+        with times.wait("checkpoint"):
             store.wait()
-            if profiled := profiler.close(directory):
-                out.print(profiled)
-            if step == steps:
-                out.print(f"{phase.name}: complete at step {steps}, loss {last['loss']:.4f}")
-                write_phase(run, phase, flops, peak, lineage, "complete", started, time.perf_counter() - began)
-                stopping = stop_requested(earlier_steps + step)  # requested while the last checkpoint was written
-        if stopping:
-            raise Stopped(f"stopped at step {step} of {steps} of phase '{phase.name}', saved; run it again to continue")
-    return directory / DIRECTORY / str(steps)
+        if profiled := work.profiler.close(directory):
+            work.out.print(profiled)
+        if step == steps:
+            work.out.print(f"{phase.name}: complete at step {steps}, loss {last['loss']:.4f}")
+            write_phase(run, phase, work.flops, work.peak, lineage, "complete", started, time.perf_counter() - began)
+            stopping = _stop_requested(work)  # requested while the last checkpoint was written
+    if stopping:
+        raise Stopped(f"stopped at step {step} of {steps} of phase '{phase.name}', saved; run it again to continue")
+
+
+def _save(work: _Work, step: int, state: TrainState, metadata: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    """Starts to save. The failure of an earlier save stops the run, or is printed, as `checkpoint.on_failure` says."""
+    for _ in range(2):  # the first attempt may raise the failure of the save before
+        try:
+            return work.store.save(step, state.params, state.optimizer, metadata, metrics)
+        except SaveFailed as failure:
+            if work.run.config.checkpoint.on_failure == "stop":
+                raise
+            work.out.print(f"{work.phase.name}: {failure} Training goes on.")
+
+
+def _act(work: _Work, event: Event, monitor: Monitor, pipeline: Pipeline, logs: PhaseLogs) -> None:
+    """Logs a step that was warned of, skipped, or ends the run."""
+    _log(work, pipeline, logs, event, [pipeline.batch_index(event.step - 1)])
+    name, checkpoints = work.phase.name, work.directory / DIRECTORY
+    if event.action == "stop":
+        raise TrainingDiverged(
+            f"The loss is {event.loss} and the norm of its gradient {event.grad_norm} at step {event.step} of "
+            f"'{name}'. Checkpoints of earlier steps are in '{checkpoints}': lower "
+            f"config.phases.{work.phase.index}.optimizer.learning_rate, and the same command goes on from the last one."
+        )
+    work.out.print(f"{name}: {event.sentence}")
+    if monitor.skips_in_a_row == MOST_SKIPS:
+        raise TrainingDiverged(
+            f"{MOST_SKIPS} updates in a row were skipped, up to step {event.step} of '{name}'. Their batches are in "
+            f"'{work.directory / 'spikes.jsonl'}', checkpoints of earlier steps in '{checkpoints}'. Lower the learning "
+            "rate, or raise stability.spike_sigma."
+        )
+
+
+def _log(work: _Work, pipeline: Pipeline, logs: PhaseLogs, event: Event, batches: Sequence[int]) -> None:
+    """Writes an event to metrics.jsonl, and what is in batches that were left out to spikes.jsonl."""
+    logs.write("metrics", event.record(event.step * work.phase.tokens_per_step, batches))
+    if jax.process_index() == 0 and event.action in ("skip", "rewind"):
+        for batch in batches:
+            for sequence in pipeline.sequences(batch):
+                logs.write("spikes", {"step": event.step, "event": event.action, **sequence})
 
 
 def _validation(
@@ -196,21 +364,12 @@ def _validation(
     return validate
 
 
-@contextlib.contextmanager
-def _stop_requests() -> Iterator[Callable[[int], Any]]:
-    """Yields a function of the run's step that tells whether a SIGTERM was received, alike on all processes.
+def _stop_requested(work: _Work) -> bool:
+    """Whether to stop after this step, alike on all processes."""
+    if jax.process_count() == 1:
+        return work.stops.received is not None
+    from jax.experimental import multihost_utils
 
-    The step counts through all phases: processes agree on a step to stop at, and it may lie in the next phase.
-    """
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        # jax.distributed catches SIGTERM on any host and agrees on a step that all of them reach.
-        yield multihost_utils.reached_preemption_sync_point
-        return
-    received = []
-    before = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
-    try:
-        yield lambda step: bool(received)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    # `jax.distributed` catches SIGTERM on any host, and agrees on a step that all of them reach. The steps count
+    # through all phases and rewinds: that step may lie in the next phase.
+    return multihost_utils.reached_preemption_sync_point(work.profiler.trained)

@@ -16,9 +16,12 @@ from typing import Any
 import jax
 
 from pe_lab.errors import ConfigError
+from pe_lab.storage import AnyPath, write_file
+from pe_lab.training.ledger import Ledger
 
 # What the loop waits for. The rest of a step's time is the host's own: starting programs and writing logs.
 WAITS = ("device", "input", "validation", "checkpoint")
+_BUCKETS = {"input": "data_wait", "validation": "validation", "checkpoint": "save_blocking"}  # of the ledger
 
 
 class StepTimes:
@@ -28,14 +31,19 @@ class StepTimes:
     device has work, and the time of a step is the time of its computation; otherwise the device idles.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger | None = None) -> None:
         self._waited: Counter[str] = Counter()
+        self._ledger = ledger or Ledger()
 
     @contextlib.contextmanager
     def wait(self, what: str) -> Iterator[None]:
         """Counts the time of the block as waiting for one of `WAITS`, and names it in a trace."""
         start = time.perf_counter()
-        with jax.profiler.TraceAnnotation(f"wait for {what}" if what in ("device", "input") else what):
+        bucket = _BUCKETS.get(what)
+        with (
+            jax.profiler.TraceAnnotation(f"wait for {what}" if what in ("device", "input") else what),
+            self._ledger.time(bucket) if bucket else contextlib.nullcontext(),
+        ):
             yield
         self._waited[what] += time.perf_counter() - start
 
@@ -71,24 +79,26 @@ class Profiler:
             jax.profiler.start_trace(self._local, profiler_options=options)
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
-    def end(self, metrics: Any, directory: Path) -> str:
+    def end(self, metrics: Any, directory: AnyPath) -> str:
         """After a step of the phase of `directory`: says where the trace is after the last one, else ""."""
         if self._local is None or self.trained < self.steps.stop - 1:
             return ""
         jax.block_until_ready(metrics)
         return self.close(directory)
 
-    def close(self, directory: Path) -> str:
+    def close(self, directory: AnyPath) -> str:
         """Writes the trace, also one that the end of the phase has cut short; "" if there is none."""
         if self._local is None:
             return ""
         jax.profiler.stop_trace()
         target = directory / "tensorboard" / "plugins" / "profile" / self._session
-        target.mkdir(parents=True, exist_ok=True)
         name = f"{socket.gethostname()}.{jax.process_index()}"  # several processes may share a host
-        for file in self._local.rglob("*.xplane.pb"):
-            shutil.move(file, target / f"{name}.xplane.pb")
-        jax.profiler.save_device_memory_profile(str(target / f"{name}.memory.prof"))
+        jax.profiler.save_device_memory_profile(str(self._local / "memory.prof"))
+        for file, ending in (
+            (next(self._local.rglob("*.xplane.pb")), "xplane.pb"),
+            (self._local / "memory.prof", "memory.prof"),
+        ):
+            write_file(target / f"{name}.{ending}", file.read_bytes())
         shutil.rmtree(self._local)
         self._local = None
         return (

@@ -6,12 +6,12 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from pe_lab import storage
 from pe_lab.checkpoints import is_external, open_source
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in
 from pe_lab.checkpoints.surgery import check_same_shape
@@ -25,8 +25,10 @@ from pe_lab.parallel import AxisRules, balanced_order, check_batch, make_mesh, u
 from pe_lab.parallel.topology import Chip, chip_of
 from pe_lab.positional import Layer, Schedule, build_schedule, layers
 from pe_lab.positional.codec import ranges_by
+from pe_lab.storage import AnyPath, absolute
 from pe_lab.training.memory import choose_settings
 from pe_lab.training.optimizer import learning_rate
+from pe_lab.training.stability import check_stability
 from pe_lab.training.step import Batch, parameter_shardings
 
 
@@ -94,7 +96,7 @@ def _layers_before(phase: PhaseConfig, continues: PhasePlan | None) -> tuple[Lay
     """The layers that an edit of this phase changes; None if it starts at random or its checkpoint is missing."""
     if continues is not None:
         return continues.layers
-    if phase.init_from in ("", "random") or not (is_external(phase.init_from) or Path(phase.init_from).is_dir()):
+    if phase.init_from in ("", "random") or not (is_external(phase.init_from) or _parent_path(phase).is_dir()):
         return None
     return open_source(phase.init_from).layers
 
@@ -104,7 +106,7 @@ class Run:
     """Everything that a run needs beside its checkpoints."""
 
     config: Config
-    workdir: Path
+    workdir: AnyPath
     models: tuple[Model, ...]  # one per phase; they differ in their QK-norm at most
     mesh: Mesh
     rules: AxisRules
@@ -113,14 +115,15 @@ class Run:
     tokenizer: Tokenizer
 
 
-def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None = None) -> Run:
+def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | None = None) -> Run:
     """Checks the config, opens (or prepares) its data, and builds the models; writes nothing to `workdir`.
 
     Raises:
       UserError: the shapes, mesh, batch sizes, data or encodings would stop the run later.
     """
-    workdir, rules = Path(workdir), AxisRules()
+    workdir, rules = storage.path("the workdir", workdir), AxisRules()
     _check_intervals(config)
+    check_stability(config.stability)
     phases = plan_phases(config)
     mesh = make_mesh(config.mesh, devices)
     for phase in phases:
@@ -186,15 +189,33 @@ def _check_intervals(config: Config) -> None:
     }.items():
         if value < 1:
             raise ConfigError(f"config.{name} is {value}; it must be positive.")
+    saved = config.checkpoint
+    if saved.keep_every < 0:
+        raise ConfigError(f"config.checkpoint.keep_every is {saved.keep_every}; it must be positive, or 0 for none.")
+    if saved.best and saved.best not in ("loss", "grad_norm") and not saved.best.startswith("validation_loss"):
+        raise ConfigError(
+            f"config.checkpoint.best is '{saved.best}'; it must be loss, validation_loss or validation_loss/SOURCE."
+        )
+    if saved.best.startswith("validation_loss") and saved.every_steps % config.log.validate_every_steps:
+        raise ConfigError(
+            f"config.checkpoint.best is '{saved.best}', which is measured every {config.log.validate_every_steps} "
+            f"steps, and checkpoints are saved every {saved.every_steps}: make checkpoint.every_steps a multiple of "
+            "log.validate_every_steps."
+        )
 
 
-def _has_parent(phase: PhasePlan, workdir: Path) -> bool:
+def _has_parent(phase: PhasePlan, workdir: AnyPath) -> bool:
     """Whether a phase has no checkpoint yet, and will start from one that this run does not write."""
     if phase.config.init_from in ("", "random") or steps_in(workdir / phase.name / DIRECTORY):
         return False
     if is_external(phase.config.init_from):
         return True
-    return not Path(phase.config.init_from).absolute().is_relative_to(workdir.absolute())
+    return not absolute(_parent_path(phase.config)).is_relative_to(absolute(workdir))
+
+
+def _parent_path(phase: PhaseConfig) -> AnyPath:
+    """The path of the checkpoint that a phase starts from."""
+    return storage.path(f"init_from of phase '{phase.name}'", phase.init_from)
 
 
 def attention_of(model: Model, phase: PhasePlan, config: Config, mesh: Mesh, rules: AxisRules) -> str:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +22,10 @@ from pe_lab.config import changed, may_change
 from pe_lab.errors import CheckpointError, DataError
 from pe_lab.model import Model, Params
 from pe_lab.positional import Schedule
+from pe_lab.storage import AnyPath
 from pe_lab.training.logs import checkpoint_metadata
 from pe_lab.training.run import PhasePlan, Run, held_out_batches, open_pipeline
+from pe_lab.training.stability import Monitor, skip_policy
 from pe_lab.training.step import Shardings, TrainState, init_state, place_batch
 
 
@@ -34,12 +35,13 @@ class Start(NamedTuple):
     state: TrainState
     lineage: list[dict[str, Any]]  # of the phase's first state
     data_state: dict[str, Any] | None  # the position in the data; None: the beginning
+    stability: dict[str, Any] | None = None  # the saved state of the `Monitor`; None: no step was judged
 
 
 def start_phase(
     run: Run,
     phase: PhasePlan,
-    previous: Path | None,
+    previous: AnyPath | None,
     store: Store,
     optimizer: optax.GradientTransformation,
     shardings: Shardings,
@@ -57,7 +59,8 @@ def start_phase(
       DataError: the data has changed since the previous phase.
     """
     model = run.models[phase.index]
-    new_state = functools.partial(init_state, model, optimizer)  # from parameters
+    policy = skip_policy(run.config.stability)
+    new_state = functools.partial(init_state, model, optimizer, policy=policy)  # from parameters
     if store.steps():
         return _resume(run, phase, store, model, new_state, shardings, show)
     source = phase.config.init_from or previous
@@ -110,12 +113,15 @@ def _resume(
         show(f"{phase.name}: resuming at step {step}, {store.verified}")
         if step == 0:  # a child, which has no optimizer state
             return Start(jax.jit(new_state, out_shardings=shardings.state)(params), metadata["lineage"], None)
-        state = TrainState(jax.device_put(np.int32(step), shardings.replicated), params, optimizer)
+        judged = metadata.get("stability")
+        history = Monitor(run.config.stability, judged).history if shardings.state.history else ()
+        step_and_history = jax.device_put((np.int32(step), history), shardings.replicated)
+        state = TrainState(step_and_history[0], params, optimizer, step_and_history[1])
         lineage = metadata["lineage"][:-1]  # the last entry has the steps so far, and is written anew
         if changes:
             show(f"{phase.name}: {changes}")
             lineage = metadata["lineage"] + [lineage_entry(changes, new_id(), metadata["lineage"][-1]["path"], step)]
-        return Start(state, lineage, metadata["data_state"])
+        return Start(state, lineage, metadata["data_state"], judged)
     raise CheckpointError(
         f"No checkpoint of '{store.directory.parent}' can be read. Delete that directory to train it again. {reason}"
     )

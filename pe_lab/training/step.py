@@ -15,6 +15,7 @@ from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules, use_mesh
 from pe_lab.parallel.compiler import compiler_options
 from pe_lab.positional import Schedule
+from pe_lab.training.stability import History, SkipPolicy, empty_history, is_spike, push
 
 Batch = Mapping[str, Any]  # tokens, targets, weights [B, T]; segments and positions [B, T] where documents are masked
 BATCH_AXES = ("batch", None)  # only activations are sharded over a context axis, and in another order
@@ -52,11 +53,34 @@ class TrainState(NamedTuple):
     step: jax.Array  # int32 scalar: steps done
     params: Params
     optimizer: Any
+    history: History | tuple[()] = ()  # of the accepted steps; only where the step itself judges spikes
 
 
-def init_state(model: Model, optimizer: optax.GradientTransformation, params: Params) -> TrainState:
+def init_state(
+    model: Model, optimizer: optax.GradientTransformation, params: Params, policy: SkipPolicy | None = None
+) -> TrainState:
     """The state before the first step, from parameters."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    history = empty_history(policy.window) if policy and policy.spikes else ()
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), history)
+
+
+def gradients(
+    model: Model, accumulate: int, params: Params, batch: Batch, schedule: Schedule
+) -> tuple[jax.Array, Params]:
+    """The weighted sum of the loss over a batch, and its gradient, in `accumulate` micro-batches."""
+    gradient = jax.value_and_grad(model.loss_sum)
+    if accumulate == 1:
+        return gradient(params, batch, schedule)
+    # Micro-batch i has the sequences i, i + accumulate, ...: it is sharded over all devices, as the batch is.
+    micro = {k: jnp.moveaxis(v.reshape(-1, accumulate, *v.shape[1:]), 1, 0) for k, v in batch.items()}
+
+    def add(carry: tuple[jax.Array, Params], part: Batch) -> tuple[tuple[jax.Array, Params], None]:
+        loss, grads = gradient(params, part, schedule)
+        return jax.tree.map(jnp.add, carry, (loss, grads)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    (loss, grads), _ = jax.lax.scan(add, (jnp.zeros(()), zeros), micro)
+    return loss, grads
 
 
 def train_step(
@@ -66,34 +90,44 @@ def train_step(
     state: TrainState,
     batch: Batch,
     schedule: Schedule,
+    policy: SkipPolicy | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update on the mean loss per unit of weight over the whole batch.
 
     With `accumulate` micro-batches, the gradients of weighted sums are added and divided once, by the weight of the
     whole batch. The result is that of one large batch, also where micro-batches have different weights.
+
+    With a `policy`, the update of a step that it refuses is not applied, and the metric `skipped` is 1; the learning
+    rate goes on as if the step had been taken.
     """
     total = batch["weights"].sum()
-    gradient = jax.value_and_grad(model.loss_sum)
-
-    if accumulate == 1:
-        loss, grads = gradient(state.params, batch, schedule)
-    else:
-        # Micro-batch i has the sequences i, i + accumulate, ...: it is sharded over all devices, as the batch is.
-        micro = {k: jnp.moveaxis(v.reshape(-1, accumulate, *v.shape[1:]), 1, 0) for k, v in batch.items()}
-
-        def add(carry: tuple[jax.Array, Params], part: Batch) -> tuple[tuple[jax.Array, Params], None]:
-            loss, grads = gradient(state.params, part, schedule)
-            return jax.tree.map(jnp.add, carry, (loss, grads)), None
-
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
-        (loss, grads), _ = jax.lax.scan(add, (jnp.zeros(()), zeros), micro)
-
+    loss, grads = gradients(model, accumulate, state.params, batch, schedule)
     grads = jax.tree.map(lambda g: g / total, grads)
     with jax.named_scope("optimizer"):
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
     metrics = {"loss": loss / total, "grad_norm": optax.tree.norm(grads)}
-    return TrainState(state.step + 1, params, optimizer_state), metrics
+    if policy is None:
+        return TrainState(state.step + 1, params, optimizer_state, state.history), metrics
+
+    skipped, history = jnp.zeros((), bool), state.history
+    if policy.nonfinite:
+        skipped = ~(jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"]))
+    if policy.spikes:
+        skipped |= is_spike(history, metrics["loss"], metrics["grad_norm"], policy.sigma)
+        history = push(history, metrics["loss"], metrics["grad_norm"], ~skipped)
+
+    def unless_skipped(new: Any, old: Any) -> Any:
+        return new if isinstance(new, optax.ScaleByScheduleState) else jnp.where(skipped, old, new)
+
+    params, optimizer_state = jax.tree.map(
+        unless_skipped,
+        (params, optimizer_state),
+        (state.params, state.optimizer),
+        is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState),
+    )
+    metrics["skipped"] = skipped.astype(jnp.int32)
+    return TrainState(state.step + 1, params, optimizer_state, history), metrics
 
 
 class Shardings(NamedTuple):
@@ -115,7 +149,13 @@ def parameter_shardings(model: Model, mesh: Mesh, rules: AxisRules) -> Params:
     return jax.tree_util.tree_map_with_path(place, model.shapes, model.axes)
 
 
-def make_shardings(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, rules: AxisRules) -> Shardings:
+def make_shardings(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    rules: AxisRules,
+    policy: SkipPolicy | None = None,
+) -> Shardings:
     """Shardings of state and batch from logical axes. Optimizer moments are sharded as their parameters."""
     replicated = NamedSharding(mesh, PartitionSpec())
     params = parameter_shardings(model, mesh, rules)
@@ -127,7 +167,8 @@ def make_shardings(model: Model, optimizer: optax.GradientTransformation, mesh: 
         transform_non_params=lambda _: replicated,
     )
     batch = NamedSharding(mesh, rules.spec(BATCH_AXES))
-    return Shardings(TrainState(replicated, params, optimizer_state), batch, replicated)
+    history = History(replicated, replicated, replicated) if policy and policy.spikes else ()
+    return Shardings(TrainState(replicated, params, optimizer_state, history), batch, replicated)
 
 
 def compile_train_step(
@@ -138,18 +179,19 @@ def compile_train_step(
     accumulate: int = 1,
     random_positions: RandomPositions | None = None,
     options: Mapping[str, Any] | None = None,
+    policy: SkipPolicy | None = None,
 ) -> Any:
     """The jitted step: (state, batch, schedule) -> (state, metrics). The old state is donated.
 
     `options` of the recipe override those of `parallel.compiler`.
     """
-    shardings = make_shardings(model, optimizer, mesh, rules)
+    shardings = make_shardings(model, optimizer, mesh, rules, policy)
 
     def step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, jax.Array]]:
         if random_positions is not None:
             batch = random_positions.replace(batch, state.step)
         with use_mesh(mesh, rules):
-            return train_step(model, optimizer, accumulate, state, batch, schedule)
+            return train_step(model, optimizer, accumulate, state, batch, schedule, policy)
 
     return jax.jit(
         step,

@@ -8,16 +8,20 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in
 from pe_lab.config import Config, changed, config_hash, identity, may_change, to_json
 from pe_lab.errors import ConfigError, UserError
-from pe_lab.storage import create_file, json_object, read_bytes, remove, replace_file, write_json
+from pe_lab.parallel import all_values
+from pe_lab.storage import AnyPath, create_file, json_object, read_bytes, remove, replace_file, write_json
 from pe_lab.terminal import console
 from pe_lab.training.machine import machine, versions
 
@@ -26,7 +30,7 @@ RENEWED_SECONDS = 15.0  # between two renewals of a lease
 EXPIRY_SECONDS = 60.0  # without a renewal, after which its run counts as dead
 
 
-def claim_workdir(workdir: Path, config: Config) -> dict[str, Any]:
+def claim_workdir(workdir: AnyPath, config: Config) -> dict[str, Any]:
     """Checks that a run of `config` may be written to `workdir`, and returns its run.json, {} if there is none.
 
     Writes nothing; a damaged run.json of this run is renamed.
@@ -49,7 +53,7 @@ def claim_workdir(workdir: Path, config: Config) -> dict[str, Any]:
                 "run.json: it is not a run. Choose an empty or new directory."
             )
         return {}
-    run = json_object(path.read_bytes())
+    run = json_object(read_bytes(path))
     if run is None and _has_phase(workdir, config):
         aside = path.with_name(f"{RUN_FILE}.damaged-{secrets.token_hex(2)}")
         path.rename(aside)
@@ -62,12 +66,12 @@ def claim_workdir(workdir: Path, config: Config) -> dict[str, Any]:
     return run
 
 
-def _has_phase(workdir: Path, config: Config) -> bool:
+def _has_phase(workdir: AnyPath, config: Config) -> bool:
     """Whether a directory has checkpoints of a phase of this config; they are compared with it before they are used."""
     return any((workdir / phase.name / DIRECTORY).is_dir() for phase in config.phases)
 
 
-def _refuse_changes(workdir: Path, run: Mapping[str, Any], config: Config) -> None:
+def _refuse_changes(workdir: AnyPath, run: Mapping[str, Any], config: Config) -> None:
     """`ConfigError` for a change of the config that a run may not make between two starts."""
     try:
         found, phases = changed(run["config"], config), len(run["config"]["phases"])
@@ -89,7 +93,7 @@ def _refuse_changes(workdir: Path, run: Mapping[str, Any], config: Config) -> No
     )
 
 
-def _of_trained_phases(workdir: Path, config: Config, found: Mapping[str, tuple[Any, Any]]) -> list[str]:
+def _of_trained_phases(workdir: AnyPath, config: Config, found: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """The changed keys of phases that a later phase has started from, or that would have fewer steps than it has."""
     trained = [(steps_in(workdir / phase.name / DIRECTORY) or [-1])[-1] for phase in config.phases]
     refused = []
@@ -102,7 +106,7 @@ def _of_trained_phases(workdir: Path, config: Config, found: Mapping[str, tuple[
     return refused
 
 
-def write_run(workdir: Path, config: Config, command: str, before: Mapping[str, Any]) -> None:
+def write_run(workdir: AnyPath, config: Config, command: str, before: Mapping[str, Any]) -> None:
     """Writes run.json: the config, the versions and the machine, and what has changed since earlier starts.
 
     `before` is the run.json of the last start, whose date and command stay.
@@ -133,7 +137,7 @@ def write_run(workdir: Path, config: Config, command: str, before: Mapping[str, 
 
 
 @contextlib.contextmanager
-def lease(workdir: Path, show: Callable[[str], None], lost: Callable[[str], None]) -> Iterator[None]:
+def lease(workdir: AnyPath, show: Callable[[str], None], lost: Callable[[str], None]) -> Iterator[None]:
     """Takes the lease of a workdir for the block: a second run refuses to work there.
 
     lease.json names the process, and is renewed every `RENEWED_SECONDS`. The lease of a process that has ended on this
@@ -181,6 +185,26 @@ def lease(workdir: Path, show: Callable[[str], None], lost: Callable[[str], None
                 remove(path)
 
 
+@contextlib.contextmanager
+def working_alone(workdir: AnyPath, show: Callable[[str], None]) -> Iterator[None]:
+    """The `lease` of a workdir, which process 0 takes; all raise if it is refused. A process that loses it ends."""
+
+    def stop(message: str) -> None:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(os.EX_TEMPFAIL)  # nothing more may be written
+
+    with contextlib.ExitStack() as stack:
+        refusal = b""
+        if jax.process_index() == 0:
+            try:
+                stack.enter_context(lease(workdir, show, stop))
+            except UserError as error:
+                refusal = str(error).encode()
+        if refusal := all_values("lease", refusal)[0]:
+            raise ConfigError(refusal.decode())
+        yield
+
+
 def _lease(owner: Mapping[str, Any], number: int) -> bytes:
     """The content of a lease at its renewal of that number."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -206,7 +230,7 @@ def _started(pid: int) -> str:
         return ""
 
 
-def _dead_lease(path: Path, show: Callable[[str], None]) -> bytes | None:
+def _dead_lease(path: AnyPath, show: Callable[[str], None]) -> bytes | None:
     """The content of a lease whose run has ended; None if there is no lease any more.
 
     Raises:

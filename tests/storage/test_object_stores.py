@@ -18,6 +18,11 @@ from pe_lab.errors import ConfigError, DataError, StoreError
 from pe_lab.storage import paths, segments
 
 
+def slow(*values):
+    """A case that takes 2 to 4 s."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture
 def root(bucket):  # noqa: F811
     return storage.path("--workdir", f"{bucket.url}/runs/a")
@@ -104,7 +109,9 @@ def test_a_directory_without_a_marker_is_refused_once_it_is_whole(root, bucket):
         pass
 
 
-@pytest.mark.parametrize("kind", ["503", "cut", "lost", "stall"])
+@pytest.mark.parametrize(
+    "kind", ["cut", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("503", "lost", "stall"))]
+)
 def test_what_passes_is_tried_again(root, bucket, kind, short_pauses, monkeypatch):  # noqa: F811
     monkeypatch.setattr(paths, "STALL_SECONDS", 0.3)
     content = os.urandom(100_000)
@@ -115,7 +122,9 @@ def test_what_passes_is_tried_again(root, bucket, kind, short_pauses, monkeypatc
     assert storage.read_bytes(root / "file") == content and fault.met == 2
 
 
-@pytest.mark.parametrize("kind, message", [("503", "does not answer as it should"), ("403", "refuses this account")])
+@pytest.mark.parametrize(
+    "kind, message", [("403", "refuses this account"), slow("503", "does not answer as it should")]
+)
 def test_what_does_not_pass_is_one_message(root, bucket, kind, message, short_pauses, caplog):  # noqa: F811
     storage.write_file(root / "file", b"before")
     bucket.inject(kind, ".", times=1000)
@@ -123,6 +132,7 @@ def test_what_does_not_pass_is_one_message(root, bucket, kind, message, short_pa
         storage.write_file(root / "file", b"after")
     with pytest.raises(StoreError, match=message):
         storage.read_bytes(root / "file")
+    paths._answered.clear()
     with pytest.raises(StoreError, match=f"^'{bucket.url}': .*{message}"):
         storage.path("--workdir", str(root))
     assert not caplog.records
@@ -186,9 +196,9 @@ def test_a_copy_is_made_once_for_each_content_and_is_whole(root, bucket, tmp_pat
     assert storage.local_copy(tmp_path) == tmp_path
     with pytest.raises(DataError, match="There is no"):
         storage.local_copy(root / "absent")
-    monkeypatch.setattr("pe_lab.storage.copies.ROOM", 2**60)
+    monkeypatch.setattr("pe_lab.storage.copies.RESERVED_BYTES", 2**60)
     storage.write_file(root / "file", b"other")
-    with pytest.raises(DataError, match="GB free. Make room"):
+    with pytest.raises(DataError, match="GB free. Free space"):
         storage.local_copy(root / "file")
 
 
@@ -201,19 +211,19 @@ def read(path):
 
 
 def test_a_log_is_what_was_appended_and_kept(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 40)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 25)
     for path in (root / "log.jsonl", tmp_path / "runs" / "log.jsonl"):
         assert read(path) == []
         with storage.AppendedLog(path) as log:
-            for n in range(20):
+            for n in range(8):
                 log.append({"n": n})
                 if n % 3 == 0:
                     log.flush()
                     assert read(path) == list(range(n + 1))
-        assert read(path) == list(range(20))
+        assert read(path) == list(range(8))
         with storage.AppendedLog(path) as log:
-            log.append({"n": 20}, {"n": 21})
-        assert read(path) == list(range(22))
+            log.append({"n": 8}, {"n": 9})
+        assert read(path) == list(range(10))
         with storage.AppendedLog(path, [{"n": 7}]) as log:
             log.append({"n": 8})
         assert read(path) == [7, 8]
@@ -282,7 +292,7 @@ with storage.AppendedLog(path, kept) as log:
 
 @pytest.mark.slow
 def test_after_any_kill_a_log_is_a_prefix_with_all_that_was_flushed(bucket):  # noqa: F811
-    """Twelve processes killed at different moments, a quarter of them while they open the log; 25 s for a store."""
+    """Twelve processes killed at different moments, a quarter of them while they open the log; 20 s for a store."""
     address = f"{bucket.url}/runs/log.jsonl"
     path, flushed = storage.path("--out", address), -1
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **bucket.environment}
@@ -313,7 +323,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("missing", ["credentials", "bucket", "object"])
+@pytest.mark.parametrize("missing", ["object", slow("credentials"), slow("bucket")])
 def test_a_command_says_in_one_message_what_is_missing(s3_bucket, missing):  # noqa: F811
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **s3_bucket.environment}
     url = "s3://no-such-bucket/run" if missing == "bucket" else f"{s3_bucket.url}/run"

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from object_stores import bucket, gcs_bucket, store_servers  # noqa: F401
 
@@ -47,8 +48,9 @@ def test_a_checkpoint_is_saved_committed_and_restored_sharded(bucket):  # noqa: 
     np.testing.assert_array_equal(array[3].read().result(), np.arange(64.0).reshape(16, 4)[3])
 
 
+@pytest.mark.slow
 def test_an_account_that_may_not_read_the_bucket_itself_lists_checkpoints(gcs_bucket):  # noqa: F811
-    """roles/storage.objectAdmin has no storage.buckets.get, with which Orbax learns how a bucket is laid out."""
+    """roles/storage.objectAdmin has no storage.buckets.get, with which Orbax learns a bucket's layout. 3 s."""
     root = storage.path("--workdir", f"{gcs_bucket.url}/run/checkpoints")
     storage.enable_orbax(root)
     saved(root / "3", {"w": jnp.ones(3)})

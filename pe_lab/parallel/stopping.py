@@ -1,0 +1,165 @@
+"""Requests to stop: SIGTERM, SIGINT, and the notice that a cloud gives before it takes a machine away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PATIENCE = 10.0  # seconds; a program that compiles for longer than that is ended, where there is nothing to save
+NOTICES = {"preempted": ("TRUE",), "maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE",)}
+
+
+class Stopped(BaseException):
+    """The command was asked to stop. Its state is saved, and the same command continues from it.
+
+    Like `KeyboardInterrupt` it is no `Exception`: what handles errors, such as that of a damaged file, lets it pass.
+    """
+
+
+class StopRequests:
+    """The signals of this process. The first asks it to stop, the second ends it at once.
+
+    Python runs a signal's handler between two steps of the main thread, which may be inside a compiler for minutes.
+    So a thread reads the signals too.
+
+    Attributes:
+      received: the first signal; None: there was none.
+      can_save: whether the main thread looks at `received` by itself, and saves before it stops. If not, the signal
+        raises `Stopped` in the main thread, or ends the process with status 75 after `PATIENCE` seconds.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.can_save = False
+        self._count, self._raised = 0, False
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        reader = threading.Thread(target=self._read, args=(reading,), name="stop requests", daemon=True)
+        reader.start()
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup)
+            os.close(writing)  # ends the thread
+            reader.join()
+            os.close(reading)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        """In the main thread."""
+        if number == signal.SIGINT and _several_processes():
+            # Processes agree on a step to stop at through `jax.distributed`, which has taken SIGTERM.
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self.received = self.received or number
+        if not self.can_save and not self._raised:
+            self._raised = True
+            raise Stopped("stopped before a step was trained; run it again")
+
+    def _read(self, reading: int) -> None:
+        """In a thread of its own: works while the main thread is inside a compiler or waits for a device."""
+        while numbers := os.read(reading, 16):
+            for number in (n for n in numbers if n in SIGNALS):
+                self._count += 1
+                name = signal.Signals(number).name
+                if self._count > 1:
+                    _say(f"{name} again: leaving without saving")
+                    os._exit(128 + number)
+                _say(f"{name}: {'saving, then leaving' if self.can_save else 'leaving'}; once more to leave at once")
+                if not _several_processes():
+                    threading.Thread(target=self._end_if_stuck, daemon=True).start()
+
+    def _end_if_stuck(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            if self._raised or self.can_save:
+                return
+            time.sleep(0.1)
+        if not self._raised and not self.can_save:
+            _say("stopped before a step was trained; run it again")
+            os._exit(os.EX_TEMPFAIL)
+
+
+_active: StopRequests | None = None
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[StopRequests]:
+    """Takes SIGTERM and SIGINT for the block; inside another such block, the outer one's requests are meant.
+
+    Outside the main thread no signal is taken.
+    """
+    global _active
+    if _active is not None or threading.current_thread() is not threading.main_thread():
+        yield _active or StopRequests()
+        return
+    _active = StopRequests()
+    try:
+        with _active._installed():
+            yield _active
+    finally:
+        _active = None
+
+
+def _several_processes() -> bool:
+    return jax.distributed.is_initialized()
+
+
+def _say(text: str) -> None:
+    os.write(2, f"{text}\n".encode())  # buffers may be locked by the main thread
+
+
+def watch_maintenance() -> None:
+    """Sends this process SIGTERM when the metadata server of its Google Cloud VM says that the VM will be stopped.
+
+    Asks in threads of its own, and only where there is such a server. A migration that does not stop the VM is none.
+    """
+    if not (os.environ.get("GCE_METADATA_IP") or _on_google_cloud()):
+        return
+    for key in NOTICES:
+        threading.Thread(target=_watch, args=(key,), name=f"watch {key}", daemon=True).start()
+
+
+def _on_google_cloud() -> bool:
+    try:
+        return Path("/sys/class/dmi/id/product_name").read_text().startswith("Google")
+    except OSError:
+        return False
+
+
+def _watch(key: str) -> None:
+    """Waits for a value of `NOTICES`: the server answers when the value changes, or after a minute."""
+    server = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    address = f"http://{server}/computeMetadata/v1/instance/{key}"
+    known, failures = "", 0
+    while failures < 5:
+        query = f"?wait_for_change=true&timeout_sec=60&last_etag={known}" if known else ""
+        request = urllib.request.Request(address + query, headers={"Metadata-Flavor": "Google"})
+        try:
+            with urllib.request.urlopen(request, timeout=90) as answer:
+                value, known, failures = answer.read().decode().strip(), answer.headers.get("ETag") or "0", 0
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            failures += 1
+            time.sleep(failures)
+            continue
+        if value in NOTICES[key]:
+            _say(f"the metadata server says {key}={value}: this machine will be stopped")
+            os.kill(os.getpid(), signal.SIGTERM)
+            return

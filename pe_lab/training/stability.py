@@ -1,0 +1,180 @@
+"""Spikes of the loss and of its gradient: what is one, and what a run does about it.
+
+A spike is judged against the accepted steps before it, by the same few operations on float32 inside the compiled
+step, where an update is skipped, and on the host, where a run warns or rewinds. A resumed run judges as one that never
+stopped: the history is saved with every checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from pe_lab.config import StabilityConfig
+from pe_lab.errors import ConfigError
+
+MOST_SKIPS = 10  # in a row; a run that refuses more of its batches does not learn
+MOST_REWINDS = 10  # from one checkpoint
+
+
+class History(NamedTuple):
+    """Loss and gradient norm of the last accepted steps, oldest first, at the end of arrays of `window` elements."""
+
+    losses: Any  # [window] float32
+    grad_norms: Any  # [window] float32
+    count: Any  # int32 scalar: how many there are
+
+
+class SkipPolicy(NamedTuple):
+    """Which updates the compiled step does not apply."""
+
+    nonfinite: bool
+    spikes: bool
+    sigma: float
+    window: int
+
+
+def skip_policy(config: StabilityConfig) -> SkipPolicy | None:
+    """The policy that is compiled into the step; None if the step applies every update."""
+    nonfinite, spikes = config.on_nonfinite == "skip", config.on_spike == "skip"
+    return SkipPolicy(nonfinite, spikes, config.spike_sigma, config.window) if nonfinite or spikes else None
+
+
+def check_stability(config: StabilityConfig) -> None:
+    """`ConfigError` for a key that makes no sense."""
+    for name, least in (("window", 4), ("rewind_batches", 1), ("replay_every", 0)):
+        if getattr(config, name) < least:
+            raise ConfigError(f"config.stability.{name} is {getattr(config, name)}; it must be at least {least}.")
+    if not 0 < config.spike_sigma < math.inf:
+        raise ConfigError(f"config.stability.spike_sigma is {config.spike_sigma}; it must be a number above 0.")
+
+
+def empty_history(window: int, xp: Any = jnp) -> History:
+    """A history without a step. `xp` is `jnp` or `np`, here and below."""
+    return History(xp.zeros(window, xp.float32), xp.zeros(window, xp.float32), xp.zeros((), xp.int32))
+
+
+def is_spike(history: History, loss: Any, grad_norm: Any, sigma: float, xp: Any = jnp) -> Any:
+    """Whether a loss or a gradient norm is more than `sigma` standard deviations above the mean of the history.
+
+    Nothing is a spike as long as the history is less than half full.
+    """
+    window = history.losses.shape[0]
+    known = xp.arange(window) >= window - history.count
+
+    def above(values: Any, value: Any) -> Any:
+        number = xp.maximum(history.count, 2).astype(xp.float32)
+        mean = xp.sum(xp.where(known, values, 0), dtype=xp.float32) / number
+        squares = xp.sum(xp.where(known, (values - mean) ** 2, 0), dtype=xp.float32)
+        return value - mean > xp.float32(sigma) * xp.sqrt(squares / (number - 1))
+
+    enough = history.count >= window // 2
+    return enough & (above(history.losses, loss) | above(history.grad_norms, grad_norm))
+
+
+def push(history: History, loss: Any, grad_norm: Any, accepted: Any, xp: Any = jnp) -> History:
+    """The history after a step; a step that is not accepted leaves it as it is."""
+
+    def add(values: Any, value: Any) -> Any:
+        return xp.where(accepted, xp.concatenate([values[1:], xp.asarray(value, xp.float32)[None]]), values)
+
+    count = xp.minimum(history.count + xp.asarray(accepted, xp.int32), history.losses.shape[0])
+    return History(add(history.losses, loss), add(history.grad_norms, grad_norm), count.astype(xp.int32))
+
+
+@dataclass(frozen=True)
+class Event:
+    """A step whose loss or gradient norm was not as those before it, and what is done about it."""
+
+    step: int
+    action: str  # warn, skip, rewind or stop
+    cause: str  # spike or nonfinite
+    loss: float
+    grad_norm: float
+    mean_loss: float | None  # of the accepted steps before
+    mean_grad_norm: float | None
+
+    @property
+    def sentence(self) -> str:
+        """`step 812: loss 9.812, gradient norm 41.2 (mean 3.1 and 0.9 before): the update was skipped`."""
+        before = f" (mean {self.mean_loss:.4g} and {self.mean_grad_norm:.4g} before)" if self.mean_loss else ""
+        done = {"skip": "the update was skipped", "rewind": "back to the last checkpoint", "warn": "a spike"}
+        return f"step {self.step}: loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}{before}: " + done.get(
+            self.action, "training stops"
+        )
+
+    def record(self, tokens: int, batches: Sequence[int]) -> dict[str, Any]:
+        """The event as a record of metrics.jsonl; numbers that JSON lacks are text."""
+
+        def plain(value: float | None) -> Any:
+            return value if value is None or math.isfinite(value) else str(value)
+
+        return {
+            "step": self.step,
+            "tokens": tokens,
+            "event": self.action,
+            "cause": self.cause,
+            "batches": list(batches),
+            "at": {"loss": plain(self.loss), "grad_norm": plain(self.grad_norm)},
+            "before": {"loss": self.mean_loss, "grad_norm": self.mean_grad_norm},
+        }
+
+
+class Monitor:
+    """Judges every step of a phase from its metrics, on the host, and keeps the history that a checkpoint saves.
+
+    The judgement is a function of the phase's losses and gradient norms alone, so that all processes come to the same
+    one, and a resumed run too.
+
+    Args:
+      saved: what `state` returned at the checkpoint; None at the start of a phase.
+    """
+
+    def __init__(self, config: StabilityConfig, saved: Mapping[str, Any] | None = None):
+        self._config = config
+        self._policy = skip_policy(config)
+        self.skips_in_a_row = int(saved["skips_in_a_row"]) if saved else 0
+        history = empty_history(config.window, np)
+        if saved:
+            pairs = list(zip(saved["losses"], saved["grad_norms"], strict=True))[-config.window :]
+            for n, (loss, norm) in enumerate(pairs, config.window - len(pairs)):
+                history.losses[n], history.grad_norms[n] = loss, norm
+            history = history._replace(count=np.int32(len(pairs)))
+        self.history = history
+
+    def state(self) -> dict[str, Any]:
+        """The history as JSON: Python writes a float so that it reads the same float."""
+        first = self._config.window - int(self.history.count)
+        return {
+            "losses": [float(x) for x in self.history.losses[first:]],
+            "grad_norms": [float(x) for x in self.history.grad_norms[first:]],
+            "skips_in_a_row": self.skips_in_a_row,
+        }
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> Event | None:
+        """What to do about a step, given its `loss`, `grad_norm` and, with a skip policy, `skipped`; None: nothing."""
+        loss, grad_norm = np.float32(metrics["loss"]), np.float32(metrics["grad_norm"])
+        finite, skipped = bool(np.isfinite(loss) and np.isfinite(grad_norm)), metrics.get("skipped", 0.0) != 0
+        cause, action = "", ""
+        if not finite:
+            cause, action = "nonfinite", self._config.on_nonfinite
+        elif skipped or (
+            self._config.on_spike != "skip"  # the compiled step has judged
+            and is_spike(self.history, loss, grad_norm, self._config.spike_sigma, np)
+        ):
+            cause, action = "spike", self._config.on_spike
+        event = Event(step, action, cause, float(loss), float(grad_norm), *self._means()) if action else None
+        if action in ("", "warn"):
+            self.history = push(self.history, loss, grad_norm, True, np)
+        self.skips_in_a_row = self.skips_in_a_row + 1 if action == "skip" else 0
+        return event
+
+    def _means(self) -> tuple[float | None, float | None]:
+        if not (count := int(self.history.count)):
+            return None, None
+        return float(np.mean(self.history.losses[-count:])), float(np.mean(self.history.grad_norms[-count:]))

@@ -1,0 +1,182 @@
+"""Requests to stop, at every moment of a command's life; processes that are lost; notices of the cloud."""
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from tiny_runs import REPOSITORY, assert_same_training, finish, records, start, start_together, write_recipe
+
+from pe_lab.checkpoints.store import steps_in
+from pe_lab.parallel.stopping import Stopped, stop_requests, watch_maintenance
+from pe_lab.terminal import command
+
+
+def test_the_first_signal_is_seen_by_a_loop_that_saves():
+    with stop_requests() as stops:
+        stops.can_save = True
+        with stop_requests() as inner:  # a phase inside a command
+            assert inner is stops
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stops.received == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_a_signal_where_nothing_can_be_saved_is_no_error_that_somebody_handles():
+    def handles_errors():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        except Exception:
+            pytest.fail("a damaged checkpoint is handled so; a request to stop is none")
+
+    with pytest.raises(Stopped), stop_requests():
+        handles_errors()
+
+
+def test_an_interrupted_command_prints_one_line(capsys):
+    @command
+    def main(argv):
+        raise KeyboardInterrupt
+
+    assert main([]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
+# A process that compiles: the main thread is inside C, where no handler of Python's runs. Locking a mutex twice stays
+# there for ever.
+IN_C = """
+import ctypes, sys
+from pe_lab.parallel import stopping
+stopping.PATIENCE = 1.0
+with stopping.stop_requests() as stops:
+    stops.can_save = sys.argv[1] == "can save"
+    mutex, lock = ctypes.create_string_buffer(128), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print("ready", flush=True)
+    lock(mutex)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "signals", "status"),
+    [
+        ("cannot save", [signal.SIGTERM], os.EX_TEMPFAIL),
+        ("can save", [signal.SIGTERM, signal.SIGTERM], 143),
+        ("can save", [signal.SIGTERM, signal.SIGINT], 130),
+    ],
+)
+def test_signals_are_seen_inside_a_compiler(kind, signals, status):
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_C, kind], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for number in signals:
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(number)
+    _, printed = process.communicate(timeout=20)
+    assert process.returncode == status, printed
+    assert "Traceback" not in printed and signal.Signals(signals[0]).name in printed
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    """The metadata server of a VM that is taken away a second after it was asked first."""
+
+    def do_GET(self) -> None:
+        assert self.headers["Metadata-Flavor"] == "Google"
+        waits = "wait_for_change=true" in self.path
+        if waits:
+            time.sleep(1.0)
+        value = b"NONE" if "maintenance" in self.path else b"TRUE" if waits else b"FALSE"
+        self.send_response(200)
+        self.send_header("ETag", "2" if waits else "1")
+        self.end_headers()
+        self.wfile.write(value)
+
+    def log_message(self, *args) -> None:
+        pass
+
+
+def test_a_preemption_notice_is_a_request_to_stop(monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{server.server_port}")
+    with stop_requests() as stops:
+        stops.can_save = True
+        watch_maintenance()
+        deadline = time.monotonic() + 10
+        while stops.received is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert stops.received == signal.SIGTERM
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.slow
+def test_sigterm_at_any_moment_ends_with_status_75_and_the_run_goes_on(tmp_path):
+    """A run of a few seconds, and seven that are stopped: 60 s."""
+    recipe = write_recipe(tmp_path / "recipe")
+    argv = ["pe_lab.train", f"--config={recipe}", "--config.checkpoint.every_steps=1000"]
+    finish([start([*argv, "--workdir=whole"], tmp_path)])
+    run = tmp_path / "stopped"
+    moments = {
+        "imports": lambda: True,
+        "start-up": lambda: (run / "run.json").exists(),
+        "compiling": lambda: (run / "pretrain/phase.json").exists(),
+        "training": lambda: (run / "pretrain/metrics.jsonl").read_bytes().count(b"\n") >= 3,
+        "phase border": lambda: steps_in(run / "pretrain/checkpoints")[-1:] == [8],
+        "second phase": lambda: (run / "recalibrate/phase.json").exists(),
+    }
+    for number, (moment, happened) in enumerate(moments.items()):
+        process = start([*argv, "--workdir=stopped"], tmp_path)
+        if moment == "imports":
+            time.sleep(0.7)
+        while not happened():
+            assert process.poll() is None, (moment, process.communicate()[0])
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT if number % 2 else signal.SIGTERM)
+        out = process.communicate(timeout=120)[0]
+        assert process.returncode == 75, (moment, out[-3000:])
+        assert "Traceback" not in out, (moment, out[-3000:])
+    finish([start([*argv, "--workdir=stopped"], tmp_path)])
+    assert_same_training(tmp_path / "whole", run)
+    assert not list(run.rglob("*tmp*")) and not list(run.rglob("*.partial-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_other_of_two_processes_says_who_was_lost(tmp_path, lost):
+    """Two processes, one of them killed; then the run goes on: 70 s."""
+    recipe = write_recipe(tmp_path / "recipe")
+    argv = ["pe_lab.train", f"--config={recipe}", "--workdir=two", "--config.phases.0.steps=4000"]
+    argv += ["--config.checkpoint.every_steps=50", "--config.log.validate_every_steps=4000"]
+    processes = start_together(argv, [tmp_path] * 2)
+    log = tmp_path / "two/pretrain/metrics.jsonl"
+    while not log.exists() or log.read_bytes().count(b"\n") < 120:
+        assert all(p.poll() is None for p in processes), finish(processes)
+        time.sleep(0.01)
+    processes[lost].kill()
+    killed = time.monotonic()
+    out = processes[1 - lost].communicate(timeout=90)[0]
+    assert time.monotonic() - killed < 60
+    processes[lost].communicate()
+    assert processes[1 - lost].returncode == 75, out[-3000:]
+    host = os.uname().nodename
+    assert f"lost process {lost} on {host}: " in out and "Traceback" not in out, out[-3000:]
+    assert out.count("lost process") == 1
+
+    shorter = start_together([*argv, "--config.log.every_steps=10"], [tmp_path] * 2)
+    while records(log)[-1]["step"] < 300:
+        assert all(p.poll() is None for p in shorter), finish(shorter)
+        time.sleep(0.05)
+    shorter[0].terminate()
+    outs = finish(shorter, status=75)
+    assert "resuming at step" in outs[0]
+    assert json.loads((tmp_path / "two/pretrain/phase.json").read_text())["status"] == "running"
