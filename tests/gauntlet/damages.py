@@ -89,16 +89,24 @@ def run_case(world: World, seed: int, number: int) -> Row:
     before = _progress(project)
     ended = world.run(command.argv, project)
     happened, verdict = _verdict(world, project, target, path, source, before, ended)
-    if found is not None and verdict in ("mended", "harmless", "refused"):
+    if found is not None:
         happened = f"verify: {found.last_line}; {happened}"
-        verdict = found.wrong or ("not verified" if found.status != 1 else verdict)
-    if verdict in ("mended", "harmless", "refused"):
+        if found.wrong or found.status != 1:
+            verdict = found.wrong or "not verified"
+        elif verdict == "undetected":
+            verdict = "detected"
+    elif verdict == "undetected":
+        told = world.run(("pe_lab.report", "run"), project)
+        said = next((line for line in told.output.splitlines() if SAID.search(line)), "")
+        happened, verdict = f"{happened}; report: {said[:200]}", told.wrong or ("detected" if said else verdict)
+    row = Row(case, f"{kind}: {target.name}", where, happened, verdict)
+    if row.green:
         shutil.rmtree(project)
-    return Row(case, f"{kind}: {target.name}", where, happened, verdict)
+    return row
 
 
 def _verdict(
-    world: World, project: Path, target: Target, path: Path, source: Path, before: object, ended: Ended
+    world: World, project: Path, target: Target, path: Path, source: Path, before: set[tuple[Path, int]], ended: Ended
 ) -> tuple[str, str]:
     """(what happened, the verdict) of a command after a damage."""
     status = f"status {ended.status}"
@@ -106,7 +114,7 @@ def _verdict(
     if ended.wrong:
         return f"{status}: {ended.last_line[:200]}", ended.wrong
     if ended.status:
-        if _progress(project) != before:
+        if _progress(project) - before:
             return f"{status}: {ended.last_line[:200]}", "trained on"
         if (source / path.relative_to(project)).exists():
             copy(source / path.relative_to(project), path)
@@ -123,11 +131,12 @@ def _verdict(
     return f"{status}; {said[:200]}".rstrip("; "), "mended" if said else "harmless"
 
 
-def _progress(project: Path) -> object:
-    """What a training adds to: the committed steps, and the length of the logs."""
-    phases = sorted((project / "run").glob("*/checkpoints"))
+def _progress(project: Path) -> set[tuple[Path, int]]:
+    """What a training adds to: the committed steps, and the lines of the logs by their numbers."""
+    phases = (project / "run").glob("*/checkpoints")
     logs = {log: log.read_bytes().count(b"\n") for log in (project / "run").glob("*/metrics.jsonl")}
-    return [(phase, steps(phase)) for phase in phases], logs
+    done = {(phase, step) for phase in phases for step in steps(phase)}
+    return done | {(log, number) for log, count in logs.items() for number in range(count)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

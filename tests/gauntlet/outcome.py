@@ -19,7 +19,8 @@ VOLATILE_FILES = {"speed.jsonl", "ledger.jsonl", "run.json", "lease.json", MANIF
 VOLATILE_DIRECTORIES = {"tensorboard", "unreadable"}
 UNFINISHED = re.compile(r"\.(saving|deleting|partial-)")
 
-GREEN = ("same bytes", "mended", "harmless", "refused")
+# `detected`: not trained on, and what reads the file says that it is damaged.
+GREEN = ("same bytes", "mended", "harmless", "refused", "detected")
 
 
 class Row(NamedTuple):
@@ -64,6 +65,14 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list) else value
 
 
+def parsed(text: bytes) -> Any:
+    """`plain` JSON, or the text itself where it is damaged."""
+    try:
+        return plain(json.loads(text))
+    except ValueError:
+        return text
+
+
 def damaged(checkpoint: Path) -> str:
     """What a checkpoint's manifest says against its files; "" if it is whole."""
     try:
@@ -93,20 +102,21 @@ def _content(path: Path, name: str) -> Iterator[tuple[str, Any]]:
             for item in ("params", "optimizer"):
                 if (path / str(step) / item).is_dir():
                     yield from ((f"{name}/{step}/{item} {k}", v) for k, v in arrays(path / str(step) / item).items())
-            yield f"{name}/{step}/metadata", plain(json.loads((path / str(step) / "metadata/metadata").read_bytes()))
+            yield f"{name}/{step}/metadata", parsed((path / str(step) / "metadata/metadata").read_bytes())
         yield from ((f"left over: {name}/{p.name}", True) for p in path.iterdir() if UNFINISHED.search(p.name))
     elif path.is_dir():
         for child in sorted(path.iterdir()):
             if child.name not in VOLATILE_DIRECTORIES:
                 yield from _content(child, f"{name}/{child.name}".lstrip("/"))
     elif path.name == "phase.json":
-        record = json.loads(path.read_bytes())
-        yield name, {key: record[key] for key in ("phase", "status", "steps", "describe", "mixture")}
+        record = parsed(path.read_bytes())
+        known = ("phase", "status", "steps", "describe", "mixture")
+        yield name, {key: record.get(key) for key in known} if isinstance(record, dict) else record
     elif path.suffix == ".json" and path.name not in VOLATILE_FILES:
-        yield name, plain(json.loads(path.read_bytes()))
+        yield name, parsed(path.read_bytes())
     elif path.suffix == ".jsonl" and path.name not in VOLATILE_FILES:
         for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            yield f"{name}, line {number}", plain(json.loads(line))
+            yield f"{name}, line {number}", parsed(line)
     elif path.name not in VOLATILE_FILES and not path.name.startswith(".") and ".damaged-" not in path.name:
         yield name, path.read_bytes()
 
