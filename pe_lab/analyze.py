@@ -86,7 +86,6 @@ FREQUENCIES = {  # option -> how its text is read, its default, and its help
 
 
 def _frequencies_options(parser: argparse.ArgumentParser) -> None:
-    # `_frequencies` parses the values: argparse would print its usage for a bad number.
     for option, (_, default, help) in FREQUENCIES.items():
         parser.add_argument(option, default=default, help=help)
 
@@ -172,7 +171,7 @@ def parser(name: str | None) -> argparse.ArgumentParser:
 
 def chosen_study(argv: Sequence[str]) -> str | None:
     """The study that a command line names, parsed before its options are known; None if it names none."""
-    first = argparse.ArgumentParser(prog="python -m pe_lab.analyze", add_help=False, allow_abbrev=False)
+    first = argument_parser("analyze", "", add_help=False, allow_abbrev=False)
     first.add_argument("--study")
     name = first.parse_known_args(argv)[0].study
     names = [*DESCRIPTIONS, *STUDIES]

@@ -26,7 +26,7 @@ from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import build_schedule, describe
 from pe_lab.storage import new_directory
 from pe_lab.storage.manifest import manifest_of
-from pe_lab.terminal import Progress, argument_parser, command, console
+from pe_lab.terminal import Progress, argument_parser, command, console, positive
 
 EXAMPLES = """\
 import:
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=DTYPES, help="of exported weights (default: unchanged)")
     p.add_argument(
         "--length",
-        type=int,
+        type=positive,
         metavar="TOKENS",
         help="fix encodings that depend on the length (beta, dynamic YaRN) at this one",
     )
@@ -77,8 +77,6 @@ def parser() -> argparse.ArgumentParser:
 @command
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    if args.length is not None and args.length < 1:
-        raise ConfigError(f"--length is {args.length}; give a positive number of tokens.")
     hide_absent_tpu()
     source = open_source(args.source)
     needs = ("transformers", "torch", *(("gguf",) if source.path.suffix == ".gguf" else ()))

@@ -78,7 +78,7 @@ WRONG = {
     "a whole bucket": (["--to=gs://bucket"], "is a whole bucket; give a directory in it"),
     "a family for an import": (["--to={new}", "--family=llama"], "--family goes with --to=hf:DIR"),
     "a dtype for an import": (["--to={new}", "--dtype=float16"], "--dtype goes with --to=hf:DIR"),
-    "a length of nothing": (["--to=hf:{new}", "--length=0"], "--length is 0; give a positive number"),
+    "a length of nothing": (["--to=hf:{new}", "--length=0"], "argument --length: '0' is not a whole number"),
     "a family that cannot": (["--to=hf:{new}", "--family=qwen3"], "qwen3 cannot hold this model: qk_norm is 'none'"),
     "no such interpreter": (["--to={new}", "--parity-python=/nowhere/python"], "'/nowhere/python' cannot be run"),
     "an interpreter without packages": (

@@ -148,7 +148,7 @@ BAD = {
     "odd head_dim": (["--config.model.head_dim=7"], "model.head_dim is 7; it must be even"),
     "kv heads": (["--config.model.heads=4", "--config.model.kv_heads=3"], "kv_heads must divide heads"),
     "heads do not divide": (["--config.model.heads=6", "--config.model.kv_heads=6"], "does not divide into 6 heads"),
-    "no kv heads": (["--config.model.kv_heads=0"], "kv_heads must divide heads"),
+    "no kv heads": (["--config.model.kv_heads=0"], "config.model.kv_heads is 0; it must be positive"),
     "dtype": (["--config.model.dtype=float16"], "must be float32 or bfloat16"),
     "remat": (["--config.model.remat=some"], "model.remat is 'some'. Allowed: auto, dots"),
     "batch and mesh": (["--config.phases.1.batch_size=12"], "config.phases[1] ('recalibrate'): batch_size 12"),

@@ -26,7 +26,7 @@ from pe_lab.parallel import first_then_others, shared
 from pe_lab.positional import label_layers
 from pe_lab.results.records import digest
 from pe_lab.storage import AnyPath
-from pe_lab.terminal import Progress, console
+from pe_lab.terminal import Progress, bounded, console
 from pe_lab.training.machine import machine, versions
 
 # (model, B of the sequences) -> arrays with a leading axis of B
@@ -46,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[NAME:]ENCODING",
         help="the weights under another encoding, such as yarn:factor=2; repeatable",
     )
-    add("--init", type=int, metavar="N", help="N random initializations of the shape, instead of the weights")
+    add(
+        "--init",
+        type=bounded(int, 1, 1000),
+        metavar="N",
+        help="N random initializations of the shape, instead of the weights",
+    )
     add("--again", action="store_true", help="measure again what was measured before")
 
 

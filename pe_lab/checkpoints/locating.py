@@ -41,7 +41,32 @@ def read_metadata(path: AnyPath) -> dict[str, Any]:
         raise CheckpointError(
             f"The checkpoint '{path}' has format {metadata.get('format')}; this version reads up to {FORMAT}."
         )
+    for key, kind in _KINDS.items():
+        if not isinstance(value := metadata.get(key, _OPTIONAL.get(key)), kind) or isinstance(value, bool):
+            found = "lacks it" if value is None else f"has {value!r:.60}"
+            raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: '{key}' ({found}).")
+    if not all(isinstance(entry, dict) for entry in (*metadata["layers"], *metadata["lineage"])):
+        raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: 'layers' or 'lineage'.")
+    if not 1 <= metadata["training_length"] < 2**31:
+        raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: 'training_length'.")
     return metadata
+
+
+# What every reader of metadata relies on, and the keys that may be missing.
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("id", "phase", "tokenizer", "weights_dtype"), str),
+    **dict.fromkeys(("phase_index", "step", "tokens", "training_length"), int),
+    **dict.fromkeys(("layers", "lineage"), list),
+    **dict.fromkeys(("model", "layout", "config"), dict),
+}
+_OPTIONAL: dict[str, Any] = {
+    "tokenizer": "",
+    "weights_dtype": "float32",
+    "phase_index": 0,
+    "tokens": 0,
+    "layout": {},
+    "config": {},
+}
 
 
 def read_manifest(path: AnyPath) -> Manifest | None:

@@ -31,7 +31,7 @@ from pe_lab.checkpoints.source import Source, blocks, check_finite, nested, shar
 from pe_lab.checkpoints.store import Store, metadata_of, new_id, templates
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.config import ModelConfig, from_dict
-from pe_lab.errors import CheckpointError
+from pe_lab.errors import CheckpointError, ConfigError
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Layout, from_json
@@ -56,14 +56,22 @@ class NativeSource(Source):
         self.path = directory / str(self.step)
         self.display_name = str(self.path)
         self.metadata = read_metadata(self.path)
-        config = from_dict(ModelConfig, self.metadata["model"], f"{self.path}: model")
-        # The attention of the training machine may not exist on this one.
-        self._model = Model(dataclasses.replace(config, attention="auto"))
+        try:
+            config = from_dict(ModelConfig, self.metadata["model"], "model")
+            # The attention of the training machine may not exist on this one.
+            self._model = Model(dataclasses.replace(config, attention="auto"))
+            self.layers = tuple(from_json(layer) for layer in self.metadata["layers"])
+            self._layout = Layout(**self.metadata.get("layout", {}))
+            self.dtype = np.dtype(self.metadata.get("weights_dtype", "float32"))
+        except (ConfigError, TypeError, ValueError) as error:
+            raise CheckpointError(f"The metadata of the checkpoint '{self.path}' are damaged ({error}).") from None
         self.model = self._model.config
-        self.layers = tuple(from_json(layer) for layer in self.metadata["layers"])
-        self.training_length = int(self.metadata["training_length"])
-        self._layout = Layout(**self.metadata.get("layout", {}))
-        self.dtype = np.dtype(self.metadata.get("weights_dtype", "float32"))
+        self.training_length = self.metadata["training_length"]
+        if len(self.layers) != self.model.layers:
+            raise CheckpointError(
+                f"The metadata of the checkpoint '{self.path}' are damaged: {len(self.layers)} encodings for "
+                f"{self.model.layers} layers."
+            )
         self._opened: dict[str, Any] = {}
         self._verified = False  # whether its files have been compared with its manifest
         saved = tokenizer_directory(self.path)

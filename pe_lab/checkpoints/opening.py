@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 from jax.sharding import Mesh
 
 from pe_lab import storage
@@ -15,7 +16,8 @@ from pe_lab.checkpoints.source import Source, place
 from pe_lab.checkpoints.store import Checkpoint, new_id
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.errors import CheckpointError
-from pe_lab.parallel import AxisRules
+from pe_lab.model import complete, least_parameters
+from pe_lab.parallel import AxisRules, check_memory
 from pe_lab.storage import AnyPath
 
 
@@ -76,8 +78,13 @@ def open_checkpoint(path: str | AnyPath, *, mesh: Mesh | None = None, rules: Axi
 
     Raises:
       CheckpointError: there is none, or it is damaged or not supported.
+      UnsupportedError: its weights do not fit the memory of this machine and its devices.
     """
     source = open_source(path)
+    devices = jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
+    share = 1.0 if mesh is None else len(devices) / mesh.size
+    needed = int(4 * least_parameters(complete(source.model)) * share)  # float32
+    check_memory(needed, f"The model of '{source.display_name}'", devices)
     if isinstance(source, NativeSource):
         step, params, metadata = source.step, source.restore(mesh, rules), source.metadata
     else:

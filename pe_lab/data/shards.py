@@ -93,9 +93,45 @@ def read_metadata(directory: AnyPath) -> Metadata:
         raise DataError(f"{path} is damaged: it does not have the content that was written. {advice}")
     try:
         shards = {split: tuple(Shard(**s) for s in content["shards"][split]) for split in SPLITS}
-        return Metadata(**{key: item for key, item in content.items() if key != SEAL} | {"shards": shards})
-    except (KeyError, TypeError) as error:
+        metadata = Metadata(**{key: item for key, item in content.items() if key != SEAL} | {"shards": shards})
+        defect = _defect(metadata)
+    except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged: {error}. {advice}") from error
+    if defect:
+        raise DataError(f"{path} is damaged: {defect}. {advice}")
+    return metadata
+
+
+def _defect(metadata: Metadata) -> str:
+    """The key of a description that has another type, or contradicts another key; "" if there is none."""
+
+    def wrong(value: Any, kind: type) -> bool:
+        return not isinstance(value, kind) or isinstance(value, bool) or (kind is int and not 0 <= value < 2**62)
+
+    shards = [shard for split in SPLITS for shard in metadata.shards[split]]
+    typed = {str: ("source", "column", "tokenizer", "tokenizer_fingerprint", "content", "python", "created")}
+    typed[int] = ("vocab_size", "eos_id", "characters", "record_tokens")
+    for kind, names in typed.items():
+        for name in names:
+            if wrong(getattr(metadata, name), kind):
+                return name
+    for counts in (metadata.documents, metadata.tokens):
+        if any(wrong(counts[split], int) for split in SPLITS):
+            return "documents or tokens"
+    for shard in shards:
+        if wrong(shard.file, str) or any(wrong(n, int) for n in (shard.records, shard.tokens, shard.bytes)):
+            return f"the shard {shard.file!r:.60}"
+        if Path(shard.file).name != shard.file or not 0 < shard.tokens <= shard.records * metadata.record_tokens:
+            return f"the shard {shard.file!r:.60}"
+    for split in SPLITS:
+        if metadata.tokens[split] != sum(shard.tokens for shard in metadata.shards[split]):
+            return f"the tokens of {split} are not those of its shards"
+    fraction = metadata.validation_fraction
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+        return "validation_fraction"
+    if metadata.dtype not in ("uint16", "uint32") or not 1 <= metadata.record_tokens <= 2**24:
+        return "dtype or record_tokens"
+    return "" if metadata.limit_documents is None or not wrong(metadata.limit_documents, int) else "limit_documents"
 
 
 def manifest_of_prepared(metadata: Metadata) -> Manifest | None:

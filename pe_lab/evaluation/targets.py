@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ def parse_steps(text: str) -> tuple[int, ...]:
     items = [part.strip() for part in text.split(",") if part.strip()]
     if items == ["all"]:
         return ()
-    if not items or not all(item.isdigit() for item in items):
+    if not items or not all(re.fullmatch("[0-9]{1,10}", item) for item in items):
         raise ConfigError(f"--steps={text}: write all, or steps such as 8000,14000.")
     return tuple(sorted({int(item) for item in items}))
 

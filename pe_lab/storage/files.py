@@ -38,7 +38,11 @@ def write_files(files: Mapping[AnyPath, bytes | str], advice: str = "") -> list[
       DataError: a file cannot be written; the message ends with `advice`.
       StoreError: the store refuses, or does not answer.
     """
-    contents = {path: content.encode() if isinstance(content, str) else content for path, content in files.items()}
+    # A lone surrogate, as of a file name that is not UTF-8, becomes its escape, which JSON reads again.
+    contents = {
+        path: content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+        for path, content in files.items()
+    }
     _write_local({path: content for path, content in contents.items() if not is_remote(path)}, advice)
     for path, content in contents.items():
         if is_remote(path):

@@ -14,18 +14,37 @@ from pe_lab.storage.segments import read_log
 Kind = TypeVar("Kind", dict, list)
 
 
+LARGEST = 2**26  # bytes of a whole file; as Python objects they take up to twenty times as much
+DEEPEST = 64  # objects and lists inside one another; whoever walks a value may do so by recursion
+
+
 def json_object(text: str | bytes, kind: type[Kind] = dict) -> Kind | None:
-    """The JSON object (or list, with that `kind`) that a text holds; None if it holds anything else."""
+    """The JSON object (or list, with that `kind`) that a text holds; None if it holds anything else.
+
+    Objects and lists that are nested more than `DEEPEST` deep are anything else.
+    """
     try:
         value = json.loads(text)
-    except ValueError:  # UnicodeDecodeError is one
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
-    return value if isinstance(value, kind) else None
+    return value if isinstance(value, kind) and not _too_deep(value) else None
+
+
+def _too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def read_json(path: AnyPath, advice: str = "", error: type[UserError] = DataError, kind: type[Kind] = dict) -> Kind:
     """The JSON object (or list) in a file; `error` with `advice` if it is missing, unreadable or something else."""
     try:
+        if not is_remote(path) and (size := path.stat().st_size) > LARGEST:
+            raise error(f"'{path}' has {size:,} bytes; such a file has at most {LARGEST:,}. {advice}".rstrip())
         value = json_object(read_bytes(path), kind)
     except FileNotFoundError:
         raise error(f"There is no '{path}'. {advice}".rstrip()) from None

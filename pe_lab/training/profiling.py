@@ -113,7 +113,7 @@ def parse_steps(text: str) -> range:
     Raises:
       ConfigError: it is no such pair.
     """
-    found = re.fullmatch(r"(\d+):(\d+)", text)
+    found = re.fullmatch("([0-9]{1,10}):([0-9]{1,10})", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise ConfigError(
             f"--profile={text}: write the first and the last step to trace, as in --profile=10:13, of the steps that "

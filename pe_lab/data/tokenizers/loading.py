@@ -95,7 +95,7 @@ def load_saved_tokenizer(directory: AnyPath) -> Tokenizer:
     """The tokenizer written by `save_tokenizer`; `DataError` if a file is missing or another tokenizer is there."""
     directory = storage.local_copy(directory)
     about = read_json(directory / KIND_FILE, f"{directory} holds no saved tokenizer. Prepare the data again.")
-    kind = about.get("kind")
+    kind = str(about.get("kind"))
     saved = {
         "bytes": "bytes",
         "sentencepiece": f"sentencepiece:{directory / SENTENCEPIECE_MODEL}",
