@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pe_lab.errors import DataError, UserError
 from pe_lab.storage.files import write_file
-from pe_lab.storage.paths import AnyPath, read_bytes
+from pe_lab.storage.paths import AnyPath, is_remote, read_bytes
 from pe_lab.storage.segments import read_log
 
 Kind = TypeVar("Kind", dict, list)
