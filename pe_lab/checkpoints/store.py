@@ -45,8 +45,8 @@ from pe_lab.storage.manifest import MANIFEST, SMALL_BYTES, Digest, Manifest, dig
 VERIFIED_BYTES = 20 * 2**30
 _SAVING, _DELETING = ".saving", ".deleting"  # suffixes of directories under way
 
-# Orbax logs every save; a run has its own log.
-logging.getLogger("absl").setLevel(logging.ERROR)
+# Orbax logs every save, and tracebacks of a failed one before it raises; a run has its own log and messages.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 def new_id() -> str:

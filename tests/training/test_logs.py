@@ -58,3 +58,17 @@ def test_tensorboard_has_the_numbers(tmp_path):
     values = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
     assert values == [(6, "loss", 0.5)]
     assert [e.step for e in events if e.session_log.status] == [6]  # later steps of an earlier session are void
+
+
+def test_a_full_disk_ends_the_events_and_not_the_run(tmp_path):
+    logs = PhaseLogs(tmp_path, 0)
+    board = logs._board._writer._py_recordio_writer
+    board._writer.close()
+    with open("/dev/full", "wb") as full:
+        board._writer = full
+        for step in range(3000):  # more than its buffers hold
+            logs.write("metrics", {"step": step, "loss": 0.5})
+        logs.flush()
+        logs.close()
+        full.raw.close()  # what is buffered still has no place
+    assert (tmp_path / "metrics.jsonl").read_bytes().count(b"\n") == 3000
