@@ -49,6 +49,7 @@ class PhaseLogs:
         self._directory, self._board, self._events = directory, None, None
         if jax.process_index() != 0:
             return
+
         def stays(record: Mapping[str, Any]) -> bool:
             if record.get("event") == "rewind":
                 return set(record.get("batches", [record.get("batch")])) <= set(left_out)
