@@ -22,7 +22,7 @@ ifneq ($(EXTRA)$(shell $(PY) -c '' 2>/dev/null && cat $(STAMP) 2>/dev/null),$(CU
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-ci test-all fuzz mutants lint format coverage lock clean
+.PHONY: help setup demo test test-slow test-ci test-all fuzz gauntlet mutants lint format coverage lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ mutants: $(STAMP) ## draw 200 one-token mutants of pe_lab; about an hour (COUNT=
 	$(FAST_TESTS) --cov=pe_lab --cov-context=test --cov-report= --junitxml=build/junit.xml -o junit_family=xunit1
 	mv .coverage build/coverage
 	$(PY) tests/mutants.py --coverage=build/coverage --junit=build/junit.xml --count=$(or $(COUNT),200) --seed=$(or $(SEED),0)
+
+gauntlet: $(STAMP) ## kills, damages, failing stores, full disks; 40 minutes, writes tests/gauntlet/RESULTS.md (ARGS=...)
+	$(PY) -m tests.gauntlet --seed=0 --out=tests/gauntlet/RESULTS.md $(ARGS)
 
 coverage: $(STAMP) ## the same tests, half as long again, and the lines they do not reach; at least 90% must be
 	$(FAST_TESTS) --cov=pe_lab --cov-report=term-missing:skip-covered --cov-fail-under=90 $(ARGS)

@@ -91,8 +91,6 @@ def machine_failure(error: BaseException | None) -> str | None:
         error = error.__cause__ or error.__context__
     for one in chain:
         lines = str(one).strip().splitlines() or ["it is exhausted"]
-        if isinstance(one, MemoryError) or any(words in str(one) for words in _OUT_OF_MEMORY):
-            return f"The memory of this machine does not suffice ({lines[0][:200]}). Ask for less, or use a larger one."
         if isinstance(one, ValueError) and "embedded null" in str(one):
             return "A path has a NUL character, which no path may have."
         # Of other errors of the system only the one that ended the command: others were met and dealt with.
@@ -100,10 +98,12 @@ def machine_failure(error: BaseException | None) -> str | None:
             where = f"'{one.filename}': " if one.filename is not None else ""
             advice = _ADVICE.get(one.errno, "Check the path, and run the command again.")
             return f"{where}{os.strerror(one.errno)}. {advice}"
-        for code, advice in _WRAPPED.items():
+        for code, advice in _WRAPPED.items():  # before the memory: tensorstore calls a full disk RESOURCE_EXHAUSTED too
             line = next((line.strip() for line in lines if os.strerror(code) in line), None)
             if line is not None:
                 return f"{line[:300]}. {advice}"
+        if isinstance(one, MemoryError) or any(words in str(one) for words in _OUT_OF_MEMORY):
+            return f"The memory of this machine does not suffice ({lines[0][:200]}). Ask for less, or use a larger one."
     return None
 
 

@@ -54,3 +54,10 @@ def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock):
         progress.update(2, text="two of four")
     erase_the_line_above = "\x1b[1A\x1b[2K"
     assert "two of four" in out.getvalue() and out.getvalue().endswith(erase_the_line_above)
+
+
+def test_a_full_disk_is_not_taken_for_full_memory():
+    """tensorstore calls both RESOURCE_EXHAUSTED."""
+    error = ValueError('RESOURCE_EXHAUSTED: Error writing local file "/run/params": No space left on device')
+    assert "Free some space" in terminal.machine_failure(error)
+    assert "The memory of this machine" in terminal.machine_failure(ValueError("RESOURCE_EXHAUSTED: 3 GB"))

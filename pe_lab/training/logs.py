@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tempfile
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
 from pe_lab.training.run import PhasePlan, Run
 
+FLUSH_SECONDS = 120.0  # of TensorBoard's events
 LOGS = ("metrics", "speed", "spikes")
 
 
@@ -45,7 +48,6 @@ class PhaseLogs:
         self._directory, self._board, self._events = directory, None, None
         if jax.process_index() != 0:
             return
-        from tensorboardX import SummaryWriter
 
         def stays(record: Mapping[str, Any]) -> bool:
             if record.get("event") == "rewind":
@@ -60,7 +62,7 @@ class PhaseLogs:
         # To an object store, the files of events are copied.
         self._events = tempfile.TemporaryDirectory(prefix="pe_lab_events_") if is_remote(directory) else None
         board = self._events.name if self._events else str(directory / "tensorboard")
-        self._board = SummaryWriter(board, purge_step=resume_step + 1 if resume_step else 0)
+        self._board = _Board(Path(board), purge_step=resume_step + 1 if resume_step else 0)
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Appends a record of one step to a log of `LOGS`; numbers of metrics and speed also go to TensorBoard."""
@@ -73,7 +75,7 @@ class PhaseLogs:
             return
         for key, value in record.items():
             if key != "step" and isinstance(value, int | float):
-                self._board.add_scalar(key, value, record["step"])
+                self._board.write(key, value, record["step"])
 
     def flush(self) -> None:
         """Returns when all records are on disk, or in the object store."""
@@ -103,6 +105,54 @@ def _no_step(record: Mapping[str, Any]) -> str:
     """Why a record of a log cannot be placed; "" if it can."""
     step = record.get("step")
     return "" if isinstance(step, int) and not isinstance(step, bool) else "no step"
+
+
+class _Board:
+    """The TensorBoard events of a session.
+
+    They repeat what the logs hold: what a full disk does not take is left out. tensorboardX's `SummaryWriter` has a
+    thread for this, which ends at the first failure; then its queue fills up, and training waits for ever.
+    """
+
+    def __init__(self, directory: Path, purge_step: int):
+        """Opens a new file of events; TensorBoard drops earlier ones from `purge_step` on."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._event, self._writer, self._flushed = Event, None, time.monotonic()
+        with contextlib.suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._writer = EventsWriter(str(directory / "events"))
+        if purge_step:
+            self._add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, name: str, value: float, step: int) -> None:
+        """Adds a number of one step."""
+        from tensorboardX.summary import scalar
+
+        self._add(self._event(step=step, summary=scalar(name, value)))
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self.flush()
+
+    def _add(self, event: Any) -> None:
+        event.wall_time = time.time()
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._writer.write_event(event)
+
+    def flush(self) -> None:
+        """Writes what is buffered."""
+        self._flushed = time.monotonic()
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._writer.flush()
+
+    def close(self) -> None:
+        """Writes what is buffered, and closes the file."""
+        self.flush()
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._writer.close()
 
 
 def speed_record(

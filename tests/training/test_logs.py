@@ -89,3 +89,17 @@ def test_a_damaged_description_of_a_phase_is_set_aside(tmp_path, capsys, content
     (aside,) = tmp_path.glob("phase.json.damaged-*")
     assert aside.read_bytes() == content and not (tmp_path / "phase.json").exists()
     assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_a_full_disk_ends_the_events_and_not_the_run(tmp_path):
+    logs = PhaseLogs(tmp_path, 0)
+    board = logs._board._writer._py_recordio_writer
+    board._writer.close()
+    with open("/dev/full", "wb") as full:
+        board._writer = full
+        for step in range(3000):  # more than its buffers hold
+            logs.write("metrics", {"step": step, "loss": 0.5})
+        logs.flush()
+        logs.close()
+        full.raw.close()  # what is buffered still has no place
+    assert (tmp_path / "metrics.jsonl").read_bytes().count(b"\n") == 3000

@@ -1,0 +1,122 @@
+"""A full disk: one message, nothing half-written, and with space the same command ends in the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from gauntlet.kills import moments
+from gauntlet.outcome import UNFINISHED, Row, damaged, steps
+from gauntlet.world import COMMANDS, Session, World, draw, new_paths
+
+ROUND = ("train", "prepare", "train", "export", "train", "surgery", "train", "evaluate", "train", "import")
+AIMS = ("before the start", "save", "save", "commit", "border", "first step", "validation")
+DISK_BYTES = 16 * 2**20
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path) -> Iterator[None]:
+    """A file system of `DISK_BYTES` in memory, mounted on a directory. Takes the right to mount."""
+    directory.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(directory)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+class Filler:
+    """A file that takes all space that there is, also what becomes free, until it is removed."""
+
+    def __init__(self, directory: Path):
+        self.path, self._ended = directory / "filler", threading.Event()
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT)
+        self._fill()
+        self._thread = threading.Thread(target=self._keep_full, daemon=True)
+        self._thread.start()
+
+    def _fill(self) -> None:
+        for size in (2**20, 2**12, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    os.write(self._file, bytes(size))
+
+    def _keep_full(self) -> None:
+        while not self._ended.wait(0.001):
+            self._fill()
+
+    def remove(self) -> None:
+        """Makes space."""
+        self._ended.set()
+        self._thread.join()
+        os.close(self._file)
+        self.path.unlink()
+
+
+def run_case(world: World, seed: int, number: int) -> Row:
+    """Fills the disk at a moment of a command, makes space when that has ended, and repeats the command."""
+    case = f"disk-{number}"
+    rng, name = draw(seed, case), ROUND[number % len(ROUND)]
+    directory = world.root / "cases" / case
+    with small_disk(directory / "disk"):
+        row = _on_disk(world, case, rng, name, directory / "disk")
+    shutil.rmtree(directory)
+    return row
+
+
+def _on_disk(world: World, case: str, rng: random.Random, name: str, disk: Path) -> Row:
+    command, aim = COMMANDS[name], rng.choice(AIMS if name == "train" else ("before the start", "writing", "writing"))
+    what = f"disk full in {name}"
+    for _ in range(6):
+        project = world.project(f"{case}/disk/project", command.reads)
+        filler = Filler(disk) if aim == "before the start" else None
+        session = world.start(command.argv, project)
+        if filler is None:
+            _wait(world, session, project, name, aim, rng)
+            before = {p: steps(p) for p in project.glob("run/*/checkpoints")}
+            filler = Filler(disk)
+        else:
+            before = {}
+        ended = session.end()
+        filler.remove()
+        if ended.status != 0:
+            break
+        aim = "before the start" if name != "train" else "save"  # it came too late: the command had written everything
+    else:
+        return Row(case, what, aim, "the command ends before the disk is full", "not tried")
+    told = f"status {ended.status}: {ended.last_line[:200]}"
+    if ended.wrong:
+        return Row(case, what, aim, told, ended.wrong)
+    allowed = (2, 3) if name == "train" else (2,)
+    if ended.status not in allowed:
+        return Row(case, what, aim, told, f"status {ended.status}")
+    for checkpoints, had in before.items():
+        whole = [step for step in steps(checkpoints) if not damaged(checkpoints / str(step))]
+        if had and max(whole, default=-1) < had[-1]:
+            return Row(case, what, aim, f"{told}; whole steps {whole}, there were {had}", "a step is lost")
+    if name not in ("train", "evaluate"):
+        left = [path.name for path in new_paths(project / command.makes) if path.exists()]
+        if left:
+            return Row(case, what, aim, f"{told}; left: {left}", "half-written")
+    left = [str(path.relative_to(project)) for path in project.rglob("*") if UNFINISHED.search(path.name)]
+    again = world.run(command.argv, project)
+    wrong = world.wrong(name, project)
+    if again.wrong or again.status or wrong:
+        shown = f"{told}; with space status {again.status}: {again.last_line[:200]} {wrong[:1]}; had left {left[:2]}"
+        return Row(case, what, aim, shown, again.wrong or "not repeated")
+    return Row(case, what, aim, told, "same bytes")
+
+
+def _wait(world: World, session: Session, project: Path, name: str, aim: str, rng: random.Random) -> None:
+    """Waits for the moment of an aim, or until the process has ended."""
+    if aim == "writing":
+        session.wait_until(lambda: bool(new_paths(project / COMMANDS[name].makes)))
+        return
+    happened, _ = moments(session, project / "run", rng)[aim]
+    session.wait_until(happened)
