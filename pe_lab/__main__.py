@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.terminal import command
+from pe_lab.terminal import command, leave
 
-COMMANDS = ("train", "plan", "prepare", "evaluate", "report", "analyze", "surgery", "convert", "generate")
+COMMANDS = ("train", "plan", "prepare", "evaluate", "report", "analyze", "surgery", "convert", "generate", "verify")
 
 
 def summary(name: str) -> str:
@@ -38,4 +37,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

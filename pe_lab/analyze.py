@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pe_lab import storage
 from pe_lab.analysis import descriptions, frequencies
 from pe_lab.analysis.session import add_arguments, footprint, open_session
 from pe_lab.analysis.studies import STUDIES
@@ -21,7 +22,7 @@ from pe_lab.page import frequency_figures, study_figures
 from pe_lab.parallel import on_first, one_program
 from pe_lab.positional import build_schedule, describe
 from pe_lab.recipes import split_overrides
-from pe_lab.storage import local_path, write_files
+from pe_lab.storage import AnyPath, write_files
 from pe_lab.terminal import argument_parser, command, console, table
 from pe_lab.training.machine import machine, versions
 
@@ -85,7 +86,6 @@ FREQUENCIES = {  # option -> how its text is read, its default, and its help
 
 
 def _frequencies_options(parser: argparse.ArgumentParser) -> None:
-    # `_frequencies` parses the values: argparse would print its usage for a bad number.
     for option, (_, default, help) in FREQUENCIES.items():
         parser.add_argument(option, default=default, help=help)
 
@@ -171,7 +171,7 @@ def parser(name: str | None) -> argparse.ArgumentParser:
 
 def chosen_study(argv: Sequence[str]) -> str | None:
     """The study that a command line names, parsed before its options are known; None if it names none."""
-    first = argparse.ArgumentParser(prog="python -m pe_lab.analyze", add_help=False, allow_abbrev=False)
+    first = argument_parser("analyze", "", add_help=False, allow_abbrev=False)
     first.add_argument("--study")
     name = first.parse_known_args(argv)[0].study
     names = [*DESCRIPTIONS, *STUDIES]
@@ -180,7 +180,7 @@ def chosen_study(argv: Sequence[str]) -> str | None:
     return name
 
 
-def run_study(study: Study, args: argparse.Namespace, out: Path | None, formats: Sequence[str]) -> list[Path]:
+def run_study(study: Study, args: argparse.Namespace, out: AnyPath | None, formats: Sequence[str]) -> list[AnyPath]:
     """Runs a study, prints what it found, and writes its files; returns their paths."""
     begun = time.monotonic()
     if study.models:
@@ -201,7 +201,7 @@ def run_study(study: Study, args: argparse.Namespace, out: Path | None, formats:
         out.print(sentence)
     out.print(f"{about['seconds']:,} s, peak memory {about['peak_memory_gib']} GiB")
 
-    def write() -> list[Path]:
+    def write() -> list[AnyPath]:
         written = write_study(directory, study.name, findings, about)
         drawn = {
             directory / f"{figure.name}.{form}": study_figures.render(figure, form)
@@ -213,7 +213,7 @@ def run_study(study: Study, args: argparse.Namespace, out: Path | None, formats:
     return on_first(write)
 
 
-def shown_paths(paths: Sequence[Path], most: int = 30) -> list[str]:
+def shown_paths(paths: Sequence[AnyPath], most: int = 30) -> list[str]:
     """Paths for people: a directory with more than `most` of them is one line."""
     counts = Counter(path.parent for path in paths)
     lines = [f"{p.parent}: {counts[p.parent]} files" if counts[p.parent] > most else str(p) for p in paths]
@@ -238,7 +238,7 @@ def main(argv: Sequence[str]) -> int:
     for form in formats:
         if form not in FORMATS:
             raise ConfigError(f"--format: '{form}' cannot be written. {did_you_mean(form, FORMATS)}")
-    out = local_path("--out", args.out) if args.out else None
+    out = storage.path("--out", args.out) if args.out else None
     with one_program():
         if args.study in DESCRIPTIONS:
             text, files = DESCRIPTIONS[args.study].run(args, formats)

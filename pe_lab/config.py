@@ -1,10 +1,11 @@
-"""The config of a run as frozen dataclasses: every default, the checks of keys and types, JSON, and the identity."""
+"""The config of a run as frozen dataclasses: defaults, checks of keys, types and bounds, JSON, the identity."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -13,18 +14,29 @@ from typing import Any, Literal
 
 from pe_lab.errors import ConfigError, UserError, did_you_mean
 
+INT32 = 2**31 - 1  # counts of steps and tokens are int32 on the devices
+SEED = 2**32 - 1  # of a random key
+
+
+def number(default: float | str | tuple[int, ...], least: float, most: float) -> Any:
+    """A numeric field: its default, and the bounds, ends included, that `check_bounds` enforces.
+
+    The bounds exclude what no machine can hold or no formula means, not what is unwise.
+    """
+    return field(default=default, metadata={"bounds": (least, most)})
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of the decoder. Its positional encoding is a key of each phase: `positional`."""
 
-    vocab_size: int = 0  # 0: taken from the tokenizer, rounded up to a multiple of 128
-    layers: int = 12
-    d_model: int = 768
-    d_ff: int = 2048
-    heads: int = 12
-    kv_heads: int = 12
-    head_dim: int = 0  # 0: d_model / heads
+    vocab_size: int = number(0, 0, 2**24)  # 0: taken from the tokenizer, rounded up to a multiple of 128
+    layers: int = number(12, 1, 10_000)
+    d_model: int = number(768, 1, 2**20)
+    d_ff: int = number(2048, 1, 2**22)
+    heads: int = number(12, 1, 2**14)
+    kv_heads: int = number(12, 1, 2**14)
+    head_dim: int = number(0, 0, 2**14)  # 0: d_model / heads
     qk_norm: str = "none"  # RMSNorm before rotation: none | head | flat | query_head | query_flat
     attention_bias: bool = False  # bias on the query, key and value projections (Qwen2)
     output_bias: bool = False  # bias on the output projection of the attention
@@ -35,15 +47,15 @@ class ModelConfig:
     parallel_block: bool = False  # x + attention(norm x) + mlp(norm x), or else sequential
     tie_embeddings: bool = True
     scale_embeddings: bool = False  # the input embedding times sqrt(d_model) (Gemma)
-    norm_epsilon: float = 1e-6
-    init_std: float = 0.02
+    norm_epsilon: float = number(1e-6, 0, 1)
+    init_std: float = number(0.02, 0, 1000)
     scaled_residual_init: bool = True  # output projections start at init_std / sqrt(2 layers) (GPT-2), else at init_std
     dtype: str = "bfloat16"  # compute; parameters are float32
     remat: str = "none"  # kept for the backward pass: none | dots_attention | dots | dots_offload | full | auto
     scan: bool = True  # False unrolls the layers: faster on a CPU, slower to compile
     attention: str = "auto"  # or a name that `python -m pe_lab.attention` lists
-    attention_chunk: int = 512  # query and key block of the chunked attention, in tokens
-    loss_chunks: int | Literal["auto"] = 1  # parts of a device's tokens in which training computes its loss
+    attention_chunk: int = number(512, 1, 2**20)  # query and key block of the chunked attention, in tokens
+    loss_chunks: int | Literal["auto"] = number(1, 1, 2**20)  # parts of a device's tokens, one loss after another
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,7 @@ class SourceConfig:
     """A corpus of the mixture. `options` are settings of one kind of source, such as needles."""
 
     source: str = "stdlib"
-    weight: float = 1.0
+    weight: float = number(1.0, 0, 10**9)
     column: str = "text"
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -65,36 +77,38 @@ class DataConfig:
     prepared: str = ""  # a directory written by pe_lab.prepare; replaces `sources` and `tokenizer`
     cache_dir: str = "data"  # directory of the shards that the first use writes
     segments: bool = False  # mask attention between the documents of one window
-    validation_fraction: float = 0.01
-    seed: int = 0
-    workers: int = 0  # Grain worker processes; 0 reads in this process, on threads
+    validation_fraction: float = number(0.01, 0, 1)
+    seed: int = number(0, 0, SEED)
+    workers: int = number(0, 0, 1024)  # Grain worker processes; 0 reads in this process, on threads
 
 
 @dataclass(frozen=True)
 class MeshConfig:
     """Devices per mesh axis. -1, on one axis at most: all remaining devices."""
 
-    data: int = -1
-    fsdp: int = 1
-    tensor: int = 1
-    context: int = 1  # shards sequences along their length
-    slices: int = 0  # TPU slices that the data-center network joins, along data; 0: as many as the devices say
+    data: int = number(-1, -1, 2**20)
+    fsdp: int = number(1, -1, 2**20)
+    tensor: int = number(1, -1, 2**20)
+    context: int = number(1, -1, 2**20)  # shards sequences along their length
+    slices: int = number(
+        0, 0, 2**20
+    )  # TPU slices that the data-center network joins, along data; 0: as many as the devices say
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW with a warm-up and a decay of the learning rate."""
 
-    learning_rate: float = 3e-4
+    learning_rate: float = number(3e-4, 0, 1000)
     schedule: str = "cosine"  # cosine | wsd (warm-up, stable, decay) | constant
-    warmup_steps: int = 100
-    decay_fraction: float = 0.2  # wsd: the fraction of the steps that decay
-    final_fraction: float = 0.0  # learning rate at the end, as a fraction of the peak
-    b1: float = 0.9
-    b2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1  # on matrices only
-    clip_norm: float = 1.0
+    warmup_steps: int = number(100, 0, INT32)
+    decay_fraction: float = number(0.2, 0, 1)  # wsd: the fraction of the steps that decay
+    final_fraction: float = number(0.0, 0, 1)  # learning rate at the end, as a fraction of the peak
+    b1: float = number(0.9, 0, 1)
+    b2: float = number(0.95, 0, 1)
+    epsilon: float = number(1e-8, 0, 1)
+    weight_decay: float = number(0.1, 0, 1000)  # on matrices only
+    clip_norm: float = number(1.0, 0, 10**30)
 
 
 @dataclass(frozen=True)
@@ -102,15 +116,17 @@ class PhaseConfig:
     """A phase of training. It starts from the last checkpoint of the previous phase, unless `init_from` is set."""
 
     name: str = "pretrain"
-    steps: int = 1000
+    steps: int = number(1000, 1, INT32)
     positional: Any = "rope"  # an encoding, its text ("rope:base=10000"), a list for the layers, or an edit
     qk_norm: str = ""  # model.qk_norm from this phase on; "" keeps the previous one
     qk_norm_init: Literal["matched", "ones"] = "matched"  # scales of an added norm: fitted to the logits, or 1 (DroPE)
-    random_positions: int = 0  # each step draws its positions below this number (Ruoss et al. 2023); 0: 0, 1, 2, ...
+    random_positions: int = number(
+        0, 0, INT32
+    )  # each step draws its positions below this number (Ruoss et al. 2023); 0: 0, 1, 2, ...
     init_from: str = ""  # a checkpoint, hf:DIR, gguf:FILE, or "random"; "": the previous phase's last, else random
-    sequence_length: int = 1024
-    batch_size: int = 256  # windows a step, over all devices and micro-batches
-    accumulate: int = 1  # micro-batches a step
+    sequence_length: int = number(1024, 1, INT32)
+    batch_size: int = number(256, 1, INT32)  # windows a step, over all devices and micro-batches
+    accumulate: int = number(1, 1, INT32)  # micro-batches a step
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
@@ -118,18 +134,22 @@ class PhaseConfig:
 class CheckpointConfig:
     """Which checkpoints a phase saves and keeps. Its last one is always kept."""
 
-    every_steps: int = 1000
-    keep: int = 2  # the latest ones
-    milestones: tuple[int, ...] = ()  # steps of every phase that are saved, and never deleted
+    every_steps: int = number(1000, 1, INT32)
+    keep: int = number(2, 1, INT32)  # the latest ones
+    keep_every: int = number(0, 0, INT32)  # steps that this number divides are kept too; 0: none
+    milestones: tuple[int, ...] = number((), 1, INT32)  # steps of every phase that are saved, and never deleted
+    best: str = ""  # the step with the lowest value of this metric is kept too, such as validation_loss
+    verify: bool = True  # compare a checkpoint with its manifest before training goes on from it
+    on_failure: Literal["stop", "continue"] = "stop"  # at a save that fails, for instance on a full disk
 
 
 @dataclass(frozen=True)
 class LogConfig:
     """How often a run logs metrics and measures the validation loss."""
 
-    every_steps: int = 1
-    validate_every_steps: int = 500
-    validation_batches: int = 8
+    every_steps: int = number(1, 1, INT32)
+    validate_every_steps: int = number(500, 1, INT32)
+    validation_batches: int = number(8, 1, INT32)
 
 
 @dataclass(frozen=True)
@@ -138,22 +158,28 @@ class StabilityConfig:
 
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"  # of a loss or a gradient norm that is NaN or infinite
     on_spike: Literal["warn", "skip", "rewind"] = "warn"
-    spike_sigma: float = 6.0  # a spike is this many standard deviations above the mean of the last accepted steps
-    window: int = 128  # accepted steps that mean and deviation are taken of; no spike is seen before half as many
-    rewind_batches: int = 1  # left out at a rewind: the spike's batch, and others before it
-    replay_every: int = 0  # steps between two whose gradients are computed twice and compared; 0: never
+    spike_sigma: float = number(
+        6.0, 0.1, 1e6
+    )  # a spike is this many standard deviations above the mean of the last accepted steps
+    window: int = number(
+        128, 4, 2**20
+    )  # accepted steps that mean and deviation are taken of; no spike is seen before half as many
+    rewind_batches: int = number(1, 1, INT32)  # left out at a rewind: the spike's batch, and others before it
+    replay_every: int = number(
+        0, 0, INT32
+    )  # steps between two whose gradients are computed twice and compared; 0: never
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
     """Defaults of `pe_lab.evaluate` for this run."""
 
-    factors: tuple[int, ...] = (1, 2, 4, 8)  # lengths, in multiples of the training length
-    tokens: int = 65536  # held-out tokens per perplexity
-    fit_tokens: int = 16384  # other held-out tokens, for a logit scale
-    needle_windows: int = 256  # windows per needle accuracy
-    crop_steps: int = 4  # the cropped context advances by the training length / crop_steps
-    seed: int = 0
+    factors: tuple[int, ...] = number((1, 2, 4, 8), 1, 2**20)  # lengths, in multiples of the training length
+    tokens: int = number(65536, 1, INT32)  # held-out tokens per perplexity
+    fit_tokens: int = number(16384, 1, INT32)  # other held-out tokens, for a logit scale
+    needle_windows: int = number(256, 1, 2**24)  # windows per needle accuracy
+    crop_steps: int = number(4, 1, 2**20)  # the cropped context advances by the training length / crop_steps
+    seed: int = number(0, 0, SEED)
 
 
 @dataclass(frozen=True)
@@ -171,7 +197,7 @@ class Config:
     """An experiment."""
 
     name: str = "run"
-    seed: int = 0
+    seed: int = number(0, 0, SEED)
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
@@ -219,7 +245,24 @@ def from_dict(kind: type, value: Any, where: str = "config") -> Any:
         if key not in hints:
             known = _ALIASES[key] if _ALIASES.get(key) in hints else str(key)
             raise ConfigError(f"{where} has no key '{key}'. {did_you_mean(known, list(hints))}")
-    return kind(**{key: _convert(hints[key], item, f"{where}.{key}") for key, item in value.items()})
+    made = kind(**{key: _convert(hints[key], item, f"{where}.{key}") for key, item in value.items()})
+    check_bounds(made, where)
+    return made
+
+
+def check_bounds(config: Any, where: str) -> None:
+    """`ConfigError` for a number in a config, or in a part of one, that is outside the bounds of its field."""
+    for declared in dataclasses.fields(config):
+        given = getattr(config, declared.name)
+        least, most = declared.metadata.get("bounds", (None, None))
+        for i, value in enumerate(given) if isinstance(given, tuple) else ((None, given),):
+            name = f"{where}.{declared.name}" + (f"[{i}]" if i is not None else "")
+            if dataclasses.is_dataclass(type(value)) and declared.type != "Any":
+                check_bounds(value, name)
+            # A word such as "auto" has no bounds.
+            elif least is not None and not isinstance(value, str) and not least <= value <= most:
+                limit = f"at most {most:,}" if value > most else f"at least {least}"
+                raise ConfigError(f"{name} is {value}; it must be {'positive' if value < least == 1 else limit}.")
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -252,7 +295,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), value, where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        # An int may be too large for a float; no bounds contain it.
+        return float(max(min(value, 10**300), -(10**300)))
     # 1e3 is how people write a thousand steps.
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
@@ -315,6 +359,27 @@ def identity(config: Config) -> dict[str, Any]:
     for name in _IDENTITY:
         walk(plain[name], name)
     return {key: value for key, value in flat.items() if key not in _NOT_IDENTITY}
+
+
+# Keys of the identity that may change between two starts of a run. The change is recorded in the lineage.
+_CHANGEABLE = re.compile(r"phases\.\d+\.(steps|accumulate|optimizer\..+)|model\.(attention|attention_chunk|dtype)")
+
+
+def changed(before: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
+    """The keys of the identity that differ, each with both values; None where one config lacks it.
+
+    `before` is the JSON of a config. Fields that an earlier version of pe_lab did not have get their defaults.
+    """
+    old, new = identity(from_dict(Config, before)), identity(now)
+    return {
+        key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+    }
+
+
+def may_change(key: str, phases: int) -> bool:
+    """Whether a key of the identity may change between two starts of a run, which had so many `phases` before."""
+    added = re.match(r"phases\.(\d+)\.", key)
+    return bool(_CHANGEABLE.fullmatch(key)) or (added is not None and int(added[1]) >= phases)
 
 
 def config_hash(config: Config) -> str:

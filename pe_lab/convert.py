@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pe_lab import storage
 from pe_lab.checkpoints import Checkpoint, is_external, open_checkpoint, open_source
 from pe_lab.checkpoints.families import FAMILIES, leaf_paths
 from pe_lab.checkpoints.hf_export import DTYPES, Export, plan_export, token_ids, write_huggingface
@@ -23,8 +24,9 @@ from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.model import Model
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import build_schedule, describe
-from pe_lab.storage import local_path, new_directory
-from pe_lab.terminal import Progress, argument_parser, command, console
+from pe_lab.storage import new_directory
+from pe_lab.storage.manifest import manifest_of
+from pe_lab.terminal import Progress, argument_parser, command, console, positive
 
 EXAMPLES = """\
 import:
@@ -56,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=DTYPES, help="of exported weights (default: unchanged)")
     p.add_argument(
         "--length",
-        type=int,
+        type=positive,
         metavar="TOKENS",
         help="fix encodings that depend on the length (beta, dynamic YaRN) at this one",
     )
@@ -75,8 +77,6 @@ def parser() -> argparse.ArgumentParser:
 @command
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    if args.length is not None and args.length < 1:
-        raise ConfigError(f"--length is {args.length}; give a positive number of tokens.")
     hide_absent_tpu()
     source = open_source(args.source)
     needs = ("transformers", "torch", *(("gguf",) if source.path.suffix == ".gguf" else ()))
@@ -89,9 +89,9 @@ def main(argv: Sequence[str]) -> int:
     if tokenizer is not None:
         check_vocabulary(tokenizer, source.model.vocab_size, source.display_name)
     if args.to.startswith("hf:"):
-        export_checkpoint(source, tokenizer, local_path("--to", args.to.removeprefix("hf:")), args, python)
+        export_checkpoint(source, tokenizer, storage.path("--to", args.to.removeprefix("hf:")), args, python)
     else:
-        import_checkpoint(source, tokenizer, local_path("--to", args.to), args, python)
+        import_checkpoint(source, tokenizer, storage.path("--to", args.to), args, python)
     return 0
 
 
@@ -157,6 +157,7 @@ def export_checkpoint(
             _check_parity(
                 args, python, Model(source.model), lambda p: compare(_as_exported(args, export), temporary, p)
             )
+        manifest_of(temporary, {"kind": "export"}).write(temporary)
     note = "" if tokenizer else " The checkpoint has no tokenizer."
     print(f"{to}: written from {source.display_name}.{note}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 class UserError(ValueError):
@@ -22,12 +22,20 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged or does not fit: give another one."""
 
 
+class StoreError(UserError):
+    """An object store is not there, refuses, or does not answer: check the bucket, the rights, the network."""
+
+
 class UnsupportedError(UserError):
     """The input is valid, but this version, kernel or machine cannot do what it asks for: ask for something else."""
 
 
 class TrainingDiverged(Exception):
     """The loss or its gradient is not finite. The input is valid: train again from an earlier checkpoint."""
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be written, for instance to a full disk. Earlier ones are whole: make space, train on."""
 
 
 class SilentCorruption(Exception):
@@ -38,3 +46,54 @@ def did_you_mean(name: str, allowed: Sequence[str]) -> str:
     """`Did you mean 'x'?` for the nearest allowed name, else the list of what is allowed."""
     near = difflib.get_close_matches(name, allowed, n=1)
     return f"Did you mean '{near[0]}'?" if near else f"Allowed: {', '.join(sorted(allowed))}."
+
+
+_STORE_LIBRARIES = ("gcsfs", "s3fs", "aiobotocore", "botocore")
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
+_LOGIN = (
+    "gs:// takes those of `gcloud auth application-default login`, GOOGLE_APPLICATION_CREDENTIALS or the machine's "
+    "service account; s3:// those of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws or the machine's role."
+)
+
+
+def store_failure(error: BaseException, where: str = "") -> StoreError | None:
+    """What an exception that a store's library raised means for a user; None for an exception of anything else.
+
+    Args:
+      error: what was raised.
+      where: the address that was read or written.
+    """
+    chain = list(_causes(error))
+    if not any(module.split(".")[0] in _STORE_LIBRARIES for e in chain for module in _modules(e)):
+        return None
+    names = {type(e).__name__ for e in chain}
+    text = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)[:300]
+    codes = {str(getattr(e, "code", "") or getattr(e, "status", "")) for e in chain}
+    at = f"'{where}'" if where else "The object store"
+    if names & set(_NO_CREDENTIALS) or "401" in codes or "Unauthorized" in text:
+        return StoreError(f"{at}: there are no credentials, or they are not valid ({text}). {_LOGIN}")
+    if isinstance(error, PermissionError) or text.startswith("Forbidden") or "403" in codes:
+        return StoreError(
+            f"{at}: the store refuses this account ({text}). Ask for rights on the bucket, or log in anew."
+        )
+    if isinstance(error, FileNotFoundError):
+        return StoreError(f"{at}: there is no such bucket or object ({text}). Check the address.")
+    return StoreError(
+        f"{at}: the store does not answer as it should, also after several attempts ({text}). Nothing is half-written: "
+        "repeat the command once the network or the store works again."
+    )
+
+
+def _modules(error: BaseException) -> Iterator[str]:
+    """The modules that an exception came through."""
+    frame = error.__traceback__
+    while frame is not None:
+        yield frame.tb_frame.f_globals.get("__name__", "")
+        frame = frame.tb_next
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception, and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

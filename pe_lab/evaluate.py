@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from pe_lab import storage
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.tasks.suites import add_arguments, parse_suites
 from pe_lab.results.records import Record
-from pe_lab.terminal import argument_parser, command, console
+from pe_lab.terminal import any_seed, argument_parser, command, console
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,8 +38,12 @@ def parser() -> argparse.ArgumentParser:
         help="the weights under another encoding, such as yarn:factor=2, or one a layer, as half:rope+nope+...; tables "
         "call it NAME, by default the encoding or layer ranges (rope 0; nope 1); repeatable",
     )
-    add("--seed", type=int, help="which held-out needles (default 0), which prompts (default 42; lm_eval has its own)")
-    add("--out", type=Path, help="the directory of the results (default: RUN/evaluation)")
+    add(
+        "--seed",
+        type=any_seed,
+        help="which held-out needles (default 0), which prompts (default 42; lm_eval has its own)",
+    )
+    add("--out", help="the directory of the results (default: RUN/evaluation)")
     add("--attention", metavar="NAME", help="an implementation of attention that python -m pe_lab.attention lists")
     add("--again", action="store_true", help="measure existing results again")
     add(
@@ -54,10 +58,6 @@ def parser() -> argparse.ArgumentParser:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser().parse_args(argv)
-    for name in ("tokens", "fit_tokens", "windows", "samples", "stride", "max_new_tokens"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
     if arguments.per_document and arguments.suite not in (None, "perplexity"):
         raise ConfigError("--per-document measures perplexity alone: leave --suite out, or ask in a call of its own.")
     if arguments.per_document and arguments.text is None:
@@ -76,7 +76,8 @@ def main(argv: Sequence[str]) -> int:
     from pe_lab.parallel import one_program
 
     if arguments.predictions:
-        tables.print_records(score_predictions(Path(arguments.predictions)))
+        predictions = storage.local_copy(storage.path("--predictions", arguments.predictions))
+        tables.print_records(score_predictions(predictions))
         return 0
     suites = parse_suites(arguments.suite) if arguments.suite is not None else None
     methods = parse_methods(arguments.methods) if arguments.methods is not None else None
@@ -97,12 +98,13 @@ def evaluate(
 
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
     targets = locate_all(arguments.source, steps)
+    given = storage.path("--out", arguments.out) if arguments.out else None
     records: list[Record] = []
     for target in targets:
-        out = arguments.out or target.root / "evaluation"
+        out = given or target.root / "evaluation"
         if len(targets) > 1:
             console().print(f"{target.display_name}:")
-            out = arguments.out / target.display_name if arguments.out else out
+            out = given / target.display_name if given else out
         session = Session(target, arguments, suites, methods, out)
         records += [{**record, "run": target.display_name} for record in session.run()]
     return records

@@ -7,11 +7,11 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pe_lab.errors import ConfigError, DataError, UnsupportedError
-from pe_lab.terminal import argument_parser, command
+from pe_lab import storage
+from pe_lab.errors import DataError, UnsupportedError
+from pe_lab.terminal import any_seed, argument_parser, bounded, command, natural, positive
 
 if TYPE_CHECKING:
     from pe_lab.language_model import LanguageModel
@@ -30,13 +30,19 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--prompts", metavar="FILE", help="a file of prompts, one per line, continued together; writes JSON lines"
     )
-    parser.add_argument("--batch", type=int, default=16, metavar="N", help="prompts in a batch (default: 16)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="per prompt (default: 128)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this probability")
+    parser.add_argument(
+        "--batch", type=bounded(int, 1, 2**20), default=16, metavar="N", help="prompts in a batch (default: 16)"
+    )
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="per prompt (default: 128)")
+    parser.add_argument(
+        "--temperature", type=bounded(float, 0.0, 1e6), default=0.0, help="0, the default, takes the likeliest token"
+    )
+    parser.add_argument("--top-k", type=natural, default=0, help="draw from the k likeliest tokens; 0: from all")
+    parser.add_argument(
+        "--top-p", type=bounded(float, 0.0, 1.0), default=1.0, help="draw from the likeliest tokens of this probability"
+    )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this; repeatable")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    parser.add_argument("--seed", type=any_seed, default=0, help="seed of the sampling")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the chat template")
     positional = parser.add_mutually_exclusive_group()
     positional.add_argument(
@@ -44,10 +50,10 @@ def parser() -> argparse.ArgumentParser:
     )
     positional.add_argument("--drop", action="store_true", help="no positional encoding")
     parser.add_argument("--attention", metavar="NAME", help="an implementation that python -m pe_lab.attention lists")
-    parser.add_argument("--cache-length", type=int, help="most tokens of a prompt and its continuation")
+    parser.add_argument("--cache-length", type=positive, help="most tokens of a prompt and its continuation")
     parser.add_argument(
         "--refresh",
-        type=int,
+        type=natural,
         default=1,
         help="for encodings that depend on the length: recompute the KV cache after so many tokens (1, the default, is "
         "exact; 0 never recomputes it)",
@@ -64,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 def read_text(option: str, path: str) -> str:
     """The text of a file; `DataError` if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return storage.read_bytes(storage.path(option, path)).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{option}: '{path}' cannot be read as text ({error}).") from None
 
@@ -129,8 +135,6 @@ def why_empty(new_tokens: int) -> str:
 @command
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    if args.batch < 1:
-        raise ConfigError(f"--batch is {args.batch}; continue at least one prompt at a time.")
     from pe_lab.parallel import is_first, on_first, one_program
 
     try:

@@ -366,14 +366,11 @@ class LanguageModel(Inspection):
 
     def save(self, directory: str | Path) -> Path:
         """Writes a child checkpoint into a new directory and returns its path; `init_from` can name it."""
-        what = change(self.checkpoint.layers, self.layers)
-        where = write_child(self.checkpoint, self.layers, directory, what)
         tokenizer = self.tokenizer
         if tokenizer is None and self.checkpoint.tokenizer:
             tokenizer = load_tokenizer(self.checkpoint.tokenizer)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, Path(directory) / "tokenizer")
-        return where
+        saved = None if tokenizer is None else functools.partial(save_tokenizer, tokenizer)
+        return write_child(self.checkpoint, self.layers, directory, change(self.checkpoint.layers, self.layers), saved)
 
 
 def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> LanguageModel:

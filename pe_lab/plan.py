@@ -37,7 +37,7 @@ from pe_lab.planning.tables import compiled_text, evaluation_text, size, trainin
 from pe_lab.positional import build_schedule
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import write_json
-from pe_lab.terminal import argument_parser, command, console, waiting
+from pe_lab.terminal import argument_parser, bounded, command, console, waiting
 
 DESCRIPTION = """\
 Prints the parameters, tokens, FLOPs and hours of a recipe and the memory of one chip, without running it. Memory is
@@ -63,7 +63,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--config", required=True, help="recipe, argument after a colon: configs/x.py:quick")
     p.add_argument("--topology", default="local", help="chips to plan for; local by default")
     p.add_argument(
-        "--slices", type=int, default=1, metavar="N", help="that many such TPU slices, joined by the network"
+        "--slices",
+        type=bounded(int, 1, 2**20),
+        default=1,
+        metavar="N",
+        help="that many such TPU slices, joined by the network",
     )
     p.add_argument("--phase", metavar="NAME", help="phase to compile, or all; the largest by default")
     p.add_argument(
@@ -81,7 +85,9 @@ def parser() -> argparse.ArgumentParser:
         "--against", type=Path, metavar="FILE", help="compare the step with one that --explain --json wrote before"
     )
     p.add_argument("--no-compile", action="store_true", help="estimates only: seconds instead of minutes")
-    p.add_argument("--mfu", type=float, default=0.4, help="assumed share of the peak (default: %(default)s)")
+    p.add_argument(
+        "--mfu", type=bounded(float, 1e-6, 1.0), default=0.4, help="assumed share of the peak (default: %(default)s)"
+    )
     p.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
     return p
 
@@ -90,8 +96,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     rest, overrides = split_overrides(argv)
     args = parser().parse_args(rest)
-    if not 0 < args.mfu <= 1:
-        raise ConfigError(f"--mfu={args.mfu}: a share of the peak lies above 0 and is at most 1.")
     if args.json and not args.json.parent.is_dir():
         raise ConfigError(f"--json={args.json}: there is no directory '{args.json.parent}'.")
     if args.topology == "local":

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pe_lab import storage
 from pe_lab.config import SourceConfig
 from pe_lab.data.preparation import encodable, prepare
 from pe_lab.data.shards import METADATA_FILE, Metadata, open_prepared
 from pe_lab.data.sources import Source, open_source
 from pe_lab.data.tokenizers import load_tokenizer, train_sentencepiece, training_size
 from pe_lab.errors import ConfigError
-from pe_lab.storage import local_path
-from pe_lab.terminal import argument_parser, command, table
+from pe_lab.terminal import argument_parser, bounded, command, table
 
 DESCRIPTION = """\
 Tokenizes a corpus and writes it to a directory of ArrayRecord shards, with a metadata.json (source,
@@ -53,21 +53,21 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--column", default="text", help="the column that holds the text (default: %(default)s)")
     p.add_argument(
         "--validation-fraction",
-        type=float,
+        type=bounded(float, 0.0, 1.0),
         default=0.01,
         metavar="F",
         help="share of the documents held out for validation, chosen by their hash (default: %(default)s)",
     )
-    p.add_argument("--limit-documents", type=int, metavar="N", help="read only the first N documents")
+    p.add_argument(
+        "--limit-documents", type=bounded(int, 1, 10**12), metavar="N", help="read only the first N documents"
+    )
     return p
 
 
 @command
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    if args.limit_documents is not None and args.limit_documents < 1:
-        raise ConfigError(f"--limit-documents={args.limit_documents} must be at least 1.")
-    out = local_path("--out", args.out)
+    out = storage.path("--out", args.out)
     source = open_source(SourceConfig(source=args.source, column=args.column))
     if (out / METADATA_FILE).is_file():
         metadata = _check_done(args, source, out)

@@ -6,11 +6,14 @@ No other module sees a ConfigDict, except the recipes.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib.util
+import re
 import sys
+import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +31,46 @@ def load_config(reference: str, overrides: Mapping[str, str] | None = None) -> C
       overrides: `{"model.layers": "4", "phases.0.steps": "10"}`; a value is a Python literal or else a text.
 
     Raises:
-      ConfigError: there is no such file or no `get_config` in it, a key is unknown, a value has another type.
+      ConfigError: there is no such file or no `get_config` in it, its code raises anything, a key is unknown, a value
+        has another type or is out of bounds.
     """
     name, _, arg = reference.partition(":")
-    get_config = getattr(_recipe_module(Path(name)), "get_config", None)
-    if get_config is None:
+    with _explained(name):
+        module = _recipe_module(Path(name))
+    get_config = getattr(module, "get_config", None)
+    if not callable(get_config):
         raise ConfigError(f"--config: '{name}' defines no get_config(arg).")
-    try:
+    with _explained(name):
         tree = _plain(get_config(arg))
-    except ValueError as error:  # a recipe refuses its argument
-        raise ConfigError(f"--config: '{name}': {error}") from None
-    except AttributeError as error:
-        if "'dict' object" not in str(error):
-            raise
-        raise ConfigError(
-            f"--config: '{name}' sets an attribute of a dict ({error}). Make phases with pe_lab.recipes.phase(...), or "
-            "write config.phases[0]['steps'] = ..."
-        ) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"--config: get_config of '{name}' returns {tree!r}; it must return a ConfigDict.")
     for key, text in (overrides or {}).items():
         _override(tree, key, text)
     return from_dict(Config, tree)
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Makes whatever the code of a recipe raises a `ConfigError` with the line of the recipe that raised it."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:  # a recipe refuses its argument
+        raise ConfigError(f"--config: '{name}': {error}") from None
+    except (Exception, SystemExit) as error:
+        if isinstance(error, AttributeError) and "'dict' object" in str(error):
+            raise ConfigError(
+                f"--config: '{name}' sets an attribute of a dict ({error}). Make phases with "
+                "pe_lab.recipes.phase(...), or write config.phases[0]['steps'] = ..."
+            ) from error
+        directory = str(Path(name).parent.resolve())
+        frames = traceback.extract_tb(error.__traceback__)
+        at = next((frame for frame in reversed(frames) if frame.filename.startswith(directory)), None)
+        where = f"{error.filename}, line {error.lineno}: " if isinstance(error, SyntaxError) else ""
+        where = where or (f"{at.filename}, line {at.lineno}: " if at else "")
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ConfigError(f"--config: {where or repr(name) + ': '}{type(error).__name__}: {reason}") from error
 
 
 def _recipe_module(path: Path) -> types.ModuleType:
@@ -86,7 +107,7 @@ def _override(tree: Any, key: str, text: str) -> None:
     def index(items: list[Any] | dict[str, Any], name: str) -> Any:
         if isinstance(items, dict):
             return name
-        if not name.isdigit() or int(name) >= len(items):
+        if not re.fullmatch("[0-9]{1,9}", name) or int(name) >= len(items):
             raise ConfigError(f"--config.{key}: '{name}' is not one of the {len(items)} items, numbered from 0.")
         return int(name)
 
@@ -98,7 +119,7 @@ def _override(tree: Any, key: str, text: str) -> None:
             raise ConfigError(f"--config.{key}: '{name}' is a single value and has nothing inside.")
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: brackets nested too deep
         value = {"true": True, "false": False}.get(text.lower(), text)
     tree[index(tree, last)] = value
 

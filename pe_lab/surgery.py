@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from pe_lab import storage
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
 from pe_lab.checkpoints.qk_norm import change_qk_norm
@@ -23,8 +25,7 @@ from pe_lab.errors import CheckpointError, ConfigError, DataError, UserError
 from pe_lab.parallel import start_processes
 from pe_lab.positional import DOPE, Beta, Layer, build_schedule, denoise_by, describe, drop, read_scores, read_with
 from pe_lab.positional.codec import numbers_and_ranges
-from pe_lab.storage import local_path
-from pe_lab.terminal import argument_parser, command
+from pe_lab.terminal import argument_parser, bounded, command
 
 FIT_WINDOWS, FIT_LENGTH = 8, 1024  # windows to fit a QK-norm's constants on, and the most tokens of each
 
@@ -53,14 +54,24 @@ def parser() -> argparse.ArgumentParser:
         "--suite=beta",
     )
     parser.add_argument("--layers", help="layers to drop, such as 0,2,8-11; all by default (with --drop)")
-    parser.add_argument("--count", type=int, default=1, help="number of heads to denoise (with --mask-heads)")
+    parser.add_argument(
+        "--count", type=bounded(int, 1, 2**20), default=1, help="number of heads to denoise (with --mask-heads)"
+    )
     parser.add_argument(
         "--order", default="ascending", choices=("ascending", "descending"), help="the lowest scores, or the highest"
     )
     parser.add_argument("--dope", default="all-nope", choices=DOPE, help="method for these heads (all-nope by default)")
-    parser.add_argument("--dope-seed", type=int, metavar="N", help="seed of --dope=gaussian (0) and gaussian-unit (42)")
     parser.add_argument(
-        "--dope-sigma", type=float, metavar="X", help="standard deviation of that noise (the other heads'; 1)"
+        "--dope-seed",
+        type=bounded(int, 1, 2**32 - 1),
+        metavar="N",
+        help="seed of --dope=gaussian (0) and gaussian-unit (42)",
+    )
+    parser.add_argument(
+        "--dope-sigma",
+        type=bounded(float, 0.0, 1e6),
+        metavar="X",
+        help="standard deviation of that noise (the other heads'; 1)",
     )
     norm = parser.add_mutually_exclusive_group()
     norm.add_argument(
@@ -156,7 +167,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if args.qk_norm_init == "ones" and not args.add_qk_norm:
         raise ConfigError("--qk-norm-init=ones goes with --add-qk-norm.")
-    to = local_path("--to", args.to)
+    to = storage.path("--to", args.to)
     start_processes()
     parent = open_checkpoint(args.source)
     after, model = edited_layers(parent, args), parent.model
@@ -173,9 +184,8 @@ def main(argv: Sequence[str]) -> int:
         what = str(effect) if what == NOTHING else f"{what}; {effect}"
         parent = dataclasses.replace(parent, model=model, params=params)
     tokenizer = load_tokenizer(parent.tokenizer) if parent.tokenizer else None
-    where = write_child(parent, after, to, what)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, to / "tokenizer")
+    saved = None if tokenizer is None else functools.partial(save_tokenizer, tokenizer)
+    where = write_child(parent, after, to, what, saved)
     print(describe(schedule, after))
     print(f"{where}: child of {parent.path}: {what}")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import functools
 import os
 import signal
@@ -11,45 +12,134 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
-from pe_lab.errors import SilentCorruption, TrainingDiverged, UserError
+from pe_lab.errors import ConfigError, SaveFailed, SilentCorruption, TrainingDiverged, UserError, store_failure
 
+Number = TypeVar("Number", int, float)
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
 def command(main: Callable[..., int]) -> Callable[..., int]:
     """Wraps a command's `main`, which gets a list of arguments, by default those of the command line.
 
-    A `UserError` becomes one message on stderr and exit status 2, `TrainingDiverged` and `SilentCorruption` a message
-    and status 1, an interruption from the keyboard one line and status 130.
+    A `UserError` becomes one message on stderr and exit status 2, and so does a failure of an object store or of the
+    machine: a full disk, a directory that cannot be written, memory that does not suffice. `TrainingDiverged` and
+    `SilentCorruption` are status 1, `SaveFailed` status 3, an interruption from the keyboard one line and status 130.
     """
 
     @functools.wraps(main)
     def wrapper(argv: Sequence[str] | None = None) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            # A file name need not be UTF-8, and a terminal need not know every character: print shows an escape.
+            if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
         try:
             return main(sys.argv[1:] if argv is None else list(argv))
-        except (UserError, TrainingDiverged, SilentCorruption) as error:
+        except (UserError, TrainingDiverged, SilentCorruption, SaveFailed) as error:
             print(f"error: {error}", file=sys.stderr)
-            return 2 if isinstance(error, UserError) else 1
+            return {TrainingDiverged: 1, SilentCorruption: 1, SaveFailed: 3}.get(type(error), 2)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr, flush=True)
             if argv is None:  # as a process: what an interrupted compilation has left crashes Python's own ending
                 sys.stdout.flush()
                 os._exit(128 + signal.SIGINT)
             return 128 + signal.SIGINT
+        except Exception as error:
+            reason = store_failure(error) or machine_failure(error)
+            if reason is None:
+                raise
+            print(f"error: {reason}", file=sys.stderr)
+            return 2
 
     return wrapper
 
 
-def argument_parser(command: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
-    """The parser of `python -m pe_lab.COMMAND`. Its help wraps the texts, unless they have lines of their own."""
+def leave(status: int) -> NoReturn:
+    """Ends the process with the status of a command."""
+    import jax
+
+    if status == os.EX_TEMPFAIL and not jax.distributed.is_initialized():
+        # The request to stop may have come in the middle of a compilation, whose threads Python's end does not survive.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+# What to do about an error of the system. Libraries repeat the text of the first of them in errors of their own.
+_SPACE, _WRITE = "Free some space, or write elsewhere.", "Change its permissions, or give another path."
+_WRAPPED = {errno.ENOSPC: _SPACE, errno.EDQUOT: _SPACE, errno.EROFS: "Write elsewhere.", errno.EACCES: _WRITE}
+_ADVICE = _WRAPPED | {errno.EPERM: _WRITE, errno.EMFILE: "Raise the limit of open files: ulimit -n 65536."}
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "Unable to allocate")
+
+
+def machine_failure(error: BaseException | None) -> str | None:
+    """The message for an error that a disk, a file system or the memory caused; None for any other error.
+
+    Orbax, tensorstore and XLA wrap such errors in others, or repeat their text: the chain of causes is searched.
+    """
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    for one in chain:
+        lines = str(one).strip().splitlines() or ["it is exhausted"]
+        if isinstance(one, MemoryError) or any(words in str(one) for words in _OUT_OF_MEMORY):
+            return f"The memory of this machine does not suffice ({lines[0][:200]}). Ask for less, or use a larger one."
+        if isinstance(one, OSError) and one.errno is not None:
+            where = f"'{one.filename}': " if one.filename is not None else ""
+            advice = _ADVICE.get(one.errno, "Check the path, and run the command again.")
+            return f"{where}{os.strerror(one.errno)}. {advice}"
+        for code, advice in _WRAPPED.items():
+            line = next((line.strip() for line in lines if os.strerror(code) in line), None)
+            if line is not None:
+                return f"{line[:300]}. {advice}"
+    return None
+
+
+def bounded(kind: type[Number], least: Number, most: Number) -> Callable[[str], Number]:
+    """The type of a numeric flag, for argparse: an int or a float in these bounds, ends included."""
+
+    def parse(text: str) -> Number:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:  # NaN lies nowhere
+            what = "a whole number" if kind is int else "a number"
+            shown = text if len(text) <= 40 else f"{text[:40]}..."
+            raise argparse.ArgumentTypeError(f"'{shown}' is not {what} from {least:,} to {most:,}")
+        return value
+
+    return parse
+
+
+# Counts of tokens, samples and steps are int32 on the devices, seeds uint32.
+positive, natural, any_seed = bounded(int, 1, 2**31 - 1), bounded(int, 0, 2**31 - 1), bounded(int, 0, 2**32 - 1)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are those of pe_lab."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (--help lists the options)")
+
+
+def argument_parser(
+    command: str, description: str, epilog: str | None = None, **options: Any
+) -> argparse.ArgumentParser:
+    """The parser of `python -m pe_lab.COMMAND`. Its help wraps the texts, unless they have lines of their own.
+
+    `parse_args` raises `ConfigError` for a bad command line.
+    """
     own_lines = "\n" in description + (epilog or "")
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=f"python -m pe_lab.{command}",
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter if own_lines else argparse.HelpFormatter,
+        **options,
     )
 
 

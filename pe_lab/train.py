@@ -6,9 +6,9 @@ import argparse
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # while the imports below run, a request to stop has nothing to save: status 75
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -16,19 +16,20 @@ if __name__ == "__main__":  # while the imports below run, a request to stop has
 
 import jax
 
+from pe_lab import storage
 from pe_lab.data.tokenizers import KIND_FILE, save_tokenizer
 from pe_lab.parallel import has_accelerator, keep_freed_memory, start_processes
 from pe_lab.parallel.lost_processes import lost_processes
 from pe_lab.parallel.stopping import Stopped, stop_requests, watch_maintenance
 from pe_lab.recipes import load_config, split_overrides
-from pe_lab.storage import local_path, new_directory
-from pe_lab.terminal import argument_parser, command, console
-from pe_lab.training import open_run, train_phase
+from pe_lab.storage import AnyPath, new_directory
+from pe_lab.terminal import argument_parser, command, console, leave
+from pe_lab.training import Run, open_run, train_phase
 from pe_lab.training.ledger import FILE as LEDGER
 from pe_lab.training.ledger import Ledger, balance, read_ledger
-from pe_lab.training.logs import claim_workdir, write_run
 from pe_lab.training.machine import peak_flops
 from pe_lab.training.profiling import Profiler, parse_steps
+from pe_lab.training.workdir import claim_workdir, working_alone, write_run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,41 +68,47 @@ def _train(argv: Sequence[str]) -> int:
     args = parser().parse_args(rest)
     profiler = Profiler(parse_steps(args.profile)) if args.profile else Profiler()
     config = load_config(args.config, overrides)
-    workdir = local_path("--workdir", args.workdir) if args.workdir else Path("runs") / config.name
-    claim_workdir(workdir, config)
+    workdir = storage.path("--workdir", args.workdir) if args.workdir else Path("runs") / config.name
+    before = claim_workdir(workdir, config)
     if not has_accelerator():
         keep_freed_memory()  # before JAX starts; halves the processor time of a small step
     start_processes()
     watch_maintenance()
-    run = open_run(config, workdir)
-    first = jax.process_index() == 0
-    out = console(quiet=not first)
-    if first:
-        write_run(workdir, config, shlex.join(["python", "-m", "pe_lab.train", *argv]))
-        if not (workdir / "tokenizer").exists():
-            with new_directory(workdir / "tokenizer", marker=KIND_FILE) as building:
-                save_tokenizer(run.tokenizer, building)
-    out.print(
-        f"{config.name}: {run.models[0].num_parameters:,} parameters, {len(run.phases)} phases, "
-        f"mesh {dict(run.mesh.shape)}, in {workdir}"
-    )
+    out = console(quiet=jax.process_index() != 0)
+    with working_alone(workdir, out.print):
+        run = open_run(config, workdir)
+        if jax.process_index() == 0:
+            write_run(workdir, config, shlex.join(["python", "-m", "pe_lab.train", *argv]), before)
+            if not storage.exists(workdir / "tokenizer" / KIND_FILE):
+                with new_directory(workdir / "tokenizer", marker=KIND_FILE) as building:
+                    save_tokenizer(run.tokenizer, building)
+        out.print(
+            f"{config.name}: {run.models[0].num_parameters:,} parameters, {len(run.phases)} phases, "
+            f"mesh {dict(run.mesh.shape)}, in {workdir}"
+        )
+        last = _train_phases(run, profiler, out)
+    if profiler.trained < profiler.steps.start:
+        out.print(f"--profile={args.profile}: nothing was traced; this command trained {profiler.trained} steps")
+    out.print(f"{config.name}: complete, {last}")
+    return 0
+
+
+def _train_phases(run: Run, profiler: Profiler, out: Any) -> AnyPath:
+    """Trains all phases, keeps the ledger, and returns the last checkpoint."""
     peak, previous = peak_flops(), None
-    ledger = Ledger(workdir / LEDGER if first else None)
+    ledger = Ledger(run.workdir / LEDGER if jax.process_index() == 0 else None)
     try:
         with lost_processes():
             for phase in run.phases:
                 previous = train_phase(run, phase, previous, peak, profiler, ledger)
     except Stopped as stopped:
-        raise Stopped(f"{config.name}: {stopped}") from None
+        raise Stopped(f"{run.config.name}: {stopped}") from None
     finally:
         ledger.close()
         if ledger.opened:
-            out.print(f"time of this run: {balance(read_ledger(workdir / LEDGER))}")
-    if profiler.trained < profiler.steps.start:
-        out.print(f"--profile={args.profile}: nothing was traced; this command trained {profiler.trained} steps")
-    out.print(f"{config.name}: complete, {previous}")
-    return 0
+            out.print(f"time of this run: {balance(read_ledger(run.workdir / LEDGER))}")
+    return previous
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

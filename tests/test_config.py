@@ -196,7 +196,7 @@ def test_the_hash_follows_what_a_result_depends_on(tmp_path):
         "phases__0__optimizer__b1",
         "phases__0__positional",
     ):
-        value = "alibi" if key.endswith("positional") else 3
+        value = "alibi" if key.endswith("positional") else 0.5 if key.endswith("b1") else 3
         assert config_hash(tiny(tmp_path, **{key: value})) != config_hash(config), key
     for key in (
         "name",

@@ -75,10 +75,10 @@ WRONG = {
     "the same for an export": (["--to=hf:{full}"], r"--to '.*full' exists and is not empty"),
     "a file in the way": (["--to={full}/file"], r"--to '.*file' exists and is not empty"),
     "below a file": (["--to={full}/file/new"], r"--to '.*new' cannot be written"),
-    "an object store": (["--to=gs://bucket/x"], "is an address, and a path is needed"),
+    "a whole bucket": (["--to=gs://bucket"], "is a whole bucket; give a directory in it"),
     "a family for an import": (["--to={new}", "--family=llama"], "--family goes with --to=hf:DIR"),
     "a dtype for an import": (["--to={new}", "--dtype=float16"], "--dtype goes with --to=hf:DIR"),
-    "a length of nothing": (["--to=hf:{new}", "--length=0"], "--length is 0; give a positive number"),
+    "a length of nothing": (["--to=hf:{new}", "--length=0"], "argument --length: '0' is not a whole number"),
     "a family that cannot": (["--to=hf:{new}", "--family=qwen3"], "qwen3 cannot hold this model: qk_norm is 'none'"),
     "no such interpreter": (["--to={new}", "--parity-python=/nowhere/python"], "'/nowhere/python' cannot be run"),
     "an interpreter without packages": (

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shutil
 import time
 
 import numpy as np
@@ -14,6 +15,7 @@ from pe_lab.data.shards import METADATA_FILE, TokenStream, open_prepared, read_m
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.data.windows import TokenWindows, make_batch, segment_ids
 from pe_lab.errors import UserError
+from pe_lab.storage.manifest import sealed
 
 DOCUMENTS = [f"document {i}: " + "lorem ipsum " * (i % 7) for i in range(300)]
 
@@ -57,6 +59,7 @@ def test_every_document_is_in_one_split(tmp_path, small_records):
     assert sum(m.tokens.values()) == sum(len(d) + 1 for d in DOCUMENTS)
     assert {split: stream.tokens for split, stream in opened.streams.items()} == m.tokens
     assert len(m.shards["train"]) > 3 and all(s.records <= 10 for s in m.shards["train"])
+    assert {split: sum(s.documents for s in m.shards[split]) for split in m.shards} == m.documents
     assert m.dtype == "uint16" and m.eos_id == 256 and m.characters == sum(map(len, DOCUMENTS))
 
 
@@ -189,6 +192,48 @@ def test_damage_is_found_and_named(tmp_path, monkeypatch):
         open_prepared(out)
 
 
+def test_a_record_that_was_not_written_there_is_never_read(tmp_path, small_records, monkeypatch):
+    """A shard of other data in the place of one, of the same size: ArrayRecord itself has nothing against it."""
+    out, other = prepared(tmp_path), tmp_path / "other"
+    other.mkdir()
+    swapped = prepared(other, [document.replace("lorem", "dolor") for document in DOCUMENTS])
+    path = first_shard(out)
+    shutil.copyfile(swapped / path.name, path)
+    shard = read_metadata(out).shards["train"][0]
+    path.write_bytes(path.read_bytes().ljust(shard.bytes, b"\0")[: shard.bytes])
+    for size in (2**20, 0):
+        monkeypatch.setattr(shards, "IN_MEMORY_BYTES", size)
+        with pytest.raises(UserError, match=f"{path.name} is damaged"):
+            open_prepared(out).streams["train"].read(0, 100)
+
+
+def test_the_checksums_of_records_are_verified_too(tmp_path):
+    out = prepared(tmp_path)
+    path = first_shard(out).with_suffix(".crc32c")
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(UserError, match=f"{first_shard(out).name} is damaged: {path.name} has changed"):
+        open_prepared(out).streams["train"].read(0, 1)
+
+
+def test_a_changed_digit_of_the_metadata_is_found(tmp_path):
+    path = prepared(tmp_path) / METADATA_FILE
+    path.write_text(path.read_text().replace('"eos_id": 256', '"eos_id": 255'))
+    with pytest.raises(UserError, match="metadata.json is damaged: it does not have the content"):
+        open_prepared(path.parent)
+
+
+def test_data_of_the_version_without_digests_are_read(tmp_path):
+    path = prepared(tmp_path) / METADATA_FILE
+    metadata = json.loads(path.read_text()) | {"format": 1}
+    del metadata["crc32c"]
+    for shard in (shard for split in metadata["shards"].values() for shard in split):
+        del shard["crc32c"], shard["records_crc32c"], shard["documents"]
+    path.write_text(json.dumps(metadata))
+    stream = open_prepared(path.parent).streams["train"]
+    assert len(stream.read(0, stream.tokens)) == metadata["tokens"]["train"]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -202,7 +247,8 @@ def test_damage_is_found_and_named(tmp_path, monkeypatch):
 def test_damaged_metadata(tmp_path, change, says):
     out = prepared(tmp_path, DOCUMENTS[:3])
     path = out / METADATA_FILE
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    changed = change(json.loads(path.read_text()))
+    path.write_text(json.dumps(sealed(changed) if isinstance(changed, dict) else changed))
     with pytest.raises(UserError, match=says):
         open_prepared(out)
     path.write_text("{")

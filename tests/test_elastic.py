@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_runs import compilations_kept, finish, losses, start_together, tiny, train, write_recipe  # noqa: F401
 
-from pe_lab.checkpoints.store import steps_in
+from pe_lab.checkpoints.locating import steps_in
 from pe_lab.training import loop, open_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compilations_kept")]

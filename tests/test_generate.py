@@ -207,7 +207,7 @@ def test_other_encodings_of_the_same_weights(lm, run, capsys):
         (["--prompt="], "The prompt is empty"),
         (["--prompt-file=no/such"], "'no/such' cannot be read as text"),
         (["--prompts=no/such"], "'no/such' cannot be read as text"),
-        (["--prompt=a", "--batch=0"], "--batch is 0"),
+        (["--prompt=a", "--batch=0"], "argument --batch: '0' is not a whole number from 1"),
         (["--prompt=a", "--chat"], "chat template"),
         (["--prompt=a", "--top-p=0"], "top_p is 0.0"),
         (["--prompt=a", "--cache-length=4"], "do not fit a cache of 4"),

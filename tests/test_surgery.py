@@ -1,14 +1,26 @@
 """`python -m pe_lab.surgery`: an edited child, an untouched source, and training that starts from the child."""
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
+import time
 
 import jax
 import numpy as np
 import pytest
-from tiny_runs import arrays, compilations_kept, fingerprint, records, tiny, train, trained  # noqa: F401
+from tiny_runs import (  # noqa: F401
+    arrays,
+    compilations_kept,
+    fingerprint,
+    records,
+    start,
+    tiny,
+    train,
+    trained,
+)
 
 import pe_lab
 from pe_lab.checkpoints import open_checkpoint
@@ -91,8 +103,8 @@ def test_training_starts_from_the_child(run, tmp_path):
     ("arguments", "says"),
     [
         (["--from=nowhere", "--to=b", "--drop"], "There is no checkpoint at 'nowhere'"),
-        (["--from=RUN", "--to=gs://bucket/b", "--drop"], "is an address, and a path is needed"),
-        (["--from=RUN", "--to=full", "--drop"], "'full' exists and is not empty"),
+        (["--from=RUN", "--to=ftp://bucket/b", "--drop"], "addresses begin with gs:// or s3://"),
+        (["--from=RUN", "--to=full", "--drop"], "full' exists and is not empty"),
         (["--from=RUN", "--to=full/file", "--drop"], "exists and is not empty"),
         (["--from=RUN", "--to=b", "--drop", "--layers=2"], "there is no layer 2; the model has layers 0 to 1"),
         (["--from=RUN", "--to=b", "--drop", "--layers=1-0"], "'1-0' is not a number or a range"),
@@ -117,7 +129,7 @@ def test_a_damaged_source_writes_nothing(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(copy / "checkpoints" / "8" / "params" / "d")
     before = fingerprint(tmp_path)
-    assert main([f"--from={copy}", f"--to={tmp_path / 'b'}", "--drop"]) == 2
+    assert main([f"--from={copy / 'checkpoints' / '8'}", f"--to={tmp_path / 'b'}", "--drop"]) == 2
     assert "is damaged" in capsys.readouterr().err
     assert fingerprint(tmp_path) == before
 
@@ -227,3 +239,45 @@ def test_heads_are_masked_by_their_scores(run, tmp_path, capsys, dope, order, he
     tokens = np.random.default_rng(0).integers(0, 300, (1, 40)).astype(np.int32)
     assert np.abs(lm.logits(tokens) - parent.logits(tokens)).max() > 1e-4
     np.testing.assert_array_equal(lm.logits(tokens), parent.with_positional(child.layers).logits(tokens))
+
+
+def test_a_failure_leaves_nothing_that_refuses_a_repetition(run, tmp_path, monkeypatch, capsys):
+    command = [f"--from={run}", f"--to={tmp_path / 'new' / 'dropped'}", "--drop"]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "tokenizer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pe_lab.surgery.save_tokenizer", full)  # the last file to be written
+        assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "cannot be written (No space left on device)" in said and said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert main(command) == 0
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_can_be_repeated_and_two_do_not_ruin_each_other(run, tmp_path):
+    """Six processes, of which four are killed: 40 s."""
+    to = tmp_path / "out" / "dropped"
+    command = ["pe_lab.surgery", f"--from={run}", f"--to={to}", "--drop"]
+    moments = ("*", "*/checkpoints", "*/checkpoints/0*", "*/tokenizer")
+    for moment in moments:
+        process = start(command, tmp_path)
+        deadline = time.monotonic() + 60
+        while not list(to.parent.glob(f".dropped.partial-{moment}")) and time.monotonic() < deadline:
+            if process.poll() is not None:
+                break
+        process.kill()
+        process.communicate()
+        assert not to.exists() or process.returncode == 0
+        if to.exists():  # it was faster than the poll
+            shutil.rmtree(to)
+    both = [start(command, tmp_path) for _ in range(2)]
+    out = sorted((process.communicate(timeout=120)[0], process.returncode) for process in both)
+    assert sorted(status for _, status in out) == [0, 2], out
+    refusal = next(text for text, status in out if status == 2)
+    assert "exists and is not empty" in refusal and "Traceback" not in refusal
+    assert [p.name for p in to.parent.iterdir()] == ["dropped"]
+    assert open_checkpoint(to).layers == (Layer(NoPE()),) * 2
+    assert fingerprint(to / "tokenizer") == fingerprint(run.parent / "tokenizer")

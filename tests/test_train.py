@@ -9,7 +9,7 @@ from tiny_runs import compilations_kept, fingerprint, write_recipe  # noqa: F401
 
 import pe_lab.train
 from pe_lab.checkpoints import open_checkpoint
-from pe_lab.checkpoints.store import steps_in
+from pe_lab.checkpoints.locating import steps_in
 from pe_lab.data.tokenizers import load_saved_tokenizer
 from pe_lab.errors import TrainingDiverged
 from pe_lab.train import main
@@ -148,7 +148,7 @@ BAD = {
     "odd head_dim": (["--config.model.head_dim=7"], "model.head_dim is 7; it must be even"),
     "kv heads": (["--config.model.heads=4", "--config.model.kv_heads=3"], "kv_heads must divide heads"),
     "heads do not divide": (["--config.model.heads=6", "--config.model.kv_heads=6"], "does not divide into 6 heads"),
-    "no kv heads": (["--config.model.kv_heads=0"], "kv_heads must divide heads"),
+    "no kv heads": (["--config.model.kv_heads=0"], "config.model.kv_heads is 0; it must be positive"),
     "dtype": (["--config.model.dtype=float16"], "must be float32 or bfloat16"),
     "remat": (["--config.model.remat=some"], "model.remat is 'some'. Allowed: auto, dots"),
     "batch and mesh": (["--config.phases.1.batch_size=12"], "config.phases[1] ('recalibrate'): batch_size 12"),
@@ -182,7 +182,7 @@ BAD = {
     ),
     "vocabulary": (["--config.model.vocab_size=128"], "config.model.vocab_size is 128, but the data has"),
     "workdir is a file": (["--workdir=empty.txt"], "is a file; give a directory"),
-    "workdir is a bucket": (["--workdir=gs://bucket/run"], "is an address, and a path is needed"),
+    "workdir is a bucket": (["--workdir=gs://bucket"], "is a whole bucket; give a directory in it"),
     "workdir is no run": (["--workdir=photos"], "holds cat.jpg and no run.json"),
 }
 

@@ -21,6 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from pe_lab.config import Config
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
 from pe_lab.recipes import load_config
+from pe_lab.storage.manifest import Manifest, manifest_of
 from pe_lab.training import open_run, train_phase
 from pe_lab.training.machine import Peak
 from pe_lab.training.profiling import Profiler
@@ -174,3 +175,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, compilations_kept: None) -
         train(tiny(directory / "recipe"), directory / "run")
         save_tokenizer(load_tokenizer("bytes"), directory / "run" / "tokenizer")
     return directory / "run"
+
+
+def reseal(checkpoint: Path) -> None:
+    """Writes the manifest of a checkpoint anew, after a test has changed its files on purpose."""
+    manifest_of(checkpoint, Manifest.read(checkpoint).about).write(checkpoint)

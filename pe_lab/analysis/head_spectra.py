@@ -22,6 +22,7 @@ DoPE (Xiong et al. 2025), section 4.3, eq. 12 and 23 to 30, and section 5.1. Whe
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -126,16 +127,16 @@ def choice(option: str, text: str) -> tuple[str, str, str]:
 
 def checked_rank(option: str, rank: str, indicator: str = "") -> str:
     """A rank: a whole number from 1, or a name of `RANKS`; else `ConfigError`."""
-    if not (rank.isdigit() and int(rank) >= 1):
-        check_name(option, rank, [name for name in RANKS if not name.isdigit()])
+    if not (re.fullmatch("[0-9]{1,9}", rank) and int(rank) >= 1):
+        check_name(option, rank, [name for name in RANKS if not name.isdecimal()])
     if rank == "spectral_norm" and indicator == "both":
         raise ConfigError(f"{option}: queries and keys together have no spectral norm. Take query or key.")
-    return str(int(rank)) if rank.isdigit() else rank
+    return str(int(rank)) if rank.isdecimal() else rank
 
 
 def rank_name(rank: str) -> str:
     """A rank in names of files and tables, such as trunc_16."""
-    return f"trunc_{rank}" if rank.isdigit() else rank
+    return f"trunc_{rank}" if rank.isdecimal() else rank
 
 
 def check_name(option: str, name: str, allowed: Sequence[str]) -> None:

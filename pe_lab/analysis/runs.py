@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pe_lab.errors import DataError
 from pe_lab.results.records import Record, as_dict, mappings, number
 from pe_lab.results.variants import EXTERNAL
-from pe_lab.storage import json_object
+from pe_lab.storage import AnyPath, absolute, json_object, log_exists, read_log
 
 if TYPE_CHECKING:
     from pe_lab.analysis.study import Written
@@ -94,7 +93,7 @@ class Run:
     """
 
     name: str
-    directory: Path
+    directory: AnyPath
     info: Record
     phases: list[Phase]
     evaluation: dict[str, list[Record]]
@@ -127,7 +126,7 @@ class Run:
         return None
 
 
-def read_run(directory: Path) -> Run:
+def read_run(directory: AnyPath) -> Run:
     """The run of a directory.
 
     Raises:
@@ -139,9 +138,12 @@ def read_run(directory: Path) -> Run:
         raise DataError(f"{directory} is a file, not a run directory. Give the directory that holds run.json.")
     problems: list[str] = []
     own_phase, run_file = directory / "phase.json", directory / "run.json"
-    phase_files = sorted(directory.glob("*/phase.json"))
-    evaluation_files = sorted((directory / "evaluation").glob("*.jsonl"))
-    study_files = sorted(directory.glob("analysis/*/study.json"))
+    inside = _directories(directory)
+    phase_files = sorted(p / "phase.json" for p in inside if (p / "phase.json").is_file())
+    evaluated = (directory / "evaluation").iterdir() if directory / "evaluation" in inside else ()
+    evaluation_files = sorted(p for p in evaluated if p.suffix == ".jsonl")
+    studies = _directories(directory / "analysis") if directory / "analysis" in inside else []
+    study_files = sorted(p / "study.json" for p in studies if (p / "study.json").is_file())
     if not any((run_file.exists(), own_phase.exists(), phase_files, evaluation_files, study_files)):
         raise DataError(
             f"{directory} is not a run directory: it has no run.json, no PHASE/phase.json, no evaluation/*.jsonl and "
@@ -161,19 +163,24 @@ def read_run(directory: Path) -> Run:
     source = ""
     if (directory / "source.json").exists():
         source = str(_read_json(directory / "source.json", directory, problems).get("source") or "")
-    name = str(info.get("name") or directory.resolve().name)
+    name = str(info.get("name") or absolute(directory).name)
     studies = _read_studies(study_files, problems)
     ledger = _read_records(directory / "ledger.jsonl", directory, [])  # of runs without it, nothing is missing
     source = source or _imported_from(phases)
     return Run(name, directory, info, phases, evaluation, problems, source, studies, ledger)
 
 
-def read_runs(directories: Sequence[Path]) -> list[Run]:
+def _directories(directory: AnyPath) -> list[AnyPath]:
+    """The directories in a directory. On a store `glob` would list all that is below them."""
+    return [path for path in directory.iterdir() if path.is_dir()]
+
+
+def read_runs(directories: Sequence[AnyPath]) -> list[Run]:
     """The runs of all directories, each once; runs of equal names get the names of their directories."""
-    given = {path.resolve(): path for path in reversed(directories)}
-    runs = [read_run(given[path]) for path in dict.fromkeys(path.resolve() for path in directories)]
+    given = {absolute(path): path for path in reversed(directories)}
+    runs = [read_run(given[path]) for path in dict.fromkeys(map(absolute, directories))]
     names = [run.name for run in runs]
-    return [replace(run, name=run.directory.resolve().name) if names.count(run.name) > 1 else run for run in runs]
+    return [replace(run, name=absolute(run.directory).name) if names.count(run.name) > 1 else run for run in runs]
 
 
 def _imported_from(phases: Sequence[Phase]) -> str:
@@ -182,17 +189,17 @@ def _imported_from(phases: Sequence[Phase]) -> str:
     return next((what.removeprefix(p) for what in entries for p in EXTERNAL if what.startswith(p)), "")
 
 
-def _read_phase(path: Path, root: Path, problems: list[str]) -> Phase:
+def _read_phase(path: AnyPath, root: AnyPath, problems: list[str]) -> Phase:
     """The phase whose `phase.json` is `path`."""
     directory = path.parent
     info = _read_json(path, root, problems)
-    trained = number(info, "steps") or (directory / "metrics.jsonl").exists()  # surgery makes phases without steps
+    trained = number(info, "steps") or log_exists(directory / "metrics.jsonl")  # surgery makes phases without steps
     metrics = _read_records(directory / "metrics.jsonl", root, problems) if trained else []
     speed = _read_records(directory / "speed.jsonl", root, [])  # of runs without it, nothing is missing
-    return Phase(str(info.get("phase") or directory.resolve().name), info, metrics, speed)
+    return Phase(str(info.get("phase") or absolute(directory).name), info, metrics, speed)
 
 
-def _read_studies(paths: Sequence[Path], problems: list[str]) -> dict[str, Written]:
+def _read_studies(paths: Sequence[AnyPath], problems: list[str]) -> dict[str, Written]:
     """The studies whose `study.json` these are, by the names of their directories; damaged ones become problems."""
     if not paths:
         return {}
@@ -230,10 +237,10 @@ def _study_defect(study: Written) -> str:
     return ""
 
 
-def _read_bytes(path: Path, root: Path, problems: list[str]) -> bytes | None:
+def _read_bytes(path: AnyPath, root: AnyPath, problems: list[str]) -> bytes | None:
     """The content of a file; None and a problem if it cannot be read."""
     try:
-        return path.read_bytes()
+        return read_log(path)
     except FileNotFoundError:
         problems.append(f"{path.relative_to(root)} is missing.")
     except OSError as error:
@@ -241,7 +248,7 @@ def _read_bytes(path: Path, root: Path, problems: list[str]) -> bytes | None:
     return None
 
 
-def _read_json(path: Path, root: Path, problems: list[str]) -> dict[str, Any]:
+def _read_json(path: AnyPath, root: AnyPath, problems: list[str]) -> dict[str, Any]:
     """The JSON object in a file; {} and a problem if there is none."""
     content = _read_bytes(path, root, problems)
     value = None if content is None else json_object(content)
@@ -250,7 +257,7 @@ def _read_json(path: Path, root: Path, problems: list[str]) -> dict[str, Any]:
     return value or {}
 
 
-def _read_records(path: Path, root: Path, problems: list[str]) -> list[Record]:
+def _read_records(path: AnyPath, root: AnyPath, problems: list[str]) -> list[Record]:
     """The records of a file of JSON lines; lines that cannot be read are left out and become a problem."""
     name = path.relative_to(root)
     lines = (_read_bytes(path, root, problems) or b"").rstrip(b"\n").split(b"\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from pe_lab.evaluation.tasks.task import Task
 from pe_lab.evaluation.variants import Subject
 from pe_lab.positional.codec import numbers_and_ranges
 from pe_lab.results.records import digest
+from pe_lab.terminal import any_seed, positive
 
 NEEDLES = "needles"  # the suite of symbols, which the model was trained with
 
@@ -107,14 +109,20 @@ def add_arguments(parser: argparse.ArgumentParser, count: int, suites: str = "")
     """
     add = parser.add_argument
     add("--length", help="tokens of a sequence, such as 2048, 8k or 2x the training length (default: 1x)")
-    add("--sequences", type=int, default=count, metavar="N", help="how many sequences (default: %(default)s)")
+    add(
+        "--sequences",
+        type=positive,
+        default=count,
+        metavar="N",
+        help="how many sequences (default: %(default)s)",
+    )
     text = "a glob, or jsonl:, parquet:, tfds:, stdlib (default: the text that the run's data holds out)"
     add("--text", metavar="SOURCE", help=f"the text of the sequences: {text}")
     if suites:
         add("--suite", metavar="SUITE[:TASK]", help=f"prompts instead of text: {suites}")
         add("--haystack", default="essays", help="of niah: essays, noise, needles, or a glob of text files")
         add("--depths", help="of niah: depths of the needle in per cent, such as 0,50,100, or their number")
-        add("--seed", type=int, default=SEED, help="which prompts (default: %(default)s)")
+        add("--seed", type=any_seed, default=SEED, help="which prompts (default: %(default)s)")
 
 
 def open_sequences(arguments: argparse.Namespace, subject: Subject) -> Sequences:
@@ -124,8 +132,6 @@ def open_sequences(arguments: argparse.Namespace, subject: Subject) -> Sequences
       UserError: no text, too short a text, a length or a suite that is impossible.
     """
     count = arguments.sequences
-    if count < 1:
-        raise ConfigError(f"--sequences is {count}; give at least 1.")
     length = parse_length("--length", arguments.length or "1x", subject.training_length)
     suite = getattr(arguments, "suite", None)
     if suite is None:
@@ -281,7 +287,7 @@ def parse_heads(text: str, layers: Sequence[int], count: int) -> list[tuple[int,
     found = []
     for item in filter(None, (part.strip() for part in text.split(","))):
         layer, dot, head = item.partition(".")
-        if not (dot and layer.isdecimal() and head.isdecimal()):
+        if not (dot and re.fullmatch("[0-9]{1,9}", layer) and re.fullmatch("[0-9]{1,9}", head)):
             raise ConfigError(f"--heads: '{item}' is no head. Write LAYER.HEAD, such as 1.5,27.8.")
         if int(layer) not in layers or int(head) >= count:
             raise ConfigError(

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +25,8 @@ from pe_lab.language_model import LanguageModel
 from pe_lab.parallel import first_then_others, shared
 from pe_lab.positional import label_layers
 from pe_lab.results.records import digest
-from pe_lab.terminal import Progress, console
+from pe_lab.storage import AnyPath
+from pe_lab.terminal import Progress, bounded, console
 from pe_lab.training.machine import machine, versions
 
 # (model, B of the sequences) -> arrays with a leading axis of B
@@ -46,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[NAME:]ENCODING",
         help="the weights under another encoding, such as yarn:factor=2; repeatable",
     )
-    add("--init", type=int, metavar="N", help="N random initializations of the shape, instead of the weights")
+    add(
+        "--init",
+        type=bounded(int, 1, 1000),
+        metavar="N",
+        help="N random initializations of the shape, instead of the weights",
+    )
     add("--again", action="store_true", help="measure again what was measured before")
 
 
@@ -65,7 +70,7 @@ class Session:
 
     study: str
     arguments: argparse.Namespace
-    out: Path
+    out: AnyPath
     variants: list[Variant]
     names: list[str]
     begun: float = field(default_factory=time.monotonic)
@@ -228,7 +233,7 @@ def footprint(begun: float) -> dict[str, Any]:
     return found
 
 
-def open_session(study: str, arguments: argparse.Namespace, out: Path | None) -> Session:
+def open_session(study: str, arguments: argparse.Namespace, out: AnyPath | None) -> Session:
     """The session of a command line.
 
     Raises:

@@ -9,16 +9,15 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pe_lab.analysis.figures import Figure, from_arrays, to_arrays
-from pe_lab.errors import DataError
+from pe_lab.errors import DataError, StoreError
 from pe_lab.parallel import is_first, on_first
 from pe_lab.results.records import digest
-from pe_lab.storage import read_json, write_file, write_files
+from pe_lab.storage import AnyPath, read_bytes, read_json, write_file, write_files
 
 FORMAT = 1  # of study.json; counted up when its keys change
 Arrays = Mapping[str, np.ndarray]
@@ -90,11 +89,11 @@ class Parts:
       again: whether parts that exist are measured again.
     """
 
-    def __init__(self, directory: Path, again: bool = False):
+    def __init__(self, directory: AnyPath, again: bool = False):
         self.directory, self._again = directory, again
         self._fresh: set[str] = set()
 
-    def path(self, identity: Identity) -> Path:
+    def path(self, identity: Identity) -> AnyPath:
         """The file of a part."""
         return self.directory / f"{digest(identity)}.npz"
 
@@ -104,8 +103,10 @@ class Parts:
         if self._again and path.name not in self._fresh:
             return None
         try:
-            with np.load(path) as stored:
+            with np.load(io.BytesIO(read_bytes(path))) as stored:
                 return dict(stored)
+        except StoreError:
+            raise
         except (OSError, ValueError, EOFError, KeyError):
             return None
         except Exception as error:  # zipfile's and zlib's own errors share no class
@@ -138,7 +139,7 @@ def packed(arrays: Arrays) -> bytes:
     return buffer.getvalue()
 
 
-def write_study(out: Path, name: str, findings: Findings, about: Mapping[str, Any]) -> list[Path]:
+def write_study(out: AnyPath, name: str, findings: Findings, about: Mapping[str, Any]) -> list[AnyPath]:
     """Writes `study.json` and `study.npz`, and the findings' other files; returns their paths.
 
     Args:
@@ -183,7 +184,7 @@ class Written:
     findings: Findings
 
 
-def read_study(directory: Path) -> Written:
+def read_study(directory: AnyPath) -> Written:
     """The study that `write_study` wrote into a directory.
 
     Raises:
@@ -194,7 +195,7 @@ def read_study(directory: Path) -> Written:
     if value.get("format") != FORMAT:
         raise DataError(f"{path} has format {value.get('format')}, and this pe_lab reads {FORMAT}. {advice}")
     try:
-        with np.load(directory / "study.npz") as stored:
+        with np.load(io.BytesIO(read_bytes(directory / "study.npz"))) as stored:
             arrays = dict(stored)
         figures = tuple(_figure(plain, arrays) for plain in value["figures"])
         tables = tuple(_table(table) for table in value["tables"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ from pe_lab.attention.capabilities import FEATURES, Request
 from pe_lab.attention.dispatch import IMPLEMENTATIONS, choose, reasons_against
 from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.parallel import hide_absent_tpu
-from pe_lab.terminal import command, table
+from pe_lab.terminal import argument_parser, bounded, command, positive, table
 
 HEADER = ("", "description", "runs on", *FEATURES, "rotates keys", "gradient", "ring, cache", "head_dim", "dtypes")
 REQUESTS = {
@@ -68,10 +67,12 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 @command
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pe_lab.attention", description=__doc__)
+    parser = argument_parser("attention", __doc__)
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="other than this machine's")
-    parser.add_argument("--head-dim", type=int, default=64, help="channels of a head (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument(
+        "--head-dim", type=bounded(int, 2, 2**14), default=64, help="channels of a head (default: %(default)s)"
+    )
+    parser.add_argument("--length", type=positive, default=8192, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     arguments = parser.parse_args(argv)
     if arguments.head_dim < 2 or arguments.head_dim % 2 or arguments.length < 1:

@@ -157,9 +157,11 @@ def _read_layers(config: Mapping[str, Any], family: Family, model: ModelConfig, 
         elif kinds is None:
             first = _whole(config, "max_window_layers", 28)
             kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(count)]
+        if not isinstance(kinds, list):
+            raise CheckpointError(f"layer_types is {kinds!r:.60}; it must be a list with one word for each layer.")
         unknown = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]
         if unknown or len(kinds) != count:
-            raise CheckpointError(f"layer_types has {len(kinds)} entries for {count} layers, and {unknown}.")
+            raise CheckpointError(f"layer_types has {len(kinds)} entries for {count} layers, and {unknown[:3]}.")
         windows = [window if kind == "sliding_attention" else None for kind in kinds]
     return tuple(Layer(encoding if rotates[n] else NoPE(), windows[n]) for n in range(count))
 

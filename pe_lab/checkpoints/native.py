@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import math
@@ -17,28 +18,29 @@ from jax.sharding import Mesh
 from jaxtyping import Shaped
 
 from pe_lab.checkpoints.families import canonical_leaf, leaf_paths
-from pe_lab.checkpoints.source import Source, blocks, check_finite, nested, shardings
-from pe_lab.checkpoints.store import (
+from pe_lab.checkpoints.locating import (
     DIRECTORY,
     FORMER_NAMES,
-    Store,
     first_line,
-    metadata_of,
-    new_id,
+    read_manifest,
     read_metadata,
     resolve,
-    templates,
     tokenizer_directory,
 )
+from pe_lab.checkpoints.source import Source, blocks, check_finite, nested, shardings
+from pe_lab.checkpoints.store import Store, metadata_of, new_id, templates
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.config import ModelConfig, from_dict
-from pe_lab.errors import CheckpointError
+from pe_lab.errors import CheckpointError, ConfigError
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Layout, from_json
+from pe_lab.storage import AnyPath, kvstore
+from pe_lab.storage.manifest import manifest_of
 
 # Of decoded chunks: a checkpoint of one device has one chunk per leaf, and layers are read from it one by one.
 _CACHE_BYTES = 2**30
+_ADVICE = "Delete it, and training goes on from the one before it."
 _FILE_BYTES = 2**28  # of an Orbax data file: its content stays in memory until the file is full
 
 
@@ -49,28 +51,34 @@ class NativeSource(Source):
       CheckpointError: there is no checkpoint, or it is damaged.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | AnyPath):
         directory, self.step = resolve(path)
         self.path = directory / str(self.step)
         self.display_name = str(self.path)
         self.metadata = read_metadata(self.path)
-        config = from_dict(ModelConfig, self.metadata["model"], f"{self.path}: model")
-        # The attention of the training machine may not exist on this one.
-        self._model = Model(dataclasses.replace(config, attention="auto"))
+        try:
+            config = from_dict(ModelConfig, self.metadata["model"], "model")
+            # The attention of the training machine may not exist on this one.
+            self._model = Model(dataclasses.replace(config, attention="auto"))
+            self.layers = tuple(from_json(layer) for layer in self.metadata["layers"])
+            self._layout = Layout(**self.metadata.get("layout", {}))
+            self.dtype = np.dtype(self.metadata.get("weights_dtype", "float32"))
+        except (ConfigError, TypeError, ValueError) as error:
+            raise CheckpointError(f"The metadata of the checkpoint '{self.path}' are damaged ({error}).") from None
         self.model = self._model.config
-        self.layers = tuple(from_json(layer) for layer in self.metadata["layers"])
-        self.training_length = int(self.metadata["training_length"])
-        self._layout = Layout(**self.metadata.get("layout", {}))
-        self.dtype = np.dtype(self.metadata.get("weights_dtype", "float32"))
+        self.training_length = self.metadata["training_length"]
+        if len(self.layers) != self.model.layers:
+            raise CheckpointError(
+                f"The metadata of the checkpoint '{self.path}' are damaged: {len(self.layers)} encodings for "
+                f"{self.model.layers} layers."
+            )
         self._opened: dict[str, Any] = {}
+        self._verified = False  # whether its files have been compared with its manifest
         saved = tokenizer_directory(self.path)
         self.tokenizer = f"saved:{saved}" if saved else ""
 
     def _damaged(self, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"The checkpoint '{self.path}' is damaged ({first_line(error)}). Delete it, and training goes on from the "
-            "one before it."
-        )
+        return CheckpointError(f"The checkpoint '{self.path}' is damaged ({first_line(error)}). {_ADVICE}")
 
     def restore(self, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
         """All parameters, in float32, on the first device or sharded over a mesh."""
@@ -78,6 +86,8 @@ class NativeSource(Source):
         store = Store(self.path.parent, read_only=True)
         try:
             params, _ = store.restore(self.step, wanted)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {_ADVICE}") from error
         except Exception as error:
             raise self._damaged(error) from error
         finally:
@@ -88,13 +98,21 @@ class NativeSource(Source):
         """The leaf as an open tensorstore, of which nothing is read yet."""
         import tensorstore as ts
 
+        if not self._verified:
+            manifest = read_manifest(self.path)
+            if manifest and (damage := manifest.damage(self.path, lambda name, _: name.startswith("params/"))):
+                raise CheckpointError(f"The checkpoint '{self.path}' is damaged ({damage[0]}). {_ADVICE}")
+            self._verified = True
         if leaf not in self._opened:
-            where = (self.path / "params").absolute()
             head, _, rest = leaf.partition(".")
             former = FORMER_NAMES.get(self.metadata["format"], {})
             spec = {
                 "driver": "zarr",
-                "kvstore": {"driver": "ocdbt", "base": f"file://{where}/", "path": f"{former.get(head, head)}.{rest}/"},
+                "kvstore": {
+                    "driver": "ocdbt",
+                    "base": kvstore(self.path / "params"),
+                    "path": f"{former.get(head, head)}.{rest}/",
+                },
                 "context": {"cache_pool": {"total_bytes_limit": _CACHE_BYTES}},
             }
             try:
@@ -156,7 +174,7 @@ class _PiecewiseHandler(ocp.type_handlers.NumpyHandler):
 def write_checkpoint(
     source: Source,
     directory: Path,
-    final: Path,
+    final: AnyPath,
     metadata: Mapping[str, Any],
     done: Callable[[int], None] = lambda size: None,
 ) -> Path:
@@ -193,27 +211,30 @@ def write_checkpoint(
         lineage=[*source.metadata.get("lineage", ()), entry],
         **metadata,
     )
-    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False, create=True)
-    manager = ocp.CheckpointManager((directory / DIRECTORY).absolute(), options=options)
+    path = (directory / DIRECTORY / "0").absolute()
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.CRITICAL)  # Orbax logs its exceptions, in over a hundred lines
     try:
-        manager.save(
-            0,
-            args=ocp.args.Composite(
-                params=ocp.args.PyTreeSave(nested(params), ocdbt_target_data_file_size=_FILE_BYTES),
-                metadata=ocp.args.JsonSave(written),
-            ),
-        )
-        manager.wait_until_finished()
+        with contextlib.closing(ocp.Checkpointer(ocp.CompositeCheckpointHandler())) as checkpointer:
+            checkpointer.save(
+                path,
+                args=ocp.args.Composite(
+                    params=ocp.args.PyTreeSave(nested(params), ocdbt_target_data_file_size=_FILE_BYTES),
+                    metadata=ocp.args.JsonSave(written),
+                ),
+            )
     except Exception:
         if not handler.failures:
             raise
     finally:
         log.setLevel(level)
-        manager.close()
     if handler.failures:
         shutil.rmtree(directory / DIRECTORY, ignore_errors=True)  # Orbax takes the incomplete one for complete
         raise handler.failures[0]
+    arrays = {
+        leaf: {"shape": list(piecewise.shape), "dtype": str(piecewise.dtype), "checksum": None}
+        for leaf, piecewise in params.items()
+    }
+    manifest_of(path, {"kind": "checkpoint", "step": 0, "id": entry["id"], "arrays": {"params": arrays}}).write(path)
     return directory / DIRECTORY / "0"

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 from jax.sharding import Mesh
 
+from pe_lab import storage
 from pe_lab.checkpoints.gguf_file import GgufSource
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
+from pe_lab.checkpoints.locating import first_line
 from pe_lab.checkpoints.native import NativeSource
 from pe_lab.checkpoints.source import Source, place
-from pe_lab.checkpoints.store import Checkpoint, first_line, new_id
+from pe_lab.checkpoints.store import Checkpoint, new_id
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.errors import CheckpointError
-from pe_lab.parallel import AxisRules
+from pe_lab.model import complete, least_parameters
+from pe_lab.parallel import AxisRules, check_memory
+from pe_lab.storage import AnyPath
 
 
-def is_external(path: str | Path) -> bool:
+def is_external(path: str | AnyPath) -> bool:
     """Whether a path names an external checkpoint: `hf:`, `gguf:`, a .gguf file, or a Hugging Face directory."""
     text = str(path)
     if text.startswith(("hf:", "gguf:")) or text.endswith(".gguf"):
         return True
-    return (Path(text).expanduser() / "config.json").is_file()
+    return (storage.path("the checkpoint", path) / "config.json").is_file()
 
 
-def open_source(path: str | Path) -> Source:
+def open_source(path: str | AnyPath) -> Source:
     """A checkpoint, native or external, opened without reading its weights.
 
     `hf:ORG/NAME` that is no directory is downloaded from the hub, if `huggingface_hub` is installed and online.
@@ -36,10 +41,10 @@ def open_source(path: str | Path) -> Source:
     if not is_external(path):
         return NativeSource(path)
     if text.startswith("gguf:") or text.endswith(".gguf"):
-        return GgufSource(Path(text.removeprefix("gguf:")).expanduser())
+        return GgufSource(storage.local_copy(storage.path("the checkpoint", text.removeprefix("gguf:"))))
     name = text.removeprefix("hf:")
-    directory = Path(name).expanduser()
-    return HuggingFaceSource(directory if directory.is_dir() else _from_hub(name), f"hf:{name}")
+    directory = storage.path("the checkpoint", name)
+    return HuggingFaceSource(storage.local_copy(directory) if directory.is_dir() else _from_hub(name), f"hf:{name}")
 
 
 def _from_hub(name: str) -> Path:
@@ -64,7 +69,7 @@ def _from_hub(name: str) -> Path:
         raise CheckpointError(f"'{name}' cannot be downloaded from the hub ({first_line(error)}). {by_hand}") from None
 
 
-def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Checkpoint:
+def open_checkpoint(path: str | AnyPath, *, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Checkpoint:
     """A checkpoint with its weights, without the optimizer.
 
     Args:
@@ -73,8 +78,13 @@ def open_checkpoint(path: str | Path, *, mesh: Mesh | None = None, rules: AxisRu
 
     Raises:
       CheckpointError: there is none, or it is damaged or not supported.
+      UnsupportedError: its weights do not fit the memory of this machine and its devices.
     """
     source = open_source(path)
+    devices = jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
+    share = 1.0 if mesh is None else len(devices) / mesh.size
+    needed = int(4 * least_parameters(complete(source.model)) * share)  # float32
+    check_memory(needed, f"The model of '{source.display_name}'", devices)
     if isinstance(source, NativeSource):
         step, params, metadata = source.step, source.restore(mesh, rules), source.metadata
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from pe_lab.errors import CheckpointError
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Layer, Layout
+from pe_lab.storage import AnyPath
 
 ROW_BYTES = 2**28  # of an embedding, read at once
 
@@ -39,7 +39,7 @@ class Source(ABC):
       metadata: of a native checkpoint; empty for an external one.
     """
 
-    path: Path
+    path: AnyPath
     display_name: str
     model: ModelConfig
     layers: tuple[Layer, ...]

@@ -1,31 +1,51 @@
-"""The store of native checkpoints: Orbax, the directories, and the metadata."""
+"""The store of native checkpoints: saving, with a manifest of what was written, retention, and verified restoring.
+
+Orbax writes and reads the arrays. A checkpoint counts from the moment that it has its manifest, which comes last.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import json
 import logging
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
-from orbax.checkpoint import checkpoint_managers as policies
 
+from pe_lab import storage
+from pe_lab.checkpoints.array_checksums import comparable, describe_arrays, differing, received
+from pe_lab.checkpoints.locating import (
+    FORMAT,
+    FORMER_NAMES,
+    UNREADABLE,
+    first_line,
+    is_checkpoint,
+    quick_damage,
+    read_manifest,
+    read_metadata,
+    steps_in,
+)
 from pe_lab.config import ModelConfig, to_json
-from pe_lab.errors import CheckpointError
+from pe_lab.errors import CheckpointError, SaveFailed
 from pe_lab.model import Params
+from pe_lab.parallel import all_values
 from pe_lab.positional import CANONICAL, Layer, Layout
+from pe_lab.storage import AnyPath, absolute, enable_orbax, is_remote, move_tree, remove_tree
+from pe_lab.storage.manifest import MANIFEST, SMALL_BYTES, Digest, Manifest, digest_files
 
-DIRECTORY = "checkpoints"  # of a phase; has one directory per step
-UNREADABLE = "unreadable"  # of a phase; has checkpoints that could not be read
-FORMAT = 2
-FORMER_NAMES = {1: {"token_embedder": "trunk"}}  # of parameters, in the files of earlier formats
+# Of files whose arrays have no checksums, what is read to compare digests before they are restored, by each process:
+# about ten seconds. Of larger checkpoints a sample is read.
+VERIFIED_BYTES = 20 * 2**30
+_SAVING, _DELETING = ".saving", ".deleting"  # suffixes of directories under way
 
-# Orbax logs every save and every read-only manager; a run has its own log.
+# Orbax logs every save; a run has its own log.
 logging.getLogger("absl").setLevel(logging.ERROR)
 
 
@@ -59,7 +79,7 @@ class Checkpoint:
     `data.tokenizers.load_tokenizer`, "" for a checkpoint without tokenizer.
     """
 
-    path: Path
+    path: AnyPath
     step: int
     params: Params
     model: ModelConfig
@@ -73,78 +93,306 @@ class Checkpoint:
         return "config" not in self.metadata
 
 
-class Store:
-    """The checkpoints of one phase. Saving is asynchronous and atomic; only committed checkpoints are listed."""
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a phase are kept; all others are deleted once a newer one is committed.
 
-    def __init__(self, directory: str | Path, keep: int = 2, milestones: Sequence[int] = (), read_only: bool = False):
-        """Opens the checkpoints of a directory; `save` deletes all but the latest `keep` and the steps `milestones`."""
-        self.directory = Path(directory).absolute()
-        kept = [policies.LatestN(keep), policies.CustomSteps(milestones)]
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=None if read_only else policies.AnyPreservationPolicy(kept),
-            enable_async_checkpointing=True,
-            read_only=read_only,
-            create=not read_only,
-        )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+    Attributes:
+      latest: how many of the newest.
+      every: all steps that it divides; 0: none.
+      milestones: these steps.
+      best: the step with the lowest value of this metric, such as `validation_loss`; "": none.
+    """
+
+    latest: int = 2
+    every: int = 0
+    milestones: tuple[int, ...] = ()
+    best: str = ""
+
+    def kept(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """The steps to keep, of ascending `steps`; `metrics` of those that have some."""
+        kept = {*steps[-self.latest :], *(step for step in steps if step in self.milestones)}
+        if self.every:
+            kept |= {step for step in steps if step and step % self.every == 0}
+        measured = [step for step in steps if self.best in metrics.get(step, {})]
+        if measured:
+            kept.add(min(measured, key=lambda step: metrics[step][self.best]))  # the first one of equals
+        return kept
+
+
+class Store:
+    """The checkpoints of one phase. Saving is asynchronous; only committed checkpoints are listed.
+
+    A step is written under another name, then every process digests the files that it wrote, process 0 writes the
+    manifest, and renames the directory. Files of killed processes are removed when the store is opened for writing.
+    """
+
+    def __init__(self, directory: str | AnyPath, retention: Retention = Retention(), read_only: bool = False):
+        self.directory = absolute(storage.path("the checkpoints", directory))
+        enable_orbax(self.directory)
+        self._retention = retention
+        self._checkpointer: Any = None
+        self._commit: threading.Thread | None = None
+        self._failure: str | None = None
+        self.verified = "not verified"  # how the checkpoint that was restored last was
+        if not read_only and jax.process_index() == 0:
+            if not is_remote(self.directory):
+                self.directory.mkdir(parents=True, exist_ok=True)
+            self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        """Removes what a killed or failed save or deletion has left."""
+        for path in self._directories():
+            unfinished = any(suffix in path.name for suffix in (_SAVING, _DELETING))
+            if unfinished or (is_remote(path) and not is_checkpoint(path)):
+                remove_tree(path)
+
+    def _directories(self) -> list[AnyPath]:
+        """The directories of steps, and what is left of them."""
+        return list(self.directory.iterdir()) if self.directory.is_dir() else []
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, ascending."""
-        return sorted(self._manager.all_steps())
+        return steps_in(self.directory)
 
-    def save(self, step: int, params: Params, optimizer: Any, metadata: Mapping[str, Any]) -> None:
+    def uncommitted(self) -> list[int]:
+        """Steps whose directory has no manifest, as after damage: a killed save leaves none under this name."""
+        found = {int(path.name) for path in self._directories() if path.name.isdigit()}
+        return sorted(found - set(self.steps()))
+
+    def damage(self, step: int) -> str:
+        """What is wrong with the files of a checkpoint, all of which process 0 reads; "" if it is whole."""
+        found = b""
+        if jax.process_index() == 0:
+            try:
+                manifest = read_manifest(self._path(step))
+                damage = manifest.damage(self._path(step)) if manifest else []
+                found = str(damage[0]).encode() if damage else b""
+            except CheckpointError as error:
+                found = str(error).encode()
+        return all_values(f"{self.directory}/whole/{next(_exchanges)}", found)[0].decode()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Saving
+
+    def save(
+        self,
+        step: int,
+        params: Params,
+        optimizer: Any,
+        metadata: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
         """Starts to save, after the previous save has finished, and returns once the arrays are copied.
 
-        A process that is killed before the files are complete leaves an uncommitted directory, which is not listed.
+        A process that is killed before the checkpoint is committed leaves nothing that is listed.
+
+        Args:
+          step: its number; it may not exist.
+          params, optimizer: trees of arrays; `optimizer` may be None.
+          metadata: JSON.
+          metrics: of this step, for `Retention.best`.
+
+        Raises:
+          SaveFailed: the previous save failed. This one was not started.
         """
-        items: dict[str, Any] = {
-            "params": ocp.args.StandardSave(params),
-            "metadata": ocp.args.JsonSave(dict(metadata)),
-        }
-        if optimizer is not None:
-            items["optimizer"] = ocp.args.StandardSave(optimizer)
-        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        self.wait()
+        items: dict[str, Any] = {"params": params} | ({} if optimizer is None else {"optimizer": optimizer})
+        arrays = {name: describe_arrays(tree) for name, tree in items.items()}
+        about = {"kind": "checkpoint", "step": step, "id": metadata.get("id"), "metrics": dict(metrics or {})}
+        saved = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
+        path = self._saving(step)
+        try:
+            if self._checkpointer is None:
+                self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+            self._checkpointer.save(
+                path, args=ocp.args.Composite(metadata=ocp.args.JsonSave(dict(metadata)), **saved), force=True
+            )
+        except Exception as error:
+            self._failed(step, error)
+            self.wait()
+        name = f"{self.directory}/{step}/{next(_exchanges)}"
+        self._commit = threading.Thread(target=self._finish, args=(step, arrays, about, name), daemon=True)
+        self._commit.start()
+
+    def _path(self, step: int, suffix: str = "") -> AnyPath:
+        return self.directory / f"{step}{suffix}"
+
+    def _saving(self, step: int) -> AnyPath:
+        """Where a step is written. On an object store nothing is renamed: the manifest alone commits a step."""
+        return self._path(step, "" if is_remote(self.directory) else _SAVING)
+
+    def _finish(self, step: int, arrays: Mapping[str, Any], about: Mapping[str, Any], name: str) -> None:
+        """Waits for the files, and commits them: in a thread of its own, in every process."""
+        saving = self._saving(step)
+        try:
+            mine: dict[str, Any] = {}
+            try:
+                self._checkpointer.wait_until_finished()
+                mine["files"] = digest_files(saving, lambda name: _process_of(name) == jax.process_index())
+            except Exception as error:
+                mine["error"] = first_line(error)
+            every = [json.loads(value) for value in all_values(f"{name}/files", json.dumps(mine).encode())]
+            errors = [value["error"] for value in every if "error" in value]
+            result = b""
+            if jax.process_index() == 0:
+                try:
+                    if errors:
+                        raise OSError(errors[0])
+                    files = {name: Digest(*digest) for value in every for name, digest in value["files"].items()}
+                    checked = {item: received(described) for item, described in arrays.items()}
+                    Manifest(files, {**about, "arrays": checked}).write(saving)
+                    if not is_remote(saving):
+                        self._set_aside(self._path(step))  # one without a manifest, which is not listed
+                        saving.rename(self._path(step))
+                except Exception as error:
+                    result = first_line(error).encode() or b"unknown"
+            failure = all_values(f"{name}/committed", result, done=f"{name}/files")[0]
+            if failure:
+                raise OSError(failure.decode())
+        except Exception as error:
+            self._failed(step, error)
+            return
+        with contextlib.suppress(OSError):
+            self._delete_old()
+
+    def _failed(self, step: int, error: Exception) -> None:
+        """Remembers a failure, which `wait` raises, and removes its files, which may fill the disk."""
+        self._failure = f"Checkpoint {step} of '{self.directory}' could not be written ({first_line(error)})."
+        self._checkpointer = None  # its state is unknown
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):
+                self._remove_unfinished()
+
+    def _delete_old(self) -> None:
+        """Deletes what the retention does not keep, as long as a whole checkpoint stays."""
+        if jax.process_index() != 0:
+            return
+        steps = self.steps()
+        metrics = {step: _metrics(self._path(step)) for step in steps} if self._retention.best else {}
+        kept = self._retention.kept(steps, metrics)
+        if all(quick_damage(self._path(step)) for step in kept):
+            return
+        for step in steps:
+            if step not in kept:
+                doomed = self._path(step)
+                if not is_remote(doomed):
+                    doomed = doomed.rename(self._path(step, _DELETING))
+                remove_tree(doomed, first=MANIFEST)
 
     def wait(self) -> None:
-        """Returns when all saves are on disk."""
-        self._manager.wait_until_finished()
+        """Returns when the save under way is committed; `SaveFailed` if it failed, once."""
+        if self._commit is not None:
+            self._commit.join()
+            self._commit = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise SaveFailed(failure)
 
     def close(self) -> None:
-        self._manager.close()
+        """Waits for the save under way, whether it fails or not."""
+        with contextlib.suppress(SaveFailed):
+            self.wait()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Restoring
 
     def metadata(self, step: int) -> dict[str, Any]:
         """The metadata of one checkpoint."""
-        args = ocp.args.Composite(metadata=ocp.args.JsonRestore())
-        return dict(self._manager.restore(step, args=args)["metadata"])
+        return read_metadata(self._path(step))
 
-    def restore(self, step: int, params: Any, optimizer: Any = None) -> tuple[Params, Any]:
+    def restore(self, step: int, params: Any, optimizer: Any = None, verify: bool = True) -> tuple[Params, Any]:
         """The parameters, and the optimizer's state if a template of it is given.
 
         Args:
           step: one of `steps()`.
           params, optimizer: trees of `jax.ShapeDtypeStruct` with shardings.
+          verify: whether the checkpoint is compared with its manifest: the checksums of the restored arrays, and the
+            sizes of all files and the digests of the small ones; of arrays without checksums the digests of their
+            files, `VERIFIED_BYTES` at most.
+
+        Raises:
+          CheckpointError: the checkpoint is not what was saved.
         """
+        path = self._path(step)
+        manifest = read_manifest(path) if verify else None
+        self.verified = "not verified" if manifest is None else "verified"
+        templates = {"params": params} | ({} if optimizer is None else {"optimizer": optimizer})
+        # Processes that restore one array together must agree on what is damaged, or some would wait for the others.
+        together = not all(leaf.sharding.is_fully_addressable for leaf in jax.tree.leaves(templates))
+        if manifest is not None:
+            self._refuse_damaged_files(path, manifest, templates, together)
         former = FORMER_NAMES.get(self.metadata(step)["format"], {})
-        items = {"params": ocp.args.StandardRestore(renamed(params, former))}
-        if optimizer is not None:
-            items["optimizer"] = ocp.args.StandardRestore(renamed(optimizer, former))
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        items = {name: ocp.args.StandardRestore(renamed(tree, former)) for name, tree in templates.items()}
+        with contextlib.closing(ocp.Checkpointer(ocp.CompositeCheckpointHandler())) as checkpointer:
+            restored = checkpointer.restore(path, args=ocp.args.Composite(**items))
+        for item in templates if manifest else ():
+            saved = manifest.about["arrays"][item]
+            if comparable(restored[item], saved) and (wrong := differing(restored[item], saved)):
+                raise CheckpointError(
+                    f"The checkpoint '{path}' is damaged ({len(wrong)} of its arrays differ from what was saved: "
+                    f"{item}.{wrong[0]})."
+                )
         names = {old: new for new, old in former.items()}
         return renamed(restored["params"], names), renamed(restored.get("optimizer"), names)
+
+    def _refuse_damaged_files(
+        self, path: AnyPath, manifest: Manifest, items: Mapping[str, Any], together: bool
+    ) -> None:
+        """`CheckpointError` for files that differ from the manifest; see `restore`."""
+        arrays, chosen = manifest.about["arrays"], set()
+        if together or not all(comparable(tree, arrays[item]) for item, tree in items.items()):
+            large = [name for name, digest in manifest.files.items() if digest.size > SMALL_BYTES]
+            mine = large[jax.process_index() :: jax.process_count()] if together else large
+            left = VERIFIED_BYTES
+            for name in mine:
+                left -= manifest.files[name].size
+                if left >= 0:
+                    chosen.add(name)
+            if len(chosen) < len(mine):
+                self.verified = f"verified by a sample of its files, {len(chosen)} of {len(mine)}"
+        damage = manifest.damage(path, lambda name, digest: name in chosen or digest.size <= SMALL_BYTES)
+        found = [str(damage[0]).encode() if damage else b""]
+        if together:
+            found = all_values(f"{path}/damage/{next(_exchanges)}", found[0])
+        if any(found):
+            raise CheckpointError(f"The checkpoint '{path}' is damaged ({next(filter(None, found)).decode()}).")
 
     def set_aside_after(self, step: int) -> None:
         """Moves checkpoints later than `step`, which could not be read, to the directory `unreadable` of the phase.
 
         They are not deleted: the cause may be exhausted memory or a lost mount, and the checkpoint intact.
         """
-        aside = self.directory.parent / UNREADABLE
-        for later in [s for s in self.steps() if s > step]:
-            if jax.process_index() == 0:
-                aside.mkdir(exist_ok=True)
-                (self.directory / str(later)).rename(aside / f"{later}-{new_id()}")
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"set aside after {step}")
-        self._manager.reload()
+        if jax.process_index() == 0:
+            for path in self._directories():
+                if path.name.isdigit() and int(path.name) > step:
+                    self._set_aside(path)
+        all_values(f"{self.directory}/aside/{next(_exchanges)}", b"")
+
+    def _set_aside(self, path: AnyPath) -> None:
+        """Moves a checkpoint to `unreadable`, if there is one."""
+        if path.exists():
+            move_tree(path, self.directory.parent / UNREADABLE / f"{path.name}-{new_id()}", first=MANIFEST)
+
+
+_exchanges = itertools.count()  # alike on all processes, which save and restore in the same order
+
+
+def _process_of(name: str) -> int:
+    """The process that wrote a file of a checkpoint: one of its OCDBT directory; process 0 all others."""
+    _, marked, rest = name.partition("ocdbt.process_")
+    return int(rest.partition("/")[0]) if marked else 0
+
+
+def _metrics(path: AnyPath) -> Mapping[str, float]:
+    """The metrics of a checkpoint; none if its manifest cannot be read."""
+    with contextlib.suppress(CheckpointError):
+        manifest = read_manifest(path)
+        return manifest.about.get("metrics", {}) if manifest else {}
+    return {}
 
 
 def renamed(tree: Any, names: Mapping[str, str]) -> Any:
@@ -164,80 +412,3 @@ def templates(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, shardings
     )
-
-
-def tokenizer_directory(checkpoint: Path) -> Path | None:
-    """The tokenizer of a checkpoint: in its phase's directory (surgery writes it there) or in its run's."""
-    phase = checkpoint.absolute().parents[1]
-    return next((p / "tokenizer" for p in (phase, phase.parent) if (p / "tokenizer").is_dir()), None)
-
-
-def resolve(path: str | Path) -> tuple[Path, int]:
-    """(the `checkpoints` directory, the step) of the checkpoint that a path names.
-
-    A run's directory names the checkpoint of its last phase with one; a phase, or its `checkpoints`, the last step.
-    """
-    path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(f"There is no checkpoint at '{path}': no such directory.")
-    if path.name.isdigit() and _is_checkpoint(path):
-        return path.parent, int(path.name)
-    for directory in (path, path / DIRECTORY):
-        steps = steps_in(directory)
-        if steps:
-            return directory, steps[-1]
-    phases = find_checkpoints(path)
-    if phases:
-        return phases[-1].parent, int(phases[-1].name)
-    raise CheckpointError(
-        f"There is no checkpoint at '{path}'. Give a run directory, a phase of it, or one step's directory."
-    )
-
-
-def find_checkpoints(run: str | Path) -> list[Path]:
-    """The last committed checkpoint of every phase of a run, in the order of its phases.
-
-    `run` may also be one phase, or a directory of surgery.
-    """
-    run = Path(run)
-    found = []
-    for phase in [run, *sorted(p for p in run.iterdir() if p.is_dir())] if run.is_dir() else []:
-        steps = steps_in(phase / DIRECTORY)
-        if steps:
-            found.append(phase / DIRECTORY / str(steps[-1]))
-    return sorted(found, key=lambda p: (int(read_metadata(p).get("phase_index", 0)), str(p)))
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return path.is_dir() and (path / "metadata").is_dir() and (path / "params").is_dir()
-
-
-def steps_in(directory: Path) -> list[int]:
-    """Steps of the committed checkpoints under a directory, ascending.
-
-    Orbax renames a checkpoint to its step once it is complete.
-    """
-    if not directory.is_dir():
-        return []
-    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and _is_checkpoint(p))
-
-
-def read_metadata(path: Path) -> dict[str, Any]:
-    """The metadata of the checkpoint at `path`; `CheckpointError` if it cannot be read."""
-    store = Store(path.parent, read_only=True)
-    try:
-        metadata = store.metadata(int(path.name))
-    except Exception as error:
-        raise CheckpointError(f"The checkpoint '{path}' cannot be read ({first_line(error)}).") from error
-    finally:
-        store.close()
-    if metadata.get("format") not in (FORMAT, *FORMER_NAMES):
-        raise CheckpointError(
-            f"The checkpoint '{path}' has format {metadata.get('format')}; this version reads up to {FORMAT}."
-        )
-    return metadata
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, metadata_of, new_id
+from pe_lab.checkpoints.locating import DIRECTORY
+from pe_lab.checkpoints.store import Checkpoint, Store, metadata_of, new_id
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.positional import Layer, label
 from pe_lab.positional.codec import ranges
+from pe_lab.storage import new_directory
 
 NOTHING = "nothing changed"
 
@@ -55,14 +57,25 @@ def lineage_entry(what: str, checkpoint_id: str, path: str, step: int) -> dict[s
     return {"id": checkpoint_id, "what": what, "path": path, "step": step}
 
 
-def write_child(parent: Checkpoint, layers: tuple[Layer, ...], directory: str | Path, what: str) -> Path:
-    """Writes a child of `parent` with other encodings, without its tokenizer, and returns its path.
+def write_child(
+    parent: Checkpoint,
+    layers: tuple[Layer, ...],
+    directory: str | Path,
+    what: str,
+    save_tokenizer: Callable[[Path], None] | None = None,
+) -> Path:
+    """Writes a child of `parent` with other encodings, and returns its path.
 
-    The path is `directory/checkpoints/0`, a phase's first checkpoint; the directory must be new or empty.
+    The path is `directory/checkpoints/0`, a phase's first checkpoint. The directory must be new or empty; it appears
+    whole, or not at all. Of two processes that write one directory the first to finish wins.
+
+    Args:
+      save_tokenizer: writes the tokenizer to a directory.
+
+    Raises:
+      ConfigError: the directory exists and is not empty, or it cannot be written.
     """
     directory = Path(directory)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"'{directory}' exists and is not empty. Choose another directory, or remove it.")
     metadata = {
         k: parent.metadata[k]
         for k in ("run", "config", "config_hash", "mixture", "tokenizer", "vocab_size", "training_length", "versions")
@@ -78,10 +91,13 @@ def write_child(parent: Checkpoint, layers: tuple[Layer, ...], directory: str | 
         "tokens": parent.metadata.get("tokens", 0),
         "lineage": [*parent.metadata["lineage"], entry],
     }
-    store = Store(directory / DIRECTORY)
-    try:
-        store.save(0, parent.params, None, metadata_of(parent.model, layers, **metadata))
-        store.wait()
-    finally:
-        store.close()
+    with new_directory(directory) as building:
+        store = Store(building / DIRECTORY)
+        try:
+            store.save(0, parent.params, None, metadata_of(parent.model, layers, **metadata))
+            store.wait()
+        finally:
+            store.close()
+        if save_tokenizer is not None:
+            save_tokenizer(building / "tokenizer")
     return where

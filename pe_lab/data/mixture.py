@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from pe_lab import storage
 from pe_lab.config import DataConfig, SourceConfig
 from pe_lab.data.needles import NeedleOptions, NeedleWindows, place_symbols
 from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer
@@ -65,14 +65,14 @@ def open_mixture(config: DataConfig, process_index: int = 0) -> Mixture:
     configs = _source_configs(config)
     options = {i: NeedleOptions.from_mapping(c.options) for i, c in enumerate(configs) if c.source == "needles"}
     prepared = {
-        i: open_prepared(Path(c.source.removeprefix("prepared:")).expanduser())
+        i: open_prepared(storage.path("data.prepared", c.source.removeprefix("prepared:")))
         for i, c in enumerate(configs)
         if c.source.startswith("prepared:")
     }
     text = [i for i in range(len(configs)) if i not in options and i not in prepared]
     for i in text:
         open_source(configs[i])  # finds a bad source before the first one is prepared
-    cache_dir = Path(config.cache_dir).expanduser()
+    cache_dir = storage.path("data.cache_dir", config.cache_dir)
     if prepared:
         tokenizer = next(iter(prepared.values())).tokenizer
         specification = next(iter(prepared.values())).metadata.tokenizer

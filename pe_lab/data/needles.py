@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float32, Int, Int32, UInt64
 
-from pe_lab.config import from_dict
+from pe_lab.config import SEED, check_bounds, from_dict, number
 from pe_lab.errors import ConfigError
 
 QUERY = 3  # tokens of a query, [ASK key value]
@@ -28,22 +28,20 @@ WINDOWS = 2**40
 class NeedleOptions:
     """The options of a needles source; `ConfigError` for an impossible one."""
 
-    pairs: int = 4  # facts per window
-    queries: int = 4  # per window; with queries_at="end" each fact is asked for once before any is asked for twice
-    keys: int = 64  # key symbols; the keys of one window differ
-    values: int = 64
-    filler_symbols: int = 64
-    branches: int = 4  # a filler symbol is followed by one of this many, all equally likely
-    filler_seed: int = 0  # of the chain; the same for training, validation and evaluation
-    answer_weight: float = 4.0  # loss weight of the answers to queries
-    filler_weight: float = 0.2  # loss weight of all other tokens
+    pairs: int = number(4, 1, 2**20)  # facts per window
+    queries: int = number(4, 1, 2**20)  # per window; at the end, each fact is asked for once before any is twice
+    keys: int = number(64, 1, 2**20)  # key symbols; the keys of one window differ
+    values: int = number(64, 1, 2**20)
+    filler_symbols: int = number(64, 1, 2**13)  # the table of transitions is drawn symbol by symbol
+    branches: int = number(4, 1, 2**13)  # a filler symbol is followed by one of this many, all equally likely
+    filler_seed: int = number(0, 0, SEED)  # of the chain; the same for training, validation and evaluation
+    answer_weight: float = number(4.0, 0, 10**9)  # loss weight of the answers to queries
+    filler_weight: float = number(0.2, 0, 10**9)  # loss weight of all other tokens
     queries_at: Literal["end", "anywhere"] = "end"  # anywhere: each after its fact
     facts: Literal["pair", "symbol"] = "pair"  # a pair needs a previous-token head, a symbol does not
 
     def __post_init__(self) -> None:
-        for name in ("pairs", "queries", "keys", "values", "filler_symbols", "branches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"needles option {name}={getattr(self, name)} must be at least 1.")
+        check_bounds(self, "needles")
         if self.pairs > self.keys:
             raise ConfigError(
                 f"needles option pairs={self.pairs} is more than keys={self.keys}: the keys of a window differ."
@@ -52,9 +50,8 @@ class NeedleOptions:
             raise ConfigError(
                 f"needles option branches={self.branches} is more than filler_symbols={self.filler_symbols}."
             )
-        for name in ("answer_weight", "filler_weight"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"needles option {name}={getattr(self, name)} must be a number of at least 0.")
+        if needle_vocab(self) > 2**24:
+            raise ConfigError(f"needles has {needle_vocab(self):,} symbols; a vocabulary has at most {2**24:,}.")
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> NeedleOptions:

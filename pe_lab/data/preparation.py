@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import hashlib
 import json
@@ -17,7 +16,15 @@ from typing import Any
 import numpy as np
 
 from pe_lab.config import SourceConfig
-from pe_lab.data.shards import METADATA_FILE, SPLITS, TOKENIZER_DIRECTORY, Metadata, ShardWriter, read_metadata
+from pe_lab.data.shards import (
+    METADATA_FILE,
+    SPLITS,
+    TOKENIZER_DIRECTORY,
+    Metadata,
+    ShardWriter,
+    read_metadata,
+    write_metadata,
+)
 from pe_lab.data.sources import Source, open_source
 from pe_lab.data.tokenizers import (
     KIND_FILE,
@@ -29,7 +36,7 @@ from pe_lab.data.tokenizers import (
     training_size,
 )
 from pe_lab.errors import ConfigError, DataError
-from pe_lab.storage import new_directory, unfinished, write_json
+from pe_lab.storage import AnyPath, new_directory, unfinished
 from pe_lab.terminal import Progress, console
 
 BATCH_CHARACTERS = 1_000_000  # of one call of the tokenizer
@@ -42,7 +49,7 @@ def prepare(
     column: str,
     tokenizer: Tokenizer,
     specification: str,
-    directory: Path,
+    directory: AnyPath,
     validation_fraction: float,
     limit_documents: int | None = None,
 ) -> Metadata:
@@ -108,7 +115,7 @@ def prepare(
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
         save_tokenizer(tokenizer, building / TOKENIZER_DIRECTORY)
-        write_json(building / METADATA_FILE, dataclasses.asdict(metadata))
+        write_metadata(building, metadata)
     return read_metadata(directory)  # of another process, if that was faster
 
 

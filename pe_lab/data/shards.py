@@ -1,11 +1,14 @@
 """Prepared data: token shards in ArrayRecord files, with a `metadata.json` and the tokenizer.
 
 A prepared directory holds for every split the tokens of all documents, each document ended by EOS, in records of
-`RECORD_TOKENS` little-endian unsigned integers. Reading any token takes one record.
+`RECORD_TOKENS` little-endian unsigned integers. Reading any token takes one record. Beside a shard `x.array_record`,
+`x.crc32c` has the CRC-32C of each record, as little-endian uint32, and metadata.json has the digests of both files:
+every record is verified when it is read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Mapping
@@ -14,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Int32, UInt
+from jaxtyping import Int, Int32, UInt, UInt32
 
 from pe_lab.data.tokenizers import Tokenizer, load_saved_tokenizer
 from pe_lab.errors import DataError
-from pe_lab.storage import read_json
+from pe_lab.storage import AnyPath, is_remote, listing, local_copy, read_bytes, read_json, write_json
+from pe_lab.storage.manifest import SEAL, Digest, Manifest, crc32c, digest_file, seal_broken, sealed
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+FORMATS = (1, 2)  # 1 has no digests
 METADATA_FILE = "metadata.json"
 TOKENIZER_DIRECTORY = "tokenizer"
 SPLITS = ("train", "validation")
@@ -38,6 +43,14 @@ class Shard:
     records: int
     tokens: int
     bytes: int
+    crc32c: str = ""  # of the file; "": not known
+    records_crc32c: str = ""  # of the file that has the CRC-32C of each record
+    documents: int = 0  # documents that end in it
+
+    @property
+    def records_file(self) -> str:
+        """The file that has the CRC-32C of each record."""
+        return str(Path(self.file).with_suffix(".crc32c"))
 
 
 @dataclass(frozen=True)
@@ -70,18 +83,69 @@ class Metadata:
         return f"{self.content}-{self.tokenizer_fingerprint}-{self.validation_fraction}"
 
 
-def read_metadata(directory: Path) -> Metadata:
+def read_metadata(directory: AnyPath) -> Metadata:
     """The description of a prepared directory; `DataError` if it is missing, damaged, or of another version."""
     path, advice = directory / METADATA_FILE, f"Prepare the data with python -m pe_lab.prepare --out={directory}."
     content = read_json(path, advice)
-    if content.get("format") != FORMAT_VERSION:
-        found = content.get("format")
+    if (found := content.get("format")) not in FORMATS:
         raise DataError(f"{path} has format {found!r}, this version reads {FORMAT_VERSION}. {advice}")
+    if found > 1 and seal_broken(content):
+        raise DataError(f"{path} is damaged: it does not have the content that was written. {advice}")
     try:
         shards = {split: tuple(Shard(**s) for s in content["shards"][split]) for split in SPLITS}
-        return Metadata(**{**content, "shards": shards})
-    except (KeyError, TypeError) as error:
+        metadata = Metadata(**{key: item for key, item in content.items() if key != SEAL} | {"shards": shards})
+        defect = _defect(metadata)
+    except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged: {error}. {advice}") from error
+    if defect:
+        raise DataError(f"{path} is damaged: {defect}. {advice}")
+    return metadata
+
+
+def _defect(metadata: Metadata) -> str:
+    """The key of a description that has another type, or contradicts another key; "" if there is none."""
+
+    def wrong(value: Any, kind: type) -> bool:
+        return not isinstance(value, kind) or isinstance(value, bool) or (kind is int and not 0 <= value < 2**62)
+
+    shards = [shard for split in SPLITS for shard in metadata.shards[split]]
+    typed = {str: ("source", "column", "tokenizer", "tokenizer_fingerprint", "content", "python", "created")}
+    typed[int] = ("vocab_size", "eos_id", "characters", "record_tokens")
+    for kind, names in typed.items():
+        for name in names:
+            if wrong(getattr(metadata, name), kind):
+                return name
+    for counts in (metadata.documents, metadata.tokens):
+        if any(wrong(counts[split], int) for split in SPLITS):
+            return "documents or tokens"
+    for shard in shards:
+        if wrong(shard.file, str) or any(wrong(n, int) for n in (shard.records, shard.tokens, shard.bytes)):
+            return f"the shard {shard.file!r:.60}"
+        if Path(shard.file).name != shard.file or not 0 < shard.tokens <= shard.records * metadata.record_tokens:
+            return f"the shard {shard.file!r:.60}"
+    for split in SPLITS:
+        if metadata.tokens[split] != sum(shard.tokens for shard in metadata.shards[split]):
+            return f"the tokens of {split} are not those of its shards"
+    fraction = metadata.validation_fraction
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+        return "validation_fraction"
+    if metadata.dtype not in ("uint16", "uint32") or not 1 <= metadata.record_tokens <= 2**24:
+        return "dtype or record_tokens"
+    return "" if metadata.limit_documents is None or not wrong(metadata.limit_documents, int) else "limit_documents"
+
+
+def manifest_of_prepared(metadata: Metadata) -> Manifest | None:
+    """The digests of the shards as a manifest; None for data of an earlier version."""
+    shards = [shard for split in SPLITS for shard in metadata.shards[split]]
+    if not all(shard.crc32c for shard in shards):
+        return None
+    files = {shard.file: Digest(shard.bytes, shard.crc32c) for shard in shards}
+    return Manifest(files | {shard.records_file: Digest(4 * shard.records, shard.records_crc32c) for shard in shards})
+
+
+def write_metadata(directory: Path, metadata: Metadata) -> None:
+    """Writes metadata.json, with a digest of itself."""
+    write_json(directory / METADATA_FILE, sealed(dataclasses.asdict(metadata)))
 
 
 class ShardWriter:
@@ -92,6 +156,8 @@ class ShardWriter:
         self._pending = np.zeros(0, self._dtype)  # less than a record
         self._writer: Any = None
         self._in_file = [0, 0]  # records, tokens
+        self._checksums: list[int] = []  # of the records in the file
+        self._ends: list[int] = []  # the number of tokens up to the end of each document that is not in a file yet
         self._path = directory
         self.record_tokens = RECORD_TOKENS
         self.shards: list[Shard] = []
@@ -103,6 +169,7 @@ class ShardWriter:
         self._pending = np.concatenate([self._pending, document.astype(self._dtype)])
         self.tokens += len(document)
         self.documents += 1
+        self._ends.append(self.tokens)
         while len(self._pending) >= self.record_tokens:
             self._write(self._pending[: self.record_tokens])
             self._pending = self._pending[self.record_tokens :]
@@ -114,7 +181,9 @@ class ShardWriter:
             self._path = self._directory / f"{self._split}-{len(self.shards):05d}.array_record"
             # One record per chunk: a random read decodes one record.
             self._writer = array_record_module.ArrayRecordWriter(str(self._path), "group_size:1,zstd:1")
-        self._writer.write(record.tobytes())
+        content = record.tobytes()
+        self._writer.write(content)
+        self._checksums.append(int(crc32c(content), 16))
         self._in_file[0] += 1
         self._in_file[1] += len(record)
         if self._in_file[0] == RECORDS_PER_SHARD:
@@ -125,8 +194,14 @@ class ShardWriter:
             return
         self._writer.close()
         self._writer = None
-        self.shards.append(Shard(self._path.name, *self._in_file, self._path.stat().st_size))
-        self._in_file = [0, 0]
+        size, digest = digest_file(self._path)
+        shard = Shard(self._path.name, *self._in_file, size, digest)
+        checksums = np.asarray(self._checksums, "<u4").tobytes()
+        (self._directory / shard.records_file).write_bytes(checksums)
+        written = sum(s.tokens for s in self.shards) + shard.tokens
+        ended = int(np.searchsorted(self._ends, written, side="right"))
+        self.shards.append(dataclasses.replace(shard, records_crc32c=crc32c(checksums), documents=ended))
+        self._in_file, self._checksums, self._ends = [0, 0], [], self._ends[ended:]
 
     def close(self) -> None:
         """Writes the last record; `shards` is then complete."""
@@ -138,7 +213,7 @@ class ShardWriter:
 class TokenStream:
     """Random access to the tokens of one split; up to IN_MEMORY_BYTES are read into memory on first use."""
 
-    def __init__(self, directory: Path, metadata: Metadata, split: str):
+    def __init__(self, directory: AnyPath, metadata: Metadata, split: str):
         shards = metadata.shards[split]
         self._directory, self._shards = directory, shards
         self._dtype = np.dtype(metadata.dtype).newbyteorder("<")
@@ -152,10 +227,16 @@ class TokenStream:
         self._array: np.ndarray | None = None
         self._lock = threading.Lock()
         self._reader = functools.cache(self._open_shard)
+        self._checksums = functools.cache(self._read_checksums)
+        self._copy = functools.cache(self._fetch)
         self._record = functools.lru_cache(CACHED_RECORDS)(self._read_record)
 
     def __getstate__(self) -> dict[str, Any]:  # a Grain worker opens its own files
-        return {k: v for k, v in vars(self).items() if k not in ("_array", "_lock", "_reader", "_record")}
+        return {
+            k: v
+            for k, v in vars(self).items()
+            if k not in ("_array", "_lock", "_reader", "_record", "_checksums", "_copy")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -193,20 +274,48 @@ class TokenStream:
         return np.frombuffer(content, self._dtype)
 
     def _read(self, shard: int, records: list[int] | None) -> list[bytes]:
-        """Some records of a shard file, or (None) all."""
+        """Some records of a shard file, or (None) all, compared with their checksums."""
         path = self._directory / self._shards[shard].file
         try:
+            if is_remote(path):  # ArrayRecord reads local files
+                path = self._copy(shard)
             if records is not None:
-                return self._reader(path).read(records)
-            reader = self._open_shard(path, readahead=2**24)
-            whole = reader.read_all()
-            reader.close()
-            return whole
+                found = self._reader(path).read(records)
+            else:
+                reader = self._open_shard(path, readahead=2**24)
+                found = reader.read_all()
+                reader.close()
+            if (expected := self._checksums(shard)) is not None:
+                if records is None and len(found) != len(expected):
+                    raise IndexError(f"it has {len(found)} records, {len(expected)} expected")
+                for number, content in zip(range(len(found)) if records is None else records, found, strict=True):
+                    if int(crc32c(content), 16) != expected[number]:
+                        raise IndexError(f"record {number} is not the one that was written")
+            return found
         except (RuntimeError, OSError, IndexError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(
                 f"{path} is damaged: {reason}. Delete {self._directory} and prepare the data again."
             ) from error
+
+    def _read_checksums(self, shard: int) -> UInt32[np.ndarray, " records"] | None:
+        """The checksum of each record of a shard; None for data of an earlier version."""
+        if not (expected := self._shards[shard].records_crc32c):
+            return None
+        content = read_bytes(self._directory / self._shards[shard].records_file)
+        if crc32c(content) != expected:
+            raise OSError(f"{self._shards[shard].records_file} has changed")
+        return np.frombuffer(content, "<u4")
+
+    def _fetch(self, shard: int) -> Path:
+        """A local copy of a shard on an object store."""
+        expected = self._shards[shard]
+
+        def check(copied: Path) -> None:
+            if expected.crc32c and digest_file(copied).crc32c != expected.crc32c:
+                raise OSError("its digest is not the one that was written")
+
+        return local_copy(self._directory / expected.file, check)
 
     def _open_shard(self, path: Path, readahead: int = 0) -> Any:
         from array_record.python import array_record_module
@@ -218,7 +327,7 @@ class TokenStream:
 class Prepared:
     """An open prepared directory."""
 
-    directory: Path
+    directory: AnyPath
     metadata: Metadata
     tokenizer: Tokenizer
     streams: Mapping[str, TokenStream]  # per split
@@ -228,19 +337,19 @@ class Prepared:
         return self.streams[split].read(start, stop).astype(np.int32)
 
 
-def open_prepared(directory: Path) -> Prepared:
+def open_prepared(directory: AnyPath) -> Prepared:
     """Opens a prepared directory after checking the size of every file.
 
     Raises:
       DataError: the metadata, the tokenizer or a shard is missing, damaged, or does not fit the others.
     """
-    metadata = read_metadata(directory)
+    metadata, files = read_metadata(directory), listing(directory)
     for shard in (s for split in SPLITS for s in metadata.shards[split]):
         path = directory / shard.file
         advice = f"Delete {directory} and prepare the data again, or copy the file again."
-        if not path.is_file():
+        if shard.file not in files:
             raise DataError(f"{path} is missing. {advice}")
-        if (size := path.stat().st_size) != shard.bytes:
+        if (size := files[shard.file].size) != shard.bytes:
             raise DataError(f"{path} is truncated or changed: {size} bytes, {shard.bytes} expected. {advice}")
     tokenizer = load_saved_tokenizer(directory / TOKENIZER_DIRECTORY)
     if tokenizer.fingerprint != metadata.tokenizer_fingerprint:

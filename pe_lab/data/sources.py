@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 import tokenize
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -17,6 +18,7 @@ from pe_lab.config import SourceConfig
 from pe_lab.errors import ConfigError, DataError, did_you_mean
 from pe_lab.storage import json_object
 
+MOST_EXPANSION = 100  # of a gzipped text, which shrinks to a third or a tenth; deflate can expand by 1,032
 KINDS = ("stdlib", "text", "jsonl", "parquet", "tfds")
 SKIPPED_DIRECTORIES = {
     "test",
@@ -53,6 +55,11 @@ def open_source(config: SourceConfig) -> Source:
       DataError: no file matches, or a file is of another kind.
     """
     kind, _, where = config.source.partition(":")
+    allowed = ("data_dir",) if kind == "tfds" else ()
+    for option in config.options:
+        if kind in KINDS and option not in allowed:
+            advice = did_you_mean(str(option), allowed) if allowed else "This kind of source has no options."
+            raise ConfigError(f"data source {config.source!r}: unknown option {option!r}. {advice}")
     if kind == "stdlib" and not where:
         return StandardLibrary()
     if kind not in KINDS:
@@ -161,16 +168,45 @@ def _read_failed(path: Path, error: Exception) -> DataError:
     return DataError(f"Cannot read {path}: {reason}. Check the file, or leave it out of the glob.")
 
 
+class _Expanded:
+    """A gzipped file, of which at most `MOST_EXPANSION` times its size, and 16 MiB, are decompressed."""
+
+    def __init__(self, path: Path):
+        self._path, self._file = path, gzip.open(path, "rb")  # noqa: SIM115 - closed below
+        self._left = MOST_EXPANSION * path.stat().st_size + 2**24
+
+    def __enter__(self) -> _Expanded:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def _counted(self, content: bytes) -> bytes:
+        self._left -= len(content)
+        if self._left < 0:
+            raise DataError(
+                f"{self._path} expands to more than {MOST_EXPANSION} times its size, which no text does. Decompress it "
+                "by hand and look at it, or leave it out of the glob."
+            )
+        return content
+
+    def read(self) -> bytes:
+        return self._counted(self._file.read(self._left + 1))
+
+    def __iter__(self) -> Iterator[bytes]:
+        while line := self._counted(self._file.readline(self._left + 1)):
+            yield line
+
+
 class TextFiles(_Files):
     """UTF-8 files, also gzipped (.gz), one document each."""
 
     def documents(self) -> Iterator[str]:
         for path in self._files:
             try:
-                content = path.read_bytes()
-                content = gzip.decompress(content) if path.suffix == ".gz" else content
-                text = content.decode("utf-8")
-            except (OSError, EOFError, UnicodeDecodeError) as error:
+                with _Expanded(path) if path.suffix == ".gz" else path.open("rb") as file:
+                    text = file.read().decode("utf-8")
+            except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
                 raise _read_failed(path, error) from error
             if text:
                 yield text
@@ -185,11 +221,11 @@ class JsonLines(_Files):
     def documents(self) -> Iterator[str]:
         for path in self._files:
             try:
-                with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+                with _Expanded(path) if path.suffix == ".gz" else path.open("rb") as file:
                     for number, line in enumerate(file, start=1):
                         if line.strip() and (text := self._text(path, number, line)):
                             yield text
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, zlib.error) as error:
                 raise _read_failed(path, error) from error
 
     def _text(self, path: Path, number: int, line: bytes) -> str:
@@ -258,11 +294,10 @@ class TensorFlowDataset:
         import tensorflow_datasets as tfds
 
         self.name, self._column = name, column
-        if unknown := set(options) - {"data_dir"}:
-            raise ConfigError(
-                f"data source {name!r}: unknown option {min(unknown)!r}. {did_you_mean(min(unknown), ('data_dir',))}"
-            )
-        self._builder, self._split = self._find(tfds, where, options.get("data_dir"))
+        data_dir = options.get("data_dir")
+        if not isinstance(data_dir, str | None):
+            raise ConfigError(f"data source {name!r}: option data_dir is {data_dir!r}; it must be a directory's path.")
+        self._builder, self._split = self._find(tfds, where, data_dir)
         try:
             self._data = self._builder.as_data_source(split=self._split)
         except Exception as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from pe_lab.parallel import first_then_others, on_first
 from pe_lab.positional import Alibi, Layer, label_layers
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.variants import PAPER_COEFFICIENT
+from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
 
@@ -57,7 +57,7 @@ class Evaluation:
         subjects: Sequence[Subject],
         data: DataConfig,
         plan: Plan,
-        directory: Path,
+        directory: AnyPath,
         devices: Sequence[Any] | None = None,
         attention: str | None = None,
         forwards: Forwards | None = None,

@@ -86,9 +86,9 @@ def parse_length(option: str, text: str, training_length: int = 0) -> int:
         tokens = float(item[:-1] if item[-1:] in units else item) * unit
     except ValueError:
         raise ConfigError(f"{option}: '{item}' is no length. Write {examples}.") from None
-    if not tokens.is_integer() or tokens < 2:
+    if not tokens.is_integer() or not 2 <= tokens < 2**31:
         trained = f" (the training length is {training_length})" if training_length else ""
-        raise ConfigError(f"{option}: '{item}' is {tokens:g} tokens; give a whole number of at least 2{trained}.")
+        raise ConfigError(f"{option}: '{item}' is {tokens:g} tokens; give a whole number from 2 to 2^31 - 1{trained}.")
     return int(tokens)
 
 

@@ -22,6 +22,7 @@ from pe_lab.evaluation.tasks.suites import HARNESS, MEASURED, SEED, open_tasks
 from pe_lab.evaluation.variants import Subject, Variant, all_variants
 from pe_lab.parallel import on_first
 from pe_lab.results.records import Record
+from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 
 TEXT_KINDS = ("text", "jsonl", "parquet", "tfds", "stdlib")
@@ -43,7 +44,7 @@ class Session:
     arguments: argparse.Namespace
     suites: dict[str, tuple[str, ...]] | None
     methods: tuple[str, ...] | None
-    out: Path
+    out: AnyPath
     forwards: Forwards = dataclasses.field(default_factory=dict)
 
     def run(self) -> list[Record]:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +14,16 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from pe_lab import storage
 from pe_lab.checkpoints import find_checkpoints, is_external, open_source, resolve
-from pe_lab.checkpoints.store import steps_in
+from pe_lab.checkpoints.locating import steps_in
 from pe_lab.config import MeshConfig
 from pe_lab.errors import CheckpointError, ConfigError
 from pe_lab.evaluation.variants import Subject
 from pe_lab.language_model import LanguageModel, load
 from pe_lab.model import Model
 from pe_lab.parallel import compute_devices, computes_together, hide_absent_tpu, is_first, make_mesh, on_first
-from pe_lab.storage import json_object, write_file
+from pe_lab.storage import AnyPath, json_object, write_file
 
 MARKER = "source.json"  # in the results' directory of an external checkpoint: its path
 
@@ -38,7 +40,7 @@ class Target:
       external: the path of an external checkpoint.
     """
 
-    root: Path
+    root: AnyPath
     paths: tuple[str, ...]
     run: str
     display_name: str
@@ -55,12 +57,12 @@ def parse_steps(text: str) -> tuple[int, ...]:
     items = [part.strip() for part in text.split(",") if part.strip()]
     if items == ["all"]:
         return ()
-    if not items or not all(item.isdigit() for item in items):
+    if not items or not all(re.fullmatch("[0-9]{1,10}", item) for item in items):
         raise ConfigError(f"--steps={text}: write all, or steps such as 8000,14000.")
     return tuple(sorted({int(item) for item in items}))
 
 
-def locate(given: str | Path, steps: tuple[int, ...] | None = None) -> Target:
+def locate(given: str | AnyPath, steps: tuple[int, ...] | None = None) -> Target:
     """The checkpoints that a path means.
 
     A run directory means the last checkpoint of each phase; a phase, a directory that surgery wrote, or a checkpoint
@@ -76,19 +78,19 @@ def locate(given: str | Path, steps: tuple[int, ...] | None = None) -> Target:
         if steps is not None:
             raise ConfigError(f"--steps chooses checkpoints of a run, and '{given}' is a single one.")
         return _external(str(given))
-    directory = Path(given)
+    directory = storage.path("--from", given)
     if not directory.is_dir():
         raise CheckpointError(
             f"--from '{given}' is not a directory. Give a run, a phase of it, a checkpoint, hf:DIR or gguf:FILE."
         )
-    directory = root = directory.resolve()
+    directory = root = storage.absolute(directory)
     if (directory / "run.json").is_file():
         found = find_checkpoints(directory)
         if not found:
             raise CheckpointError(f"--from '{given}' has no checkpoint yet. Train it first (python -m pe_lab.train).")
     else:
         checkpoints, step = resolve(directory)
-        checkpoints = checkpoints.resolve()
+        checkpoints = storage.absolute(checkpoints)
         found = [checkpoints / str(step)]
         above = [checkpoints, *list(checkpoints.parents)[:2]]  # checkpoints, phase, run
         root = next((path for path in above if (path / "run.json").is_file()), checkpoints.parent)
@@ -109,15 +111,15 @@ def locate_all(given: str, steps: tuple[int, ...] | None = None) -> list[Target]
     if not sources:
         raise ConfigError(f"--from='{given}' names nothing. Give runs, checkpoints, hf:DIR or gguf:FILE.")
     targets = [locate(source, steps) for source in sources]
-    roots: dict[str, set[Path]] = {}
+    roots: dict[str, set[AnyPath]] = {}
     for target in targets:
-        roots.setdefault(target.run, set()).add(target.root.resolve())
+        roots.setdefault(target.run, set()).add(storage.absolute(target.root))
     found = []
     for target in targets:
         alike, parts = roots[target.run], 1
         while len(alike) > 1 and len({root.parts[-parts:] for root in alike}) < len(alike):
             parts += 1
-        name = target.run if len(alike) == 1 else "-".join(target.root.resolve().parts[-parts:])
+        name = target.run if len(alike) == 1 else "-".join(storage.absolute(target.root).parts[-parts:])
         found.append(dataclasses.replace(target, display_name=name))
     return found
 
@@ -125,8 +127,8 @@ def locate_all(given: str, steps: tuple[int, ...] | None = None) -> list[Target]
 def _external(given: str) -> Target:
     """The target `runs/NAME`, with more parts of the path in NAME where another checkpoint has that directory."""
     text = given.partition(":")[2] if given.startswith(("hf:", "gguf:")) else given
-    here = Path(text).expanduser()
-    source = str(here.resolve()) if here.exists() else text
+    here = storage.path("--from", text)
+    source = str(storage.absolute(here)) if here.exists() else text
     parts = [part for part in Path(source.removesuffix(".gguf")).parts if part != "/"]
     for count in range(1, len(parts) + 1):
         name = "-".join(parts[-count:])
@@ -136,9 +138,9 @@ def _external(given: str) -> Target:
     raise ConfigError(f"--from '{given}': every directory of its name in runs is another model's. Give --out=DIR.")
 
 
-def _read_key(path: Path, name: str) -> str | None:
+def _read_key(path: AnyPath, name: str) -> str | None:
     """A key of a JSON file; None where the file is missing, damaged or lacks it."""
-    value = (json_object(path.read_bytes()) or {}).get(name) if path.is_file() else None
+    value = (json_object(storage.read_bytes(path)) or {}).get(name) if path.is_file() else None
     return None if value is None else str(value)
 
 
@@ -154,7 +156,8 @@ def load_subjects(target: Target, paths: Sequence[str]) -> list[Subject]:
     hide_absent_tpu()
     found = []
     for path in paths:
-        inside = os.path.relpath(path, target.root) if Path(path).is_absolute() else path
+        local = Path(path).is_absolute()
+        inside = os.path.relpath(path, target.root) if local else path.removeprefix(f"{target.root}/")
         lm = load(path, mesh=mesh_for(path))
         found.append(Subject(_with_lasting_id(lm, path), target.run, inside))
     return found

@@ -7,4 +7,4 @@ from pe_lab.model.presets import PRESETS, preset
 from pe_lab.model.programs import Weights
 from pe_lab.model.request import Request, Schedules, Statistics
 from pe_lab.model.sampling import Sampling
-from pe_lab.model.shape import REMAT_POLICIES, Flops, complete, train_flops_per_token
+from pe_lab.model.shape import REMAT_POLICIES, Flops, complete, least_parameters, train_flops_per_token

@@ -10,7 +10,7 @@ import jax
 
 from pe_lab.attention import IMPLEMENTATIONS
 from pe_lab.attention.key_block import RESIDUALS
-from pe_lab.config import ModelConfig
+from pe_lab.config import ModelConfig, check_bounds
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.model.modules import ACTIVATIONS, NORMS, QK_NORMS
 from pe_lab.positional import LayerStructure
@@ -35,10 +35,8 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
 
 def complete(config: ModelConfig) -> ModelConfig:
     """The config with head_dim set. Raises a `ConfigError` that names an invalid field."""
-    for field in ("layers", "d_model", "d_ff", "attention_chunk", "loss_chunks"):
-        if (value := getattr(config, field)) != "auto" and value < 1:
-            raise ConfigError(f"model.{field} is {getattr(config, field)}; it must be positive.")
-    if config.heads < 1 or config.kv_heads < 1 or config.heads % config.kv_heads:
+    check_bounds(config, "model")
+    if config.heads % config.kv_heads:
         raise ConfigError(
             f"model.heads is {config.heads} and model.kv_heads {config.kv_heads}; kv_heads must divide heads."
         )
@@ -65,6 +63,14 @@ def complete(config: ModelConfig) -> ModelConfig:
     if config.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"model.dtype is '{config.dtype}'; it must be float32 or bfloat16.")
     return config
+
+
+def least_parameters(config: ModelConfig) -> int:
+    """The parameters of the matrices of a completed config, by arithmetic alone; norms and biases are left out."""
+    attention = 2 * config.d_model * config.head_dim * (config.heads + config.kv_heads)
+    feed_forward = (3 if config.gated_mlp else 2) * config.d_model * config.d_ff
+    embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * config.d_model
+    return config.layers * (attention + feed_forward) + embeddings
 
 
 class Run(NamedTuple):

@@ -1,12 +1,55 @@
-"""The C library's allocator, set for training on a CPU."""
+"""The memory of this machine: how much there is, what does not fit it, and the C library's allocator."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pe_lab.errors import UnsupportedError
+from pe_lab.parallel.topology import GIB, chip_of
 
 # malloc.h of the GNU C library
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+
+
+# The limit of a container, in version 2 and in version 1 of control groups.
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def host_memory() -> int:
+    """The bytes of memory that this process may use, 0 if that is unknown: the machine's, or its container's."""
+    try:
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 0
+    for limit in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            found = min(found, int(Path(limit).read_text()))
+    return found
+
+
+def check_memory(needed: int, what: str, devices: Sequence[Any] = ()) -> None:
+    """Refuses what does not even fit the memory of the host and of these devices of this process together.
+
+    Args:
+      needed: bytes, at least.
+      what: what needs them, for the message.
+
+    Raises:
+      UnsupportedError: there is less memory; with both figures.
+    """
+    host = host_memory()
+    there = host + sum(chip_of(device).memory for device in devices if device.platform != "cpu")
+    if host and needed > there:
+        raise UnsupportedError(
+            f"{what} needs at least {needed / GIB:,.1f} GiB, and this machine and its devices have {there / GIB:,.1f}. "
+            "Make the model or the batch smaller, or shard it over more devices (config.mesh)."
+        )
 
 
 def keep_freed_memory() -> bool:

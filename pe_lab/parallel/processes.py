@@ -44,14 +44,14 @@ def start_processes() -> None:
     devices: dict[str, Any] = {"local_device_ids": []} if _alone_on_its_node() else {}
     if os.environ.get("COORDINATOR_ADDRESS"):
         count, index = os.environ.get("PROCESS_COUNT", ""), os.environ.get("PROCESS_INDEX", "")
-        if not (count.isdigit() and index.isdigit()):
+        if not all(re.fullmatch("[0-9]{1,6}", text) for text in (count, index)):
             raise ConfigError(
                 f"COORDINATOR_ADDRESS is set, but PROCESS_COUNT is '{count}' and PROCESS_INDEX '{index}'. Set them to "
                 "whole numbers: the number of processes, and the index of this one, from 0."
             )
         options = {"num_processes": int(count), "process_id": int(index), **devices}
         if beats := os.environ.get("HEARTBEAT_SECONDS"):
-            if not beats.isdigit() or int(beats) < 1:
+            if not re.fullmatch("[0-9]{1,9}", beats) or int(beats) < 1:
                 raise ConfigError(f"HEARTBEAT_SECONDS is '{beats}'; set it to a whole number of seconds, at least 1.")
             options["heartbeat_timeout_seconds"] = int(beats)
         jax.distributed.initialize(os.environ["COORDINATOR_ADDRESS"], **options)

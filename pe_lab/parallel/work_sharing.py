@@ -26,6 +26,7 @@ from pe_lab.parallel.processes import start_processes
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 POLL_MILLISECONDS = 2000  # a waiting process looks for failures of others so often
+EXCHANGE_MILLISECONDS = 3_600_000  # a process that is lost ends the others long before
 FAILURE = "pe_lab/failure"
 
 
@@ -265,6 +266,24 @@ def _busy(own: Iterator[Result]) -> Iterator[Result]:
         finally:
             _program.busy = False
         yield result
+
+
+def all_values(name: str, value: bytes, done: str = "") -> list[bytes]:
+    """The value of every process, in their order, on every process: for threads that may run no collective on devices.
+
+    Args:
+      name: of this exchange, which no other one has had.
+      done: the name of an earlier exchange, which all processes have left; its values are removed.
+    """
+    state = distributed.global_state
+    if state.client is None:
+        return [value]
+    client, keys = state.client, [f"pe_lab/{name}/{process}" for process in range(state.num_processes)]
+    client.key_value_set_bytes(keys[state.process_id], value)
+    values = [client.blocking_key_value_get_bytes(key, EXCHANGE_MILLISECONDS) for key in keys]
+    if done:
+        client.key_value_delete(f"pe_lab/{done}/{state.process_id}")
+    return values
 
 
 def deal(costs: Sequence[float], processes: int) -> list[int]:

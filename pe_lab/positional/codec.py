@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def parse(text: str) -> Layer:
         field = "logit_scale" if key == "beta" else key
         if field in options:
             raise ConfigError(f"'{text}': '{item}' comes after another {field}; give one of them.")
-        if key == "window" and value.isdecimal():
+        if key == "window" and re.fullmatch("[0-9]{1,10}", value):
             options[field] = int(value)
         elif key == "logit_scale":
             options[field] = _number(value, text, item)
@@ -100,15 +101,20 @@ def _number(value: str, text: str, item: str) -> Any:
         raise ConfigError(f"'{text}': '{item}' is not key=number.") from None
 
 
+MOST = 2**14  # layers or heads of a model
+
+
 def numbers_and_ranges(chosen: str, where: str) -> list[int]:
-    """The numbers of a text such as `0-3,6`; the inverse of `ranges`."""
+    """The numbers of a text such as `0-3,6`, all below `MOST`; the inverse of `ranges`."""
     found: list[int] = []
     for part in chosen.split(","):
-        first, dash, last = part.partition("-")
-        last = last if dash else first
-        if not first.isdecimal() or not last.isdecimal() or int(last) < int(first):
-            raise ConfigError(f"{where}: '{part}' is not a number or a range such as 0-3.")
-        found.extend(range(int(first), int(last) + 1))
+        numbers_ = re.fullmatch("([0-9]{1,20})(?:-([0-9]{1,20}))?", part)
+        first, last = (int(numbers_[1]), int(numbers_[2] or numbers_[1])) if numbers_ else (1, 0)
+        if last < first:
+            raise ConfigError(f"{where}: '{part[:40]}' is not a number or a range such as 0-3.")
+        if last >= MOST or len(found) + last - first >= MOST:
+            raise ConfigError(f"{where}: '{part[:40]}' is beyond the {MOST:,} layers or heads that a model may have.")
+        found.extend(range(first, last + 1))
     return found
 
 

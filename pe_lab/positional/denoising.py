@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from jaxtyping import Float
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.positional.encodings import NoPE
 from pe_lab.positional.layers import Bands, Gaussian, HeadEdit, HeadKind, Layer, Uniform
+from pe_lab.storage import json_object
 
 Head = tuple[int, int]  # (layer, query head)
 
@@ -73,11 +73,13 @@ def read_scores(
       DataError: no such file, no JSON, scores of another model or of another shape; names the file.
     """
     try:
-        value = json.loads(Path(path).read_text())
+        content = Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"The scores '{path}' cannot be read ({error.strerror}).") from None
-    except ValueError as error:
-        raise DataError(f"The scores '{path}' are not JSON ({error}).") from None
+    value: Any = json_object(content)
+    value = json_object(content, list) if value is None else value
+    if value is None:
+        raise DataError(f"The scores '{path}' are not JSON: give a list of lists, alone or under \"scores\".")
     made_for = value.get("weights") if isinstance(value, dict) else None
     if weights and made_for not in (None, weights):
         raise DataError(

@@ -20,6 +20,8 @@ from pe_lab.positional.layers import Bands, Gaussian, Layer, Uniform
 from pe_lab.positional.rotation import Warp, fixed_point_frequencies
 from pe_lab.terminal import table
 
+LARGEST = 2**27  # layers times heads times channels of a schedule; the largest models have 2^21
+
 ArrayLike = jax.Array | np.ndarray
 
 
@@ -136,6 +138,11 @@ def build_schedule(
     """
     if not layers or num_heads < 1:
         raise ConfigError(f"A schedule needs layers and heads, and has {len(layers)} layers and {num_heads} heads.")
+    if (size := len(layers) * num_heads * head_dim) > LARGEST:
+        raise ConfigError(
+            f"{len(layers)} layers of {num_heads} heads of {head_dim} channels have {size:,} frequencies; a schedule "
+            f"has at most {LARGEST:,}. Check layers, heads and head_dim."
+        )
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads do not divide into {num_kv_heads} key-value heads.")
     # Most layers of a deep model are equal: compute each distinct one once.

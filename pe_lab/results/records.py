@@ -6,10 +6,9 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from pe_lab.storage import read_records, write_records
+from pe_lab.storage import AnyPath, read_records, write_records
 
 Record = dict[str, Any]
 KEYS = ("run", "checkpoint", "method", "length", "seed", "source")  # what a record measured
@@ -79,7 +78,7 @@ class RecordFile:
       DataError: the file cannot be read, or a line is no record.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: AnyPath):
         from pe_lab.parallel import on_first  # which imports JAX, and reports do not
 
         self.path = path

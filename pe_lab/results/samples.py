@@ -6,14 +6,10 @@ whole lines and perhaps a part of one, which the next process cuts off: no finis
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from pe_lab.errors import DataError
-from pe_lab.storage import read_records, write_records
+from pe_lab.storage import AnyPath, AppendedLog, read_records
 
 SampleRecord = dict[str, Any]
 # "reading" names the variant of the model in the files that users have.
@@ -34,10 +30,11 @@ class SampleFile:
       DataError: a complete line is no JSON object, or the file cannot be read.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: AnyPath):
         from pe_lab.parallel import on_first  # which imports JAX, and reports do not
 
         self.path = path
+        self._log: AppendedLog | None = None  # once something is appended
         self.records = {key(record): record for record in on_first(self._read)}
 
     def _read(self) -> list[SampleRecord]:
@@ -57,18 +54,10 @@ class SampleFile:
         self.records.update({key(record): record for record in new})
 
     def _append(self, new: Sequence[SampleRecord]) -> None:
-        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in new)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a+b") as file:
-                _cut_off_partial_line(file)
-                file.write(lines.encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise DataError(
-                f"{self.path} cannot be written ({error.strerror}). Give another directory with --out."
-            ) from None
+        if self._log is None:
+            self._log = AppendedLog(self.path, advice="Give another directory with --out.")
+        self._log.append(*new)
+        self._log.flush()
 
     def forget(self, unwanted: Sequence[tuple[Any, ...]]) -> None:
         """Removes records, so that their samples are answered again."""
@@ -78,16 +67,8 @@ class SampleFile:
         if not removed:
             return
         if is_first():
-            write_records(self.path, (record for record in self._read() if key(record) not in removed))
+            if self._log is not None:
+                self._log.close()
+            kept = [record for record in self._read() if key(record) not in removed]
+            self._log = AppendedLog(self.path, kept, "Give another directory with --out.")
         self.records = {name: record for name, record in self.records.items() if name not in removed}
-
-
-def _cut_off_partial_line(file: BinaryIO) -> None:
-    """Truncates what a killed process left after the last complete line."""
-    end, found = file.seek(0, os.SEEK_END), -1
-    while end and found < 0:
-        start = max(end - 2**16, 0)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        end = start + found + 1
-    file.truncate(end)

@@ -1,4 +1,24 @@
-"""Files and directories: atomic writes, readers of JSON and JSON lines, paths of a command line."""
+"""Files and directories, local and on object stores: atomic writes, JSON and JSON lines, logs, copies, Orbax on S3."""
 
-from pe_lab.storage.files import local_path, new_directory, unfinished, write_file, write_files
+from pe_lab.storage.conditional import create_file, replace_file
+from pe_lab.storage.copies import copies_directory, local_copy
+from pe_lab.storage.files import new_directory, unfinished, write_file, write_files
 from pe_lab.storage.json_files import json_object, read_json, read_records, write_json, write_records
+from pe_lab.storage.logs import AppendedLog
+from pe_lab.storage.orbax_paths import COMMIT_FILE, enable_orbax
+from pe_lab.storage.paths import (
+    AnyPath,
+    Entry,
+    absolute,
+    exists,
+    is_remote,
+    kvstore,
+    listing,
+    move_tree,
+    path,
+    read_bytes,
+    remove,
+    remove_tree,
+    store_errors,
+)
+from pe_lab.storage.segments import log_exists, read_log

@@ -1,4 +1,8 @@
-"""Atomic writes: whoever reads, also after a process was killed, finds a file or a directory whole or not at all."""
+"""Atomic writes: whoever reads, also after a process was killed, finds a file or a directory whole or not at all.
+
+On an object store a file is put whole. A directory is filled on the local disk and put file after file, its marker
+last.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +13,45 @@ import glob
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pe_lab.errors import ConfigError, DataError
+from pe_lab.storage.paths import AnyPath, exists, filesystem, is_remote, listing, put, remove, remove_tree, store_errors
+
+INCOMPLETE = ".incomplete"  # in a directory of a store that has no marker, while it is put
 
 
-def local_path(option: str, text: str) -> Path:
-    """A directory to write, from a command line; `ConfigError` for the address of an object store (gs://bucket/x)."""
-    if "://" in text:
-        raise ConfigError(
-            f"{option} '{text}' is an address, and a path is needed: files are appended to and renamed there. Mount a "
-            "file system that all hosts share, and give the path of that (launch/README.md)."
-        )
-    return Path(text).expanduser()
-
-
-def write_file(path: Path, content: bytes | str, advice: str = "") -> Path:
+def write_file(path: AnyPath, content: bytes | str, advice: str = "") -> AnyPath:
     """Writes one file atomically and returns its path; see `write_files`."""
     return write_files({path: content}, advice)[0]
 
 
-def write_files(files: Mapping[Path, bytes | str], advice: str = "") -> list[Path]:
+def write_files(files: Mapping[AnyPath, bytes | str], advice: str = "") -> list[AnyPath]:
     """Writes all files or none, and returns their paths; text is encoded as UTF-8.
 
-    Every file is written to a temporary name in its directory, which is made, and renamed when all are on disk.
+    Every file is written to a temporary name in its directory, which is made, and renamed when all are on disk. On an
+    object store each file is put whole, one after another.
 
     Raises:
       DataError: a file cannot be written; the message ends with `advice`.
+      StoreError: the store refuses, or does not answer.
     """
+    # A lone surrogate, as of a file name that is not UTF-8, becomes its escape, which JSON reads again.
+    contents = {
+        path: content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+        for path, content in files.items()
+    }
+    _write_local({path: content for path, content in contents.items() if not is_remote(path)}, advice)
+    for path, content in contents.items():
+        if is_remote(path):
+            put(path, content)
+    return list(files)
+
+
+def _write_local(files: Mapping[Path, bytes], advice: str) -> None:
+    """`write_files` on a disk."""
     renames: list[tuple[Path, Path]] = []
     try:
         for path, content in files.items():
@@ -45,7 +59,7 @@ def write_files(files: Mapping[Path, bytes | str], advice: str = "") -> list[Pat
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "a directory of that name exists")
             renames.append((path.with_name(f".{path.name}.{os.getpid()}"), path))
-            renames[-1][0].write_bytes(content.encode() if isinstance(content, str) else content)
+            renames[-1][0].write_bytes(content)
         for temporary, path in renames:  # noqa: B007
             temporary.replace(path)
     except OSError as error:
@@ -54,14 +68,15 @@ def write_files(files: Mapping[Path, bytes | str], advice: str = "") -> list[Pat
         for temporary, _ in renames:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-    return [path for _, path in renames]
 
 
 @contextlib.contextmanager
-def new_directory(path: Path, option: str = "", marker: str | None = None) -> Iterator[Path]:
-    """A directory to fill, which is renamed to `path` when the block ends, and removed if the block raises.
+def new_directory(path: AnyPath, option: str = "", marker: str | None = None) -> Iterator[Path]:
+    """A local directory to fill, which becomes `path` when the block ends, and is removed if the block raises.
 
-    What killed processes have left of earlier attempts is removed. Several processes may write the same `path`.
+    On a disk it is renamed. To an object store its files are put when the block ends, the marker last; without a marker
+    an object `.incomplete` is put first and removed last. What killed processes have left of earlier attempts is
+    removed. Several processes may write the same `path`.
 
     Args:
       path: the directory to be.
@@ -71,9 +86,49 @@ def new_directory(path: Path, option: str = "", marker: str | None = None) -> It
 
     Raises:
       ConfigError: `path` exists and is something else, or cannot be written.
+      StoreError: the store refuses, or does not answer.
     """
-    path = path.absolute()  # "." has no name
+    path = path if is_remote(path) else path.absolute()  # "." has no name
     what = f"{option} '{path}'".lstrip()
+    with _new_remote(path, what, marker) if is_remote(path) else _new_local(path, what, marker) as filled:
+        yield filled
+
+
+@contextlib.contextmanager
+def _new_remote(path: AnyPath, what: str, marker: str | None) -> Iterator[Path]:
+    """`new_directory` on an object store."""
+
+    def refuse_existing() -> None:
+        if not exists(path / INCOMPLETE) and listing(path):
+            raise ConfigError(f"{what} exists and is not empty. Choose another directory, or remove it.")
+
+    if marker is None:
+        refuse_existing()
+    with tempfile.TemporaryDirectory(prefix="pe_lab-") as temporary:
+        filled = Path(temporary) / path.name
+        filled.mkdir()
+        try:
+            yield filled
+        except OSError as error:
+            raise ConfigError(f"{what} cannot be written ({error.strerror or error}).") from error
+        if marker is None:
+            refuse_existing()
+        elif exists(path / marker):
+            return
+        remove_tree(path)
+        if marker is None:
+            put(path / INCOMPLETE, b"")
+        names = [p.relative_to(filled).as_posix() for p in sorted(filled.rglob("*")) if p.is_file()]
+        for name in sorted(names, key=lambda name: name == marker):
+            with store_errors(path / name):
+                filesystem(path).put_file(str(filled / name), str(path / name))
+        if marker is None:
+            remove(path / INCOMPLETE)
+
+
+@contextlib.contextmanager
+def _new_local(path: Path, what: str, marker: str | None) -> Iterator[Path]:
+    """`new_directory` on a disk."""
 
     def refuse_existing() -> None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -110,9 +165,9 @@ def new_directory(path: Path, option: str = "", marker: str | None = None) -> It
         lock.close()
 
 
-def unfinished(path: Path) -> list[Path]:
-    """The directories that processes are filling, or have left, to become `path`."""
-    return list(path.parent.glob(f".{glob.escape(path.name)}.partial-*"))
+def unfinished(path: AnyPath) -> list[AnyPath]:
+    """The directories that processes are filling, or have left, to become `path`; none on an object store."""
+    return [] if is_remote(path) else list(path.parent.glob(f".{glob.escape(path.name)}.partial-*"))
 
 
 def _remove_abandoned(path: Path) -> None:

@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pe_lab.errors import DataError, UserError
 from pe_lab.storage.files import write_file
+from pe_lab.storage.paths import AnyPath, is_remote, read_bytes
+from pe_lab.storage.segments import read_log
 
 Kind = TypeVar("Kind", dict, list)
 
 
+LARGEST = 2**26  # bytes of a whole file; as Python objects they take up to twenty times as much
+DEEPEST = 64  # objects and lists inside one another; whoever walks a value may do so by recursion
+
+
 def json_object(text: str | bytes, kind: type[Kind] = dict) -> Kind | None:
-    """The JSON object (or list, with that `kind`) that a text holds; None if it holds anything else."""
+    """The JSON object (or list, with that `kind`) that a text holds; None if it holds anything else.
+
+    Objects and lists that are nested more than `DEEPEST` deep are anything else.
+    """
     try:
         value = json.loads(text)
-    except ValueError:  # UnicodeDecodeError is one
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
-    return value if isinstance(value, kind) else None
+    return value if isinstance(value, kind) and not _too_deep(value) else None
 
 
-def read_json(path: Path, advice: str = "", error: type[UserError] = DataError, kind: type[Kind] = dict) -> Kind:
+def _too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def read_json(path: AnyPath, advice: str = "", error: type[UserError] = DataError, kind: type[Kind] = dict) -> Kind:
     """The JSON object (or list) in a file; `error` with `advice` if it is missing, unreadable or something else."""
     try:
-        value = json_object(path.read_bytes(), kind)
+        if not is_remote(path) and (size := path.stat().st_size) > LARGEST:
+            raise error(f"'{path}' has {size:,} bytes; such a file has at most {LARGEST:,}. {advice}".rstrip())
+        value = json_object(read_bytes(path), kind)
     except FileNotFoundError:
         raise error(f"There is no '{path}'. {advice}".rstrip()) from None
     except OSError as failure:
@@ -37,13 +57,13 @@ def read_json(path: Path, advice: str = "", error: type[UserError] = DataError, 
 
 
 def read_records(
-    path: Path,
+    path: AnyPath,
     what: str = "record",
     advice: str = "",
     partial: bool = False,
     check: Callable[[dict[str, Any]], str] = lambda record: "",
 ) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file of JSON lines; nothing if there is no file.
+    """The JSON objects of a file of JSON lines, or of an `AppendedLog`; nothing if there is no file.
 
     Args:
       path: the file.
@@ -56,7 +76,7 @@ def read_records(
       DataError: the file cannot be read, or a line is no JSON object or fails `check`; names the line.
     """
     try:
-        content = path.read_bytes()
+        content = read_log(path)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -72,11 +92,11 @@ def read_records(
             yield record
 
 
-def write_json(path: Path, value: Any, advice: str = "") -> Path:
+def write_json(path: AnyPath, value: Any, advice: str = "") -> AnyPath:
     """Writes a value as indented JSON, atomically."""
     return write_file(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", advice)
 
 
-def write_records(path: Path, records: Iterable[Mapping[str, Any]], advice: str = "") -> Path:
+def write_records(path: AnyPath, records: Iterable[Mapping[str, Any]], advice: str = "") -> AnyPath:
     """Writes a file of JSON lines, atomically."""
     return write_file(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), advice)

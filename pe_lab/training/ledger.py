@@ -8,7 +8,6 @@ count as `down`, with the time until the next start.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import threading
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pe_lab.storage import json_object
+from pe_lab.storage import AnyPath, AppendedLog, json_object, read_log
 
 FILE = "ledger.jsonl"
 BUCKETS = (
@@ -52,30 +51,27 @@ class Ledger:
     Once it is open, a thread appends a record every `RECORD_SECONDS`. Without a path nothing is written.
     """
 
-    def __init__(self, path: Path | None = None):
+    def __init__(self, path: AnyPath | None = None):
         self._path, self._lock, self._done = path, threading.RLock(), threading.Event()
         age = process_age()
         self._created, self._mark = time.time() - age, time.monotonic() - age
         self._bucket = "start_up"
         self._seconds: Counter[str] = Counter()
-        self._file: Any = None
+        self._log: AppendedLog | None = None
         self._phase, self._step = "", 0
         self._start = 0  # the number of this start of the run, from 1
         self._reached: dict[str, int] = {}  # the highest step by phase, of this start and the earlier ones
 
     def open(self) -> None:
         """Begins to write, from the creation of the process on: there is something to train."""
-        if self._path is None or self._file is not None:
+        if self._path is None or self._log is not None:
             return
-        path, records = self._path, read_ledger(self._path)
+        records = read_ledger(self._path)
         for record in records:
             phase, step = record.get("phase", ""), record.get("step", 0)
             self._reached[phase] = max(step, self._reached.get(phase, 0))
         self._start = 1 + max((record["start"] for record in records), default=0)
-        cut_off = path.exists() and not path.read_bytes().endswith(b"\n")
-        self._file = path.open("a", encoding="utf-8")
-        if cut_off:  # a process was killed in the middle of a line
-            self._file.write("\n")
+        self._log = AppendedLog(self._path)
         self._write()
         self._thread = threading.Thread(target=self._record_regularly, name="ledger", daemon=True)
         self._thread.start()
@@ -117,12 +113,12 @@ class Ledger:
 
     def close(self) -> None:
         """Writes what is left."""
-        if self._file is not None:
+        if self._log is not None:
             self._done.set()
             self._thread.join()
             self.write()
-            self._file.close()
-            self._file = None
+            self._log.close()
+            self._log = None
 
     def _switch(self, bucket: str) -> str:
         now, before = time.monotonic(), self._bucket
@@ -131,7 +127,7 @@ class Ledger:
         return before
 
     def _write(self) -> None:
-        if self._file is None:
+        if self._log is None:
             return
         self._switch(self._bucket)
         record = {"start": self._start, "time": round(time.time(), 3), "created": round(self._created, 3)}
@@ -139,17 +135,18 @@ class Ledger:
             record |= {"phase": self._phase, "step": self._step}
         seconds = {bucket: round(self._seconds[bucket], 6) for bucket in BUCKETS if self._seconds[bucket]}
         self._seconds.clear()
-        self._file.write(json.dumps({**record, "seconds": seconds}) + "\n")
-        self._file.flush()
+        self._log.append({**record, "seconds": seconds})
 
     def _record_regularly(self) -> None:
         while not self._done.wait(RECORD_SECONDS):
             self.write()
 
 
-def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """The records of a ledger; lines that a killed process left unfinished are passed over."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
+def read_ledger(path: AnyPath) -> list[dict[str, Any]]:
+    """The records of a ledger; lines that are none are passed over."""
+    lines: list[bytes] = []
+    with contextlib.suppress(FileNotFoundError):
+        lines = read_log(path).splitlines()
     return whole_records([json_object(line) or {} for line in lines if line.strip()])
 
 

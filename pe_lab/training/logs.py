@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import itertools
-import json
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,22 @@ from typing import Any
 import jax
 
 from pe_lab.checkpoints.store import metadata_of
-from pe_lab.config import Config, config_hash, from_dict, identity, to_json
-from pe_lab.errors import ConfigError, UserError
+from pe_lab.config import config_hash, to_json
 from pe_lab.model import Flops
 from pe_lab.positional import describe, label
 from pe_lab.positional.codec import ranges
-from pe_lab.storage import json_object, read_records, write_json, write_records
-from pe_lab.training.machine import Peak, machine, versions
+from pe_lab.storage import (
+    AnyPath,
+    AppendedLog,
+    exists,
+    is_remote,
+    json_object,
+    read_bytes,
+    read_records,
+    write_file,
+    write_json,
+)
+from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
 from pe_lab.training.run import PhasePlan, Run
 
@@ -29,14 +36,14 @@ LOGS = ("metrics", "speed", "spikes")
 class PhaseLogs:
     """metrics.jsonl, speed.jsonl, spikes.jsonl and the TensorBoard events of a phase. Only the first process writes."""
 
-    def __init__(self, directory: Path, resume_step: int, left_out: Collection[int] = ()):
+    def __init__(self, directory: AnyPath, resume_step: int, left_out: Collection[int] = ()):
         """Opens the logs, without the records after `resume_step`, whose steps are trained again.
 
         At step 0 no record is kept: the phase starts over, and logs step 0 again. Rewinds that left out batches of
         `left_out` stay, whatever their step: these batches are not met again.
         """
-        self._files: dict[str, Any] = {}
-        self._directory, self._board = directory, None
+        self._logs: dict[str, AppendedLog] = {}
+        self._directory, self._board, self._events = directory, None, None
         if jax.process_index() != 0:
             return
         from tensorboardX import SummaryWriter
@@ -48,32 +55,49 @@ class PhaseLogs:
 
         for name in LOGS:
             path = directory / f"{name}.jsonl"
-            if name == "spikes" and not path.exists():
-                continue
-            records = read_records(path, partial=True) if resume_step or left_out else ()
-            write_records(path, [record for record in records if stays(record)])
-            self._files[name] = path.open("a", encoding="utf-8")
-        purge_step = resume_step + 1 if resume_step else 0
-        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=purge_step)
+            records = list(read_records(path, partial=True))
+            if name != "spikes" or records:
+                self._logs[name] = AppendedLog(path, [record for record in records if stays(record)])
+        # To an object store, the files of events are copied.
+        self._events = tempfile.TemporaryDirectory(prefix="pe_lab_events_") if is_remote(directory) else None
+        board = self._events.name if self._events else str(directory / "tensorboard")
+        self._board = SummaryWriter(board, purge_step=resume_step + 1 if resume_step else 0)
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
         """Appends a record of one step to a log of `LOGS`; numbers of metrics and speed also go to TensorBoard."""
         if self._board is None:
             return
-        if name not in self._files:  # spikes.jsonl exists where there was one
-            self._files[name] = (self._directory / f"{name}.jsonl").open("a", encoding="utf-8")
-        self._files[name].write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._files[name].flush()
+        if name not in self._logs:  # spikes.jsonl exists where there was one
+            self._logs[name] = AppendedLog(self._directory / f"{name}.jsonl")
+        self._logs[name].append(record)
         if name == "spikes" or "event" in record:
             return
         for key, value in record.items():
             if key != "step" and isinstance(value, int | float):
                 self._board.add_scalar(key, value, record["step"])
 
+    def flush(self) -> None:
+        """Returns when all records are on disk, or in the object store."""
+        for log in self._logs.values():
+            log.flush()
+        if self._board is not None:
+            self._board.flush()
+        self._copy_events()
+
+    def _copy_events(self) -> None:
+        if self._events is not None:
+            for file in Path(self._events.name).iterdir():
+                write_file(self._directory / "tensorboard" / file.name, file.read_bytes())
+
     def close(self) -> None:
-        for writer in (*self._files.values(), self._board):
-            if writer is not None:
-                writer.close()
+        """Stores all records."""
+        for log in self._logs.values():
+            log.close()
+        if self._board is not None:
+            self._board.close()
+        self._copy_events()
+        if self._events is not None:
+            self._events.cleanup()
 
 
 def speed_record(
@@ -162,11 +186,11 @@ def write_phase(
     write_json(run.workdir / phase.name / "phase.json", record)
 
 
-def mark_complete(directory: Path) -> None:
+def mark_complete(directory: AnyPath) -> None:
     """Sets the status in phase.json of a process that died between its last checkpoint and this."""
     path = directory / "phase.json"
-    if jax.process_index() == 0 and path.exists():
-        record = json_object(path.read_bytes())
+    if jax.process_index() == 0 and exists(path):
+        record = json_object(read_bytes(path))
         if record and record["status"] != "complete":
             write_json(path, {**record, "status": "complete"})
 
@@ -204,60 +228,3 @@ def checkpoint_metadata(
         stability=stability,
         random={"seed": seed, "key": jax.random.key_data(jax.random.key(seed)).tolist()},
     )
-
-
-def claim_workdir(workdir: Path, config: Config) -> None:
-    """Checks that a run of `config` may be written to `workdir`; writes nothing.
-
-    Raises:
-      ConfigError: it is a file, or a directory that holds a run of another config or anything else.
-    """
-    if not workdir.exists():
-        return
-    if not workdir.is_dir():
-        raise ConfigError(f"--workdir '{workdir}' is a file; give a directory.")
-    path = workdir / "run.json"
-    if not path.exists():
-        # A process that was killed while it wrote its first file leaves a temporary one.
-        others = sorted(p.name for p in workdir.iterdir() if not p.name.startswith(".run.json."))
-        if others:
-            raise ConfigError(
-                f"--workdir '{workdir}' holds {', '.join(others[:3])}{' ...' if len(others) > 3 else ''} and no "
-                "run.json: it is not a run. Choose an empty or new directory."
-            )
-        return
-    run = json_object(path.read_bytes()) or {}
-    if not {"config_hash", "identity"} <= run.keys():
-        raise ConfigError(f"--workdir '{workdir}': its run.json is not one of pe_lab. Choose another --workdir.")
-    if run["config_hash"] == config_hash(config):
-        return
-    before, now = run["identity"], identity(config)
-    with contextlib.suppress(UserError, KeyError):
-        # Fields that the earlier version of pe_lab did not have get their defaults.
-        before = identity(from_dict(Config, run["config"]))
-    keys = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
-    if not keys:
-        return
-    shown = [f"{k}: {before.get(k, 'absent')} there, {now.get(k, 'absent')} here" for k in keys[:4]]
-    raise ConfigError(
-        f"--workdir '{workdir}' belongs to another config ({'; '.join(shown)}{'; ...' if len(keys) > 4 else ''}). "
-        "Choose another --workdir, or delete that one."
-    )
-
-
-def write_run(workdir: Path, config: Config, command: str) -> None:
-    """Writes run.json: the config, the versions and the machine. The date and command of the first session stay."""
-    path = workdir / "run.json"
-    before = (json_object(path.read_bytes()) if path.exists() else None) or {}
-    run = {
-        "name": config.name,
-        "config_hash": config_hash(config),
-        "command": before.get("command", command),
-        "created": before.get("created", datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")),
-        "versions": versions(),
-        "machine": machine(),
-        "notes": to_json(config.notes),
-        "config": to_json(config),
-        "identity": identity(config),
-    }
-    write_json(path, run)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from pe_lab.checkpoints.store import DIRECTORY, Store, new_id
+from pe_lab.checkpoints.locating import DIRECTORY
+from pe_lab.checkpoints.store import Retention, Store, new_id
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.data.pipeline import Pipeline
-from pe_lab.errors import TrainingDiverged
+from pe_lab.errors import SaveFailed, TrainingDiverged
 from pe_lab.model import Flops, Params, train_flops_per_token
 from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests
 from pe_lab.positional import Schedule, describe, label
+from pe_lab.storage import AnyPath
 from pe_lab.terminal import Progress, console
 from pe_lab.training.ledger import Ledger
 from pe_lab.training.logs import PhaseLogs, checkpoint_metadata, mark_complete, speed_record, speed_text, write_phase
@@ -91,13 +92,13 @@ class _Work:
     out: Any
 
     @property
-    def directory(self) -> Path:
+    def directory(self) -> AnyPath:
         return self.run.workdir / self.phase.name
 
 
 def train_phase(
-    run: Run, phase: PhasePlan, previous: Path | None, peak: Peak, profiler: Profiler, ledger: Ledger | None = None
-) -> Path:
+    run: Run, phase: PhasePlan, previous: AnyPath | None, peak: Peak, profiler: Profiler, ledger: Ledger | None = None
+) -> AnyPath:
     """Trains one phase from the state of its files to its end, and returns its last checkpoint.
 
     `previous` is the last checkpoint of the previous phase, if there is one; MFU is a fraction of `peak`. The profiler
@@ -109,15 +110,20 @@ def train_phase(
       SilentCorruption: a gradient that was computed twice differs.
       CheckpointError: the checkpoint to start from is damaged or does not fit.
       DataError: the data has changed since the previous session.
+      SaveFailed: a checkpoint could not be written.
     """
     config, steps, directory = run.config, phase.config.steps, run.workdir / phase.name
     out, ledger = console(quiet=jax.process_index() != 0), ledger or Ledger()
-    store = Store(directory / DIRECTORY, keep=config.checkpoint.keep, milestones=config.checkpoint.milestones)
+    saved = config.checkpoint
+    store = Store(directory / DIRECTORY, Retention(saved.keep, saved.keep_every, saved.milestones, saved.best))
     with contextlib.closing(store), stop_requests() as stops:
         if steps in store.steps():
-            out.print(f"{phase.name}: complete at step {steps}, nothing to do")
-            mark_complete(directory)
-            return directory / DIRECTORY / str(steps)
+            damage = store.damage(steps) if config.checkpoint.verify else ""
+            if not damage:
+                out.print(f"{phase.name}: complete at step {steps}, nothing to do")
+                mark_complete(directory)
+                return directory / DIRECTORY / str(steps)
+            out.print(f"{phase.name}: checkpoint {steps} is damaged: {damage}")
 
         ledger.open()
         model, policy = run.models[phase.index], skip_policy(config.stability)
@@ -234,8 +240,8 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: _Rewind
         progress.update(step, f"{step}/{steps}  compiling")
         if step == 0:
             with times.wait("validation"):
-                losses = work.validate(state.params)
-            logs.write("metrics", {"step": 0, "tokens": 0, **losses})
+                initial = work.validate(state.params)
+            logs.write("metrics", {"step": 0, "tokens": 0, **initial})
         stopping = False
         while step < steps and not stopping:
             ledger.begin_step(phase.name, step + 1)
@@ -269,6 +275,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: _Rewind
                 progress.update(step, f"{step}/{steps}  {shown}")
                 timer, timed_step = now, step
 
+            losses: dict[str, float] = {}
             if step % config.log.validate_every_steps == 0 or step == steps:
                 settle()
                 with times.wait("validation"):
@@ -278,13 +285,14 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: _Rewind
             stopping = _stop_requested(work)
             due = step % config.checkpoint.every_steps == 0 or step in config.checkpoint.milestones
             if due or step == steps or stopping:
-                settle()  # the log on disk is never behind the checkpoint, and what it holds was judged
+                settle()
+                logs.flush()  # the log on disk is never behind the checkpoint, and what it holds was judged
                 what = f"trained {step} steps of '{phase.name}' with {encodings}"
                 path = directory / DIRECTORY / str(step)
                 lineage = [*start.lineage, lineage_entry(what, new_id(), str(path), step)]
                 metadata = checkpoint_metadata(run, phase, lineage, pipeline.get_state(), monitor.state())
                 with times.wait("checkpoint"):
-                    store.save(step, state.params, state.optimizer, metadata)
+                    _save(work, step, state, metadata, {**last, **losses})
                 rewinds.in_a_row = 0
         with times.wait("checkpoint"):
             store.wait()
@@ -298,6 +306,17 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: _Rewind
         raise Stopped(f"stopped at step {step} of {steps} of phase '{phase.name}', saved; run it again to continue")
 
 
+def _save(work: _Work, step: int, state: TrainState, metadata: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    """Starts to save. The failure of an earlier save stops the run, or is printed, as `checkpoint.on_failure` says."""
+    for _ in range(2):  # the first attempt may raise the failure of the save before
+        try:
+            return work.store.save(step, state.params, state.optimizer, metadata, metrics)
+        except SaveFailed as failure:
+            if work.run.config.checkpoint.on_failure == "stop":
+                raise
+            work.out.print(f"{work.phase.name}: {failure} Training goes on.")
+
+
 def _act(work: _Work, event: Event, monitor: Monitor, pipeline: Pipeline, logs: PhaseLogs) -> None:
     """Logs a step that was warned of, skipped, or ends the run."""
     _log(work, pipeline, logs, event, [pipeline.batch_index(event.step - 1)])
@@ -305,8 +324,8 @@ def _act(work: _Work, event: Event, monitor: Monitor, pipeline: Pipeline, logs: 
     if event.action == "stop":
         raise TrainingDiverged(
             f"The loss is {event.loss} and the norm of its gradient {event.grad_norm} at step {event.step} of "
-            f"'{name}'. Checkpoints of earlier steps are in '{checkpoints}'. Lower the learning rate, or set "
-            "model.qk_norm=head."
+            f"'{name}'. Checkpoints of earlier steps are in '{checkpoints}': lower "
+            f"config.phases.{work.phase.index}.optimizer.learning_rate, and the same command goes on from the last one."
         )
     work.out.print(f"{name}: {event.sentence}")
     if monitor.skips_in_a_row == MOST_SKIPS:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pe_lab.parallel import host_memory
 from pe_lab.parallel.topology import chip_of
 
 
@@ -46,14 +47,13 @@ def versions() -> dict[str, str]:
 def machine() -> dict[str, Any]:
     """The platform, devices, memory and host of this process."""
     device = jax.devices()[0]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     return {
         "platform": device.platform,
         "device": device.device_kind,
         "devices": jax.device_count(),
         "processes": jax.process_count(),
         "cpus": os.cpu_count(),
-        "memory_gib": round(memory / 2**30, 1),
+        "memory_gib": round(host_memory() / 2**30, 1),
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.machine()}",
     }

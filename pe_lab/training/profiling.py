@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from pe_lab.errors import ConfigError
+from pe_lab.storage import AnyPath, write_file
 from pe_lab.training.ledger import Ledger
 
 # What the loop waits for. The rest of a step's time is the host's own: starting programs and writing logs.
@@ -78,24 +79,26 @@ class Profiler:
             jax.profiler.start_trace(self._local, profiler_options=options)
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
-    def end(self, metrics: Any, directory: Path) -> str:
+    def end(self, metrics: Any, directory: AnyPath) -> str:
         """After a step of the phase of `directory`: says where the trace is after the last one, else ""."""
         if self._local is None or self.trained < self.steps.stop - 1:
             return ""
         jax.block_until_ready(metrics)
         return self.close(directory)
 
-    def close(self, directory: Path) -> str:
+    def close(self, directory: AnyPath) -> str:
         """Writes the trace, also one that the end of the phase has cut short; "" if there is none."""
         if self._local is None:
             return ""
         jax.profiler.stop_trace()
         target = directory / "tensorboard" / "plugins" / "profile" / self._session
-        target.mkdir(parents=True, exist_ok=True)
         name = f"{socket.gethostname()}.{jax.process_index()}"  # several processes may share a host
-        for file in self._local.rglob("*.xplane.pb"):
-            shutil.move(file, target / f"{name}.xplane.pb")
-        jax.profiler.save_device_memory_profile(str(target / f"{name}.memory.prof"))
+        jax.profiler.save_device_memory_profile(str(self._local / "memory.prof"))
+        for file, ending in (
+            (next(self._local.rglob("*.xplane.pb")), "xplane.pb"),
+            (self._local / "memory.prof", "memory.prof"),
+        ):
+            write_file(target / f"{name}.{ending}", file.read_bytes())
         shutil.rmtree(self._local)
         self._local = None
         return (
@@ -110,7 +113,7 @@ def parse_steps(text: str) -> range:
     Raises:
       ConfigError: it is no such pair.
     """
-    found = re.fullmatch(r"(\d+):(\d+)", text)
+    found = re.fullmatch("([0-9]{1,10}):([0-9]{1,10})", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise ConfigError(
             f"--profile={text}: write the first and the last step to trace, as in --profile=10:13, of the steps that "

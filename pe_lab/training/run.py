@@ -6,28 +6,28 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from pe_lab import storage
 from pe_lab.checkpoints import is_external, open_source
-from pe_lab.checkpoints.store import DIRECTORY, steps_in
+from pe_lab.checkpoints.locating import DIRECTORY, steps_in
 from pe_lab.checkpoints.surgery import check_same_shape
-from pe_lab.config import Config, ModelConfig, PhaseConfig
+from pe_lab.config import Config, ModelConfig, PhaseConfig, check_bounds
 from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import Pipeline, build_pipeline, validation_batches
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError, UserError
-from pe_lab.model import Model, complete
-from pe_lab.parallel import AxisRules, balanced_order, check_batch, make_mesh, use_mesh
+from pe_lab.model import Model, complete, least_parameters
+from pe_lab.parallel import AxisRules, balanced_order, check_batch, check_memory, make_mesh, use_mesh
 from pe_lab.parallel.topology import Chip, chip_of
 from pe_lab.positional import Layer, Schedule, build_schedule, layers
 from pe_lab.positional.codec import ranges_by
+from pe_lab.storage import AnyPath, absolute
 from pe_lab.training.memory import choose_settings
 from pe_lab.training.optimizer import learning_rate
-from pe_lab.training.stability import check_stability
 from pe_lab.training.step import Batch, parameter_shardings
 
 
@@ -71,9 +71,6 @@ def plan_phases(config: Config) -> tuple[PhasePlan, ...]:
     plans: list[PhasePlan] = []
     for i, phase in enumerate(config.phases):
         try:
-            for field in ("steps", "sequence_length", "batch_size", "accumulate"):
-                if getattr(phase, field) < 1:
-                    raise ConfigError(f"{field} is {getattr(phase, field)}; it must be positive.")
             if phase.random_positions and phase.random_positions < phase.sequence_length:
                 raise ConfigError(
                     f"random_positions is {phase.random_positions}; {phase.sequence_length} different positions are "
@@ -95,7 +92,7 @@ def _layers_before(phase: PhaseConfig, continues: PhasePlan | None) -> tuple[Lay
     """The layers that an edit of this phase changes; None if it starts at random or its checkpoint is missing."""
     if continues is not None:
         return continues.layers
-    if phase.init_from in ("", "random") or not (is_external(phase.init_from) or Path(phase.init_from).is_dir()):
+    if phase.init_from in ("", "random") or not (is_external(phase.init_from) or _parent_path(phase).is_dir()):
         return None
     return open_source(phase.init_from).layers
 
@@ -105,7 +102,7 @@ class Run:
     """Everything that a run needs beside its checkpoints."""
 
     config: Config
-    workdir: Path
+    workdir: AnyPath
     models: tuple[Model, ...]  # one per phase; they differ in their QK-norm at most
     mesh: Mesh
     rules: AxisRules
@@ -114,18 +111,19 @@ class Run:
     tokenizer: Tokenizer
 
 
-def open_run(config: Config, workdir: str | Path, devices: Sequence[Any] | None = None) -> Run:
+def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | None = None) -> Run:
     """Checks the config, opens (or prepares) its data, and builds the models; writes nothing to `workdir`.
 
     Raises:
       UserError: the shapes, mesh, batch sizes, data or encodings would stop the run later.
     """
-    workdir, rules = Path(workdir), AxisRules()
-    _check_intervals(config)
-    check_stability(config.stability)
+    workdir, rules = storage.path("the workdir", workdir), AxisRules()
+    check_bounds(config, "config")
+    _check_retention(config)
     phases = plan_phases(config)
     mesh = make_mesh(config.mesh, devices)
     for phase in phases:
+        _check_memory(config, phase, mesh)
         check_batch(phase.config.batch_size, phase.config.accumulate, mesh, phase.where)
         for source in config.data.sources:
             if source.source == "needles":
@@ -176,27 +174,50 @@ def phase_models(
     return tuple(models)
 
 
-def _check_intervals(config: Config) -> None:
-    """`ConfigError` for an interval, a number of checkpoints or a milestone that is not positive."""
-    for name, value in {
-        "log.every_steps": config.log.every_steps,
-        "log.validate_every_steps": config.log.validate_every_steps,
-        "log.validation_batches": config.log.validation_batches,
-        "checkpoint.every_steps": config.checkpoint.every_steps,
-        "checkpoint.keep": config.checkpoint.keep,
-        **{f"checkpoint.milestones[{i}]": step for i, step in enumerate(config.checkpoint.milestones)},
-    }.items():
-        if value < 1:
-            raise ConfigError(f"config.{name} is {value}; it must be positive.")
+def _check_retention(config: Config) -> None:
+    """`ConfigError` for a metric that no checkpoint is chosen by."""
+    saved = config.checkpoint
+    if saved.best and saved.best not in ("loss", "grad_norm") and not saved.best.startswith("validation_loss"):
+        raise ConfigError(
+            f"config.checkpoint.best is '{saved.best}'; it must be loss, validation_loss or validation_loss/SOURCE."
+        )
+    if saved.best.startswith("validation_loss") and saved.every_steps % config.log.validate_every_steps:
+        raise ConfigError(
+            f"config.checkpoint.best is '{saved.best}', which is measured every {config.log.validate_every_steps} "
+            f"steps, and checkpoints are saved every {saved.every_steps}: make checkpoint.every_steps a multiple of "
+            "log.validate_every_steps."
+        )
 
 
-def _has_parent(phase: PhasePlan, workdir: Path) -> bool:
+def _check_memory(config: Config, phase: PhasePlan, mesh: Mesh) -> None:
+    """`UnsupportedError` if not even the state and one hidden state of a micro-batch fit this machine.
+
+    The state is the parameters and the two moments of AdamW, in float32. The vocabulary is left out where it is not
+    known yet; `choose_settings` has the exact figures.
+    """
+    model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
+    here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    state, hidden = (
+        3 * 4 * least_parameters(model),
+        2 * model.d_model * phase.tokens_per_step // phase.config.accumulate,
+    )
+    needed = int((state + hidden + 12 * phase.tokens_per_step) * len(here) / mesh.size)
+    what = f"{phase.where}: training {least_parameters(model):,} parameters on {phase.tokens_per_step:,} tokens a step"
+    check_memory(needed, what, here)
+
+
+def _has_parent(phase: PhasePlan, workdir: AnyPath) -> bool:
     """Whether a phase has no checkpoint yet, and will start from one that this run does not write."""
     if phase.config.init_from in ("", "random") or steps_in(workdir / phase.name / DIRECTORY):
         return False
     if is_external(phase.config.init_from):
         return True
-    return not Path(phase.config.init_from).absolute().is_relative_to(workdir.absolute())
+    return not absolute(_parent_path(phase.config)).is_relative_to(absolute(workdir))
+
+
+def _parent_path(phase: PhaseConfig) -> AnyPath:
+    """The path of the checkpoint that a phase starts from."""
+    return storage.path(f"init_from of phase '{phase.name}'", phase.init_from)
 
 
 def attention_of(model: Model, phase: PhasePlan, config: Config, mesh: Mesh, rules: AxisRules) -> str:

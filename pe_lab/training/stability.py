@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pe_lab.config import StabilityConfig
-from pe_lab.errors import ConfigError
 
 MOST_SKIPS = 10  # in a row; a run that refuses more of its batches does not learn
 MOST_REWINDS = 10  # from one checkpoint
@@ -43,15 +42,6 @@ def skip_policy(config: StabilityConfig) -> SkipPolicy | None:
     """The policy that is compiled into the step; None if the step applies every update."""
     nonfinite, spikes = config.on_nonfinite == "skip", config.on_spike == "skip"
     return SkipPolicy(nonfinite, spikes, config.spike_sigma, config.window) if nonfinite or spikes else None
-
-
-def check_stability(config: StabilityConfig) -> None:
-    """`ConfigError` for a key that makes no sense."""
-    for name, least in (("window", 4), ("rewind_batches", 1), ("replay_every", 0)):
-        if getattr(config, name) < least:
-            raise ConfigError(f"config.stability.{name} is {getattr(config, name)}; it must be at least {least}.")
-    if not 0 < config.spike_sigma < math.inf:
-        raise ConfigError(f"config.stability.spike_sigma is {config.spike_sigma}; it must be a number above 0.")
 
 
 def empty_history(window: int, xp: Any = jnp) -> History:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
-from pathlib import Path
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +14,15 @@ import numpy as np
 import optax
 
 from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.locating import DIRECTORY, first_line
 from pe_lab.checkpoints.qk_norm import change_qk_norm
-from pe_lab.checkpoints.store import DIRECTORY, Checkpoint, Store, first_line, new_id, templates
+from pe_lab.checkpoints.store import Checkpoint, Store, new_id, templates
 from pe_lab.checkpoints.surgery import NOTHING, change, check_same_shape, lineage_entry
+from pe_lab.config import changed, may_change
 from pe_lab.errors import CheckpointError, DataError
 from pe_lab.model import Model, Params
 from pe_lab.positional import Schedule
+from pe_lab.storage import AnyPath
 from pe_lab.training.logs import checkpoint_metadata
 from pe_lab.training.run import PhasePlan, Run, held_out_batches, open_pipeline
 from pe_lab.training.stability import Monitor, skip_policy
@@ -38,7 +41,7 @@ class Start(NamedTuple):
 def start_phase(
     run: Run,
     phase: PhasePlan,
-    previous: Path | None,
+    previous: AnyPath | None,
     store: Store,
     optimizer: optax.GradientTransformation,
     shardings: Shardings,
@@ -91,27 +94,57 @@ def _resume(
     shardings: Shardings,
     show: Callable[[str], None],
 ) -> Start:
-    """The state of the last checkpoint that can be read. Later ones are moved away, and their steps trained again."""
+    """The state of the last whole checkpoint. Later ones are moved away, and their steps trained again."""
     template = templates(jax.eval_shape(new_state, model.shapes), shardings.state)
-    for step in reversed(store.steps()):
+    without_manifest = store.uncommitted()
+    for step in sorted({*store.steps(), *without_manifest}, reverse=True):
         try:
+            if step in without_manifest:
+                raise CheckpointError("It has no manifest.")
             metadata = store.metadata(step)
-            params, optimizer = store.restore(step, template.params, template.optimizer if step else None)
+            changes = _changes(run, phase, metadata)
+            wanted = template.optimizer if step else None
+            params, optimizer = store.restore(step, template.params, wanted, run.config.checkpoint.verify)
         except Exception as error:
-            show(f"checkpoint {step} of {phase.name} cannot be read, going back ({first_line(error)})")
+            reason = first_line(error)
+            show(f"CHECKPOINT {step} of {phase.name} cannot be read, going back: {reason}")
             continue
         store.set_aside_after(step)
-        show(f"{phase.name}: resuming at step {step}")
+        show(f"{phase.name}: resuming at step {step}, {store.verified}")
         if step == 0:  # a child, which has no optimizer state
             return Start(jax.jit(new_state, out_shardings=shardings.state)(params), metadata["lineage"], None)
         judged = metadata.get("stability")
         history = Monitor(run.config.stability, judged).history if shardings.state.history else ()
         step_and_history = jax.device_put((np.int32(step), history), shardings.replicated)
         state = TrainState(step_and_history[0], params, optimizer, step_and_history[1])
-        return Start(state, metadata["lineage"][:-1], metadata["data_state"], judged)
+        lineage = metadata["lineage"][:-1]  # the last entry has the steps so far, and is written anew
+        if changes:
+            show(f"{phase.name}: {changes}")
+            lineage = metadata["lineage"] + [lineage_entry(changes, new_id(), metadata["lineage"][-1]["path"], step)]
+        return Start(state, lineage, metadata["data_state"], judged)
     raise CheckpointError(
-        f"No checkpoint of '{store.directory.parent}' can be read. Delete that directory to train it again."
+        f"No checkpoint of '{store.directory.parent}' can be read. Delete that directory to train it again. {reason}"
     )
+
+
+def _changes(run: Run, phase: PhasePlan, metadata: Mapping[str, Any]) -> str:
+    """What has changed in the config since a checkpoint was written, as far as training goes on with it; "" if nothing.
+
+    Raises:
+      CheckpointError: the checkpoint is of another run, or of another phase.
+    """
+    if metadata["phase"] != phase.name:
+        raise CheckpointError(f"It is of phase '{metadata['phase']}'.")
+    before = metadata["config"]
+    found = changed(before, run.config)
+    other = [key for key in found if not may_change(key, len(before["phases"]))]
+    if other:
+        raise CheckpointError(
+            f"It is of another run: its {other[0]} is {found[other[0]][0]}, not {found[other[0]][1]}."
+        )
+    mine = re.compile(rf"model\.|phases\.{phase.index}\.")
+    texts = [f"{key} {old} -> {new}" for key, (old, new) in found.items() if mine.match(key)]
+    return f"continued with {', '.join(texts)}" if texts else ""
 
 
 def _check_same_data(run: Run, phase: PhasePlan, parent: Checkpoint) -> None:

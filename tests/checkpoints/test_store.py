@@ -1,21 +1,26 @@
 """The content of a checkpoint, the paths that name it, and the errors for one that cannot be read."""
 
 import json
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import compilations_kept, tiny, trained  # noqa: F401
+from jax.sharding import NamedSharding, PartitionSpec
+from tiny_runs import compilations_kept, reseal, tiny, trained  # noqa: F401
 
 import pe_lab
 from pe_lab.checkpoints import Checkpoint, Store, find_checkpoints, open_checkpoint, resolve
+from pe_lab.checkpoints.array_checksums import checksum
+from pe_lab.checkpoints.locating import read_metadata, tokenizer_directory
 from pe_lab.checkpoints.native import NativeSource
-from pe_lab.checkpoints.store import metadata_of, read_metadata, templates, tokenizer_directory
+from pe_lab.checkpoints.store import Retention, metadata_of, templates
 from pe_lab.config import MeshConfig, ModelConfig, config_hash, to_json
-from pe_lab.errors import UserError
+from pe_lab.errors import SaveFailed, UserError
 from pe_lab.model import Model
 from pe_lab.parallel import make_mesh
 from pe_lab.positional import (
@@ -72,6 +77,7 @@ def test_what_training_attended_by_is_not_asked_of_the_reader(copy):
     metadata = json.loads(where.read_text())
     metadata["model"]["attention"] = "splash"
     where.write_text(json.dumps(metadata))
+    reseal(where.parents[1])
     checkpoint = open_checkpoint(copy)
     assert checkpoint.metadata["model"]["attention"] == "splash" and checkpoint.model.attention == "auto"
     assert NativeSource(copy).model.attention == "auto"
@@ -121,7 +127,7 @@ def test_nothing_there(tmp_path, copy):
     assert find_checkpoints(tmp_path / "external") == []
     for item in ("metadata", "params"):
         (external / item).mkdir()
-    with pytest.raises(UserError, match=r"external/checkpoints/7' cannot be read \("):
+    with pytest.raises(UserError, match="There is no checkpoint at"):  # its manifest is missing
         open_checkpoint(external)
 
 
@@ -142,16 +148,17 @@ def test_damage_is_said_in_one_line(copy, item, how):
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(UserError, match=r"recalibrate/checkpoints/6' (is damaged|cannot be read) \(") as error:
-        open_checkpoint(copy)
+    with pytest.raises(UserError, match=r"recalibrate/checkpoints/6' (is damaged|cannot be read)") as error:
+        open_checkpoint(step)
     assert "\n" not in str(error.value)
+    assert open_checkpoint(copy).step == 4  # the last one that is whole
 
 
 def test_another_format_is_named(copy):
     step = copy / "recalibrate" / "checkpoints" / "6"
     (file,) = [p for p in data_files(step / "metadata") if "format" in p.read_text()]
-    file.write_text(file.read_text().replace('"format": 2', '"format": 99').replace('"format":2', '"format":99'))
-    with pytest.raises(UserError, match="has format 99; this version reads up to 2"):
+    file.write_text(file.read_text().replace('"format": 3', '"format": 99').replace('"format":3', '"format":99'))
+    with pytest.raises(UserError, match="has format 99; this version reads up to 3"):
         read_metadata(step)
 
 
@@ -204,7 +211,7 @@ def test_a_save_under_way_does_not_see_the_next_steps(tmp_path):
     state = {"a": jnp.zeros((size,)), "b": jnp.zeros((2, size))}
     config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
     described = layers("nope", 2)
-    store = Store(tmp_path / "checkpoints", keep=steps)
+    store = Store(tmp_path / "checkpoints", Retention(steps))
     for step in range(1, steps + 1):
         state = advance(state)
         store.save(step, state, state, metadata_of(config, described))
@@ -222,7 +229,7 @@ def test_a_save_under_way_does_not_see_the_next_steps(tmp_path):
 
 def test_only_the_last_few_are_kept_and_later_ones_can_be_set_aside(tmp_path):
     config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
-    store = Store(tmp_path / "checkpoints", keep=3)
+    store = Store(tmp_path / "checkpoints", Retention(3))
     for step in (0, 5, 10, 15, 20):
         store.save(step, {"a": jnp.ones(3)}, None, metadata_of(config, layers("nope", 2)))
     store.wait()
@@ -237,6 +244,77 @@ def test_only_the_last_few_are_kept_and_later_ones_can_be_set_aside(tmp_path):
     template = templates({"a": jax.ShapeDtypeStruct((3,), jnp.float32)}, {"a": jnp.ones(3).sharding})
     assert (np.asarray(store.restore(15, template)[0]["a"]) == 0).all()
     store.close()
+
+
+def small_store(directory: Path, retention: Retention | None = None):
+    """A store, and a function that saves arrays of a value at a step."""
+    config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
+    store = Store(directory / "checkpoints", retention or Retention())
+
+    def save(step: int, value: float = 1.0, **metrics: float) -> None:
+        described = metadata_of(config, layers("nope", 2))
+        store.save(step, {"a": jnp.full(3000, value)}, None, described, metrics)
+
+    return store, save
+
+
+def test_retention_keeps_the_latest_multiples_milestones_and_the_best(tmp_path):
+    store, save = small_store(tmp_path, Retention(latest=2, every=20, milestones=(15,), best="validation_loss"))
+    for step, loss in ((5, 3.0), (10, 1.0), (15, 2.0), (20, 4.0), (25, 1.0), (30, 5.0), (35, 6.0)):
+        save(step, validation_loss=loss)
+    store.wait()
+    assert store.steps() == [10, 15, 20, 30, 35]
+    store.close()
+
+
+def test_a_save_that_fails_is_reported_and_leaves_the_earlier_ones(tmp_path):
+    """The limit on the size of a file makes real writes fail, in Orbax's threads."""
+    store, save = small_store(tmp_path)
+    save(5)
+    store.wait()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+        save(10)
+        with pytest.raises(SaveFailed, match=r"Checkpoint 10 of '.*' could not be written \("):
+            store.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert store.steps() == [5] and [path.name for path in store.directory.iterdir()] == ["5"]
+    store.wait()  # a failure is raised once
+    save(15, 2.0)
+    store.wait()
+    assert store.steps() == [5, 15] and store.damage(15) == ""
+    store.close()
+
+
+def test_what_a_killed_save_or_deletion_leaves_is_removed(tmp_path):
+    store, save = small_store(tmp_path)
+    save(5)
+    store.close()
+    for name in ("10.saving", "10.saving.orbax-checkpoint-tmp", "0.deleting"):
+        (store.directory / name / "params").mkdir(parents=True)
+    assert Store(store.directory, read_only=True).steps() == [5] and len(list(store.directory.iterdir())) == 4
+    assert Store(store.directory).steps() == [5] and len(list(store.directory.iterdir())) == 1
+
+
+@pytest.mark.parametrize("change", ["one value", "two values swapped", "dtype width"])
+def test_a_checksum_tells_arrays_apart_but_not_shardings(change):
+    values = np.random.default_rng(0).normal(size=(16, 8, 3)).astype(np.float32)
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    spread = jax.device_put(values, NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "tensor")))
+    expected = int(checksum(jnp.asarray(values)))
+    assert int(checksum(spread)) == expected
+    changed = values.copy()
+    if change == "one value":
+        changed.view(np.uint32)[3, 4, 1] ^= 1
+    elif change == "two values swapped":
+        changed[[2, 9]] = changed[[9, 2]]
+    else:
+        changed = values.astype(jnp.bfloat16)
+    assert int(checksum(jnp.asarray(changed))) != expected
 
 
 @pytest.mark.parametrize("layout", [Layout("interleaved"), Layout("half", rotated=4), Layout("interleaved", rotated=4)])

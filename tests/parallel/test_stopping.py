@@ -12,7 +12,7 @@ import time
 import pytest
 from tiny_runs import REPOSITORY, assert_same_training, finish, start, start_together, write_recipe
 
-from pe_lab.checkpoints.store import steps_in
+from pe_lab.checkpoints.locating import steps_in
 from pe_lab.parallel.stopping import Stopped, stop_requests, watch_maintenance
 from pe_lab.terminal import command
 

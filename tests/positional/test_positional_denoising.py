@@ -109,8 +109,8 @@ def test_scores_are_read_from_a_list_or_an_object(tmp_path):
         ('[["a", 2, 3], [4, 5, 6]]', ["2 lists of 3 numbers"]),
         ('{"scores": [[1, 2]]}', ["have shape [1, 2]", "2 lists of 3 numbers"]),
         ('{"entropy": [[1, 2, 3], [4, 5, 6]]}', ["2 lists of 3 numbers", 'under "scores"']),
-        ("7", ["have shape []", "2 lists of 3 numbers"]),
-        ("null", ["2 lists of 3 numbers"]),
+        ("7", ["are not JSON: give a list of lists"]),
+        ("null", ["are not JSON: give a list of lists"]),
     ],
 )
 def test_bad_files_of_scores_are_named_with_what_is_needed(tmp_path, text, says):

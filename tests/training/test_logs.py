@@ -3,11 +3,8 @@
 import json
 
 import jax
-import pytest
-from tiny_runs import fingerprint, tiny
 
-from pe_lab.errors import ConfigError
-from pe_lab.training.logs import PhaseLogs, claim_workdir, write_run
+from pe_lab.training.logs import PhaseLogs
 
 
 def write(directory, resume_step, *records, name="metrics"):
@@ -61,66 +58,3 @@ def test_tensorboard_has_the_numbers(tmp_path):
     values = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
     assert values == [(6, "loss", 0.5)]
     assert [e.step for e in events if e.session_log.status] == [6]  # later steps of an earlier session are void
-
-
-def test_a_directory_belongs_to_one_config(tmp_path):
-    config, workdir = tiny(tmp_path / "recipe"), tmp_path / "run"
-    claim_workdir(workdir, config)
-    assert not workdir.exists()
-    write_run(workdir, config, "first command")
-    claim_workdir(workdir, config)
-    claim_workdir(workdir, tiny(tmp_path / "recipe", log__every_steps=5))
-    before = fingerprint(tmp_path)
-    other = tiny(tmp_path / "recipe", phases__0__steps=9, model__d_ff=64)
-    with pytest.raises(
-        ConfigError, match="belongs to another config .model.d_ff: 32 there, 64 here; phases.0.steps: 8 there"
-    ):
-        claim_workdir(workdir, other)
-    assert fingerprint(tmp_path) == before
-
-
-def test_a_run_of_an_earlier_version_goes_on(tmp_path):
-    """Its run.json has no fields that were added later, and a bool for the QK-norm."""
-    config, workdir = tiny(tmp_path / "recipe"), tmp_path / "run"
-    write_run(workdir, config, "command")
-    run = json.loads((workdir / "run.json").read_text())
-    later = ("norm", "activation", "gated_mlp", "parallel_block")
-    for field in later:
-        del run["config"]["model"][field], run["identity"][f"model.{field}"]
-    for phase, _ in enumerate(config.phases):
-        del run["config"]["phases"][phase]["random_positions"], run["identity"][f"phases.{phase}.random_positions"]
-    run["config"]["model"]["qk_norm"] = run["identity"]["model.qk_norm"] = True
-    run["config_hash"] = "0123456789ab"
-    (workdir / "run.json").write_text(json.dumps(run))
-    claim_workdir(workdir, config)
-    with pytest.raises(ConfigError, match="belongs to another config .model.norm: rms there, layer here"):
-        claim_workdir(workdir, tiny(tmp_path / "recipe", model__norm="layer"))
-
-
-def test_the_date_and_command_of_the_first_session_stay(tmp_path):
-    config, path = tiny(tmp_path / "recipe"), tmp_path / "run" / "run.json"
-    write_run(tmp_path / "run", config, "first command")
-    path.write_text(json.dumps({**json.loads(path.read_text()), "created": "2026-01-01", "versions": {}}))
-    write_run(tmp_path / "run", config, "second command")
-    run = json.loads(path.read_text())
-    assert (run["command"], run["created"]) == ("first command", "2026-01-01")
-    assert run["versions"]["jax"] == jax.__version__ and run["notes"]["paper"] == "none"
-    assert run["config"]["phases"][1]["positional"] == "nope"
-
-
-def test_directories_that_are_no_run_are_left_alone(tmp_path):
-    config = tiny(tmp_path / "recipe")
-    strange = tmp_path / "photos"
-    strange.mkdir()
-    claim_workdir(strange, config)  # empty: fine
-    (strange / ".run.json.123").write_text("{")  # what a killed process left
-    claim_workdir(strange, config)
-    (strange / "cat.jpg").touch()
-    with pytest.raises(ConfigError, match="holds cat.jpg and no run.json"):
-        claim_workdir(strange, config)
-    with pytest.raises(ConfigError, match="is a file"):
-        claim_workdir(strange / "cat.jpg", config)
-    for text in ("{", "[]", "{}"):
-        (strange / "run.json").write_text(text)
-        with pytest.raises(ConfigError, match="its run.json is not one of pe_lab"):
-            claim_workdir(strange, config)

@@ -14,7 +14,7 @@ from tiny_runs import assert_same_training, compilations_kept, fingerprint, reco
 
 from pe_lab.checkpoints import find_checkpoints, open_checkpoint
 from pe_lab.config import config_hash
-from pe_lab.errors import CheckpointError, DataError, TrainingDiverged, UserError
+from pe_lab.errors import DataError, TrainingDiverged, UserError
 from pe_lab.training import Stopped, loop, open_run
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
@@ -141,57 +141,6 @@ def test_a_run_that_died_before_it_marked_the_phase_complete_marks_it_later(conf
     assert json.loads(path.read_text())["status"] == "complete"
 
 
-def truncate(checkpoint: Path) -> None:
-    """Cuts the largest data file of a checkpoint's parameters."""
-    largest = max((p for p in (checkpoint / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    with largest.open("r+b") as file:
-        file.truncate(largest.stat().st_size // 2)
-
-
-def without(item: str):
-    return lambda checkpoint: shutil.rmtree(checkpoint / item)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    "damage",
-    [truncate, *(pytest.param(without(item), marks=pytest.mark.slow) for item in ("optimizer", "metadata"))],
-    ids=["truncated", "no optimizer", "no metadata"],
-)
-def test_a_damaged_checkpoint_is_passed_over_and_its_steps_done_again(config, whole, copy, capsys, damage):
-    phase = copy / "recalibrate"
-    assert steps_of(phase) == [2, 4, 6]
-    shutil.rmtree(phase / "checkpoints" / "6")
-    damage(phase / "checkpoints" / "4")
-    train(config, copy)
-    out = capsys.readouterr().out
-    assert "checkpoint 4 of recalibrate cannot be read, going back" in out
-    assert "resuming at step 2" in out
-    assert [path.name.split("-")[0] for path in (phase / "unreadable").iterdir()] == ["4"]
-    assert_same_training(whole, copy)
-    assert open_checkpoint(phase / "checkpoints" / "4").step == 4  # written anew
-
-
-def test_a_phase_without_a_readable_checkpoint_names_the_directory_to_delete(config, copy):
-    phase = copy / "recalibrate"
-    shutil.rmtree(phase / "checkpoints" / "6")
-    for step in (2, 4):
-        truncate(phase / "checkpoints" / str(step))
-    with pytest.raises(CheckpointError, match=f"No checkpoint of '{phase}' can be read. Delete that directory"):
-        train(config, copy)
-
-
-@pytest.mark.slow
-def test_the_next_phase_refuses_a_damaged_end_of_the_one_before(config, copy, whole):
-    shutil.rmtree(copy / "recalibrate")
-    truncate(copy / "pretrain" / "checkpoints" / "8")
-    with pytest.raises(UserError, match=r"pretrain/checkpoints/8' is damaged .* Delete it"):
-        train(config, copy)
-    shutil.rmtree(copy / "pretrain" / "checkpoints" / "8")  # as it says
-    train(config, copy)
-    assert_same_training(whole, copy)
-
-
 def test_sigterm_saves_and_the_same_command_goes_on(config, whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         at_step(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -226,7 +175,7 @@ def test_sigterm_while_a_phase_writes_its_last_checkpoint_stops_before_the_next(
 def test_data_that_changed_between_two_sessions_is_refused(config, copy, tmp_path):
     shutil.rmtree(copy / "recalibrate" / "checkpoints" / "6")
     other = tiny(tmp_path / "recipe", data__sources__0__options__queries=2)
-    with pytest.raises(UserError, match="data position does not fit this config"):
+    with pytest.raises(UserError, match=r"It is of another run: its data\."):
         train(other, copy)
 
 
@@ -239,7 +188,7 @@ def test_data_that_changed_between_two_phases_is_refused(copy, tmp_path):
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     config = tiny(tmp_path / "recipe", phases__0__optimizer__learning_rate=1e30, model__qk_norm=False)
-    diverged = r"The loss is \S+ and the norm of its gradient (nan|inf) at step \d.*Lower the learning rate"
+    diverged = r"The loss is \S+ and the norm of its gradient (nan|inf) at step \d.*lower config.phases.0"
     with pytest.raises(TrainingDiverged, match=diverged):
         train(config, tmp_path / "run")
     assert find_checkpoints(tmp_path / "run") == []  # step 2 would have been saved, and be worth nothing

@@ -28,7 +28,7 @@ from pe_lab.evaluation.variants import Subject, Variant
 from pe_lab.positional import DOPE, denoise_by
 from pe_lab.positional.codec import numbers_and_ranges
 from pe_lab.results.paired import SIGNIFICANT, holm, paired
-from pe_lab.terminal import console
+from pe_lab.terminal import any_seed, console, positive
 
 ORDERS = ("ascending", "descending")
 GRID = {  # key -> values, of which a sweep has every combination
@@ -175,9 +175,6 @@ def prompt_sequences(task: Task, subject: Subject, length: int, count: int, seed
 def open_sweep(session: Session) -> Sweep:
     """The sweep of a command line; `ConfigError` if it is impossible."""
     arguments = session.arguments
-    for name in ("samples", "sequences"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise ConfigError(f"--{name} is {value}; give at least 1.")
     subject = session.variants[0].subject
     length = parse_length("--length", arguments.length, subject.training_length)
     for variant, name in zip(session.variants, session.names, strict=True):
@@ -299,10 +296,16 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--length", default="2x", help="tokens of a prompt and its answer (default: %(default)s the training length)")
     defaults = "; ".join(f"{key}={','.join(values)}" for key, values in GRID.items())
     add("--grid", metavar="KEY=A,B;KEY=C", help=f"the cells, by default {defaults}")
-    add("--samples", "--limit", type=int, metavar="N", help="a task (default: 500, or as many as its file has)")
-    add("--seed", type=int, default=SEED, help="which prompts (default: %(default)s)")
+    add("--samples", "--limit", type=positive, metavar="N", help="a task (default: 500, or as many as its file has)")
+    add("--seed", type=any_seed, default=SEED, help="which prompts (default: %(default)s)")
     add("--dry-run", action="store_true", help="print the number of cells and of tokens, and end")
-    add("--sequences", type=int, default=4, metavar="N", help="to choose heads on (default: %(default)s)")
+    add(
+        "--sequences",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="to choose heads on (default: %(default)s)",
+    )
     add(
         "--heads-suite", metavar="SUITE:TASK", help="prompts to choose heads on (default: of the first task of --suite)"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from pe_lab.language_model import LanguageModel
 from pe_lab.model import Params
 from pe_lab.model.layer_pass import LayerView
 from pe_lab.positional import NoPE, Uniform
+from pe_lab.terminal import bounded
 
 PROTOCOL = "knock_out-1"
 
@@ -156,7 +158,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--count", metavar="K[,K...]", help="how many heads are masked (default: 1,2,4 .. a quarter of all)")
     add("--control", choices=("any", "layers"), default="any", help="where random heads are drawn (default: any)")
-    add("--draws", type=int, default=3, help="random draws of heads (default: %(default)s)")
+    add("--draws", type=bounded(int, 1, 10_000), default=3, help="random draws of heads (default: %(default)s)")
     help = "zero: a head adds nothing; uniform: it attends to all alike; nope: it loses its encoding (default: zero)"
     add("--mask", choices=tuple(MASKS), default="zero", help=help)
 
@@ -165,8 +167,6 @@ def _run(session: Session) -> Findings:
     arguments = session.arguments
     if arguments.suite is None:
         raise ConfigError("--study=knock_out needs prompts with needles: --suite=niah:standard or --suite=needles.")
-    if arguments.draws < 1:
-        raise ConfigError(f"--draws is {arguments.draws}; give at least 1.")
     for variant in session.variants:
         if arguments.mask == "nope" and all(isinstance(layer.encoding, NoPE) for layer in variant.layers):
             raise ConfigError(f"--mask=nope changes nothing in {variant.label}, whose heads have no encoding.")
@@ -218,7 +218,7 @@ def _counts(text: str | None, variant: Variant) -> tuple[int, ...]:
     if text is None:
         return tuple(2**i for i in range(max(total // 4, 1).bit_length()))
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+    if not all(re.fullmatch("[0-9]{1,9}", part) and int(part) > 0 for part in parts):
         raise ConfigError(f"--count={text}: give whole numbers of heads, such as 1,4,16.")
     if 2 * max(map(int, parts)) > total:
         raise ConfigError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel, Tokens
 from pe_lab.positional import HeadEdit, Layer, drop, read_with
 from pe_lab.positional.codec import numbers_and_ranges
-from pe_lab.terminal import Progress
+from pe_lab.terminal import Progress, bounded, positive
 
 PROTOCOL = "layers-1"
 TOKENS = 2**15  # by default
@@ -178,26 +179,28 @@ def _measurement(session: Session, variant: Variant, lengths: Sequence[int], on_
 def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lengths", default="1x,2x", help="tokens of the sequences, such as 1x,2x or 512,1k (default: %(default)s)")
-    add("--sequences", type=int, metavar="N", help=f"how many (default: {TOKENS:,} tokens, in 8 to 256 sequences)")
+    add("--sequences", type=positive, metavar="N", help=f"how many (default: {TOKENS:,} tokens, in 8 to 256 sequences)")
     text = "a glob, or jsonl:, parquet:, tfds:, stdlib (default: the text that the run's data holds out)"
     add("--text", metavar="SOURCE", help=f"the text of the sequences: {text}")
     add("--edit", default="drop", help="drop, or an encoding or scaling, such as yarn:factor=2 (default: %(default)s)")
     add("--by", choices=("layer", "head"), default="layer", help="what is edited alone (default: %(default)s)")
     add("--layers", help="such as 0,2,8-11 (default: all)")
     add("--greedy", nargs="?", const="all", metavar="K", help="also drop the least costly next, until K are dropped")
-    add("--candidates", type=int, metavar="C", help="with --greedy: try C each time, not all that are left")
+    add("--candidates", type=positive, metavar="C", help="with --greedy: try C each time, not all that are left")
     add("--points", metavar="K[,K...]", help=f"numbers dropped together, such as 5,10,30 (default: up to {POINTS})")
-    add("--random", type=int, default=0, metavar="R", help="also drop in R random orders (default: %(default)s)")
+    add(
+        "--random",
+        type=bounded(int, 0, 10_000),
+        default=0,
+        metavar="R",
+        help="also drop in R random orders (default: 0)",
+    )
 
 
 def _run(session: Session) -> Findings:
     arguments = session.arguments
     lengths = parse_lengths(arguments.lengths, session.variants[0].training_length)
     arguments.length = str(max(lengths))
-    if arguments.candidates is not None and arguments.candidates < 1:
-        raise ConfigError(f"--candidates is {arguments.candidates}; give at least 1, or leave it out.")
-    if arguments.random < 0:
-        raise ConfigError(f"--random is {arguments.random}; give how many random orders, at least 0.")
     if arguments.sequences is None:
         arguments.sequences = min(max(TOKENS // max(lengths), 8), 256)
     work = Work()
@@ -269,7 +272,7 @@ def _greedy_count(text: str | None, places: int) -> int:
     """How many layers or heads are dropped in the greedy order."""
     if text is None or text == "all":
         return 0 if text is None else places
-    if not text.isdecimal() or not 1 <= int(text) <= places:
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= places:
         raise ConfigError(f"--greedy={text}: give how many of the {places} layers or heads to drop, or leave it out.")
     return int(text)
 

@@ -14,14 +14,14 @@ from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts
 from pe_lab.analysis.study import Findings, Study, TextTable
 from pe_lab.analysis.theory.claims import Claim, claims
 from pe_lab.errors import ConfigError
-from pe_lab.terminal import Progress, console
+from pe_lab.terminal import Progress, any_seed, console
 
 PAPERS = ("p-RoPE", "DroPE", "DoPE", "pe_notebook")
 ABOUT = 60  # claims, for the progress bar
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, default=0, help="of all random inputs (default: %(default)s)")
+    parser.add_argument("--seed", type=any_seed, default=0, help="of all random inputs (default: %(default)s)")
 
 
 def _run(arguments: argparse.Namespace) -> Findings:

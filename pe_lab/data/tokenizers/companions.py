@@ -21,6 +21,7 @@ GENERATION = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 COMPANIONS = (CONFIGURATION, SPECIAL_TOKENS, ADDED_TOKENS, GENERATION, CHAT_TEMPLATE)
 VOCABULARIES = ("vocab.json", "merges.txt", "tokenizer.model")  # older forms of the same vocabulary
+MOST_IDS = 2**24  # of a vocabulary; the largest have 2^18
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -41,8 +42,8 @@ class AddedToken:
     def from_json(cls, value: Any, id: int | None = None) -> AddedToken:
         """From a configuration: a string, or an object with flags."""
         if isinstance(value, str):
-            return cls(value, id)
-        return cls(str(value["content"]), id, **{flag: bool(value[flag]) for flag in FLAGS if flag in value})
+            return cls(_utf8(value), id)
+        return cls(_utf8(str(value["content"])), id, **{flag: bool(value[flag]) for flag in FLAGS if flag in value})
 
     def flags(self) -> dict[str, bool]:
         """The flags by name."""
@@ -51,6 +52,12 @@ class AddedToken:
     def to_json(self) -> dict[str, Any]:
         """The entry of tokenizer.json; in tokenizer_config.json it has no id."""
         return {"id": self.id, "content": self.content, **self.flags()}
+
+
+def _utf8(content: str) -> str:
+    """The content of a token; `ValueError` for a lone surrogate, which no text has."""
+    content.encode()
+    return content
 
 
 def split_at_tokens(text: str, tokens: Mapping[str, AddedToken]) -> list[str | AddedToken]:
@@ -110,7 +117,7 @@ class Companions:
         given = {**self._object(SPECIAL_TOKENS), **{k: v for k, v in self.configuration.items() if v is not None}}
         try:
             return {name: AddedToken.from_json(given[name]) for name in ROLES if given.get(name)}
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, ValueError) as error:
             raise DataError(
                 f"{CONFIGURATION} or {SPECIAL_TOKENS} beside {self.where} names a special token that is neither a "
                 "string nor an object with 'content'."
@@ -124,13 +131,16 @@ class Companions:
             if listed is not None:
                 tokens = [AddedToken.from_json(value, int(id)) for id, value in listed.items()]
             else:
-                tokens = [AddedToken(str(c), int(id), special=False) for c, id in self._object(ADDED_TOKENS).items()]
+                added = self._object(ADDED_TOKENS).items()
+                tokens = [AddedToken(_utf8(str(content)), int(id), special=False) for content, id in added]
             tokens.sort(key=lambda token: token.id)
+            if any(not 0 <= token.id < MOST_IDS for token in tokens):
+                raise ValueError(f"an id is not below {MOST_IDS:,}")
             more = list(self._roles.values())
             for name in ("additional_special_tokens", "extra_special_tokens"):
                 extra = self.configuration.get(name) or self._object(SPECIAL_TOKENS).get(name) or []
                 more += [AddedToken.from_json(t) for t in (extra.values() if isinstance(extra, dict) else extra)]
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError, AttributeError) as error:
             raise DataError(
                 f"The added tokens in {CONFIGURATION} or {ADDED_TOKENS} beside {self.where} cannot be read: {error!r}."
             ) from error

@@ -12,6 +12,7 @@ from pe_lab.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from pe_lab.data.tokenizers.tokenizer_json import assemble, bpe, byte_level, sequence
 from pe_lab.errors import DataError, UnsupportedError
+from pe_lab.storage.gguf_format import open_gguf
 
 Roles = Mapping[str, AddedToken | None]  # by bos, eos, unk and pad
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
@@ -73,18 +74,7 @@ def load_gguf_tokenizer(path: Path) -> HuggingFaceTokenizer | SentencePieceToken
       DataError: the file is missing or damaged, or its metadata are inconsistent.
       UnsupportedError: the tokenizer is of an unknown kind, or gguf is not installed.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise UnsupportedError("Reading a GGUF file needs gguf. Install it: pip install gguf") from error
-    if not path.is_file():
-        raise DataError(f"There is no GGUF file {path}. Check the path.")
-    try:
-        reader = gguf.GGUFReader(path)
-        wanted = {n: f for n, f in reader.fields.items() if n.startswith("tokenizer.") or n == "general.name"}
-        fields = {name: field.contents() for name, field in wanted.items()}
-    except Exception as error:  # of many types: the reader checks little before it indexes
-        raise DataError(f"{path} is not a whole GGUF file: {error}. Download it again.") from error
+    fields = open_gguf(path, DataError, lambda key: key.startswith("tokenizer.") or key == "general.name").fields
     return gguf_tokenizer(fields, str(path))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import numpy as np
 from jaxtyping import Int32
 
-from pe_lab.data.tokenizers.companions import CONFIGURATION, Companions
+from pe_lab.data.tokenizers.companions import CONFIGURATION, MOST_IDS, Companions
 from pe_lab.data.tokenizers.tokenizer import TOKENIZER_JSON, Tokenizer, digest, transformers_configuration
 from pe_lab.errors import DataError
 
@@ -48,6 +48,8 @@ class HuggingFaceTokenizer(Tokenizer):
         # Some ids may be unused: the embedding must contain the largest.
         ids = self._prompts.get_vocab(with_added_tokens=True) if self._added else known
         self.vocab_size = max(ids.values(), default=-1) + 1
+        if self.vocab_size > MOST_IDS:
+            raise DataError(f"{companions.where} has an id of {self.vocab_size - 1:,}; ids are below {MOST_IDS:,}.")
         self.eos_id = self._find_eos()
         self.fingerprint = f"hf-{self.eos_id}-" + digest(specification.encode())
         self.bos_id = ids.get(companions.named.get("bos_token", ""))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pe_lab import storage
 from pe_lab.data.tokenizers.companions import COMPANIONS, VOCABULARIES, Companions
 from pe_lab.data.tokenizers.gguf import load_gguf_tokenizer
 from pe_lab.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from pe_lab.data.tokenizers.tokenizer import SENTENCEPIECE_MODEL, TOKENIZER_JSON, ByteTokenizer, Tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError
-from pe_lab.storage import read_json, write_files
+from pe_lab.storage import AnyPath, read_json, write_files
 
 KIND_FILE = "kind.json"  # written by `save_tokenizer`
 
@@ -35,7 +36,11 @@ def load_tokenizer(specification: str) -> Tokenizer:
             "Use bytes, hf:PATH/tokenizer.json, hf:DIR, gguf:FILE, sentencepiece:PATH.model or "
             "sentencepiece:train:SIZE."
         )
-    path = Path(where).expanduser()
+    path = storage.path("the tokenizer", where)
+    if storage.is_remote(path):
+        # With the files beside it, which belong to it.
+        alone = kind in ("gguf", "sentencepiece") or kind != "saved" and path.is_dir()
+        path = storage.local_copy(path) if alone or kind == "saved" else storage.local_copy(path.parent) / path.name
     if kind == "saved":
         return load_saved_tokenizer(path)
     if kind == "gguf":
@@ -70,7 +75,7 @@ def _in_directory(directory: Path) -> Path:
     )
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, directory: AnyPath) -> None:
     """Writes the tokenizer and its companion files, for `load_saved_tokenizer`."""
     about = {name: getattr(tokenizer, name) for name in ("kind", "fingerprint", "vocab_size", "eos_id")}
     files = {**tokenizer.files(), KIND_FILE: (json.dumps(about, indent=2) + "\n").encode()}
@@ -86,10 +91,11 @@ def export_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     write_files({directory / name: content for name, content in tokenizer.exported_files().items()})
 
 
-def load_saved_tokenizer(directory: Path) -> Tokenizer:
+def load_saved_tokenizer(directory: AnyPath) -> Tokenizer:
     """The tokenizer written by `save_tokenizer`; `DataError` if a file is missing or another tokenizer is there."""
+    directory = storage.local_copy(directory)
     about = read_json(directory / KIND_FILE, f"{directory} holds no saved tokenizer. Prepare the data again.")
-    kind = about.get("kind")
+    kind = str(about.get("kind"))
     saved = {
         "bytes": "bytes",
         "sentencepiece": f"sentencepiece:{directory / SENTENCEPIECE_MODEL}",

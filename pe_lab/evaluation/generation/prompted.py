@@ -6,7 +6,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pe_lab.errors import CheckpointError, DataError
@@ -20,6 +19,7 @@ from pe_lab.parallel import compute_devices, shared
 from pe_lab.results.intervals import mean_of
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
+from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
 
@@ -48,7 +48,7 @@ class Prompted:
         lengths: Sequence[int],
         count: int | None,
         seed: int,
-        directory: Path,
+        directory: AnyPath,
         again: bool = False,
         backend: Callable[[Variant, int, Spent], ModelBackend] = ModelBackend.of,
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from pe_lab.data.tokenizers import Tokenizer
@@ -45,7 +46,7 @@ def sequences_at_once(given: Any) -> int | None:
     """A number of sequences; None for as many as memory allows."""
     if given is None or str(given).startswith("auto"):
         return None
-    if not str(given).isdigit() or int(given) < 1:
+    if not re.fullmatch("[0-9]{1,9}", str(given)) or int(given) < 1:
         raise ConfigError(f"batch_size is {given}; give a whole number of at least 1, or auto.")
     return int(given)
 

@@ -16,6 +16,7 @@ from pe_lab.parallel import on_first
 from pe_lab.positional import label_layers
 from pe_lab.results.records import Record, RecordFile, digest, finite
 from pe_lab.results.samples import SampleFile, key
+from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
 
@@ -45,7 +46,7 @@ class Harness:
         self,
         variants: Sequence[Variant],
         names: Sequence[str],
-        directory: Path,
+        directory: AnyPath,
         max_length: int | None = None,
         include: str | None = None,
         limit: int | None = None,
@@ -101,7 +102,9 @@ class Measurement:
       requests: the file that keeps the answers.
     """
 
-    def __init__(self, variant: Variant, name: str, max_length: int | None, shared: Mapping[str, Any], directory: Path):
+    def __init__(
+        self, variant: Variant, name: str, max_length: int | None, shared: Mapping[str, Any], directory: AnyPath
+    ):
         self.variant, self.name, self.shared = variant, name, shared
         length = max_length or variant.training_length
         self.length = min(length, variant.crop or length)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pe_lab.evaluation.tasks.task import Suite
+from pe_lab.terminal import positive
 
 
 @dataclass(frozen=True)
@@ -57,5 +58,7 @@ def common_coefficient(betas: Sequence[float], factors: Sequence[float]) -> floa
 
 
 SUITE = Suite(
-    "beta", "Beta", flags={"--fit-tokens": {"type": int, "help": "other held-out tokens, for the logit scale"}}
+    "beta",
+    "Beta",
+    flags={"--fit-tokens": {"type": positive, "help": "other held-out tokens, for the logit scale"}},
 )

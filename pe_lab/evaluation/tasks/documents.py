@@ -6,7 +6,6 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from pe_lab.evaluation.tasks import perplexity
 from pe_lab.evaluation.variants import Variant
 from pe_lab.results.records import Record, RecordFile, digest, finite
 from pe_lab.results.samples import SampleFile, SampleRecord, key
+from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 from pe_lab.training.machine import versions
 
@@ -45,7 +45,7 @@ class Documents:
         variants: Sequence[Variant],
         source: Source,
         lengths: Sequence[int],
-        directory: Path,
+        directory: AnyPath,
         count: int | None = None,
         again: bool = False,
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pe_lab.evaluation.tasks.task import Suite
+from pe_lab.terminal import natural
 
 SUITE = Suite(
     name="lm_eval",
@@ -11,6 +12,9 @@ SUITE = Suite(
     average_of=0,
     flags={
         "--lm-eval-tasks": {"metavar": "DIR", "help": "where lm_eval finds more tasks (YAML)"},
-        "--num-fewshot": {"type": int, "help": "examples in lm_eval's prompts (default: the task's)"},
+        "--num-fewshot": {
+            "type": natural,
+            "help": "examples in lm_eval's prompts (default: the task's)",
+        },
     },
 )

@@ -19,6 +19,7 @@ from pe_lab.evaluation.scoring.math_answers import final_answer, last_boxed, sam
 from pe_lab.evaluation.tasks.fitting import Draft, SizedTask
 from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, Suite, half_pair, random_for
 from pe_lab.storage import read_records
+from pe_lab.terminal import positive
 
 STOP = ("</s>", "<|im_end|>", "<|endoftext|>", "Problem:")
 DEPTHS = (Fraction(0), Fraction(1, 3), Fraction(2, 3), Fraction(1))
@@ -231,12 +232,12 @@ SUITE = Suite(
             "help": "JSON lines with problem, solution, answer (many_shot)",
         },
         "--max-new-tokens": {
-            "type": int,
+            "type": positive,
             "default": NEW_TOKENS,
             "help": f"of many_shot's answers (default {NEW_TOKENS})",
         },
         "--buffer": {
-            "type": int,
+            "type": positive,
             "default": BUFFER,
             "help": f"tokens that many_shot's exemplars leave free (default {BUFFER})",
         },

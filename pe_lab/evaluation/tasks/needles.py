@@ -13,6 +13,7 @@ from pe_lab.config import DataConfig
 from pe_lab.data.pipeline import needle_windows
 from pe_lab.evaluation.tasks.perplexity import bin_edges, standard_error
 from pe_lab.evaluation.tasks.task import Suite
+from pe_lab.terminal import positive
 
 Predict = Callable[[Int[np.ndarray, "n T"], Int[np.ndarray, "n Q"]], Int[np.ndarray, "n Q"]]
 
@@ -92,5 +93,5 @@ SUITE = Suite(
     name="needles",
     title="Needle accuracy",
     protocol=2,  # since 2 also by depth
-    flags={"--windows": {"type": int, "help": "windows per needle accuracy"}},
+    flags={"--windows": {"type": positive, "help": "windows per needle accuracy"}},
 )

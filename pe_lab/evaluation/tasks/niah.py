@@ -196,8 +196,10 @@ def parse_depths(text: str) -> tuple[float, ...]:
         numbers = [float(item) for item in items]
     except ValueError:
         raise ConfigError(f"--depths={text}: write per cents, such as 0,50,100, or their number, such as 11.") from None
-    if len(items) == 1 and items[0].isdigit() and int(items[0]) > 1 and not text.strip().endswith((",", "%")):
-        count = int(items[0])
+    if len(items) == 1 and items[0].isdecimal() and numbers[0] > 1 and not text.strip().endswith((",", "%")):
+        count = int(numbers[0])
+        if count > 1001:
+            raise ConfigError(f"--depths={text}: give at most 1001 depths.")
         return tuple(round(100 * i / (count - 1), 1) for i in range(count))
     if not numbers or not all(0 <= depth <= 100 for depth in numbers):
         raise ConfigError(f"--depths={text}: depths are per cents from 0 to 100.")

@@ -15,6 +15,7 @@ from pe_lab.data.pipeline import held_out_tokens
 from pe_lab.data.windows import make_batch
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.tasks.task import Suite
+from pe_lab.terminal import positive
 
 Batch = Mapping[str, np.ndarray]
 POOL = 64  # tiles are chosen from this many times the tokens that are asked for
@@ -201,8 +202,11 @@ SUITE = Suite(
     name="perplexity",
     title="Perplexity",
     flags={
-        "--tokens": {"type": int, "help": "held-out tokens per perplexity"},
-        "--stride": {"type": int, "help": "perplexity by sliding windows that advance by so many tokens"},
+        "--tokens": {"type": positive, "help": "held-out tokens per perplexity"},
+        "--stride": {
+            "type": positive,
+            "help": "perplexity by sliding windows that advance by so many tokens",
+        },
         "--per-document": {
             "action": "store_true",
             "help": "perplexity of every document by itself, from its first token",

@@ -13,6 +13,7 @@ from pe_lab.evaluation.tasks import beta, lm_eval, many_shot, needles, niah, per
 from pe_lab.evaluation.tasks.longbench import suite as longbench
 from pe_lab.evaluation.tasks.ruler import suite as ruler
 from pe_lab.evaluation.tasks.task import Suite, Task
+from pe_lab.terminal import positive
 
 SEED = 42  # of prompts; RULER's
 SUITES: dict[str, Suite] = {
@@ -33,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text to measure on: a glob, or jsonl:, parquet:, tfds:, stdlib (default: what the run's data holds out)",
     )
     prompted = parser.add_argument_group(", ".join(name for name in SUITES if name not in MEASURED))
-    prompted.add_argument("--samples", type=int, help="a task and length (default: 500, or as many as its file has)")
+    prompted.add_argument(
+        "--samples", type=positive, help="a task and length (default: 500, or as many as its file has)"
+    )
     prompted.add_argument(
         "--haystack", default="essays", help="essays, noise, needles, or a glob of text files (niah, ruler)"
     )

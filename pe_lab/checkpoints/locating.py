@@ -1,0 +1,172 @@
+"""Finds checkpoints: the directories of a run, which of their steps are complete and whole, and their metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pe_lab import storage
+from pe_lab.errors import CheckpointError, UserError
+from pe_lab.storage import AnyPath, absolute, json_object, read_bytes
+from pe_lab.storage.manifest import MANIFEST, Damage, Manifest
+from pe_lab.terminal import console
+
+DIRECTORY = "checkpoints"  # of a phase; has one directory per step
+UNREADABLE = "unreadable"  # of a phase; has checkpoints that could not be read
+FORMAT = 3
+# Names of parameters in the files of earlier formats.
+FORMER_NAMES: dict[int, dict[str, str]] = {1: {"token_embedder": "trunk"}, 2: {}}
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def metadata_file(path: AnyPath) -> AnyPath:
+    """The JSON file of a checkpoint's metadata, which Orbax writes."""
+    return path / "metadata" / "metadata"
+
+
+def read_metadata(path: AnyPath) -> dict[str, Any]:
+    """The metadata of the checkpoint at `path`; `CheckpointError` if it cannot be read."""
+    try:
+        metadata = json_object(read_bytes(metadata_file(path)))
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoint '{path}' cannot be read ({error.strerror or first_line(error)})."
+        ) from None
+    if metadata is None:
+        raise CheckpointError(f"The checkpoint '{path}' cannot be read (its metadata is no JSON object).")
+    if metadata.get("format") not in (FORMAT, *FORMER_NAMES):
+        raise CheckpointError(
+            f"The checkpoint '{path}' has format {metadata.get('format')}; this version reads up to {FORMAT}."
+        )
+    for key, kind in _KINDS.items():
+        if not isinstance(value := metadata.get(key, _OPTIONAL.get(key)), kind) or isinstance(value, bool):
+            found = "lacks it" if value is None else f"has {value!r:.60}"
+            raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: '{key}' ({found}).")
+    if not all(isinstance(entry, dict) for entry in (*metadata["layers"], *metadata["lineage"])):
+        raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: 'layers' or 'lineage'.")
+    if not 1 <= metadata["training_length"] < 2**31:
+        raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: 'training_length'.")
+    return metadata
+
+
+# What every reader of metadata relies on, and the keys that may be missing.
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("id", "phase", "tokenizer", "weights_dtype"), str),
+    **dict.fromkeys(("phase_index", "step", "tokens", "training_length"), int),
+    **dict.fromkeys(("layers", "lineage"), list),
+    **dict.fromkeys(("model", "layout", "config"), dict),
+}
+_OPTIONAL: dict[str, Any] = {
+    "tokenizer": "",
+    "weights_dtype": "float32",
+    "phase_index": 0,
+    "tokens": 0,
+    "layout": {},
+    "config": {},
+}
+
+
+def read_manifest(path: AnyPath) -> Manifest | None:
+    """The manifest of the checkpoint at `path`; None for one of an earlier version, which has none.
+
+    Raises:
+      CheckpointError: it is missing, damaged, or another step's.
+    """
+    if not (path / MANIFEST).is_file() and _is_former(path):
+        return None
+    try:
+        manifest = Manifest.read(path)
+    except UserError as error:
+        raise CheckpointError(str(error)) from None
+    if manifest.about.get("step") != int(path.name):
+        raise CheckpointError(f"'{path}' holds step {manifest.about.get('step')}: it was copied or renamed.")
+    return manifest
+
+
+def _is_former(path: AnyPath) -> bool:
+    """Whether a directory is a checkpoint of a version without manifests."""
+    try:
+        return read_metadata(path)["format"] < FORMAT and (path / "params").is_dir()
+    except UserError:
+        return False
+
+
+def is_checkpoint(path: AnyPath) -> bool:
+    """Whether a directory is a committed checkpoint: its manifest was written last."""
+    return path.name.isdigit() and ((path / MANIFEST).is_file() or _is_former(path))
+
+
+def steps_in(directory: AnyPath) -> list[int]:
+    """Steps of the committed checkpoints under a directory, ascending."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(p.name) for p in directory.iterdir() if is_checkpoint(p))
+
+
+def quick_damage(path: AnyPath) -> list[Damage]:
+    """What is wrong with a checkpoint, as far as the sizes of its files and the content of the small ones tell."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [Damage(MANIFEST, f"cannot be used: {error}")]
+    return manifest.quick_damage(path) if manifest else []
+
+
+def latest(directory: AnyPath) -> int | None:
+    """The newest step of `steps_in` that `quick_damage` finds whole; damaged ones are named on stderr, once."""
+    for step in reversed(steps_in(directory)):
+        path = directory / str(step)
+        damage = quick_damage(path)
+        if not damage:
+            return step
+        if path not in _named:
+            _named.add(path)
+            console(stderr=True).print(f"DAMAGED checkpoint '{path}', passed over: {damage[0]}")
+    return None
+
+
+_named: set[AnyPath] = set()
+
+
+def resolve(path: str | AnyPath) -> tuple[AnyPath, int]:
+    """(the `checkpoints` directory, the step) of the checkpoint that a path names.
+
+    A run's directory names the checkpoint of its last phase with one; a phase, or its `checkpoints`, the last step that
+    is whole.
+    """
+    path = storage.path("the checkpoint", path)
+    if not path.is_dir():
+        raise CheckpointError(f"There is no checkpoint at '{path}': no such directory.")
+    if is_checkpoint(path):
+        return path.parent, int(path.name)
+    for directory in (path, path / DIRECTORY):
+        if (step := latest(directory)) is not None:
+            return directory, step
+    phases = find_checkpoints(path)
+    if phases:
+        return phases[-1].parent, int(phases[-1].name)
+    raise CheckpointError(
+        f"There is no checkpoint at '{path}'. Give a run directory, a phase of it, or one step's directory."
+    )
+
+
+def find_checkpoints(run: str | AnyPath) -> list[AnyPath]:
+    """The last whole checkpoint of every phase of a run, in the order of its phases.
+
+    `run` may also be one phase, or a directory of surgery.
+    """
+    run = storage.path("the run", run)
+    found = []
+    for phase in [run, *sorted(p for p in run.iterdir() if p.is_dir())] if run.is_dir() else []:
+        if (step := latest(phase / DIRECTORY)) is not None:
+            found.append(phase / DIRECTORY / str(step))
+    return sorted(found, key=lambda p: (int(read_metadata(p).get("phase_index", 0)), str(p)))
+
+
+def tokenizer_directory(checkpoint: AnyPath) -> AnyPath | None:
+    """The tokenizer of a checkpoint: in its phase's directory (surgery writes it there) or in its run's."""
+    phase = absolute(checkpoint).parents[1]
+    return next((p / "tokenizer" for p in (phase, phase.parent) if (p / "tokenizer").is_dir()), None)

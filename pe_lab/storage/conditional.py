@@ -1,0 +1,97 @@
+"""Files that one of several processes writes: created if absent, replaced if unchanged. A lease is made of these."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+from pathlib import Path
+
+from pe_lab.storage.paths import AnyPath, filesystem, is_remote, read_bytes, store_errors
+
+
+def create_file(path: AnyPath, content: bytes) -> bool:
+    """Writes a file that does not exist yet, whole; False if there is one with another content.
+
+    Of several processes that try at the same time one succeeds: their contents must differ.
+    """
+    if not is_remote(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        temporary.write_bytes(content)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return path.read_bytes() == content
+        finally:
+            temporary.unlink()
+        return True
+    try:
+        with store_errors(path):
+            filesystem(path).pipe_file(str(path), content, mode="create")
+    except FileExistsError:  # also where an answer was lost, and the request repeated
+        return _content(path) == content
+    return True
+
+
+def replace_file(path: AnyPath, content: bytes, expected: bytes) -> bool:
+    """Replaces a file that holds `expected`; False if it is gone or holds anything else but `content`."""
+    if not is_remote(path):
+        return _replace_local(path, content, expected)
+    store = filesystem(path)
+    try:
+        with store_errors(path):
+            bucket, key, _ = store.split_path(str(path))
+            if str(path).startswith("gs://"):
+                # The generation first: content that is read after it is of it or of a later one.
+                generation = store.info(str(path))["generation"]
+                if _content(path) != expected:
+                    return _content(path) == content
+                store.call(
+                    "POST",
+                    f"{store._location}/upload/storage/v1/b/{bucket}/o",
+                    uploadType="media",
+                    name=key,
+                    ifGenerationMatch=generation,
+                    data=content,
+                    headers={"Content-Type": "application/octet-stream"},
+                )
+            else:
+                tag = store.info(str(path))["ETag"]
+                if _content(path) != expected:
+                    return _content(path) == content
+                store.call_s3("put_object", Bucket=bucket, Key=key, Body=content, IfMatch=tag)
+    except FileNotFoundError:
+        return False
+    except Exception:
+        # A precondition that failed; or an answer that was lost, and the request repeated.
+        found = _content(path)
+        if found not in (expected, None):
+            return found == content
+        raise
+    return True
+
+
+def _content(path: AnyPath) -> bytes | None:
+    """The content of a file; None if there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return read_bytes(path)
+    return None
+
+
+def _replace_local(path: Path, content: bytes, expected: bytes) -> bool:
+    """`replace_file` on a disk: under the lock of the directory."""
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(directory, fcntl.LOCK_EX)
+        found = _content(path)
+        if found != expected:
+            return found == content
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        temporary.write_bytes(content)
+        temporary.replace(path)
+        return True
+    finally:
+        os.close(directory)

@@ -1,0 +1,142 @@
+"""A file of JSON lines that grows while a program runs, on a disk or on an object store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, BinaryIO
+
+from pe_lab.errors import DataError, StoreError
+from pe_lab.storage.paths import AnyPath, is_remote
+from pe_lab.storage.segments import SegmentWriter, read_log
+
+FLUSH_SECONDS = 30.0
+
+
+class AppendedLog:
+    """Appends records to a log, which `read_records(path, partial=True)` reads at any time.
+
+    On a disk each record is a line in the file at once. To an object store they are sent every `FLUSH_SECONDS` by a
+    thread, which tries again later if the store does not answer, and by `flush` and `close`. Whenever the process is
+    killed, the log holds the first records, whole.
+
+    Raises:
+      DataError: the file cannot be written.
+      StoreError: the store refuses, or does not answer.
+    """
+
+    def __init__(self, path: AnyPath, kept: Iterable[Mapping[str, Any]] | None = None, advice: str = ""):
+        """Opens the log.
+
+        Args:
+          path: the log.
+          kept: the records that it then has, in place of those it had; by default all that are whole.
+          advice: what to do if it cannot be written, for messages.
+        """
+        self.path, self._advice, self._file = path, advice, None
+        self._pending: list[bytes] = []  # what `_sending` is not sending
+        self._lock, self._sending, self._closed = threading.Lock(), threading.Lock(), threading.Event()
+        if not is_remote(path):
+            self._file = self._opened(None if kept is None else b"".join(map(_line, kept)))
+            return
+        if kept is None:
+            content = b""
+            with contextlib.suppress(FileNotFoundError):
+                content = read_log(path)
+            content = content[: content.rfind(b"\n") + 1]
+        else:
+            content = b"".join(map(_line, kept))
+        self._writer = SegmentWriter(path, content)
+        self._sender = threading.Thread(target=self._send_regularly, daemon=True)
+        self._sender.start()
+
+    def _opened(self, content: bytes | None) -> BinaryIO:
+        """The local file, open at its end, without the part of a line that a killed process has left."""
+        from pe_lab.storage.files import write_file
+
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if content is not None:
+                write_file(self.path, content, self._advice)
+            file = open(self.path, "a+b")  # noqa: SIM115
+            _cut_off_partial_line(file)
+            return file
+        except OSError as error:
+            raise self._unwritten(error) from None
+
+    def _unwritten(self, error: OSError) -> DataError:
+        return DataError(f"{self.path} cannot be written ({error.strerror or error}). {self._advice}".rstrip())
+
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Appends records."""
+        lines = b"".join(map(_line, records))
+        if self._file is None:
+            with self._lock:
+                self._pending.append(lines)
+            return
+        try:
+            self._file.write(lines)
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritten(error) from None
+
+    def flush(self) -> None:
+        """Returns when all records are on disk, or in the store."""
+        if self._file is None:
+            self._send()
+            return
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._unwritten(error) from None
+
+    def _send(self) -> None:
+        with self._sending:
+            with self._lock:  # which no upload holds: `append` never waits for the store
+                lines, self._pending = self._pending, []
+            try:
+                if lines:
+                    self._writer.write(b"".join(lines))
+            except BaseException:
+                with self._lock:
+                    self._pending[:0] = lines
+                raise
+
+    def _send_regularly(self) -> None:
+        while not self._closed.wait(FLUSH_SECONDS):
+            with contextlib.suppress(StoreError):  # it stays pending; `flush` and `close` raise
+                self._send()
+
+    def close(self) -> None:
+        """Stores what is pending, and ends the thread."""
+        self._closed.set()
+        if self._file is not None:
+            self._file.close()
+            return
+        self._sender.join()
+        self._send()
+
+    def __enter__(self) -> AppendedLog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, ensure_ascii=False) + "\n").encode()
+
+
+def _cut_off_partial_line(file: BinaryIO) -> None:
+    """Truncates what a killed process left after the last complete line."""
+    end, found = file.seek(0, os.SEEK_END), -1
+    while end and found < 0:
+        start = max(end - 2**16, 0)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        end = start + found + 1
+    file.truncate(end)

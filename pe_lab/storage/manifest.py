@@ -1,0 +1,164 @@
+"""Manifests: the size and the digest of every file of a directory, so that damage is found before it is used.
+
+A digest is a CRC-32C: it finds any change of up to 32 consecutive bits, and any other one with probability 1 - 2^-32.
+Object stores compute the same one, and processors have an instruction for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pe_lab.errors import DataError, UserError
+from pe_lab.storage.files import write_file
+from pe_lab.storage.json_files import json_object
+from pe_lab.storage.paths import AnyPath, Entry, listing, read_bytes, store_errors
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+SEAL = "crc32c"  # key of a JSON object's own digest
+SMALL_BYTES = 2**20  # files up to this size are digested also where the sizes of the others are enough
+_BLOCK_BYTES = 2**23
+_THREADS = 4
+
+
+class Digest(NamedTuple):
+    """The size of a file in bytes, and the CRC-32C of its content as 8 hex digits."""
+
+    size: int
+    crc32c: str
+
+
+class Damage(NamedTuple):
+    """A file and what is wrong with it, such as `is missing`."""
+
+    file: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.what}"
+
+
+def crc32c(content: bytes) -> str:
+    """The CRC-32C of some bytes, as 8 hex digits."""
+    import google_crc32c
+
+    return f"{google_crc32c.value(content):08x}"
+
+
+def digest_file(path: AnyPath, done: Callable[[int], None] = lambda size: None) -> Digest:
+    """The digest of a file; `done` is called with the number of bytes of each block. Raises `OSError`."""
+    import google_crc32c
+
+    checksum, size = google_crc32c.Checksum(), 0
+    with store_errors(path), path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            checksum.update(block)
+            size += len(block)
+            done(len(block))
+    return Digest(size, checksum.hexdigest().decode())
+
+
+def digest_files(root: AnyPath, chosen: Callable[[str], bool] = lambda name: True) -> dict[str, Digest]:
+    """The digests of the files under a directory, by their names relative to it; without its manifest.
+
+    Several files are read at a time. Where an object store lists digests, nothing is read.
+    """
+
+    def digest(item: tuple[str, Entry]) -> Digest:
+        name, entry = item
+        return Digest(entry.size, entry.crc32c) if entry.crc32c else digest_file(root / name)
+
+    entries = {name: entry for name, entry in listing(root).items() if name != MANIFEST and chosen(name)}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(entries, pool.map(digest, entries.items()), strict=True))
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object with its own digest under `SEAL`."""
+    plain = json.loads(json.dumps({key: value for key, value in content.items() if key != SEAL}))
+    return {**plain, SEAL: crc32c(json.dumps(plain, sort_keys=True).encode())}
+
+
+def seal_broken(content: Mapping[str, Any]) -> bool:
+    """Whether a JSON object that `sealed` made has changed since."""
+    return sealed(content)[SEAL] != content.get(SEAL)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a directory holds: the digests of its files, by their names relative to it, and `about`, any JSON."""
+
+    files: Mapping[str, Digest]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, directory: AnyPath) -> AnyPath:
+        """Writes manifest.json, atomically. It comes last: a directory with a manifest is complete."""
+        files = {name: digest._asdict() for name, digest in sorted(self.files.items())}
+        content = sealed({"format": FORMAT, "about": self.about, "files": files})
+        return write_file(directory / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, directory: AnyPath) -> Manifest:
+        """The manifest of a directory; `DataError` if it has none, or a damaged one."""
+        path = directory / MANIFEST
+        try:
+            content = json_object(read_bytes(path))
+        except OSError as error:
+            raise DataError(f"'{path}' cannot be read ({error.strerror or type(error).__name__}).") from None
+        if content is None or seal_broken(content):
+            raise DataError(f"'{path}' is damaged: it does not have the content that was written.")
+        if content.get("format") != FORMAT:
+            raise DataError(f"'{path}' has format {content.get('format')!r}; this version reads {FORMAT}.")
+        return cls({name: Digest(**digest) for name, digest in content["files"].items()}, content["about"])
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(digest.size for digest in self.files.values())
+
+    def damage(
+        self,
+        directory: AnyPath,
+        chosen: Callable[[str, Digest], bool] = lambda name, digest: True,
+        done: Callable[[int], None] = lambda size: None,
+    ) -> list[Damage]:
+        """What differs from the manifest: files that are missing, of another size, or changed.
+
+        Args:
+          directory: where the files are.
+          chosen: which files are read; of the others only the size is compared.
+          done: called with the number of bytes of each block.
+        """
+
+        entries = listing(directory)
+
+        def check(item: tuple[str, Digest]) -> str:
+            name, digest = item
+            if (entry := entries.get(name)) is None:
+                return "is missing"
+            if entry.size != digest.size:
+                return f"has {entry.size:,} bytes; it was written with {digest.size:,}"
+            if not chosen(name, digest) and entry.crc32c is None:
+                return ""
+            try:
+                found = entry.crc32c if not chosen(name, digest) else digest_file(directory / name, done).crc32c
+            except (OSError, UserError) as error:
+                return f"cannot be read ({getattr(error, 'strerror', None) or error})"
+            return "" if found == digest.crc32c else f"has changed: its CRC-32C is {found}, was {digest.crc32c}"
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            found = zip(self.files, pool.map(check, self.files.items()), strict=True)
+            return [Damage(name, what) for name, what in found if what]
+
+    def quick_damage(self, directory: AnyPath) -> list[Damage]:
+        """As `damage`, without reading large files: what can be found in milliseconds."""
+        return self.damage(directory, lambda name, digest: digest.size <= SMALL_BYTES)
+
+
+def manifest_of(directory: AnyPath, about: Mapping[str, Any] | None = None) -> Manifest:
+    """The manifest of a directory as it is now."""
+    return Manifest(digest_files(directory), about or {})

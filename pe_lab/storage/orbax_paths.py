@@ -1,0 +1,78 @@
+"""What Orbax lacks for object stores: S3, and GCS buckets of which an account may read only the objects.
+
+Orbax 0.12 writes gs:// through tensorstore's driver and commits with a file. For s3:// it has neither
+(google/orbax#2739).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from pe_lab.storage.manifest import MANIFEST
+from pe_lab.storage.paths import AnyPath, is_remote, s3_driver
+
+COMMIT_FILE = "commit_success.txt"  # the last object of a checkpoint on a store; one without it is unfinished
+REQUEST_RETRIES = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s"}  # about a minute
+
+
+def enable_orbax(path: AnyPath) -> None:
+    """Prepares Orbax for checkpoints under a path. Call it before a checkpointer of a remote path is made."""
+    if is_remote(path):
+        _enable()
+
+
+@functools.cache
+def _enable() -> None:
+    from orbax.checkpoint._src.path import atomicity, atomicity_defaults, gcs_utils
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    build = tensorstore_utils.build_kvstore_tspec
+
+    def build_kvstore_tspec(directory: str, name: str | None = None, **options: Any) -> dict[str, Any]:
+        if not directory.startswith("s3://"):
+            return build(directory, name, **options)
+        return _on_s3(build(directory.replace("s3://", "gs://", 1), name, **options))
+
+    tensorstore_utils.build_kvstore_tspec = build_kvstore_tspec
+    for kind in ("get_default_temporary_path_class", "get_item_default_temporary_path_class"):
+        setattr(atomicity_defaults, kind, _committing(getattr(atomicity_defaults, kind), atomicity))
+    hierarchical = gcs_utils.is_hierarchical_namespace_enabled
+
+    @functools.cache
+    def is_hierarchical(bucket: str) -> bool:
+        try:
+            return bool(hierarchical(bucket))
+        except Exception:  # it takes storage.buckets.get, which accounts that may write objects often lack
+            return False
+
+    gcs_utils.is_hierarchical_namespace_enabled = lambda path: is_hierarchical("/".join(str(path).split("/")[:4]))
+    for context in (tensorstore_utils._BASE_TS_CONTEXT, tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT):
+        context.update({"gcs_request_retries": REQUEST_RETRIES, "s3_request_retries": REQUEST_RETRIES})
+
+
+def _committing(default: Any, atomicity: Any) -> Any:
+    """Orbax's choice of how a directory is committed, with a commit file on S3: a rename copies every object there.
+
+    A manifest is as good: a checkpoint that was written to a disk and copied to a store has no commit file.
+    """
+
+    class Committed(atomicity.CommitFileTemporaryPath):
+        @classmethod
+        async def validate_final(cls, final_path: Any) -> None:
+            if not (final_path / MANIFEST).exists():
+                await super().validate_final(final_path)
+
+    def choose(path: Any, *, atomicity_options: Any = None) -> Any:
+        return Committed if is_remote(path) else default(path, atomicity_options=atomicity_options)
+
+    return choose
+
+
+def _on_s3(spec: Any) -> Any:
+    """A tensorstore spec with S3 in place of GCS."""
+    if not isinstance(spec, dict):
+        return spec
+    if spec.get("driver") in ("gcs", "gcs_grpc"):
+        return s3_driver(spec)
+    return {name: _on_s3(value) for name, value in spec.items()}

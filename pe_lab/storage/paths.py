@@ -1,0 +1,257 @@
+"""Paths of files: on this machine, or on an object store (gs://BUCKET/KEY, s3://BUCKET/KEY).
+
+A remote path is an `epath.Path`, which has the methods of a `pathlib.Path` except that `resolve` and `absolute` are
+wrong for it, and that it cannot be renamed atomically or appended to. A directory of a store is a common prefix of
+objects: it exists as soon as one of them does.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from pe_lab.errors import ConfigError, StoreError, UserError, store_failure
+
+AnyPath = PurePath  # a pathlib.Path, or an epath.Path, which is a PurePosixPath
+STORES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme -> the library, and the extra that installs it
+STALL_SECONDS = 60.0  # without a byte, until a request is repeated
+
+
+_answered: set[str] = set()  # the buckets that did
+
+
+def path(option: str, given: str | AnyPath) -> AnyPath:
+    """The path that a command line, a recipe or a caller names, of this machine or of an object store.
+
+    Args:
+      option: what named it, for messages.
+      given: a path, which is returned, or its text. The bucket of gs://BUCKET/KEY or s3://BUCKET/KEY is asked for an
+        answer once.
+
+    Raises:
+      ConfigError: the address has another scheme or no key.
+      StoreError: the library of the store is not installed, or the bucket is missing, refuses or does not answer.
+    """
+    if isinstance(given, PurePath):
+        return given
+    text = given
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return Path(text).expanduser()
+    if scheme not in STORES:
+        raise ConfigError(f"{option} '{text}': addresses begin with {' or '.join(f'{s}://' for s in STORES)}.")
+    bucket, _, key = rest.partition("/")
+    if not bucket or not key.strip("/"):
+        raise ConfigError(f"{option} '{text}' is a whole bucket; give a directory in it: {scheme}://BUCKET/DIRECTORY.")
+    library, extra = STORES[scheme]
+    if importlib.util.find_spec(library) is None:
+        raise StoreError(f"{option} '{text}' needs {library}, which is not installed: pip install 'pe-lab[{extra}]'.")
+    os.environ.setdefault("EPATH_USE_TF", "false")  # TensorFlow's own client would ignore the settings below
+    from etils import epath
+
+    found = epath.Path(f"{scheme}://{rest}")
+    if f"{scheme}://{bucket}" not in _answered:
+        _check_bucket(found, f"{scheme}://{bucket}")
+        _answered.add(f"{scheme}://{bucket}")
+    return found
+
+
+def _check_bucket(directory: AnyPath, bucket: str) -> None:
+    """Lists the bucket or, where only a part of it may be listed, the directory."""
+    store = filesystem(directory)
+    try:
+        with store_errors(bucket):
+            store.ls(bucket)
+    except FileNotFoundError:
+        raise StoreError(f"There is no bucket '{bucket}'. Make it, or check the address.") from None
+    except StoreError as refused:
+        try:
+            store.ls(str(directory))
+        except FileNotFoundError:
+            return
+        except Exception:
+            raise refused from None
+
+
+def is_remote(path: AnyPath) -> bool:
+    """Whether a path is one of an object store."""
+    return not isinstance(path, Path) and path.parts[:1] == ("/",) and path.parts[1:2] in (("gs",), ("s3",))
+
+
+def absolute(path: AnyPath) -> AnyPath:
+    """The path from the root, without links; a remote path is that already."""
+    return path.resolve() if isinstance(path, Path) else path
+
+
+def filesystem(path: AnyPath) -> Any:
+    """The fsspec file system of a remote path. Listings are never cached; requests that stall are repeated."""
+    import fsspec
+
+    scheme = str(path).partition("://")[0]
+    settings: dict[str, Any] = {"use_listings_cache": False}
+    if scheme == "gs":
+        import aiohttp
+
+        # Failures are raised; gcsfs also logs their tracebacks, and google.auth every place that has no credentials.
+        for name in ("gcsfs", "google.auth"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=STALL_SECONDS, sock_read=STALL_SECONDS)
+        settings["session_kwargs"] = {"timeout": timeout}
+    else:
+        settings["config_kwargs"] = {"connect_timeout": STALL_SECONDS, "read_timeout": STALL_SECONDS}
+    # The configuration, and not arguments: epath and Orbax make file systems of their own.
+    fsspec.config.conf.setdefault({"gs": "gcs"}.get(scheme, scheme), {}).update(settings)
+    return fsspec.filesystem(scheme)
+
+
+@contextlib.contextmanager
+def store_errors(where: object) -> Iterator[None]:
+    """Raises what a store's library raises as `StoreError`, except `FileNotFoundError` and `FileExistsError`."""
+    try:
+        yield
+    except (UserError, FileNotFoundError, FileExistsError):
+        raise
+    except Exception as error:
+        failure = store_failure(error, str(where))
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def read_bytes(path: AnyPath) -> bytes:
+    """The content of a file; `OSError` of a local one, `FileNotFoundError` or `StoreError` of a remote one."""
+    if not is_remote(path):
+        return path.read_bytes()
+    with store_errors(path):
+        return filesystem(path).cat_file(str(path))
+
+
+def put(path: AnyPath, content: bytes) -> None:
+    """Writes an object of a store, whole; its bucket exists."""
+    try:
+        with store_errors(path):
+            filesystem(path).pipe_file(str(path), content)
+    except FileNotFoundError as error:
+        raise StoreError(f"'{path}' cannot be written: there is no such bucket ({error}).") from None
+
+
+def remove(path: AnyPath) -> None:
+    """Removes a file, if it exists."""
+    with store_errors(path), contextlib.suppress(FileNotFoundError):
+        filesystem(path).rm_file(str(path)) if is_remote(path) else path.unlink()
+
+
+def exists(path: AnyPath) -> bool:
+    """Whether there is a file or a directory."""
+    with store_errors(path):
+        return path.exists()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file in a listing: its size, and the digests that a store knows without reading it, in hexadecimal.
+
+    `version` differs for each content that a store had under the name.
+    """
+
+    size: int
+    crc32c: str | None = None
+    md5: str | None = None
+    version: str = ""
+
+
+def listing(directory: AnyPath) -> dict[str, Entry]:
+    """The files below a directory at any depth, by their path relative to it, with `/`; empty if there is none.
+
+    GCS lists CRC32C and MD5, S3 an MD5 for objects that were put whole and unencrypted, a local disk neither.
+    """
+    if not is_remote(directory):
+        files = sorted(p for p in directory.rglob("*") if p.is_file())
+        return {p.relative_to(directory).as_posix(): Entry(p.stat().st_size) for p in files}
+    with store_errors(directory):
+        found = filesystem(directory).find(str(directory), detail=True)
+    base = str(directory).partition("://")[2].rstrip("/") + "/"
+    files = {name: info for name, info in found.items() if info["type"] == "file" and name.startswith(base)}
+    return {name.removeprefix(base): _entry(info) for name, info in sorted(files.items())}
+
+
+def entry(path: AnyPath) -> Entry | None:
+    """The entry of one remote file; None if it is a directory, or does not exist."""
+    with store_errors(path), contextlib.suppress(FileNotFoundError):
+        info = filesystem(path).info(str(path))
+        return _entry(info) if info["type"] == "file" else None
+    return None
+
+
+def _entry(info: dict[str, Any]) -> Entry:
+    def from_base64(name: str) -> str | None:
+        return base64.b64decode(info[name]).hex() if info.get(name) else None
+
+    etag = str(info.get("ETag", "")).strip('"')
+    md5 = from_base64("md5Hash") or (etag if len(etag) == 32 and etag.isalnum() else None)
+    return Entry(int(info["size"]), from_base64("crc32c"), md5, str(info.get("generation", etag)))
+
+
+def remove_tree(directory: AnyPath, first: str = "") -> None:
+    """Removes a directory with all that is in it, if it exists.
+
+    Args:
+      directory: what is removed.
+      first: the file that says that the directory is whole. It goes first: a process that is killed here leaves no
+        directory that looks whole.
+    """
+    if not is_remote(directory):
+        if first:
+            (directory / first).unlink(missing_ok=True)
+        shutil.rmtree(directory, ignore_errors=not directory.exists())
+        return
+    if first:
+        remove(directory / first)
+    with store_errors(directory), contextlib.suppress(FileNotFoundError):
+        store = filesystem(directory)
+        names = [name for name in store.find(str(directory)) if name]
+        if names:
+            store.rm(names)
+
+
+def move_tree(directory: AnyPath, to: AnyPath, first: str = "") -> None:
+    """Moves a directory to another place on the same disk or bucket, whose parent is made; `first` as `remove_tree`."""
+    if not is_remote(directory):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        directory.rename(to)
+        return
+    with store_errors(directory):
+        filesystem(directory).copy(str(directory), str(to), recursive=True)
+    remove_tree(directory, first)
+
+
+def kvstore(path: AnyPath) -> dict[str, Any]:
+    """The tensorstore key-value store of a directory."""
+    if not is_remote(path):
+        return {"driver": "file", "path": f"{path.absolute()}/"}
+    scheme, _, rest = str(path).partition("://")
+    bucket, _, key = rest.partition("/")
+    spec: dict[str, Any] = {"driver": "gcs", "bucket": bucket, "path": f"{key.rstrip('/')}/"}
+    return s3_driver(spec) if scheme == "s3" else spec
+
+
+def s3_driver(spec: dict[str, Any]) -> dict[str, Any]:
+    """A key-value store of tensorstore's GCS driver as one of its S3 driver, with the settings of the environment.
+
+    That driver reads neither the endpoint nor the region from the environment itself, and its C library prints five
+    lines about a missing ~/.aws/config unless it is told where the credentials are.
+    """
+    named = {
+        "endpoint": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"),
+        "aws_region": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
+        "aws_credentials": {"type": "environment"} if "AWS_ACCESS_KEY_ID" in os.environ else None,
+    }
+    return {**spec, "driver": "s3", **{name: value for name, value in named.items() if value}}

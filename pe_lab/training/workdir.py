@@ -1,0 +1,262 @@
+"""The workdir of a run: whether it belongs to this config, run.json, and the lease, so that one run works in it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pe_lab.checkpoints.locating import DIRECTORY, steps_in
+from pe_lab.config import Config, changed, config_hash, identity, may_change, to_json
+from pe_lab.errors import ConfigError, UserError
+from pe_lab.parallel import all_values
+from pe_lab.storage import AnyPath, create_file, json_object, read_bytes, remove, replace_file, write_json
+from pe_lab.terminal import console
+from pe_lab.training.machine import machine, versions
+
+RUN_FILE, LEASE_FILE = "run.json", "lease.json"
+RENEWED_SECONDS = 15.0  # between two renewals of a lease
+EXPIRY_SECONDS = 60.0  # without a renewal, after which its run counts as dead
+
+
+def claim_workdir(workdir: AnyPath, config: Config) -> dict[str, Any]:
+    """Checks that a run of `config` may be written to `workdir`, and returns its run.json, {} if there is none.
+
+    Writes nothing; a damaged run.json of this run is renamed.
+
+    Raises:
+      ConfigError: it is a file, or a directory that holds a run of another config or anything else.
+    """
+    if not workdir.exists():
+        return {}
+    if not workdir.is_dir():
+        raise ConfigError(f"--workdir '{workdir}' is a file; give a directory.")
+    path = workdir / RUN_FILE
+    if not path.exists():
+        # A process that was killed while it wrote its first files leaves temporary ones.
+        temporary = (f".{RUN_FILE}.", f".{LEASE_FILE}.", LEASE_FILE)
+        others = sorted(p.name for p in workdir.iterdir() if not p.name.startswith(temporary))
+        if others and not _has_phase(workdir, config):
+            raise ConfigError(
+                f"--workdir '{workdir}' holds {', '.join(others[:3])}{' ...' if len(others) > 3 else ''} and no "
+                "run.json: it is not a run. Choose an empty or new directory."
+            )
+        return {}
+    run = json_object(read_bytes(path))
+    if run is None and _has_phase(workdir, config):
+        aside = path.with_name(f"{RUN_FILE}.damaged-{secrets.token_hex(2)}")
+        path.rename(aside)
+        console(stderr=True).print(f"'{path}' is damaged; it is now '{aside.name}', and is written anew")
+        return {}
+    if run is None or not {"config_hash", "identity", "config"} <= run.keys():
+        raise ConfigError(f"--workdir '{workdir}': its run.json is not one of pe_lab. Choose another --workdir.")
+    if run["config_hash"] != config_hash(config):
+        _refuse_changes(workdir, run, config)
+    return run
+
+
+def _has_phase(workdir: AnyPath, config: Config) -> bool:
+    """Whether a directory has checkpoints of a phase of this config; they are compared with it before they are used."""
+    return any((workdir / phase.name / DIRECTORY).is_dir() for phase in config.phases)
+
+
+def _refuse_changes(workdir: AnyPath, run: Mapping[str, Any], config: Config) -> None:
+    """`ConfigError` for a change of the config that a run may not make between two starts."""
+    try:
+        found, phases = changed(run["config"], config), len(run["config"]["phases"])
+    except (UserError, KeyError, TypeError):  # of a version whose keys were others
+        before, now = run["identity"], identity(config)
+        found = {k: (before.get(k), now.get(k)) for k in before.keys() | now.keys() if before.get(k) != now.get(k)}
+        phases = 0
+    refused, why = [key for key in sorted(found) if not may_change(key, phases)], "belongs to another config"
+    if not refused:
+        refused, why = _of_trained_phases(workdir, config, found), "has trained phases that this config changes"
+    if not refused:
+        return
+    values = {key: ["absent" if value is None else value for value in found[key]] for key in refused[:4]}
+    shown = "; ".join(f"{key}: {old} there, {new} here" for key, (old, new) in values.items())
+    raise ConfigError(
+        f"--workdir '{workdir}' {why} ({shown}{'; ...' if len(refused) > 4 else ''}). Between two starts of a run, "
+        "steps, accumulate and optimizer of its last phase may change, model.attention and model.dtype too, and phases "
+        "may be added. Choose another --workdir, or delete that one."
+    )
+
+
+def _of_trained_phases(workdir: AnyPath, config: Config, found: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """The changed keys of phases that a later phase has started from, or that would have fewer steps than it has."""
+    trained = [(steps_in(workdir / phase.name / DIRECTORY) or [-1])[-1] for phase in config.phases]
+    refused = []
+    for key in sorted(found):
+        index = int(key.split(".")[1]) if key.startswith("phases.") else len(trained)
+        if index < len(trained) and (
+            max(trained[index + 1 :], default=-1) >= 0 or config.phases[index].steps < trained[index]
+        ):
+            refused.append(key)
+    return refused
+
+
+def write_run(workdir: AnyPath, config: Config, command: str, before: Mapping[str, Any]) -> None:
+    """Writes run.json: the config, the versions and the machine, and what has changed since earlier starts.
+
+    `before` is the run.json of the last start, whose date and command stay.
+    """
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    changes = list(before.get("changes", []))
+    if before and before["config_hash"] != config_hash(config):
+        with contextlib.suppress(UserError):  # of a version with other keys
+            keys = {key: list(values) for key, values in changed(before["config"], config).items()}
+            changes += [{"time": now, "command": command, "keys": keys}] if keys else []
+    run = {
+        "name": config.name,
+        "config_hash": config_hash(config),
+        "command": before.get("command", command),
+        "created": before.get("created", now),
+        "changes": changes,
+        "versions": versions(),
+        "machine": machine(),
+        "notes": to_json(config.notes),
+        "config": to_json(config),
+        "identity": identity(config),
+    }
+    write_json(workdir / RUN_FILE, run)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The lease
+
+
+@contextlib.contextmanager
+def lease(workdir: AnyPath, show: Callable[[str], None], lost: Callable[[str], None]) -> Iterator[None]:
+    """Takes the lease of a workdir for the block: a second run refuses to work there.
+
+    lease.json names the process, and is renewed every `RENEWED_SECONDS`. The lease of a process that has ended on this
+    host is taken at once; that of a run elsewhere, if it is not renewed for `EXPIRY_SECONDS`.
+
+    Args:
+      workdir: on a file system or an object store.
+      show: prints a line, before this process waits to learn whether another run is alive.
+      lost: called from a thread with a message, if another run has taken the lease or it cannot be renewed.
+
+    Raises:
+      ConfigError: another run has the lease.
+    """
+    path, owner = workdir / LEASE_FILE, _this_process()
+    content = _lease(owner, 0)
+    while not create_file(path, content):
+        found = _dead_lease(path, show)
+        if found is not None and replace_file(path, content, expected=found):
+            break
+    ended = threading.Event()
+
+    def renew() -> None:
+        nonlocal content
+        number, last = 0, time.monotonic()
+        while not ended.wait(RENEWED_SECONDS):
+            number += 1
+            try:
+                renewed = _lease(owner, number)
+                if not replace_file(path, renewed, expected=content):
+                    return lost(f"Another run has taken the lease '{path}': this one stops.")
+                content, last = renewed, time.monotonic()
+            except (UserError, OSError) as error:
+                if time.monotonic() - last > EXPIRY_SECONDS:
+                    return lost(f"The lease '{path}' cannot be renewed: {error}")
+
+    renewing = threading.Thread(target=renew, daemon=True)
+    renewing.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        renewing.join()
+        with contextlib.suppress(UserError, OSError):
+            if read_bytes(path) == content:
+                remove(path)
+
+
+@contextlib.contextmanager
+def working_alone(workdir: AnyPath, show: Callable[[str], None]) -> Iterator[None]:
+    """The `lease` of a workdir, which process 0 takes; all raise if it is refused. A process that loses it ends."""
+
+    def stop(message: str) -> None:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(os.EX_TEMPFAIL)  # nothing more may be written
+
+    with contextlib.ExitStack() as stack:
+        refusal = b""
+        if jax.process_index() == 0:
+            try:
+                stack.enter_context(lease(workdir, show, stop))
+            except UserError as error:
+                refusal = str(error).encode()
+        if refusal := all_values("lease", refusal)[0]:
+            raise ConfigError(refusal.decode())
+        yield
+
+
+def _lease(owner: Mapping[str, Any], number: int) -> bytes:
+    """The content of a lease at its renewal of that number."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return json.dumps({**owner, "renewal": number, "time": now}).encode()
+
+
+def _this_process() -> dict[str, Any]:
+    """A name of this process that no other one has, also after a restart of the machine."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "key": secrets.token_hex(8),
+    }
+
+
+def _started(pid: int) -> str:
+    """When a process of this host started, by the machine's boot and its clock; "" if there is none."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    except (OSError, IndexError):
+        return ""
+
+
+def _dead_lease(path: AnyPath, show: Callable[[str], None]) -> bytes | None:
+    """The content of a lease whose run has ended; None if there is no lease any more.
+
+    Raises:
+      ConfigError: the run is alive.
+    """
+    try:
+        found = read_bytes(path)
+    except FileNotFoundError:
+        return None
+    owner = json_object(found) or {}
+    pid, host = owner.get("pid"), owner.get("host")
+    refusal = (
+        f"--workdir '{path.parent}': process {pid} on {host} trains there, and has its lease '{path.name}'. Stop it "
+        "first, or choose another --workdir."
+    )
+    if isinstance(pid, int) and host == socket.gethostname():
+        if owner.get("started") == _started(pid):
+            raise ConfigError(refusal)
+        return found
+    deadline = time.monotonic() + EXPIRY_SECONDS
+    show(f"{path} is of process {pid} on {host}: waiting {EXPIRY_SECONDS:.0f} s at most to see whether it is alive")
+    while time.monotonic() < deadline:
+        time.sleep(min(1.0, EXPIRY_SECONDS / 10))
+        try:
+            if read_bytes(path) != found:
+                raise ConfigError(refusal)
+        except FileNotFoundError:
+            return None
+    return found

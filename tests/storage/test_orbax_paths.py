@@ -1,0 +1,61 @@
+"""Checkpoints on object stores: Orbax's own checkpointers, prepared by `enable_orbax`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from object_stores import bucket, gcs_bucket, store_servers  # noqa: F401
+
+from pe_lab import storage
+
+
+def saved(step, weights):
+    items = ocp.args.Composite(params=ocp.args.StandardSave(weights), metadata=ocp.args.JsonSave({"step": 7}))
+    with ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(step, args=items, force=True)
+        checkpointer.wait_until_finished()
+
+
+def test_a_checkpoint_is_saved_committed_and_restored_sharded(bucket):  # noqa: F811
+    root = storage.path("--workdir", f"{bucket.url}/run/checkpoints")
+    storage.enable_orbax(root)
+    sharding = NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec("x"))
+    weights = {"a": {"w": jax.device_put(jnp.arange(64.0).reshape(16, 4), sharding)}, "b": jnp.ones(3)}
+    step = root / "7"
+    saved(step, weights)
+    names = storage.listing(step)
+    assert {storage.COMMIT_FILE, f"params/{storage.COMMIT_FILE}", "params/manifest.ocdbt"} <= names.keys()
+    # What a killed process leaves: no commit file. The step is then saved again.
+    storage.remove(step / storage.COMMIT_FILE)
+    saved(step, weights)
+    assert storage.COMMIT_FILE in storage.listing(step)
+    wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights)
+    items = ocp.args.Composite(params=ocp.args.StandardRestore(wanted), metadata=ocp.args.JsonRestore())
+    with ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        found = checkpointer.restore(step, args=items)
+    assert found["metadata"] == {"step": 7}
+    assert found["params"]["a"]["w"].sharding == sharding
+    np.testing.assert_array_equal(found["params"]["a"]["w"], weights["a"]["w"])
+
+    import tensorstore as ts
+
+    base = {"driver": "ocdbt", "base": storage.kvstore(step / "params"), "path": "a.w/"}
+    array = ts.open({"driver": "zarr", "kvstore": base}, open=True, read=True).result()
+    np.testing.assert_array_equal(array[3].read().result(), np.arange(64.0).reshape(16, 4)[3])
+
+
+@pytest.mark.slow
+def test_an_account_that_may_not_read_the_bucket_itself_lists_checkpoints(gcs_bucket):  # noqa: F811
+    """roles/storage.objectAdmin has no storage.buckets.get, with which Orbax learns a bucket's layout. 3 s."""
+    root = storage.path("--workdir", f"{gcs_bucket.url}/run/checkpoints")
+    storage.enable_orbax(root)
+    saved(root / "3", {"w": jnp.ones(3)})
+    refused = gcs_bucket.inject("403", rf"^GET /storage/v1/b/{gcs_bucket.name}(\?|$| )", times=1000)
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager(root, options=options) as manager:
+        assert list(manager.all_steps()) == [3]
+    assert refused.met

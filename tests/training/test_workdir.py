@@ -1,0 +1,208 @@
+"""The workdir of a run: one config, changes that a run may make, and one process at a time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+from tiny_runs import REPOSITORY, fingerprint, tiny, write_recipe
+
+from pe_lab.errors import ConfigError
+from pe_lab.training import workdir as module
+from pe_lab.training.workdir import LEASE_FILE, claim_workdir, lease, write_run
+
+
+def test_a_directory_belongs_to_one_config(tmp_path):
+    config, workdir = tiny(tmp_path / "recipe"), tmp_path / "run"
+    claim_workdir(workdir, config)
+    assert not workdir.exists()
+    write_run(workdir, config, "first command", {})
+    claim_workdir(workdir, config)
+    claim_workdir(workdir, tiny(tmp_path / "recipe", log__every_steps=5))
+    before = fingerprint(tmp_path)
+    other = tiny(tmp_path / "recipe", phases__0__sequence_length=32, model__d_ff=64)
+    with pytest.raises(
+        ConfigError,
+        match="belongs to another config .model.d_ff: 32 there, 64 here; phases.0.sequence_length: 16 there",
+    ):
+        claim_workdir(workdir, other)
+    assert fingerprint(tmp_path) == before
+
+
+def test_a_run_of_an_earlier_version_goes_on(tmp_path):
+    """Its run.json has no fields that were added later, and a bool for the QK-norm."""
+    config, workdir = tiny(tmp_path / "recipe"), tmp_path / "run"
+    write_run(workdir, config, "command", {})
+    run = json.loads((workdir / "run.json").read_text())
+    later = ("norm", "activation", "gated_mlp", "parallel_block")
+    for field in later:
+        del run["config"]["model"][field], run["identity"][f"model.{field}"]
+    for phase, _ in enumerate(config.phases):
+        del run["config"]["phases"][phase]["random_positions"], run["identity"][f"phases.{phase}.random_positions"]
+    run["config"]["model"]["qk_norm"] = run["identity"]["model.qk_norm"] = True
+    run["config_hash"] = "0123456789ab"
+    (workdir / "run.json").write_text(json.dumps(run))
+    claim_workdir(workdir, config)
+    with pytest.raises(ConfigError, match="belongs to another config .model.norm: rms there, layer here"):
+        claim_workdir(workdir, tiny(tmp_path / "recipe", model__norm="layer"))
+
+
+def test_the_date_and_command_of_the_first_session_stay(tmp_path):
+    config, path = tiny(tmp_path / "recipe"), tmp_path / "run" / "run.json"
+    write_run(tmp_path / "run", config, "first command", {})
+    path.write_text(json.dumps({**json.loads(path.read_text()), "created": "2026-01-01", "versions": {}}))
+    write_run(tmp_path / "run", config, "second command", claim_workdir(tmp_path / "run", config))
+    run = json.loads(path.read_text())
+    assert (run["command"], run["created"]) == ("first command", "2026-01-01")
+    assert run["versions"]["jax"] == jax.__version__ and run["notes"]["paper"] == "none"
+    assert run["config"]["phases"][1]["positional"] == "nope"
+
+
+def test_directories_that_are_no_run_are_left_alone(tmp_path):
+    config = tiny(tmp_path / "recipe")
+    strange = tmp_path / "photos"
+    strange.mkdir()
+    claim_workdir(strange, config)  # empty: fine
+    (strange / ".run.json.123").write_text("{")  # what a killed process left
+    claim_workdir(strange, config)
+    (strange / "cat.jpg").touch()
+    with pytest.raises(ConfigError, match="holds cat.jpg and no run.json"):
+        claim_workdir(strange, config)
+    with pytest.raises(ConfigError, match="is a file"):
+        claim_workdir(strange / "cat.jpg", config)
+    for text in ("{", "[]", "{}"):
+        (strange / "run.json").write_text(text)
+        with pytest.raises(ConfigError, match="its run.json is not one of pe_lab"):
+            claim_workdir(strange, config)
+
+
+def test_what_may_change_between_two_starts_is_recorded(tmp_path):
+    config, workdir = tiny(tmp_path / "recipe"), tmp_path / "run"
+    write_run(workdir, config, "first", {})
+    lower = {f"phases__{i}__optimizer__learning_rate": 1e-4 for i in range(2)}
+    changed = tiny(tmp_path / "recipe", phases__0__steps=9, **lower)
+    write_run(workdir, changed, "second", claim_workdir(workdir, changed))
+    write_run(workdir, changed, "third", claim_workdir(workdir, changed))
+    (change,) = json.loads((workdir / "run.json").read_text())["changes"]
+    assert change["command"] == "second" and change["keys"] == {
+        "phases.0.optimizer.learning_rate": [1e-2, 1e-4],
+        "phases.0.steps": [8, 9],
+        "phases.1.optimizer.learning_rate": [1e-2, 1e-4],
+    }
+
+
+def test_trained_phases_do_not_change(tmp_path):
+    config, workdir = tiny(tmp_path / "recipe"), tmp_path / "run"
+    write_run(workdir, config, "command", {})
+    for phase, step in (("pretrain", 8), ("recalibrate", 4)):
+        checkpoint = workdir / phase / "checkpoints" / str(step)
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").touch()
+    claim_workdir(workdir, tiny(tmp_path / "recipe", phases__1__steps=5))
+    for change in ({"phases__0__steps": 9}, {"phases__1__steps": 3}):
+        with pytest.raises(ConfigError, match=r"has trained phases that this config changes \(phases"):
+            claim_workdir(workdir, tiny(tmp_path / "recipe", **change))
+
+
+def test_a_damaged_run_file_of_a_run_is_set_aside(tmp_path, capsys):
+    config, workdir = tiny(tmp_path / "recipe"), tmp_path / "run"
+    (workdir / "pretrain" / "checkpoints").mkdir(parents=True)
+    (workdir / "run.json").write_bytes(b"\0" * 40)
+    assert claim_workdir(workdir, config) == {}
+    assert "run.json' is damaged; it is now 'run.json.damaged-" in capsys.readouterr().err
+    assert sorted(path.name[:17] for path in workdir.iterdir()) == ["pretrain", "run.json.damaged-"]
+
+
+# --- The lease -------------------------------------------------------------------------------------------------------
+
+
+def refuse(message: str) -> None:
+    raise AssertionError(message)
+
+
+def test_a_second_process_is_refused_while_the_first_one_lives(tmp_path):
+    with lease(tmp_path, print, refuse):
+        refused = pytest.raises(ConfigError, match=rf"process {os.getpid()} on .* trains there, and has its lease")
+        with refused, lease(tmp_path, print, refuse):
+            pass
+        assert (tmp_path / LEASE_FILE).exists()
+    assert not (tmp_path / LEASE_FILE).exists()
+    with lease(tmp_path, print, refuse):
+        pass
+
+
+def test_the_lease_of_a_process_that_has_ended_here_is_taken_at_once(tmp_path):
+    code = "import sys; from pathlib import Path; from pe_lab.training.workdir import lease\n"
+    code += "with lease(Path(sys.argv[1]), print, print):\n    print('taken', flush=True); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        cwd=REPOSITORY,
+        text=True,
+    )
+    assert process.stdout.readline() == "taken\n"
+    with pytest.raises(ConfigError, match=f"process {process.pid} on "), lease(tmp_path, print, refuse):
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    began = time.monotonic()
+    with lease(tmp_path, refuse, refuse):
+        assert json.loads((tmp_path / LEASE_FILE).read_text())["pid"] == os.getpid()
+    assert time.monotonic() - began < 1
+
+
+def elsewhere(renewal: int) -> str:
+    """The lease of a process on another host."""
+    return json.dumps({"host": "elsewhere", "pid": 7, "started": "x", "renewal": renewal})
+
+
+def test_the_lease_of_another_host_is_taken_when_it_is_not_renewed(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "EXPIRY_SECONDS", 0.3)
+    (tmp_path / LEASE_FILE).write_text(elsewhere(1))
+    shown = []
+    with lease(tmp_path, shown.append, refuse):
+        assert json.loads((tmp_path / LEASE_FILE).read_text())["pid"] == os.getpid()
+    assert len(shown) == 1 and "is of process 7 on elsewhere: waiting" in shown[0]
+
+
+def test_the_lease_of_another_host_that_is_renewed_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "EXPIRY_SECONDS", 5.0)
+    (tmp_path / LEASE_FILE).write_text(elsewhere(1))
+    renew = lambda line: (tmp_path / LEASE_FILE).write_text(elsewhere(2))  # noqa: E731
+    with pytest.raises(ConfigError, match="process 7 on elsewhere trains there"), lease(tmp_path, renew, refuse):
+        pass
+
+
+def test_a_process_learns_that_its_lease_was_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "RENEWED_SECONDS", 0.05)
+    lost = []
+    with lease(tmp_path, print, lost.append):
+        time.sleep(0.2)
+        assert json.loads((tmp_path / LEASE_FILE).read_text())["renewal"] > 0 and not lost
+        (tmp_path / LEASE_FILE).write_text(elsewhere(1))
+        time.sleep(0.2)
+    assert len(lost) == 1 and "Another run has taken the lease" in lost[0]
+    assert (tmp_path / LEASE_FILE).read_text() == elsewhere(1)  # the other one's stays
+
+
+@pytest.mark.slow
+def test_two_runs_on_one_workdir(tmp_path):
+    """The second one refuses with status 2, and the first one is not disturbed. 15 s."""
+    recipe = write_recipe(tmp_path / "recipe")
+    argv = [sys.executable, "-m", "pe_lab.train", f"--config={recipe}", "--workdir=run", "--config.phases.0.steps=2000"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+    first = subprocess.Popen(argv, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "run" / LEASE_FILE).exists():
+        assert first.poll() is None
+        time.sleep(0.05)
+    second = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert second.returncode == 2 and f"process {first.pid} on " in second.stderr and second.stderr.count("\n") == 1
+    assert first.poll() is None
+    first.terminate()
+    assert first.wait() == os.EX_TEMPFAIL
+    assert not (tmp_path / "run" / LEASE_FILE).exists()
