@@ -50,7 +50,7 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             reason = store_failure(error) or machine_failure(error)
             if reason is None:
                 raise
-            print(f"error: {shortened(reason)}", file=sys.stderr)
+            print(f"error: {shortened(str(reason))}", file=sys.stderr)
             return 2
 
     return wrapper

@@ -34,6 +34,7 @@ from pe_lab.checkpoints.locating import (
     steps_in,
     stored_metadata,
 )
+from pe_lab.checkpoints.retention import Retention
 from pe_lab.config import ModelConfig, to_json
 from pe_lab.errors import CheckpointError, SaveFailed
 from pe_lab.model import Params
@@ -93,33 +94,6 @@ class Checkpoint:
     def converted(self) -> bool:
         """Whether the weights were trained elsewhere, and no training config is known."""
         return "config" not in self.metadata
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints of a phase are kept; all others are deleted once a newer one is committed.
-
-    Attributes:
-      latest: how many of the newest.
-      every: all steps that it divides; 0: none.
-      milestones: these steps.
-      best: the step with the lowest value of this metric, such as `validation_loss`; "": none.
-    """
-
-    latest: int = 2
-    every: int = 0
-    milestones: tuple[int, ...] = ()
-    best: str = ""
-
-    def kept(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The steps to keep, of ascending `steps`; `metrics` of those that have some."""
-        kept = {*steps[-self.latest :], *(step for step in steps if step in self.milestones)}
-        if self.every:
-            kept |= {step for step in steps if step and step % self.every == 0}
-        measured = [step for step in steps if self.best in metrics.get(step, {})]
-        if measured:
-            kept.add(min(measured, key=lambda step: metrics[step][self.best]))  # the first one of equals
-        return kept
 
 
 class Store:
