@@ -42,6 +42,8 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             reason = machine_failure(error)
             if reason is None:
                 raise
+            if argv is None:  # the process ends: threads and writers that meet the same failure say nothing more
+                threading.excepthook = sys.unraisablehook = lambda *_: None
             print(f"error: {shortened(reason)}", file=sys.stderr)
             return 2
 
@@ -71,8 +73,6 @@ def machine_failure(error: BaseException | None) -> str | None:
         error = error.__cause__ or error.__context__
     for one in chain:
         lines = str(one).strip().splitlines() or ["it is exhausted"]
-        if isinstance(one, MemoryError) or any(words in str(one) for words in _OUT_OF_MEMORY):
-            return f"The memory of this machine does not suffice ({lines[0][:200]}). Ask for less, or use a larger one."
         if isinstance(one, ValueError) and "embedded null" in str(one):
             return "A path has a NUL character, which no path may have."
         # Of other errors of the system only the one that ended the command: others were met and dealt with.
@@ -84,6 +84,9 @@ def machine_failure(error: BaseException | None) -> str | None:
             line = next((line.strip() for line in lines if os.strerror(code) in line), None)
             if line is not None:
                 return f"{line[:300]}. {advice}"
+        # tensorstore calls a full disk exhausted, too.
+        if isinstance(one, MemoryError) or any(words in str(one) for words in _OUT_OF_MEMORY):
+            return f"The memory of this machine does not suffice ({lines[0][:200]}). Ask for less, or use a larger one."
     return None
 
 

@@ -25,8 +25,8 @@ UNREADABLE = "unreadable"  # of a phase; has checkpoints that could not be read
 FORMAT = 2
 FORMER_NAMES = {1: {"token_embedder": "trunk"}}  # of parameters, in the files of earlier formats
 
-# Orbax logs every save and every read-only manager; a run has its own log.
-logging.getLogger("absl").setLevel(logging.ERROR)
+# Orbax logs every save, every read-only manager, and each error in over a hundred lines before it raises it.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 def new_id() -> str:
