@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 from pe_lab.errors import ConfigError, TrainingDiverged, UserError
 
 Number = TypeVar("Number", int, float)
+_shell: list[bool] = []  # not empty: a shell started the command, also through `python -m pe_lab`
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
@@ -33,6 +34,8 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             # A file name need not be UTF-8, and a terminal need not know every character: print shows an escape.
             if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
+        if argv is None:
+            _shell.append(True)
         try:
             return main(sys.argv[1:] if argv is None else list(argv))
         except (UserError, TrainingDiverged) as error:
@@ -42,7 +45,7 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             reason = machine_failure(error)
             if reason is None:
                 raise
-            if argv is None:  # the process ends: threads and writers that meet the same failure say nothing more
+            if _shell:  # the process ends: threads and writers that meet the same failure say nothing more
                 threading.excepthook = sys.unraisablehook = lambda *_: None
             print(f"error: {shortened(reason)}", file=sys.stderr)
             return 2
