@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_runs import arrays, assert_same_training, compilations_kept, records, tiny, train  # noqa: F401
 
-from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig, StabilityConfig, check_bounds
+from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig, StabilityConfig
 from pe_lab.data import pipeline as pipeline_module
 from pe_lab.data.pipeline import Pipeline
 from pe_lab.errors import ConfigError, TrainingDiverged
