@@ -22,7 +22,7 @@ ifneq ($(EXTRA)$(shell $(PY) -c '' 2>/dev/null && cat $(STAMP) 2>/dev/null),$(CU
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-ci test-all mutants gauntlet lint format coverage lock clean
+.PHONY: help setup demo test test-slow test-ci test-all fuzz gauntlet mutants lint format coverage lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ test-ci: $(STAMP) ## the slow tests of what changed, and others in rotation, as 
 test-all: $(STAMP) ## everything, by hand, before an issue is resolved; measures tests/slow_costs.json anew
 	$(FAST_TESTS)
 	$(SLOW_TESTS) --store-durations --clean-durations --durations-path=tests/slow_costs.json
+
+fuzz: $(STAMP) ## damaged inputs for every reader of files, and a table (INPUTS=... SEED=...)
+	$(PY) -m tests.fuzz --inputs=$(or $(INPUTS),10000) --seed=$(or $(SEED),0)
 
 mutants: export OMP_NUM_THREADS = 1
 mutants: $(STAMP) ## draw 200 one-token mutants of pe_lab; about an hour (COUNT=... SEED=...)

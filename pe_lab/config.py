@@ -31,7 +31,7 @@ class ModelConfig:
     """The shape of the decoder. Its positional encoding is a key of each phase: `positional`."""
 
     vocab_size: int = number(0, 0, 2**24)  # 0: taken from the tokenizer, rounded up to a multiple of 128
-    layers: int = number(12, 1, 10_000)
+    layers: int = number(12, 1, 2**11)
     d_model: int = number(768, 1, 2**20)
     d_ff: int = number(2048, 1, 2**22)
     heads: int = number(12, 1, 2**14)

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.model import Model
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import build_schedule, describe
-from pe_lab.storage import new_directory
+from pe_lab.storage import AnyPath, new_directory
 from pe_lab.storage.manifest import manifest_of
 from pe_lab.terminal import Progress, argument_parser, command, console, positive
 
@@ -96,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def import_checkpoint(
-    source: Source, tokenizer: Tokenizer | None, to: Path, args: argparse.Namespace, python: str | None
+    source: Source, tokenizer: Tokenizer | None, to: AnyPath, args: argparse.Namespace, python: str | None
 ) -> None:
     """Writes an external checkpoint as a native one."""
     if not is_external(args.source):
@@ -131,7 +130,7 @@ def import_checkpoint(
 
 
 def export_checkpoint(
-    source: Source, tokenizer: Tokenizer | None, to: Path, args: argparse.Namespace, python: str | None
+    source: Source, tokenizer: Tokenizer | None, to: AnyPath, args: argparse.Namespace, python: str | None
 ) -> None:
     """Writes any checkpoint as a Hugging Face directory."""
     export = plan_export(source, args.family, args.dtype, args.length)

@@ -8,7 +8,6 @@ import html
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,6 +37,7 @@ from pe_lab.positional import (
     label_layers,
     read_with,
 )
+from pe_lab.storage import AnyPath
 
 Tokens = str | Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
 Prompt = Any  # a string, token ids [n], or several of either with any lengths
@@ -364,7 +364,7 @@ class LanguageModel(Inspection):
         """The schedule as a table."""
         return describe(self.schedule, self.layers)
 
-    def save(self, directory: str | Path) -> Path:
+    def save(self, directory: str | AnyPath) -> AnyPath:
         """Writes a child checkpoint into a new directory and returns its path; `init_from` can name it."""
         tokenizer = self.tokenizer
         if tokenizer is None and self.checkpoint.tokenizer:
@@ -373,7 +373,7 @@ class LanguageModel(Inspection):
         return write_child(self.checkpoint, self.layers, directory, change(self.checkpoint.layers, self.layers), saved)
 
 
-def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> LanguageModel:
+def load(path: str | AnyPath, *, dtype: str | None = None, mesh: Mesh | None = None) -> LanguageModel:
     """Opens a checkpoint: a run (its last phase), a phase or one step; a Hugging Face directory; a GGUF file.
 
     Args:

@@ -6,15 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from pe_lab import storage
 from pe_lab.config import SourceConfig
-from pe_lab.data.preparation import encodable, prepare
+from pe_lab.data.preparation import prepare
 from pe_lab.data.shards import METADATA_FILE, Metadata, open_prepared
 from pe_lab.data.sources import Source, open_source
-from pe_lab.data.tokenizers import load_tokenizer, train_sentencepiece, training_size
+from pe_lab.data.tokenizers import encodable, load_tokenizer, train_sentencepiece, training_size
 from pe_lab.errors import ConfigError
+from pe_lab.storage import AnyPath
 from pe_lab.terminal import argument_parser, bounded, command, table
 
 DESCRIPTION = """\
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_done(args: argparse.Namespace, source: Source, out: Path) -> Metadata:
+def _check_done(args: argparse.Namespace, source: Source, out: AnyPath) -> Metadata:
     """The metadata of the data in `out`; `UserError` if they are damaged, or prepared with other arguments."""
     metadata = open_prepared(out).metadata
     advice = "Choose another directory, or delete it."

@@ -69,7 +69,7 @@ def _explained(name: str) -> Iterator[None]:
         at = next((frame for frame in reversed(frames) if frame.filename.startswith(directory)), None)
         where = f"{error.filename}, line {error.lineno}: " if isinstance(error, SyntaxError) else ""
         where = where or (f"{at.filename}, line {at.lineno}: " if at else "")
-        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        reason = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
         raise ConfigError(f"--config: {where or repr(name) + ': '}{type(error).__name__}: {reason}") from error
 
 

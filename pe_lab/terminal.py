@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import signal
 import sys
 import threading
@@ -37,19 +38,27 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
         try:
             return main(sys.argv[1:] if argv is None else list(argv))
         except (UserError, TrainingDiverged, SilentCorruption, SaveFailed) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {shortened(str(error))}", file=sys.stderr)
             return {TrainingDiverged: 1, SilentCorruption: 1, SaveFailed: 3}.get(type(error), 2)
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+            print("interrupted", file=sys.stderr, flush=True)
+            if argv is None:  # as a process: what an interrupted compilation has left crashes Python's own ending
+                sys.stdout.flush()
+                os._exit(128 + signal.SIGINT)
             return 128 + signal.SIGINT
         except Exception as error:
             reason = store_failure(error) or machine_failure(error)
             if reason is None:
                 raise
-            print(f"error: {reason}", file=sys.stderr)
+            print(f"error: {shortened(reason)}", file=sys.stderr)
             return 2
 
     return wrapper
+
+
+def shortened(message: str) -> str:
+    """A message in which words of more than 300 characters, such as a value that was given, lack their middle."""
+    return re.sub(r"(\S{200})\S{80,}(\S{20})", r"\1...\2", message)
 
 
 def leave(status: int) -> NoReturn:
@@ -82,7 +91,10 @@ def machine_failure(error: BaseException | None) -> str | None:
         error = error.__cause__ or error.__context__
     for one in chain:
         lines = str(one).strip().splitlines() or ["it is exhausted"]
-        if isinstance(one, OSError) and one.errno is not None:
+        if isinstance(one, ValueError) and "embedded null" in str(one):
+            return "A path has a NUL character, which no path may have."
+        # Of other errors of the system only the one that ended the command: others were met and dealt with.
+        if isinstance(one, OSError) and (one.errno in _ADVICE or (one is chain[0] and one.errno is not None)):
             where = f"'{one.filename}': " if one.filename is not None else ""
             advice = _ADVICE.get(one.errno, "Check the path, and run the command again.")
             return f"{where}{os.strerror(one.errno)}. {advice}"

@@ -51,12 +51,15 @@ def parser() -> argparse.ArgumentParser:
 
 @command
 def main(argv: Sequence[str]) -> int:
-    with stop_requests():
+    with stop_requests() as stops:
         try:
             return _train(argv)
         except Stopped as stopped:
             # 75: neither complete nor failed; a launcher runs the same command again.
             print(stopped, flush=True)
+            if stops.raised and __name__ == "__main__":
+                # Where a compilation was interrupted, what it has left behind crashes Python's own ending.
+                os._exit(os.EX_TEMPFAIL)
             return os.EX_TEMPFAIL
 
 
@@ -72,8 +75,8 @@ def _train(argv: Sequence[str]) -> int:
     start_processes()
     watch_maintenance()
     out = console(quiet=jax.process_index() != 0)
+    run = open_run(config, workdir)
     with working_alone(workdir, out.print):
-        run = open_run(config, workdir)
         if jax.process_index() == 0:
             write_run(workdir, config, shlex.join(["python", "-m", "pe_lab.train", *argv]), before)
             if not storage.exists(workdir / "tokenizer" / KIND_FILE):

@@ -380,3 +380,48 @@ def test_all_sources_are_reached(config):
         kinds.update((batch["tokens"][:, 0] >= first_needle).tolist())
     assert kinds[True] == 12 and kinds[False] == 28
     pipeline.close()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_batches_that_are_left_out_are_passed_over_and_stay_so(config, count):
+    whole = take(build(config), 12)
+    processes = [build(config, process_index=i, process_count=count) for i in range(count)]
+    for pipeline in processes:
+        take(pipeline, 3)
+        pipeline.leave_out([4])
+        take(pipeline, 1)
+        pipeline.leave_out([9, 5])
+        assert [pipeline.batch_index(n) for n in range(8)] == [0, 1, 2, 3, 6, 7, 8, 10]
+    read = [take(pipeline, 2) for pipeline in processes]
+    resumed = build(config)
+    resumed.set_state(json.loads(json.dumps(processes[0].get_state())))
+    assert resumed.get_state()["left_out"] == [4, 5, 9]
+    rest = take(resumed, 3)
+    joined = [{name: np.concatenate([read[i][n][name] for i in range(count)]) for name in whole[0]} for n in range(2)]
+    expected = [whole[n] for n in (6, 7, 8, 10, 11)]
+    assert_same(joined, expected[:2])
+    assert_same(rest, expected[2:])
+    assert "left_out" not in build(config).get_state()
+
+
+def test_the_sequences_of_a_batch_name_their_documents(config):
+    pipeline, batch = build(config), 3
+    tokens = take(build(config), batch + 1)[batch]["tokens"]
+    found = list(pipeline.sequences(batch))
+    np.testing.assert_array_equal([record["tokens"][:-1] for record in found], tokens)
+    mixture = open_mixture(config)
+    streams = {s.name: s.prepared.streams["train"] for s in mixture.sources if s.prepared is not None}
+    assert {record["source"] for record in found} == {*streams, "needles"}
+    for record in found:
+        if record["source"] == "needles":
+            assert "documents" not in record
+            continue
+        everything = streams[record["source"]].read(0, streams[record["source"]].tokens).tolist()
+        first = record["first_token"]
+        assert everything[first : first + LENGTH + 1] == record["tokens"]
+        document, documents = 0, []
+        for token in everything[: first + LENGTH]:
+            documents.append(document)
+            document += token == mixture.tokenizer.eos_id
+        assert record["documents"] == [documents[first], documents[first + LENGTH - 1]]
+        assert any(word in record["text"] for word in WORDS)

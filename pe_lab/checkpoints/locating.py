@@ -27,8 +27,8 @@ def metadata_file(path: AnyPath) -> AnyPath:
     return path / "metadata" / "metadata"
 
 
-def read_metadata(path: AnyPath) -> dict[str, Any]:
-    """The metadata of the checkpoint at `path`; `CheckpointError` if it cannot be read."""
+def stored_metadata(path: AnyPath) -> dict[str, Any]:
+    """The metadata of the checkpoint at `path`, of a known format; `CheckpointError` if it cannot be read."""
     try:
         metadata = json_object(read_bytes(metadata_file(path)))
     except OSError as error:
@@ -41,31 +41,31 @@ def read_metadata(path: AnyPath) -> dict[str, Any]:
         raise CheckpointError(
             f"The checkpoint '{path}' has format {metadata.get('format')}; this version reads up to {FORMAT}."
         )
-    for key, kind in _KINDS.items():
-        if not isinstance(value := metadata.get(key, _OPTIONAL.get(key)), kind) or isinstance(value, bool):
-            found = "lacks it" if value is None else f"has {value!r:.60}"
-            raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: '{key}' ({found}).")
-    if not all(isinstance(entry, dict) for entry in (*metadata["layers"], *metadata["lineage"])):
-        raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: 'layers' or 'lineage'.")
-    if not 1 <= metadata["training_length"] < 2**31:
-        raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: 'training_length'.")
     return metadata
 
 
-# What every reader of metadata relies on, and the keys that may be missing.
+def read_metadata(path: AnyPath) -> dict[str, Any]:
+    """The metadata of the checkpoint at `path`; `CheckpointError` if it cannot be read, or a key has another type."""
+    metadata = {"id": "unknown", "phase": "", "step": 0, "lineage": [], **stored_metadata(path)}
+    for key, kind in _KINDS.items():
+        value = metadata.get(key)
+        if (key in metadata or key in _NEEDED) and (not isinstance(value, kind) or isinstance(value, bool)):
+            found = f"is {value!r:.60}" if key in metadata else "is missing"
+            raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: {key} {found}.")
+    if not all(isinstance(entry, dict) for entry in (*metadata["layers"], *metadata["lineage"])):
+        raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: layers or lineage.")
+    if not 1 <= metadata["training_length"] < 2**31:
+        raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: training_length.")
+    return metadata
+
+
+# The types that every reader of metadata relies on, and the keys without which there is no model.
+_NEEDED = ("model", "layers", "training_length")
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("id", "phase", "tokenizer", "weights_dtype"), str),
     **dict.fromkeys(("phase_index", "step", "tokens", "training_length"), int),
     **dict.fromkeys(("layers", "lineage"), list),
     **dict.fromkeys(("model", "layout", "config"), dict),
-}
-_OPTIONAL: dict[str, Any] = {
-    "tokenizer": "",
-    "weights_dtype": "float32",
-    "phase_index": 0,
-    "tokens": 0,
-    "layout": {},
-    "config": {},
 }
 
 
@@ -89,7 +89,7 @@ def read_manifest(path: AnyPath) -> Manifest | None:
 def _is_former(path: AnyPath) -> bool:
     """Whether a directory is a checkpoint of a version without manifests."""
     try:
-        return read_metadata(path)["format"] < FORMAT and (path / "params").is_dir()
+        return stored_metadata(path)["format"] < FORMAT and (path / "params").is_dir()
     except UserError:
         return False
 

@@ -63,8 +63,12 @@ class NativeSource(Source):
             self.layers = tuple(from_json(layer) for layer in self.metadata["layers"])
             self._layout = Layout(**self.metadata.get("layout", {}))
             self.dtype = np.dtype(self.metadata.get("weights_dtype", "float32"))
+            if not isinstance(self._layout.rotated, int | None):
+                raise TypeError(f"layout.rotated is {self._layout.rotated!r:.60}")
         except (ConfigError, TypeError, ValueError) as error:
-            raise CheckpointError(f"The metadata of the checkpoint '{self.path}' are damaged ({error}).") from None
+            raise CheckpointError(
+                f"The metadata of the checkpoint '{self.path}' are damaged ({first_line(error)})."
+            ) from None
         self.model = self._model.config
         self.training_length = self.metadata["training_length"]
         if len(self.layers) != self.model.layers:

@@ -247,7 +247,7 @@ def _number(values: Mapping[str, Any], key: str, default: Any = None) -> float:
 def _length(values: Mapping[str, Any], key: str, default: int) -> int:
     """A number of tokens."""
     value = _number(values, key, default)
-    if value < 1 or value != int(value):
+    if not 1 <= value < 2**31 or value != int(value):
         raise CheckpointError(f"{key} is {value:g}; it must be a positive number of tokens.")
     return int(value)
 

@@ -31,8 +31,8 @@ from pe_lab.checkpoints.locating import (
     is_checkpoint,
     quick_damage,
     read_manifest,
-    read_metadata,
     steps_in,
+    stored_metadata,
 )
 from pe_lab.config import ModelConfig, to_json
 from pe_lab.errors import CheckpointError, SaveFailed
@@ -305,7 +305,7 @@ class Store:
 
     def metadata(self, step: int) -> dict[str, Any]:
         """The metadata of one checkpoint."""
-        return read_metadata(self._path(step))
+        return stored_metadata(self._path(step))
 
     def restore(self, step: int, params: Any, optimizer: Any = None, verify: bool = True) -> tuple[Params, Any]:
         """The parameters, and the optimizer's state if a template of it is given.

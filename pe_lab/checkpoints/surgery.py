@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pe_lab import storage
 from pe_lab.checkpoints.locating import DIRECTORY
 from pe_lab.checkpoints.store import Checkpoint, Store, metadata_of, new_id
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.positional import Layer, label
 from pe_lab.positional.codec import ranges
-from pe_lab.storage import new_directory
+from pe_lab.storage import AnyPath, new_directory
 
 NOTHING = "nothing changed"
 
@@ -60,10 +61,10 @@ def lineage_entry(what: str, checkpoint_id: str, path: str, step: int) -> dict[s
 def write_child(
     parent: Checkpoint,
     layers: tuple[Layer, ...],
-    directory: str | Path,
+    directory: str | AnyPath,
     what: str,
     save_tokenizer: Callable[[Path], None] | None = None,
-) -> Path:
+) -> AnyPath:
     """Writes a child of `parent` with other encodings, and returns its path.
 
     The path is `directory/checkpoints/0`, a phase's first checkpoint. The directory must be new or empty; it appears
@@ -75,7 +76,7 @@ def write_child(
     Raises:
       ConfigError: the directory exists and is not empty, or it cannot be written.
     """
-    directory = Path(directory)
+    directory = storage.path("--to", directory)
     metadata = {
         k: parent.metadata[k]
         for k in ("run", "config", "config_hash", "mixture", "tokenizer", "vocab_size", "training_length", "versions")

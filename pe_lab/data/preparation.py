@@ -29,6 +29,7 @@ from pe_lab.data.sources import Source, open_source
 from pe_lab.data.tokenizers import (
     KIND_FILE,
     Tokenizer,
+    encodable,
     load_saved_tokenizer,
     load_tokenizer,
     save_tokenizer,
@@ -158,15 +159,6 @@ def split_documents(documents: Iterable[str], fraction: float) -> Iterator[tuple
     yield from (("train", d[:cut]) for d in waiting)
     if waiting[0][cut:]:
         yield "validation", waiting[0][cut:]
-
-
-def encodable(document: str) -> str:
-    """The document with '?' for lone surrogates, which JSON can encode and UTF-8 cannot."""
-    try:
-        document.encode()
-        return document
-    except UnicodeEncodeError:
-        return document.encode("utf-8", "replace").decode()
 
 
 def _batches(pairs: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def read_metadata(directory: AnyPath) -> Metadata:
         metadata = Metadata(**{key: item for key, item in content.items() if key != SEAL} | {"shards": shards})
         defect = _defect(metadata)
     except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is damaged: {error}. {advice}") from error
+        raise DataError(f"{path} is damaged: {str(error).splitlines()[0]}. {advice}") from error
     if defect:
         raise DataError(f"{path} is damaged: {defect}. {advice}")
     return metadata
@@ -121,7 +122,10 @@ def _defect(metadata: Metadata) -> str:
     for shard in shards:
         if wrong(shard.file, str) or any(wrong(n, int) for n in (shard.records, shard.tokens, shard.bytes)):
             return f"the shard {shard.file!r:.60}"
-        if Path(shard.file).name != shard.file or not 0 < shard.tokens <= shard.records * metadata.record_tokens:
+        if (
+            not re.fullmatch(r"[\w.-]{1,100}", shard.file)
+            or not 0 < shard.tokens <= shard.records * metadata.record_tokens
+        ):
             return f"the shard {shard.file!r:.60}"
     for split in SPLITS:
         if metadata.tokens[split] != sum(shard.tokens for shard in metadata.shards[split]):

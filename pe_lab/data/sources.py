@@ -241,7 +241,8 @@ class JsonLines(_Files):
 
 def _check_column(where: str, column: str, columns: Iterable[str]) -> None:
     if column not in columns:
-        raise ConfigError(f"{where} has no column {column!r} (it has: {', '.join(columns)}). Set the source's column.")
+        has = ", ".join(str(name) if str(name).isprintable() else repr(name) for name in columns)
+        raise ConfigError(f"{where} has no column {column!r} (it has: {has:.500}). Set the source's column.")
 
 
 class ParquetFiles(_Files):

@@ -120,7 +120,7 @@ def lost_processes() -> Iterator[None]:
     watch.start()
     try:
         yield
-    except jax.errors.JaxRuntimeError:
+    except (RuntimeError, OSError):
         watch.wait_for_lost()
         raise
     finally:

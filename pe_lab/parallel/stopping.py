@@ -37,12 +37,15 @@ class StopRequests:
       received: the first signal; None: there was none.
       can_save: whether the main thread looks at `received` by itself, and saves before it stops. If not, the signal
         raises `Stopped` in the main thread, or ends the process with status 75 after `PATIENCE` seconds.
+      agreed: whether several processes have agreed to stop.
+      raised: whether `Stopped` was raised, at any point of the main thread.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self.can_save = False
-        self._count, self._raised = 0, False
+        self.can_save = self.agreed = False
+        self.raised, self._count = False, 0
+        self._again, self._own = False, 0  # whether to send the signal again, and how many were sent so
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
@@ -69,14 +72,20 @@ class StopRequests:
             os.kill(os.getpid(), signal.SIGTERM)
             return
         self.received = self.received or number
-        if not self.can_save and not self._raised:
-            self._raised = True
+        if not self.can_save and not self.raised:
+            if _swallows(frame):
+                self._again = True  # in a moment
+                return
+            self.raised = True
             raise Stopped("stopped before a step was trained; run it again")
 
     def _read(self, reading: int) -> None:
         """In a thread of its own: works while the main thread is inside a compiler or waits for a device."""
         while numbers := os.read(reading, 16):
             for number in (n for n in numbers if n in SIGNALS):
+                if self._own:
+                    self._own -= 1
+                    continue
                 self._count += 1
                 name = signal.Signals(number).name
                 if self._count > 1:
@@ -84,15 +93,18 @@ class StopRequests:
                     os._exit(128 + number)
                 _say(f"{name}: {'saving, then leaving' if self.can_save else 'leaving'}; once more to leave at once")
                 if not _several_processes():
-                    threading.Thread(target=self._end_if_stuck, daemon=True).start()
+                    threading.Thread(target=self._end_if_stuck, args=(number,), daemon=True).start()
 
-    def _end_if_stuck(self) -> None:
+    def _end_if_stuck(self, number: int) -> None:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
-            if self._raised or self.can_save:
+            if self.raised or self.can_save:
                 return
             time.sleep(0.1)
-        if not self._raised and not self.can_save:
+            if self._again:
+                self._again, self._own = False, self._own + 1
+                os.kill(os.getpid(), number)
+        if not self.raised and not self.can_save:
             _say("stopped before a step was trained; run it again")
             os._exit(os.EX_TEMPFAIL)
 
@@ -116,6 +128,15 @@ def stop_requests() -> Iterator[StopRequests]:
             yield _active
     finally:
         _active = None
+
+
+def _swallows(frame: Any) -> bool:
+    """Whether Python prints and drops an exception raised here: in a finalizer, or a hook of the garbage collector."""
+    while frame is not None:
+        if frame.f_code.co_name in ("__del__", "_xla_gc_callback"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _several_processes() -> bool:

@@ -18,6 +18,7 @@ from pe_lab.parallel.mesh import AXES, mesh_shape
 from pe_lab.parallel.processes import GPU_MEMORY_SHARE
 
 GIB = 2**30
+MOST_CHIPS = 2**17
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
         raise ConfigError(f"--topology: no chip is called '{name}'. {near} Examples: {KNOWN}.")
     generation = GENERATIONS.get(name, Generation(1))
     example = {1: f"{name}:8", 2: f"{name}:4x4", 3: f"{name}:2x2x1"}[generation.dimensions]
-    if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
+    if not colon or not re.fullmatch("[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", shape):
         what = "number of chips" if generation.dimensions == 1 else "shape"
         raise ConfigError(f"--topology: '{text}' has no {what}. Write it as in {example}. Examples: {KNOWN}.")
     sizes = tuple(int(size) for size in shape.split("x"))
@@ -151,6 +152,8 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
                 f"--topology={name}:{slice_of} --slices={sizes[-1]}."
             )
         raise ConfigError(f"{message}, as in {example}. Examples: {KNOWN}.")
+    if math.prod(sizes) * slices > MOST_CHIPS:
+        raise ConfigError(f"--topology: '{text}' is more than {MOST_CHIPS:,} chips.")
     kind = "tpu" if name in GENERATIONS else "cpu" if name == "cpu" else "gpu"
     if kind == "gpu" and sizes[0] > GPUS_OF_NODE and sizes[0] % GPUS_OF_NODE:
         raise ConfigError(f"--topology: '{text}' is no number of whole nodes. More than 8 GPUs are a multiple of 8.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from pe_lab import storage
 from pe_lab.config import Config
 from pe_lab.data.needles import NeedleOptions, place_symbols
 from pe_lab.data.shards import read_metadata
@@ -97,7 +97,7 @@ def _data_vocabulary(config: Config) -> int:
     size = training_size(data.tokenizer)
     try:
         if data.prepared:
-            size = read_metadata(Path(data.prepared).expanduser()).vocab_size
+            size = read_metadata(storage.path("data.prepared", data.prepared)).vocab_size
         elif size is None:
             size = load_tokenizer(data.tokenizer).vocab_size
     except UserError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -183,6 +184,8 @@ def _of_type(declared: str, value: Any, where: str, name: str) -> Any:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise wrong("a number or a Beta's fields" if "Beta" in declared else "a number")
         # 1024.0 becomes 1024; the description refuses a fraction.
+        if declared == "int" and not math.isfinite(value):
+            raise wrong("a whole number")
         return int(value) if declared == "int" and float(value).is_integer() else value
     return value
 

@@ -3,7 +3,15 @@
 from pe_lab.storage.conditional import create_file, replace_file
 from pe_lab.storage.copies import copies_directory, local_copy
 from pe_lab.storage.files import new_directory, unfinished, write_file, write_files
-from pe_lab.storage.json_files import json_object, read_json, read_records, write_json, write_records
+from pe_lab.storage.json_files import (
+    json_object,
+    read_json,
+    read_records,
+    salvage_json,
+    salvage_records,
+    write_json,
+    write_records,
+)
 from pe_lab.storage.logs import AppendedLog
 from pe_lab.storage.orbax_paths import COMMIT_FILE, enable_orbax
 from pe_lab.storage.paths import (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pe_lab.errors import DataError, UserError
 from pe_lab.storage.files import write_file
-from pe_lab.storage.paths import AnyPath, is_remote, read_bytes
-from pe_lab.storage.segments import read_log
+from pe_lab.storage.paths import AnyPath, exists, is_remote, read_bytes
+from pe_lab.storage.segments import log_exists, read_log
 
 Kind = TypeVar("Kind", dict, list)
 
@@ -90,6 +91,45 @@ def read_records(
             if wrong:
                 raise DataError(f"{path}, line {number}, is no {what}: {wrong}. {advice}".rstrip())
             yield record
+
+
+def _set_aside(path: AnyPath, content: bytes) -> AnyPath:
+    """Renames a damaged file to NAME.damaged-XXXX, so that another can be written, and returns the new path."""
+    aside = path.with_name(f"{path.name}.damaged-{secrets.token_hex(2)}")
+    if is_remote(path):
+        return write_file(aside, content)
+    path.rename(aside)
+    return aside
+
+
+def salvage_records(
+    path: AnyPath, check: Callable[[dict[str, Any]], str], show: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """The whole records of a log that a run goes on to write; nothing if there is no file.
+
+    A last line without its line end, which a killed process leaves, is skipped. If other lines are damaged, or fail
+    `check` (see `read_records`), the file is set aside, and `show` gets a line about it.
+    """
+    content = read_log(path) if log_exists(path) else b""
+    lines = content[: content.rfind(b"\n") + 1].split(b"\n")
+    found = [json_object(line) for line in lines if line.strip(b" \t\r")]
+    whole = [record for record in found if record is not None and not check(record)]
+    if len(whole) < len(found):
+        lost, aside = len(found) - len(whole), _set_aside(path, content)
+        show(f"{path}: {lost} of {len(found)} records are damaged and left out; the file is now {aside.name}")
+    return whole
+
+
+def salvage_json(path: AnyPath, show: Callable[[str], None]) -> dict[str, Any]:
+    """The JSON object in a file that a run writes anew; {} if there is no file.
+
+    A file that holds anything else is set aside, and `show` gets a line about it.
+    """
+    content = read_bytes(path) if exists(path) else b"{}"
+    value = json_object(content)
+    if value is None:
+        show(f"{path} is damaged, and is now {_set_aside(path, content).name}")
+    return value or {}
 
 
 def write_json(path: AnyPath, value: Any, advice: str = "") -> AnyPath:

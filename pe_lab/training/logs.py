@@ -20,14 +20,13 @@ from pe_lab.positional.codec import ranges
 from pe_lab.storage import (
     AnyPath,
     AppendedLog,
-    exists,
     is_remote,
-    json_object,
-    read_bytes,
-    read_records,
+    salvage_json,
+    salvage_records,
     write_file,
     write_json,
 )
+from pe_lab.terminal import console
 from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
 from pe_lab.training.run import PhasePlan, Run
@@ -57,7 +56,7 @@ class PhaseLogs:
 
         for name in LOGS:
             path = directory / f"{name}.jsonl"
-            records = list(read_records(path, partial=True))
+            records = salvage_records(path, _no_step, console().print)
             if name != "spikes" or records:
                 self._logs[name] = AppendedLog(path, [record for record in records if stays(record)])
         # To an object store, the files of events are copied.
@@ -100,6 +99,12 @@ class PhaseLogs:
         self._copy_events()
         if self._events is not None:
             self._events.cleanup()
+
+
+def _no_step(record: Mapping[str, Any]) -> str:
+    """Why a record of a log cannot be placed; "" if it can."""
+    step = record.get("step")
+    return "" if isinstance(step, int) and not isinstance(step, bool) else "no step"
 
 
 class _Board:
@@ -239,9 +244,9 @@ def write_phase(
 def mark_complete(directory: AnyPath) -> None:
     """Sets the status in phase.json of a process that died between its last checkpoint and this."""
     path = directory / "phase.json"
-    if jax.process_index() == 0 and exists(path):
-        record = json_object(read_bytes(path))
-        if record and record["status"] != "complete":
+    if jax.process_index() == 0:
+        record = salvage_json(path, console().print)
+        if record and record.get("status") != "complete":
             write_json(path, {**record, "status": "complete"})
 
 

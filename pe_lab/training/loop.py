@@ -372,4 +372,6 @@ def _stop_requested(work: _Work) -> bool:
 
     # `jax.distributed` catches SIGTERM on any host, and agrees on a step that all of them reach. The steps count
     # through all phases and rewinds: that step may lie in the next phase.
-    return multihost_utils.reached_preemption_sync_point(work.profiler.trained)
+    # It is reached once; a rewind may come in between.
+    work.stops.agreed |= multihost_utils.reached_preemption_sync_point(work.profiler.trained)
+    return work.stops.agreed

@@ -21,7 +21,7 @@ from pe_lab.checkpoints.locating import DIRECTORY, steps_in
 from pe_lab.config import Config, changed, config_hash, identity, may_change, to_json
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.parallel import all_values
-from pe_lab.storage import AnyPath, create_file, json_object, read_bytes, remove, replace_file, write_json
+from pe_lab.storage import AnyPath, create_file, json_object, read_bytes, remove, replace_file, salvage_json, write_json
 from pe_lab.terminal import console
 from pe_lab.training.machine import machine, versions
 
@@ -53,11 +53,9 @@ def claim_workdir(workdir: AnyPath, config: Config) -> dict[str, Any]:
                 "run.json: it is not a run. Choose an empty or new directory."
             )
         return {}
-    run = json_object(read_bytes(path))
-    if run is None and _has_phase(workdir, config):
-        aside = path.with_name(f"{RUN_FILE}.damaged-{secrets.token_hex(2)}")
-        path.rename(aside)
-        console(stderr=True).print(f"'{path}' is damaged; it is now '{aside.name}', and is written anew")
+    mine = _has_phase(workdir, config)
+    run = salvage_json(path, console(stderr=True).print) if mine else json_object(read_bytes(path))
+    if mine and not run:
         return {}
     if run is None or not {"config_hash", "identity", "config"} <= run.keys():
         raise ConfigError(f"--workdir '{workdir}': its run.json is not one of pe_lab. Choose another --workdir.")

@@ -75,7 +75,7 @@ def test_what_is_written_in_pieces_is_a_checkpoint_like_any(dtype, tmp_path, mon
 def saved(memory, directory, params, layout=CANONICAL):
     """As training saves."""
     model = memory.model
-    metadata = {"training_length": memory.training_length, "lineage": []}
+    metadata = {"id": "0", "phase": "p", "step": 7, "training_length": memory.training_length, "lineage": []}
     kept = Store(directory / "checkpoints")
     kept.save(7, params, None, metadata_of(model, memory.layers, layout, **metadata))
     kept.wait()

@@ -36,6 +36,8 @@ from pe_lab.positional import (
     layers,
 )
 
+LEAST = {"id": "0", "phase": "pretrain", "step": 0, "training_length": 16, "lineage": []}  # that readers rely on
+
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 
 
@@ -181,7 +183,7 @@ def test_a_schedule_comes_back_bit_by_bit(tmp_path, description):
     params = model.init(jax.random.key(1))
     schedule = build_schedule(described, 2, 1, 8)
     store = Store(tmp_path / "checkpoints")
-    store.save(0, params, None, metadata_of(config, described, training_length=16))
+    store.save(0, params, None, metadata_of(config, described, **LEAST))
     store.wait()
     store.close()
     back = open_checkpoint(tmp_path)
@@ -328,7 +330,7 @@ def test_a_checkpoint_of_another_layout_opens_in_ours(run, tmp_path, layout):
         scale = attention[f"{name}_norm"]["scale"] + np.arange(8, dtype=np.float32)  # so that its order matters
         ours.params["layers"]["attention"][f"{name}_norm"]["scale"] = jnp.asarray(scale)
         attention[f"{name}_norm"]["scale"] = from_canonical(scale, layout)
-    metadata = {k: ours.metadata[k] for k in ("lineage", "training_length")}
+    metadata = {k: ours.metadata[k] for k in LEAST}
     store = Store(tmp_path / "other" / "checkpoints")
     store.save(0, theirs, None, metadata_of(ours.model, ours.layers, layout, **metadata))
     store.wait()

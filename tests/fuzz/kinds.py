@@ -502,8 +502,8 @@ class Prompts(Kind):
 
     def read(self) -> None:
         from pe_lab.config import SourceConfig
-        from pe_lab.data.preparation import encodable
         from pe_lab.data.sources import open_source
+        from pe_lab.data.tokenizers import encodable
         from pe_lab.generate import read_prompts
 
         if self.file.name == "prompts.txt":

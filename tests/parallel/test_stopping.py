@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from tiny_runs import REPOSITORY, assert_same_training, finish, records, start, start_together, write_recipe
+from tiny_runs import REPOSITORY, assert_same_training, finish, start, start_together, write_recipe
 
 from pe_lab.checkpoints.locating import steps_in
 from pe_lab.parallel.stopping import Stopped, stop_requests, watch_maintenance
@@ -38,6 +38,18 @@ def test_a_signal_where_nothing_can_be_saved_is_no_error_that_somebody_handles()
 
     with pytest.raises(Stopped), stop_requests():
         handles_errors()
+
+
+def test_a_signal_inside_a_finalizer_is_raised_after_it(capfd):
+    class Finalized:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            sum(range(1000))  # Python runs the handler here, where an exception would be printed and dropped
+
+    with pytest.raises(Stopped), stop_requests():
+        Finalized()
+        time.sleep(5)
+    assert capfd.readouterr().err == "SIGTERM: leaving; once more to leave at once\n"
 
 
 def test_an_interrupted_command_prints_one_line(capsys):
@@ -129,6 +141,7 @@ def test_sigterm_at_any_moment_ends_with_status_75_and_the_run_goes_on(tmp_path)
     moments = {
         "imports": lambda: True,
         "start-up": lambda: (run / "run.json").exists(),
+        "initializing": lambda: (run / "ledger.jsonl").exists(),
         "compiling": lambda: (run / "pretrain/phase.json").exists(),
         "training": lambda: (run / "pretrain/metrics.jsonl").read_bytes().count(b"\n") >= 3,
         "phase border": lambda: steps_in(run / "pretrain/checkpoints")[-1:] == [8],
@@ -141,6 +154,8 @@ def test_sigterm_at_any_moment_ends_with_status_75_and_the_run_goes_on(tmp_path)
         while not happened():
             assert process.poll() is None, (moment, process.communicate()[0])
             time.sleep(0.001)
+        if moment in ("initializing", "compiling"):
+            time.sleep(0.5)
         process.send_signal(signal.SIGINT if number % 2 else signal.SIGTERM)
         out = process.communicate(timeout=120)[0]
         assert process.returncode == 75, (moment, out[-3000:])
@@ -153,7 +168,7 @@ def test_sigterm_at_any_moment_ends_with_status_75_and_the_run_goes_on(tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_the_other_of_two_processes_says_who_was_lost(tmp_path, lost):
-    """Two processes, one of them killed; then the run goes on: 70 s."""
+    """Two processes, one of them killed; once the run goes on: 40 s each."""
     recipe = write_recipe(tmp_path / "recipe")
     argv = ["pe_lab.train", f"--config={recipe}", "--workdir=two", "--config.phases.0.steps=4000"]
     argv += ["--config.checkpoint.every_steps=50", "--config.log.validate_every_steps=4000"]
@@ -171,12 +186,14 @@ def test_the_other_of_two_processes_says_who_was_lost(tmp_path, lost):
     host = os.uname().nodename
     assert f"lost process {lost} on {host}: " in out and "Traceback" not in out, out[-3000:]
     assert out.count("lost process") == 1
+    if lost == 0:
+        return
 
-    shorter = start_together([*argv, "--config.log.every_steps=10"], [tmp_path] * 2)
-    while records(log)[-1]["step"] < 300:
-        assert all(p.poll() is None for p in shorter), finish(shorter)
+    again = start_together([*argv, "--config.log.every_steps=10"], [tmp_path] * 2)
+    while b'"step": 300,' not in log.read_bytes():
+        assert all(p.poll() is None for p in again), finish(again)
         time.sleep(0.05)
-    shorter[0].terminate()
-    outs = finish(shorter, status=75)
+    again[0].terminate()
+    outs = finish(again, status=75)
     assert "resuming at step" in outs[0]
     assert json.loads((tmp_path / "two/pretrain/phase.json").read_text())["status"] == "running"

@@ -77,7 +77,7 @@ def test_a_ledger_goes_on_after_a_line_that_was_cut_off(tmp_path):
 
 @pytest.mark.slow
 def test_the_buckets_add_up_to_wall_time_over_kills(tmp_path):
-    """A run of real processes with two SIGKILLs: 40 s."""
+    """A run of real processes with two SIGKILLs: 45 s."""
     recipe = write_recipe(tmp_path / "recipe")
     argv = [
         "pe_lab.train",

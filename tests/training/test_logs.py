@@ -3,8 +3,10 @@
 import json
 
 import jax
+import pytest
+from tiny_runs import records
 
-from pe_lab.training.logs import PhaseLogs
+from pe_lab.training.logs import PhaseLogs, mark_complete
 
 
 def write(directory, resume_step, *records, name="metrics"):
@@ -58,6 +60,35 @@ def test_tensorboard_has_the_numbers(tmp_path):
     values = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
     assert values == [(6, "loss", 0.5)]
     assert [e.step for e in events if e.session_log.status] == [6]  # later steps of an earlier session are void
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\0\0\0\0", b"[]", b'{"loss": 1}', b'{"step": "2"}', b"\xff", b"[" * 9999, b'{"step": 2']
+)
+def test_a_damaged_log_is_set_aside_and_the_run_goes_on(tmp_path, capsys, damage):
+    lines = [json.dumps({"step": step, "loss": 1.0}).encode() for step in (1, 2, 3, 4)]
+    whole = b"".join(line + b"\n" for line in lines)
+    (tmp_path / "speed.jsonl").write_bytes(whole)
+    damaged = lines[0] + b"\n" + damage + b"\n" + lines[2] + b"\n" + lines[3] + b"\n" + b'{"step": 5'
+    (tmp_path / "metrics.jsonl").write_bytes(damaged)
+    logs = PhaseLogs(tmp_path, 3)
+    logs.write("metrics", {"step": 4, "loss": 0.5})
+    logs.close()
+    assert [row["step"] for row in records(tmp_path / "metrics.jsonl")] == [1, 3, 4]
+    assert [row["step"] for row in records(tmp_path / "speed.jsonl")] == [1, 2, 3]
+    (aside,) = tmp_path.glob("*.damaged-*")
+    assert aside.name.startswith("metrics.jsonl.damaged-") and aside.read_bytes() == damaged
+    said = capsys.readouterr().out
+    assert "1 of 4 records are damaged" in said and aside.name in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0\0\0", b"[]", b'{"status"', b'{"a": ' * 9999])
+def test_a_damaged_description_of_a_phase_is_set_aside(tmp_path, capsys, content):
+    (tmp_path / "phase.json").write_bytes(content)
+    mark_complete(tmp_path)
+    (aside,) = tmp_path.glob("phase.json.damaged-*")
+    assert aside.read_bytes() == content and not (tmp_path / "phase.json").exists()
+    assert capsys.readouterr().out.count("\n") == 1
 
 
 def test_a_full_disk_ends_the_events_and_not_the_run(tmp_path):

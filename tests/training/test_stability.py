@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_runs import arrays, assert_same_training, compilations_kept, records, tiny, train  # noqa: F401
 
-from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig, StabilityConfig
+from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig, StabilityConfig, check_bounds
 from pe_lab.data import pipeline as pipeline_module
 from pe_lab.data.pipeline import Pipeline
 from pe_lab.errors import ConfigError, TrainingDiverged
@@ -24,7 +24,6 @@ from pe_lab.training.stability import (
     MOST_SKIPS,
     Monitor,
     SkipPolicy,
-    check_stability,
     empty_history,
     is_spike,
     push,
@@ -86,7 +85,7 @@ def test_a_monitor_that_was_saved_goes_on_as_one_that_was_not():
 @pytest.mark.parametrize("keys", [{"window": 3}, {"rewind_batches": 0}, {"replay_every": -1}, {"spike_sigma": 0.0}])
 def test_senseless_settings_are_refused(keys):
     with pytest.raises(ConfigError, match=f"config.stability.{next(iter(keys))} is"):
-        check_stability(StabilityConfig(**keys))
+        check_bounds(StabilityConfig(**keys), "config.stability")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,4 +10,4 @@ from pe_lab.data.tokenizers.loading import (
     save_tokenizer,
 )
 from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer, train_sentencepiece, training_size
-from pe_lab.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from pe_lab.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, encodable

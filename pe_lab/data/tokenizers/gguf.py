@@ -227,6 +227,8 @@ def _sentencepiece(metadata: _Metadata) -> SentencePieceTokenizer:
     from sentencepiece import sentencepiece_model_pb2
 
     scores: Sequence[float] = metadata.get("scores", list)
+    if not all(isinstance(score, int | float) for score in scores):
+        raise metadata.wrong("a score is not a number")
     if len(scores) != len(metadata.tokens):
         raise metadata.wrong(f"{len(metadata.tokens)} tokens, but {len(scores)} scores")
     roles = metadata.roles(bos=1, eos=2, unk=0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, SupportsIndex
 
@@ -11,13 +12,30 @@ import numpy as np
 from jaxtyping import Int32
 
 from pe_lab.data.tokenizers.companions import CONFIGURATION, MOST_IDS, Companions
-from pe_lab.data.tokenizers.tokenizer import TOKENIZER_JSON, Tokenizer, digest, transformers_configuration
+from pe_lab.data.tokenizers.tokenizer import (
+    TOKENIZER_JSON,
+    Tokenizer,
+    digest,
+    encodable,
+    transformers_configuration,
+)
 from pe_lab.errors import DataError
 
 if TYPE_CHECKING:
     import tokenizers
 
 COMMON_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]", "<|eos|>")
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Makes any error of the tokenizers package a `DataError`; a panic of its Rust code is no `Exception`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise DataError(f"{what}: {' '.join(str(error).split())[:300]}.") from error
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -58,11 +76,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def _read(self) -> tokenizers.Tokenizer:
         import tokenizers
 
-        try:
+        with _explained(f"{self.companions.where} is not a Hugging Face tokenizer.json"):
             read = tokenizers.Tokenizer.from_str(self._specification)
-        except Exception as error:
-            where = self.companions.where
-            raise DataError(f"{where} is not a Hugging Face tokenizer.json: {error}.") from error
         read.no_truncation()
         read.no_padding()
         return read
@@ -113,19 +128,23 @@ class HuggingFaceTokenizer(Tokenizer):
         return {i: [unknown if c is None else c for c in ids] for i, ids in characters.items() if i != unknown}
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        encoded = self._documents.encode_batch_fast(list(texts), add_special_tokens=False)
-        ids = [one.ids for one in encoded]
+        with _explained(f"The tokenizer {self.companions.where} cannot encode a text"):
+            encoded = self._documents.encode_batch_fast(list(map(encodable, texts)), add_special_tokens=False)
+            ids = [one.ids for one in encoded]
         if self._spelled:
             ids = [[j for i in one for j in self._spelled.get(i, (i,))] for one in ids]
         return [np.asarray(one, np.int32) for one in ids]
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
-        return np.asarray(self._prompts.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
+        with _explained(f"The tokenizer {self.companions.where} cannot encode a text"):
+            ids = self._prompts.encode(encodable(text), add_special_tokens=add_special_tokens).ids
+        return np.asarray(ids, np.int32)
 
     def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str:
         tokenizer = self._prompts if self._added else self._documents
         known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]
-        return tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+        with _explained(f"The tokenizer {self.companions.where} cannot decode tokens"):
+            return tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
 
     def files(self) -> dict[str, bytes]:
         return {TOKENIZER_JSON: self._specification.encode(), **self.companions.files}

@@ -19,6 +19,7 @@ from pe_lab.data.tokenizers.tokenizer import (
     TOKENIZER_JSON,
     Tokenizer,
     digest,
+    encodable,
     transformers_configuration,
 )
 from pe_lab.data.tokenizers.tokenizer_json import SPACE, sentencepiece_tokenizer_json
@@ -116,10 +117,10 @@ class SentencePieceTokenizer(Tokenizer):
         return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        return [np.asarray(ids, np.int32) for ids in self._processor.encode(list(texts))]
+        return [np.asarray(ids, np.int32) for ids in self._processor.encode(list(map(encodable, texts)))]
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
-        configuration = self.companions.configuration
+        configuration, text = self.companions.configuration, encodable(text)
         processor = self._processor
         if configuration.get("legacy") is False and text:
             processor = self._continuing
@@ -215,15 +216,16 @@ def training_size(specification: str) -> int | None:
     """SIZE of `sentencepiece:train:SIZE`; None for every other specification.
 
     Raises:
-      ConfigError: SIZE is not a whole number of at least 300 (256 bytes, the specials, and something to learn).
+      ConfigError: SIZE is not a whole number of at least 300 (256 bytes, the specials, and something to learn) and at
+        most 2^20.
     """
     if not specification.startswith("sentencepiece:train:"):
         return None
     size = specification.removeprefix("sentencepiece:train:")
-    if not re.fullmatch(r"[0-9]+", size) or int(size) < 300:
+    if not re.fullmatch(r"[0-9]{1,7}", size) or not 300 <= int(size) <= 2**20:
         raise ConfigError(
             f"data.tokenizer={specification!r}: SIZE must be a whole number of at least 300, as in "
-            "sentencepiece:train:4096."
+            f"sentencepiece:train:4096, and at most {2**20:,}."
         )
     return int(size)
 

@@ -69,7 +69,7 @@ class ByteTokenizer(Tokenizer):
     end = AddedToken("<|endoftext|>", 256)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
+        return [np.frombuffer(encodable(text).encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
         parts = split_at_tokens(text, {self.end.content: self.end})
@@ -99,6 +99,15 @@ def transformers_configuration(configuration: Mapping[str, Any], **defaults: Any
     for name, value in {**defaults, "clean_up_tokenization_spaces": False}.items():
         written.setdefault(name, value)
     return (json.dumps(written, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def encodable(text: str) -> str:
+    """The text with '?' for lone surrogates, which JSON and file names can have and UTF-8 cannot."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
 
 
 def digest(content: bytes) -> str:
