@@ -242,9 +242,18 @@ def write_phase(
 
 
 def mark_complete(directory: AnyPath) -> None:
-    """Sets the status in phase.json of a process that died between its last checkpoint and this."""
+    """Sets the status in phase.json of a process that died between its last checkpoint and this.
+
+    Damaged logs are set aside, as they are where a phase is resumed.
+    """
     path = directory / "phase.json"
     if jax.process_index() == 0:
+        for name in LOGS:
+            told: list[str] = []
+            records = salvage_records(directory / f"{name}.jsonl", _no_step, told.append)
+            if told:
+                console().print(told[0])
+                AppendedLog(directory / f"{name}.jsonl", records).close()
         record = salvage_json(path, console().print)
         if record and record.get("status") != "complete":
             write_json(path, {**record, "status": "complete"})
