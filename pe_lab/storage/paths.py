@@ -100,7 +100,7 @@ def filesystem(path: AnyPath) -> Any:
     if scheme == "gs":
         import aiohttp
 
-        # Failures are raised; gcsfs and fsspec also log their tracebacks, and google.auth every place without credentials.
+        # Failures are raised; gcsfs also logs their tracebacks, and google.auth every place that has no credentials.
         for name in ("gcsfs", "fsspec.prefetcher", "google.auth"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=STALL_SECONDS, sock_read=STALL_SECONDS)
