@@ -101,7 +101,7 @@ def filesystem(path: AnyPath) -> Any:
         import aiohttp
 
         # Failures are raised; gcsfs also logs their tracebacks, and google.auth every place that has no credentials.
-        for name in ("gcsfs", "google.auth"):
+        for name in ("gcsfs", "fsspec.prefetcher", "google.auth"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=STALL_SECONDS, sock_read=STALL_SECONDS)
         settings["session_kwargs"] = {"timeout": timeout}

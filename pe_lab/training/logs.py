@@ -242,10 +242,23 @@ def write_phase(
 
 
 def mark_complete(directory: AnyPath) -> None:
-    """Sets the status in phase.json of a process that died between its last checkpoint and this."""
+    """Sets the status in phase.json of a process that died between its last checkpoint and this.
+
+    Damaged logs are set aside, as they are where a phase is resumed.
+    """
     path = directory / "phase.json"
     if jax.process_index() == 0:
+        logs = {}
+        for name in LOGS:
+            told: list[str] = []
+            logs[name] = salvage_records(directory / f"{name}.jsonl", _no_step, told.append)
+            if told:
+                console().print(told[0])
+                AppendedLog(directory / f"{name}.jsonl", logs[name]).close()
         record = salvage_json(path, console().print)
+        last = max((at["step"] for at in logs["metrics"]), default=0)
+        if last < record.get("steps", 0):  # the last step has a record, whatever log.every_steps
+            console().print(f"{directory / 'metrics.jsonl'} is damaged: it ends at step {last} of {record['steps']}")
         if record and record.get("status") != "complete":
             write_json(path, {**record, "status": "complete"})
 

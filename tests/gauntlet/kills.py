@@ -53,13 +53,14 @@ def run_case(world: World, seed: int, number: int, command: str, count: int) -> 
 
     def judge() -> None:
         """The verdict of the kills since the last one, from the command's repetition."""
+        whole = not world.wrong(command, project)  # a whole result may be refused: it is not written again
         ended = world.run(what.argv, project)
         wrong = world.wrong(command, project)
         if ended.wrong:
             verdict = ended.wrong
         elif wrong:
             verdict = f"differs: {wrong[0]}" + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else "")
-        elif ended.status and landed[-1][1] != DONE:  # a whole result is not written again
+        elif ended.status and not whole:
             verdict = "refuses its repetition"
         else:
             verdict = "same bytes"
@@ -75,7 +76,7 @@ def run_case(world: World, seed: int, number: int, command: str, count: int) -> 
                 break
             # It has ended by itself before the moment came: its result is judged, and it starts over.
             missed += 1
-            if (status := session.process.returncode) and not (landed and landed[-1][1] == DONE):
+            if (status := session.process.returncode) and world.wrong(command, project):
                 landed.append((aim, "none: it ended by itself"))
                 verdicts.append((f"status {status}: {session.end().last_line[:160]}", "fails after a kill"))
                 return _rows(case, command, landed, verdicts)
@@ -134,7 +135,8 @@ def _pause(session: Session, seconds: float) -> None:
 def moments(session: Session, run: Path, rng: random.Random) -> dict[str, tuple[Callable[[], bool], float]]:
     """(has it come?, seconds until the kill) of each aim in a training."""
     old, seen, wanted = set(_under_way(run)), set(), rng.randint(1, 4)
-    border = run / PHASES[1]
+    border, deletions = run / PHASES[1], set(_deletions(run))
+    logs = {log.stat().st_ino for log in _logs(run)}  # which a new session replaces
 
     def new_saves() -> int:
         seen.update(set(_under_way(run)) - old)
@@ -147,20 +149,29 @@ def moments(session: Session, run: Path, rng: random.Random) -> dict[str, tuple[
     return {
         "save": (lambda: new_saves() >= wanted, rng.choice((0.0, rng.uniform(0.0, 0.04)))),
         "commit": (lambda: new_saves() >= wanted and writes_manifest(), 0.0),
-        "deletion": (lambda: any(run.glob("*/checkpoints/*.deleting")), 0.0),
+        "deletion": (lambda: bool(set(_deletions(run)) - deletions), 0.0),
         "restore": (lambda: "parameters, " in session.output, rng.uniform(0.0, 0.8)),
         "first step": (lambda: "attention: " in session.output, rng.uniform(0.0, 0.4)),
-        "validation": (lambda: any(map(_validating, _logs(run))), 0.0),
+        "validation": (lambda: any(_validating(x) for x in _logs(run) if x.stat().st_ino not in logs), 0.0),
         "border": (border.exists, rng.choice((0.0, rng.uniform(0.0, 0.3)))),
     }
 
 
 def _under_way(run: Path) -> Iterator[tuple[str, int]]:
     """(name, inode) of the directories of unfinished saves."""
-    for path in run.glob("*/checkpoints/*.saving*"):
+    yield from _inodes(run, "*/checkpoints/*.saving*")
+
+
+def _deletions(run: Path) -> Iterator[tuple[str, int]]:
+    """(name, inode) of the directories of unfinished deletions."""
+    yield from _inodes(run, "*/checkpoints/*.deleting")
+
+
+def _inodes(run: Path, pattern: str) -> Iterator[tuple[str, int]]:
+    for path in run.glob(pattern):
         try:
             yield str(path.relative_to(run)), path.stat().st_ino
-        except OSError:  # renamed meanwhile
+        except OSError:  # renamed or removed meanwhile
             continue
 
 
@@ -189,7 +200,7 @@ class Before:
 
     def __init__(self, project: Path):
         run = project / "run"
-        self.under_way = set(_under_way(run))
+        self.under_way, self.deletions = set(_under_way(run)), set(_deletions(run))
         self.logs = {log: log.stat().st_ino for log in _logs(run)}
         self.phases = {phase for phase in PHASES if (run / phase).exists()}
         self.steps = {phase: steps(run / phase / "checkpoints") for phase in PHASES}
@@ -210,7 +221,7 @@ def moment(before: Before, project: Path, session: Session, command: str, world:
     saving = [name for name, inode in _under_way(run) if (name, inode) not in before.under_way]
     if saving:
         return "inside a commit" if (run / saving[0] / MANIFEST).exists() else "inside a save"
-    if any(run.glob("*/checkpoints/*.deleting")):
+    if set(_deletions(run)) - before.deletions:
         return "inside a deletion"
     phase = next((phase for phase in reversed(PHASES) if (run / phase).exists()), PHASES[0])
     log = run / phase / "metrics.jsonl"

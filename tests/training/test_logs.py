@@ -103,3 +103,18 @@ def test_a_full_disk_ends_the_events_and_not_the_run(tmp_path):
         logs.close()
         full.raw.close()  # what is buffered still has no place
     assert (tmp_path / "metrics.jsonl").read_bytes().count(b"\n") == 3000
+
+
+def test_damaged_logs_of_a_complete_phase_are_said_and_set_aside(tmp_path, capsys):
+    write(tmp_path, 0, {"step": 1}, {"step": 2})
+    (tmp_path / "phase.json").write_text('{"status": "running", "steps": 2}')
+    mark_complete(tmp_path)
+    assert capsys.readouterr().out == "" and "complete" in (tmp_path / "phase.json").read_text()
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(b'\x00"step": 1}\n{"step": 2}\n')
+    mark_complete(tmp_path)
+    assert "1 of 2 records are damaged" in capsys.readouterr().out
+    assert log.read_text() == '{"step": 2}\n' and len(list(tmp_path.glob("metrics.jsonl.damaged-*"))) == 1
+    log.write_text('{"step": 1}\n')
+    mark_complete(tmp_path)
+    assert "ends at step 1 of 2" in capsys.readouterr().out.replace("\n", "")
