@@ -103,10 +103,10 @@ class Store:
     manifest, and renames the directory. Files of killed processes are removed when the store is opened for writing.
     """
 
-    def __init__(self, directory: str | AnyPath, retention: Retention = Retention(), read_only: bool = False):
+    def __init__(self, directory: str | AnyPath, retention: Retention | None = None, read_only: bool = False):
         self.directory = absolute(storage.path("the checkpoints", directory))
         enable_orbax(self.directory)
-        self._retention = retention
+        self._retention = retention or Retention()
         self._checkpointer: Any = None
         self._commit: threading.Thread | None = None
         self._failure: str | None = None

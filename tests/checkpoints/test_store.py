@@ -252,7 +252,7 @@ def test_only_the_last_few_are_kept_and_later_ones_can_be_set_aside(tmp_path):
 def small_store(directory: Path, retention: Retention | None = None):
     """A store, and a function that saves arrays of a value at a step."""
     config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
-    store = Store(directory / "checkpoints", retention or Retention())
+    store = Store(directory / "checkpoints", retention)
 
     def save(step: int, value: float = 1.0, **metrics: float) -> None:
         described = metadata_of(config, layers("nope", 2))
