@@ -13,9 +13,9 @@ import numpy as np
 
 from pe_lab import storage
 from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
 from pe_lab.checkpoints.qk_norm import change_qk_norm
-from pe_lab.checkpoints.store import Checkpoint
 from pe_lab.checkpoints.surgery import NOTHING, change, write_child
 from pe_lab.checkpoints.weights import weights_digest
 from pe_lab.config import DataConfig, from_dict

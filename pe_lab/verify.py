@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pe_lab.checkpoints.locating import DIRECTORY, UNREADABLE, is_checkpoint, read_manifest, read_metadata
+from pe_lab.checkpoints.locating import DIRECTORY, UNREADABLE, is_checkpoint, is_step, read_manifest, read_metadata
 from pe_lab.checkpoints.locating import tokenizer_directory as tokenizer_of
 from pe_lab.data.shards import METADATA_FILE, Metadata, manifest_of_prepared
 from pe_lab.data.shards import read_metadata as read_prepared
@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
 
 def targets(path: Path) -> Iterator[Target]:
     """Everything under a path that has digests, or should have them."""
-    if path.name.isdigit() and (path.parent.name == DIRECTORY or is_checkpoint(path)):
+    if is_step(path) and (path.parent.name == DIRECTORY or is_checkpoint(path)):
         yield _checkpoint(path)
     elif (path / METADATA_FILE).is_file():
         yield _prepared(path)

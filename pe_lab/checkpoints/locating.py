@@ -96,9 +96,14 @@ def _is_former(path: AnyPath) -> bool:
         return False
 
 
+def is_step(path: AnyPath) -> bool:
+    """Whether a directory has the name of a step."""
+    return path.name.isascii() and path.name.isdecimal()
+
+
 def is_checkpoint(path: AnyPath) -> bool:
     """Whether a directory is a committed checkpoint: its manifest was written last."""
-    return path.name.isdigit() and ((path / MANIFEST).is_file() or _is_former(path))
+    return is_step(path) and ((path / MANIFEST).is_file() or _is_former(path))
 
 
 def steps_in(directory: AnyPath) -> list[int]:

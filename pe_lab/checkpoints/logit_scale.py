@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.checkpoints.locating import DIRECTORY
-from pe_lab.checkpoints.store import Checkpoint
 from pe_lab.errors import CheckpointError
 from pe_lab.positional import Beta
 from pe_lab.storage import read_json, write_json

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from jaxtyping import Shaped
 
+from pe_lab.checkpoints.checkpoint import metadata_of, new_id
 from pe_lab.checkpoints.families import canonical_leaf, leaf_paths
 from pe_lab.checkpoints.locating import (
     DIRECTORY,
@@ -28,7 +29,7 @@ from pe_lab.checkpoints.locating import (
     tokenizer_directory,
 )
 from pe_lab.checkpoints.source import Source, blocks, check_finite, nested, shardings
-from pe_lab.checkpoints.store import Store, metadata_of, new_id, templates
+from pe_lab.checkpoints.store import Store, templates
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import CheckpointError, ConfigError

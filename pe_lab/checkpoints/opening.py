@@ -8,12 +8,12 @@ import jax
 from jax.sharding import Mesh
 
 from pe_lab import storage
+from pe_lab.checkpoints.checkpoint import Checkpoint, new_id
 from pe_lab.checkpoints.gguf_file import GgufSource
 from pe_lab.checkpoints.huggingface import HuggingFaceSource
 from pe_lab.checkpoints.locating import first_line
 from pe_lab.checkpoints.native import NativeSource
 from pe_lab.checkpoints.source import Source, place
-from pe_lab.checkpoints.store import Checkpoint, new_id
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.errors import CheckpointError
 from pe_lab.model import complete, least_parameters

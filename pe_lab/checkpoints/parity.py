@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from pe_lab.checkpoints.store import Checkpoint
+from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.errors import CheckpointError, UnsupportedError
 from pe_lab.model import Model
 from pe_lab.positional import build_schedule

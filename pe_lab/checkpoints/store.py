@@ -6,16 +6,13 @@ Orbax writes and reads the arrays. A checkpoint counts from the moment that it h
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
 import logging
 import sys
 import threading
-import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,23 +20,22 @@ import orbax.checkpoint as ocp
 
 from pe_lab import storage
 from pe_lab.checkpoints.array_checksums import comparable, describe_arrays, differing, received
+from pe_lab.checkpoints.checkpoint import new_id
 from pe_lab.checkpoints.locating import (
-    FORMAT,
     FORMER_NAMES,
     UNREADABLE,
     first_line,
     is_checkpoint,
+    is_step,
     quick_damage,
     read_manifest,
     steps_in,
     stored_metadata,
 )
 from pe_lab.checkpoints.retention import Retention
-from pe_lab.config import ModelConfig, to_json
 from pe_lab.errors import CheckpointError, SaveFailed
 from pe_lab.model import Params
 from pe_lab.parallel import all_values
-from pe_lab.positional import CANONICAL, Layer, Layout
 from pe_lab.storage import AnyPath, absolute, enable_orbax, is_remote, move_tree, remove_tree
 from pe_lab.storage.manifest import MANIFEST, SMALL_BYTES, Digest, Manifest, digest_files
 
@@ -50,50 +46,6 @@ _SAVING, _DELETING = ".saving", ".deleting"  # suffixes of directories under way
 
 # Orbax logs every save, and tracebacks of a failed one before it raises; a run has its own log and messages.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
-
-
-def new_id() -> str:
-    """A unique name for a checkpoint."""
-    return uuid.uuid4().hex[:12]
-
-
-def metadata_of(
-    model: ModelConfig, layers: tuple[Layer, ...], layout: Layout = CANONICAL, **more: Any
-) -> dict[str, Any]:
-    """The metadata of a checkpoint: its model, its encodings, the layout of its heads, and `more`.
-
-    pe_lab writes the canonical layout; weights of another layout are permuted when a checkpoint is opened.
-    """
-    return {
-        "format": FORMAT,
-        "model": to_json(model),
-        "layout": dataclasses.asdict(layout),
-        "layers": to_json(layers),
-        **more,
-    }
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """An open checkpoint: the weights, the encodings and the metadata.
-
-    `metadata` has id, run, phase, step, training_length, config, config_hash, lineage, mixture, tokenizer, vocab_size
-    and versions; that of a converted checkpoint has fewer keys. `tokenizer` is an argument of
-    `data.tokenizers.load_tokenizer`, "" for a checkpoint without tokenizer.
-    """
-
-    path: AnyPath
-    step: int
-    params: Params
-    model: ModelConfig
-    layers: tuple[Layer, ...]
-    metadata: dict[str, Any]
-    tokenizer: str = ""
-
-    @property
-    def converted(self) -> bool:
-        """Whether the weights were trained elsewhere, and no training config is known."""
-        return "config" not in self.metadata
 
 
 class Store:
@@ -133,7 +85,7 @@ class Store:
 
     def uncommitted(self) -> list[int]:
         """Steps whose directory has no manifest, as after damage: a killed save leaves none under this name."""
-        found = {int(path.name) for path in self._directories() if path.name.isdigit()}
+        found = {int(path.name) for path in self._directories() if is_step(path)}
         return sorted(found - set(self.steps()))
 
     def damage(self, step: int) -> str:
@@ -345,7 +297,7 @@ class Store:
         """
         if jax.process_index() == 0:
             for path in self._directories():
-                if path.name.isdigit() and int(path.name) > step:
+                if is_step(path) and int(path.name) > step:
                     self._set_aside(path)
         all_values(f"{self.directory}/aside/{next(_exchanges)}", b"")
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab import storage
+from pe_lab.checkpoints.checkpoint import Checkpoint, metadata_of, new_id
 from pe_lab.checkpoints.locating import DIRECTORY
-from pe_lab.checkpoints.store import Checkpoint, Store, metadata_of, new_id
+from pe_lab.checkpoints.store import Store
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.positional import Layer, label

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from pe_lab.checkpoints.store import metadata_of
+from pe_lab.checkpoints.checkpoint import metadata_of
 from pe_lab.config import config_hash, to_json
 from pe_lab.model import Flops
 from pe_lab.positional import describe, label
@@ -241,12 +241,12 @@ def write_phase(
     write_json(run.workdir / phase.name / "phase.json", record)
 
 
-def mark_complete(directory: AnyPath) -> None:
+def mark_complete(directory: AnyPath) -> bool:
     """Sets the status in phase.json of a process that died between its last checkpoint and this.
 
-    Damaged logs are set aside, as they are where a phase is resumed.
+    Damaged logs are set aside, as they are where a phase is resumed. Returns whether there is a phase.json.
     """
-    path = directory / "phase.json"
+    path, record = directory / "phase.json", {"status": "complete"}
     if jax.process_index() == 0:
         logs = {}
         for name in LOGS:
@@ -261,6 +261,7 @@ def mark_complete(directory: AnyPath) -> None:
             console().print(f"{directory / 'metrics.jsonl'} is damaged: it ends at step {last} of {record['steps']}")
         if record and record.get("status") != "complete":
             write_json(path, {**record, "status": "complete"})
+    return bool(record)
 
 
 def checkpoint_metadata(

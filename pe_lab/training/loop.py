@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from pe_lab.checkpoints.checkpoint import new_id
 from pe_lab.checkpoints.locating import DIRECTORY
 from pe_lab.checkpoints.retention import Retention
-from pe_lab.checkpoints.store import Store, new_id
+from pe_lab.checkpoints.store import Store
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.data.pipeline import Pipeline
 from pe_lab.errors import SaveFailed, TrainingDiverged
@@ -122,7 +123,9 @@ def train_phase(
             damage = store.damage(steps) if config.checkpoint.verify else ""
             if not damage:
                 out.print(f"{phase.name}: complete at step {steps}, nothing to do")
-                mark_complete(directory)
+                if not mark_complete(directory):  # phase.json was lost
+                    lineage = store.metadata(steps)["lineage"]
+                    write_phase(run, phase, _flops(run, phase), peak, lineage, "complete", 0, 0.0)
                 return directory / DIRECTORY / str(steps)
             out.print(f"{phase.name}: checkpoint {steps} is damaged: {damage}")
 
@@ -151,7 +154,7 @@ def train_phase(
             phase,
             store,
             peak,
-            train_flops_per_token(model.config, phase.config.sequence_length, phase.schedule.structure),
+            _flops(run, phase),
             profiler,
             ledger,
             stops,
@@ -183,11 +186,22 @@ def train_phase(
                 rewinds.in_a_row += 1
                 stops.can_save = False
                 ledger.end_steps()
-                store.wait()
+                try:
+                    store.wait()
+                except SaveFailed as failure:
+                    if config.checkpoint.on_failure == "stop":
+                        raise
+                    out.print(f"{phase.name}: {failure} Training goes on from the checkpoint before it.")
                 start = load()
         finally:
             stops.can_save = False
             ledger.end_steps()
+
+
+def _flops(run: Run, phase: PhasePlan) -> Flops:
+    """FLOPs per token of a phase."""
+    config = run.models[phase.index].config
+    return train_flops_per_token(config, phase.config.sequence_length, phase.schedule.structure)
 
 
 def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: _Rewinds) -> None:

@@ -14,9 +14,10 @@ import numpy as np
 import optax
 
 from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.checkpoint import Checkpoint, new_id
 from pe_lab.checkpoints.locating import DIRECTORY, first_line
 from pe_lab.checkpoints.qk_norm import change_qk_norm
-from pe_lab.checkpoints.store import Checkpoint, Store, new_id, templates
+from pe_lab.checkpoints.store import Store, templates
 from pe_lab.checkpoints.surgery import NOTHING, change, check_same_shape, lineage_entry
 from pe_lab.config import changed, may_change
 from pe_lab.errors import CheckpointError, DataError

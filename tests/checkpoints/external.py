@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.checkpoints.source import Source
-from pe_lab.checkpoints.store import Checkpoint
 from pe_lab.config import ModelConfig
 from pe_lab.model import Model
 from pe_lab.positional import Layer, build_schedule

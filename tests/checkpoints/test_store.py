@@ -16,10 +16,11 @@ from tiny_runs import compilations_kept, reseal, tiny, trained  # noqa: F401
 import pe_lab
 from pe_lab.checkpoints import Checkpoint, Store, find_checkpoints, open_checkpoint, resolve
 from pe_lab.checkpoints.array_checksums import checksum
+from pe_lab.checkpoints.checkpoint import metadata_of
 from pe_lab.checkpoints.locating import read_metadata, tokenizer_directory
 from pe_lab.checkpoints.native import NativeSource
 from pe_lab.checkpoints.retention import Retention
-from pe_lab.checkpoints.store import metadata_of, templates
+from pe_lab.checkpoints.store import templates
 from pe_lab.config import MeshConfig, ModelConfig, config_hash, to_json
 from pe_lab.errors import SaveFailed, UserError
 from pe_lab.model import Model

@@ -1,5 +1,6 @@
 """Damage of a run's files: it is found before it is trained on, and the same command mends the run."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -117,6 +118,13 @@ def test_the_damaged_end_of_a_complete_run_is_trained_again(config, copy, whole,
     out = capsys.readouterr().out
     assert "recalibrate: checkpoint 6 is damaged: params/" in out and "resuming at step 4" in out
     assert_same_training(whole, copy)
+
+
+def test_a_lost_description_of_a_complete_phase_is_written_anew(config, copy, whole):
+    (copy / "pretrain" / "phase.json").write_bytes(b"")
+    train(config, copy)
+    record, before = (json.loads((run / "pretrain" / "phase.json").read_text()) for run in (copy, whole))
+    assert {**record, "seconds": before["seconds"]} == before
 
 
 @pytest.mark.slow
