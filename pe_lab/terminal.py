@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from pe_lab.errors import ConfigError, SaveFailed, SilentCorruption, TrainingDiverged, UserError, store_failure
 
 Number = TypeVar("Number", int, float)
+_shell: list[bool] = []  # not empty: a shell started the command, also through `python -m pe_lab`
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
@@ -35,6 +36,8 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             # A file name need not be UTF-8, and a terminal need not know every character: print shows an escape.
             if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
+        if argv is None:
+            _shell.append(True)
         try:
             return main(sys.argv[1:] if argv is None else list(argv))
         except (UserError, TrainingDiverged, SilentCorruption, SaveFailed) as error:
@@ -50,7 +53,9 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             reason = store_failure(error) or machine_failure(error)
             if reason is None:
                 raise
-            print(f"error: {shortened(reason)}", file=sys.stderr)
+            if _shell:  # the process ends: threads and writers that meet the same failure say nothing more
+                threading.excepthook = sys.unraisablehook = lambda *_: None
+            print(f"error: {shortened(str(reason))}", file=sys.stderr)
             return 2
 
     return wrapper
@@ -102,6 +107,7 @@ def machine_failure(error: BaseException | None) -> str | None:
             line = next((line.strip() for line in lines if os.strerror(code) in line), None)
             if line is not None:
                 return f"{line[:300]}. {advice}"
+        # tensorstore calls a full disk exhausted, too.
         if isinstance(one, MemoryError) or any(words in str(one) for words in _OUT_OF_MEMORY):
             return f"The memory of this machine does not suffice ({lines[0][:200]}). Ask for less, or use a larger one."
     return None

@@ -51,15 +51,12 @@ def parser() -> argparse.ArgumentParser:
 
 @command
 def main(argv: Sequence[str]) -> int:
-    with stop_requests() as stops:
+    with stop_requests():
         try:
             return _train(argv)
         except Stopped as stopped:
             # 75: neither complete nor failed; a launcher runs the same command again.
             print(stopped, flush=True)
-            if stops.raised and __name__ == "__main__":
-                # Where a compilation was interrupted, what it has left behind crashes Python's own ending.
-                os._exit(os.EX_TEMPFAIL)
             return os.EX_TEMPFAIL
 
 

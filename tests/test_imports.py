@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pe_lab"
 
-COMMANDS = {"train", "prepare", "surgery", "convert", "generate", "evaluate", "analyze", "plan", "report"}
+COMMANDS = {"train", "prepare", "surgery", "convert", "generate", "evaluate", "analyze", "plan", "report", "verify"}
 LEVELS: list[set[str]] = [
     {"errors"},
     {"config", "storage", "terminal"},

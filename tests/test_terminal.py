@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import re
 
 import pytest
 from rich.console import Console
 
 from pe_lab import terminal
+from pe_lab.errors import UserError
 from pe_lab.terminal import Progress
 
 
@@ -61,3 +64,56 @@ def test_a_full_disk_is_not_taken_for_full_memory():
     error = ValueError('RESOURCE_EXHAUSTED: Error writing local file "/run/params": No space left on device')
     assert "Free some space" in terminal.machine_failure(error)
     assert "The memory of this machine" in terminal.machine_failure(ValueError("RESOURCE_EXHAUSTED: 3 GB"))
+
+
+def wrapped(inner: Exception, outer: Exception) -> Exception:
+    outer.__cause__ = inner
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a/b"), "'a/b': No space left on device. Free some space"),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS), "a"), "'a': Read-only file system. Write elsewhere"),
+        (
+            PermissionError(errno.EACCES, os.strerror(errno.EACCES), "a"),
+            "'a': Permission denied. Change its permissions",
+        ),
+        (wrapped(OSError(errno.ENOSPC, "x", "a"), ValueError("y")), "'a': No space left on device."),
+        (
+            ValueError("INTERNAL: writing d/0:\nerrno 28: No space left on device [source]\nmore"),
+            "errno 28: No space left",
+        ),
+        (
+            RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
+            "memory of this machine does not suffice",
+        ),
+        (ValueError("RESOURCE_EXHAUSTED: a No space left on device"), "a No space left on device. Free some space"),
+        (MemoryError(), "memory of this machine does not suffice"),
+        (wrapped(FileNotFoundError(errno.ENOENT, "x", "a"), KeyError("k")), None),
+        (ValueError("another"), None),
+    ],
+)
+def test_failures_of_the_machine_are_one_message(error, says, capsys):
+    @terminal.command
+    def main(argv):
+        raise error
+
+    if says is None:
+        with pytest.raises(type(error)):
+            main([])
+        return
+    assert main([]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and says in printed and printed.count("\n") == 1
+
+
+def test_a_message_with_a_lone_surrogate_or_a_giant_word_is_printed(capsys):
+    @terminal.command
+    def main(argv):
+        raise UserError(f"no file '\udcff' or '{'x' * 9000}'")
+
+    assert main([]) == 2
+    printed = capsys.readouterr().err
+    assert "no file '\\udcff' or" in printed and len(printed) < 400

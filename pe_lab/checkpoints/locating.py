@@ -49,7 +49,9 @@ def read_metadata(path: AnyPath) -> dict[str, Any]:
     metadata = {"id": "unknown", "phase": "", "step": 0, "lineage": [], **stored_metadata(path)}
     for key, kind in _KINDS.items():
         value = metadata.get(key)
-        if (key in metadata or key in _NEEDED) and (not isinstance(value, kind) or isinstance(value, bool)):
+        if value is None and key not in _NEEDED:
+            continue
+        if not isinstance(value, kind) or isinstance(value, bool):
             found = f"is {value!r:.60}" if key in metadata else "is missing"
             raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: {key} {found}.")
     if not all(isinstance(entry, dict) for entry in (*metadata["layers"], *metadata["lineage"])):

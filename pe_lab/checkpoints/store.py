@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from pe_lab.checkpoints.locating import (
     steps_in,
     stored_metadata,
 )
+from pe_lab.checkpoints.retention import Retention
 from pe_lab.config import ModelConfig, to_json
 from pe_lab.errors import CheckpointError, SaveFailed
 from pe_lab.model import Params
@@ -95,33 +96,6 @@ class Checkpoint:
         return "config" not in self.metadata
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints of a phase are kept; all others are deleted once a newer one is committed.
-
-    Attributes:
-      latest: how many of the newest.
-      every: all steps that it divides; 0: none.
-      milestones: these steps.
-      best: the step with the lowest value of this metric, such as `validation_loss`; "": none.
-    """
-
-    latest: int = 2
-    every: int = 0
-    milestones: tuple[int, ...] = ()
-    best: str = ""
-
-    def kept(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The steps to keep, of ascending `steps`; `metrics` of those that have some."""
-        kept = {*steps[-self.latest :], *(step for step in steps if step in self.milestones)}
-        if self.every:
-            kept |= {step for step in steps if step and step % self.every == 0}
-        measured = [step for step in steps if self.best in metrics.get(step, {})]
-        if measured:
-            kept.add(min(measured, key=lambda step: metrics[step][self.best]))  # the first one of equals
-        return kept
-
-
 class Store:
     """The checkpoints of one phase. Saving is asynchronous; only committed checkpoints are listed.
 
@@ -129,10 +103,10 @@ class Store:
     manifest, and renames the directory. Files of killed processes are removed when the store is opened for writing.
     """
 
-    def __init__(self, directory: str | AnyPath, retention: Retention = Retention(), read_only: bool = False):
+    def __init__(self, directory: str | AnyPath, retention: Retention | None = None, read_only: bool = False):
         self.directory = absolute(storage.path("the checkpoints", directory))
         enable_orbax(self.directory)
-        self._retention = retention
+        self._retention = retention or Retention()
         self._checkpointer: Any = None
         self._commit: threading.Thread | None = None
         self._failure: str | None = None

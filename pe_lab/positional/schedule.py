@@ -20,7 +20,7 @@ from pe_lab.positional.layers import Bands, Gaussian, Layer, Uniform
 from pe_lab.positional.rotation import Warp, fixed_point_frequencies
 from pe_lab.terminal import table
 
-LARGEST = 2**27  # layers times heads times channels of a schedule; the largest models have 2^21
+LARGEST = 2**23  # layers times heads times channels of a schedule; the largest models have 2^21
 
 ArrayLike = jax.Array | np.ndarray
 

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from pe_lab.checkpoints.locating import DIRECTORY
-from pe_lab.checkpoints.store import Retention, Store, new_id
+from pe_lab.checkpoints.retention import Retention
+from pe_lab.checkpoints.store import Store, new_id
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.data.pipeline import Pipeline
 from pe_lab.errors import SaveFailed, TrainingDiverged

@@ -18,7 +18,8 @@ from pe_lab.checkpoints import Checkpoint, Store, find_checkpoints, open_checkpo
 from pe_lab.checkpoints.array_checksums import checksum
 from pe_lab.checkpoints.locating import read_metadata, tokenizer_directory
 from pe_lab.checkpoints.native import NativeSource
-from pe_lab.checkpoints.store import Retention, metadata_of, templates
+from pe_lab.checkpoints.retention import Retention
+from pe_lab.checkpoints.store import metadata_of, templates
 from pe_lab.config import MeshConfig, ModelConfig, config_hash, to_json
 from pe_lab.errors import SaveFailed, UserError
 from pe_lab.model import Model
@@ -251,7 +252,7 @@ def test_only_the_last_few_are_kept_and_later_ones_can_be_set_aside(tmp_path):
 def small_store(directory: Path, retention: Retention | None = None):
     """A store, and a function that saves arrays of a value at a step."""
     config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
-    store = Store(directory / "checkpoints", retention or Retention())
+    store = Store(directory / "checkpoints", retention)
 
     def save(step: int, value: float = 1.0, **metrics: float) -> None:
         described = metadata_of(config, layers("nope", 2))

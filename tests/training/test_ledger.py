@@ -35,13 +35,17 @@ def test_seconds_are_in_the_bucket_of_their_block(tmp_path):
     ledger.begin_step("a", 2)  # after a rewind
     time.sleep(0.07)
     ledger.close()
+    lived = process_age()
     assert ledger.opened
     seconds = balance(read_ledger(path)).seconds
-    assert seconds["data_wait"] == pytest.approx(0.2, abs=0.05)
-    assert seconds["step"] == pytest.approx(0.2, abs=0.05)
-    assert seconds["replayed_steps"] == pytest.approx(0.07, abs=0.04)
-    assert seconds["start_up"] == pytest.approx(age, abs=0.1)
-    assert seconds["down"] == 0
+    # A sleep is never shorter than asked for, and on a busy machine longer; the sum is exact.
+    assert seconds["start_up"] >= age and seconds["data_wait"] >= 0.2
+    assert seconds["step"] >= 0.2 and seconds["replayed_steps"] >= 0.07
+    assert seconds["step"] + seconds["replayed_steps"] + seconds["data_wait"] < 0.47 + 2.0
+    assert {bucket for bucket in BUCKETS if not seconds[bucket]} == {
+        "compile", "validation", "save_blocking", "restore", "down"
+    }  # fmt: skip
+    assert sum(seconds.values()) == pytest.approx(lived, abs=0.1)
 
 
 def test_the_balance_of_a_run_that_was_killed():

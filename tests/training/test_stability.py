@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_runs import arrays, assert_same_training, compilations_kept, records, tiny, train  # noqa: F401
 
-from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig, StabilityConfig, check_bounds
+from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig, StabilityConfig
 from pe_lab.data import pipeline as pipeline_module
 from pe_lab.data.pipeline import Pipeline
 from pe_lab.errors import ConfigError, TrainingDiverged
@@ -82,10 +82,12 @@ def test_a_monitor_that_was_saved_goes_on_as_one_that_was_not():
     assert events[60].action == "warn" and "loss 9" in events[60].sentence
 
 
-@pytest.mark.parametrize("keys", [{"window": 3}, {"rewind_batches": 0}, {"replay_every": -1}, {"spike_sigma": 0.0}])
-def test_senseless_settings_are_refused(keys):
-    with pytest.raises(ConfigError, match=f"config.stability.{next(iter(keys))} is"):
-        check_bounds(StabilityConfig(**keys), "config.stability")
+@pytest.mark.parametrize(
+    ("key", "value"), [("window", 3), ("rewind_batches", 0), ("replay_every", -1), ("spike_sigma", 0)]
+)
+def test_senseless_settings_are_refused(tmp_path, key, value):
+    with pytest.raises(ConfigError, match=rf"stability\.{key} is "):
+        tiny(tmp_path, **{f"stability__{key}": value})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ def test_a_step_that_is_not_skipped_is_that_of_no_policy_and_a_skipped_one_chang
         # XLA fuses another program, and rounds some moments otherwise in the last bit (docs/decisions.md).
         theirs = leaves((other[:3], guarded_metrics))
         for name, mine in leaves((one[:3], metrics)).items():
-            np.testing.assert_allclose(mine, theirs[name], rtol=1e-5, atol=1e-8, err_msg=name)
+            np.testing.assert_allclose(mine, theirs[name], rtol=1e-4, atol=1e-6, err_msg=name)
     assert int(other.history.count) == 4
     before = leaves(other)
     other, metrics = guarded(other, random_batch(9, weight=float("nan")))

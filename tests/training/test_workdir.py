@@ -113,7 +113,7 @@ def test_a_damaged_run_file_of_a_run_is_set_aside(tmp_path, capsys):
     (workdir / "pretrain" / "checkpoints").mkdir(parents=True)
     (workdir / "run.json").write_bytes(b"\0" * 40)
     assert claim_workdir(workdir, config) == {}
-    assert "run.json' is damaged; it is now 'run.json.damaged-" in capsys.readouterr().err
+    assert "run.json is damaged, and is now run.json.damaged-" in capsys.readouterr().err
     assert sorted(path.name[:17] for path in workdir.iterdir()) == ["pretrain", "run.json.damaged-"]
 
 
