@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import logging
-import sys
 import threading
 import uuid
 from collections.abc import Mapping
@@ -180,7 +178,6 @@ class Store:
         path = self._saving(step)
         try:
             if self._checkpointer is None:
-                _ignore_late_answers()
                 self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
             self._checkpointer.save(
                 path, args=ocp.args.Composite(metadata=ocp.args.JsonSave(dict(metadata)), **saved), force=True
@@ -353,21 +350,6 @@ class Store:
         """Moves a checkpoint to `unreadable`, if there is one."""
         if path.exists():
             move_tree(path, self.directory.parent / UNREADABLE / f"{path.name}-{new_id()}", first=MANIFEST)
-
-
-@functools.cache
-def _ignore_late_answers() -> None:
-    """Keeps tracebacks of tensorstore's threads from the terminal.
-
-    After a failed save, on a full disk, they answer to an event loop that Orbax has closed.
-    """
-    show = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if str(error) != "Event loop is closed":
-            show(kind, error, trace)
-
-    sys.excepthook = hook
 
 
 _exchanges = itertools.count()  # alike on all processes, which save and restore in the same order
