@@ -7,6 +7,7 @@ Orbax 0.12 writes gs:// through tensorstore's driver and commits with a file. Fo
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from typing import Any
 
@@ -28,8 +29,10 @@ def enable_orbax(path: AnyPath) -> None:
 def _ignore_late_answers() -> None:
     """Keeps tracebacks of tensorstore's threads from the terminal.
 
-    After a failed save, on a full disk, they answer to an event loop that Orbax has closed.
+    After a failed save, on a full disk, they answer to an event loop that Orbax has closed, and asyncio logs each
+    failure that Orbax, which raises the first one, has not asked for.
     """
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
