@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from typing import Any
 
 from pe_lab.storage.manifest import MANIFEST
@@ -20,26 +19,10 @@ REQUEST_RETRIES = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s
 
 def enable_orbax(path: AnyPath) -> None:
     """Prepares Orbax for checkpoints under a path. Call it before a checkpointer is made."""
-    _ignore_late_answers()
+    # asyncio logs each failure that Orbax, which raises the first one, has not asked for.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     if is_remote(path):
         _enable()
-
-
-@functools.cache
-def _ignore_late_answers() -> None:
-    """Keeps tracebacks of tensorstore's threads from the terminal.
-
-    After a failed save, on a full disk, they answer to an event loop that Orbax has closed, and asyncio logs each
-    failure that Orbax, which raises the first one, has not asked for.
-    """
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    show = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if str(error) != "Event loop is closed":
-            show(kind, error, trace)
-
-    sys.excepthook = hook
 
 
 @functools.cache
