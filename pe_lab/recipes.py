@@ -54,9 +54,7 @@ def _explained(name: str) -> Iterator[None]:
     """Makes whatever the code of a recipe raises a `ConfigError` with the line of the recipe that raised it."""
     try:
         yield
-    except ConfigError:
-        raise
-    except ValueError as error:  # a recipe refuses its argument
+    except ValueError as error:  # a recipe refuses its argument; `ConfigError` is one
         raise ConfigError(f"--config: '{name}': {error}") from None
     except (Exception, SystemExit) as error:
         if isinstance(error, AttributeError) and "'dict' object" in str(error):

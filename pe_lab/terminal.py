@@ -66,11 +66,15 @@ def shortened(message: str) -> str:
     return re.sub(r"(\S{200})\S{80,}(\S{20})", r"\1...\2", message)
 
 
-def leave(status: int) -> NoReturn:
-    """Ends the process with the status of a command."""
+def _several_processes() -> bool:
     import jax
 
-    if status == os.EX_TEMPFAIL and not jax.distributed.is_initialized():
+    return jax.distributed.is_initialized()
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process with the status of a command."""
+    if status == os.EX_TEMPFAIL and not _several_processes():
         # The request to stop may have come in the middle of a compilation, whose threads Python's end does not survive.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -212,7 +212,7 @@ def test_without_the_cuda_plugin_gpus_are_estimated(capsys, monkeypatch):
         (["--topology=v5e:16x16", "--config.phases.1.batch_size=1000"], "'recalibrate'): batch_size 1000"),
         (["--topology=v5e:16x16", "--config.mesh.fsdp=256"], "Choose a mesh whose 'fsdp' divides 896"),
         (["--topology=v5e:16x16", "--phase=recalibrat"], "the phases are pretrain, recalibrate; or use all"),
-        (["--topology=v5e:16x16", "--mfu=40"], "a share of the peak lies above 0 and is at most 1"),
+        (["--topology=v5e:16x16", "--mfu=40"], "is not a number from 1e-06 to 1.0"),
         (["--topology=v5e:16x16", "--json=nowhere/plan.json"], "there is no directory 'nowhere'"),
         (["--topology=v5e:16x16", "--config.model.vocab_size=0"], "model.vocab_size"),
         (["--topology=v5e:16x16", "--config.model.layer=2"], "Did you mean 'layers'?"),

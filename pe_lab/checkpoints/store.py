@@ -6,12 +6,11 @@ Orbax writes and reads the arrays. A checkpoint counts from the moment that it h
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import logging
-import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +41,7 @@ from pe_lab.storage.manifest import MANIFEST, SMALL_BYTES, Digest, Manifest, dig
 # Of files whose arrays have no checksums, what is read to compare digests before they are restored, by each process:
 # about ten seconds. Of larger checkpoints a sample is read.
 VERIFIED_BYTES = 20 * 2**30
+REMOVALS, REMOVAL_SECONDS = 4, 0.25  # of the files of a failed save
 _SAVING, _DELETING = ".saving", ".deleting"  # suffixes of directories under way
 
 # Orbax logs every save, and tracebacks of a failed one before it raises; a run has its own log and messages.
@@ -132,7 +132,6 @@ class Store:
         path = self._saving(step)
         try:
             if self._checkpointer is None:
-                _ignore_late_answers()
                 self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
             self._checkpointer.save(
                 path, args=ocp.args.Composite(metadata=ocp.args.JsonSave(dict(metadata)), **saved), force=True
@@ -190,8 +189,11 @@ class Store:
         self._failure = f"Checkpoint {step} of '{self.directory}' could not be written ({first_line(error)})."
         self._checkpointer = None  # its state is unknown
         if jax.process_index() == 0:
-            with contextlib.suppress(OSError):
-                self._remove_unfinished()
+            # Orbax reports the first write that fails, while others are under way and may make their directory again.
+            for _ in range(REMOVALS):
+                with contextlib.suppress(OSError):
+                    self._remove_unfinished()
+                time.sleep(REMOVAL_SECONDS)
 
     def _delete_old(self) -> None:
         """Deletes what the retention does not keep, as long as a whole checkpoint stays."""
@@ -305,21 +307,6 @@ class Store:
         """Moves a checkpoint to `unreadable`, if there is one."""
         if path.exists():
             move_tree(path, self.directory.parent / UNREADABLE / f"{path.name}-{new_id()}", first=MANIFEST)
-
-
-@functools.cache
-def _ignore_late_answers() -> None:
-    """Keeps tracebacks of tensorstore's threads from the terminal.
-
-    After a failed save, on a full disk, they answer to an event loop that Orbax has closed.
-    """
-    show = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if str(error) != "Event loop is closed":
-            show(kind, error, trace)
-
-    sys.excepthook = hook
 
 
 _exchanges = itertools.count()  # alike on all processes, which save and restore in the same order

@@ -1,4 +1,4 @@
-"""What Orbax lacks for object stores: S3, and GCS buckets of which an account may read only the objects.
+"""What Orbax lacks: S3, GCS buckets of which an account may read only the objects, and silence after a failure.
 
 Orbax 0.12 writes gs:// through tensorstore's driver and commits with a file. For s3:// it has neither
 (google/orbax#2739).
@@ -7,6 +7,7 @@ Orbax 0.12 writes gs:// through tensorstore's driver and commits with a file. Fo
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 from pe_lab.storage.manifest import MANIFEST
@@ -17,7 +18,9 @@ REQUEST_RETRIES = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s
 
 
 def enable_orbax(path: AnyPath) -> None:
-    """Prepares Orbax for checkpoints under a path. Call it before a checkpointer of a remote path is made."""
+    """Prepares Orbax for checkpoints under a path. Call it before a checkpointer is made."""
+    # asyncio logs each failure that Orbax, which raises the first one, has not asked for.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     if is_remote(path):
         _enable()
 

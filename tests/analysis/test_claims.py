@@ -131,4 +131,4 @@ def test_the_command_shows_each_claim_with_its_verdict_and_its_numbers(found, tm
 
 def test_a_negative_seed_is_refused(capsys):
     assert analyze.main(["--study=theory", "--seed=-1"]) == 2
-    assert "--seed is -1; give 0 or a positive whole number." in capsys.readouterr().err
+    assert "--seed: '-1' is not a whole number from 0" in capsys.readouterr().err

@@ -197,7 +197,7 @@ def test_the_study_and_again(tmp_path, monkeypatch):
         (["--count=5"], "RoPE has 8 heads, and as many others are masked for comparison: give at most 4."),
         (["--count=one"], "--count=one: give whole numbers of heads"),
         (["--count=0"], "--count=0: give whole numbers of heads"),
-        (["--draws=0"], "--draws is 0"),
+        (["--draws=0"], "--draws: '0' is not"),
         (["--mask=nope", "--positional=nope"], "--mask=nope changes nothing in RoPE, whose heads have no encoding."),
         ([], "--study=knock_out needs prompts with needles: --suite=niah:standard or --suite=needles."),
         (["--suite=needles", "--sequences=1"], "chooses heads on one half of the sequences"),

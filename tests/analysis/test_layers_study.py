@@ -240,8 +240,8 @@ def test_fewer_than_four_sequences_are_not_halved_and_one_has_no_interval(lm, tm
     [
         (["--greedy=4"], "--greedy=4: give how many of the 3 layers or heads to drop"),
         (["--greedy=some"], "--greedy=some"),
-        (["--candidates=0", "--greedy"], "--candidates is 0"),
-        (["--random=-1"], "--random is -1"),
+        (["--candidates=0", "--greedy"], "--candidates: '0' is not"),
+        (["--random=-1"], "--random: '-1' is not"),
         (["--points=2,4"], "--points=2,4: give numbers of dropped layers or heads from 1 to 3"),
         (["--layers=7"], "--layers: there is no layer 7"),
         (["--edit=dorp"], "dorp"),

@@ -188,7 +188,7 @@ def test_a_checkpoint_is_studied_beside_its_run(tmp_path, monkeypatch):
         (["--positional=nope", "--length=1k"], "no layer of drope_494m rotates. Name layers with RoPE"),
         (["--positional=rope", "--length=many"], "--length: 'many' is no length"),
         (["--positional=rope", "--length=1k", "--target=1x"], "give lengths above the training length of 1,024 tokens"),
-        (["--positional=rope", "--length=1k", "--target=3m,1e10"], "and below 2^31"),
+        (["--positional=rope", "--length=1k", "--target=3m,1e10"], "from 2 to 2^31 - 1"),
         (["--positional=rope", "--length=1k", "--target=,"], "give lengths above"),
         (["--positional=rope", "--length=1k", "--methods=dropped"], "--methods=dropped changes no frequency"),
         (["--positional=rope", "--length=1k", "--methods=yran"], "no method is called 'yran'"),

@@ -16,7 +16,7 @@ from gauntlet.outcome import UNFINISHED, Row, damaged, steps
 from gauntlet.world import COMMANDS, Session, World, draw, new_paths
 
 ROUND = ("train", "prepare", "train", "export", "train", "surgery", "train", "evaluate", "train", "import")
-AIMS = ("before the start", "save", "save", "commit", "border", "first step", "validation")
+AIMS = ("save", "border", "commit", "validation", "first step", "before the start", "save")
 DISK_BYTES = 16 * 2**20
 
 
@@ -62,16 +62,19 @@ class Filler:
 def run_case(world: World, seed: int, number: int) -> Row:
     """Fills the disk at a moment of a command, makes space when that has ended, and repeats the command."""
     case = f"disk-{number}"
-    rng, name = draw(seed, case), ROUND[number % len(ROUND)]
+    rng = draw(seed, case)
     directory = world.root / "cases" / case
     with small_disk(directory / "disk"):
-        row = _on_disk(world, case, rng, name, directory / "disk")
+        row = _on_disk(world, case, rng, number, directory / "disk")
     shutil.rmtree(directory)
     return row
 
 
-def _on_disk(world: World, case: str, rng: random.Random, name: str, disk: Path) -> Row:
-    command, aim = COMMANDS[name], rng.choice(AIMS if name == "train" else ("before the start", "writing", "writing"))
+def _on_disk(world: World, case: str, rng: random.Random, number: int, disk: Path) -> Row:
+    name = ROUND[number % len(ROUND)]
+    command = COMMANDS[name]
+    aims = AIMS if name == "train" else ("writing", "before the start")
+    aim = aims[(number // len(ROUND) * ROUND.count(name) + ROUND[: number % len(ROUND)].count(name)) % len(aims)]
     what = f"disk full in {name}"
     for _ in range(6):
         project = world.project(f"{case}/disk/project", command.reads)

@@ -89,7 +89,7 @@ def test_an_ended_process_is_judged_by_its_status_and_its_messages():
 
 @pytest.mark.slow
 def test_a_sample_is_green(tmp_path):
-    """5 kills of a training, 3 damages and 1 full disk. SECONDS s."""
+    """5 kills of a training, 3 damages and 1 full disk. 90 s."""
     argv = ["--kills=5", "--damages=3", "--store-failures=0", "--disk-full=1", f"--out={tmp_path / 'table.md'}"]
     sample = [sys.executable, "-m", "tests.gauntlet", "--seed=0", *argv]
     done = subprocess.run(sample, cwd=REPOSITORY, text=True, capture_output=True, timeout=900)

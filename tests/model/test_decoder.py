@@ -283,7 +283,7 @@ def test_init_is_decided_by_the_key_and_sized_as_documented(scaled):
         (dict(d_model=36, heads=12, kv_heads=12), "model.head_dim is 3"),
         (dict(d_model=30), "model.d_model 30 does not divide into 4 heads"),
         (dict(kv_heads=3), "model.heads is 4 and model.kv_heads 3"),
-        (dict(kv_heads=0), "model.kv_heads 0"),
+        (dict(kv_heads=0), "model.kv_heads is 0"),
         (dict(vocab_size=0), "model.vocab_size"),
         (dict(remat="fuly"), "model.remat is 'fuly'"),
         (dict(remat="auto"), "are 'auto' only in a recipe"),
