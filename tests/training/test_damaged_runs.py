@@ -78,7 +78,7 @@ def without(item: str):
 
 DAMAGES = {
     "flipped": flip,
-    "another step": replace_by_another_step,
+    "another step": pytest.param(replace_by_another_step, marks=pytest.mark.slow),
     "truncated": pytest.param(truncate, marks=pytest.mark.slow),
     "metadata": pytest.param(change_metadata, marks=pytest.mark.slow),
     **{
@@ -136,8 +136,9 @@ def test_the_damaged_end_of_a_phase_is_trained_again_before_the_next_one(config,
     assert_same_training(whole, copy)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_not_trained_on(copy, tmp_path, capsys, whole, config):
-    """Whole in itself, and of the same shape; only its seed is another one."""
+    """Whole in itself, and of the same shape; only its seed is another one. 5 s."""
     other = tmp_path / "other"
     train(tiny(tmp_path / "recipe", seed=3, phases__1__steps=3), other)
     shutil.rmtree(copy / "recalibrate" / "checkpoints" / "6")
@@ -150,7 +151,9 @@ def test_a_checkpoint_of_another_run_is_not_trained_on(copy, tmp_path, capsys, w
     assert_same_training(whole, copy)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_a_lower_rate(tmp_path, monkeypatch):
+    """5 s."""
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         compiling, left = loop.compile_train_step, [None] * 5

@@ -199,6 +199,7 @@ def final(run: Path) -> dict[str, bytes]:
     return {k: v.tobytes() for k, v in arrays(run / f"pretrain/checkpoints/{STEPS}", "params").items()}
 
 
+@pytest.mark.slow  # 5 s
 def test_a_rewound_run_is_one_that_never_met_the_batch(tmp_path, monkeypatch):
     settings = config(tmp_path / "recipe", on_nonfinite="rewind", on_spike="rewind")
     with monkeypatch.context() as patch:
