@@ -12,6 +12,18 @@ if TYPE_CHECKING:
 __all__ = ["LanguageModel", "__version__", "load"]
 
 
+def _interrupted(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Says in one line that a command was interrupted while its imports ran."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if sys.argv[:1] == ["-m"]:  # so it is while `python -m pe_lab.COMMAND` finds the command
+    sys.excepthook = _interrupted
+
+
 def __getattr__(name: str) -> Any:
     # Imported on first use, so that a command can choose its platform before JAX starts.
     if name == "__version__":

@@ -7,10 +7,12 @@ import time
 
 import pytest
 from object_stores import new_bucket, store_servers  # noqa: F401
-from tiny_runs import arrays, finish, start, write_recipe
+from tiny_runs import REPOSITORY, arrays, finish, start, write_recipe
 
 from pe_lab import evaluate, report, storage, surgery
 from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints.locating import steps_in
+from pe_lab.recipes import load_config
 
 WRITES = {
     "arrays": r"^(POST|PUT) .*(/|%2F)d(/|%2F)",  # of a checkpoint, by tensorstore
@@ -19,12 +21,12 @@ WRITES = {
 }
 
 
-def train(recipe, workdir, cwd, environment, bucket=None, at=""):
-    """Trains to the end; or, with `at`, until the second such write, in the middle of which the process is killed."""
-    argv = ["pe_lab.train", f"--config={recipe}", f"--workdir={workdir}"]
+def train(recipe, workdir, cwd, environment, bucket=None, at="", skip=1, more=()):
+    """Trains to the end; or, with `at`, until such a write after `skip` others, in which the process is killed."""
+    argv = ["pe_lab.train", f"--config={recipe}", f"--workdir={workdir}", *more]
     if not at:
         return finish([start(argv, cwd, **environment)])[0]
-    fault = bucket.inject("stall", WRITES[at], skip=1, seconds=60.0)
+    fault = bucket.inject("stall", WRITES[at], skip=skip, seconds=60.0)
     process = start(argv, cwd, **environment)
     for _ in range(1500):
         if fault.met or process.poll() is not None:
@@ -34,6 +36,46 @@ def train(recipe, workdir, cwd, environment, bucket=None, at=""):
     out = process.communicate()[0]
     assert process.returncode == -9, out[-4000:]
     bucket.proxy.faults.clear()
+
+
+def assert_same_bytes(root, local, steps):
+    """The logs, parameters and optimizer states of a run on a store are those of one on the disk, bit by bit."""
+    for phase, last in steps.items():
+        assert storage.read_log(root / phase / "metrics.jsonl") == (local / phase / "metrics.jsonl").read_bytes()
+        copy = storage.local_copy(root / phase / "checkpoints" / last)
+        for item in ("params", "optimizer"):
+            found, expected = arrays(copy, item), arrays(local / phase / "checkpoints" / last, item)
+            assert found.keys() == expected.keys() and found
+            assert all(found[name].tobytes() == expected[name].tobytes() for name in found)
+
+
+@pytest.mark.slow
+def test_the_demos_recipe_on_gcs_with_three_kills_and_a_damaged_checkpoint(store_servers, tmp_path, monkeypatch):  # noqa: F811
+    """Five processes: two minutes."""
+    monkeypatch.setenv("PE_LAB_CACHE", str(tmp_path / "cache"))
+    recipe = f"{REPOSITORY / 'configs/drope_laptop.py'}:quick"
+    more = ["--config.checkpoint.every_steps=20", f"--config.data.cache_dir={tmp_path / 'data'}"]
+    compiled = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+    compiled |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    train(recipe, "local", tmp_path, compiled, more=more)
+    with contextlib.contextmanager(new_bucket)("gs", store_servers, monkeypatch) as bucket:
+        run, environment = f"{bucket.url}/runs/demo", {**compiled, **bucket.environment}
+        train(recipe, run, tmp_path, environment, bucket, "manifest", skip=2, more=more)
+        root = storage.path("--workdir", run)
+        checkpoints = root / "pretrain" / "checkpoints"
+        newest = checkpoints / str(max(steps_in(checkpoints)))
+        entries = storage.listing(newest / "params")
+        damaged = newest / "params" / max(entries, key=lambda name: entries[name].size)
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(bytes(content))
+        train(recipe, run, tmp_path, environment, bucket, "arrays", skip=9, more=more)
+        train(recipe, run, tmp_path, environment, bucket, "log", more=more)
+        out = train(recipe, run, tmp_path, environment, more=more)
+        assert "complete" in out
+        steps = {phase.name: str(phase.steps) for phase in load_config(recipe).phases}
+        assert_same_bytes(root, tmp_path / "local", steps)
+        assert any(path.name.startswith(newest.name) for path in (root / "pretrain" / "unreadable").iterdir())
 
 
 @pytest.mark.slow
@@ -50,16 +92,8 @@ def test_a_run_that_was_killed_on_a_store_ends_as_one_on_a_disk(scheme, kills, r
         train(recipe, "local", tmp_path, compiled)
         for at in (*kills, ""):
             train(recipe, run, tmp_path, {**compiled, **bucket.environment}, bucket, at)
-        root, local = storage.path("--workdir", run), tmp_path / "local"
-        for phase, last in (("pretrain", "8"), ("recalibrate", "6")):
-            metrics = storage.read_log(root / phase / "metrics.jsonl")
-            assert metrics == (local / phase / "metrics.jsonl").read_bytes()
-            copy = storage.local_copy(root / phase / "checkpoints" / last)
-            for item in ("params", "optimizer"):
-                found, expected = arrays(copy, item), arrays(local / phase / "checkpoints" / last, item)
-                assert found.keys() == expected.keys() and found
-                assert all(found[name].tobytes() == expected[name].tobytes() for name in found)
-
+        root = storage.path("--workdir", run)
+        assert_same_bytes(root, tmp_path / "local", {"pretrain": "8", "recalibrate": "6"})
         scores = []
         for where in (run, "local"):
             assert evaluate.main([f"--from={where}", "--suite=needles", "--lengths=16", "--tokens=256"]) == 0

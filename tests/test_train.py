@@ -2,6 +2,8 @@
 
 import functools
 import json
+import shutil
+from pathlib import Path
 
 import jax
 import pytest
@@ -114,6 +116,16 @@ def test_the_same_command_again_says_that_all_is_done(finished, recipe, one_devi
     assert "pretrain: complete at step 8, nothing to do" in out and "tiny: complete" in out
     after = fingerprint(finished)
     assert {k for k in before | after if before.get(k) != after.get(k)} <= {"run.json"}
+
+
+def test_a_damaged_tokenizer_of_a_run_is_written_anew(finished, recipe, one_device, tmp_path, capsys):
+    copy = Path(shutil.copytree(finished, tmp_path / "run"))
+    file = max((copy / "tokenizer").iterdir(), key=lambda path: path.stat().st_size)
+    before = file.read_bytes()
+    file.write_bytes(before[: len(before) // 2])
+    assert main([f"--config={recipe}", f"--workdir={copy}"]) == 0
+    assert "tokenizer' is damaged; it is now 'tokenizer.damaged-" in capsys.readouterr().out
+    assert file.read_bytes() == before and main([f"--config={recipe}", f"--workdir={copy}"]) == 0
 
 
 def test_another_config_keeps_out_of_its_workdir(finished, recipe, one_device, capsys):

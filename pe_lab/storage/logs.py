@@ -40,7 +40,7 @@ class AppendedLog:
         self._pending: list[bytes] = []  # what `_sending` is not sending
         self._lock, self._sending, self._closed = threading.Lock(), threading.Lock(), threading.Event()
         if not is_remote(path):
-            self._file = self._opened(None if kept is None else b"".join(map(_line, kept)))
+            self._file = self._opened(None if kept is None else b"".join(map(record_line, kept)))
             return
         if kept is None:
             content = b""
@@ -48,7 +48,7 @@ class AppendedLog:
                 content = read_log(path)
             content = content[: content.rfind(b"\n") + 1]
         else:
-            content = b"".join(map(_line, kept))
+            content = b"".join(map(record_line, kept))
         self._writer = SegmentWriter(path, content)
         self._sender = threading.Thread(target=self._send_regularly, daemon=True)
         self._sender.start()
@@ -72,7 +72,7 @@ class AppendedLog:
 
     def append(self, *records: Mapping[str, Any]) -> None:
         """Appends records."""
-        lines = b"".join(map(_line, records))
+        lines = b"".join(map(record_line, records))
         if self._file is None:
             with self._lock:
                 self._pending.append(lines)
@@ -127,7 +127,8 @@ class AppendedLog:
         self.close()
 
 
-def _line(record: Mapping[str, Any]) -> bytes:
+def record_line(record: Mapping[str, Any]) -> bytes:
+    """The line of a record in a log."""
     return (json.dumps(record, ensure_ascii=False) + "\n").encode()
 
 

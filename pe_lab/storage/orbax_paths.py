@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from typing import Any
 
 from pe_lab.storage.manifest import MANIFEST
@@ -19,10 +20,25 @@ REQUEST_RETRIES = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s
 
 def enable_orbax(path: AnyPath) -> None:
     """Prepares Orbax for checkpoints under a path. Call it before a checkpointer is made."""
-    # asyncio logs each failure that Orbax, which raises the first one, has not asked for.
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    _ignore_late_failures()
     if is_remote(path):
         _enable()
+
+
+@functools.cache
+def _ignore_late_failures() -> None:
+    """Keeps from the terminal what follows a failed save, of which Orbax raises the first failure.
+
+    asyncio logs each of the others, and tensorstore's threads answer to an event loop that Orbax has closed.
+    """
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    show = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            show(unraisable)
+
+    sys.unraisablehook = hook
 
 
 @functools.cache

@@ -21,11 +21,13 @@ from pe_lab.storage import (
     AnyPath,
     AppendedLog,
     is_remote,
+    record_line,
     salvage_json,
     salvage_records,
     write_file,
     write_json,
 )
+from pe_lab.storage.manifest import Digest
 from pe_lab.terminal import console
 from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
@@ -38,12 +40,20 @@ LOGS = ("metrics", "speed", "spikes")
 class PhaseLogs:
     """metrics.jsonl, speed.jsonl, spikes.jsonl and the TensorBoard events of a phase. Only the first process writes."""
 
-    def __init__(self, directory: AnyPath, resume_step: int, left_out: Collection[int] = ()):
+    def __init__(
+        self,
+        directory: AnyPath,
+        resume_step: int,
+        left_out: Collection[int] = (),
+        expected: Mapping[str, Any] | None = None,
+    ):
         """Opens the logs, without the records after `resume_step`, whose steps are trained again.
 
         At step 0 no record is kept: the phase starts over, and logs step 0 again. Rewinds that left out batches of
-        `left_out` stay, whatever their step: these batches are not met again.
+        `left_out` stay, whatever their step: these batches are not met again. If metrics.jsonl is not what `digest`
+        was when the checkpoint was saved (`expected`), a line says so.
         """
+        self._digest = _LogDigest()
         self._logs: dict[str, AppendedLog] = {}
         self._directory, self._board, self._events = directory, None, None
         if jax.process_index() != 0:
@@ -58,7 +68,12 @@ class PhaseLogs:
             path = directory / f"{name}.jsonl"
             records = salvage_records(path, _no_step, console().print)
             if name != "spikes" or records:
-                self._logs[name] = AppendedLog(path, [record for record in records if stays(record)])
+                kept = [record for record in records if stays(record)]
+                self._logs[name] = AppendedLog(path, kept)
+                if name == "metrics":
+                    self._digest.add(*kept)
+        if expected not in (None, self.digest):
+            console().print(f"DAMAGED: {directory / 'metrics.jsonl'} is not what was logged up to step {resume_step}")
         # To an object store, the files of events are copied.
         self._events = tempfile.TemporaryDirectory(prefix="pe_lab_events_") if is_remote(directory) else None
         board = self._events.name if self._events else str(directory / "tensorboard")
@@ -71,11 +86,18 @@ class PhaseLogs:
         if name not in self._logs:  # spikes.jsonl exists where there was one
             self._logs[name] = AppendedLog(self._directory / f"{name}.jsonl")
         self._logs[name].append(record)
+        if name == "metrics":
+            self._digest.add(record)
         if name == "spikes" or "event" in record:
             return
         for key, value in record.items():
             if key != "step" and isinstance(value, int | float):
                 self._board.write(key, value, record["step"])
+
+    @property
+    def digest(self) -> dict[str, Any]:
+        """The size and the CRC-32C of metrics.jsonl, as JSON."""
+        return self._digest.value
 
     def flush(self) -> None:
         """Returns when all records are on disk, or in the object store."""
@@ -105,6 +127,26 @@ def _no_step(record: Mapping[str, Any]) -> str:
     """Why a record of a log cannot be placed; "" if it can."""
     step = record.get("step")
     return "" if isinstance(step, int) and not isinstance(step, bool) else "no step"
+
+
+class _LogDigest:
+    """The digest of metrics.jsonl without the records of rewinds, which stay when the log goes back to a checkpoint."""
+
+    def __init__(self) -> None:
+        import google_crc32c
+
+        self._checksum, self._size = google_crc32c.Checksum(), 0
+
+    def add(self, *records: Mapping[str, Any]) -> None:
+        for record in records:
+            if record.get("event") != "rewind":
+                line = record_line(record)
+                self._checksum.update(line)
+                self._size += len(line)
+
+    @property
+    def value(self) -> dict[str, Any]:
+        return Digest(self._size, self._checksum.hexdigest().decode())._asdict()
 
 
 class _Board:
@@ -241,10 +283,11 @@ def write_phase(
     write_json(run.workdir / phase.name / "phase.json", record)
 
 
-def mark_complete(directory: AnyPath) -> bool:
+def mark_complete(directory: AnyPath, expected: Mapping[str, Any] | None = None) -> bool:
     """Sets the status in phase.json of a process that died between its last checkpoint and this.
 
-    Damaged logs are set aside, as they are where a phase is resumed. Returns whether there is a phase.json.
+    Damaged logs are set aside, as they are where a phase is resumed, and metrics.jsonl is compared with its digest in
+    the last checkpoint, `expected`. Returns whether there is a phase.json.
     """
     path, record = directory / "phase.json", {"status": "complete"}
     if jax.process_index() == 0:
@@ -256,9 +299,10 @@ def mark_complete(directory: AnyPath) -> bool:
                 console().print(told[0])
                 AppendedLog(directory / f"{name}.jsonl", logs[name]).close()
         record = salvage_json(path, console().print)
-        last = max((at["step"] for at in logs["metrics"]), default=0)
-        if last < record.get("steps", 0):  # the last step has a record, whatever log.every_steps
-            console().print(f"{directory / 'metrics.jsonl'} is damaged: it ends at step {last} of {record['steps']}")
+        found = _LogDigest()
+        found.add(*logs["metrics"])
+        if expected not in (None, found.value):
+            console().print(f"DAMAGED: {directory / 'metrics.jsonl'} is not what was logged")
         if record and record.get("status") != "complete":
             write_json(path, {**record, "status": "complete"})
     return bool(record)
@@ -270,10 +314,11 @@ def checkpoint_metadata(
     lineage: Sequence[Mapping[str, Any]],
     data_state: Mapping[str, Any] | None,
     stability: Mapping[str, Any] | None = None,
+    log: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The metadata of a checkpoint of `phase`, whose id and step are in the last entry of `lineage`.
 
-    `stability` is the state of the phase's `Monitor`.
+    `stability` is the state of the phase's `Monitor`, `log` the digest of metrics.jsonl.
     """
     model, seed, step = run.models[phase.index].config, run.config.seed, lineage[-1]["step"]
     return metadata_of(
@@ -295,5 +340,6 @@ def checkpoint_metadata(
         versions=versions(),
         data_state=data_state,
         stability=stability,
+        log=log,
         random={"seed": seed, "key": jax.random.key_data(jax.random.key(seed)).tolist()},
     )

@@ -123,9 +123,9 @@ def train_phase(
             damage = store.damage(steps) if config.checkpoint.verify else ""
             if not damage:
                 out.print(f"{phase.name}: complete at step {steps}, nothing to do")
-                if not mark_complete(directory):  # phase.json was lost
-                    lineage = store.metadata(steps)["lineage"]
-                    write_phase(run, phase, _flops(run, phase), peak, lineage, "complete", 0, 0.0)
+                metadata = store.metadata(steps)
+                if not mark_complete(directory, metadata.get("log")):  # phase.json was lost
+                    write_phase(run, phase, _flops(run, phase), peak, metadata["lineage"], "complete", 0, 0.0)
                 return directory / DIRECTORY / str(steps)
             out.print(f"{phase.name}: checkpoint {steps} is damaged: {damage}")
 
@@ -228,7 +228,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: _Rewind
     times = StepTimes(ledger)
     began = timer = time.perf_counter()
     with (
-        contextlib.closing(PhaseLogs(directory, step, pipeline.get_state().get("left_out", ()))) as logs,
+        contextlib.closing(PhaseLogs(directory, step, pipeline.get_state().get("left_out", ()), start.log)) as logs,
         Progress(work.out, phase.name, steps, step) as progress,
     ):
         write_phase(run, phase, work.flops, work.peak, lineage, "running", started, 0.0)
@@ -305,7 +305,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: _Rewind
                 what = f"trained {step} steps of '{phase.name}' with {encodings}"
                 path = directory / DIRECTORY / str(step)
                 lineage = [*start.lineage, lineage_entry(what, new_id(), str(path), step)]
-                metadata = checkpoint_metadata(run, phase, lineage, pipeline.get_state(), monitor.state())
+                metadata = checkpoint_metadata(run, phase, lineage, pipeline.get_state(), monitor.state(), logs.digest)
                 with times.wait("checkpoint"):
                     _save(work, step, state, metadata, {**last, **losses})
                 rewinds.in_a_row = 0

@@ -37,6 +37,7 @@ class Start(NamedTuple):
     lineage: list[dict[str, Any]]  # of the phase's first state
     data_state: dict[str, Any] | None  # the position in the data; None: the beginning
     stability: dict[str, Any] | None = None  # the saved state of the `Monitor`; None: no step was judged
+    log: dict[str, Any] | None = None  # the digest of metrics.jsonl at that step; None: not known
 
 
 def start_phase(
@@ -122,7 +123,7 @@ def _resume(
         if changes:
             show(f"{phase.name}: {changes}")
             lineage = metadata["lineage"] + [lineage_entry(changes, new_id(), metadata["lineage"][-1]["path"], step)]
-        return Start(state, lineage, metadata["data_state"], judged)
+        return Start(state, lineage, metadata["data_state"], judged, metadata.get("log"))
     raise CheckpointError(
         f"No checkpoint of '{store.directory.parent}' can be read. Delete that directory to train it again. {reason}"
     )

@@ -120,6 +120,16 @@ def test_the_damaged_end_of_a_complete_run_is_trained_again(config, copy, whole,
     assert_same_training(whole, copy)
 
 
+def test_a_changed_digit_of_the_log_is_said(config, copy, capsys):
+    for phase, said in (("pretrain", "what was logged"), ("recalibrate", "what was logged up to step 4")):
+        log = copy / phase / "metrics.jsonl"
+        log.write_text(log.read_text().replace('"loss": 5.', '"loss": 4.', 1).replace('"loss": 4.', '"loss": 3.', 1))
+        if phase == "recalibrate":
+            shutil.rmtree(copy / phase / "checkpoints" / "6")
+        train(config, copy)
+        assert f"DAMAGED: {log} is not {said}\n" in capsys.readouterr().out
+
+
 def test_a_lost_description_of_a_complete_phase_is_written_anew(config, copy, whole):
     (copy / "pretrain" / "phase.json").write_bytes(b"")
     train(config, copy)
