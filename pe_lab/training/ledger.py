@@ -87,11 +87,16 @@ class Ledger:
             with self._lock:
                 self._switch(before)
 
+    def reached(self, phase: str, step: int) -> None:
+        """Tells that an earlier start has trained up to a step of a phase; its last record may be older."""
+        with self._lock:
+            self._reached[phase] = max(step, self._reached.get(phase, 0))
+
     def begin_step(self, phase: str, step: int) -> None:
         """The time from now on is that of a step of a phase, as far as no block says otherwise."""
         with self._lock:
             replayed = step <= self._reached.get(phase, 0)
-            self._reached[phase] = max(step, self._reached.get(phase, 0))
+            self.reached(phase, step)
             self._phase, self._step = phase, step
             self._switch("replayed_steps" if replayed else "step")
 

@@ -53,7 +53,7 @@ class PhaseLogs:
         `left_out` stay, whatever their step: these batches are not met again. If metrics.jsonl is not what `digest`
         was when the checkpoint was saved (`expected`), a line says so.
         """
-        self._digest = _LogDigest()
+        self._digest, self.reached = _LogDigest(), 0  # the highest step that was logged before
         self._logs: dict[str, AppendedLog] = {}
         self._directory, self._board, self._events = directory, None, None
         if jax.process_index() != 0:
@@ -72,6 +72,7 @@ class PhaseLogs:
                 self._logs[name] = AppendedLog(path, kept)
                 if name == "metrics":
                     self._digest.add(*kept)
+                    self.reached = max((record["step"] for record in records), default=0)
         if expected not in (None, self.digest):
             console().print(f"DAMAGED: {directory / 'metrics.jsonl'} is not what was logged up to step {resume_step}")
         # To an object store, the files of events are copied.

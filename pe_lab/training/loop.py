@@ -231,6 +231,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: _Rewind
         contextlib.closing(PhaseLogs(directory, step, pipeline.get_state().get("left_out", ()), start.log)) as logs,
         Progress(work.out, phase.name, steps, step) as progress,
     ):
+        ledger.reached(phase.name, logs.reached)
         write_phase(run, phase, work.flops, work.peak, lineage, "running", started, 0.0)
         if rewinds.last is not None:
             _log(work, pipeline, logs, rewinds.last, rewinds.batches)

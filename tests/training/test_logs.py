@@ -6,6 +6,7 @@ import jax
 import pytest
 from tiny_runs import records
 
+from pe_lab.storage.manifest import crc32c
 from pe_lab.training.logs import PhaseLogs, mark_complete
 
 
@@ -116,5 +117,7 @@ def test_damaged_logs_of_a_complete_phase_are_said_and_set_aside(tmp_path, capsy
     assert "1 of 2 records are damaged" in capsys.readouterr().out
     assert log.read_text() == '{"step": 2}\n' and len(list(tmp_path.glob("metrics.jsonl.damaged-*"))) == 1
     log.write_text('{"step": 1}\n')
-    mark_complete(tmp_path)
-    assert "ends at step 1 of 2" in capsys.readouterr().out.replace("\n", "")
+    mark_complete(tmp_path, {"size": 12, "crc32c": crc32c(b'{"step": 1}\n')})
+    assert capsys.readouterr().out == ""
+    mark_complete(tmp_path, {"size": 12, "crc32c": crc32c(b'{"step": 2}\n')})
+    assert f"DAMAGED: {log} is not what was logged" in capsys.readouterr().out
