@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
+from pe_lab import storage
 from pe_lab.checkpoints.locating import DIRECTORY, UNREADABLE, is_checkpoint, is_step, read_manifest, read_metadata
 from pe_lab.checkpoints.locating import tokenizer_directory as tokenizer_of
 from pe_lab.data.shards import METADATA_FILE, Metadata, manifest_of_prepared
 from pe_lab.data.shards import read_metadata as read_prepared
 from pe_lab.data.tokenizers import load_saved_tokenizer
-from pe_lab.errors import ConfigError, UserError
+from pe_lab.errors import ConfigError, StoreError, UserError
+from pe_lab.storage import AnyPath, children, exists, is_file
 from pe_lab.storage.manifest import MANIFEST, Manifest
 from pe_lab.terminal import Progress, argument_parser, command, console
 
@@ -26,7 +27,7 @@ WHOLE, DAMAGED, UNKNOWN = "whole", "DAMAGED", "no digests"
 class Target(NamedTuple):
     """A directory to verify. `manifest` is None for one without digests; `damage` was found while it was opened."""
 
-    path: Path
+    path: AnyPath
     kind: str  # checkpoint, prepared data or export
     manifest: Manifest | None
     damage: str = ""
@@ -40,31 +41,33 @@ class Verdict(NamedTuple):
     why: str
 
 
-def targets(path: Path) -> Iterator[Target]:
+def targets(path: AnyPath) -> Iterator[Target]:
     """Everything under a path that has digests, or should have them."""
     if is_step(path) and (path.parent.name == DIRECTORY or is_checkpoint(path)):
         yield _checkpoint(path)
-    elif (path / METADATA_FILE).is_file():
+    elif is_file(path / METADATA_FILE):
         yield _prepared(path)
-    elif (path / MANIFEST).is_file():
+    elif is_file(path / MANIFEST):
         yield _opened(path, "export", lambda: Manifest.read(path))
-    elif (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+    elif is_file(path / "config.json") and any(child.suffix == ".safetensors" for child in children(path)):
         yield Target(path, "export", None)
     else:
-        for child in sorted(path.iterdir()):
-            if child.is_dir() and not child.name.startswith(".") and child.name != UNREADABLE:
+        for child in sorted(children(path)):
+            if not is_file(child) and not child.name.startswith(".") and child.name != UNREADABLE:
                 yield from targets(child)
 
 
-def _opened(path: Path, kind: str, read: Callable[[], Manifest | None]) -> Target:
+def _opened(path: AnyPath, kind: str, read: Callable[[], Manifest | None]) -> Target:
     """The target of a directory whose manifest `read` reads."""
     try:
         return Target(path, kind, read())
+    except StoreError:
+        raise  # it tells nothing of the files
     except UserError as error:
         return Target(path, kind, None, str(error))
 
 
-def _checkpoint(path: Path) -> Target:
+def _checkpoint(path: AnyPath) -> Target:
     def read() -> Manifest | None:
         manifest = read_manifest(path)
         saved, expected = tokenizer_of(path), read_metadata(path).get("tokenizer")
@@ -75,7 +78,7 @@ def _checkpoint(path: Path) -> Target:
     return _opened(path, "checkpoint", read)
 
 
-def _prepared(path: Path) -> Target:
+def _prepared(path: AnyPath) -> Target:
     def read() -> Manifest | None:
         metadata: Metadata = read_prepared(path)
         if (found := load_saved_tokenizer(path / "tokenizer").fingerprint) != metadata.tokenizer_fingerprint:
@@ -100,11 +103,11 @@ def verify(target: Target, done: Callable[[int], None] = lambda size: None) -> V
 @command
 def main(argv: Sequence[str]) -> int:
     parser = argument_parser("verify", DESCRIPTION)
-    parser.add_argument("paths", nargs="+", type=Path, help="runs, phases, checkpoints, prepared data, exports")
+    parser.add_argument("paths", nargs="+", help="runs, phases, checkpoints, prepared data, exports")
     args = parser.parse_args(argv)
     found: list[Target] = []
-    for path in args.paths:
-        if not path.is_dir():
+    for path in (storage.path("PATH", text) for text in args.paths):
+        if not exists(path):
             raise ConfigError(f"There is no directory '{path}'.")
         under = list(targets(path))
         if not under:

@@ -10,6 +10,7 @@ tells no generations with an object's content: the proxy does both.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import http.server
 import json
@@ -121,6 +122,7 @@ class Proxy(http.server.ThreadingHTTPServer):
     def __init__(self, server: int):
         super().__init__(("127.0.0.1", 0), Handler)
         self.server, self.faults, self.lock = server, [], threading.Lock()
+        self.conditional = threading.Lock()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def fault(self, request: str, cut: bool = False) -> Fault | None:
@@ -162,18 +164,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if kind in ("503", "403"):
             self._answer(int(kind), [("Content-Type", "text/plain")], b"injected")
             return
-        if failed := self._precondition(body):
+        # A condition and what depends on it are one operation of a store.
+        with self.server.conditional if "ifGenerationMatch" in self.path else contextlib.nullcontext():
+            failed = self._precondition(body)
+            status, found, content = (failed, [], b"") if failed else self._forward(body)
+        if failed:
             content = b"" if failed == 304 else b'{"error": {"message": "precondition"}}'
             self._answer(failed, [("Content-Type", "application/json")], content)
             return
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.server, timeout=60)
-        try:
-            headers = {k: v for k, v in self.headers.items() if k not in ("Transfer-Encoding", "Expect", "Connection")}
-            connection.request(self.command, self.path, body, {**headers, "Content-Length": str(len(body))})
-            answer = connection.getresponse()
-            content, found = answer.read(), answer.getheaders()
-        finally:
-            connection.close()
         if "alt=media" in self.path and (generation := self._generation(body)):
             found = [*found, ("x-goog-generation", generation)]  # without which tensorstore cannot read twice
         if kind == "lost":
@@ -181,9 +179,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         if kind == "lag":
             content = without(content, fault.hidden)
-        self._answer(answer.status, found, content)
+        self._answer(status, found, content)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = _serve
+
+    def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        """The server's status, headers and content."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.server, timeout=60)
+        try:
+            headers = {k: v for k, v in self.headers.items() if k not in ("Transfer-Encoding", "Expect", "Connection")}
+            connection.request(self.command, self.path, body, {**headers, "Content-Length": str(len(body))})
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            connection.close()
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pe_lab import storage
-from pe_lab.errors import CheckpointError, UserError
-from pe_lab.storage import AnyPath, absolute, json_object, read_bytes
+from pe_lab.errors import CheckpointError, DataError
+from pe_lab.storage import AnyPath, absolute, children, exists, is_file, json_object, read_bytes
 from pe_lab.storage.manifest import MANIFEST, Damage, Manifest
 from pe_lab.terminal import console
 
@@ -77,11 +77,11 @@ def read_manifest(path: AnyPath) -> Manifest | None:
     Raises:
       CheckpointError: it is missing, damaged, or another step's.
     """
-    if not (path / MANIFEST).is_file() and _is_former(path):
+    if not is_file(path / MANIFEST) and _is_former(path):
         return None
     try:
         manifest = Manifest.read(path)
-    except UserError as error:
+    except DataError as error:
         raise CheckpointError(str(error)) from None
     if manifest.about.get("step") != int(path.name):
         raise CheckpointError(f"'{path}' holds step {manifest.about.get('step')}: it was copied or renamed.")
@@ -91,8 +91,8 @@ def read_manifest(path: AnyPath) -> Manifest | None:
 def _is_former(path: AnyPath) -> bool:
     """Whether a directory is a checkpoint of a version without manifests."""
     try:
-        return stored_metadata(path)["format"] < FORMAT and (path / "params").is_dir()
-    except UserError:
+        return stored_metadata(path)["format"] < FORMAT and bool(children(path / "params"))
+    except CheckpointError:
         return False
 
 
@@ -103,14 +103,12 @@ def is_step(path: AnyPath) -> bool:
 
 def is_checkpoint(path: AnyPath) -> bool:
     """Whether a directory is a committed checkpoint: its manifest was written last."""
-    return is_step(path) and ((path / MANIFEST).is_file() or _is_former(path))
+    return is_step(path) and (is_file(path / MANIFEST) or _is_former(path))
 
 
 def steps_in(directory: AnyPath) -> list[int]:
     """Steps of the committed checkpoints under a directory, ascending."""
-    if not directory.is_dir():
-        return []
-    return sorted(int(p.name) for p in directory.iterdir() if is_checkpoint(p))
+    return sorted(int(path.name) for path in children(directory) if is_checkpoint(path))
 
 
 def quick_damage(path: AnyPath) -> list[Damage]:
@@ -145,7 +143,7 @@ def resolve(path: str | AnyPath) -> tuple[AnyPath, int]:
     is whole.
     """
     path = storage.path("the checkpoint", path)
-    if not path.is_dir():
+    if not exists(path):
         raise CheckpointError(f"There is no checkpoint at '{path}': no such directory.")
     if is_checkpoint(path):
         return path.parent, int(path.name)
@@ -167,7 +165,7 @@ def find_checkpoints(run: str | AnyPath) -> list[AnyPath]:
     """
     run = storage.path("the run", run)
     found = []
-    for phase in [run, *sorted(p for p in run.iterdir() if p.is_dir())] if run.is_dir() else []:
+    for phase in (run, *sorted(children(run))):
         if (step := latest(phase / DIRECTORY)) is not None:
             found.append(phase / DIRECTORY / str(step))
     return sorted(found, key=lambda p: (int(read_metadata(p).get("phase_index", 0)), str(p)))
@@ -176,4 +174,4 @@ def find_checkpoints(run: str | AnyPath) -> list[AnyPath]:
 def tokenizer_directory(checkpoint: AnyPath) -> AnyPath | None:
     """The tokenizer of a checkpoint: in its phase's directory (surgery writes it there) or in its run's."""
     phase = absolute(checkpoint).parents[1]
-    return next((p / "tokenizer" for p in (phase, phase.parent) if (p / "tokenizer").is_dir()), None)
+    return next((p / "tokenizer" for p in (phase, phase.parent) if exists(p / "tokenizer")), None)

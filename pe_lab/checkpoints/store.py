@@ -32,10 +32,10 @@ from pe_lab.checkpoints.locating import (
     stored_metadata,
 )
 from pe_lab.checkpoints.retention import Retention
-from pe_lab.errors import CheckpointError, SaveFailed
+from pe_lab.errors import CheckpointError, SaveFailed, UserError
 from pe_lab.model import Params
 from pe_lab.parallel import all_values
-from pe_lab.storage import AnyPath, absolute, enable_orbax, is_remote, move_tree, remove_tree
+from pe_lab.storage import AnyPath, absolute, children, enable_orbax, exists, is_remote, move_tree, remove_tree
 from pe_lab.storage.manifest import MANIFEST, SMALL_BYTES, Digest, Manifest, digest_files
 
 # Of files whose arrays have no checksums, what is read to compare digests before they are restored, by each process:
@@ -70,14 +70,10 @@ class Store:
 
     def _remove_unfinished(self) -> None:
         """Removes what a killed or failed save or deletion has left."""
-        for path in self._directories():
+        for path in children(self.directory):
             unfinished = any(suffix in path.name for suffix in (_SAVING, _DELETING))
             if unfinished or (is_remote(path) and not is_checkpoint(path)):
                 remove_tree(path)
-
-    def _directories(self) -> list[AnyPath]:
-        """The directories of steps, and what is left of them."""
-        return list(self.directory.iterdir()) if self.directory.is_dir() else []
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, ascending."""
@@ -85,7 +81,7 @@ class Store:
 
     def uncommitted(self) -> list[int]:
         """Steps whose directory has no manifest, as after damage: a killed save leaves none under this name."""
-        found = {int(path.name) for path in self._directories() if is_step(path)}
+        found = {int(path.name) for path in children(self.directory) if is_step(path)}
         return sorted(found - set(self.steps()))
 
     def damage(self, step: int) -> str:
@@ -181,7 +177,7 @@ class Store:
         except Exception as error:
             self._failed(step, error)
             return
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UserError):  # the next save tries again
             self._delete_old()
 
     def _failed(self, step: int, error: Exception) -> None:
@@ -191,7 +187,7 @@ class Store:
         if jax.process_index() == 0:
             # Orbax reports the first write that fails, while others are under way and may make their directory again.
             for _ in range(REMOVALS):
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, UserError):
                     self._remove_unfinished()
                 time.sleep(REMOVAL_SECONDS)
 
@@ -298,14 +294,14 @@ class Store:
         They are not deleted: the cause may be exhausted memory or a lost mount, and the checkpoint intact.
         """
         if jax.process_index() == 0:
-            for path in self._directories():
+            for path in children(self.directory):
                 if is_step(path) and int(path.name) > step:
                     self._set_aside(path)
         all_values(f"{self.directory}/aside/{next(_exchanges)}", b"")
 
     def _set_aside(self, path: AnyPath) -> None:
         """Moves a checkpoint to `unreadable`, if there is one."""
-        if path.exists():
+        if exists(path):
             move_tree(path, self.directory.parent / UNREADABLE / f"{path.name}-{new_id()}", first=MANIFEST)
 
 

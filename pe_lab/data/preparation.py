@@ -37,7 +37,7 @@ from pe_lab.data.tokenizers import (
     training_size,
 )
 from pe_lab.errors import ConfigError, DataError
-from pe_lab.storage import AnyPath, new_directory, unfinished
+from pe_lab.storage import AnyPath, is_file, new_directory, unfinished
 from pe_lab.terminal import Progress, console
 
 BATCH_CHARACTERS = 1_000_000  # of one call of the tokenizer
@@ -246,13 +246,13 @@ def ensure_tokenizer(
 
 def _cached(directory: Path, marker: str, process_index: int, make: Callable[[], None]) -> Path:
     """The directory; if it has no file `marker`, process 0 makes it and the others wait."""
-    if (directory / marker).is_file():
+    if is_file(directory / marker):
         return directory
     if process_index == 0:
         make()
         return directory
     last_change = time.time()
-    while not (directory / marker).is_file():
+    while not is_file(directory / marker):
         time.sleep(0.2)
         for building in unfinished(directory):
             with contextlib.suppress(OSError):

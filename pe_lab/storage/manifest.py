@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pe_lab.errors import DataError, UserError
+from pe_lab.errors import DataError
 from pe_lab.storage.files import write_file
 from pe_lab.storage.json_files import json_object
 from pe_lab.storage.paths import AnyPath, Entry, listing, read_bytes, store_errors
@@ -132,8 +132,10 @@ class Manifest:
           directory: where the files are.
           chosen: which files are read; of the others only the size is compared.
           done: called with the number of bytes of each block.
-        """
 
+        Raises:
+          StoreError: the object store does not answer, which tells nothing of the files.
+        """
         entries = listing(directory)
 
         def check(item: tuple[str, Digest]) -> str:
@@ -146,8 +148,8 @@ class Manifest:
                 return ""
             try:
                 found = entry.crc32c if not chosen(name, digest) else digest_file(directory / name, done).crc32c
-            except (OSError, UserError) as error:
-                return f"cannot be read ({getattr(error, 'strerror', None) or error})"
+            except OSError as error:
+                return f"cannot be read ({error.strerror or error})"
             return "" if found == digest.crc32c else f"has changed: its CRC-32C is {found}, was {digest.crc32c}"
 
         with ThreadPoolExecutor(_THREADS) as pool:

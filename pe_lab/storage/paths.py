@@ -155,6 +155,24 @@ def exists(path: AnyPath) -> bool:
         return path.exists()
 
 
+def is_file(path: AnyPath) -> bool:
+    """Whether there is a file. Raises `StoreError` where fsspec's own answer is no: if the store does not answer."""
+    return entry(path) is not None if is_remote(path) else path.is_file()
+
+
+def children(directory: AnyPath) -> list[AnyPath]:
+    """The files and directories in a directory; none if there is no such directory.
+
+    Raises:
+      StoreError: the store refuses, or does not answer; `is_dir` of a remote path would be False.
+    """
+    if not is_remote(directory):
+        return list(directory.iterdir()) if directory.is_dir() else []
+    with store_errors(directory), contextlib.suppress(FileNotFoundError):
+        return list(directory.iterdir())
+    return []
+
+
 @dataclass(frozen=True)
 class Entry:
     """A file in a listing: its size, and the digests that a store knows without reading it, in hexadecimal.

@@ -20,7 +20,7 @@ from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.store import Store, templates
 from pe_lab.checkpoints.surgery import NOTHING, change, check_same_shape, lineage_entry
 from pe_lab.config import changed, may_change
-from pe_lab.errors import CheckpointError, DataError
+from pe_lab.errors import CheckpointError, DataError, StoreError
 from pe_lab.model import Model, Params
 from pe_lab.positional import Schedule
 from pe_lab.storage import AnyPath
@@ -107,6 +107,8 @@ def _resume(
             changes = _changes(run, phase, metadata)
             wanted = template.optimizer if step else None
             params, optimizer = store.restore(step, template.params, wanted, run.config.checkpoint.verify)
+        except StoreError:
+            raise  # it tells nothing of the checkpoint
         except Exception as error:
             reason = first_line(error)
             show(f"CHECKPOINT {step} of {phase.name} cannot be read, going back: {reason}")

@@ -21,7 +21,19 @@ from pe_lab.checkpoints.locating import DIRECTORY, steps_in
 from pe_lab.config import Config, changed, config_hash, identity, may_change, to_json
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.parallel import all_values
-from pe_lab.storage import AnyPath, create_file, json_object, read_bytes, remove, replace_file, salvage_json, write_json
+from pe_lab.storage import (
+    AnyPath,
+    children,
+    create_file,
+    exists,
+    is_remote,
+    json_object,
+    read_bytes,
+    remove,
+    replace_file,
+    salvage_json,
+    write_json,
+)
 from pe_lab.terminal import console
 from pe_lab.training.machine import machine, versions
 
@@ -38,15 +50,15 @@ def claim_workdir(workdir: AnyPath, config: Config) -> dict[str, Any]:
     Raises:
       ConfigError: it is a file, or a directory that holds a run of another config or anything else.
     """
-    if not workdir.exists():
+    if not exists(workdir):
         return {}
-    if not workdir.is_dir():
+    if not is_remote(workdir) and not workdir.is_dir():
         raise ConfigError(f"--workdir '{workdir}' is a file; give a directory.")
     path = workdir / RUN_FILE
-    if not path.exists():
+    if not exists(path):
         # A process that was killed while it wrote its first files leaves temporary ones.
         temporary = (f".{RUN_FILE}.", f".{LEASE_FILE}.", LEASE_FILE)
-        others = sorted(p.name for p in workdir.iterdir() if not p.name.startswith(temporary))
+        others = sorted(p.name for p in children(workdir) if not p.name.startswith(temporary))
         if others and not _has_phase(workdir, config):
             raise ConfigError(
                 f"--workdir '{workdir}' holds {', '.join(others[:3])}{' ...' if len(others) > 3 else ''} and no "
@@ -66,7 +78,7 @@ def claim_workdir(workdir: AnyPath, config: Config) -> dict[str, Any]:
 
 def _has_phase(workdir: AnyPath, config: Config) -> bool:
     """Whether a directory has checkpoints of a phase of this config; they are compared with it before they are used."""
-    return any((workdir / phase.name / DIRECTORY).is_dir() for phase in config.phases)
+    return any(exists(workdir / phase.name / DIRECTORY) for phase in config.phases)
 
 
 def _refuse_changes(workdir: AnyPath, run: Mapping[str, Any], config: Config) -> None:

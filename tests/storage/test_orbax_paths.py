@@ -10,7 +10,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from object_stores import bucket, gcs_bucket, store_servers  # noqa: F401
 
-from pe_lab import storage
+from pe_lab import storage, verify
+from pe_lab.checkpoints.checkpoint import metadata_of
+from pe_lab.checkpoints.locating import latest, steps_in
+from pe_lab.checkpoints.store import Store
+from pe_lab.config import ModelConfig
+from pe_lab.errors import StoreError
+from pe_lab.positional import layers
 
 
 def saved(step, weights):
@@ -59,3 +65,29 @@ def test_an_account_that_may_not_read_the_bucket_itself_lists_checkpoints(gcs_bu
     with ocp.CheckpointManager(root, options=options) as manager:
         assert list(manager.all_steps()) == [3]
     assert refused.met
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "request_of", [r"manifest\.json", r"^GET .*[?&](prefix|list-type)="], ids=["manifest", "listing"]
+)
+def test_a_checkpoint_that_a_store_does_not_show_is_not_taken_for_absent(bucket, request_of):  # noqa: F811
+    """fsspec's `isfile` and `isdir` are False then: a step would be removed, or training begin anew. 3 s."""
+    root = storage.path("--workdir", f"{bucket.url}/run/checkpoints")
+    store = Store(root)
+    config = ModelConfig(vocab_size=128, layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, head_dim=8)
+    store.save(3, {"w": jnp.ones(3)}, None, metadata_of(config, layers("nope", 2), training_length=16))
+    store.wait()
+    bucket.inject("403", request_of, times=1000)
+    for ask in (
+        lambda: Store(root),
+        store.steps,
+        lambda: steps_in(root),
+        lambda: latest(root),
+        lambda: store.damage(3),
+    ):
+        with pytest.raises(StoreError):
+            ask()
+    bucket.proxy.faults.clear()
+    assert store.steps() == [3] and store.damage(3) == "" and verify.main([f"{bucket.url}/run"]) == 0
+    assert steps_in(root.parent / "nowhere") == [] and Store(root.parent / "new").steps() == []

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_runs import assert_same_training, compilations_kept, records, tiny, train, trained  # noqa: F401
+from tiny_runs import assert_same_training, compilations_kept, records, tiny, train  # noqa: F401
 
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.errors import CheckpointError
@@ -16,22 +16,6 @@ pytestmark = [
     # Orbax leaves reads under way behind when one of them fails.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    return tiny(tmp_path_factory.mktemp("recipe"))
-
-
-@pytest.fixture
-def whole(trained):  # noqa: F811
-    """A run that nothing disturbed."""
-    return trained
-
-
-@pytest.fixture
-def copy(whole, tmp_path):
-    return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
 def steps_of(phase: Path) -> list[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_runs import assert_same_training, compilations_kept, fingerprint, records, tiny, train, trained  # noqa: F401
+from tiny_runs import assert_same_training, compilations_kept, fingerprint, records, tiny, train  # noqa: F401
 
 from pe_lab.checkpoints import find_checkpoints, open_checkpoint
 from pe_lab.config import config_hash
@@ -22,22 +22,6 @@ pytestmark = pytest.mark.usefixtures("compilations_kept")
 
 class Killed(Exception):
     """Stands for SIGKILL inside this process: nothing after it is written."""
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    return tiny(tmp_path_factory.mktemp("recipe"))
-
-
-@pytest.fixture
-def whole(trained):  # noqa: F811
-    """A run that nothing disturbed."""
-    return trained
-
-
-@pytest.fixture
-def copy(whole, tmp_path):
-    return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
 def at_step(monkeypatch, number: int, action) -> None:
