@@ -34,13 +34,14 @@ from pe_lab.checkpoints.locating import (
 from pe_lab.checkpoints.retention import Retention
 from pe_lab.errors import CheckpointError, SaveFailed, UserError
 from pe_lab.model import Params
-from pe_lab.parallel import all_values
+from pe_lab.parallel import all_values, return_freed_memory
 from pe_lab.storage import AnyPath, absolute, children, enable_orbax, exists, is_remote, move_tree, remove_tree
 from pe_lab.storage.manifest import MANIFEST, SMALL_BYTES, Digest, Manifest, digest_files
 
 # Of files whose arrays have no checksums, what is read to compare digests before they are restored, by each process:
 # about ten seconds. Of larger checkpoints a sample is read.
 VERIFIED_BYTES = 20 * 2**30
+TRIMMED_BYTES = 2**28  # saves above this leave enough freed memory behind that it is returned to the kernel
 REMOVALS, REMOVAL_SECONDS = 4, 0.25  # of the files of a failed save
 _SAVING, _DELETING = ".saving", ".deleting"  # suffixes of directories under way
 
@@ -179,6 +180,8 @@ class Store:
             return
         with contextlib.suppress(OSError, UserError):  # the next save tries again
             self._delete_old()
+        if sum(digest.size for digest in mine["files"].values()) > TRIMMED_BYTES:
+            return_freed_memory()
 
     def _failed(self, step: int, error: Exception) -> None:
         """Remembers a failure, which `wait` raises, and removes its files, which may fill the disk."""

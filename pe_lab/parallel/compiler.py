@@ -16,6 +16,8 @@ products. What they leave out is below, with its effect on a step; `pe_lab.plan 
   of 91%. XLA of JAX 0.10 does so across micro-batches too, for 58% more memory (of JAX 0.12, 3%): there it is off with
   `accumulate`. The latency-hiding scheduler is on by default. The other options that pipeline or combine collectives
   change nothing, or send less beside computation (docs/log.md).
+- CPUs: a step that may skip its update overwrites moments that the new parameters are computed from. XLA copies them
+  first unless it analyzes in which order they are used: 1.6% of the processor time of a 4M model's step.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ _SPARSE_CORES: dict[str, Any] = {
     )
 }
 OPTIONS: dict[str, dict[str, Any]] = {
+    "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
     "TPU v5": _SPARSE_CORES,
     "TPU v5p": _SPARSE_CORES,
     "TPU v6 lite": _SPARSE_CORES,
