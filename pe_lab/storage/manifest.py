@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 SEAL = "crc32c"  # key of a JSON object's own digest
 SMALL_BYTES = 2**20  # files up to this size are digested also where the sizes of the others are enough
-_BLOCK_BYTES = 2**20  # about the cache of a core: 8 MiB are digested at half the speed
+_BLOCK_BYTES = 2**20  # fits the cache of a core: larger ones are digested more slowly
 _THREADS = 4
 
 
