@@ -10,7 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import arrays, assert_same_training, compilations_kept, records, tiny, train  # noqa: F401
+from tiny_runs import (  # noqa: F401
+    REPOSITORY,
+    arrays,
+    assert_same_training,
+    compilations_kept,
+    finish,
+    losses,
+    records,
+    start_together,
+    tiny,
+    train,
+    write_recipe,
+)
 
 from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig, StabilityConfig
 from pe_lab.data import pipeline as pipeline_module
@@ -165,11 +177,14 @@ def poison(monkeypatch, batches: dict[int, str]) -> None:
     monkeypatch.setattr(pipeline_module._ReadBatch, "__call__", poisoned)
 
 
+PHASES = (
+    f"[{{'name': 'pretrain', 'steps': {STEPS}, 'positional': 'rope', 'sequence_length': 16, 'batch_size': {BATCH}, "
+    "'optimizer': {'learning_rate': 0.01, 'warmup_steps': 2}}]"
+)
+
+
 def config(directory: Path, steps: int = STEPS, every: int = 5, **stability):
-    phases = (
-        f"[{{'name': 'pretrain', 'steps': {steps}, 'positional': 'rope', 'sequence_length': 16, 'batch_size': {BATCH}, "
-        "'optimizer': {'learning_rate': 0.01, 'warmup_steps': 2}}]"
-    )
+    phases = PHASES.replace(f"'steps': {STEPS}", f"'steps': {steps}")
     keys = {f"stability__{key}": value for key, value in {"window": 8, **stability}.items()}
     return tiny(directory, phases=phases, checkpoint__every_steps=every, checkpoint__keep=20, **keys)
 
@@ -304,3 +319,26 @@ def test_a_run_that_only_meets_bad_batches_stops_and_says_so(tmp_path, monkeypat
     }
     with pytest.raises(TrainingDiverged, match=expected[action]):
         train(settings, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_two_processes_rewind_as_one_does(tmp_path):
+    """Each process meets its own half of a bad batch, and both go back: three processes, 30 s."""
+    (tmp_path / "poisoned.py").write_text(
+        "import pytest, sys\n"
+        f"sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(REPOSITORY / 'tests')!r}]\n"
+        "from test_stability import poison\n"
+        "from pe_lab.train import main\n"
+        "poison(pytest.MonkeyPatch(), {6: 'nan', 17: 'wild'})\n"
+        "main()\n"
+    )
+    settings = {"on_nonfinite": "rewind", "on_spike": "rewind", "window": 8}
+    options = [f"--config.stability.{key}={value}" for key, value in settings.items()]
+    options += [f"--config={write_recipe(tmp_path / 'recipe')}", f"--config.phases={PHASES}"]
+    for count, run in ((1, "one"), (2, "two")):
+        finish(start_together(["poisoned", f"--workdir={run}", *options], [tmp_path] * count))
+    one, two = ([(e["step"], e["cause"], e["batches"]) for e in events(tmp_path / run)] for run in ("one", "two"))
+    assert one == two == [(7, "nonfinite", [6]), (17, "spike", [17])]
+    spikes = [(tmp_path / run / "pretrain/spikes.jsonl").read_bytes() for run in ("one", "two")]
+    assert spikes[0] == spikes[1] != b""
+    np.testing.assert_allclose(losses(tmp_path / "two/pretrain"), losses(tmp_path / "one/pretrain"), rtol=1e-5)
