@@ -85,7 +85,22 @@ def read_manifest(path: AnyPath) -> Manifest | None:
         raise CheckpointError(str(error)) from None
     if manifest.about.get("step") != int(path.name):
         raise CheckpointError(f"'{path}' holds step {manifest.about.get('step')}: it was copied or renamed.")
+    arrays, metrics = manifest.about.get("arrays"), manifest.about.get("metrics", {})
+    described = isinstance(arrays, dict) and "params" in arrays and all(map(_is_description, arrays.values()))
+    if not described or not isinstance(metrics, dict) or not all(type(x) in (int, float) for x in metrics.values()):
+        raise CheckpointError(f"'{path / MANIFEST}' is damaged: it does not describe arrays and metrics.")
     return manifest
+
+
+def _is_description(arrays: Any) -> bool:
+    """Whether a value is what `describe_arrays` returns, in JSON."""
+    return isinstance(arrays, dict) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("shape"), list)
+        and isinstance(entry.get("dtype"), str)
+        and isinstance(entry.get("checksum"), str | None)
+        for entry in arrays.values()
+    )
 
 
 def _is_former(path: AnyPath) -> bool:

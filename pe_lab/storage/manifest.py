@@ -113,7 +113,10 @@ class Manifest:
             raise DataError(f"'{path}' is damaged: it does not have the content that was written.")
         if content.get("format") != FORMAT:
             raise DataError(f"'{path}' has format {content.get('format')!r}; this version reads {FORMAT}.")
-        return cls({name: Digest(**digest) for name, digest in content["files"].items()}, content["about"])
+        files, about = content.get("files"), content.get("about")
+        if not (isinstance(about, dict) and isinstance(files, dict) and all(map(_is_digest, files.values()))):
+            raise DataError(f"'{path}' is damaged: it lacks files with a size and a CRC-32C, or what they are.")
+        return cls({name: Digest(**digest) for name, digest in files.items()}, about)
 
     @property
     def size(self) -> int:
@@ -159,6 +162,15 @@ class Manifest:
     def quick_damage(self, directory: AnyPath) -> list[Damage]:
         """As `damage`, without reading large files: what can be found in milliseconds."""
         return self.damage(directory, lambda name, digest: digest.size <= SMALL_BYTES)
+
+
+def _is_digest(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == set(Digest._fields)
+        and isinstance(value["crc32c"], str)
+        and type(value["size"]) is int
+    )
 
 
 def manifest_of(directory: AnyPath, about: Mapping[str, Any] | None = None) -> Manifest:

@@ -373,6 +373,7 @@ class Prepared(Kind):
         content = (self.whole / file).read_bytes()
         if file.suffix == ".json":
             content = damage_json_text(rng, json.loads(content))
+            content = _sealed_anew(content) if rng.random() < 0.5 else content
         else:
             size = len(content)
             content = damage_bytes(rng, content)
@@ -386,6 +387,18 @@ class Prepared(Kind):
         opened = open_prepared(self.target)
         for split, stream in opened.streams.items():
             opened.tokens(split, 0, min(stream.tokens, 100_000))
+
+
+def _sealed_anew(content: bytes) -> bytes:
+    """Damaged JSON with a digest that fits it, as somebody who edits the file could write: behind the digest the reader
+    must check each value too."""
+    from pe_lab.storage.manifest import sealed
+
+    try:
+        value = json.loads(content)
+        return json.dumps(sealed(value)).encode() if isinstance(value, dict) else content
+    except (ValueError, RecursionError):
+        return content
 
 
 class CheckpointMetadata(Kind):
@@ -415,11 +428,18 @@ class CheckpointMetadata(Kind):
                     continue
 
     def write(self, rng: random.Random) -> None:
+        from tiny_runs import reseal
+
+        from pe_lab.storage.manifest import MANIFEST
+
         for file in self.files:
             shutil.copyfile(self.whole / file, self.target / file)
         ours = [file for file in self.files if file.parts[-2] == "metadata" or "manifest" in file.name]
         file = rng.choice(ours if rng.random() < 0.8 else list(self.files))
-        (self.target / file).write_bytes(damage_json_text(rng, self.files[file]))
+        content, anew = damage_json_text(rng, self.files[file]), rng.random() < 0.5
+        (self.target / file).write_bytes(_sealed_anew(content) if anew and file.name == MANIFEST else content)
+        if anew and file.name != MANIFEST:
+            reseal(self.target / "checkpoints/0")
 
     def read(self) -> None:
         from pe_lab.checkpoints.native import NativeSource
