@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gauntlet.outcome import MANIFEST, Row, steps
+from gauntlet.marked_train import RESTORE, VALIDATION, begins, inside
+from gauntlet.outcome import MANIFEST, Row
 from gauntlet.world import COMMANDS, Session, World, draw, new_paths
 
-VALIDATE_EVERY = 10  # as in recipe.py
 PHASES = ("pretrain", "recalibrate")
 # A case is a command that is killed several times, and then left to end. 25 kills a round.
 ROUND = (("train", 5), ("prepare", 2), ("train", 5), ("export", 2), ("train", 5), ("surgery", 3), ("evaluate", 3))
@@ -136,7 +136,7 @@ def moments(session: Session, run: Path, rng: random.Random) -> dict[str, tuple[
     """(has it come?, seconds until the kill) of each aim in a training."""
     old, seen, wanted = set(_under_way(run)), set(), rng.randint(1, 4)
     border, deletions = run / PHASES[1], set(_deletions(run))
-    logs = {log.stat().st_ino for log in _logs(run)}  # which a new session replaces
+    later = rng.randint(1, 3)
 
     def new_saves() -> int:
         seen.update(set(_under_way(run)) - old)
@@ -150,9 +150,9 @@ def moments(session: Session, run: Path, rng: random.Random) -> dict[str, tuple[
         "save": (lambda: new_saves() >= wanted, rng.choice((0.0, rng.uniform(0.0, 0.04)))),
         "commit": (lambda: new_saves() >= wanted and writes_manifest(), 0.0),
         "deletion": (lambda: bool(set(_deletions(run)) - deletions), 0.0),
-        "restore": (lambda: "parameters, " in session.output, rng.uniform(0.0, 0.8)),
+        "restore": (lambda: inside(session.output, RESTORE), rng.uniform(0.0, 0.03)),
         "first step": (lambda: "attention: " in session.output, rng.uniform(0.0, 0.4)),
-        "validation": (lambda: any(_validating(x) for x in _logs(run) if x.stat().st_ino not in logs), 0.0),
+        "validation": (lambda: begins(session.output, VALIDATION) >= later, rng.uniform(0.0, 0.003)),
         "border": (border.exists, rng.choice((0.0, rng.uniform(0.0, 0.3)))),
     }
 
@@ -189,12 +189,6 @@ def _records(log: Path) -> list[dict]:
     return found
 
 
-def _validating(log: Path) -> bool:
-    """Whether the last record is of a step that is validated, and its validation loss is not there."""
-    last = (_records(log) or [{}])[-1]
-    return "loss" in last and last["step"] % VALIDATE_EVERY == 0
-
-
 class Before:
     """The files of a project before a session, which tell afterwards where its kill landed."""
 
@@ -203,7 +197,6 @@ class Before:
         self.under_way, self.deletions = set(_under_way(run)), set(_deletions(run))
         self.logs = {log: log.stat().st_ino for log in _logs(run)}
         self.phases = {phase for phase in PHASES if (run / phase).exists()}
-        self.steps = {phase: steps(run / phase / "checkpoints") for phase in PHASES}
 
 
 DONE = "after its last write"
@@ -218,6 +211,10 @@ def moment(before: Before, project: Path, session: Session, command: str, world:
         return "inside its writing" if world.wrong(command, project) else DONE
     if "parameters, " not in out:
         return "start-up"
+    if inside(out, RESTORE):
+        return "inside a restore"
+    if inside(out, VALIDATION):
+        return "during validation"
     saving = [name for name, inode in _under_way(run) if (name, inode) not in before.under_way]
     if saving:
         return "inside a commit" if (run / saving[0] / MANIFEST).exists() else "inside a save"
@@ -227,9 +224,7 @@ def moment(before: Before, project: Path, session: Session, command: str, world:
     log = run / phase / "metrics.jsonl"
     if phase == PHASES[1] and PHASES[1] not in before.phases and (not log.exists() or not _records(log)):
         return "at a phase border"
-    if before.steps[phase] and f"{phase}: resuming at" not in out and f"{phase}: complete" not in out:
-        return "inside a restore"
     if not log.exists() or before.logs.get(log) == log.stat().st_ino or f"{phase}: complete" in out:
         finished = not world.wrong(command, project)
         return DONE if finished else "before the first step"
-    return "during validation" if _validating(log) else "between steps"
+    return "between steps"

@@ -34,7 +34,7 @@ COMMANDS = {
     "prepare": Command(
         ("pe_lab.prepare", "--source=text:corpus/*.py", "--tokenizer=sentencepiece:train:400", "--out=data",
          "--validation-fraction=0.1"), ("corpus",), "data"),
-    "train": Command(("pe_lab.train", "--config=recipe.py", "--workdir=run"), ("recipe.py", "data"), "run"),
+    "train": Command(("gauntlet.marked_train", "--config=recipe.py", "--workdir=run"), ("recipe.py", "data"), "run"),
     "export": Command(
         ("pe_lab.convert", "--from=run/pretrain", "--to=hf:exported", "--parity=off"), ("run",), "exported"),
     "import": Command(
@@ -134,7 +134,7 @@ class World:
     @property
     def environment(self) -> dict[str, str]:
         own = {
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}",
             "PYTHONUNBUFFERED": "1",
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(self.root / "compiled"),
