@@ -106,7 +106,7 @@ def _content(path: Path, name: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"left over: {name}/{p.name}", True) for p in path.iterdir() if UNFINISHED.search(p.name))
     elif path.is_dir():
         for child in sorted(path.iterdir()):
-            if child.name not in VOLATILE_DIRECTORIES:
+            if child.name not in VOLATILE_DIRECTORIES and ".damaged-" not in child.name:
                 yield from _content(child, f"{name}/{child.name}".lstrip("/"))
     elif path.name == "phase.json":
         record = parsed(path.read_bytes())
