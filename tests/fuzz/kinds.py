@@ -390,8 +390,7 @@ class Prepared(Kind):
 
 
 def _sealed_anew(content: bytes) -> bytes:
-    """Damaged JSON with a digest that fits it, as somebody who edits the file could write: behind the digest the reader
-    must check each value too."""
+    """Damaged JSON with a digest that fits it: the reader must check each value behind the digest too."""
     from pe_lab.storage.manifest import sealed
 
     try:

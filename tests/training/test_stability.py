@@ -323,7 +323,7 @@ def test_a_run_that_only_meets_bad_batches_stops_and_says_so(tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_two_processes_rewind_as_one_does(tmp_path):
-    """Each process meets its own half of a bad batch, and both go back: three processes, 30 s."""
+    """Each process meets its own half of a bad batch, and both go back: three processes; 55 s beside other work."""
     (tmp_path / "poisoned.py").write_text(
         "import pytest, sys\n"
         f"sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(REPOSITORY / 'tests')!r}]\n"
