@@ -198,8 +198,8 @@ class ShardWriter:
             return
         self._writer.close()
         self._writer = None
-        size, digest = digest_file(self._path)
-        shard = Shard(self._path.name, *self._in_file, size, digest)
+        digest = digest_file(self._path)
+        shard = Shard(self._path.name, *self._in_file, digest.size, digest.crc32c)
         checksums = np.asarray(self._checksums, "<u4").tobytes()
         (self._directory / shard.records_file).write_bytes(checksums)
         written = sum(s.tokens for s in self.shards) + shard.tokens

@@ -1,11 +1,13 @@
 """Manifests: the size and the digest of every file of a directory, so that damage is found before it is used.
 
-A digest is a CRC-32C: it finds any change of up to 32 consecutive bits, and any other one with probability 1 - 2^-32.
-Object stores compute the same one, and processors have an instruction for it.
+A digest has a CRC-32C, which finds any change of up to 32 consecutive bits and which GCS lists, and a hash of another
+kind. The nodes of an OCDBT database, which Orbax writes, end with a CRC-32C of their own. A file of such nodes has a
+CRC-32C that depends only on their sizes, so that another file in its place is found by the hash alone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,10 +28,15 @@ _THREADS = 4
 
 
 class Digest(NamedTuple):
-    """The size of a file in bytes, and the CRC-32C of its content as 8 hex digits."""
+    """The size of a file in bytes, the CRC-32C of its content as 8 hex digits, and another hash of it.
+
+    The hash is `xxh3:` with hex digits for a file that was read, `md5:` for one that a store listed, or empty if it is
+    not known.
+    """
 
     size: int
     crc32c: str
+    hash: str = ""
 
 
 class Damage(NamedTuple):
@@ -49,17 +56,23 @@ def crc32c(content: bytes) -> str:
     return f"{google_crc32c.value(content):08x}"
 
 
-def digest_file(path: AnyPath, done: Callable[[int], None] = lambda size: None) -> Digest:
-    """The digest of a file; `done` is called with the number of bytes of each block. Raises `OSError`."""
+def digest_file(path: AnyPath, done: Callable[[int], None] = lambda size: None, kind: str = "xxh3") -> Digest:
+    """The digest of a file, with a hash of a kind: `xxh3` or `md5`.
+
+    `done` is called with the number of bytes of each block. Raises `OSError`.
+    """
     import google_crc32c
+    import xxhash
 
     checksum, size = google_crc32c.Checksum(), 0
+    other = {"xxh3": xxhash.xxh3_64, "md5": hashlib.md5}[kind]()
     with store_errors(path), path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             checksum.update(block)
+            other.update(block)
             size += len(block)
             done(len(block))
-    return Digest(size, checksum.hexdigest().decode())
+    return Digest(size, checksum.hexdigest().decode(), f"{kind}:{other.hexdigest()}")
 
 
 def digest_files(root: AnyPath, chosen: Callable[[str], bool] = lambda name: True) -> dict[str, Digest]:
@@ -70,7 +83,7 @@ def digest_files(root: AnyPath, chosen: Callable[[str], bool] = lambda name: Tru
 
     def digest(item: tuple[str, Entry]) -> Digest:
         name, entry = item
-        return Digest(entry.size, entry.crc32c) if entry.crc32c else digest_file(root / name)
+        return _listed(entry) if entry.crc32c and entry.md5 else digest_file(root / name)
 
     entries = {name: entry for name, entry in listing(root).items() if name != MANIFEST and chosen(name)}
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -147,13 +160,12 @@ class Manifest:
                 return "is missing"
             if entry.size != digest.size:
                 return f"has {entry.size:,} bytes; it was written with {digest.size:,}"
-            if not chosen(name, digest) and entry.crc32c is None:
-                return ""
+            if not chosen(name, digest):
+                return _change(digest, _listed(entry)) if entry.crc32c else ""
             try:
-                found = entry.crc32c if not chosen(name, digest) else digest_file(directory / name, done).crc32c
+                return _change(digest, digest_file(directory / name, done, _kind(digest) or "xxh3"))
             except OSError as error:
                 return f"cannot be read ({error.strerror or error})"
-            return "" if found == digest.crc32c else f"has changed: its CRC-32C is {found}, was {digest.crc32c}"
 
         with ThreadPoolExecutor(_THREADS) as pool:
             found = zip(self.files, pool.map(check, self.files.items()), strict=True)
@@ -164,13 +176,30 @@ class Manifest:
         return self.damage(directory, lambda name, digest: digest.size <= SMALL_BYTES)
 
 
+def _listed(entry: Entry) -> Digest:
+    """The digest of a file with a listed CRC-32C."""
+    return Digest(entry.size, entry.crc32c or "", f"md5:{entry.md5}" if entry.md5 else "")
+
+
+def _kind(digest: Digest) -> str:
+    return digest.hash.partition(":")[0]
+
+
+def _change(written: Digest, found: Digest) -> str:
+    """What differs between two digests of a file; hashes of different kinds are not compared."""
+    if found.crc32c != written.crc32c:
+        return f"has changed: its CRC-32C is {found.crc32c}, was {written.crc32c}"
+    if _kind(found) == _kind(written) and found.hash != written.hash:
+        return f"has changed: its hash is {found.hash}, was {written.hash}"
+    return ""
+
+
 def _is_digest(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == set(Digest._fields)
-        and isinstance(value["crc32c"], str)
-        and type(value["size"]) is int
-    )
+    if not (isinstance(value, dict) and {"size", "crc32c"} <= value.keys() <= set(Digest._fields)):
+        return False
+    digest = Digest(**value)
+    texts = isinstance(digest.crc32c, str) and isinstance(digest.hash, str)
+    return texts and type(digest.size) is int and _kind(digest) in ("xxh3", "md5", "")
 
 
 def manifest_of(directory: AnyPath, about: Mapping[str, Any] | None = None) -> Manifest:

@@ -27,7 +27,6 @@ from pe_lab.storage import (
     write_file,
     write_json,
 )
-from pe_lab.storage.manifest import Digest
 from pe_lab.terminal import console
 from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
@@ -147,7 +146,7 @@ class _LogDigest:
 
     @property
     def value(self) -> dict[str, Any]:
-        return Digest(self._size, self._checksum.hexdigest().decode())._asdict()
+        return {"size": self._size, "crc32c": self._checksum.hexdigest().decode()}
 
 
 class _Board:

@@ -16,6 +16,7 @@ from tiny_runs import REPOSITORY
 from pe_lab import storage
 from pe_lab.errors import ConfigError, DataError, StoreError
 from pe_lab.storage import paths, segments
+from pe_lab.storage.manifest import crc32c, manifest_of
 
 
 def slow(*values):
@@ -66,6 +67,21 @@ def test_files_directories_and_listings(root, bucket):  # noqa: F811
     storage.remove_tree(root)
     storage.remove_tree(root)
     assert bucket.names() == []
+
+
+def test_a_manifest_has_another_hash_than_the_crc_that_a_store_lists(root, bucket, tmp_path):  # noqa: F811
+    """A content with its own CRC-32C behind it has the same CRC-32C as any other such one."""
+    one, other = (text + int(crc32c(text), 16).to_bytes(4, "little") for text in (b"content", b"another"))
+    assert crc32c(one) == crc32c(other)
+    storage.write_files({root / "node": one})
+    manifest = manifest_of(root)
+    assert manifest.files["node"].hash.startswith("md5:" if bucket.scheme == "gs" else "xxh3:")
+    assert manifest.damage(root) == manifest.damage(root, lambda name, digest: False) == []
+    storage.write_files({root / "node": other, tmp_path / "node": other})
+    for place in (root, tmp_path):
+        (damage,) = manifest.damage(place)
+        assert str(damage).startswith("node has changed: its hash is")
+    assert len(manifest.damage(root, lambda name, digest: False)) == (bucket.scheme == "gs")
 
 
 def test_a_tree_is_removed_mark_first(root, bucket):  # noqa: F811
