@@ -153,7 +153,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.rfile.read(int(self.headers.get("Content-Length", 0)) // 2)
             self._close()
             return
-        body = self._body()
+        if (body := self._body()) is None:  # a store keeps no part of an object
+            self._close()
+            return
         named = re.search(rb'"name": ?"(.*?)"', body[:4096])
         fault = self.server.fault(f"{self.command} {self.path} {named[1].decode() if named else ''}")
         kind = fault.kind if fault else ""
@@ -194,15 +196,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
         finally:
             connection.close()
 
-    def _body(self) -> bytes:
+    def _body(self) -> bytes | None:
+        """The body of the request; None if the client ended before its end."""
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            size = int(self.headers.get("Content-Length", 0))
+            body = self.rfile.read(size)
+            return body if len(body) == size else None
         parts = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
+        while line := self.rfile.readline():
+            if not (size := int(line.split(b";")[0], 16)):
+                self.rfile.readline()
+                return b"".join(parts)
             parts.append(self.rfile.read(size))
             self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
+        return None
 
     def _generation(self, body: bytes) -> str | None:
         """The generation of the object that a request of GCS is about, "0" if there is none; None if it names none."""

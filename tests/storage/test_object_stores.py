@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -67,6 +68,14 @@ def test_files_directories_and_listings(root, bucket):  # noqa: F811
     storage.remove_tree(root)
     storage.remove_tree(root)
     assert bucket.names() == []
+
+
+def test_an_upload_whose_process_is_killed_leaves_no_object(s3_bucket):  # noqa: F811
+    with socket.create_connection(s3_bucket.proxy.server_address) as client:
+        client.sendall(f"PUT /{s3_bucket.name}/x HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf".encode())
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(1) == b""
+    assert s3_bucket.names() == []
 
 
 def test_a_manifest_has_another_hash_than_the_crc_that_a_store_lists(root, bucket, tmp_path):  # noqa: F811
