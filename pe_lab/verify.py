@@ -13,15 +13,16 @@ from pe_lab.data.shards import METADATA_FILE, Metadata, manifest_of_prepared
 from pe_lab.data.shards import read_metadata as read_prepared
 from pe_lab.data.tokenizers import load_saved_tokenizer
 from pe_lab.errors import ConfigError, StoreError, UserError
-from pe_lab.storage import AnyPath, children, exists, is_file
+from pe_lab.storage import AnyPath, children, exists, is_file, is_remote
 from pe_lab.storage.manifest import MANIFEST, Manifest
 from pe_lab.terminal import Progress, argument_parser, command, console
 
 DESCRIPTION = """\
 Reads every file of the checkpoints, prepared data and exports under the paths, and compares its size and digest with
-those that were written with it. Exit status 0: all are whole; 1: something is damaged, or has no digests."""
+those that were written with it. Exit status 0: all are whole; 1: something is damaged, or has no digests. Runs that
+train meanwhile can be verified: a checkpoint that is being written, or that they delete, is not counted."""
 
-WHOLE, DAMAGED, UNKNOWN = "whole", "DAMAGED", "no digests"
+WHOLE, DAMAGED, UNKNOWN, UNCOMMITTED = "whole", "DAMAGED", "no digests", "uncommitted"
 
 
 class Target(NamedTuple):
@@ -34,7 +35,7 @@ class Target(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What was found about a target: WHOLE, DAMAGED or UNKNOWN, and why."""
+    """What was found about a target: WHOLE, DAMAGED, UNKNOWN or UNCOMMITTED, and why."""
 
     target: Target
     state: str
@@ -53,7 +54,8 @@ def targets(path: AnyPath) -> Iterator[Target]:
         yield Target(path, "export", None)
     else:
         for child in sorted(children(path)):
-            if not is_file(child) and not child.name.startswith(".") and child.name != UNREADABLE:
+            under_way = path.name == DIRECTORY and not is_step(child)  # a save, or a deletion
+            if not (is_file(child) or child.name.startswith(".") or child.name == UNREADABLE or under_way):
                 yield from targets(child)
 
 
@@ -90,6 +92,16 @@ def _prepared(path: AnyPath) -> Target:
 
 def verify(target: Target, done: Callable[[int], None] = lambda size: None) -> Verdict:
     """Reads all files of a target; `done` is called with the number of bytes of each block."""
+    verdict = _compared(target, done)
+    if verdict.state == DAMAGED and target.kind == "checkpoint":
+        if not exists(target.path):
+            return Verdict(target, UNCOMMITTED, "deleted meanwhile")
+        if is_remote(target.path) and not is_file(target.path / MANIFEST):
+            return Verdict(target, UNCOMMITTED, "no manifest: a save under way, a killed one, or a deletion")
+    return verdict
+
+
+def _compared(target: Target, done: Callable[[int], None]) -> Verdict:
     if target.damage:
         return Verdict(target, DAMAGED, target.damage)
     if target.manifest is None:
@@ -129,10 +141,10 @@ def main(argv: Sequence[str]) -> int:
         for target in found:
             verdicts.append(verify(target, done))
     for verdict in verdicts:
-        print(f"{verdict.state:10}  {verdict.target.kind} {verdict.target.path}: {verdict.why}")
-    counts = {state: sum(v.state == state for v in verdicts) for state in (WHOLE, DAMAGED, UNKNOWN)}
+        print(f"{verdict.state:11}  {verdict.target.kind} {verdict.target.path}: {verdict.why}")
+    counts = {state: sum(v.state == state for v in verdicts) for state in (WHOLE, DAMAGED, UNKNOWN, UNCOMMITTED)}
     print(", ".join(f"{count} {state.lower()}" for state, count in counts.items() if count))
-    return 0 if counts[WHOLE] == len(verdicts) else 1
+    return 0 if counts[WHOLE] and counts[WHOLE] + counts[UNCOMMITTED] == len(verdicts) else 1
 
 
 if __name__ == "__main__":

@@ -3,21 +3,26 @@
 import itertools
 import random
 import shutil
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from object_stores import gcs_bucket, store_servers  # noqa: F401
 from tiny_runs import compilations_kept, trained  # noqa: F401
 
+from pe_lab import storage
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.config import SourceConfig
 from pe_lab.data.preparation import prepare
 from pe_lab.data.sources import open_source
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
-from pe_lab.storage.manifest import Digest, digest_file
-from pe_lab.verify import DAMAGED, WHOLE, main, targets, verify
+from pe_lab.storage.manifest import MANIFEST, Digest, digest_file
+from pe_lab.verify import DAMAGED, UNCOMMITTED, WHOLE, main, targets, verify
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 
@@ -53,7 +58,7 @@ def flips_of(step: Path, count: int, seed: int):
 def test_a_whole_run_is_whole(copy, capsys):
     assert main([str(copy)]) == 0
     out = capsys.readouterr().out
-    assert "6 whole\n" in out and out.count("whole       checkpoint") == 6
+    assert "6 whole\n" in out and out.count("whole        checkpoint") == 6
 
 
 def test_a_bit_of_any_file_is_found(copy):
@@ -114,10 +119,56 @@ def test_damage_is_named(copy, capsys):
     largest.unlink()
     assert main([str(copy)]) == 1
     out = capsys.readouterr().out
-    assert f"DAMAGED     checkpoint {step}: '{step}/manifest.json' cannot be read (No such file or directory)" in out
-    assert f"DAMAGED     checkpoint {other}: {largest.relative_to(other)} is missing" in out
+    assert f"DAMAGED      checkpoint {step}: '{step}/manifest.json' cannot be read (No such file or directory)" in out
+    assert f"DAMAGED      checkpoint {other}: {largest.relative_to(other)} is missing" in out
     assert f"{other.with_name('9')}' holds step 6: it was copied or renamed" in out
     assert "4 whole, 3 damaged" in out
+
+
+def test_a_run_that_trains_meanwhile_is_not_damaged(copy):
+    """A checkpoint comes and goes, as saves and retention have it, 40 times while it is verified: 3 s."""
+    step = copy / "recalibrate" / "checkpoints" / "6"
+    saving, deleting = step.with_name("6.saving"), step.with_name("6.deleting")
+    whole = shutil.copytree(step, copy.parent / "whole")
+    (target,) = targets(step)
+
+    def save() -> None:
+        shutil.copytree(whole, saving)
+        saving.rename(step)
+
+    def delete(seconds: float) -> None:
+        time.sleep(seconds)
+        step.rename(deleting)
+        shutil.rmtree(deleting)
+
+    states = Counter()
+    with ThreadPoolExecutor(1) as run:
+        for number in range(40):
+            deletion = run.submit(delete, number * 0.0002)
+            states[verify(target).state] += 1
+            deletion.result()
+            saved = run.submit(save)
+            assert main([str(copy)]) == 0
+            saved.result()
+    assert states.keys() <= {WHOLE, UNCOMMITTED} and states[UNCOMMITTED], states
+    shutil.copytree(whole, saving)  # a save before its directory is renamed
+    assert len(list(targets(copy))) == 6
+
+
+def test_a_checkpoint_that_goes_is_uncommitted(copy, gcs_bucket, capsys):  # noqa: F811
+    """Two checkpoints on the GCS emulator: 7 s."""
+    checkpoints = copy / "recalibrate" / "checkpoints"
+    (target,) = targets(checkpoints / "6")
+    shutil.rmtree(checkpoints / "6")
+    assert verify(target).state == UNCOMMITTED
+    remote = storage.path("PATH", f"{gcs_bucket.url}/checkpoints")
+    for file in files(checkpoints):
+        storage.write_file(remote / file.relative_to(checkpoints).as_posix(), file.read_bytes())
+    assert main([str(remote)]) == 0
+    storage.remove(remote / "4" / MANIFEST)  # as before the end of a save
+    assert main([str(remote)]) == 0
+    assert "uncommitted  checkpoint" in capsys.readouterr().out
+    assert main([str(remote / "4")]) == 1  # nothing there is whole
 
 
 def test_prepared_data_and_what_has_no_digests(tmp_path, capsys):
@@ -134,7 +185,7 @@ def test_prepared_data_and_what_has_no_digests(tmp_path, capsys):
     (external / "config.json").write_text("{}")
     (external / "model.safetensors").write_bytes(b"")
     assert main([str(external)]) == 1
-    assert "no digests  export" in capsys.readouterr().out
+    assert "no digests   export" in capsys.readouterr().out
 
 
 def test_a_path_without_anything_to_verify(tmp_path, capsys):

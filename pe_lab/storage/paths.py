@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -166,9 +167,7 @@ def children(directory: AnyPath) -> list[AnyPath]:
     Raises:
       StoreError: the store refuses, or does not answer; `is_dir` of a remote path would be False.
     """
-    if not is_remote(directory):
-        return list(directory.iterdir()) if directory.is_dir() else []
-    with store_errors(directory), contextlib.suppress(FileNotFoundError):
+    with store_errors(directory), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return list(directory.iterdir())
     return []
 
@@ -189,11 +188,17 @@ class Entry:
 def listing(directory: AnyPath) -> dict[str, Entry]:
     """The files below a directory at any depth, by their path relative to it, with `/`; empty if there is none.
 
+    Files that another process deletes meanwhile are left out.
     GCS lists CRC32C and MD5, S3 an MD5 for objects that were put whole and unencrypted, a local disk neither.
     """
     if not is_remote(directory):
-        files = sorted(p for p in directory.rglob("*") if p.is_file())
-        return {p.relative_to(directory).as_posix(): Entry(p.stat().st_size) for p in files}
+        found = {}
+        for folder, _, names in os.walk(directory):  # Path.rglob raises for a directory that is deleted meanwhile
+            for path in (Path(folder, name) for name in names):
+                with contextlib.suppress(FileNotFoundError):
+                    if stat.S_ISREG((status := path.stat()).st_mode):
+                        found[path.relative_to(directory).as_posix()] = Entry(status.st_size)
+        return dict(sorted(found.items()))
     with store_errors(directory):
         found = filesystem(directory).find(str(directory), detail=True)
     base = str(directory).partition("://")[2].rstrip("/") + "/"
