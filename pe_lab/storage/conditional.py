@@ -8,7 +8,7 @@ import os
 import secrets
 from pathlib import Path
 
-from pe_lab.storage.paths import AnyPath, filesystem, is_remote, read_bytes, store_errors
+from pe_lab.storage.paths import AnyPath, filesystem, is_remote, post, read_bytes, store_errors
 
 
 def create_file(path: AnyPath, content: bytes) -> bool:
@@ -29,7 +29,10 @@ def create_file(path: AnyPath, content: bytes) -> bool:
         return True
     try:
         with store_errors(path):
-            filesystem(path).pipe_file(str(path), content, mode="create")
+            if str(path).startswith("gs://"):
+                post(path, content, ifGenerationMatch="0")
+            else:
+                filesystem(path).pipe_file(str(path), content, mode="create")
     except FileExistsError:  # also where an answer was lost, and the request repeated
         return _content(path) == content
     return True
@@ -42,25 +45,17 @@ def replace_file(path: AnyPath, content: bytes, expected: bytes) -> bool:
     store = filesystem(path)
     try:
         with store_errors(path):
-            bucket, key, _ = store.split_path(str(path))
             if str(path).startswith("gs://"):
                 # The generation first: content that is read after it is of it or of a later one.
                 generation = store.info(str(path))["generation"]
                 if _content(path) != expected:
                     return _content(path) == content
-                store.call(
-                    "POST",
-                    f"{store._location}/upload/storage/v1/b/{bucket}/o",
-                    uploadType="media",
-                    name=key,
-                    ifGenerationMatch=generation,
-                    data=content,
-                    headers={"Content-Type": "application/octet-stream"},
-                )
+                post(path, content, ifGenerationMatch=generation)
             else:
                 tag = store.info(str(path))["ETag"]
                 if _content(path) != expected:
                     return _content(path) == content
+                bucket, key, _ = store.split_path(str(path))
                 store.call_s3("put_object", Bucket=bucket, Key=key, Body=content, IfMatch=tag)
     except FileNotFoundError:
         return False

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pe_lab.errors import ConfigError, DataError
-from pe_lab.storage.paths import AnyPath, exists, filesystem, is_remote, listing, put, remove, remove_tree, store_errors
+from pe_lab.storage.paths import AnyPath, exists, is_remote, listing, put, put_file, remove, remove_tree
 
 INCOMPLETE = ".incomplete"  # in a directory of a store that has no marker, while it is put
 
@@ -120,8 +120,7 @@ def _new_remote(path: AnyPath, what: str, marker: str | None) -> Iterator[Path]:
             put(path / INCOMPLETE, b"")
         names = [p.relative_to(filled).as_posix() for p in sorted(filled.rglob("*")) if p.is_file()]
         for name in sorted(names, key=lambda name: name == marker):
-            with store_errors(path / name):
-                filesystem(path).put_file(str(filled / name), str(path / name))
+            put_file(path / name, filled / name)
         if marker is None:
             remove(path / INCOMPLETE)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 
+import object_stores
 import pytest
 from object_stores import bucket, gcs_bucket, s3_bucket, short_pauses, store_servers  # noqa: F401
 from tiny_runs import REPOSITORY
@@ -132,6 +133,42 @@ def test_a_directory_without_a_marker_is_refused_once_it_is_whole(root, bucket):
     assert bucket.names() == ["runs/a/file"]
     with pytest.raises(ConfigError, match="--to '.*' exists and is not empty"), storage.new_directory(root, "--to"):
         pass
+
+
+def test_no_byte_of_a_content_is_lost(root):
+    """Requests in MIME parts would lose the end of line before a boundary, and what follows a boundary."""
+    ends = (b"", b"\r", b"\n", b"\r\n", b"\n\r", b"\n--==0==--", b"\r\n--==0==--\r\n")
+    contents = {f"{n}": b"content" + end for n, end in enumerate(ends)} | {"empty": b""}
+    storage.write_files({root / "put" / name: content for name, content in contents.items()})
+    with storage.new_directory(root / "directory") as building:
+        for name, content in contents.items():
+            (building / name).write_bytes(content)
+    for kind in ("put", "directory"):
+        assert {name: storage.read_bytes(root / kind / name) for name in contents} == contents
+    for path in (root / "created", root / "replaced"):
+        storage.write_file(root / "replaced", b"other")
+        assert storage.create_file(path, b"\r") or storage.replace_file(path, b"\r", expected=b"other")
+        assert storage.read_bytes(path) == b"\r"
+
+
+@pytest.mark.slow  # 5 s
+def test_large_contents_are_sent_in_several_requests(gcs_bucket, tmp_path):  # noqa: F811
+    content = os.urandom(paths.IN_PARTS + 1000) + b"\r"
+    (tmp_path / "file").write_bytes(content)
+    path = storage.path("--out", f"{gcs_bucket.url}/x/file")
+    for write in (lambda: storage.write_file(path, content), lambda: paths.put_file(path, tmp_path / "file")):
+        parts = gcs_bucket.inject("503", "^(PUT|POST) .*upload_id", times=1)
+        write()
+        assert storage.read_bytes(path) == content and parts.met == 1
+        storage.write_file(path, b"")
+
+
+def test_an_object_that_has_other_bytes_than_were_sent_is_an_error(gcs_bucket, monkeypatch):  # noqa: F811
+    path = storage.path("--out", f"{gcs_bucket.url}/x/file")
+    forward = object_stores.Handler._forward
+    monkeypatch.setattr(object_stores.Handler, "_forward", lambda self, body: forward(self, body.replace(b"1", b"2")))
+    with pytest.raises(StoreError, match="'gs://.*/x/file': the store has other bytes than were sent"):
+        storage.write_file(path, b"1")
 
 
 @pytest.mark.parametrize(
