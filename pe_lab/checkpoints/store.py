@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -107,6 +107,7 @@ class Store:
         optimizer: Any,
         metadata: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts to save, after the previous save has finished, and returns once the arrays are copied.
 
@@ -117,11 +118,21 @@ class Store:
           params, optimizer: trees of arrays; `optimizer` may be None.
           metadata: JSON.
           metrics: of this step, for `Retention.best`.
+          before: writes what must be on disk before the checkpoint; if it raises a `UserError` in one process, none
+            saves.
 
         Raises:
-          SaveFailed: the previous save failed. This one was not started.
+          SaveFailed: the previous save failed, and this one was not started; or this one failed at once.
         """
         self.wait()
+        name = f"{self.directory}/{step}/{next(_exchanges)}"
+        refused = b""
+        try:
+            before()
+        except UserError as error:
+            refused = first_line(error).rstrip(".").encode()
+        for reason in filter(None, all_values(f"{name}/before", refused)):
+            raise SaveFailed(f"Checkpoint {step} of '{self.directory}' was not written ({reason.decode()}).")
         items: dict[str, Any] = {"params": params} | ({} if optimizer is None else {"optimizer": optimizer})
         arrays = {name: describe_arrays(tree) for name, tree in items.items()}
         about = {"kind": "checkpoint", "step": step, "id": metadata.get("id"), "metrics": dict(metrics or {})}
@@ -136,7 +147,6 @@ class Store:
         except Exception as error:
             self._failed(step, error)
             self.wait()
-        name = f"{self.directory}/{step}/{next(_exchanges)}"
         self._commit = threading.Thread(target=self._finish, args=(step, arrays, about, name), daemon=True)
         self._commit.start()
 
@@ -157,7 +167,8 @@ class Store:
                 mine["files"] = digest_files(saving, lambda name: _process_of(name) == jax.process_index())
             except Exception as error:
                 mine["error"] = first_line(error)
-            every = [json.loads(value) for value in all_values(f"{name}/files", json.dumps(mine).encode())]
+            shared = all_values(f"{name}/files", json.dumps(mine).encode(), done=f"{name}/before")
+            every = [json.loads(value) for value in shared]
             errors = [value["error"] for value in every if "error" in value]
             result = b""
             if jax.process_index() == 0:

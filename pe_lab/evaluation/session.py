@@ -15,6 +15,7 @@ from pe_lab.evaluation.generation.prompted import Prompted
 from pe_lab.evaluation.lm_eval.suite import Harness
 from pe_lab.evaluation.measure import Evaluation, Forwards
 from pe_lab.evaluation.plan import Plan, parse_lengths
+from pe_lab.evaluation.scoring.forward import check_length
 from pe_lab.evaluation.targets import Target, load_subjects
 from pe_lab.evaluation.tasks.documents import Documents
 from pe_lab.evaluation.tasks.ruler.files import write_answers
@@ -80,6 +81,8 @@ class Session:
         if text is None:
             text = ",".join(f"{factor}x" for factor in settings.factors)
         lengths = parse_lengths(text, subjects[0].training_length)
+        for subject in subjects:
+            check_length(subject.checkpoint.model, subject.checkpoint.layers, max(lengths))
         measured = None if self.suites is None else tuple(suite for suite in self.suites if suite in MEASURED)
         if data is None and measured != ():
             raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention import CacheView, cached_attention, encode_keys, encode_queries
@@ -18,6 +19,17 @@ from pe_lab.model.decoder import Model, layer_arrays
 from pe_lab.model.shape import Run, runs
 from pe_lab.parallel import constrain, slots_are_sharded
 from pe_lab.positional import LayerStructure, Schedule
+
+
+def cache_bytes_per_token(config: ModelConfig) -> int:
+    """Bytes of a token's keys and values on one layer: 2 G K numbers in the compute dtype."""
+    return 2 * config.kv_heads * config.head_dim * np.dtype(config.dtype).itemsize
+
+
+def cache_bytes(config: ModelConfig, structure: Sequence[LayerStructure], length: int) -> int:
+    """Bytes of the KV cache of one sequence; a layer with a window keeps at most that many tokens."""
+    kept = sum(length if one.window is None else min(length, one.window) for one in structure)
+    return kept * cache_bytes_per_token(config)
 
 
 def slot_axes(ring: bool) -> tuple[str | None, ...]:

@@ -23,7 +23,7 @@ from pe_lab.model.cache import Cache, Chunk, Layout, allocate, arrange, forward_
 from pe_lab.model.decoder import Model, Params
 from pe_lab.model.sampling import Draw, choose
 from pe_lab.model.shape import Run
-from pe_lab.parallel import AxisRules, put, use_mesh
+from pe_lab.parallel import AxisRules, check_memory, put, use_mesh
 from pe_lab.positional import LayerStructure, Schedule
 
 
@@ -70,10 +70,27 @@ class Programs:
         self.rows_at_once = mesh.shape["data"] * mesh.shape["fsdp"] if mesh is not None else 1
         self._device = SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else None
         make = functools.partial(allocate, self.model.config)
-        self.allocate = jax.jit(make, static_argnums=(0, 1), out_shardings=self._device)
+        self._allocate = jax.jit(make, static_argnums=(0, 1), out_shardings=self._device)
         self.prefill = jax.jit(self._prefill, donate_argnames=("cache",))
         self.first = jax.jit(self._choose)
         self.next = jax.jit(self._step, donate_argnames=("cache",))
+
+    def allocate(self, layout: Layout, rows: int) -> Cache:
+        """An empty cache for `rows` sequences; `UnsupportedError` if there is less memory."""
+        shapes = jax.tree.leaves(jax.eval_shape(self._allocate, layout, rows))
+        needed = sum(shape.size * shape.dtype.itemsize for shape in shapes)
+        devices = jax.local_devices()[:1]
+        if self._mesh is not None:
+            devices = list(self._mesh.local_devices)
+            needed = needed * len(devices) // self._mesh.size
+        sequences = "one sequence" if rows == 1 else f"{rows} sequences"
+        check_memory(
+            needed,
+            f"The KV cache of {sequences} of {layout.capacity:,} tokens",
+            devices,
+            "Ask for fewer tokens or fewer sequences at a time.",
+        )
+        return self._allocate(layout, rows)
 
     def forward(
         self, params: Any, cache: Cache, chunk: Chunk, schedule: Schedule

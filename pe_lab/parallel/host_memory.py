@@ -33,12 +33,17 @@ def host_memory() -> int:
     return found
 
 
-def check_memory(needed: int, what: str, devices: Sequence[Any] = ()) -> None:
+_ADVICE = "Make the model or the batch smaller, or shard it over more devices (config.mesh)."
+
+
+def check_memory(needed: int, what: str, devices: Sequence[Any] = (), advice: str = _ADVICE) -> None:
     """Refuses what does not even fit the memory of the host and of these devices of this process together.
 
     Args:
       needed: bytes, at least.
       what: what needs them, for the message.
+      devices: local devices, whose memory counts too.
+      advice: what to do, for the message.
 
     Raises:
       UnsupportedError: there is less memory; with both figures.
@@ -47,8 +52,8 @@ def check_memory(needed: int, what: str, devices: Sequence[Any] = ()) -> None:
     there = host + sum(chip_of(device).memory for device in devices if device.platform != "cpu")
     if host and needed > there:
         raise UnsupportedError(
-            f"{what} needs at least {needed / GIB:,.1f} GiB, and this machine and its devices have {there / GIB:,.1f}. "
-            "Make the model or the batch smaller, or shard it over more devices (config.mesh)."
+            f"{what} needs at least {needed / GIB:,.1f} GiB, and this machine and its devices have "
+            f"{there / GIB:,.1f}. {advice}"
         )
 
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pe_lab.config import ModelConfig
 from pe_lab.evaluation.scoring.forward import CHUNK_ELSEWHERE
 from pe_lab.model import Model
+from pe_lab.model.cache import cache_bytes, cache_bytes_per_token
 from pe_lab.model.loss import LOGITS
 from pe_lab.parallel import AxisRules, padded_length, use_mesh
 from pe_lab.planning.compiled_memory import Compiled, analyze
@@ -39,17 +39,6 @@ class SequenceMemory:
     at_once: int
     in_chunks: int
     decoding: int
-
-
-def cache_bytes_per_token(config: ModelConfig) -> int:
-    """Bytes of a token's keys and values on one layer: 2 G K numbers in the compute dtype."""
-    return 2 * config.kv_heads * config.head_dim * np.dtype(config.dtype).itemsize
-
-
-def cache_bytes(config: ModelConfig, structure: Sequence[LayerStructure], length: int) -> int:
-    """Bytes of the KV cache of one sequence; a layer with a window keeps at most that many tokens."""
-    kept = sum(length if one.window is None else min(length, one.window) for one in structure)
-    return kept * cache_bytes_per_token(config)
 
 
 def weight_bytes(model: Model, shards: int) -> int:

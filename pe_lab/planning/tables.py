@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Sequence
 
 from pe_lab.evaluation.targets import weight_shards
+from pe_lab.model.cache import cache_bytes_per_token
 from pe_lab.parallel.topology import CHIPS, GIB
 from pe_lab.planning.compiled_memory import Compiled
-from pe_lab.planning.evaluation_memory import cache_bytes_per_token, longest, sequence_memory, weight_bytes
+from pe_lab.planning.evaluation_memory import longest, sequence_memory, weight_bytes
 from pe_lab.planning.plan import PhaseNumbers, Plan
 from pe_lab.results.formatting import count
 from pe_lab.terminal import table

@@ -21,6 +21,7 @@ from pe_lab.storage.paths import (
     children,
     exists,
     is_file,
+    is_full,
     is_remote,
     kvstore,
     listing,

@@ -19,13 +19,13 @@ def create_file(path: AnyPath, content: bytes) -> bool:
     if not is_remote(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        temporary.write_bytes(content)
         try:
+            temporary.write_bytes(content)
             os.link(temporary, path)
         except FileExistsError:
             return path.read_bytes() == content
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
         return True
     try:
         with store_errors(path):
@@ -85,8 +85,11 @@ def _replace_local(path: Path, content: bytes, expected: bytes) -> bool:
         if found != expected:
             return found == content
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
         return True
     finally:
         os.close(directory)

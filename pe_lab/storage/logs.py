@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
 
 from pe_lab.errors import DataError, StoreError
-from pe_lab.storage.paths import AnyPath, is_remote
+from pe_lab.storage.paths import AnyPath, is_full, is_remote
 from pe_lab.storage.segments import SegmentWriter, read_log
 
 FLUSH_SECONDS = 30.0
@@ -21,23 +21,27 @@ class AppendedLog:
 
     On a disk each record is a line in the file at once. To an object store they are sent every `FLUSH_SECONDS` by a
     thread, which tries again later if the store does not answer, and by `flush` and `close`. Whenever the process is
-    killed, the log holds the first records, whole.
+    killed, the log holds the first records, whole, and perhaps a part of the next line.
 
     Raises:
       DataError: the file cannot be written.
       StoreError: the store refuses, or does not answer.
     """
 
-    def __init__(self, path: AnyPath, kept: Iterable[Mapping[str, Any]] | None = None, advice: str = ""):
+    def __init__(
+        self, path: AnyPath, kept: Iterable[Mapping[str, Any]] | None = None, advice: str = "", waits: bool = False
+    ):
         """Opens the log.
 
         Args:
           path: the log.
           kept: the records that it then has, in place of those it had; by default all that are whole.
           advice: what to do if it cannot be written, for messages.
+          waits: a full disk is no error of `append`: the records wait for space. Then `flush` raises while there is
+            none, and `close` drops them.
         """
-        self.path, self._advice, self._file = path, advice, None
-        self._pending: list[bytes] = []  # what `_sending` is not sending
+        self.path, self._advice, self._waits, self._file = path, advice, waits, None
+        self._pending: list[bytes] = []  # to a store: what `_sending` is not sending
         self._lock, self._sending, self._closed = threading.Lock(), threading.Lock(), threading.Event()
         if not is_remote(path):
             self._file = self._opened(None if kept is None else b"".join(map(record_line, kept)))
@@ -61,7 +65,7 @@ class AppendedLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if content is not None:
                 write_file(self.path, content, self._advice)
-            file = open(self.path, "a+b")  # noqa: SIM115
+            file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
             _cut_off_partial_line(file)
             return file
         except OSError as error:
@@ -72,16 +76,23 @@ class AppendedLog:
 
     def append(self, *records: Mapping[str, Any]) -> None:
         """Appends records."""
-        lines = b"".join(map(record_line, records))
-        if self._file is None:
-            with self._lock:
-                self._pending.append(lines)
-            return
+        with self._lock:
+            self._pending.append(b"".join(map(record_line, records)))
+        if self._file is not None:
+            try:
+                self._write()
+            except OSError as error:
+                if not (self._waits and is_full(error)):
+                    raise self._unwritten(error) from None
+
+    def _write(self) -> None:
+        """Writes what is pending to the file; the end of a line may have to wait for the next call."""
+        lines = b"".join(self._pending)
         try:
-            self._file.write(lines)
-            self._file.flush()
-        except OSError as error:
-            raise self._unwritten(error) from None
+            while lines:
+                lines = lines[self._file.write(lines) :]
+        finally:
+            self._pending = [lines] if lines else []
 
     def flush(self) -> None:
         """Returns when all records are on disk, or in the store."""
@@ -89,7 +100,7 @@ class AppendedLog:
             self._send()
             return
         try:
-            self._file.flush()
+            self._write()
             os.fsync(self._file.fileno())
         except OSError as error:
             raise self._unwritten(error) from None
@@ -115,6 +126,8 @@ class AppendedLog:
         """Stores what is pending, and ends the thread."""
         self._closed.set()
         if self._file is not None:
+            with contextlib.suppress(OSError):  # `append` has raised it, or the records were to wait
+                self._write()
             self._file.close()
             return
         self._sender.join()

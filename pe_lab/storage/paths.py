@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import hashlib
 import importlib.util
 import logging
@@ -87,6 +88,11 @@ def _check_bucket(directory: AnyPath, bucket: str) -> None:
 def is_remote(path: AnyPath) -> bool:
     """Whether a path is one of an object store."""
     return not isinstance(path, Path) and path.parts[:1] == ("/",) and path.parts[1:2] in (("gs",), ("s3",))
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that a disk is full, or a quota used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def absolute(path: AnyPath) -> AnyPath:

@@ -71,7 +71,7 @@ class Ledger:
             phase, step = record.get("phase", ""), record.get("step", 0)
             self._reached[phase] = max(step, self._reached.get(phase, 0))
         self._start = 1 + max((record["start"] for record in records), default=0)
-        self._log = AppendedLog(self._path)
+        self._log = AppendedLog(self._path, waits=True)
         self._write()
         self._thread = threading.Thread(target=self._record_regularly, name="ledger", daemon=True)
         self._thread.start()

@@ -68,7 +68,7 @@ class PhaseLogs:
             records = salvage_records(path, _no_step, console().print)
             if name != "spikes" or records:
                 kept = [record for record in records if stays(record)]
-                self._logs[name] = AppendedLog(path, kept)
+                self._logs[name] = AppendedLog(path, kept, waits=True)
                 if name == "metrics":
                     self._digest.add(*kept)
                     self.reached = max((record["step"] for record in records), default=0)
@@ -84,7 +84,7 @@ class PhaseLogs:
         if self._board is None:
             return
         if name not in self._logs:  # spikes.jsonl exists where there was one
-            self._logs[name] = AppendedLog(self._directory / f"{name}.jsonl")
+            self._logs[name] = AppendedLog(self._directory / f"{name}.jsonl", waits=True)
         self._logs[name].append(record)
         if name == "metrics":
             self._digest.add(record)

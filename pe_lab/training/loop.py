@@ -302,13 +302,13 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: _Rewind
             due = step % config.checkpoint.every_steps == 0 or step in config.checkpoint.milestones
             if due or step == steps or stopping:
                 settle()
-                logs.flush()  # the log on disk is never behind the checkpoint, and what it holds was judged
                 what = f"trained {step} steps of '{phase.name}' with {encodings}"
                 path = directory / DIRECTORY / str(step)
                 lineage = [*start.lineage, lineage_entry(what, new_id(), str(path), step)]
                 metadata = checkpoint_metadata(run, phase, lineage, pipeline.get_state(), monitor.state(), logs.digest)
                 with times.wait("checkpoint"):
-                    _save(work, step, state, metadata, {**last, **losses})
+                    # The log on disk is never behind the checkpoint, and what it holds was judged.
+                    _save(work, step, state, metadata, {**last, **losses}, logs.flush, step == steps or stopping)
                 rewinds.in_a_row = 0
         with times.wait("checkpoint"):
             store.wait()
@@ -322,13 +322,28 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: _Rewind
         raise Stopped(f"stopped at step {step} of {steps} of phase '{phase.name}', saved; run it again to continue")
 
 
-def _save(work: _Work, step: int, state: TrainState, metadata: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-    """Starts to save. The failure of an earlier save stops the run, or is printed, as `checkpoint.on_failure` says."""
-    for _ in range(2):  # the first attempt may raise the failure of the save before
+def _save(
+    work: _Work,
+    step: int,
+    state: TrainState,
+    metadata: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    before: Callable[[], None],
+    ends: bool,
+) -> None:
+    """Starts to save. The failure of this save or the one before stops the run, or is printed: `checkpoint.on_failure`.
+
+    `before` is that of `Store.save`. If the loop `ends` with this save, its failure stops the run in any case.
+    """
+
+    def save() -> None:
+        work.store.save(step, state.params, state.optimizer, metadata, metrics, before)
+
+    for action in (work.store.wait, save):
         try:
-            return work.store.save(step, state.params, state.optimizer, metadata, metrics)
+            action()
         except SaveFailed as failure:
-            if work.run.config.checkpoint.on_failure == "stop":
+            if (ends and action is save) or work.run.config.checkpoint.on_failure == "stop":
                 raise
             work.out.print(f"{work.phase.name}: {failure} Training goes on.")
 

@@ -19,13 +19,14 @@ import jax
 
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in
 from pe_lab.config import Config, changed, config_hash, identity, may_change, to_json
-from pe_lab.errors import ConfigError, UserError
+from pe_lab.errors import ConfigError, DataError, UserError
 from pe_lab.parallel import all_values
 from pe_lab.storage import (
     AnyPath,
     children,
     create_file,
     exists,
+    is_full,
     is_remote,
     json_object,
     read_bytes,
@@ -160,13 +161,19 @@ def lease(workdir: AnyPath, show: Callable[[str], None], lost: Callable[[str], N
 
     Raises:
       ConfigError: another run has the lease.
+      DataError: the disk is full.
     """
     path, owner = workdir / LEASE_FILE, _this_process()
     content = _lease(owner, 0)
-    while not create_file(path, content):
-        found = _dead_lease(path, show)
-        if found is not None and replace_file(path, content, expected=found):
-            break
+    try:
+        while not create_file(path, content):
+            found = _dead_lease(path, show)
+            if found is not None and replace_file(path, content, expected=found):
+                break
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise DataError(f"The lease '{path}' cannot be written ({error.strerror}). Free some space.") from None
     ended = threading.Event()
 
     def renew() -> None:
@@ -180,6 +187,8 @@ def lease(workdir: AnyPath, show: Callable[[str], None], lost: Callable[[str], N
                     return lost(f"Another run has taken the lease '{path}': this one stops.")
                 content, last = renewed, time.monotonic()
             except (UserError, OSError) as error:
+                if is_full(error):  # no other run can write its lease either; if one could, it is found above
+                    last = time.monotonic()
                 if time.monotonic() - last > EXPIRY_SECONDS:
                     return lost(f"The lease '{path}' cannot be renewed: {error}")
 

@@ -22,7 +22,7 @@ from pe_lab.checkpoints.native import NativeSource
 from pe_lab.checkpoints.retention import Retention
 from pe_lab.checkpoints.store import templates
 from pe_lab.config import MeshConfig, ModelConfig, config_hash, to_json
-from pe_lab.errors import SaveFailed, UserError
+from pe_lab.errors import DataError, SaveFailed, UserError
 from pe_lab.model import Model
 from pe_lab.parallel import make_mesh
 from pe_lab.positional import (
@@ -291,6 +291,20 @@ def test_a_save_that_fails_is_reported_and_leaves_the_earlier_ones(tmp_path):
     save(15, 2.0)
     store.wait()
     assert store.steps() == [5, 15] and store.damage(15) == ""
+    store.close()
+
+
+def test_nothing_is_saved_if_what_must_come_first_cannot_be_written(tmp_path):
+    store, save = small_store(tmp_path)
+    save(5)
+
+    def before() -> None:
+        raise DataError("metrics.jsonl cannot be written (No space left on device).")
+
+    with pytest.raises(SaveFailed, match=r"Checkpoint 10 of '.*' was not written \(metrics.jsonl .* on device\)\)\."):
+        store.save(10, {"a": jnp.ones(3)}, None, {}, before=before)
+    store.wait()
+    assert [path.name for path in store.directory.iterdir()] == ["5"]
     store.close()
 
 

@@ -1,4 +1,7 @@
-"""A full disk: one message, nothing half-written, and with space the same command ends in the same bytes."""
+"""A full disk: one message, nothing half-written, and with space the same command ends in the same bytes.
+
+A training that is to go on (`checkpoint.on_failure="continue"`) gets its space back while it runs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import random
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +19,15 @@ from gauntlet.kills import moments
 from gauntlet.outcome import UNFINISHED, Row, damaged, steps
 from gauntlet.world import COMMANDS, Session, World, draw, new_paths
 
-ROUND = ("train", "prepare", "train", "export", "train", "surgery", "train", "evaluate", "train", "import")
-AIMS = ("save", "border", "commit", "validation", "first step", "before the start", "save")
+ROUND = (
+    *("train", "prepare", "train", "export", "patient train"),
+    *("surgery", "train", "evaluate", "patient train", "import"),
+)
+AIMS = {
+    "train": ("save", "border", "commit", "validation", "first step", "before the start"),
+    "patient train": ("save", "commit", "validation", "save"),
+}
+FULL_SECONDS = (0.05, 2.0)  # until a training that is to go on has space again
 DISK_BYTES = 16 * 2**20
 
 
@@ -72,8 +83,8 @@ def run_case(world: World, seed: int, number: int) -> Row:
 
 def _on_disk(world: World, case: str, rng: random.Random, number: int, disk: Path) -> Row:
     name = ROUND[number % len(ROUND)]
-    command = COMMANDS[name]
-    aims = AIMS if name == "train" else ("writing", "before the start")
+    command, patient = COMMANDS[name], name == "patient train"
+    aims = AIMS.get(name, ("writing", "before the start"))
     aim = aims[(number // len(ROUND) * ROUND.count(name) + ROUND[: number % len(ROUND)].count(name)) % len(aims)]
     what = f"disk full in {name}"
     for _ in range(6):
@@ -82,27 +93,34 @@ def _on_disk(world: World, case: str, rng: random.Random, number: int, disk: Pat
         session = world.start(command.argv, project)
         if filler is None:
             _wait(world, session, project, name, aim, rng)
-            before = {p: steps(p) for p in project.glob("run/*/checkpoints")}
+            before = {p: steps(p) for p in project.glob(f"{command.makes}/*/checkpoints")}
             filler = Filler(disk)
         else:
             before = {}
+        if patient:
+            at = time.monotonic() + rng.uniform(*FULL_SECONDS)
+            session.wait_until(lambda at=at: time.monotonic() >= at)
+            filler.remove()
         ended = session.end()
-        filler.remove()
-        if ended.status != 0:
+        if not patient:
+            filler.remove()
+        if ended.status != 0 or "Training goes on." in ended.output:
             break
-        aim = "before the start" if name != "train" else "save"  # it came too late: the command had written everything
+        aim = "save" if "train" in name else "before the start"  # it came too late: all had been written
     else:
         return Row(case, what, aim, "the command ends before the disk is full", "not tried")
     told = f"status {ended.status}: {ended.last_line[:200]}"
+    if patient:
+        told = f"{ended.output.count('Training goes on.')} saves failed, {told}"
     if ended.wrong:
         return Row(case, what, aim, told, ended.wrong)
-    if ended.status not in (2, 3):
+    if ended.status not in ((0, 2, 3) if patient else (2, 3)):
         return Row(case, what, aim, told, f"status {ended.status}")
     for checkpoints, had in before.items():
         whole = [step for step in steps(checkpoints) if not damaged(checkpoints / str(step))]
         if had and max(whole, default=-1) < had[-1]:
             return Row(case, what, aim, f"{told}; whole steps {whole}, there were {had}", "a step is lost")
-    if name not in ("train", "evaluate"):
+    if name not in (*AIMS, "evaluate"):
         left = [path.name for path in new_paths(project / command.makes) if path.exists()]
         if left:
             return Row(case, what, aim, f"{told}; left: {left}", "half-written")
@@ -120,5 +138,5 @@ def _wait(world: World, session: Session, project: Path, name: str, aim: str, rn
     if aim == "writing":
         session.wait_until(lambda: bool(new_paths(project / COMMANDS[name].makes)))
         return
-    happened, _ = moments(session, project / "run", rng)[aim]
+    happened, _ = moments(session, project / COMMANDS[name].makes, rng)[aim]
     session.wait_until(happened)

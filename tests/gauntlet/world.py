@@ -35,6 +35,9 @@ COMMANDS = {
         ("pe_lab.prepare", "--source=text:corpus/*.py", "--tokenizer=sentencepiece:train:400", "--out=data",
          "--validation-fraction=0.1"), ("corpus",), "data"),
     "train": Command(("gauntlet.marked_train", "--config=recipe.py", "--workdir=run"), ("recipe.py", "data"), "run"),
+    "patient train": Command(
+        ("gauntlet.marked_train", "--config=recipe.py", "--workdir=patient", "--config.checkpoint.on_failure=continue"),
+        ("recipe.py", "data"), "patient"),
     "export": Command(
         ("pe_lab.convert", "--from=run/pretrain", "--to=hf:exported", "--parity=off"), ("run",), "exported"),
     "import": Command(

@@ -1,16 +1,19 @@
 """The workdir of a run: one config, changes that a run may make, and one process at a time."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import pytest
 from tiny_runs import REPOSITORY, fingerprint, tiny, write_recipe
 
+from pe_lab import storage
 from pe_lab.errors import ConfigError
 from pe_lab.training import workdir as module
 from pe_lab.training.workdir import LEASE_FILE, claim_workdir, lease, write_run
@@ -188,6 +191,37 @@ def test_a_process_learns_that_its_lease_was_taken(tmp_path, monkeypatch):
         time.sleep(0.2)
     assert len(lost) == 1 and "Another run has taken the lease" in lost[0]
     assert (tmp_path / LEASE_FILE).read_text() == elsewhere(1)  # the other one's stays
+
+
+@pytest.mark.parametrize(("code", "count"), [(errno.ENOSPC, 0), (errno.EIO, 1)])
+def test_a_lease_outlasts_a_full_disk_and_no_other_failure(tmp_path, monkeypatch, code, count):
+    """0.5 s each."""
+    monkeypatch.setattr(module, "RENEWED_SECONDS", 0.05)
+    monkeypatch.setattr(module, "EXPIRY_SECONDS", 0.1)
+
+    def fail(*args: object, **kwargs: object) -> bool:
+        raise OSError(code, os.strerror(code))
+
+    lost = []
+    with lease(tmp_path, print, lost.append):
+        monkeypatch.setattr(module, "replace_file", fail)
+        time.sleep(0.5)
+    assert len(lost) == count
+
+
+def test_what_a_full_disk_takes_no_part_of_leaves_nothing(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"1")
+
+    def fail(path: Path, content: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(OSError, match="No space left"):
+        storage.create_file(tmp_path / "new", b"2")
+    with pytest.raises(OSError, match="No space left"):
+        storage.replace_file(tmp_path / "file", b"2", expected=b"1")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == b"1"
 
 
 @pytest.mark.slow

@@ -18,9 +18,20 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from pe_lab.checkpoints.source import shardings
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model, Params
+from pe_lab.model.cache import cache_bytes
 from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.model.loss import LOGITS, tokens_per_device, vocabulary_chunks
-from pe_lab.parallel import AxisRules, compute_devices, computes_together, fetch, make_mesh, put, shared, use_mesh
+from pe_lab.parallel import (
+    AxisRules,
+    check_memory,
+    compute_devices,
+    computes_together,
+    fetch,
+    make_mesh,
+    put,
+    shared,
+    use_mesh,
+)
 from pe_lab.positional import Layer, Schedule, build_schedule
 
 BATCH_TOKENS = {"cpu": 2**11}  # fits a CPU's caches: with eight times as many a token took twice as long
@@ -31,6 +42,22 @@ CHUNK_ELSEWHERE = 2**12
 SHARD_FROM = 2**11  # longer sequences are sharded over devices that would otherwise be idle
 Batch = Mapping[str, np.ndarray]  # [n, ...] each; the last sequence is repeated to fill the last compiled batch
 OnTokens = Callable[[int], None]  # is called with the number of tokens read since the last call
+
+
+def check_length(config: ModelConfig, layers: Sequence[Layer], length: int) -> None:
+    """`UnsupportedError` if one sequence does not fit the memory of this process's share of the devices.
+
+    On one device a long sequence is read in chunks, with the KV cache of all of it; on several it is sharded over them,
+    and the hidden states of one layer are in memory.
+    """
+    devices = compute_devices()
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    if len(devices) == 1:
+        structure = build_schedule(layers, config.heads, config.kv_heads, config.head_dim, length).structure
+        needed = cache_bytes(config, structure, length) if length > WHOLE else 0
+    else:
+        needed = 3 * length * config.d_model * np.dtype(config.dtype).itemsize * len(here) // len(devices)
+    check_memory(needed, f"One sequence of {length:,} tokens", here, "Ask for shorter --lengths, or use more devices.")
 
 
 class Forward:
