@@ -22,7 +22,7 @@ from pe_lab.data.tokenizers import KIND_FILE, load_saved_tokenizer, save_tokeniz
 from pe_lab.errors import UserError
 from pe_lab.parallel import has_accelerator, keep_freed_memory, start_processes
 from pe_lab.parallel.lost_processes import lost_processes
-from pe_lab.parallel.stopping import Stopped, stop_requests, watch_maintenance
+from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests, watch_maintenance
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import AnyPath, new_directory
 from pe_lab.terminal import argument_parser, command, console, leave
@@ -53,16 +53,16 @@ def parser() -> argparse.ArgumentParser:
 
 @command
 def main(argv: Sequence[str]) -> int:
-    with stop_requests():
+    with stop_requests() as stops:
         try:
-            return _train(argv)
+            return _train(argv, stops)
         except Stopped as stopped:
             # 75: neither complete nor failed; a launcher runs the same command again.
             print(stopped, flush=True)
             return os.EX_TEMPFAIL
 
 
-def _train(argv: Sequence[str]) -> int:
+def _train(argv: Sequence[str], stops: StopRequests) -> int:
     rest, overrides = split_overrides(argv)
     args = parser().parse_args(rest)
     profiler = Profiler(parse_steps(args.profile)) if args.profile else Profiler()
@@ -72,6 +72,7 @@ def _train(argv: Sequence[str]) -> int:
     if not has_accelerator():
         keep_freed_memory()  # before JAX starts; halves the processor time of a small step
     start_processes()
+    stops.take_sigterm()
     watch_maintenance()
     out = console(quiet=jax.process_index() != 0)
     run = open_run(config, workdir)

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from gauntlet.disk_full import Filler, small_disk
 from tiny_runs import finish, losses, records, start_together, tiny, train, write_recipe
 
 from pe_lab.checkpoints import open_checkpoint
@@ -87,6 +88,24 @@ def test_sigterm_to_one_of_two_saves_and_one_process_goes_on(tmp_path, alone):
 
     train(tiny(tmp_path / "recipe", phases=phases()), run)
     assert_same_losses(run, alone)
+
+
+def test_a_full_disk_stops_neither_of_two_processes(tmp_path, alone):
+    """The process that writes the logs cannot, or a save fails; both go on, and save later. 20 s."""
+    with small_disk(tmp_path / "disk"):
+        run = tmp_path / "disk" / "two"
+        told = ["--config.checkpoint.on_failure=continue", "--config.checkpoint.every_steps=2", f"--workdir={run}"]
+        processes = begin(tmp_path, *told)
+        log = run / "pretrain" / "metrics.jsonl"
+        while not log.exists() or log.read_bytes().count(b"\n") < 8:
+            assert all(p.poll() is None for p in processes), finish(processes)
+            time.sleep(0.01)
+        disk = Filler(tmp_path / "disk")
+        time.sleep(3.0)
+        disk.remove()
+        first, _ = finish(processes)
+        assert "Training goes on." in first and "Traceback" not in first
+        assert_same_losses(run, alone)
 
 
 def test_a_tensor_axis_across_processes_and_text_prepared_once(tmp_path):

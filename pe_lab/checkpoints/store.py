@@ -34,7 +34,7 @@ from pe_lab.checkpoints.locating import (
 from pe_lab.checkpoints.retention import Retention
 from pe_lab.errors import CheckpointError, SaveFailed, UserError
 from pe_lab.model import Params
-from pe_lab.parallel import all_values, return_freed_memory
+from pe_lab.parallel import all_values, give_value, return_freed_memory
 from pe_lab.storage import AnyPath, absolute, children, enable_orbax, exists, is_remote, move_tree, remove_tree
 from pe_lab.storage.manifest import MANIFEST, SMALL_BYTES, Digest, Manifest, digest_files
 
@@ -43,6 +43,7 @@ from pe_lab.storage.manifest import MANIFEST, SMALL_BYTES, Digest, Manifest, dig
 VERIFIED_BYTES = 20 * 2**30
 TRIMMED_BYTES = 2**28  # saves above this leave enough freed memory behind that it is returned to the kernel
 REMOVALS, REMOVAL_SECONDS = 4, 0.25  # of the files of a failed save
+BARRIERS = 4  # Orbax has two in the background of a save
 _SAVING, _DELETING = ".saving", ".deleting"  # suffixes of directories under way
 
 # Orbax logs every save, and tracebacks of a failed one before it raises; a run has its own log and messages.
@@ -63,6 +64,10 @@ class Store:
         self._checkpointer: Any = None
         self._commit: threading.Thread | None = None
         self._failure: str | None = None
+        self._exchange, self._barriers = (
+            "",
+            0,
+        )  # the name of the last save for other processes, and Orbax's barriers in it
         self.verified = "not verified"  # how the checkpoint that was restored last was
         if not read_only and jax.process_index() == 0:
             if not is_remote(self.directory):
@@ -125,8 +130,8 @@ class Store:
           SaveFailed: the previous save failed, and this one was not started; or this one failed at once.
         """
         self.wait()
-        name = f"{self.directory}/{step}/{next(_exchanges)}"
-        refused = b""
+        self._exchange, self._barriers = f"{self.directory}/{step}/{next(_exchanges)}", 0
+        name, refused = self._exchange, b""
         try:
             before()
         except UserError as error:
@@ -140,7 +145,8 @@ class Store:
         path = self._saving(step)
         try:
             if self._checkpointer is None:
-                self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+                options = ocp.options.AsyncOptions(barrier_sync_fn=self._barrier)
+                self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
             self._checkpointer.save(
                 path, args=ocp.args.Composite(metadata=ocp.args.JsonSave(dict(metadata)), **saved), force=True
             )
@@ -157,6 +163,15 @@ class Store:
         """Where a step is written. On an object store nothing is renamed: the manifest alone commits a step."""
         return self._path(step, "" if is_remote(self.directory) else _SAVING)
 
+    def _barrier(self, *, key: str, timeout_ms: int) -> None:
+        """A barrier of Orbax in the background of a save: waits for the others, and raises if one has failed.
+
+        With Orbax's own barrier, the others of a process that fails wait for 20 minutes.
+        """
+        name, self._barriers = f"{self._exchange}/barrier/{self._barriers}", self._barriers + 1
+        for failure in filter(None, all_values(name, b"")):
+            raise OSError(failure.decode())
+
     def _finish(self, step: int, arrays: Mapping[str, Any], about: Mapping[str, Any], name: str) -> None:
         """Waits for the files, and commits them: in a thread of its own, in every process."""
         saving = self._saving(step)
@@ -167,7 +182,10 @@ class Store:
                 mine["files"] = digest_files(saving, lambda name: _process_of(name) == jax.process_index())
             except Exception as error:
                 mine["error"] = first_line(error)
-            shared = all_values(f"{name}/files", json.dumps(mine).encode(), done=f"{name}/before")
+                for number in range(self._barriers, BARRIERS):  # at which the others wait for this process
+                    give_value(f"{name}/barrier/{number}", mine["error"].encode() or b"unknown")
+            done = [f"{name}/before", *(f"{name}/barrier/{number}" for number in range(BARRIERS))]
+            shared = all_values(f"{name}/files", json.dumps(mine).encode(), done)
             every = [json.loads(value) for value in shared]
             errors = [value["error"] for value in every if "error" in value]
             result = b""
@@ -183,7 +201,7 @@ class Store:
                         saving.rename(self._path(step))
                 except Exception as error:
                     result = first_line(error).encode() or b"unknown"
-            failure = all_values(f"{name}/committed", result, done=f"{name}/files")[0]
+            failure = all_values(f"{name}/committed", result, [f"{name}/files"])[0]
             if failure:
                 raise OSError(failure.decode())
         except Exception as error:

@@ -20,6 +20,7 @@ from pe_lab.parallel.work_sharing import (
     computes_together,
     deal,
     first_then_others,
+    give_value,
     is_first,
     on_first,
     one_program,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -46,6 +47,21 @@ class StopRequests:
         self.can_save = self.agreed = False
         self.raised, self._count = False, 0
         self._again, self._own = False, 0  # whether to send the signal again, and how many were sent so
+        self._agree: Any = None  # the handler of `jax.distributed`: processes agree on a step to stop at
+
+    def take_sigterm(self) -> None:
+        """Takes SIGTERM back from `jax.distributed`, whose own handler is told of the first request to stop.
+
+        Through it all processes agree on a step. Call it in the main thread once the processes are connected.
+        """
+        if not (_several_processes() and self is _active):
+            return
+        libc = ctypes.CDLL(None)
+        libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+        handler = libc.signal(signal.SIGTERM, None)
+        signal.signal(signal.SIGTERM, self._handle)
+        if handler:
+            self._agree = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
@@ -67,9 +83,7 @@ class StopRequests:
 
     def _handle(self, number: int, frame: Any) -> None:
         """In the main thread."""
-        if number == signal.SIGINT and _several_processes():
-            # Processes agree on a step to stop at through `jax.distributed`, which has taken SIGTERM.
-            os.kill(os.getpid(), signal.SIGTERM)
+        if _several_processes():  # the thread has told `jax.distributed`
             return
         self.received = self.received or number
         if not self.can_save and not self.raised:
@@ -91,8 +105,11 @@ class StopRequests:
                 if self._count > 1:
                     _say(f"{name} again: leaving without saving")
                     os._exit(128 + number)
-                _say(f"{name}: {'saving, then leaving' if self.can_save else 'leaving'}; once more to leave at once")
-                if not _several_processes():
+                saves = self.can_save or self._agree is not None
+                _say(f"{name}: {'saving, then leaving' if saves else 'leaving'}; once more to leave at once")
+                if self._agree is not None:
+                    self._agree(signal.SIGTERM)
+                elif not _several_processes():
                     threading.Thread(target=self._end_if_stuck, args=(number,), daemon=True).start()
 
     def _end_if_stuck(self, number: int) -> None:

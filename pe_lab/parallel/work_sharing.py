@@ -268,22 +268,35 @@ def _busy(own: Iterator[Result]) -> Iterator[Result]:
         yield result
 
 
-def all_values(name: str, value: bytes, done: str = "") -> list[bytes]:
+def all_values(name: str, value: bytes, done: Sequence[str] = ()) -> list[bytes]:
     """The value of every process, in their order, on every process: for threads that may run no collective on devices.
 
     Args:
       name: of this exchange, which no other one has had.
-      done: the name of an earlier exchange, which all processes have left; its values are removed.
+      value: this process's.
+      done: the names of earlier exchanges, which all processes have left; their values are removed.
     """
     state = distributed.global_state
     if state.client is None:
         return [value]
-    client, keys = state.client, [f"pe_lab/{name}/{process}" for process in range(state.num_processes)]
-    client.key_value_set_bytes(keys[state.process_id], value)
+    client = state.client
+    give_value(name, value)
+    keys = [_key(name, process) for process in range(state.num_processes)]
     values = [client.blocking_key_value_get_bytes(key, EXCHANGE_MILLISECONDS) for key in keys]
-    if done:
-        client.key_value_delete(f"pe_lab/{done}/{state.process_id}")
+    for earlier in done:
+        client.key_value_delete(_key(earlier, state.process_id))
     return values
+
+
+def give_value(name: str, value: bytes) -> None:
+    """Gives this process's value of an exchange, and does not wait for those of the others; see `all_values`."""
+    state = distributed.global_state
+    if state.client is not None:
+        state.client.key_value_set_bytes(_key(name, state.process_id), value)
+
+
+def _key(name: str, process: int) -> str:
+    return f"pe_lab/{name}/{process}"
 
 
 def deal(costs: Sequence[float], processes: int) -> list[int]:

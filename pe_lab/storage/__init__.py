@@ -2,7 +2,8 @@
 
 from pe_lab.storage.conditional import create_file, replace_file
 from pe_lab.storage.copies import copies_directory, local_copy
-from pe_lab.storage.files import new_directory, unfinished, write_file, write_files
+from pe_lab.storage.directories import new_directory, unfinished
+from pe_lab.storage.files import write_file, write_files
 from pe_lab.storage.json_files import (
     json_object,
     read_json,
@@ -12,6 +13,7 @@ from pe_lab.storage.json_files import (
     write_json,
     write_records,
 )
+from pe_lab.storage.leases import LeaseHeld, lease
 from pe_lab.storage.logs import AppendedLog, record_line
 from pe_lab.storage.orbax_paths import COMMIT_FILE, enable_orbax
 from pe_lab.storage.paths import (

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pe_lab.errors import DataError
-from pe_lab.storage.files import new_directory
+from pe_lab.storage.directories import new_directory
 from pe_lab.storage.paths import AnyPath, Entry, entry, filesystem, is_remote, listing, store_errors
 
 WHOLE = ".whole"  # in the directory of a copy that is complete

@@ -31,7 +31,7 @@ from pe_lab.training.optimizer import learning_rate, make_optimizer
 from pe_lab.training.profiling import Profiler, StepTimes
 from pe_lab.training.replay import Replay
 from pe_lab.training.run import PhasePlan, Run, attention_of, held_out_batches, open_pipeline
-from pe_lab.training.stability import MOST_REWINDS, MOST_SKIPS, Event, Monitor, skip_policy
+from pe_lab.training.stability import MOST_REWINDS, MOST_SKIPS, Event, Monitor, Rewind, Rewinds, skip_policy
 from pe_lab.training.start import Start, start_phase
 from pe_lab.training.step import (
     RandomPositions,
@@ -42,36 +42,6 @@ from pe_lab.training.step import (
     make_shardings,
     place_batch,
 )
-
-
-class _Rewind(Exception):
-    """A step was judged bad enough to go back to the last checkpoint."""
-
-    def __init__(self, event: Event):
-        super().__init__(event.sentence)
-        self.event = event
-
-
-@dataclass
-class _Rewinds:
-    """What the rewinds of a phase have led to."""
-
-    in_a_row: int = 0  # since a checkpoint was saved
-    last: Event | None = None  # led to the state at hand
-    batches: Sequence[int] = ()  # left out by the last one
-    left_out: frozenset[int] = frozenset()  # by all rewinds of this process
-
-    def leave_out(self, pipeline: Pipeline, step: int, count: int) -> None:
-        """Leaves out the last `count` batches up to that of the last event; the pipeline is at `step`.
-
-        The batches up to the checkpoint are trained on, and stay.
-        """
-        if self.last is not None:
-            pipeline.leave_out(sorted(self.left_out))
-            first = max(step, self.last.step - count)
-            self.batches = [pipeline.batch_index(position) for position in range(first, self.last.step)]
-            self.left_out = self.left_out | set(self.batches)
-            pipeline.leave_out(self.batches)
 
 
 @dataclass(frozen=True)
@@ -165,7 +135,7 @@ def train_phase(
             Replay(config.stability.replay_every, *how, out.print) if config.stability.replay_every else None,
             out,
         )
-        rewinds = _Rewinds()
+        rewinds = Rewinds()
         try:
             while True:
                 with contextlib.closing(open_pipeline(config, phase, run.mesh, start.data_state)) as pipeline:
@@ -173,7 +143,7 @@ def train_phase(
                     try:
                         _train_steps(work, start, pipeline, rewinds)
                         return directory / DIRECTORY / str(steps)
-                    except _Rewind as rewind:
+                    except Rewind as rewind:
                         rewinds.last = rewind.event
                 # The arrays of the bad state went with the exception: there is memory for another one.
                 out.print(f"{phase.name}: {rewinds.last.sentence}")
@@ -204,10 +174,10 @@ def _flops(run: Run, phase: PhasePlan) -> Flops:
     return train_flops_per_token(config, phase.config.sequence_length, phase.schedule.structure)
 
 
-def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: _Rewinds) -> None:
+def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds) -> None:
     """The loop: trains a phase from a state to its end, and saves.
 
-    Raises `_Rewind` where the policy says so, and otherwise as `train_phase`.
+    Raises `Rewind` where the policy says so, and otherwise as `train_phase`.
     """
     run, phase, store, directory, ledger, stops = (
         work.run,
@@ -246,7 +216,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: _Rewind
                 event = monitor.judge(at, last)
                 last.pop("skipped", None)
                 if event is not None and event.action == "rewind":
-                    raise _Rewind(event)
+                    raise Rewind(event)
                 if (at % config.log.every_steps == 0 or at == steps) and all(map(math.isfinite, last.values())):
                     record = {"step": at, "tokens": at * phase.tokens_per_step, **last}
                     logs.write("metrics", {**record, "learning_rate": float(rate(at - 1))})

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pe_lab.config import StabilityConfig
+from pe_lab.data.pipeline import Pipeline
 
 MOST_SKIPS = 10  # in a row; a run that refuses more of its batches does not learn
 MOST_REWINDS = 10  # from one checkpoint
@@ -168,3 +169,33 @@ class Monitor:
         if not (count := int(self.history.count)):
             return None, None
         return float(np.mean(self.history.losses[-count:])), float(np.mean(self.history.grad_norms[-count:]))
+
+
+class Rewind(Exception):
+    """A step was judged bad enough to go back to the last checkpoint."""
+
+    def __init__(self, event: Event):
+        super().__init__(event.sentence)
+        self.event = event
+
+
+@dataclass
+class Rewinds:
+    """What the rewinds of a phase have led to."""
+
+    in_a_row: int = 0  # since a checkpoint was saved
+    last: Event | None = None  # led to the state at hand
+    batches: Sequence[int] = ()  # left out by the last one
+    left_out: frozenset[int] = frozenset()  # by all rewinds of this process
+
+    def leave_out(self, pipeline: Pipeline, step: int, count: int) -> None:
+        """Leaves out the last `count` batches up to that of the last event; the pipeline is at `step`.
+
+        The batches up to the checkpoint are trained on, and stay.
+        """
+        if self.last is not None:
+            pipeline.leave_out(sorted(self.left_out))
+            first = max(step, self.last.step - count)
+            self.batches = [pipeline.batch_index(position) for position in range(first, self.last.step)]
+            self.left_out = self.left_out | set(self.batches)
+            pipeline.leave_out(self.batches)

@@ -1,37 +1,29 @@
-"""The workdir of a run: whether it belongs to this config, run.json, and the lease, so that one run works in it."""
+"""The workdir of a run: whether it belongs to this config, run.json, and its lease, so that one run works in it."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import os
-import secrets
-import socket
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in
 from pe_lab.config import Config, changed, config_hash, identity, may_change, to_json
-from pe_lab.errors import ConfigError, DataError, UserError
+from pe_lab.errors import ConfigError, UserError
 from pe_lab.parallel import all_values
 from pe_lab.storage import (
     AnyPath,
+    LeaseHeld,
     children,
-    create_file,
     exists,
-    is_full,
     is_remote,
     json_object,
+    lease,
     read_bytes,
-    remove,
-    replace_file,
     salvage_json,
     write_json,
 )
@@ -39,8 +31,6 @@ from pe_lab.terminal import console
 from pe_lab.training.machine import machine, versions
 
 RUN_FILE, LEASE_FILE = "run.json", "lease.json"
-RENEWED_SECONDS = 15.0  # between two renewals of a lease
-EXPIRY_SECONDS = 60.0  # without a renewal, after which its run counts as dead
 
 
 def claim_workdir(workdir: AnyPath, config: Config) -> dict[str, Any]:
@@ -148,65 +138,12 @@ def write_run(workdir: AnyPath, config: Config, command: str, before: Mapping[st
 
 
 @contextlib.contextmanager
-def lease(workdir: AnyPath, show: Callable[[str], None], lost: Callable[[str], None]) -> Iterator[None]:
-    """Takes the lease of a workdir for the block: a second run refuses to work there.
-
-    lease.json names the process, and is renewed every `RENEWED_SECONDS`. The lease of a process that has ended on this
-    host is taken at once; that of a run elsewhere, if it is not renewed for `EXPIRY_SECONDS`.
-
-    Args:
-      workdir: on a file system or an object store.
-      show: prints a line, before this process waits to learn whether another run is alive.
-      lost: called from a thread with a message, if another run has taken the lease or it cannot be renewed.
+def working_alone(workdir: AnyPath, show: Callable[[str], None]) -> Iterator[None]:
+    """The lease of a workdir, which process 0 takes; all raise if it is refused. A process that loses it ends.
 
     Raises:
-      ConfigError: another run has the lease.
-      DataError: the disk is full.
+      ConfigError: another run has the lease, or it cannot be written.
     """
-    path, owner = workdir / LEASE_FILE, _this_process()
-    content = _lease(owner, 0)
-    try:
-        while not create_file(path, content):
-            found = _dead_lease(path, show)
-            if found is not None and replace_file(path, content, expected=found):
-                break
-    except OSError as error:
-        if not is_full(error):
-            raise
-        raise DataError(f"The lease '{path}' cannot be written ({error.strerror}). Free some space.") from None
-    ended = threading.Event()
-
-    def renew() -> None:
-        nonlocal content
-        number, last = 0, time.monotonic()
-        while not ended.wait(RENEWED_SECONDS):
-            number += 1
-            try:
-                renewed = _lease(owner, number)
-                if not replace_file(path, renewed, expected=content):
-                    return lost(f"Another run has taken the lease '{path}': this one stops.")
-                content, last = renewed, time.monotonic()
-            except (UserError, OSError) as error:
-                if is_full(error):  # no other run can write its lease either; if one could, it is found above
-                    last = time.monotonic()
-                if time.monotonic() - last > EXPIRY_SECONDS:
-                    return lost(f"The lease '{path}' cannot be renewed: {error}")
-
-    renewing = threading.Thread(target=renew, daemon=True)
-    renewing.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        renewing.join()
-        with contextlib.suppress(UserError, OSError):
-            if read_bytes(path) == content:
-                remove(path)
-
-
-@contextlib.contextmanager
-def working_alone(workdir: AnyPath, show: Callable[[str], None]) -> Iterator[None]:
-    """The `lease` of a workdir, which process 0 takes; all raise if it is refused. A process that loses it ends."""
 
     def stop(message: str) -> None:
         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -216,66 +153,14 @@ def working_alone(workdir: AnyPath, show: Callable[[str], None]) -> Iterator[Non
         refusal = b""
         if jax.process_index() == 0:
             try:
-                stack.enter_context(lease(workdir, show, stop))
+                stack.enter_context(lease(workdir / LEASE_FILE, show, stop))
+            except LeaseHeld as held:
+                refusal = (
+                    f"--workdir '{workdir}': {held.owner} trains there, and has its lease '{LEASE_FILE}'. Stop it "
+                    "first, or choose another --workdir."
+                ).encode()
             except UserError as error:
                 refusal = str(error).encode()
         if refusal := all_values("lease", refusal)[0]:
             raise ConfigError(refusal.decode())
         yield
-
-
-def _lease(owner: Mapping[str, Any], number: int) -> bytes:
-    """The content of a lease at its renewal of that number."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return json.dumps({**owner, "renewal": number, "time": now}).encode()
-
-
-def _this_process() -> dict[str, Any]:
-    """A name of this process that no other one has, also after a restart of the machine."""
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "started": _started(os.getpid()),
-        "key": secrets.token_hex(8),
-    }
-
-
-def _started(pid: int) -> str:
-    """When a process of this host started, by the machine's boot and its clock; "" if there is none."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
-    except (OSError, IndexError):
-        return ""
-
-
-def _dead_lease(path: AnyPath, show: Callable[[str], None]) -> bytes | None:
-    """The content of a lease whose run has ended; None if there is no lease any more.
-
-    Raises:
-      ConfigError: the run is alive.
-    """
-    try:
-        found = read_bytes(path)
-    except FileNotFoundError:
-        return None
-    owner = json_object(found) or {}
-    pid, host = owner.get("pid"), owner.get("host")
-    refusal = (
-        f"--workdir '{path.parent}': process {pid} on {host} trains there, and has its lease '{path.name}'. Stop it "
-        "first, or choose another --workdir."
-    )
-    if isinstance(pid, int) and host == socket.gethostname():
-        if owner.get("started") == _started(pid):
-            raise ConfigError(refusal)
-        return found
-    deadline = time.monotonic() + EXPIRY_SECONDS
-    show(f"{path} is of process {pid} on {host}: waiting {EXPIRY_SECONDS:.0f} s at most to see whether it is alive")
-    while time.monotonic() < deadline:
-        time.sleep(min(1.0, EXPIRY_SECONDS / 10))
-        try:
-            if read_bytes(path) != found:
-                raise ConfigError(refusal)
-        except FileNotFoundError:
-            return None
-    return found

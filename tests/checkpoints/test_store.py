@@ -1,6 +1,7 @@
 """The content of a checkpoint, the paths that name it, and the errors for one that cannot be read."""
 
 import json
+import re
 import resource
 import shutil
 import signal
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_runs import compilations_kept, reseal, tiny, trained  # noqa: F401
+from tiny_runs import compilations_kept, finish, reseal, start_together, tiny, trained  # noqa: F401
 
 import pe_lab
 from pe_lab.checkpoints import Checkpoint, Store, find_checkpoints, open_checkpoint, resolve
@@ -306,6 +307,46 @@ def test_nothing_is_saved_if_what_must_come_first_cannot_be_written(tmp_path):
     store.wait()
     assert [path.name for path in store.directory.iterdir()] == ["5"]
     store.close()
+
+
+FAILS_IN_ONE = """
+import resource, signal, sys, time
+from pe_lab.parallel import start_processes
+start_processes()
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from pe_lab.checkpoints.store import Store
+from pe_lab.errors import SaveFailed
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sharding = NamedSharding(jax.make_mesh((2,), ("x",)), PartitionSpec("x"))
+values = np.arange(8000, dtype=np.float32)
+tree = {"a": jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])}
+store = Store("checkpoints")
+free = resource.getrlimit(resource.RLIMIT_FSIZE)
+for step in (5, 10, 15):
+    if step == 10 and jax.process_index() == int(sys.argv[1]):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, free[1]))
+    began = time.monotonic()
+    try:
+        store.save(step, tree, None, {"format": 1, "step": step})
+        store.wait()
+    except SaveFailed as failure:
+        print(f"{failure} after {time.monotonic() - began:.0f} s")
+    resource.setrlimit(resource.RLIMIT_FSIZE, free)
+print(store.steps(), store.damage(15) == "")
+store.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_save_that_fails_in_one_of_two_processes_fails_in_both_at_once(tmp_path, failing):
+    """With Orbax's own barriers the other one waits for 20 minutes. 8 s each."""
+    (tmp_path / "fails_in_one.py").write_text(FAILS_IN_ONE)
+    for out in finish(start_together(["fails_in_one", str(failing)], [tmp_path] * 2), patience=120):
+        failed, said, *_ = [line for line in out.splitlines() if "Gloo" not in line]
+        assert re.fullmatch(r"Checkpoint 10 of '.*' could not be written \(.*\)\. after \d s", failed), out
+        assert said == "[5, 15] True", out
 
 
 def test_what_a_killed_save_or_deletion_leaves_is_removed(tmp_path):

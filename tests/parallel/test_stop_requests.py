@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from object_stores import free_port
 from tiny_runs import REPOSITORY, assert_same_training, finish, start, start_together, write_recipe
 
 from pe_lab.checkpoints.locating import steps_in
@@ -96,6 +97,45 @@ def test_signals_are_seen_inside_a_compiler(kind, signals, status):
     _, printed = process.communicate(timeout=20)
     assert process.returncode == status, printed
     assert "Traceback" not in printed and signal.Signals(signals[0]).name in printed
+
+
+# One of several processes, as far as it knows: `jax.distributed` has a handler of SIGTERM.
+CONNECTED = """
+import os, sys, time
+os.environ |= {"COORDINATOR_ADDRESS": sys.argv[1], "PROCESS_COUNT": "1", "PROCESS_INDEX": "0", "JAX_PLATFORMS": "cpu"}
+from jax.experimental.multihost_utils import reached_preemption_sync_point
+from pe_lab.parallel.processes import start_processes
+from pe_lab.parallel.stopping import stop_requests
+with stop_requests() as stops:
+    start_processes()
+    stops.take_sigterm()
+    stops.can_save = True
+    print("ready", flush=True)
+    step = 0
+    while not reached_preemption_sync_point(step := step + 1):
+        time.sleep(0.01)
+    print("agreed", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_one_of_several_processes_sees_both_signals(first):
+    """4 s each: `jax.distributed` looks at its signal once a second."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONNECTED, f"localhost:{free_port()}"],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(first)
+    assert process.stdout.readline() == "agreed\n"
+    process.send_signal(signal.SIGTERM)
+    _, printed = process.communicate(timeout=20)
+    assert process.returncode == 143 and "SIGTERM again: leaving without saving" in printed, printed
+    assert f"{first.name}: saving, then leaving" in printed
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):

@@ -135,6 +135,37 @@ def test_a_directory_without_a_marker_is_refused_once_it_is_whole(root, bucket):
         pass
 
 
+WRITER = """
+import sys
+from pe_lab import storage
+with storage.new_directory(storage.path("--to", sys.argv[1]), "--to", marker=sys.argv[2] or None) as building:
+    for name in ("common", "of the first", sys.argv[2] or "more"):
+        (building / name).write_text("first")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("marker", [None, "done"])
+def test_two_writers_of_one_directory_do_not_mix(root, bucket, marker):  # noqa: F811
+    """The second is refused while the first puts its files, or waits for it where the directory has a marker. 5 s."""
+    stalled = bucket.inject("stall", "^(PUT|POST) .*common", times=1, seconds=2.0)
+    environment = {**os.environ, **bucket.environment, "PYTHONPATH": str(REPOSITORY)}
+    names = ("common", "of the first", marker or "more")
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(root), marker or ""], env=environment) as first:
+        while not stalled.met:
+            assert first.poll() is None
+        try:
+            with storage.new_directory(root, "--to", marker=marker) as building:
+                for name in ("common", "of the second", marker or "more"):
+                    (building / name).write_text("second")
+        except ConfigError as refused:
+            assert not marker and str(refused).startswith(f"--to '{root}': process {first.pid} on ")
+        else:
+            assert marker
+        assert first.wait() == 0
+    assert {name: storage.read_bytes(root / name) for name in storage.listing(root)} == dict.fromkeys(names, b"first")
+
+
 def test_no_byte_of_a_content_is_lost(root):
     """Requests in MIME parts would lose the end of line before a boundary, and what follows a boundary."""
     ends = (b"", b"\r", b"\n", b"\r\n", b"\n\r", b"\n--==0==--", b"\r\n--==0==--\r\n")

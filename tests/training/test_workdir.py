@@ -1,22 +1,17 @@
 """The workdir of a run: one config, changes that a run may make, and one process at a time."""
 
-import errno
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import pytest
 from tiny_runs import REPOSITORY, fingerprint, tiny, write_recipe
 
-from pe_lab import storage
 from pe_lab.errors import ConfigError
-from pe_lab.training import workdir as module
-from pe_lab.training.workdir import LEASE_FILE, claim_workdir, lease, write_run
+from pe_lab.training.workdir import LEASE_FILE, claim_workdir, working_alone, write_run
 
 
 def test_a_directory_belongs_to_one_config(tmp_path):
@@ -120,110 +115,6 @@ def test_a_damaged_run_file_of_a_run_is_set_aside(tmp_path, capsys):
     assert sorted(path.name[:17] for path in workdir.iterdir()) == ["pretrain", "run.json.damaged-"]
 
 
-# --- The lease -------------------------------------------------------------------------------------------------------
-
-
-def refuse(message: str) -> None:
-    raise AssertionError(message)
-
-
-def test_a_second_process_is_refused_while_the_first_one_lives(tmp_path):
-    with lease(tmp_path, print, refuse):
-        refused = pytest.raises(ConfigError, match=rf"process {os.getpid()} on .* trains there, and has its lease")
-        with refused, lease(tmp_path, print, refuse):
-            pass
-        assert (tmp_path / LEASE_FILE).exists()
-    assert not (tmp_path / LEASE_FILE).exists()
-    with lease(tmp_path, print, refuse):
-        pass
-
-
-def test_the_lease_of_a_process_that_has_ended_here_is_taken_at_once(tmp_path):
-    code = "import sys; from pathlib import Path; from pe_lab.training.workdir import lease\n"
-    code += "with lease(Path(sys.argv[1]), print, print):\n    print('taken', flush=True); input()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        cwd=REPOSITORY,
-        text=True,
-    )
-    assert process.stdout.readline() == "taken\n"
-    with pytest.raises(ConfigError, match=f"process {process.pid} on "), lease(tmp_path, print, refuse):
-        pass
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    began = time.monotonic()
-    with lease(tmp_path, refuse, refuse):
-        assert json.loads((tmp_path / LEASE_FILE).read_text())["pid"] == os.getpid()
-    assert time.monotonic() - began < 1
-
-
-def elsewhere(renewal: int) -> str:
-    """The lease of a process on another host."""
-    return json.dumps({"host": "elsewhere", "pid": 7, "started": "x", "renewal": renewal})
-
-
-def test_the_lease_of_another_host_is_taken_when_it_is_not_renewed(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "EXPIRY_SECONDS", 0.3)
-    (tmp_path / LEASE_FILE).write_text(elsewhere(1))
-    shown = []
-    with lease(tmp_path, shown.append, refuse):
-        assert json.loads((tmp_path / LEASE_FILE).read_text())["pid"] == os.getpid()
-    assert len(shown) == 1 and "is of process 7 on elsewhere: waiting" in shown[0]
-
-
-def test_the_lease_of_another_host_that_is_renewed_is_not_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "EXPIRY_SECONDS", 5.0)
-    (tmp_path / LEASE_FILE).write_text(elsewhere(1))
-    renew = lambda line: (tmp_path / LEASE_FILE).write_text(elsewhere(2))  # noqa: E731
-    with pytest.raises(ConfigError, match="process 7 on elsewhere trains there"), lease(tmp_path, renew, refuse):
-        pass
-
-
-def test_a_process_learns_that_its_lease_was_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "RENEWED_SECONDS", 0.05)
-    lost = []
-    with lease(tmp_path, print, lost.append):
-        time.sleep(0.2)
-        assert json.loads((tmp_path / LEASE_FILE).read_text())["renewal"] > 0 and not lost
-        (tmp_path / LEASE_FILE).write_text(elsewhere(1))
-        time.sleep(0.2)
-    assert len(lost) == 1 and "Another run has taken the lease" in lost[0]
-    assert (tmp_path / LEASE_FILE).read_text() == elsewhere(1)  # the other one's stays
-
-
-@pytest.mark.parametrize(("code", "count"), [(errno.ENOSPC, 0), (errno.EIO, 1)])
-def test_a_lease_outlasts_a_full_disk_and_no_other_failure(tmp_path, monkeypatch, code, count):
-    """0.5 s each."""
-    monkeypatch.setattr(module, "RENEWED_SECONDS", 0.05)
-    monkeypatch.setattr(module, "EXPIRY_SECONDS", 0.1)
-
-    def fail(*args: object, **kwargs: object) -> bool:
-        raise OSError(code, os.strerror(code))
-
-    lost = []
-    with lease(tmp_path, print, lost.append):
-        monkeypatch.setattr(module, "replace_file", fail)
-        time.sleep(0.5)
-    assert len(lost) == count
-
-
-def test_what_a_full_disk_takes_no_part_of_leaves_nothing(tmp_path, monkeypatch):
-    (tmp_path / "file").write_bytes(b"1")
-
-    def fail(path: Path, content: bytes) -> int:
-        path.touch()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_bytes", fail)
-    with pytest.raises(OSError, match="No space left"):
-        storage.create_file(tmp_path / "new", b"2")
-    with pytest.raises(OSError, match="No space left"):
-        storage.replace_file(tmp_path / "file", b"2", expected=b"1")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == b"1"
-
-
 @pytest.mark.slow
 def test_two_runs_on_one_workdir(tmp_path):
     """The second one refuses with status 2, and the first one is not disturbed. 15 s."""
@@ -240,3 +131,12 @@ def test_two_runs_on_one_workdir(tmp_path):
     first.terminate()
     assert first.wait() == os.EX_TEMPFAIL
     assert not (tmp_path / "run" / LEASE_FILE).exists()
+
+
+def test_a_second_run_is_refused(tmp_path):
+    held = working_alone(tmp_path, print)
+    refused = pytest.raises(ConfigError, match=r"--workdir '.*': process \d+ on .* trains there, and has its lease 'le")
+    with held, refused, working_alone(tmp_path, print):
+        pass
+    with working_alone(tmp_path, print):
+        pass

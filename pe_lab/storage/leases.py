@@ -1,0 +1,151 @@
+"""Leases: files by which of several processes, perhaps on several hosts, one works in a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pe_lab.errors import DataError, UserError
+from pe_lab.storage.conditional import create_file, replace_file
+from pe_lab.storage.json_files import json_object
+from pe_lab.storage.paths import AnyPath, is_full, read_bytes, remove
+
+RENEWED_SECONDS = 15.0  # between two renewals of a lease
+EXPIRY_SECONDS = 60.0  # without a renewal, after which its process counts as dead
+_active: set[str] = set()  # the keys of the leases that this process has
+
+
+class LeaseHeld(Exception):
+    """A process that is alive has the lease. `owner` names it: `process 17 on HOST`."""
+
+    def __init__(self, owner: str):
+        super().__init__(owner)
+        self.owner = owner
+
+
+@contextlib.contextmanager
+def lease(
+    path: AnyPath, show: Callable[[str], None], lost: Callable[[str], None], kept_after_errors: bool = False
+) -> Iterator[bool]:
+    """Takes a lease for the block, and yields whether a dead process had it.
+
+    The file names the process, and is renewed every `RENEWED_SECONDS`. The lease of a process that has ended on this
+    host is taken at once; that of a process elsewhere, if it is not renewed for `EXPIRY_SECONDS`.
+
+    Args:
+      path: the file, on a file system or an object store.
+      show: prints a line, before this process waits to learn whether another one is alive.
+      lost: called from a thread with a message, if another process has taken the lease or it cannot be renewed.
+      kept_after_errors: whether the file stays if the block raises, as the lease of a dead process.
+
+    Raises:
+      LeaseHeld: another process has the lease.
+      DataError: the disk is full.
+      StoreError: the store refuses, or does not answer.
+    """
+    owner = _this_process()
+    content, taken = _content(owner, 0), False
+    try:
+        while not create_file(path, content):
+            found = _dead_lease(path, show)
+            if found is not None and replace_file(path, content, expected=found):
+                taken = True
+                break
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise DataError(f"The lease '{path}' cannot be written ({error.strerror}). Free some space.") from None
+    ended, keeps = threading.Event(), kept_after_errors
+
+    def renew() -> None:
+        nonlocal content
+        number, last = 0, time.monotonic()
+        while not ended.wait(RENEWED_SECONDS):
+            number += 1
+            try:
+                renewed = _content(owner, number)
+                if not replace_file(path, renewed, expected=content):
+                    return lost(f"Another process has taken the lease '{path}': this one stops.")
+                content, last = renewed, time.monotonic()
+            except (UserError, OSError) as error:
+                if is_full(error):  # nobody else can write a lease either; if one could, it is found above
+                    last = time.monotonic()
+                if time.monotonic() - last > EXPIRY_SECONDS:
+                    return lost(f"The lease '{path}' cannot be renewed: {error}")
+
+    renewing = threading.Thread(target=renew, daemon=True)
+    renewing.start()
+    _active.add(owner["key"])
+    try:
+        yield taken
+        keeps = False
+    finally:
+        ended.set()
+        renewing.join()
+        _active.discard(owner["key"])
+        with contextlib.suppress(UserError, OSError):
+            if not keeps and read_bytes(path) == content:
+                remove(path)
+
+
+def _content(owner: Mapping[str, Any], number: int) -> bytes:
+    """The content of a lease at its renewal of that number."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return json.dumps({**owner, "renewal": number, "time": now}).encode()
+
+
+def _this_process() -> dict[str, Any]:
+    """A name of this process that no other one has, also after a restart of the machine; and a key of the lease."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "key": secrets.token_hex(8),
+    }
+
+
+def _started(pid: int) -> str:
+    """When a process of this host started, by the machine's boot and its clock; "" if there is none."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+    except (OSError, IndexError):
+        return ""
+
+
+def _dead_lease(path: AnyPath, show: Callable[[str], None]) -> bytes | None:
+    """The content of a lease whose process has ended; None if there is no lease any more.
+
+    Raises:
+      LeaseHeld: the process is alive.
+    """
+    try:
+        found = read_bytes(path)
+    except FileNotFoundError:
+        return None
+    owner = json_object(found) or {}
+    pid, host = owner.get("pid"), owner.get("host")
+    held = LeaseHeld(f"process {pid} on {host}")
+    if isinstance(pid, int) and host == socket.gethostname():
+        if owner.get("started") == _started(pid) and (pid != os.getpid() or owner.get("key") in _active):
+            raise held
+        return found
+    deadline = time.monotonic() + EXPIRY_SECONDS
+    show(f"{path} is of process {pid} on {host}: waiting {EXPIRY_SECONDS:.0f} s at most to see whether it is alive")
+    while time.monotonic() < deadline:
+        time.sleep(min(1.0, EXPIRY_SECONDS / 10))
+        try:
+            if read_bytes(path) != found:
+                raise held
+        except FileNotFoundError:
+            return None
+    return found
