@@ -64,10 +64,8 @@ class Store:
         self._checkpointer: Any = None
         self._commit: threading.Thread | None = None
         self._failure: str | None = None
-        self._exchange, self._barriers = (
-            "",
-            0,
-        )  # the name of the last save for other processes, and Orbax's barriers in it
+        self._exchange = ""  # the name of the save under way, alike on all processes
+        self._barriers = 0  # of Orbax, that this process has met in it
         self.verified = "not verified"  # how the checkpoint that was restored last was
         if not read_only and jax.process_index() == 0:
             if not is_remote(self.directory):

@@ -94,11 +94,10 @@ def _put_directory(path: AnyPath, filled: Path, what: str, marker: str | None) -
         for name in sorted(there, key=lambda name: name != marker):
             remove(path / name)
         names = [p.relative_to(filled).as_posix() for p in sorted(filled.rglob("*")) if p.is_file()]
-        for name in sorted(names, key=lambda name: name == marker):
+        for name in (*sorted(names, key=lambda name: name == marker), INCOMPLETE):
             if lost:
                 raise StoreError(f"{what} is not written. {lost[0]}")
-            put_file(path / name, filled / name)
-        remove(path / INCOMPLETE)
+            remove(path / name) if name == INCOMPLETE else put_file(path / name, filled / name)
 
 
 @contextlib.contextmanager
