@@ -274,6 +274,7 @@ def test_lists_ranges_and_lengths(place):
     surgery, evaluate = ["surgery", f"--from={MODEL}", "--to=new"], ["evaluate", f"--from={MODEL}"]
     plan, frequencies = ["plan", "--config=tiny.py", "--no-compile"], ["analyze", "--study=frequencies"]
     lines = each([*surgery, "--drop"], "layers", f"0-{huge}", huge, "1-0", "x", "²", long)
+    lines += each(evaluate, "lengths", "1024m")
     lines += each(evaluate, "lengths", huge, "1e400", "0", "-1", "1e9k", "nan", "2k,,x", long, "1.5")
     lines += each([*evaluate, "--suite=niah"], "depths", huge, "nan", "1e400", "-1", "²")
     lines += each(evaluate, "steps", "²", huge, "-1")

@@ -21,7 +21,7 @@ from pe_lab.evaluation.tasks import needles, perplexity
 from pe_lab.evaluation.tasks.suites import MEASURED
 from pe_lab.evaluation.variants import Subject, Variant, layers_under, paper_coefficient, variants_of
 from pe_lab.model import complete
-from pe_lab.parallel import first_then_others, on_first
+from pe_lab.parallel import check_memory, first_then_others, on_first
 from pe_lab.positional import Alibi, Layer, label_layers
 from pe_lab.results.records import Record, RecordFile, finite
 from pe_lab.results.variants import PAPER_COEFFICIENT
@@ -334,6 +334,9 @@ class Evaluation:
 
     def _questions(self, source: int, length: int) -> needles.Questions:
         settings = self.plan.settings
+        needed = 4 * 4 * settings.needle_windows * length  # int32: tokens, targets, distances and answers
+        what = f"Asking for needles in {settings.needle_windows:,} windows of {length:,} tokens"
+        check_memory(needed, what, advice="Give shorter --lengths, or fewer --windows.")
         return self._remember(
             ("questions", source, length),
             lambda: needles.questions(self._data, source, length, settings.needle_windows, settings.seed),

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pe_lab.errors import ConfigError, StoreError
-from pe_lab.storage.leases import LeaseHeld, lease
+from pe_lab.storage.leases import LeaseTaken, lease
 from pe_lab.storage.paths import AnyPath, exists, is_remote, listing, put_file, remove
 
 INCOMPLETE = ".incomplete"  # in a directory of a store while it is put: the lease of the process that does
@@ -72,16 +72,16 @@ def _new_remote(path: AnyPath, what: str, marker: str | None) -> Iterator[Path]:
         while marker is None or not exists(path / marker):
             try:
                 return _put_directory(path, filled, what, marker)
-            except LeaseHeld as held:
+            except LeaseTaken as taken:
                 if marker is None:
                     raise ConfigError(
-                        f"{what}: {held.owner} is writing there. Choose another directory, or wait until it has ended."
+                        f"{what}: {taken.owner} is writing there. Choose another directory, or wait until it has ended."
                     ) from None
                 time.sleep(WRITER_SECONDS)
 
 
 def _put_directory(path: AnyPath, filled: Path, what: str, marker: str | None) -> None:
-    """Puts a filled directory, under a lease, which is removed last; `LeaseHeld` if another process puts one."""
+    """Puts a filled directory, under a lease, which is removed last; `LeaseTaken` if another process puts one."""
     lost: list[str] = []
     show = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     with lease(path / INCOMPLETE, show, lost.append, kept_after_errors=True) as unfinished:

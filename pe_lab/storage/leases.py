@@ -24,7 +24,7 @@ EXPIRY_SECONDS = 60.0  # without a renewal, after which its process counts as de
 _active: set[str] = set()  # the keys of the leases that this process has
 
 
-class LeaseHeld(Exception):
+class LeaseTaken(Exception):
     """A process that is alive has the lease. `owner` names it: `process 17 on HOST`."""
 
     def __init__(self, owner: str):
@@ -48,17 +48,17 @@ def lease(
       kept_after_errors: whether the file stays if the block raises, as the lease of a dead process.
 
     Raises:
-      LeaseHeld: another process has the lease.
+      LeaseTaken: another process has the lease.
       DataError: the disk is full.
       StoreError: the store refuses, or does not answer.
     """
     owner = _this_process()
-    content, taken = _content(owner, 0), False
+    content, inherited = _content(owner, 0), False
     try:
         while not create_file(path, content):
             found = _dead_lease(path, show)
             if found is not None and replace_file(path, content, expected=found):
-                taken = True
+                inherited = True
                 break
     except OSError as error:
         if not is_full(error):
@@ -86,7 +86,7 @@ def lease(
     renewing.start()
     _active.add(owner["key"])
     try:
-        yield taken
+        yield inherited
         keeps = False
     finally:
         ended.set()
@@ -126,7 +126,7 @@ def _dead_lease(path: AnyPath, show: Callable[[str], None]) -> bytes | None:
     """The content of a lease whose process has ended; None if there is no lease any more.
 
     Raises:
-      LeaseHeld: the process is alive.
+      LeaseTaken: the process is alive.
     """
     try:
         found = read_bytes(path)
@@ -134,10 +134,10 @@ def _dead_lease(path: AnyPath, show: Callable[[str], None]) -> bytes | None:
         return None
     owner = json_object(found) or {}
     pid, host = owner.get("pid"), owner.get("host")
-    held = LeaseHeld(f"process {pid} on {host}")
+    taken = LeaseTaken(f"process {pid} on {host}")
     if isinstance(pid, int) and host == socket.gethostname():
         if owner.get("started") == _started(pid) and (pid != os.getpid() or owner.get("key") in _active):
-            raise held
+            raise taken
         return found
     deadline = time.monotonic() + EXPIRY_SECONDS
     show(f"{path} is of process {pid} on {host}: waiting {EXPIRY_SECONDS:.0f} s at most to see whether it is alive")
@@ -145,7 +145,7 @@ def _dead_lease(path: AnyPath, show: Callable[[str], None]) -> bytes | None:
         time.sleep(min(1.0, EXPIRY_SECONDS / 10))
         try:
             if read_bytes(path) != found:
-                raise held
+                raise taken
         except FileNotFoundError:
             return None
     return found

@@ -17,7 +17,7 @@ from pe_lab.errors import ConfigError, UserError
 from pe_lab.parallel import all_values
 from pe_lab.storage import (
     AnyPath,
-    LeaseHeld,
+    LeaseTaken,
     children,
     exists,
     is_remote,
@@ -154,9 +154,9 @@ def working_alone(workdir: AnyPath, show: Callable[[str], None]) -> Iterator[Non
         if jax.process_index() == 0:
             try:
                 stack.enter_context(lease(workdir / LEASE_FILE, show, stop))
-            except LeaseHeld as held:
+            except LeaseTaken as taken:
                 refusal = (
-                    f"--workdir '{workdir}': {held.owner} trains there, and has its lease '{LEASE_FILE}'. Stop it "
+                    f"--workdir '{workdir}': {taken.owner} trains there, and has its lease '{LEASE_FILE}'. Stop it "
                     "first, or choose another --workdir."
                 ).encode()
             except UserError as error:

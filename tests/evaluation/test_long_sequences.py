@@ -106,6 +106,21 @@ def test_the_arithmetic_of_a_cache_by_hand():
     assert text.cache < text.in_chunks and text.at_once < sequence_memory(Model(config), full, 2**20, 4).at_once
 
 
+def test_the_estimate_of_a_sequence_is_that_of_its_pass(monkeypatch):
+    """The KV cache on one device; on several, their share of the hidden states of a layer."""
+    from pe_lab.evaluation.scoring import forward
+
+    needed = []
+    monkeypatch.setattr(forward, "check_memory", lambda size, *_: needed.append(size))
+    for devices, wanted in ((1, 2**20 * 2 * 2 * 2 * 8 * 4), (4, 3 * 2**20 * CONFIG.d_model * 4)):
+        monkeypatch.setattr(forward, "compute_devices", lambda devices=devices: jax.devices()[:devices])
+        forward.check_length(CONFIG, ROPE, 2**20)
+        assert needed.pop() == wanted
+    monkeypatch.setattr(forward, "compute_devices", lambda: jax.devices()[:1])
+    forward.check_length(CONFIG, ROPE, forward.WHOLE)  # one pass, without a cache
+    assert needed.pop() == 0
+
+
 def test_the_longest_text_is_the_last_that_fits():
     model, structure = Model(tiny.MODEL), build_schedule(ROPE, 2, 2, 8).structure
     for way in ("at_once", "in_chunks", "decoding"):

@@ -335,6 +335,16 @@ def test_one_compilation_per_bucket(seen):
     assert made.traces["decode", 1, 1, 512] == 1
 
 
+def test_a_cache_that_does_not_fit_memory_is_refused_with_an_estimate():
+    made, prompts = decoder(SHALLOW), prompts_of(SHALLOW, 5, 7)
+    size = 2 * 2**30 * SHALLOW.layers * 2 * SHALLOW.kv_heads * SHALLOW.head_dim * 4 / 2**30
+    expected = f"The KV cache of 2 sequences of 1,073,741,824 tokens needs at least {size:,.1f} GiB"
+    with pytest.raises(UserError, match=expected):
+        made.generate(
+            made.prepare(parameters(SHALLOW)), prompts, schedules_of(SHALLOW, SCHEMES["rope"]), Request(10**9)
+        )
+
+
 def test_a_traced_program_is_compiled_once(caplog):
     """JAX compiles again, without a trace, where an argument is on its device by name in one call only."""
     made = Decoder(dataclasses.replace(SHALLOW, d_ff=40))  # a shape of its own: nothing of it is compiled yet

@@ -13,7 +13,7 @@ import pytest
 from tiny_runs import REPOSITORY
 
 from pe_lab import storage
-from pe_lab.storage import LeaseHeld, lease
+from pe_lab.storage import LeaseTaken, lease
 from pe_lab.storage import leases as module
 
 LEASE = "lease.json"
@@ -25,7 +25,7 @@ def refuse(message: str) -> None:
 
 def test_a_second_process_is_refused_while_the_first_one_lives(tmp_path):
     with lease(tmp_path / LEASE, print, refuse):
-        refused = pytest.raises(LeaseHeld, match=rf"process {os.getpid()} on ")
+        refused = pytest.raises(LeaseTaken, match=rf"process {os.getpid()} on ")
         with refused, lease(tmp_path / LEASE, print, refuse):
             pass
         assert (tmp_path / LEASE).exists()
@@ -45,7 +45,7 @@ def test_the_lease_of_a_process_that_has_ended_here_is_taken_at_once(tmp_path):
         text=True,
     )
     assert process.stdout.readline() == "taken\n"
-    with pytest.raises(LeaseHeld, match=f"process {process.pid} on "), lease(tmp_path / LEASE, print, refuse):
+    with pytest.raises(LeaseTaken, match=f"process {process.pid} on "), lease(tmp_path / LEASE, print, refuse):
         pass
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -73,7 +73,7 @@ def test_the_lease_of_another_host_that_is_renewed_is_not_taken(tmp_path, monkey
     monkeypatch.setattr(module, "EXPIRY_SECONDS", 5.0)
     (tmp_path / LEASE).write_text(elsewhere(1))
     renew = lambda line: (tmp_path / LEASE).write_text(elsewhere(2))  # noqa: E731
-    with pytest.raises(LeaseHeld, match="process 7 on elsewhere"), lease(tmp_path / LEASE, renew, refuse):
+    with pytest.raises(LeaseTaken, match="process 7 on elsewhere"), lease(tmp_path / LEASE, renew, refuse):
         pass
 
 
@@ -121,10 +121,10 @@ def test_what_a_full_disk_takes_no_part_of_leaves_nothing(tmp_path, monkeypatch)
 
 
 def test_a_lease_may_stay_after_an_error_and_is_then_a_dead_one(tmp_path):
-    with pytest.raises(KeyError), lease(tmp_path / LEASE, print, refuse, kept_after_errors=True) as taken:
-        assert not taken
+    with pytest.raises(KeyError), lease(tmp_path / LEASE, print, refuse, kept_after_errors=True) as inherited:
+        assert not inherited
         raise KeyError
     assert (tmp_path / LEASE).exists()
-    with lease(tmp_path / LEASE, refuse, refuse, kept_after_errors=True) as taken:
-        assert taken
+    with lease(tmp_path / LEASE, refuse, refuse, kept_after_errors=True) as inherited:
+        assert inherited
     assert not (tmp_path / LEASE).exists()

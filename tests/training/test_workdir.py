@@ -134,9 +134,9 @@ def test_two_runs_on_one_workdir(tmp_path):
 
 
 def test_a_second_run_is_refused(tmp_path):
-    held = working_alone(tmp_path, print)
+    first = working_alone(tmp_path, print)
     refused = pytest.raises(ConfigError, match=r"--workdir '.*': process \d+ on .* trains there, and has its lease 'le")
-    with held, refused, working_alone(tmp_path, print):
+    with first, refused, working_alone(tmp_path, print):
         pass
     with working_alone(tmp_path, print):
         pass

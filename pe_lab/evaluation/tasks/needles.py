@@ -13,7 +13,6 @@ from pe_lab.config import DataConfig
 from pe_lab.data.pipeline import needle_windows
 from pe_lab.evaluation.tasks.perplexity import bin_edges, standard_error
 from pe_lab.evaluation.tasks.task import Suite
-from pe_lab.parallel import check_memory
 from pe_lab.terminal import positive
 
 Predict = Callable[[Int[np.ndarray, "n T"], Int[np.ndarray, "n Q"]], Int[np.ndarray, "n Q"]]
@@ -30,14 +29,7 @@ class Questions:
 
 
 def questions(data: DataConfig, index: int, length: int, windows: int, seed: int) -> Questions:
-    """The first `windows` held-out windows of `length` tokens of source `index`, which is one of needles.
-
-    Raises:
-      UnsupportedError: they do not fit memory.
-    """
-    # Tokens, targets, distances and answers.
-    what = f"Asking for needles in {windows:,} windows of {length:,} tokens"
-    check_memory(4 * 4 * windows * length, what, advice="Give shorter --lengths, or fewer --windows.")
+    """The first `windows` held-out windows of `length` tokens of source `index`, which is one of needles."""
     made = needle_windows(data, index, length, seed, "validation").batch(np.arange(windows))
     at = np.nonzero(made["answers"])[1].reshape(windows, -1)
     return Questions(
