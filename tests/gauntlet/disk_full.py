@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import shutil
 import subprocess
 import threading
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from gauntlet.kills import moments
 from gauntlet.outcome import UNFINISHED, Row, damaged, steps
+from gauntlet.recipe import get_config
 from gauntlet.world import COMMANDS, Session, World, draw, new_paths
 
 ROUND = (
@@ -28,6 +30,7 @@ AIMS = {
     "patient train": ("save", "commit", "validation", "save"),
 }
 FULL_SECONDS = (0.05, 2.0)  # until a training that is to go on has space again
+LAST_STEPS = {phase["name"]: phase["steps"] for phase in get_config().phases}
 DISK_BYTES = 16 * 2**20
 
 
@@ -114,7 +117,9 @@ def _on_disk(world: World, case: str, rng: random.Random, number: int, disk: Pat
         told = f"{ended.output.count('Training goes on.')} saves failed, {told}"
     if ended.wrong:
         return Row(case, what, aim, told, ended.wrong)
-    if ended.status not in ((0, 2, 3) if patient else (2, 3)):
+    if patient and ended.status != 0 and not _ends_a_phase(ended.last_line):
+        return Row(case, what, aim, told, "does not go on")
+    if not patient and ended.status not in (2, 3):
         return Row(case, what, aim, told, f"status {ended.status}")
     for checkpoints, had in before.items():
         whole = [step for step in steps(checkpoints) if not damaged(checkpoints / str(step))]
@@ -131,6 +136,12 @@ def _on_disk(world: World, case: str, rng: random.Random, number: int, disk: Pat
         shown = f"{told}; with space status {again.status}: {again.last_line[:200]} {wrong[:1]}; had left {left[:2]}"
         return Row(case, what, aim, shown, again.wrong or "not repeated")
     return Row(case, what, aim, told, "same bytes")
+
+
+def _ends_a_phase(message: str) -> bool:
+    """Whether a message is of the first or the last checkpoint of a phase, without which no training goes on."""
+    found = re.search(r"Checkpoint (\d+) of '.*/(\w+)/checkpoints'", message)
+    return found is not None and int(found[1]) in (0, LAST_STEPS[found[2]])
 
 
 def _wait(world: World, session: Session, project: Path, name: str, aim: str, rng: random.Random) -> None:

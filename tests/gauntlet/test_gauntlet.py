@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tensorstore
-from gauntlet import damages, kills
+from gauntlet import damages, disk_full, kills
 from gauntlet.outcome import content, differences
 from gauntlet.world import REPOSITORY, Ended, draw, with_sources
 
@@ -85,6 +85,14 @@ def test_an_ended_process_is_judged_by_its_status_and_its_messages():
     assert Ended(3, "error: a\nerror: b\n", 1.0).wrong == "2 messages"
     assert Ended(1, "Traceback (most recent call last):\n", 1.0).wrong == Ended(-11, "", 1.0).wrong == "traceback"
     assert Ended(None, "", 1.0).wrong == "hang"
+
+
+def test_a_training_that_is_to_go_on_may_end_at_the_ends_of_a_phase_alone():
+    said = "error: Checkpoint {} of '/disk/patient/{}/checkpoints' could not be written ([Errno 28] No space left)."
+    for step, phase in ((30, "pretrain"), (20, "recalibrate"), (0, "recalibrate")):
+        assert disk_full._ends_a_phase(said.format(step, phase))
+    assert not disk_full._ends_a_phase(said.format(20, "pretrain"))
+    assert not disk_full._ends_a_phase("error: No space left on device. Free some space, or write elsewhere.")
 
 
 @pytest.mark.slow
