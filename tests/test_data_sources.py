@@ -15,13 +15,13 @@ from pe_lab.errors import UserError
 
 
 def documents(source, **settings):
-    return list(open_source(SourceConfig(source=source, **settings)).documents())
+    return [d.text for d in open_source(SourceConfig(source=source, **settings)).documents()]
 
 
 def test_the_standard_library_is_code_and_prose_without_its_tests():
     source = open_source(SourceConfig("stdlib"))
-    found = list(source.documents())
-    assert found == list(source.documents())
+    found = [d.text for d in source.documents()]
+    assert found == [d.text for d in source.documents()]
     assert any("class OrderedDict(dict)" in d for d in found)  # code: collections
     assert any(d.lstrip().startswith('The "with" statement') for d in found)  # prose: the help topics
     assert not any("import pytest" in d or "_bootstrap_external.MAGIC_NUMBER_FOR_TESTS" in d for d in found)
@@ -57,7 +57,7 @@ def test_parquet_streams_every_row_group_of_every_file(tmp_path):
     pyarrow.parquet.write_table(table.slice(0, 3000), tmp_path / "part-0.parquet", row_group_size=700)
     pyarrow.parquet.write_table(table.slice(3000), tmp_path / "part-1.parquet", row_group_size=999)
     source = open_source(SourceConfig(f"parquet:{tmp_path}/*.parquet"))
-    assert list(source.documents()) == texts
+    assert [d.text for d in source.documents()] == texts
     assert source.count() == 5000
 
 

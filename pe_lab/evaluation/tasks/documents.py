@@ -102,7 +102,9 @@ class Documents:
         while part := list(itertools.islice(documents, TOGETHER)):
             identities = {index: identity | {"index": index} for index, _ in part}
             if any(key(record) not in file.records for record in identities.values()):
-                ids = {index: np.asarray(lm.tokenizer.encode_prompt(text), np.int32) for index, text in part}
+                ids = {
+                    index: np.asarray(lm.tokenizer.encode_prompt(document.text), np.int32) for index, document in part
+                }
                 start = time.perf_counter()
                 losses = _losses(measure, ids, length)
                 seconds = (time.perf_counter() - start) / len(part)
