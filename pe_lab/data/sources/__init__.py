@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from pe_lab import storage
 from pe_lab.config import SourceConfig
-from pe_lab.data.sources.columnar import ParquetFiles
-from pe_lab.data.sources.files import JsonLines, TextFiles, find_files
+from pe_lab.data.sources.columnar import ArrowFiles, ParquetFiles
+from pe_lab.data.sources.files import JsonLines, TextFiles
 from pe_lab.data.sources.records import Records
 from pe_lab.data.sources.source import Document, InputShard, Source
 from pe_lab.data.sources.standard_library import StandardLibrary
 from pe_lab.data.sources.tensorflow import TensorFlowDataset
 from pe_lab.errors import ConfigError, did_you_mean
 
-OF_FILES = {"text": TextFiles, "jsonl": JsonLines, "parquet": ParquetFiles}
+OF_FILES = {"text": TextFiles, "jsonl": JsonLines, "parquet": ParquetFiles, "arrow": ArrowFiles}
 KINDS = ("stdlib", *OF_FILES, "tfds")
 OPTIONS = {"tfds": ("data_dir",)}
-FORMS = "stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB or tfds:NAME[/SPLIT]"
+FORMS = "stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, arrow:GLOB or tfds:NAME[/SPLIT]"
 
 
 def open_source(config: SourceConfig) -> Source:
@@ -45,4 +46,4 @@ def open_source(config: SourceConfig) -> Source:
     records = Records(config)
     if kind == "tfds":
         return TensorFlowDataset(config.source, where, records, config.options)
-    return OF_FILES[kind](config.source, find_files(config.source, where), records)
+    return OF_FILES[kind](config.source, storage.find_files(f"data source {config.source!r}", where), records)

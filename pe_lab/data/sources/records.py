@@ -71,6 +71,11 @@ class Records:
         """The columns to read from a file that has those names."""
         return [*self.columns, *(name for name in self._optional if name in set(has))]
 
+    def tops(self, has: Iterable[str]) -> set[str]:
+        """The columns to read from a file that has those names: of `meta.title`, which it does not have, `meta`."""
+        names = set(has)
+        return {column if column in names else column.partition(".")[0] for column in self.columns_of(names)}
+
     def check_columns(self, where: str, has: Iterable[str], of: str = "column") -> None:
         """`ConfigError` if a column is missing; of a nested name, the first part is looked for."""
         names = list(has)
