@@ -272,6 +272,8 @@ def test_templates_fill_columns_in(tmp_path):
     assert documents(f"parquet:{tmp_path}/a.parquet", template=template) == ["{One} 1.0 Adot", "{} 2.5 "]
     assert documents(f"jsonl:{tmp_path}/a.jsonl", column="meta.by.name") == ["A"]
     assert documents(f"parquet:{tmp_path}/a.parquet", column="meta.by.name") == ["A"]
+    with pytest.raises(UserError, match=r"a.parquet has no column 'meta.no' \(it has: n, by\)"):
+        documents(f"parquet:{tmp_path}/a.parquet", template="{title}{meta.no}")
 
 
 @pytest.mark.parametrize(
