@@ -27,7 +27,7 @@ MOST_NAMES = 10**6  # that braces expand to
 
 
 class InputFile(NamedTuple):
-    """A file: its name, its size in bytes, and what differs for each content, where a store tells that.
+    """A file: its name, its size in bytes, and a version, another for each content, where a store tells one.
 
     The size is -1 where a server tells none, or serves no part of a file; it is then read from its beginning.
     """
