@@ -16,6 +16,7 @@ from pe_lab.errors import ConfigError, UserError, did_you_mean
 
 INT32 = 2**31 - 1  # counts of steps and tokens are int32 on the devices
 SEED = 2**32 - 1  # of a random key
+OMIT_DEFAULT = {"omit_default": True}  # metadata of a field that JSON has only where it is not the default
 
 
 def number(default: float | str | tuple[int, ...], least: float, most: float) -> Any:
@@ -66,6 +67,8 @@ class SourceConfig:
     weight: float = number(1.0, 0, 10**9)
     column: str = "text"
     options: Mapping[str, Any] = field(default_factory=dict)
+    template: str = field(default="", metadata=OMIT_DEFAULT)  # the text, of several columns: "{title}\n\n{meta.text}"
+    chat: str = field(default="", metadata=OMIT_DEFAULT)  # a column of messages, or prompt/completion, or instruction
 
 
 @dataclass(frozen=True)
@@ -312,7 +315,6 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 # Positional encodings, patterns and edits are dataclasses of `pe_lab.positional`, which registers them here.
 _KINDS: dict[type, str] = {}
 _read_description: Callable[[Mapping[str, Any]], Any] = dict
-OMIT_DEFAULT = {"omit_default": True}  # metadata of a field that JSON has only where it is not the default
 
 
 def register_descriptions(kinds: Mapping[str, type], read: Callable[[Mapping[str, Any]], Any]) -> None:

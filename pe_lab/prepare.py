@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     if size is None:
         tokenizer = load_tokenizer(args.tokenizer)
     else:
-        tokenizer = train_sentencepiece((encodable(d) for d in source.documents()), size, source.name)
+        tokenizer = train_sentencepiece((encodable(d.text) for d in source.documents()), size, source.name)
     metadata = prepare(
         source, args.column, tokenizer, args.tokenizer, out, args.validation_fraction, args.limit_documents
     )

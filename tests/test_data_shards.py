@@ -326,7 +326,7 @@ def test_two_processes_may_prepare_the_same_directory(tmp_path):
 
     class Overtaken:
         name = source.name
-        count, identity = source.count, source.identity
+        count, identity, shards, read = source.count, source.identity, source.shards, source.read
 
         def documents(self):
             yield from source.documents()

@@ -75,7 +75,7 @@ def prepare(
             for number, document in enumerate(source.documents()):
                 if number == limit_documents:
                     return
-                document = encodable(document)
+                document = encodable(document.text)
                 content.update(len(document).to_bytes(8, "little") + document.encode())
                 characters += len(document)
                 yield document
@@ -235,7 +235,7 @@ def ensure_tokenizer(
     directory = cache_dir / f"tokenizer-sentencepiece-{size}-{_hash(key)}"
 
     def make() -> None:
-        documents = (encodable(document) for source in sources for document in source.documents())
+        documents = (encodable(document.text) for source in sources for document in source.documents())
         trained = train_sentencepiece(documents, size, ", ".join(s.name for s in sources))
         with new_directory(directory, marker=KIND_FILE) as building:
             save_tokenizer(trained, building)

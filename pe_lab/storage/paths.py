@@ -100,7 +100,7 @@ def absolute(path: AnyPath) -> AnyPath:
     return path.resolve() if isinstance(path, Path) else path
 
 
-def filesystem(path: AnyPath) -> Any:
+def filesystem(path: AnyPath | str) -> Any:
     """The fsspec file system of a remote path. Listings are never cached; requests that stall are repeated."""
     import fsspec
 
@@ -256,18 +256,20 @@ def listing(directory: AnyPath) -> dict[str, Entry]:
         found = filesystem(directory).find(str(directory), detail=True)
     base = str(directory).partition("://")[2].rstrip("/") + "/"
     files = {name: info for name, info in found.items() if info["type"] == "file" and name.startswith(base)}
-    return {name.removeprefix(base): _entry(info) for name, info in sorted(files.items())}
+    return {name.removeprefix(base): entry_of(info) for name, info in sorted(files.items())}
 
 
 def entry(path: AnyPath) -> Entry | None:
     """The entry of one remote file; None if it is a directory, or does not exist."""
     with store_errors(path), contextlib.suppress(FileNotFoundError):
         info = filesystem(path).info(str(path))
-        return _entry(info) if info["type"] == "file" else None
+        return entry_of(info) if info["type"] == "file" else None
     return None
 
 
-def _entry(info: dict[str, Any]) -> Entry:
+def entry_of(info: dict[str, Any]) -> Entry:
+    """The entry that a listing of fsspec describes."""
+
     def from_base64(name: str) -> str | None:
         return base64.b64decode(info[name]).hex() if info.get(name) else None
 

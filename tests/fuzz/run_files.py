@@ -196,4 +196,4 @@ class Prompts(Kind):
             return
         kind = "jsonl" if "jsonl" in self.file.name else "text"
         for document in open_source(SourceConfig(source=f"{kind}:{self.file}")).documents():
-            self.tokenizer.encode(encodable(document))
+            self.tokenizer.encode(encodable(document.text))

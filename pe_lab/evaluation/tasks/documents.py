@@ -100,9 +100,13 @@ class Documents:
             file.forget([key(identity | {"index": index}) for index in range(number)])
         documents = enumerate(itertools.islice(self._source.documents(), self._count))
         while part := list(itertools.islice(documents, TOGETHER)):
+            if any(document.messages for _, document in part):
+                raise ConfigError(f"{self._source.name} is of chats; documents are measured where they are texts.")
             identities = {index: identity | {"index": index} for index, _ in part}
             if any(key(record) not in file.records for record in identities.values()):
-                ids = {index: np.asarray(lm.tokenizer.encode_prompt(text), np.int32) for index, text in part}
+                ids = {
+                    index: np.asarray(lm.tokenizer.encode_prompt(document.text), np.int32) for index, document in part
+                }
                 start = time.perf_counter()
                 losses = _losses(measure, ids, length)
                 seconds = (time.perf_counter() - start) / len(part)

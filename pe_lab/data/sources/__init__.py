@@ -1,0 +1,52 @@
+"""Corpora: the standard library, files of text and records on disks and stores, the hub, TensorFlow Datasets."""
+
+from __future__ import annotations
+
+from pe_lab import storage
+from pe_lab.config import SourceConfig
+from pe_lab.data.sources.columnar import ArrowFiles, ParquetFiles
+from pe_lab.data.sources.files import JsonLines, TextFiles
+from pe_lab.data.sources.hub import open_hub
+from pe_lab.data.sources.records import Records
+from pe_lab.data.sources.source import Document, InputShard, Source
+from pe_lab.data.sources.standard_library import StandardLibrary
+from pe_lab.data.sources.tensorflow import TensorFlowDataset
+from pe_lab.errors import ConfigError, did_you_mean
+
+OF_FILES = {"text": TextFiles, "jsonl": JsonLines, "parquet": ParquetFiles, "arrow": ArrowFiles}
+KINDS = ("stdlib", *OF_FILES, "hf", "tfds")
+OPTIONS = {"hf": ("revision",), "tfds": ("data_dir",)}
+FORMS = "stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, arrow:GLOB, hf:ORG/NAME[:CONFIG][/SPLIT] or tfds:NAME[/SPLIT]"
+
+
+def open_source(config: SourceConfig) -> Source:
+    """The source named in a config.
+
+    Raises:
+      ConfigError: the kind, a column, the template or the chat is none.
+      DataError: no file matches, or a file is of another kind.
+    """
+    kind, _, where = config.source.partition(":")
+    allowed = OPTIONS.get(kind, ())
+    for option in config.options:
+        if kind in KINDS and option not in allowed:
+            advice = did_you_mean(str(option), allowed) if allowed else "This kind of source has no options."
+            raise ConfigError(f"data source {config.source!r}: unknown option {option!r}. {advice}")
+    if kind not in KINDS:
+        raise ConfigError(
+            f"data source {config.source!r}: unknown kind {kind!r}. "
+            f"{did_you_mean(kind, (*KINDS, 'needles', 'prepared'))} Use {FORMS}, prepared:DIR or needles."
+        )
+    if bool(where) == (kind == "stdlib"):
+        raise ConfigError(f"data source {config.source!r} is incomplete. Use {FORMS}.")
+    if kind in ("stdlib", "text") and (config.template or config.chat):
+        setting = "template" if config.template else "chat"
+        raise ConfigError(f"data source {config.source!r} has no columns; leave its {setting} out.")
+    if kind == "stdlib":
+        return StandardLibrary()
+    records = Records(config)
+    if kind == "hf":
+        return open_hub(config, where, records)
+    if kind == "tfds":
+        return TensorFlowDataset(config.source, where, records, config.options)
+    return OF_FILES[kind](config.source, storage.find_files(f"data source {config.source!r}", where), records)

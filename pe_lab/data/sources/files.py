@@ -1,0 +1,172 @@
+"""Files of texts and of JSON lines, on disks, object stores and web servers."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import io
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from pe_lab.data.sources.records import Records
+from pe_lab.data.sources.source import SHARD_BYTES, Document, InputShard, Source, grouped, split_evenly
+from pe_lab.errors import DataError, UserError
+from pe_lab.storage import InputFile, json_object, open_file
+
+COMPRESSED = (".gz", ".zst")
+MOST_EXPANSION = 100  # of a compressed text, which shrinks to a third or a tenth; deflate can expand by 1,032
+
+
+class Part(NamedTuple):
+    """The bytes [start, stop) of a file of `size` bytes, or the whole of one of unknown size, -1."""
+
+    name: str
+    size: int
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        base = self.name.rpartition("/")[2]
+        whole = self.stop - self.start == self.size
+        return base if whole else f"{base} bytes {self.start:,} to {self.stop:,}"
+
+
+class Files(Source):
+    """The files of a source. A shard is a list of parts of files."""
+
+    def __init__(self, name: str, files: Sequence[InputFile], records: Records):
+        self.name, self._files, self._records = name, files, records
+
+    def splits(self, name: str) -> bool:
+        """Whether a part of a file can be read by itself."""
+        return False
+
+    def shards(self) -> list[InputShard]:
+        parts = [
+            Part(file.name, file.size, start, stop)
+            for file in self._files
+            for start, stop in (split_evenly(file.size, SHARD_BYTES) if self.splits(file.name) else [(0, file.size)])
+        ]
+        shards = []
+        sizes = (part.stop - part.start if part.size >= 0 else SHARD_BYTES for part in parts)
+        for first, after in grouped(sizes, SHARD_BYTES):
+            name = str(parts[first]) + (f" to {parts[after - 1]}" if after - first > 1 else "")
+            shards.append(InputShard(len(shards), name, {"parts": [list(part) for part in parts[first:after]]}))
+        return shards
+
+    def read(self, shard: InputShard) -> Iterator[Document]:
+        for part in shard.read["parts"]:
+            yield from self.read_part(Part(*part))
+
+    def read_part(self, part: Part) -> Iterator[Document]:
+        """The documents that begin in a part of a file."""
+        raise NotImplementedError
+
+    def count(self) -> int | None:
+        return None
+
+    def identity(self) -> Any:
+        files = [
+            (file.name, file.size, file.version) if file.version else (file.name, file.size) for file in self._files
+        ]
+        digest = hashlib.blake2b(repr(files).encode(), digest_size=8).hexdigest()
+        total = {"files": len(files), "bytes": sum(file.size for file in self._files), "names_and_sizes": digest}
+        return {**total, **self._records.identity()}
+
+
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Raises what fails while a file is read or decompressed as `DataError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except UnicodeDecodeError as error:
+        advice = "Convert it, or leave it out of the glob."
+        raise DataError(f"{name} is not UTF-8 (byte {error.start}). {advice}") from error
+    except Exception as error:
+        known = isinstance(error, OSError | EOFError | zlib.error)
+        if not known and not type(error).__module__.startswith(("pyarrow", "urllib3")):
+            raise
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise DataError(f"Cannot read {name}: {reason}. Check the file, or leave it out of the glob.") from error
+
+
+class _Expanded:
+    """A compressed file, of which at most `MOST_EXPANSION` times its size, and 16 MiB, are decompressed."""
+
+    def __init__(self, part: Part, compressed: io.IOBase):
+        self._name = part.name
+        if part.name.endswith(".gz"):
+            self._file: Any = gzip.GzipFile(fileobj=compressed)
+        else:
+            import pyarrow
+
+            self._file = io.BufferedReader(pyarrow.CompressedInputStream(compressed, "zstd"), 2**20)
+        self._left = MOST_EXPANSION * (part.size if part.size >= 0 else 2**30) + 2**24
+
+    def _counted(self, content: bytes) -> bytes:
+        self._left -= len(content)
+        if self._left < 0:
+            raise DataError(
+                f"{self._name} expands to more than {MOST_EXPANSION} times its size, which no text does. Decompress it "
+                "by hand and look at it, or leave it out of the glob."
+            )
+        return content
+
+    def read(self) -> bytes:
+        return self._counted(self._file.read(self._left + 1))
+
+    def readline(self) -> bytes:
+        return self._counted(self._file.readline(self._left + 1))
+
+
+@contextlib.contextmanager
+def _opened(part: Part) -> Iterator[Any]:
+    """The file of a part, decompressed if its name says that it is compressed."""
+    with reading(part.name), open_file(part.name, part.size) as file:
+        yield _Expanded(part, file) if part.name.endswith(COMPRESSED) else file
+
+
+class TextFiles(Files):
+    """UTF-8 files, also compressed (.gz, .zst), one document each."""
+
+    def read_part(self, part: Part) -> Iterator[Document]:
+        with _opened(part) as file:
+            text = file.read().decode("utf-8")
+        if text:
+            yield Document(text)
+
+    def count(self) -> int | None:
+        return len(self._files)
+
+
+class JsonLines(Files):
+    """Files of JSON lines, also compressed (.gz, .zst), one document per line."""
+
+    def splits(self, name: str) -> bool:
+        return not name.endswith(COMPRESSED)
+
+    def read_part(self, part: Part) -> Iterator[Document]:
+        to_the_end = part.size < 0 or not self.splits(part.name)
+        position, number = part.start, 0
+        with _opened(part) as file:
+            if position:  # the line before the part belongs to the part in which it begins
+                file.seek(position - 1)
+                position += len(file.readline()) - 1
+            while (position < part.stop or to_the_end) and (line := file.readline()):
+                begins, number = position, number + 1
+                position += len(line)
+                if line.strip() and (document := self._document(line, part, begins, number)):
+                    yield document
+
+    def _document(self, line: bytes, part: Part, begins: int, number: int) -> Document | None:
+        def where() -> str:
+            return f"{part.name}, " + (f"the line at byte {begins:,}" if part.start else f"line {number}")
+
+        record = json_object(line)
+        if record is None:
+            raise DataError(f"{where()} is not a JSON object. Mend it, or leave the file out of the glob.")
+        return self._records.document(record, where)
