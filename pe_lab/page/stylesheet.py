@@ -24,7 +24,7 @@ h1.long{font-size:clamp(20px,2.3vw,26px)}
 h2{font-size:22px;line-height:1.3;letter-spacing:-.01em;margin:56px 0 10px;font-weight:650}
 h3{font-size:17px;margin:32px 0 8px;font-weight:650}
 .run>h2{border-top:3px solid var(--ink);padding-top:18px;font-size:26px;overflow-wrap:anywhere}
-.run h3{font-size:20px;margin-top:44px}
+.run h3{font-size:20px;margin-top:44px}.member>h3{border-top:2px solid var(--line);padding-top:14px}
 h4{font-size:17px;margin:28px 0 8px;font-weight:650}
 p,li,dd{max-width:74ch}
 .kicker{color:var(--soft);font-size:14px;margin:0;overflow-wrap:anywhere}
@@ -112,6 +112,7 @@ position:relative;break-inside:avoid}
 .chart.half svg.wide{max-width:640px}.chart svg.narrow{max-width:440px}
 .chart svg.narrow{display:none}.chart.third svg.narrow{display:block}
 .chart.wide .legend,.chart.half .legend{display:none}
+.chart .band{opacity:.18}.chart.dots .legend,.chart.long .legend{display:flex}
 svg text{fill:var(--soft);font-size:12px;font-family:inherit}
 svg .end{font-size:11.5px;font-weight:600}svg .name{font-size:12px}
 svg .grid{stroke:var(--line);stroke-width:1}svg .axis{stroke:var(--soft);stroke-width:1}
@@ -180,7 +181,7 @@ function place(v,low,high,log,a,b){var s=log?Math.log(v/low)/Math.log(high/low):
 return a+(b-a)*Math.min(Math.max(s,0),1)}
 function px(v){return place(v,p[4],p[5],p[6],left,right)}
 function py(v){return place(v,p[7],p[8],p[9],bottom,top)}
-var layer=document.createElementNS(svg.namespaceURI,'g');svg.appendChild(layer);
+var layer=document.createElementNS(svg.namespaceURI,'g');layer.setAttribute('class','tip-layer');svg.appendChild(layer);
 function add(name,attributes){var node=document.createElementNS(svg.namespaceURI,name);
 for(var key in attributes)node.setAttribute(key,attributes[key]);layer.appendChild(node);return node}
 function clear(){layer.textContent='';tip.hidden=true}
