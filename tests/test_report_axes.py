@@ -41,7 +41,7 @@ def test_an_axis_of_shares_starts_at_none_and_ends_an_eighth_above_the_best(best
 def test_an_axis_with_bars_ends_above_the_highest_bar(high, top):
     chart = score_chart(table({1.0: 0.01, 2.0: 0.02}, ends=(0.0, high)), {}, "T", bars=True)
     assert plot_of(chart) == [1, 2, 1, 0, pytest.approx(top), 0] and "Thin bars" in chart
-    assert chart.count('opacity="0.45"') == 2 * 2  # a bar at each of two lengths, in two sizes
+    assert chart.count('opacity="0.6"') == 2 * 2  # a bar at each of two lengths, in two sizes
 
 
 def test_a_chart_of_scores_needs_two_lengths_and_bars_need_shares():

@@ -20,7 +20,7 @@ from pe_lab.analysis.scores import label_of
 from pe_lab.config import Config, from_dict, identity
 from pe_lab.errors import UserError
 from pe_lab.results.intervals import Z95, exp, interval
-from pe_lab.results.records import Record, as_dict, number
+from pe_lab.results.records import Record, as_dict, as_list, number
 from pe_lab.results.scores import Cell, measure, source_of
 
 SEEDS = ("seed", "data.seed")  # keys of the identity
@@ -120,24 +120,18 @@ def _beginning(names: Sequence[str]) -> str:
 def _pool(name: str, members: tuple[Run, ...]) -> Run:
     """The members as one run. Phases and logs are those that all of them have."""
     first = members[0]
-    phases = [
-        _pool_phases(found) for phase in first.phases if len(found := _named(members, phase.name)) == len(members)
-    ]
+    phases = [[one for run in members if (one := run.phase(phase.name))] for phase in first.phases]
     suites = dict.fromkeys(suite for run in members for suite in run.evaluation)
     return replace(
         first,
         name=name,
-        phases=phases,
+        phases=[_pool_phases(alike) for alike in phases if len(alike) == len(members)],
         evaluation={suite: _pool_records([run.evaluation.get(suite, []) for run in members]) for suite in suites},
         problems=[f"{run.name}: {problem}" for run in members for problem in run.problems],
         studies={},
         ledger=[],
         members=members,
     )
-
-
-def _named(members: Sequence[Run], name: str) -> list[Phase]:
-    return [phase for run in members if (phase := run.phase(name))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,7 +189,8 @@ def _pool_phases(phases: Sequence[Phase]) -> Phase:
             metrics.append(means)
     complete = not any(phase.running for phase in phases)
     info = phases[0].info | {"seconds": math.fsum(number(phase.info, "seconds") or 0.0 for phase in phases)}
-    info |= {"status": "complete" if complete else "running", "lineage": []}
+    lineage = [{"what": entry.get("what"), "step": entry.get("step")} for entry in phases[0].lineage]
+    info |= {"status": "complete" if complete else "running", "lineage": lineage}
     speed = [record for phase in phases for record in phase.speed]
     return Phase(phases[0].name, info, metrics, speed)
 
@@ -271,10 +266,8 @@ def _lists(records: Sequence[Record]) -> Record:
         lists = [one.get(values) for one in found]
         if not isinstance(lists[0], list):
             continue
-        if any(
-            one.get(places) != found[0].get(places) or len(x) != len(lists[0])
-            for one, x in zip(found, lists, strict=True)
-        ):
+        shapes = [(one.get(places), len(as_list(x))) for one, x in zip(found, lists, strict=True)]
+        if any(shape != shapes[0] for shape in shapes):
             merged[part or values] = None
             continue
         columns = [[number({"x": x}, "x") for x in column] for column in zip(*lists, strict=True)]

@@ -1,4 +1,4 @@
-"""Several runs side by side: what differs between them, their scores on common tables and charts, and by seed."""
+"""Several runs side by side: settings that differ, common tables and charts, differences in pairs of seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pe_lab.page import loss_charts, provenance
 from pe_lab.page.markup import Markup, element, folded, note, text
 from pe_lab.page.score_charts import score_chart
 from pe_lab.page.suites import SCORED, suite_title, task_suites
-from pe_lab.page.tables import plain_table, score_table
+from pe_lab.page.tables import header, plain_table, row, score_table, table
 from pe_lab.page.task_section import suite_parts
 from pe_lab.page.variants import comparison_styles
 from pe_lab.results.formatting import count, duration, short_number, shortened
@@ -49,7 +49,7 @@ def comparison_parts(runs: Sequence[Run]) -> list[object]:
 
 
 def runs_table(runs: Sequence[Run], settings: dict[str, list[object]]) -> Markup:
-    """A line for each run or group: what differs in its config, its size, its last loss and its state.
+    """A line for each run or group: the settings that differ, its size, its last loss and its state.
 
     What is equal in all lines is a sentence below the table instead of a column.
     """
@@ -124,26 +124,26 @@ def _equal_settings(equal: dict[str, object]) -> Markup:
     return folded(f"{len(equal)} settings are equal in all runs", element("pre", shown))
 
 
-def _score_comparison(runs: Sequence[Run], table: Table) -> Markup:
+def _score_comparison(runs: Sequence[Run], of: Table) -> Markup:
     """One curve for each run against length: that of the variant that stands for it."""
     styles, cells, variants, labels = {}, {}, {}, {}
     for index, run in enumerate(runs):
-        own = next((one for one in build_tables(table.suite, [run]) if one.source == table.source), None)
+        own = next((one for one in build_tables(of.suite, [run]) if one.source == of.source), None)
         if own is None or not own.cells or not (label := representative(own)):
             continue
         styles[run.name], labels[run.name] = loss_charts.run_style(index), label
         variants[run.name] = own.variants[label]
         # Lengths in tokens alone have no place on an axis of multiples.
-        known = {column.key for column in table.columns}
-        cells |= {(run.name, key): cell for (of, key), cell in own.cells.items() if of == label and key in known}
+        known = {column.key for column in of.columns}
+        cells |= {(run.name, key): cell for (one, key), cell in own.cells.items() if one == label and key in known}
     if len(labels) < 2:
         return Markup("")
-    some = Table(table.suite, table.source, table.columns, variants, cells)
-    on = f" on {table.source}" if table.source and table.suite != "needles" else ""
+    some = Table(of.suite, of.source, of.columns, variants, cells)
+    on = f" on {of.source}" if of.source and of.suite != "needles" else ""
     words = ""
-    if len(set(labels.values())) > 1 or len(table.variants) > len(labels):
+    if len(set(labels.values())) > 1 or len(of.variants) > len(labels):
         words = f"Drawn: {'; '.join(f'{name}: {label}' for name, label in labels.items())}."
-    return score_chart(some, styles, f"{suite_title(table.suite)}{on} against length", caption=words)
+    return score_chart(some, styles, f"{suite_title(of.suite)}{on} against length", caption=words)
 
 
 def _validation_charts(runs: Sequence[Run]) -> list[object]:
@@ -200,40 +200,41 @@ def _paired_table(found: Sequence[Paired]) -> Markup:
     first: dict[tuple[str, str], tuple[str, str]] = {}
     for one in found:
         first.setdefault((one.name, one.what), one.labels)
-    main = [one for one in found if first[one.name, one.what] == one.labels]
-    rest = [one for one in found if first[one.name, one.what] != one.labels]
     words = (
-        "The difference of each seed's two runs, its mean over the seeds, and its 95% interval and p by Student's t test "
-        "for pairs. Differences of shares are in points, of losses and perplexities in nats per token. p is not corrected "
-        "for the number of comparisons."
+        "Each seed's run of the one group less that of the other: the mean over the seeds, with its 95% interval "
+        "and p by Student's t test for pairs. Shares are in points; losses and perplexities in nats per token, where "
+        "lower is better. p is not corrected for the number of comparisons."
     )
-    return element(
-        "div",
-        element("p", "Differences in pairs of seeds", class_="title below"),
-        _differences("Differences in pairs of seeds", main),
-        element("p", words, class_="small soft"),
-        folded("Of every variant that both have", _differences("Differences of every variant", rest) if rest else None),
-    )
+    parts: list[object] = [element("p", words, class_="small soft")]
+    for name in dict.fromkeys(one.name for one in found):
+        of_pair = [one for one in found if one.name == name]
+        main = [one for one in of_pair if first[name, one.what] == one.labels]
+        rest = [one for one in of_pair if first[name, one.what] != one.labels]
+        parts.append(element("p", name, class_="title below"))
+        parts.append(_differences(f"Differences, {name}", main))
+        if rest:
+            more = _differences(f"Differences of every variant, {name}", rest)
+            parts.append(folded("Of every variant that both have", more))
+    return element("div", element("h3", "Differences in pairs of seeds"), parts)
 
 
 def _differences(name: str, found: Sequence[Paired]) -> Markup:
-    rows = []
+    head = [header("Measure", look="text")]
+    head += [header(title) for title in ("Length", "Mean difference", "p", "Seeds")]
+    body = []
     for one in found:
         scale, digits, unit = (100.0, 1, " points") if one.share else (1.0, 3, "")
-        mean, low, high = (f"{scale * x:+.{digits}f}".replace("-", "−") for x in one.difference[:3])
+        mean, low, high = (f"{scale * value:+.{digits}f}".replace("-", "−") for value in one.difference[:3])
         left, right = one.labels
         compared = left if left == right else f"{left} − {right}"
-        rows.append(
-            [
-                one.name,
-                suite_title(one.what) if one.what in SCORED else one.what.capitalize(),
-                compared or "–",
-                one.column.title if one.column else "–",
-                f"{mean}{unit}",
-                f"{low} to {high}",
-                f"{one.difference.p:.3f}" if one.difference.p >= 0.001 else "< 0.001",
-                str(one.difference.count),
-            ]
-        )
-    head = ("Runs", "Measure", "Variants", "Length", "Mean difference", "95% interval", "p", "Seeds")
-    return plain_table(name, head, rows, words=head[:3])
+        measure = suite_title(one.what) if one.what in SCORED else one.what.capitalize()
+        numbers = "|".join(f"{value:.6g}" for value in one.difference[:3])
+        ends = element("small", f"{low} to {high}")
+        cells = [
+            element("td", one.column.title if one.column else "–"),
+            element("td", element("b", f"{mean}{unit}"), ends, data_csv=numbers),
+            element("td", f"{one.difference.p:.3f}" if one.difference.p >= 0.001 else "< 0.001"),
+            element("td", one.difference.count),
+        ]
+        body.append(row([measure, element("small", compared) if compared else None], cells))
+    return table(name, head, body, "pairs-of-seeds", box="scroll fit")

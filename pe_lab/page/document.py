@@ -25,8 +25,8 @@ READ = ("#read", "How to read this")
 HOW_THE_VERDICT_IS_MADE = (
     "At each length the dropped model (with β where that was measured) is compared with the best RoPE variant at that "
     "length, cropping included, so the comparison favours RoPE. It wins or loses there if the difference exceeds 1.96 "
-    "standard errors of the two together, and ties otherwise. Of several seeds, a standard error is the half of their t "
-    "interval over 1.96. Lengths up to the training length do not enter the "
+    "standard errors of the two together, and ties otherwise. Of several seeds, a standard error is half of their "
+    "interval (Student's t) over 1.96. Lengths up to the training length do not enter the "
     "headline."
 )
 

@@ -33,6 +33,7 @@ text-decoration:underline;text-underline-offset:3px}
 # unfolds it.
 SCRIPT = """
 (function(){
+var space=new DOMParser().parseFromString('<svg/>','text/html').body.firstChild.namespaceURI;
 var palette=%(palette)s,attributes=%(attributes)s,fonts=%(fonts)s;
 function slug(words){return words.toLowerCase().replace(/×/g,'x').replace(/β/g,'beta').replace(/[^a-z0-9]+/g,'-')
 .replace(/^-+|-+$/g,'').slice(0,60).replace(/-+$/,'')}
@@ -62,31 +63,32 @@ return (panel===undefined?[]:[panel]).concat([series.n,p[0],p[1]],ends)}))},[])}
 function light(markup){return markup.replace(/ class="([\\w-]+)"/g,function(_,name){return attributes[name]||''})
 .replace(/var\\(--(?:c-)?([\\w-]+)\\)/g,function(_,name){return palette[name]||'#000'})}
 function root(box,inner){var size=box.split(' ');
-return '<svg xmlns="http://www.w3.org/2000/svg" viewBox="'+box+'" width="'+size[2]+'" height="'+size[3]+
+return '<svg xmlns="'+space+'" viewBox="'+box+'" width="'+size[2]+'" height="'+size[3]+
 '" font-family="'+fonts+'" font-size="12" fill="'+palette.soft+'">'+inner+'</svg>'}
-function drawn(svg){var file=JSON.parse(svg.dataset.file),copy=svg.cloneNode(true),
-layer=copy.querySelector('.tip-layer');if(layer)layer.remove();
-var text=new XMLSerializer().serializeToString(copy);
-return root(file[0],light(file[1]+text.replace(/^<svg[^>]*>/,'').replace(/<\\/svg>$/,'')))}
+function markup(svg){var copy=svg.cloneNode(true),layer=copy.querySelector('.tip-layer');if(layer)layer.remove();
+return new XMLSerializer().serializeToString(copy).replace(/^<svg[^>]*>/,'').replace(/<\\/svg>$/,'')}
+function drawn(svg){var file=JSON.parse(svg.dataset.file);return root(file[0],light(file[1]+markup(svg)))}
 function escaped(text){return text.replace(/&/g,'&amp;').replace(/</g,'&lt;')}
 function grid(title,cells,width,height){
-var across=Math.min(cells.length,5),down=Math.ceil(cells.length/across),w=across*(width+16)+8,h=down*(height+30)+34;
-return root('0 0 '+w+' '+h,light('<rect width="'+w+'" height="'+h+'" fill="#fff"/><text x="8" y="20" class="file-title">'
-+escaped(title)+'</text>'+cells.map(function(cell,n){var x=8+n%%across*(width+16),y=34+Math.floor(n/across)*(height+30);
+var across=Math.min(cells.length,5),down=Math.ceil(cells.length/across);
+var w=across*(width+16)+8,h=down*(height+30)+34;
+return root('0 0 '+w+' '+h,light('<rect width="'+w+'" height="'+h+'" fill="#fff"/>'+
+'<text x="8" y="20" class="file-title">'+escaped(title)+'</text>'+
+cells.map(function(cell,n){var x=8+n%%across*(width+16),y=34+Math.floor(n/across)*(height+30);
 return '<text x="'+x+'" y="'+(y+12)+'">'+escaped(cell[0])+'</text>'+cell[1](x,y+18)}).join('')))}
 function png(name,text){var size=/viewBox="[^"]* ([\\d.]+) ([\\d.]+)"/.exec(text),image=new Image();
 image.onload=function(){var canvas=document.createElement('canvas');canvas.width=2*size[1];canvas.height=2*size[2];
 canvas.getContext('2d').drawImage(image,0,0,canvas.width,canvas.height);
 canvas.toBlob(function(blob){save(name,blob)},'image/png')};
 image.src='data:image/svg+xml;charset=utf-8,'+encodeURIComponent(text)}
-function offer(after,title,rows,picture){
-var line=document.createElement('div'),name=named(after,title);line.className='files';
+function offer(node,title,rows,picture){
+var line=document.createElement('div'),name=named(node,title);line.className='files';
 function button(kind,work){var one=document.createElement('button');one.type='button';one.textContent=kind;
 one.setAttribute('aria-label',kind+' of '+title);one.addEventListener('click',work);line.appendChild(one)}
 button('CSV',function(){save(name+'.csv',csv(rows()))});
 if(picture){button('SVG',function(){save(name+'.svg',new Blob([picture()],{type:'image/svg+xml'}))});
 button('PNG',function(){png(name+'.png',picture())})}
-after.after(line)}
+if(node.getAttribute('role')==='region')node.after(line);else node.appendChild(line)}
 function title(figure){return figure.querySelector('.chart-title,.title').textContent}
 document.querySelectorAll('[role=region]>table,figure.chart:not(.small),.chart.many').forEach(function(node){
 if(node.localName==='table'){var label=node.parentNode.getAttribute('aria-label').replace(/, table$/,'');
@@ -96,9 +98,10 @@ if(node.classList.contains('many')){
 var panels=Array.from(node.querySelectorAll('figure.small'));
 var first=JSON.parse(panels[0].dataset.chart),sides=panels[0].querySelector('svg').viewBox.baseVal;
 return offer(node,title(node),function(){return panels.reduce(function(rows,one){
-return rows.concat(chartRows(JSON.parse(one.dataset.chart),title(one)))},[['panel','series',first.x,first.y,'low','high']])},
+return rows.concat(chartRows(JSON.parse(one.dataset.chart),title(one)))},
+[['panel','series',first.x,first.y,'low','high']])},
 function(){return grid(title(node),panels.map(function(one){return [title(one),function(x,y){
-return '<g transform="translate('+x+' '+y+')">'+one.querySelector('svg').innerHTML+'</g>'}]}),sides.width,sides.height)})}
+return '<g transform="translate('+x+' '+y+')">'+markup(one.querySelector('svg'))+'</g>'}]}),sides.width,sides.height)})}
 if(node.dataset.maps){
 var names=JSON.parse(node.dataset.maps),bytes=Uint8Array.from(atob(node.dataset.values),function(c){
 return c.charCodeAt(0)}),values=new DataView(bytes.buffer),n=0;
@@ -107,8 +110,8 @@ names.panels.forEach(function(p){names.rows.forEach(function(r){names.columns.fo
 var v=values.getFloat32(4*n++,true);rows.push([p,r,c,isNaN(v)?'':Number(v.toPrecision(6))])})})});return rows},
 function(){var images=node.querySelectorAll('.panel img');if(!images.length)images=node.querySelectorAll('.cells img');
 return grid(title(node),names.panels.map(function(p,i){return [p,function(x,y){
-return '<image x="'+x+'" y="'+y+'" width="180" height="120" preserveAspectRatio="none" style="image-rendering:pixelated" '+
-'href="'+images[i].src+'"/>'}]}),180,120)})}
+return '<image x="'+x+'" y="'+y+'" width="180" height="120" preserveAspectRatio="none" '+
+'style="image-rendering:pixelated" href="'+images[i].src+'"/>'}]}),180,120)})}
 if(!svg)return;
 offer(node,title(node),function(){
 if(node.dataset.table)return JSON.parse(node.dataset.table);var data=JSON.parse(node.dataset.chart);

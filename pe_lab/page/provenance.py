@@ -252,13 +252,13 @@ def caveats(run: Run) -> list[str]:
     seeds = {str(record.get("seed")) for record in records if "seed" in record}
     if records and run.members:
         few = (
-            "The interval of two seeds is their range; comparisons use Student's t, under which two seeds decide nothing "
-            "but large differences."
+            "The interval of two seeds is their range; comparisons use Student's t, under which two seeds decide "
+            "nothing but large differences."
         )
         result += [
-            f"Means are over {len(run.members)} training seeds, and intervals are Student's t over them. They cover the "
-            "luck of initialization and data order. All seeds were measured on the same held-out samples, whose choice "
-            "they do not cover.",
+            f"Means are over {len(run.members)} training seeds, and intervals are Student's t over them. They cover "
+            "the luck of initialization and data order. All seeds were measured on the same held-out samples, whose "
+            "choice they do not cover.",
             *([few] if len(run.members) == 2 else []),
         ]
     elif records:

@@ -85,13 +85,12 @@ def time_chart(run: Run) -> Markup:
     file = json.dumps(file_parts(title, names, sides))
     table = [["of", "went to", "seconds"]]
     table += [[name, bucket, f"{seconds.get(bucket, 0.0):.6g}"] for name, seconds, _ in bars for bucket in BUCKETS]
+    about = {"viewBox": size, "role": "img", "aria_label": summary, "data_file": file}
     return element(
         "figure",
         element("div", title, class_="chart-title"),
         legend(names),
-        element(
-            "svg", element("title", summary), *shapes, viewBox=size, role="img", aria_label=summary, data_file=file
-        ),
+        element("svg", element("title", summary), *shapes, **about),
         element("figcaption", f"{found}. Productive are steps that were trained for the first time."),
         class_="chart",
         data_table=json.dumps(table),

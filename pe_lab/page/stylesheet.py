@@ -95,6 +95,7 @@ align-items:start;margin:12px 0 6px}
 .scale i{display:inline-block;width:15px;height:12px;vertical-align:-1px}
 .box.framed{border:2px solid var(--mark)}
 .swatch{display:inline-block;vertical-align:middle;margin:0 8px 2px 0}
+.pairs-of-seeds tbody th small{display:block;color:var(--soft);font-weight:400}.pairs-of-seeds{width:auto}
 .title.board{margin:20px 0 0}.score-board td{text-align:center;min-width:92px}
 .score-board td small{white-space:normal;max-width:130px;margin:0 auto}
 .score-board{width:auto}.fit{width:fit-content;max-width:100%;margin-top:6px}

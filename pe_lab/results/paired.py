@@ -17,11 +17,11 @@ SIGNIFICANT = 0.05
 
 
 class Difference(NamedTuple):
-    """The mean difference of paired scores, its 95% interval, and the two-sided p-value of no difference, not corrected.
+    """The mean difference of paired scores, its 95% interval, and the p-value of no difference.
 
     Attributes:
       mean, low, high: in the units of the scores.
-      p: of the sign-flip test (`paired`) or of Student's t test (`paired_t`).
+      p: of the sign-flip test (`paired`) or of Student's t test (`paired_t`), two-sided, not corrected.
       count: pairs.
     """
 
