@@ -8,6 +8,7 @@ use the t interval of two seeds all the same. Seeds whose scores are equal have 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -189,7 +190,8 @@ def _pool_phases(phases: Sequence[Phase]) -> Phase:
             metrics.append(means)
     complete = not any(phase.running for phase in phases)
     info = phases[0].info | {"seconds": math.fsum(number(phase.info, "seconds") or 0.0 for phase in phases)}
-    lineage = [{"what": entry.get("what"), "step": entry.get("step")} for entry in phases[0].lineage]
+    whats = [re.sub(r", seed \d+$", "", str(entry.get("what", "?"))) for entry in phases[0].lineage]
+    lineage = [{"what": what, "step": e.get("step")} for what, e in zip(whats, phases[0].lineage, strict=True)]
     info |= {"status": "complete" if complete else "running", "lineage": lineage}
     speed = [record for phase in phases for record in phase.speed]
     return Phase(phases[0].name, info, metrics, speed)

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pe_lab.page.markup import Markup, element, text
@@ -252,7 +252,13 @@ def _draw(
         shapes.append(_line(at, at, top, bottom, class_="mark"))
         if not small:
             shapes.append(_text(label, at + (5 if after else -5), top + 11, "start" if after else "end", "marked"))
-    shapes += [_stroke(s, to_x, to_y) for s in sorted(series, key=lambda one: not one.faint)]
+    banded = [s for s in series if s.line and s.intervals and not s.bars]
+    for s in banded:  # behind all lines, and paler where many would lie on each other
+        shapes += _bands(s, to_x, to_y, 0.18 if len(banded) <= 3 else 0.07)
+    barred = [s for s in series if s.bars]
+    for s in sorted(series, key=lambda one: not one.faint):
+        aside = 2.5 * (barred.index(s) - (len(barred) - 1) / 2) if s.bars else 0.0
+        shapes.append(_stroke(s, to_x, to_y, aside))
     if size == "wide":
         shapes += _end_labels(frame, [s for s in series if s.line and not s.faint], to_y, right)
     named = [s for s in series if not s.faint]
@@ -297,8 +303,22 @@ def _tick_text(axis: Axis, tick: Number) -> str:
     return word.rstrip("0").rstrip(".") if re.fullmatch(r"-?\d+\.\d+", word) else word
 
 
-def _stroke(series: Series, to_x: Callable[[Number], Number], to_y: Callable[[Number], Number]) -> Markup:
-    """The line and the dots of a series, with its intervals."""
+def _bands(
+    series: Series, to_x: Callable[[Number], Number], to_y: Callable[[Number], Number], opacity: float
+) -> Iterator[Markup]:
+    """The intervals of a line, one area for each of its pieces."""
+    points = _with_intervals(series)
+    for start, end in itertools.pairwise([0, *series.gaps, len(points)]):
+        known = [(to_x(a), to_y(pair[0]), to_y(pair[1])) for a, _, pair in points[start:end] if pair]
+        around = [(at, low) for at, low, _ in known] + [(at, high) for at, _, high in reversed(known)]
+        if around:
+            yield element("path", d=f"{_path(around)}Z", fill=_colour(series), class_="band", opacity=opacity)
+
+
+def _stroke(
+    series: Series, to_x: Callable[[Number], Number], to_y: Callable[[Number], Number], aside: Number = 0.0
+) -> Markup:
+    """The line and the dots of a series, with its intervals; bars stand `aside` of their dots, not on each other."""
     pixels = [(to_x(a), to_y(b)) for a, b in series.points]
     ends = [pair and (to_y(pair[0]), to_y(pair[1])) for *_, pair in _with_intervals(series)]
     borders = [0, *series.gaps, len(pixels)]
@@ -309,14 +329,15 @@ def _stroke(series: Series, to_x: Callable[[Number], Number], to_y: Callable[[Nu
         shapes += [_line(at, at, *pair, stroke=_colour(series), stroke_width=1.6) for at, pair in bars]
     elif series.bars:
         shapes += [
-            element("path", d=_path([(at, low), (at, high)]), stroke=_colour(series), stroke_width=1.2, opacity=0.6)
+            element(
+                "path",
+                d=_path([(at + aside, low), (at + aside, high)]),
+                stroke=_colour(series),
+                stroke_width=1.2,
+                opacity=0.6,
+            )
             for at, (low, high) in bars
         ]
-    elif series.intervals:
-        for piece in pieces:
-            known = [(pixels[n][0], *ends[n]) for n in piece if ends[n]]
-            around = [(at, low) for at, low, _ in known] + [(at, high) for at, _, high in reversed(known)]
-            shapes += [element("path", d=f"{_path(around)}Z", fill=_colour(series), class_="band")] if around else []
     if series.line and len(pixels) > 1:
         line = element(
             "path",

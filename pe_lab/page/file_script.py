@@ -17,7 +17,6 @@ ATTRIBUTES = {
     "mark": f' stroke="{PALETTE["mark"]}" stroke-width="1.4" stroke-dasharray="5 3"',
     "marked": f' fill="{PALETTE["mark"]}" font-weight="600"',
     "end": ' font-size="11.5" font-weight="600"',
-    "band": ' opacity="0.18"',
     "file-title": f' font-size="14" font-weight="600" fill="{PALETTE["ink"]}"',
 }
 
@@ -26,6 +25,7 @@ CSS = """
 .files button{font:inherit;font-size:12px;color:var(--soft);background:none;border:0;padding:2px 3px;cursor:pointer;
 text-decoration:underline;text-underline-offset:3px}
 .files button:hover{color:var(--ink)}
+.fit+.files{justify-content:flex-start}
 @media print{.files{display:none}}
 """
 

@@ -113,7 +113,7 @@ position:relative;break-inside:avoid}
 .chart.half svg.wide{max-width:640px}.chart svg.narrow{max-width:440px}
 .chart svg.narrow{display:none}.chart.third svg.narrow{display:block}
 .chart.wide .legend,.chart.half .legend{display:none}
-.chart .band{opacity:.18}.chart.dots .legend,.chart.long .legend{display:flex}
+.chart.dots .legend,.chart.long .legend{display:flex}
 svg text{fill:var(--soft);font-size:12px;font-family:inherit}
 svg .end{font-size:11.5px;font-weight:600}svg .name{font-size:12px}
 svg .grid{stroke:var(--line);stroke-width:1}svg .axis{stroke:var(--soft);stroke-width:1}

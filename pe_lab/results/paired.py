@@ -7,7 +7,6 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy.stats
 from jaxtyping import Float
 
 from pe_lab.results.intervals import interval, mean_of
@@ -66,7 +65,9 @@ def paired_t(scores: Sequence[float], baseline: Sequence[float]) -> Difference:
     if np.ptp(differences) < 1e-12:
         p = 1.0 if abs(found.mean) < 1e-12 else 0.0
     else:
-        p = float(scipy.stats.ttest_1samp(differences, 0.0).pvalue)
+        from scipy.stats import ttest_1samp  # a second to import
+
+        p = float(ttest_1samp(differences, 0.0).pvalue)
     return Difference(float(found.mean), float(found.low), float(found.high), p, n)
 
 
@@ -81,7 +82,9 @@ def sign_flip_p(units: Float[np.ndarray, " n"]) -> float:
     if len(units) == 0:
         return 1.0
     if np.ptp(np.abs(units)) < 1e-9:
-        return float(scipy.stats.binomtest(int((units > 0).sum()), len(units)).pvalue)
+        from scipy.stats import binomtest
+
+        return float(binomtest(int((units > 0).sum()), len(units)).pvalue)
     total, n = abs(units.sum()) - 1e-9, len(units)
     if 2**n <= FLIPS:
         signs = 1 - 2 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
