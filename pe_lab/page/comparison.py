@@ -62,7 +62,7 @@ def runs_table(runs: Sequence[Run], settings: dict[str, list[object]]) -> Markup
         columns["Phases"] = [" → ".join(phase.name for phase in run.phases) or "–" for run in runs]
     columns["Parameters"] = [count(size) if (size := provenance.parameters(run)) else "–" for run in runs]
     columns["Training length"] = [f"{run.training_length:,}" if run.training_length else "–" for run in runs]
-    columns["Tokens"] = [count(sum(phase.tokens for phase in run.phases)) for run in runs]
+    columns["Tokens"] = list(map(_tokens, runs))
     columns["Last validation loss"] = list(map(_last_loss, runs))
     columns["Time"] = [duration(time) if (time := provenance.seconds(run)) else "–" for run in runs]
     columns["Status"] = list(map(_status, runs))
@@ -78,6 +78,12 @@ def runs_table(runs: Sequence[Run], settings: dict[str, list[object]]) -> Markup
         others = plain_table("Other settings that differ", ["Setting", *(run.name for run in runs)], lines, words=())
         parts.append(folded(f"{len(more)} more settings differ", others))
     return text(parts)
+
+
+def _tokens(run: Run) -> str:
+    """The training tokens of a run: `205K to 307K` where members of a group have read less than others."""
+    read = sorted(sum(phase.tokens for phase in member.phases) for member in run.members or (run,))
+    return " to ".join(dict.fromkeys((count(read[0]), count(read[-1]))))
 
 
 def _setting(value: object) -> str:
@@ -182,12 +188,18 @@ def members_part(run: Run, prefix: str, sections: Sequence[Markup]) -> Markup:
     return text([title, table, folded("Each of them by itself", list(sections))])
 
 
+def _signed(value: float, digits: int) -> str:
+    """A difference with its sign; 0 has none."""
+    shown = f"{value:+.{digits}f}"
+    return shown.replace("-", "−") if float(shown) else shown[1:]
+
+
 def paired_sentence(runs: Sequence[Run]) -> str:
-    """The last validation losses of groups and their differences in pairs of seeds, in a sentence; "" without pairs."""
+    """The differences of groups in the last validation loss, in pairs of seeds, in a sentence; "" without pairs."""
     found = [one for one in paired_differences(runs, ()) if one.column is None]
     parts = []
     for one in found:
-        mean, low, high = (f"{value:+.3f}".replace("-", "−") for value in one.difference[:3])
+        mean, low, high = (_signed(value, 3) for value in one.difference[:3])
         p = f"p = {one.difference.p:.3f}" if one.difference.p >= 0.001 else "p < 0.001"
         parts.append(f"{one.name} {mean} ({low} to {high}, {p}, {one.difference.count} seeds)")
     return f"Last validation loss, in pairs of seeds: {'; '.join(parts)}." if parts else ""
@@ -224,7 +236,7 @@ def _differences(name: str, found: Sequence[Paired]) -> Markup:
     body = []
     for one in found:
         scale, digits, unit = (100.0, 1, " points") if one.share else (1.0, 3, "")
-        mean, low, high = (f"{scale * value:+.{digits}f}".replace("-", "−") for value in one.difference[:3])
+        mean, low, high = (_signed(scale * value, digits) for value in one.difference[:3])
         left, right = one.labels
         compared = left if left == right else f"{left} − {right}"
         measure = suite_title(one.what) if one.what in SCORED else one.what.capitalize()

@@ -131,7 +131,10 @@ def joint_headline(worked: Sequence[Results]) -> str:
         verdict = judge(*first)
         if verdict.tone != "missing":
             return f"Across runs: {verdict.headline}"
-    return f"{len(worked)} runs side by side; none has both RoPE and a dropped model measured past the training length."
+    what = "groups of runs" if any(results.run.members for results in worked) else "runs"
+    return (
+        f"{len(worked)} {what} side by side; none has both RoPE and a dropped model measured past the training length."
+    )
 
 
 def _how_to_read(worked: Sequence[Results]) -> Markup:

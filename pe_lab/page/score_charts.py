@@ -59,7 +59,8 @@ def interval_words(cells: Sequence[Cell]) -> str:
     if not max(seeds, default=0):
         return "Thin bars: 95% intervals."
     words = f"Means over {listing([str(n) for n in sorted(seeds)])} seeds. Thin bars: "
-    return words + ("the range of the two." if max(seeds) == 2 else "95% intervals of Student's t over the seeds.")
+    of_two = " (of two seeds their range)" if 2 in seeds else ""
+    return words + ("their range." if max(seeds) == 2 else f"95% intervals of Student's t over them{of_two}.")
 
 
 def _place(column: Column) -> float:
