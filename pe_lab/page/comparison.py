@@ -148,7 +148,8 @@ def _score_comparison(runs: Sequence[Run], of: Table) -> Markup:
     on = f" on {of.source}" if of.source and of.suite != "needles" else ""
     words = ""
     if len(set(labels.values())) > 1 or len(of.variants) > len(labels):
-        words = f"Drawn: {'; '.join(f'{name}: {label}' for name, label in labels.items())}."
+        each = "; ".join(f"{name}: {label}" for name, label in labels.items())
+        words = f"Drawn: {each if len(set(labels.values())) > 1 else f'{next(iter(labels.values()))} of each run'}."
     return score_chart(some, styles, f"{suite_title(of.suite)}{on} against length", caption=words)
 
 

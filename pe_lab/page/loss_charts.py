@@ -173,7 +173,7 @@ def _change_marks(run: Run) -> list[tuple[float, str]]:
 def changes_of(phase: Phase) -> list[Record]:
     """The entries of a phase's own lineage that tell of a change of its config, each once."""
     own = [entry for entry in phase.lineage if str(entry.get("what", "")).startswith(CHANGES)]
-    mine = [e for e in own if f"{phase.name}/" in str(e.get("path", "")) or not e.get("path")]
+    mine = [e for e in own if f"/{phase.name}/" in f"/{e.get('path', '')}" or not e.get("path")]
     return list({(str(e.get("what")), number(e, "step")): e for e in mine}.values())
 
 

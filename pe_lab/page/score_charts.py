@@ -119,7 +119,8 @@ def position_chart(
         series.append(Series(label, points, style, markers=dots, intervals=ends if known else ()))
     if scores.suite == "needles":
         title, name = "Needle accuracy by distance", "tokens from fact to question (log scale)"
-        y = _share_axis("accuracy", [y for one in series for _, y in one.points])
+        highs = [high / 1.12 for one in series for _, high in one.intervals if math.isfinite(high)]
+        y = _share_axis("accuracy", [*highs, *(y for one in series for _, y in one.points)])
     else:
         title, name = "Perplexity by position", "position in the sequence (tokens, log scale)"
         y = Axis("perplexity (log scale)", True)
