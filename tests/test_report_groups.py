@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from prompted_rows import row, write_rows
 from run_directories import WINNING, make_run
 
 from pe_lab.analysis.comparison import differing, paired_differences, short_names
@@ -122,6 +123,20 @@ def test_scores_are_means_with_t_intervals_over_seeds(two_groups):
     assert cell.value == pytest.approx(9.6)
     assert [math.log(end) for end in cell.ends] == pytest.approx([loss - half, loss + half])
     assert cell.stderr * 1.959964 == pytest.approx(half)  # comparisons are as careful as the interval
+
+
+def test_a_task_of_two_groups_has_a_chart_with_their_means(tmp_path):
+    made = []
+    for name, layers, level in (("small", 3, 0.5), ("large", 4, 0.7)):
+        for seed in (1, 2):
+            run = make_run(tmp_path, name, directory=f"{name}-{seed}", methods={})
+            change(run, seed=seed, model__layers=layers)
+            scores = [row("niah", "standard", "RoPE", level + 0.1 * seed, n, factor=n // 64) for n in (64, 128)]
+            write_rows(run, "niah", scores)
+            made.append(run)
+    series = chart(build_page(read_runs(made)), "Needle in a haystack, standard against length")
+    assert [name for name in series] == ["small", "large"]
+    assert series["large"] == [[x, pytest.approx(0.85), pytest.approx(0.8), pytest.approx(0.9)] for x in (1, 2)]
 
 
 def test_two_seeds_have_a_range_and_equal_seeds_the_interval_of_their_samples(tmp_path):

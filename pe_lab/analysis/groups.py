@@ -217,7 +217,7 @@ def _mean_record(records: Sequence[Record], of: int) -> Record:
         return first | counts
     names = ("accuracy", "score", "value", "exact_match", "f1", "nll", "beta", "c", "nll_before", "nll_after")
     known = {name: [number(record, name) for record in records] for name in names}
-    means = {name: math.fsum(values) / len(values) for name, values in known.items() if None not in values}
+    means: Record = {name: math.fsum(values) / len(values) for name, values in known.items() if None not in values}
     scores = [as_dict(record.get("scores")) for record in records]
     means["scores"] = {
         name: math.fsum(values) / len(values)
@@ -225,6 +225,7 @@ def _mean_record(records: Sequence[Record], of: int) -> Record:
         if None not in (values := [number(one, name) for one in scores])
     }
     cells = [cell for record in records if (cell := measure(record))]
+    means["checkpoint"] = ", ".join(dict.fromkeys(str(record.get("checkpoint") or "–") for record in records))
     merged = first | counts | means | _interval_of(cells) | _lists(records)
     if "nll" in means:
         merged["perplexity"] = exp(means["nll"])

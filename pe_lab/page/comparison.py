@@ -12,7 +12,7 @@ from pe_lab.analysis.scores import build_tables
 from pe_lab.page import loss_charts, provenance
 from pe_lab.page.markup import Markup, element, folded, note, text
 from pe_lab.page.score_charts import score_chart
-from pe_lab.page.suites import SCORED, suite_title, task_suites
+from pe_lab.page.suites import SCORED, suite_title, table_title, task_suites
 from pe_lab.page.tables import header, plain_table, row, score_table, table
 from pe_lab.page.task_section import suite_parts
 from pe_lab.page.variants import comparison_styles
@@ -33,18 +33,22 @@ def comparison_parts(runs: Sequence[Run]) -> list[object]:
         )
         parts.append(note(words))
     others = task_suites({suite for run in runs for suite in run.evaluation} - set(SCORED) - {"beta"})
-    grids, charts, tasks = [], [], []
+    grids, charts, tasks, task_charts = [], [], [], []
     for suite in [*SCORED, *others]:
         found = [one for one in build_tables(suite, runs) if one.cells]
         asked, plain = [one for one in found if one.prompted], [one for one in found if not one.prompted]
         grids += [score_table(one, comparison_styles(one), len(plain) > 1) for one in plain]
         charts += [chart for one in plain if (chart := _score_comparison(runs, one))]
+        task_charts += [chart for one in asked if (chart := _score_comparison(runs, one))]
         styles = {label: style for one in asked for label, style in comparison_styles(one).items()}
         tasks += suite_parts(suite, asked, styles, 3, charts=False)
     parts.append(element("div", grids, class_="grid", style="margin-top:28px"))
     if charts:
         parts.append(element("div", charts, class_="grid below"))
     parts += [_paired_table(paired_differences(runs, [*SCORED, *others])), *tasks]
+    parts.append(
+        folded("Tasks against length, run by run", element("div", task_charts, class_="grid") * bool(task_charts))
+    )
     return [*parts, loss_charts.loss_comparison(runs), *_validation_charts(runs)]
 
 
@@ -145,12 +149,11 @@ def _score_comparison(runs: Sequence[Run], of: Table) -> Markup:
     if len(labels) < 2:
         return Markup("")
     some = Table(of.suite, of.source, of.columns, variants, cells)
-    on = f" on {of.source}" if of.source and of.suite != "needles" else ""
     words = ""
     if len(set(labels.values())) > 1 or len(of.variants) > len(labels):
         each = "; ".join(f"{name}: {label}" for name, label in labels.items())
         words = f"Drawn: {each if len(set(labels.values())) > 1 else f'{next(iter(labels.values()))} of each run'}."
-    return score_chart(some, styles, f"{suite_title(of.suite)}{on} against length", caption=words)
+    return score_chart(some, styles, f"{table_title(of, of.suite != 'needles')} against length", caption=words)
 
 
 def _validation_charts(runs: Sequence[Run]) -> list[object]:
