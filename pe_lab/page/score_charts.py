@@ -129,10 +129,14 @@ def position_chart(
     if xs:
         ticks = [2.0**e for e in range(math.floor(math.log2(min(xs))), math.ceil(math.log2(max(xs))) + 1)]
         ticks = ticks[:: max(1, math.ceil(len(ticks) / 11))]
+    if any(one.intervals for one in series):
+        two = any(number(cell.record, "seeds") == 2 for cell in scores.column(column).values())
+        caption += f" Bands: {'the range of two seeds' if two else '95% intervals over the seeds'}."
     trained = float(run.training_length or 0)
     marks = [(trained, "training length")] if xs and min(xs) <= trained <= max(xs) else []
     x = Axis(name, True, lambda value: f"{value:,.0f}", ticks)
-    return line_chart(f"{title}, sequences of {length_words(column)}", series, x, y, marks, caption, size)
+    where = length_words(column)
+    return line_chart(f"{title}, sequences of {where}", series, x, y, marks, caption.strip(), size)
 
 
 def _points(found: Record, edges: str, value: str, low: str, high: str) -> list[tuple[Point, tuple[float, float]]]:
