@@ -1,6 +1,7 @@
 """`python -m pe_lab.report runs/*`: one self-contained HTML page from run directories, reading files only.
 
-With --heat-map=FILE.png, a picture of needles by depth and length instead of the page.
+Runs that differ by seed only are one line of it. With --export=DIR, also every figure and table as a file. With
+--heat-map=FILE.png, a picture of needles by depth and length instead of the page.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from pe_lab import storage
 from pe_lab.analysis.runs import Run, read_runs
 from pe_lab.errors import ConfigError
 from pe_lab.page.document import build_page, headline
+from pe_lab.page.export import INDEX, export_files
+from pe_lab.page.files import read_formats
 from pe_lab.page.heat_picture import KINDS, draw_heat_maps, needle_table
-from pe_lab.storage import AnyPath, write_file
+from pe_lab.storage import AnyPath, write_file, write_files
 from pe_lab.terminal import argument_parser, command
+
+SWEEP = "sweep.json"  # what a directory of the runs of a sweep holds
 
 
 def output_path(directories: Sequence[AnyPath], out: str | None) -> AnyPath:
@@ -30,6 +35,37 @@ def output_path(directories: Sequence[AnyPath], out: str | None) -> AnyPath:
         raise ConfigError("The runs are on different stores: give the file of the report with --out.")
     common = os.path.commonpath(parents)  # which takes the slashes of an address for one
     return storage.path("the report", common.replace(":/", "://", 1) if "://" in parents[0] else common) / "report.html"
+
+
+def expand(given: Sequence[AnyPath]) -> list[AnyPath]:
+    """The run directories among the given paths.
+
+    The directory of a sweep, which holds a sweep.json, stands for the runs in it. `runs/*` also names files that lie
+    beside the runs, such as the report that an earlier call wrote there: they are passed over if there are runs, too.
+
+    Raises:
+      ConfigError: there is no run, but only files of a report, or a sweep of which no run has begun.
+    """
+    directories: list[AnyPath] = []
+    for path in given:
+        if path.is_file() and (path.suffix == ".html" or path.name == SWEEP):
+            continue
+        if not (path / SWEEP).is_file():
+            directories.append(path)
+            continue
+        inside = sorted(child for child in path.iterdir() if (child / "run.json").is_file())
+        if not inside:
+            raise ConfigError(f"{path} is a sweep of which no run has begun: no directory in it has a run.json.")
+        directories += inside
+    among = any((path.parent / SWEEP).is_file() for path in directories)
+    if among:  # beside its runs, a sweep has logs and the like
+        runs = [path for path in directories if path.is_dir() and (path / "run.json").is_file()]
+        directories = runs or directories
+    if not directories:
+        raise ConfigError(
+            "No run directory was given, only HTML files. Give the directories of runs, such as runs/demo."
+        )
+    return directories
 
 
 def write_heat_maps(runs: Sequence[Run], path: AnyPath, suite: str | None, task: str | None) -> None:
@@ -47,6 +83,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argument_parser("report", __doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", help="run directories, such as runs/*")
     parser.add_argument("--out", help="the file to write (default: RUN/report.html; report.html beside several runs)")
+    parser.add_argument("--export", metavar="DIR", help="also write every figure and table as files into DIR")
+    parser.add_argument("--formats", help="of --export: some of png,svg,csv (default: all)")
     parser.add_argument("--heat-map", metavar="FILE", help="draw needles by depth and length instead (.png)")
     parser.add_argument("--suite", help="of --heat-map, such as niah (default: the first with depths)")
     parser.add_argument("--task", help="of --heat-map, such as standard (default: the suite's first)")
@@ -55,24 +93,27 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             "--suite and --task are options of --heat-map=FILE, which is missing. The page has all tasks."
         )
-    # `runs/*` also names the report that an earlier call wrote there.
-    given = [storage.path("the run", text) for text in arguments.runs]
-    directories = [path for path in given if not (path.suffix == ".html" and path.is_file())]
-    if not directories:
-        raise ConfigError(
-            "No run directory was given, only HTML files. Give the directories of runs, such as runs/demo."
-        )
-    runs = read_runs(directories)
+    if arguments.export is None and arguments.formats is not None:
+        raise ConfigError("--formats is an option of --export=DIR, which is missing.")
+    formats = read_formats("png,svg,csv" if arguments.formats is None else arguments.formats)
+    runs = read_runs(expand([storage.path("the run", text) for text in arguments.runs]))
     if arguments.heat_map is not None:
         write_heat_maps(runs, storage.path("--heat-map", arguments.heat_map), arguments.suite, arguments.task)
         return 0
     path = output_path([run.directory for run in runs], arguments.out)
-    page = build_page(runs).encode()
+    built = build_page(runs)
+    page = built.encode()
+    export = None if arguments.export is None else storage.path("--export", arguments.export)
+    files = {} if export is None else export_files(runs, built, formats)
+    if export is not None:  # first: a page that is written last is whole, and so is what belongs to it
+        write_files({export / name: content for name, content in files.items()}, "Give another place with --export.")
     write_file(path, page, "Give another file with --out.")
     print(headline(runs))
     studies = sum(len(run.studies) for run in runs)
     shown = f", {studies} {'study' if studies == 1 else 'studies'}" if studies else ""
     print(f"Wrote {path} ({len(page) / 1024:.0f} KB{shown}); open it in a browser.")
+    if export is not None:
+        print(f"Wrote {len(files)} files to {export}, listed in {export / INDEX}.")
     return 0
 
 

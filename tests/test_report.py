@@ -362,7 +362,7 @@ def test_several_runs_are_compared_and_each_has_its_section(tmp_path, capsys):
     page = (tmp_path / "runs" / "report.html").read_text()
     rows = table_rows(page, "Needle accuracy")
     assert {"one: RoPE", "two: RoPE", "one: DroPE, β", "two: DroPE, β"} <= set(rows)
-    assert page.count('<section class="run">') == 2 and "2 of the 2 runs that drop" in page
+    assert page.count('<section class="run" ') == 2 and "2 of the 2 runs that drop" in page
     assert main([str(path) for path in (tmp_path / "runs").iterdir()]) == 0  # runs/*, the report included
 
 

@@ -9,15 +9,8 @@ import pytest
 
 from pe_lab.analysis.runs import Phase, Run
 from pe_lab.analysis.scores import Bucket
-from pe_lab.page.run_charts import (
-    frequency_charts,
-    loss_chart,
-    loss_comparison,
-    offsets,
-    rotation_of,
-    smoothed,
-    source_losses,
-)
+from pe_lab.page.loss_charts import loss_chart, loss_comparison, offsets, running_mean, source_losses
+from pe_lab.page.run_charts import frequency_charts, rotation_of
 from pe_lab.page.score_charts import length_words, position_chart, score_chart
 from pe_lab.page.variants import STYLES, assign_styles
 from pe_lab.results.scores import Cell, Column, Table
@@ -48,7 +41,7 @@ def test_an_axis_of_shares_starts_at_none_and_ends_an_eighth_above_the_best(best
 def test_an_axis_with_bars_ends_above_the_highest_bar(high, top):
     chart = score_chart(table({1.0: 0.01, 2.0: 0.02}, ends=(0.0, high)), {}, "T", bars=True)
     assert plot_of(chart) == [1, 2, 1, 0, pytest.approx(top), 0] and "Thin bars" in chart
-    assert chart.count('opacity="0.45"') == 2 * 2  # a bar at each of two lengths, in two sizes
+    assert chart.count('opacity="0.6"') == 2 * 2  # a bar at each of two lengths, in two sizes
 
 
 def test_a_chart_of_scores_needs_two_lengths_and_bars_need_shares():
@@ -127,6 +120,15 @@ def test_phases_follow_each_other_whether_or_not_they_count_on():
     assert offsets(run_of(ROPE, again)) == {"pretrain": 0, "again": 400}
     assert offsets(run_of(ROPE, on)) == {"pretrain": 0, "on": 0}
     assert offsets(run_of(ROPE, again, again.__class__("third", again.info, again.metrics)))["third"] == 450
+    # The first record of a phase of its own may be of more tokens than the phase before it has read.
+    rare = Phase("rare", again.info, [{"step": n, "tokens": 10 * n, "loss": 2.0} for n in (50, 100)])
+    assert offsets(run_of(ROPE, rare))["rare"] == 400
+    # Where the batch has doubled, tokens are as logged, not steps times the last batch.
+    doubled = Phase(
+        "p", {"tokens_per_step": 20}, [{"step": n, "tokens": t, "loss": 2.0} for n, t in ((1, 10), (3, 40))]
+    )
+    assert offsets(run_of(doubled, again))["again"] == 40
+    assert [doubled.tokens_at(step) for step in (1, 3, 4)] == [10, 40, 60]
     chart = loss_chart(run_of(ROPE, again))
     assert series_of(chart)["again"][0] == [410, 2] and plot_of(chart)[:2] == [10, 450]
     assert ">again starts<" in chart and "pretrain starts" not in chart and ">training tokens<" in chart
@@ -136,8 +138,8 @@ def test_more_than_forty_losses_are_smoothed_over_a_sixtieth():
     assert "opacity" not in loss_chart(run_of(ROPE))
     assert loss_chart(run_of(phase("pretrain", "rope", [3.0] * 41))).count("opacity") == 2  # in both sizes
     points = [(float(i), 6.0 if i == 50 else 0.0) for i in range(180)]  # a window of 3
-    assert {(x, y) for x, y in smoothed(points) if y} == {(49.0, 2.0), (50.0, 2.0), (51.0, 2.0)}
-    assert smoothed(points[:59]) == points[:59]
+    assert {(x, y) for x, y in running_mean(points) if y} == {(49.0, 2.0), (50.0, 2.0), (51.0, 2.0)}
+    assert running_mean(points[:59]) == points[:59]
 
 
 def test_a_jump_is_from_the_mean_of_the_last_twenty_losses_to_the_highest_of_the_first_ten():

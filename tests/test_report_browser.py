@@ -3,20 +3,25 @@ library."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import shutil
 import subprocess
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from PIL import Image
 from prompted_rows import all_suites, by_depth, row, write_rows
 from run_directories import WINNING, make_run
 
 from pe_lab.analysis.figures import HeatMaps, Line, LineCharts, layer_names
 from pe_lab.analysis.study import Findings, write_study
+from pe_lab.page.files import shown, slug
 from pe_lab.report import main
 
 pytestmark = pytest.mark.slow
@@ -295,6 +300,97 @@ def test_every_column_can_be_reached_on_a_phone(browser, pages, page):
 
 
 VALUES = np.arange(12 * 3 * 8).reshape(12, 3, 8) / 7
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory):
+    """The page of three seeds of one method and two of another."""
+    root, made = tmp_path_factory.mktemp("grouped"), []
+    for name, count in (("a_method_with_a_long_name", 3), ("b", 2)):
+        for seed in range(count):
+            run = make_run(root, name, directory=f"{name}-{seed}")
+            known = json.loads((run / "run.json").read_text())
+            known["config"] |= {"seed": seed, "model": known["config"]["model"] | {"layers": count}}
+            (run / "run.json").write_text(json.dumps(known))
+            made.append(str(run))
+    assert main(made) == 0
+    return root / "report.html"
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_groups_stick_out_nowhere_and_their_runs_are_reached_by_links(browser, grouped, width):
+    """2 s."""
+    browser.open(grouped, width)
+    assert browser.value("document.documentElement.scrollWidth") <= width and browser.complaints() == []
+    link = "[...document.links].find(a => a.hash == '#run-0-1')"
+    browser.value(f"{link}.click()")
+    end = time.monotonic() + 10
+    while not browser.value("document.getElementById('run-0-1').getBoundingClientRect().height > 0"):
+        assert time.monotonic() < end
+    assert browser.value("document.getElementById('run-0-1').closest('details').open")
+    browser.value("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert browser.value("document.documentElement.scrollWidth") <= width
+
+
+SAVE = "[...document.querySelectorAll('.files button')].filter(b => b.getAttribute('aria-label') == %s)[0].%s()"
+
+
+def saved(browser, folder: Path, label: str, name: str) -> bytes:
+    """The file that a button makes, pressed by the keyboard."""
+    browser.value(SAVE % (json.dumps(label), "focus"))
+    key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+    for kind in ("keyDown", "keyUp"):
+        browser.call("Input.dispatchKeyEvent", type=kind, **key)
+    end = time.monotonic() + 20
+    while not (folder / name).exists():
+        assert time.monotonic() < end, [path.name for path in folder.iterdir()]
+        time.sleep(0.05)
+    time.sleep(0.1)
+    return (folder / name).read_bytes()
+
+
+def test_buttons_save_what_the_command_exports(browser, grouped, studied, tmp_path):
+    """4 s. The page's script and `--export` make the same tables and the same pictures."""
+    browser.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    browser.open(grouped, 1200, dark=True)
+    browser.value("document.querySelectorAll('details').forEach(d => d.open = true)")
+    exported = {one.title: one for one in reversed(list(shown(grouped.read_text())))}
+    offered = browser.value("[...document.querySelectorAll('.files')].length")
+    assert offered == len(list(shown(grouped.read_text())))
+    for title in (
+        "Runs",
+        "Needle accuracy",
+        "Differences, b − a_method_with_a_long_name",
+        "Training loss (running mean)",
+    ):
+        one = exported[title]
+        found = list(csv.reader(io.StringIO(saved(browser, tmp_path, f"CSV of {title}", f"{one.name}.csv").decode())))
+        assert [[as_number(x) for x in row] for row in found] == [[as_number(x) for x in row] for row in one.rows]
+    one = exported["Validation loss"]
+    svg = saved(browser, tmp_path, "SVG of Validation loss", f"{one.name}.svg").decode()
+    theirs, ours = (ElementTree.fromstring(text) for text in (svg, one.svg))
+    assert [node.tag for node in theirs.iter()] == [n.tag for n in ours.iter() if not n.tag.endswith("title")]
+    assert "var(" not in svg and 'fill="#fff"' in svg and theirs.get("viewBox") == ours.get("viewBox")
+    picture = Image.open(io.BytesIO(saved(browser, tmp_path, "PNG of Validation loss", f"{one.name}.png")))
+    assert picture.size == tuple(2 * float(side) for side in one.svg.split('viewBox="')[1].split('"')[0].split()[2:])
+    assert np.asarray(picture.convert("L"))[0, 0] == 255  # light, on a dark page too
+    browser.open(studied, 400)
+    for title, name, count in (("M", "m", 12 * 3 * 8), ("L", "l", 12 * 8)):
+        label = f"CSV of {title}"
+        file = f"{slug(studied.parent.name)}-{name}.csv"
+        assert len(saved(browser, tmp_path, label, file).decode().splitlines()) == 1 + count
+        picture = saved(browser, tmp_path, f"SVG of {title}", file.replace(".csv", ".svg")).decode()
+        assert ElementTree.fromstring(picture).tag.endswith("}svg") and picture.count("layer 11") == 1
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    assert browser.value("getComputedStyle(document.querySelector('.files')).display") == "none"
+    browser.call("Emulation.setEmulatedMedia", media="")
+
+
+def as_number(text: str) -> object:
+    try:
+        return pytest.approx(float(text), rel=1e-9)
+    except ValueError:
+        return text
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from pe_lab.page.charts import Axis, Series, decimate, line_chart, linear_ticks, log_ticks, smooth
+from pe_lab.page.charts import Axis, Series, line_chart
+from pe_lab.page.ticks import decimate, linear_ticks, log_ticks, smooth
 from pe_lab.page.variants import Style, assign_styles
 
 PLAIN = Style("rope")
@@ -216,6 +217,7 @@ def test_a_chart_is_said_in_words_and_has_the_numbers_of_its_tooltip():
         assert svg.get("aria-label") == f"Scores. {said}"
     assert json.loads(figure.get("data-chart")) == {
         "x": "steps",
+        "y": "points",
         "series": [
             {"n": "a", "c": "rope", "p": [[10, 1234570, "10.0", "1.2·10⁶"], [20, 50, "20.0", "50.0"]]},
             {"n": "b", "c": "pi", "p": [[10, 100, "10.0", "100"], [15, 200, "15.0", "200"], [20, 150, "20.0", "150"]]},

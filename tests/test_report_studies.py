@@ -194,10 +194,10 @@ def test_a_line_has_its_interval_and_breaks_where_nothing_was_measured(tmp_path)
     page = page_of(tmp_path, lines())
     (chart,) = charts(page)
     assert chart["series"][0]["p"] == [
-        [64.0, 3.0, "64", "3 (2.75 to 3.25)"],
-        [128.0, 2.5, "128", "2.5 (2.25 to 2.75)"],
-        [512.0, 2.0, "512", "2 (1.75 to 2.25)"],
-        [1024.0, 2.75, "1k", "2.75 (2.5 to 3)"],
+        [64.0, 3.0, "64", "3 (2.75 to 3.25)", 2.75, 3.25],
+        [128.0, 2.5, "128", "2.5 (2.25 to 2.75)", 2.25, 2.75],
+        [512.0, 2.0, "512", "2 (1.75 to 2.25)", 1.75, 2.25],
+        [1024.0, 2.75, "1k", "2.75 (2.5 to 3)", 2.5, 3.0],
     ]
     wide = re.search(r"<svg[^>]*960 360.*?</svg>", page, re.S).group(0)
     line, other = re.findall(r'<path d="([^"]*)" stroke="[^"]*" fill="none" stroke-width', wide)

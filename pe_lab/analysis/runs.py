@@ -73,6 +73,20 @@ class Phase:
         """The steps that were warned of, skipped or rewound, in the order in which they happened."""
         return [record for record in self.metrics if "event" in record]
 
+    def tokens_at(self, step: float) -> float | None:
+        """Tokens read up to a step: as logged at it or last before it, else by the tokens of a step; None: unknown.
+
+        The tokens of a step may change within a phase, so that logged ones count first.
+        """
+        each, best = number(self.info, "tokens_per_step"), None
+        for record in self.metrics:
+            at, tokens = number(record, "step"), number(record, "tokens")
+            if at is not None and tokens is not None and at <= step and (best is None or at >= best[0]):
+                best = at, tokens
+        if best is None:
+            return None if each is None else step * each
+        return best[1] + (step - best[0]) * (each or 0.0)
+
     def series(self, key: str) -> list[tuple[float, float]]:
         """(tokens, value) of each logged record that has `key`."""
         each = number(self.info, "tokens_per_step") or 1.0
@@ -89,7 +103,7 @@ class Run:
     """One run directory.
 
     `source` names the external checkpoint that it was imported from, or is empty. `studies` are those of
-    `analysis/NAME`, by NAME.
+    `analysis/NAME`, by NAME. `members` are the runs of a group, which is read as one run (`analysis.groups`).
     """
 
     name: str
@@ -101,6 +115,7 @@ class Run:
     source: str = ""
     studies: Mapping[str, Written] = field(default_factory=dict)
     ledger: list[Record] = field(default_factory=list)  # ledger.jsonl
+    members: tuple[Run, ...] = ()
 
     @property
     def config(self) -> Record:

@@ -105,13 +105,12 @@ def histories(run: Run, suite: str) -> list[tuple[str, Column, Table]]:
 
 
 def tokens_trained(run: Run, record: Record) -> float | None:
-    """Training tokens behind a record: its own number, else its step times the tokens of a step of its phase."""
+    """Training tokens behind a record: its own number, else those that its phase had read at its step."""
     known, step = number(record, "tokens_trained"), number(record, "step")
     if known is not None:
         return known
     phase = run.phase(record.get("phase"))
-    each = number(phase.info, "tokens_per_step") if phase else None
-    return step * each if step is not None and each is not None else None
+    return phase.tokens_at(step) if phase and step is not None else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,15 +10,14 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from pe_lab.page.markup import Markup, element
+from pe_lab.page.markup import Markup, element, text
+from pe_lab.page.ticks import Point, decimate, linear_ticks, log_ticks
 from pe_lab.page.variants import Style
 from pe_lab.results.formatting import Number, short_number, shortened
 
-Point = tuple[Number, Number]
 Mark = tuple[Number, str]  # where a vertical line stands, and its label: the training length
 
 
@@ -26,7 +25,8 @@ Mark = tuple[Number, str]  # where a vertical line stands, and its label: the tr
 class Series:
     """One line. `faint`: without label and tooltip. `markers`: with a dot at each point. `line=False`: dots only.
 
-    `intervals`, a low and a high value for each point, are drawn as a band, and as bars where there are dots only.
+    `intervals`, a low and a high value for each point, are drawn as a band; with `bars`, and where there are dots only,
+    as a bar at each point.
     Points that cannot be drawn are left out; `broken`: they break the line. `gaps` is for `line_chart` alone.
     """
 
@@ -39,6 +39,7 @@ class Series:
     intervals: Sequence[tuple[Number, Number]] = ()
     broken: bool = False
     gaps: tuple[int, ...] = ()  # numbers of the points before which the line is broken
+    bars: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,54 +70,6 @@ NARROW = Frame(358, 280, 44, 14, 28, 44)
 SMALL = Frame(190, 136, 38, 8, 8, 24)
 
 
-def linear_ticks(low: Number, high: Number, wanted: int = 5) -> list[Number]:
-    """Round values (1, 2 or 5 times a power of ten apart) within [low, high]."""
-    if not high > low:
-        return [low]
-    raw = (high - low) / wanted
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(size * power for size in (1, 2, 5, 10) if size * power >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def log_ticks(low: Number, high: Number, wanted: int = 6) -> list[Number]:
-    """Values 1, 2 and 5 times powers of ten within [low, high]: powers alone if these are too many, linear if none."""
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for sizes in ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 5), (1, 3), (1,)):
-        ticks = [size * 10.0**e for e in exponents for size in sizes if low * 0.999 <= size * 10.0**e <= high * 1.001]
-        if len(ticks) <= wanted:
-            break
-    every = math.ceil(len(ticks) / wanted)
-    return ticks[::every] if len(ticks) >= 2 else linear_ticks(low, high, 4)
-
-
-Placed = TypeVar("Placed", bound=tuple)  # a point, or a point and more
-
-
-def decimate(points: Sequence[Placed], limit: int = 240) -> list[Placed]:
-    """At most about 2 * `limit` points: the lowest and the highest of each bin, so that spikes survive."""
-    if len(points) <= 2 * limit:
-        return list(points)
-    kept = [points[0]]
-    for index in range(limit):
-        part = points[index * len(points) // limit : (index + 1) * len(points) // limit]
-        ends = {part.index(min(part, key=lambda p: p[1])), part.index(max(part, key=lambda p: p[1]))}
-        kept += [part[i] for i in sorted(ends)]
-    kept.append(points[-1])
-    return kept
-
-
-def smooth(points: Sequence[Point], window: int) -> list[Point]:
-    """A centred running mean over `window` points, narrower at the ends."""
-    half, result = window // 2, []
-    sums = list(itertools.accumulate((value for _, value in points), initial=0.0))
-    for index, (x, _) in enumerate(points):
-        reach = min(half, index, len(points) - 1 - index)
-        result.append((x, (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)))
-    return result
-
-
 def line_chart(
     title: str,
     series: Sequence[Series],
@@ -142,15 +95,12 @@ def line_chart(
     )
     description = f"{y.label} against {x.label}. {summary}."
     small, dots = size == "small", not any(s.line for s in named)
+    long = size in FRAMES and not _names_fit(named, FRAMES[size])
     data = [
         {
             "n": s.name,
             "c": s.style.colour,
-            # Six digits are enough for the tooltip.
-            "p": [
-                [float(f"{a:.6g}"), float(f"{b:.6g}"), x.show(a), y.show(b) + _interval_text(ends, y)]
-                for a, b, ends in decimate(_with_intervals(s), 40 if small else 80)
-            ],
+            "p": [_told(point, x, y) for point in decimate(_with_intervals(s), 40 if small else 160)],
         }
         for s in named
     ]
@@ -160,11 +110,21 @@ def line_chart(
         "figure",
         element("div", title, class_="chart-title"),
         None if small else legend(named),
-        [_draw(frame, kind, series, x, y, marks, (title, description)) for frame, kind in frames],
+        [_draw(*frame, series, x, y, marks, (title, description), file=frame is frames[0]) for frame in frames],
         element("figcaption", caption) if caption else None,
-        class_=f"chart {size}{' dots' * dots}",
-        data_chart=json.dumps({"x": x.label, "series": data}, separators=(",", ":")),
+        class_=f"chart {size}{' dots' * dots}{' long' * long}",
+        data_chart=json.dumps({"x": x.label, "y": y.label, "series": data}, separators=(",", ":")),
     )
+
+
+def _told(point: tuple[Number, Number, tuple[Number, Number] | None], x: Axis, y: Axis) -> list[object]:
+    """A point for the tooltip and for files: numbers of six digits, their texts, and the ends of the interval."""
+    a, b, ends = point
+    return [*map(_digits, (a, b)), x.show(a), y.show(b) + _interval_text(ends, y), *map(_digits, ends or ())]
+
+
+def _digits(value: Number) -> float:
+    return float(f"{value:.6g}")
 
 
 def _with_intervals(series: Series) -> list[tuple[Number, Number, tuple[Number, Number] | None]]:
@@ -191,6 +151,21 @@ def _drawable(series: Series, x: Axis, y: Axis) -> Series:
         intervals=[series.intervals[n] for n in kept] if series.intervals else (),
         gaps=tuple(i for i in range(1, len(kept)) if series.broken and kept[i] > kept[i - 1] + 1),
     )
+
+
+def file_parts(title: str, named: Sequence[Series], size: tuple[int, int]) -> tuple[str, str]:
+    """The box of a picture file of a chart, and what the page has outside the chart: paper, title, names of series."""
+    width, height = size
+    shapes, x, y = [_text(title, 4, -14, look="file-title")], 4.0, height + 14.0
+    for s in named:
+        wide = 38 + 7 * len(s.name)
+        if x > 4 and x + wide > width:
+            x, y = 4.0, y + 18
+        shapes += [_stroke_of(s, x, y - 4), _text(s.name, x + 30, y)]
+        x += wide
+    box = (-6.0, -34.0, max(width, 14.0 + 8 * len(title)) + 12, (y + 10 if named else height) + 34.0)
+    paper = element("rect", **dict(zip(("x", "y", "width", "height"), box, strict=True)), fill="#fff")
+    return " ".join(f"{part:g}" for part in box), str(text([paper, *shapes]))
 
 
 def _extent(series: Sequence[Series], which: int, axis: Axis, marks: Sequence[Mark] = ()) -> tuple[Number, Number]:
@@ -223,20 +198,31 @@ def _text(words: str, x: Number, y: Number, anchor: str | None = None, look: str
 
 def legend(series: Sequence[Series]) -> Markup:
     """Names beside a stroke in each one's colour and dash."""
-    items = []
-    for s in series:
-        swatch = element("circle", cx=13, cy=6, r=4, fill=_colour(s))
-        if s.line:
-            style = {"stroke": _colour(s), "stroke_width": s.style.width, "stroke_dasharray": s.style.dash}
-            swatch = _line(1, 25, 6, 6, **style)
-        items.append(element("li", element("svg", swatch, width=26, height=12, aria_hidden="true"), s.name))
+    items = [
+        element("li", element("svg", _stroke_of(s, 1, 6), width=26, height=12, aria_hidden="true"), s.name)
+        for s in series
+    ]
     return element("ul", *items, class_="legend")
 
 
+def _stroke_of(s: Series, x: Number, y: Number) -> Markup:
+    """A short stroke in a series' colour and dash, or its dot."""
+    if not s.line:
+        return element("circle", cx=x + 12, cy=y, r=4, fill=_colour(s))
+    return _line(x, x + 24, y, y, stroke=_colour(s), stroke_width=s.style.width, stroke_dasharray=s.style.dash)
+
+
 def _draw(
-    frame: Frame, size: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequence[Mark], texts: tuple[str, str]
+    frame: Frame,
+    size: str,
+    series: Sequence[Series],
+    x: Axis,
+    y: Axis,
+    marks: Sequence[Mark],
+    texts: tuple[str, str],
+    file: bool = True,
 ) -> Markup:
-    """One SVG of a chart. `texts`: its title and its description."""
+    """One SVG of a chart. `texts`: its title and its description. `file`: it is the one that is saved as a file."""
     if not any(s.line for s in series):  # dots have no names beside their ends
         frame = replace(frame, right=min(frame.right, 24))
     xs, ys = _extent(series, 0, x, marks), _extent(series, 1, y)
@@ -266,9 +252,18 @@ def _draw(
         shapes.append(_line(at, at, top, bottom, class_="mark"))
         if not small:
             shapes.append(_text(label, at + (5 if after else -5), top + 11, "start" if after else "end", "marked"))
-    shapes += [_stroke(s, to_x, to_y) for s in sorted(series, key=lambda one: not one.faint)]
+    banded = [s for s in series if s.line and s.intervals and not s.bars]
+    for s in banded:  # behind all lines, and paler where many would lie on each other
+        shapes += _bands(s, to_x, to_y, 0.18 if len(banded) <= 3 else 0.07)
+    barred = [s for s in series if s.bars]
+    for s in sorted(series, key=lambda one: not one.faint):
+        aside = 2.5 * (barred.index(s) - (len(barred) - 1) / 2) if s.bars else 0.0
+        shapes.append(_stroke(s, to_x, to_y, aside))
     if size == "wide":
         shapes += _end_labels(frame, [s for s in series if s.line and not s.faint], to_y, right)
+    named = [s for s in series if not s.faint]
+    beside = size == "wide" and all(s.line for s in named) and _names_fit(named, frame)  # at the ends of lines
+    parts = file_parts(texts[0], [] if beside else named, (frame.width, frame.height)) if file else None
     return element(
         "svg",
         element("title", texts[0]),
@@ -279,6 +274,7 @@ def _draw(
         role="img",
         aria_label=". ".join(texts),
         data_plot=json.dumps([left, right, top, bottom, *xs, int(x.log), *ys, int(y.log)]),
+        data_file=parts and json.dumps(parts, separators=(",", ":"), ensure_ascii=False),
     )
 
 
@@ -307,21 +303,41 @@ def _tick_text(axis: Axis, tick: Number) -> str:
     return word.rstrip("0").rstrip(".") if re.fullmatch(r"-?\d+\.\d+", word) else word
 
 
-def _stroke(series: Series, to_x: Callable[[Number], Number], to_y: Callable[[Number], Number]) -> Markup:
-    """The line and the dots of a series, with its intervals."""
+def _bands(
+    series: Series, to_x: Callable[[Number], Number], to_y: Callable[[Number], Number], opacity: float
+) -> Iterator[Markup]:
+    """The intervals of a line, one area for each of its pieces."""
+    points = _with_intervals(series)
+    for start, end in itertools.pairwise([0, *series.gaps, len(points)]):
+        known = [(to_x(a), to_y(pair[0]), to_y(pair[1])) for a, _, pair in points[start:end] if pair]
+        around = [(at, low) for at, low, _ in known] + [(at, high) for at, _, high in reversed(known)]
+        if around:
+            yield element("path", d=f"{_path(around)}Z", fill=_colour(series), class_="band", opacity=opacity)
+
+
+def _stroke(
+    series: Series, to_x: Callable[[Number], Number], to_y: Callable[[Number], Number], aside: Number = 0.0
+) -> Markup:
+    """The line and the dots of a series, with its intervals; bars stand `aside` of their dots, not on each other."""
     pixels = [(to_x(a), to_y(b)) for a, b in series.points]
     ends = [pair and (to_y(pair[0]), to_y(pair[1])) for *_, pair in _with_intervals(series)]
     borders = [0, *series.gaps, len(pixels)]
     pieces = [range(start, end) for start, end in itertools.pairwise(borders)]
     shapes = []
+    bars = [(at, pair) for (at, _), pair in zip(pixels, ends, strict=True) if pair]
     if not series.line:
-        bars = [(at, pair) for (at, _), pair in zip(pixels, ends, strict=True) if pair]
         shapes += [_line(at, at, *pair, stroke=_colour(series), stroke_width=1.6) for at, pair in bars]
-    elif series.intervals:
-        for piece in pieces:
-            known = [(pixels[n][0], *ends[n]) for n in piece if ends[n]]
-            around = [(at, low) for at, low, _ in known] + [(at, high) for at, _, high in reversed(known)]
-            shapes += [element("path", d=f"{_path(around)}Z", fill=_colour(series), class_="band")] if around else []
+    elif series.bars:
+        shapes += [
+            element(
+                "path",
+                d=_path([(at + aside, low), (at + aside, high)]),
+                stroke=_colour(series),
+                stroke_width=1.2,
+                opacity=0.6,
+            )
+            for at, (low, high) in bars
+        ]
     if series.line and len(pixels) > 1:
         line = element(
             "path",
@@ -346,6 +362,15 @@ def _path(pixels: Sequence[Point]) -> str:
     return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in pixels)
 
 
+def _letters(frame: Frame) -> int:
+    """How many letters, which are at most about 7 pixels wide, fit beside the end of a line."""
+    return round((frame.right - 12) / 7)
+
+
+def _names_fit(series: Sequence[Series], frame: Frame) -> bool:
+    return all(len(s.name) <= _letters(frame) for s in series)
+
+
 def _end_labels(frame: Frame, series: Sequence[Series], to_y: Callable[[Number], Number], right: int) -> list[Markup]:
     """Each line's name beside its last point, moved apart where they would overlap."""
     gap = 14.0
@@ -359,7 +384,7 @@ def _end_labels(frame: Frame, series: Sequence[Series], to_y: Callable[[Number],
         lowest = places[index] - gap
     labels = []
     for (at, s), place in zip(wanted, places, strict=True):
-        name = shortened(s.name, round((frame.right - 12) / 7))  # a letter is at most about 7 pixels wide
+        name = shortened(s.name, _letters(frame))
         stroke = f"M{right + 3} {at:.1f}L{right + 11} {place:.1f}"
         labels.append(element("path", d=stroke, stroke=_colour(s), fill="none"))
         labels.append(element("text", name, x=right + 14, y=place + 4, class_="end", style=f"fill:{_colour(s)}"))

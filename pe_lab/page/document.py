@@ -5,35 +5,39 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 
+from pe_lab.analysis.groups import pooled
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import build_tables
 from pe_lab.analysis.verdict import judge
-from pe_lab.page import provenance, run_charts, study_script
+from pe_lab.page import file_script, provenance, study_script
+from pe_lab.page.comparison import comparison_parts, members_part, paired_sentence
 from pe_lab.page.heat_maps import heat_maps, palette_css
-from pe_lab.page.markup import Markup, element, note, text
+from pe_lab.page.markup import Markup, element, text
 from pe_lab.page.run_section import Results, problem_note, run_sections, section, title_of, top, work_out
 from pe_lab.page.stylesheet import CSS, SCRIPT
-from pe_lab.page.suites import SCORED, task_suites, task_terms
-from pe_lab.page.tables import label_markup, plain_table, score_table, swatch
-from pe_lab.page.task_section import suite_parts
-from pe_lab.page.variants import DEFINITIONS, GLOSSARY, NAMES, STYLES, comparison_styles
-from pe_lab.results.formatting import count, duration, listing, short_number
+from pe_lab.page.suites import SCORED, task_terms
+from pe_lab.page.tables import label_markup, swatch
+from pe_lab.page.variants import DEFINITIONS, GLOSSARY, NAMES, STYLES
+from pe_lab.results.formatting import listing
 from pe_lab.results.variants import kind
 
 READ = ("#read", "How to read this")
 HOW_THE_VERDICT_IS_MADE = (
     "At each length the dropped model (with β where that was measured) is compared with the best RoPE variant at that "
     "length, cropping included, so the comparison favours RoPE. It wins or loses there if the difference exceeds 1.96 "
-    "standard errors of the two together, and ties otherwise. Lengths up to the training length do not enter the "
+    "standard errors of the two together, and ties otherwise. Of several seeds, a standard error is half of their "
+    "interval (Student's t) over 1.96. Lengths up to the training length do not enter the "
     "headline."
 )
 
 
 def build_page(runs: Sequence[Run]) -> str:
     """The document for these runs: text that refers to nothing outside itself."""
-    worked = [work_out(run) for run in runs]
+    worked = [work_out(run) for run in pooled(runs)]
     studies = any(run.studies for run in runs)
     css, script = (study_script.CSS, study_script.SCRIPT) if studies else ("", "")
+    css, script = file_script.CSS + css, script + file_script.SCRIPT
+    about = worked[0].run.name if len(worked) == 1 else "comparison"
     body = _one_run(worked[0]) if len(worked) == 1 else _several_runs(worked)
     head = element(
         "head",
@@ -47,23 +51,28 @@ def build_page(runs: Sequence[Run]) -> str:
     when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     names = ", ".join(str(run.directory) for run in runs)
     footer = element("footer", f"Made by pe_lab.report on {when} from the files of ", names, ".")
-    page = element("html", head, element("body", body, footer, element("script", Markup(SCRIPT + script))), lang="en")
+    scripts = element("script", Markup(SCRIPT + script))
+    page = element("html", head, element("body", body, footer, scripts, data_run=about), lang="en")
     return f"<!doctype html>\n{page}\n"
 
 
 def headline(runs: Sequence[Run]) -> str:
     """The page's verdicts as text, for the terminal."""
+    groups = pooled(runs)
     return "\n".join(
-        (f"{run.name}: " if len(runs) > 1 else "") + " ".join(filter(None, (found.opening, found.headline)))
-        for run in runs
+        (f"{run.name}: " if len(groups) > 1 else "") + " ".join(filter(None, (found.opening, found.headline)))
+        for run in groups
         for found in [work_out(run).verdict]
     )
 
 
 def _one_run(results: Results) -> Markup:
     """Body of a page about one run."""
-    kicker = element("p", "pe_lab report · run ", element("b", results.run.name), class_="kicker")
+    what = f"{len(results.run.members)} seeds of " if results.run.members else "run "
+    kicker = element("p", f"pe_lab report · {what}", element("b", results.run.name), class_="kicker")
     sections = run_sections(results, 2, "")
+    if members := _members(results.run, "run-0-"):
+        sections.append(("members", "Runs", section(2, "The runs, one by one", "members", members)))
     links = [*((f"#{identity}", name) for identity, name, _ in sections), READ]
     main = element("main", problem_note(results.run), [part for *_, part in sections], _how_to_read([results]))
     return text([element("header", kicker, top(results, 1), _navigation(links)), main])
@@ -71,17 +80,33 @@ def _one_run(results: Results) -> Markup:
 
 def _several_runs(worked: Sequence[Results]) -> Markup:
     """Body of a page about several runs: the comparison, then each run."""
-    kicker = element("p", "pe_lab report · ", element("b", f"{len(worked)} runs"), class_="kicker")
+    count = sum(max(len(results.run.members), 1) for results in worked)
+    groups = f" in {len(worked)} groups by seed" if count > len(worked) else ""
+    kicker = element("p", "pe_lab report · ", element("b", f"{count} runs{groups}"), class_="kicker")
     parts = []
     for index, results in enumerate(worked):
         inner = [element("h2", results.run.name, id=f"run-{index}"), top(results, 2), problem_note(results.run)]
         inner += [part for *_, part in run_sections(results, 3, f"run-{index}-")]
-        parts.append(element("section", inner, class_="run"))
+        inner.append(_members(results.run, f"run-{index}-"))
+        parts.append(element("section", inner, class_="run", data_run=results.run.name))
     links = [(f"#run-{index}", results.run.name) for index, results in enumerate(worked)]
     navigation = _navigation([("#compare", "Comparison"), *links, READ])
-    compared = section(2, "The runs side by side", "compare", *_comparison(worked))
-    top_parts = [kicker, title_of(joint_headline(worked)), navigation]
-    return text([element("header", top_parts), element("main", compared, parts, _how_to_read(worked))])
+    runs = [results.run for results in worked]
+    compared = section(2, "The runs side by side", "compare", *comparison_parts(runs))
+    pairs = paired_sentence(runs)
+    top_parts = [kicker, title_of(joint_headline(worked)), element("p", pairs, class_="lede") if pairs else None]
+    return text([element("header", *top_parts, navigation), element("main", compared, parts, _how_to_read(worked))])
+
+
+def _members(run: Run, prefix: str) -> Markup:
+    """The runs of a group with a section for each; "" of a single run."""
+    parts = []
+    for index, member in enumerate(run.members):
+        results, identity = work_out(member), f"{prefix}{index}"
+        inner = [element("h3", member.name, id=identity), top(results, 3), problem_note(member)]
+        inner += [part for *_, part in run_sections(results, 4, f"{identity}-")]
+        parts.append(element("section", inner, class_="run member", data_run=member.name))
+    return members_part(run, prefix, parts)
 
 
 def _navigation(links: Sequence[tuple[str, str]]) -> Markup:
@@ -106,51 +131,10 @@ def joint_headline(worked: Sequence[Results]) -> str:
         verdict = judge(*first)
         if verdict.tone != "missing":
             return f"Across runs: {verdict.headline}"
-    return f"{len(worked)} runs side by side; none has both RoPE and a dropped model measured past the training length."
-
-
-def _comparison(worked: Sequence[Results]) -> list[object]:
-    """Tables over all runs, and their losses on one chart."""
-    parts: list[object] = [_runs_table(worked)]
-    runs = [results.run for results in worked]
-    if len({name for run in runs if (name := provenance.tokenizer(run))}) > 1:
-        words = (
-            "These runs cut text with different tokenizers, so losses and perplexities per token are not comparable "
-            "between them."
-        )
-        parts.append(note(words))
-    others = task_suites({suite for run in runs for suite in run.evaluation} - set(SCORED) - {"beta"})
-    grids, tasks = [], []
-    for suite in [*SCORED, *others]:
-        found = [one for one in build_tables(suite, runs) if one.cells]
-        asked, plain = [one for one in found if one.prompted], [one for one in found if not one.prompted]
-        grids += [score_table(one, comparison_styles(one), len(plain) > 1) for one in plain]
-        styles = {label: style for one in asked for label, style in comparison_styles(one).items()}
-        tasks += suite_parts(suite, asked, styles, 3, charts=False)
-    grid = element("div", grids, class_="grid", style="margin-top:28px")
-    return [*parts, grid, *tasks, run_charts.loss_comparison(runs)]
-
-
-def _runs_table(worked: Sequence[Results]) -> Markup:
-    rows = []
-    for index, results in enumerate(worked):
-        run = results.run
-        size, seconds = provenance.parameters(run), provenance.seconds(run)
-        validation = [value for phase in run.phases for _, value in phase.series("validation_loss")]
-        complete = run.phases and not any(phase.running for phase in run.phases)
-        cells = [
-            element("a", run.name, href=f"#run-{index}"),
-            " → ".join(phase.name for phase in run.phases) or "–",
-            count(size) if size else "–",
-            f"{run.training_length:,}" if run.training_length else "–",
-            count(sum(phase.tokens for phase in run.phases)),
-            short_number(validation[-1]) if validation else "–",
-            duration(seconds) if seconds else "–",
-            "complete" if complete else "not complete",
-        ]
-        rows.append(cells)
-    head = ("Run", "Phases", "Parameters", "Training length", "Tokens", "Last validation loss", "Time", "Status")
-    return plain_table("Runs", head, rows, words=())
+    what = "groups of runs" if any(results.run.members for results in worked) else "runs"
+    return (
+        f"{len(worked)} {what} side by side; none has both RoPE and a dropped model measured past the training length."
+    )
 
 
 def _how_to_read(worked: Sequence[Results]) -> Markup:

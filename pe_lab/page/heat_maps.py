@@ -160,7 +160,8 @@ def _map_cell(one: HeatMap, depth: Depth, column: Column) -> Markup:
         return element("td", UNMEASURED, class_=f"none{trained}", title=f"{at}: not measured")
     score, count = found
     of = f" of {count:,.0f} needles" if count else ""
-    return element("td", cell_text(score), class_=f"h{step(score)}{trained}", title=f"{at}: {100 * score:.1f}%{of}")
+    look, title = f"h{step(score)}{trained}", f"{at}: {100 * score:.1f}%{of}"
+    return element("td", cell_text(score), class_=look, title=title, data_csv=f"{score:.6g}")
 
 
 def legend() -> Markup:

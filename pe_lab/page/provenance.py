@@ -6,9 +6,12 @@ import json
 import statistics
 from collections.abc import Sequence
 
+from pe_lab.analysis.comparison import encoding_text
+from pe_lab.analysis.groups import seed_words
 from pe_lab.analysis.runs import Phase, Run
+from pe_lab.page.loss_charts import phase_style
 from pe_lab.page.markup import Markup, element, folded, note, text
-from pe_lab.page.run_charts import encoding_text, phase_style
+from pe_lab.page.run_history import history_table
 from pe_lab.page.tables import plain_table
 from pe_lab.results.formatting import count, duration, listing, percent
 from pe_lab.results.records import Record, as_dict, number
@@ -46,9 +49,10 @@ def summary(run: Run) -> Markup:
     items = [
         ("Model", f"{count(size)} parameters" if size else ""),
         ("Training length", f"{run.training_length:,} tokens" if run.training_length else ""),
-        ("Trained on", f"{count(trained)} tokens" if trained else ""),
+        ("Trained on", f"{count(trained)} tokens{' each' * bool(run.members)}" if trained else ""),
         ("Phases", " → ".join(phase.name for phase in run.phases)),
-        ("Training time", duration(seconds(run)) if seconds(run) else ""),
+        ("Seeds", listing([seed_words(member) for member in run.members])),
+        ("Training time" + ", all seeds" * bool(run.members), duration(seconds(run)) if seconds(run) else ""),
         ("Device", f"{many} × {name}" if name and isinstance(many, int) and many > 1 else str(name or "")),
     ]
     shown = [element("div", element("dt", key), element("dd", value)) for key, value in items if value]
@@ -134,6 +138,7 @@ def what_was_run(run: Run) -> Markup:
     parts: list[object] = [pairs(items)]
     if command := info.get("command") or notes.get("command"):
         parts += [element("p", "To run it again:", class_="title"), element("pre", command, class_="command")]
+    parts.append(history_table(run))
     parts += [_phase_table(phase) for phase in run.phases]
     if run.config:
         shown = json.dumps(run.config, indent=2, ensure_ascii=False, default=str)
@@ -245,7 +250,18 @@ def caveats(run: Run) -> list[str]:
             "β was fitted on held-out text at each length; PI, NTK and YaRN use their formulas and fit nothing."
         )
     seeds = {str(record.get("seed")) for record in records if "seed" in record}
-    if records:
+    if records and run.members:
+        few = (
+            "The interval of two seeds is their range; comparisons use Student's t, under which two seeds decide "
+            "nothing but large differences."
+        )
+        result += [
+            f"Means are over {len(run.members)} training seeds, and intervals are Student's t over them. They cover "
+            "the luck of initialization and data order. All seeds were measured on the same held-out samples, whose "
+            "choice they do not cover.",
+            *([few] if len(run.members) == 2 else []),
+        ]
+    elif records:
         seed = f" (seed {seeds.pop()})" if len(seeds) == 1 else ""
         result += [
             "One run is one draw of initialization and data order. The intervals cover the noise of the evaluation "
@@ -262,5 +278,8 @@ def caveats(run: Run) -> list[str]:
         if phase.running and (phase.metrics or phase.info):
             steps = number(phase.info, "steps")
             share = f" ({phase.steps_done:,} of {steps:,.0f} steps)" if steps else ""
+            if run.members:
+                done = sum(not one.running for member in run.members if (one := member.phase(phase.name)))
+                share = f" ({done} of {len(run.members)} seeds have finished it)"
             result.append(f"Phase {phase.name} is not complete{share}: its figures are preliminary.")
     return result

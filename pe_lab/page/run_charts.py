@@ -1,116 +1,24 @@
-"""The charts of one run: its losses, and its frequencies under each scaling."""
+"""The charts of one run beside its losses: its events, where its time went, and its frequencies under each scaling."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
-from pe_lab.analysis.runs import Phase, Run
+from pe_lab.analysis.comparison import encoding_text
+from pe_lab.analysis.runs import Run
 from pe_lab.errors import UserError
-from pe_lab.page.charts import Axis, Point, Series, decimate, legend, line_chart, smooth
+from pe_lab.page.charts import Axis, Series, file_parts, legend, line_chart
+from pe_lab.page.loss_charts import EVENTS
 from pe_lab.page.markup import Markup, element
 from pe_lab.page.tables import plain_table
-from pe_lab.page.variants import INK, STYLES, Style
+from pe_lab.page.variants import STYLES, Style
 from pe_lab.results.formatting import Number, count, times
 from pe_lab.results.records import as_dict, number
 from pe_lab.results.variants import is_dropped
 
-LOSS = Axis("loss (nats per token)")
-# Of several runs, and of several sources.
-RUN_COLOURS = ("ntk", "nope", "drope", "yarn", "extra-1", "pi", "extra-3", "extra-4", "extra-2", "rope")
 TIME_COLOURS = ("extra-1", "pi", "yarn", "drope", "ntk", "extra-2", "extra-3", "nope", "rope")
-EVENTS = {"warn": "spike", "skip": "update skipped", "rewind": "rewound", "stop": "stopped"}
-SOURCE_COLOURS = ("ntk", "nope", "extra-1", "extra-3", "yarn", "pi")
-
-
-def encoding_text(encoding: object) -> str:
-    """An encoding in one line, whether it was written as a text or as a mapping."""
-    described = as_dict(encoding)
-    if not described:
-        return str(encoding or "unknown encoding")
-    rest = ", ".join(f"{k}={v}" for k, v in described.items() if k != "kind" and v is not None)
-    return f"{described.get('kind', '?')}({rest})" if rest else str(described.get("kind", "?"))
-
-
-def encoding_name(phase: Phase) -> str:
-    """The name of the encoding of a phase's first layers: rope, nope, ..."""
-    described = encoding_text(phase.encodings[0].get("encoding") if phase.encodings else "")
-    return re.split(r"[^a-z_]", described.lower(), maxsplit=1)[0]
-
-
-def phase_style(run: Run, phase: Phase) -> Style:
-    """The style of the model that a phase makes: grey if it rotates, green if it was dropped, else orange."""
-    before = run.phases[: run.phases.index(phase)]
-    if encoding_name(phase) != "nope":
-        return STYLES["RoPE"]
-    edits = [str(entry.get("what", "")) for entry in phase.lineage]
-    dropped = any(encoding_name(p) != "nope" for p in before) or any(e == "drop" or "-> nope" in e for e in edits)
-    return STYLES["DroPE paper beta" if dropped else "NoPE paper beta"]
-
-
-def offsets(run: Run) -> dict[str, float]:
-    """Tokens read before each phase; 0 for a phase that counts on from the total of the phase before it."""
-    result, total = {}, 0.0
-    for phase in run.phases:
-        points = phase.series("loss") or phase.series("validation_loss")
-        counts_on = bool(points) and points[0][0] > total > 0
-        result[phase.name] = 0.0 if counts_on else total
-        total = points[-1][0] + result[phase.name] if points else total
-    return result
-
-
-def curves(run: Run, key: str) -> list[list[Point]]:
-    """The points of a logged number in each phase, against the tokens of the whole run."""
-    shift = offsets(run)
-    return [[(x + shift[phase.name], y) for x, y in phase.series(key)] for phase in run.phases]
-
-
-def smoothed(points: Sequence[Point]) -> list[Point]:
-    """A running mean that is wide enough to read and narrow enough to keep the jump at a drop."""
-    return decimate(smooth(points, max(1, len(points) // 60)), 160)
-
-
-def token_axis(run: Run) -> Axis:
-    """Training tokens, or steps if the logs have no tokens."""
-    logged = (record for phase in run.phases for record in phase.metrics[:1])
-    known = any(number(record, "tokens") is not None for record in logged)
-    known = known or any(number(phase.info, "tokens_per_step") for phase in run.phases)
-    return Axis("training tokens" if known else "training steps", show=count)
-
-
-def loss_chart(run: Run) -> Markup:
-    """Training and validation loss of all phases on one axis, with marks where phases begin."""
-    series, marks = [], []
-    used: set[Style] = set()
-    for phase, points in zip(run.phases, curves(run, "loss"), strict=True):
-        if not points:
-            continue
-        style = phase_style(run, phase)
-        if style in used:  # a later phase of the same kind
-            style = Style(f"extra-{len(used) % 4 + 1}", style.dash, style.width)
-        used.add(style)
-        if series:
-            marks.append((points[0][0], f"{phase.name} starts"))
-        if len(points) > 40:
-            series.append(Series(phase.name, decimate(points), style, faint=True))
-        series.append(Series(phase.name, smoothed(points) if len(points) > 40 else points, style))
-    marks += _event_marks(run)
-    if validation := [point for points in curves(run, "validation_loss") for point in points]:
-        series.append(Series("validation", validation, INK, line=False))
-    caption = "Thin: every logged step. Thick: running mean. Dots: loss on held-out text." + _jumps(run)
-    return line_chart("Loss over training", series, token_axis(run), LOSS, marks, caption)
-
-
-def _event_marks(run: Run) -> list[tuple[float, str]]:
-    """A mark for each event, the first of each kind with its name; the last forty, if there are more."""
-    shift, marks, named = offsets(run), [], set()
-    for phase in run.phases:
-        for event in phase.events:
-            kind = str(event["event"])
-            at = number(event, "tokens") or number(event, "step") or 0.0
-            marks.append((at + shift[phase.name], "" if kind in named else EVENTS.get(kind, kind)))
-            named.add(kind)
-    return marks[-40:]
 
 
 def event_table(run: Run) -> Markup:
@@ -173,13 +81,19 @@ def time_chart(run: Run) -> Markup:
     names = [Series(bucket.replace("_", " "), [], Style(colours[bucket]), line=False) for bucket in used]
     summary = f"Where the time of the run went. {found}."
     size = f"0 0 {left + width + 90} {len(bars) * height}"
+    title, sides = "Where the time went", (left + width + 90, len(bars) * height)
+    file = json.dumps(file_parts(title, names, sides))
+    table = [["of", "went to", "seconds"]]
+    table += [[name, bucket, f"{seconds.get(bucket, 0.0):.6g}"] for name, seconds, _ in bars for bucket in BUCKETS]
+    about = {"viewBox": size, "role": "img", "aria_label": summary, "data_file": file}
     return element(
         "figure",
-        element("div", "Where the time went", class_="chart-title"),
+        element("div", title, class_="chart-title"),
         legend(names),
-        element("svg", element("title", summary), *shapes, viewBox=size, role="img", aria_label=summary),
+        element("svg", element("title", summary), *shapes, **about),
         element("figcaption", f"{found}. Productive are steps that were trained for the first time."),
         class_="chart",
+        data_table=json.dumps(table),
     )
 
 
@@ -189,52 +103,6 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.3g} s"
-
-
-def _jumps(run: Run) -> str:
-    """Sentences about the loss where a phase with another encoding begins."""
-    sentences = []
-    for before, after in zip(run.phases, run.phases[1:], strict=False):
-        old, new = before.series("loss"), after.series("loss")
-        if not old or not new or encoding_name(before) == encoding_name(after):
-            continue
-        level = sum(value for _, value in old[-20:]) / len(old[-20:])
-        peak = max(value for _, value in new[:10])
-        if peak <= level:
-            sentences.append(f" At {after.name} the loss does not jump.")
-            continue
-        start, *window = smooth(new, min(20, len(new)))
-        back = next((x - start[0] for x, value in window if value <= level), None)
-        ending = f" and is back within {count(back)} tokens." if back else "; the old level was not reached again."
-        sentences.append(f" Where {after.name} starts, the loss jumps from {level:.2f} to {peak:.2f}{ending}")
-    return "".join(sentences)
-
-
-def source_losses(run: Run) -> Markup:
-    """Validation loss by held-out source; "" for fewer than two sources."""
-    logged = dict.fromkeys(key for phase in run.phases for record in phase.metrics for key in record)
-    keys = [key for key in logged if key.startswith("validation_loss/")]
-    if len(keys) < 2:
-        return Markup("")
-    series = []
-    for i, key in enumerate(keys):
-        points = [point for points in curves(run, key) for point in points]
-        style = Style(SOURCE_COLOURS[i % len(SOURCE_COLOURS)])
-        series.append(Series(key.removeprefix("validation_loss/"), points, style, markers=len(points) < 60))
-    shift = offsets(run)
-    marks = [(shift[phase.name], f"{phase.name} starts") for phase in run.phases[1:] if shift[phase.name]]
-    return line_chart("Validation loss by source", series, token_axis(run), LOSS, marks)
-
-
-def loss_comparison(runs: Sequence[Run]) -> Markup:
-    """The training losses of several runs, a running mean each."""
-    series = []
-    for index, run in enumerate(runs):
-        # A mean across the border of two phases would flatten the jump there.
-        points = [point for points in curves(run, "loss") for point in smoothed(points)]
-        style = Style(RUN_COLOURS[index % len(RUN_COLOURS)], None if index < len(RUN_COLOURS) else "6 3")
-        series.append(Series(run.name, points, style))
-    return line_chart("Training loss of the runs (running mean)", series, token_axis(runs[0]), LOSS)
 
 
 def rotation_of(run: Run) -> tuple[float, int, int] | None:

@@ -9,7 +9,7 @@ from functools import partial
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import build_tables, histories, variants_of
 from pe_lab.analysis.verdict import Verdict, imported_headline, judge
-from pe_lab.page import provenance, run_charts
+from pe_lab.page import loss_charts, provenance, run_charts, run_history
 from pe_lab.page.heat_maps import heat_map_figures, legend
 from pe_lab.page.markup import Markup, element, folded, note, text
 from pe_lab.page.score_charts import history_chart, position_chart, score_chart
@@ -27,7 +27,6 @@ STORY = (
     "“dropped” model, DroPE) and the model trained on for a little while, on sequences of the same length. This page "
     "measures each variant of the two models on sequences longer than any they were trained on."
 )
-MARKS = "● marks the best of a {}, ○ a tie with it; the small figures are 95% intervals"
 CAPTIONS = {
     "perplexity": "Each curve is the perplexity of tokens at that place in the sequence, averaged over sequences. A "
     "model that uses long context goes on falling to the right; one that breaks rises where the training length ends.",
@@ -74,6 +73,17 @@ def work_out(run: Run) -> Results:
         verdict = Verdict(f"Studied here: {listing(titles)}.", "missing")
     styles = assign_styles(variants_of([table for tables in found.values() for table in tables]))
     return Results(run, found, asked, verdict, styles)
+
+
+def marks(run: Run, of: str) -> str:
+    """The words for the marks and the small figures of a table."""
+    words = f"● marks the best of a {of}, ○ a tie with it; the small figures are 95% intervals"
+    seeds = len(run.members)
+    if not seeds:
+        return words
+    if seeds == 2:
+        words = words.replace("95% intervals", "the range of the two")
+    return f"Values are means over {seeds} seeds. {words}{' over the seeds' if seeds > 2 else ''}"
 
 
 def section(level: int, title: str, identity: str, *children: object) -> Markup:
@@ -145,7 +155,7 @@ def run_sections(results: Results, level: int, prefix: str) -> list[tuple[str, s
         ("training", "Training", "Training", _training_parts(results)),
         ("frequencies", "Frequencies", "Frequencies under each scaling", _frequency_parts(results)),
         *studies,
-        ("run", "What was run", "What was run", [provenance.what_was_run(run)]),
+        ("run", "What was run", "What was run", [] if run.members else [provenance.what_was_run(run)]),
         ("caveats", "Keep in mind", "What to keep in mind", [bullets(provenance.caveats(run))]),
     )
     drawn = [(key, name, section(level, title, prefix + key, *parts)) for key, name, title, parts in sections]
@@ -161,7 +171,7 @@ def _result_parts(results: Results) -> list[object]:
     parts: list[object] = []
     if main:
         several = len(results.tables["perplexity"]) > 1
-        words = f"Rows are variants, columns are sequence lengths. {MARKS.format('column')}; deeper green is better."
+        words = f"Rows are variants, columns are sequence lengths. {marks(run, 'column')}; deeper green is better."
         charts = [
             score_chart(table, styles, f"{suite_title(table.suite)} against length") for table in main if table.cells
         ]
@@ -225,7 +235,7 @@ def _task_parts(results: Results, level: int) -> list[object]:
         parts += suite_parts(suite, found, results.styles, level, results.run.training_length)
     if not parts:
         return []
-    words = f"Prompts are put to the model, and its answers are scored. {MARKS.format('task')}."
+    words = f"Prompts are put to the model, and its answers are scored. {marks(results.run, 'task')}."
     measured = [table for found in results.task_tables.values() for table in found]
     return [element("p", words, class_="soft"), *parts, _weights(measured)]
 
@@ -251,12 +261,13 @@ def _training_parts(results: Results) -> list[object]:
     run = results.run
     if not run.phases:
         return [element("p", "No phase of training was found in this directory.", class_="soft")]
-    chart = run_charts.loss_chart(run) or element("p", "No losses have been logged yet.", class_="soft")
+    chart = loss_charts.loss_chart(run) or element("p", "No losses have been logged yet.", class_="soft")
     return [
         provenance.lineage_diagram(run),
         chart,
         run_charts.event_table(run),
-        run_charts.source_losses(run),
+        run_history.mixture_table(run),
+        loss_charts.source_losses(run),
         run_charts.time_chart(run),
     ]
 

@@ -11,9 +11,9 @@ from pe_lab.page.charts import Axis, Point, Series, line_chart
 from pe_lab.page.markup import Markup
 from pe_lab.page.suites import SCORED, suite_title, task_name
 from pe_lab.page.variants import INK, Style
-from pe_lab.results.formatting import count, percent, times
+from pe_lab.results.formatting import count, listing, percent, times
 from pe_lab.results.intervals import exp
-from pe_lab.results.records import Record, as_dict, bins
+from pe_lab.results.records import Record, as_dict, bins, number
 from pe_lab.results.scores import Cell, Column, Table
 
 
@@ -24,11 +24,12 @@ def score_chart(
     x: Axis | None = None,
     bars: bool = False,
     size: str = "half",
+    caption: str = "",
 ) -> Markup:
-    """A table's values against length; "" for fewer than two lengths.
+    """A table's values against length, with bars of their 95% intervals; "" for fewer than two lengths.
 
-    A table of buckets or of training tokens has an axis `x` of its own. With `bars`, 95% intervals are drawn, and only
-    shares of 1.
+    A table of buckets or of training tokens has an axis `x` of its own. With `bars`, only shares of 1 are drawn, on an
+    axis that ends above the highest bar.
     """
     keys = [column.key for column in scores.columns]
     cells = list(scores.cells.values())
@@ -43,13 +44,23 @@ def score_chart(
     for label in scores.variants:
         style = styles.get(label, INK)
         found = [(_place(column), cell) for column in scores.columns if (cell := scores.cell(label, column))]
-        if bars:
-            ends = [(at, cell.ends or (cell.value, cell.value)) for at, cell in found]
-            faint = Style(style.colour)
-            series += [Series(label, [(at, low), (at, high)], faint, faint=True) for at, (low, high) in ends]
-        series.append(Series(label, [(at, cell.value) for at, cell in found], style, markers=True))
+        ends = [cell.ends or (math.nan, math.nan) for _, cell in found]
+        points = [(at, cell.value) for at, cell in found]
+        series.append(Series(label, points, style, markers=True, intervals=ends, bars=True))
     y = _value_axis(scores.suite, cells, bars)
-    return line_chart(title, series, x, y, marks, "Thin bars: 95% intervals." if bars else "", size)
+    return line_chart(title, series, x, y, marks, " ".join(filter(None, (caption, interval_words(cells)))), size)
+
+
+def interval_words(cells: Sequence[Cell]) -> str:
+    """What the bars of a chart are: intervals over samples, or over training seeds."""
+    if not any(cell.ends for cell in cells):
+        return ""
+    seeds = {int(number(cell.record, "seeds") or 0) for cell in cells}
+    if not max(seeds, default=0):
+        return "Thin bars: 95% intervals."
+    words = f"Means over {listing([str(n) for n in sorted(seeds)])} seeds. Thin bars: "
+    of_two = " (of two seeds their range)" if 2 in seeds else ""
+    return words + ("their range." if max(seeds) == 2 else f"95% intervals of Student's t over them{of_two}.")
 
 
 def _place(column: Column) -> float:
@@ -67,7 +78,9 @@ def _value_axis(suite: str, cells: Sequence[Cell], bars: bool = False) -> Axis:
         return Axis("score", show=percent, domain=(0.0, min(1.0, top)))
     if any(cell.share for cell in cells):
         name = "accuracy" if suite == "needles" else "score"
-        return _share_axis(name, [cell.value for cell in cells])
+        return _share_axis(
+            name, [value for cell in cells for value in (cell.value, (cell.ends or (0.0, 0.0))[1] / 1.12)]
+        )
     return Axis("perplexity (log scale)", True) if suite == "perplexity" else Axis("score")
 
 
@@ -94,14 +107,20 @@ def position_chart(
     series = []
     for label, cell in scores.column(column).items():
         if scores.suite == "needles":
-            points = _points(as_dict(cell.record.get("accuracy_by_distance")), "edges", "accuracy")
+            found = _points(as_dict(cell.record.get("accuracy_by_distance")), "edges", "accuracy", "low", "high")
+            points, ends = [point for point, _ in found], [(max(low, 0.0), min(high, 1.0)) for _, (low, high) in found]
         else:
-            losses = _points(cell.record, "position_edges", "nll_by_position")
-            points = [(x, exp(min(y, 50.0))) for x, y in losses]
-        series.append(Series(label, points, styles.get(label, INK), markers=scores.suite == "needles"))
+            names = ("position_edges", "nll_by_position", "nll_by_position_low", "nll_by_position_high")
+            found = _points(cell.record, *names)
+            points = [(x, exp(min(y, 50.0))) for (x, y), _ in found]
+            ends = [(exp(min(low, 50.0)), exp(min(high, 50.0))) for _, (low, high) in found]
+        known = any(math.isfinite(low) for low, _ in ends)  # records of one run have none
+        style, dots = styles.get(label, INK), scores.suite == "needles"
+        series.append(Series(label, points, style, markers=dots, intervals=ends if known else ()))
     if scores.suite == "needles":
         title, name = "Needle accuracy by distance", "tokens from fact to question (log scale)"
-        y = _share_axis("accuracy", [y for one in series for _, y in one.points])
+        highs = [high / 1.12 for one in series for _, high in one.intervals if math.isfinite(high)]
+        y = _share_axis("accuracy", [*highs, *(y for one in series for _, y in one.points)])
     else:
         title, name = "Perplexity by position", "position in the sequence (tokens, log scale)"
         y = Axis("perplexity (log scale)", True)
@@ -110,15 +129,26 @@ def position_chart(
     if xs:
         ticks = [2.0**e for e in range(math.floor(math.log2(min(xs))), math.ceil(math.log2(max(xs))) + 1)]
         ticks = ticks[:: max(1, math.ceil(len(ticks) / 11))]
+    if any(one.intervals for one in series):
+        two = any(number(cell.record, "seeds") == 2 for cell in scores.column(column).values())
+        caption += f" Bands: {'the range of two seeds' if two else '95% intervals over the seeds'}."
     trained = float(run.training_length or 0)
     marks = [(trained, "training length")] if xs and min(xs) <= trained <= max(xs) else []
     x = Axis(name, True, lambda value: f"{value:,.0f}", ticks)
-    return line_chart(f"{title}, sequences of {length_words(column)}", series, x, y, marks, caption, size)
+    where = length_words(column)
+    return line_chart(f"{title}, sequences of {where}", series, x, y, marks, caption.strip(), size)
 
 
-def _points(found: Record, edges: str, value: str) -> list[Point]:
-    """(middle of the bin, value) of the bins in a record."""
-    return [(max((part["start"] + part["end"]) / 2, 0.5), part[value]) for part in bins(found, edges, value, "count")]
+def _points(found: Record, edges: str, value: str, low: str, high: str) -> list[tuple[Point, tuple[float, float]]]:
+    """(middle of the bin, value) and interval of the bins in a record; NaN for an end that it lacks."""
+
+    def end(part: Mapping[str, float | None], name: str) -> float:
+        return math.nan if (number := part.get(name)) is None else number
+
+    return [
+        ((max((part["start"] + part["end"]) / 2, 0.5), part[value]), (end(part, low), end(part, high)))
+        for part in bins(found, edges, value, "count", low, high)
+    ]
 
 
 def length_words(column: Column) -> str:

@@ -10,7 +10,6 @@ import numpy as np
 
 from pe_lab.analysis.figures import Figure, HeatMaps, Line, LineCharts
 from pe_lab.page import figure_style
-from pe_lab.page.charts import log_ticks
 from pe_lab.page.figure_style import OKABE_ITO, look
 from pe_lab.page.study_axes import (
     axis_limits,
@@ -27,6 +26,7 @@ from pe_lab.page.study_axes import (
     tick_names,
     tokens_text,
 )
+from pe_lab.page.ticks import log_ticks
 from pe_lab.results.formatting import shortened
 
 WIDTH, HEIGHT = 7.0, 9.2  # inches; the height is the most that panels may take on a page

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pe_lab.analysis.figures import Line, LineCharts
-from pe_lab.page.charts import Axis, Series, legend, line_chart, linear_ticks
+from pe_lab.page.charts import Axis, Series, legend, line_chart
 from pe_lab.page.markup import Markup, element
 from pe_lab.page.study_axes import (
     axis_limits,
@@ -21,6 +21,7 @@ from pe_lab.page.study_axes import (
     shift,
     tokens_text,
 )
+from pe_lab.page.ticks import linear_ticks
 from pe_lab.page.variants import NAMES, STYLES, Style
 from pe_lab.results.formatting import Number, shortened
 

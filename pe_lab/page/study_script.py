@@ -1,7 +1,6 @@
 """The CSS and the JavaScript of studies, which a page has only if it shows one."""
 
 CSS = """
-.chart .band{opacity:.2}.chart.dots .legend{display:flex}
 .many{margin-top:22px}.many .legend{display:flex!important}
 .smalls{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,150px),1fr));gap:6px 10px;margin:8px 0 2px;
 position:relative}

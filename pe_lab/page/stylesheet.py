@@ -24,7 +24,7 @@ h1.long{font-size:clamp(20px,2.3vw,26px)}
 h2{font-size:22px;line-height:1.3;letter-spacing:-.01em;margin:56px 0 10px;font-weight:650}
 h3{font-size:17px;margin:32px 0 8px;font-weight:650}
 .run>h2{border-top:3px solid var(--ink);padding-top:18px;font-size:26px;overflow-wrap:anywhere}
-.run h3{font-size:20px;margin-top:44px}
+.run h3{font-size:20px;margin-top:44px}.member>h3{border-top:2px solid var(--line);padding-top:14px}
 h4{font-size:17px;margin:28px 0 8px;font-weight:650}
 p,li,dd{max-width:74ch}
 .kicker{color:var(--soft);font-size:14px;margin:0;overflow-wrap:anywhere}
@@ -95,6 +95,7 @@ align-items:start;margin:12px 0 6px}
 .scale i{display:inline-block;width:15px;height:12px;vertical-align:-1px}
 .box.framed{border:2px solid var(--mark)}
 .swatch{display:inline-block;vertical-align:middle;margin:0 8px 2px 0}
+.pairs-of-seeds tbody th small{display:block;color:var(--soft);font-weight:400}.pairs-of-seeds{width:auto}
 .title.board{margin:20px 0 0}.score-board td{text-align:center;min-width:92px}
 .score-board td small{white-space:normal;max-width:130px;margin:0 auto}
 .score-board{width:auto}.fit{width:fit-content;max-width:100%;margin-top:6px}
@@ -112,6 +113,7 @@ position:relative;break-inside:avoid}
 .chart.half svg.wide{max-width:640px}.chart svg.narrow{max-width:440px}
 .chart svg.narrow{display:none}.chart.third svg.narrow{display:block}
 .chart.wide .legend,.chart.half .legend{display:none}
+.chart.dots .legend,.chart.long .legend{display:flex}
 svg text{fill:var(--soft);font-size:12px;font-family:inherit}
 svg .end{font-size:11.5px;font-weight:600}svg .name{font-size:12px}
 svg .grid{stroke:var(--line);stroke-width:1}svg .axis{stroke:var(--soft);stroke-width:1}
@@ -180,7 +182,7 @@ function place(v,low,high,log,a,b){var s=log?Math.log(v/low)/Math.log(high/low):
 return a+(b-a)*Math.min(Math.max(s,0),1)}
 function px(v){return place(v,p[4],p[5],p[6],left,right)}
 function py(v){return place(v,p[7],p[8],p[9],bottom,top)}
-var layer=document.createElementNS(svg.namespaceURI,'g');svg.appendChild(layer);
+var layer=document.createElementNS(svg.namespaceURI,'g');layer.setAttribute('class','tip-layer');svg.appendChild(layer);
 function add(name,attributes){var node=document.createElementNS(svg.namespaceURI,name);
 for(var key in attributes)node.setAttribute(key,attributes[key]);layer.appendChild(node);return node}
 function clear(){layer.textContent='';tip.hidden=true}

@@ -12,6 +12,7 @@ from pe_lab.page.markup import Markup, element, text
 from pe_lab.page.suites import metric_name, suite_title, table_title, task_name
 from pe_lab.page.variants import Style
 from pe_lab.results.formatting import percent, short_number, shortened
+from pe_lab.results.intervals import Z95
 from pe_lab.results.records import Record, as_dict, number
 from pe_lab.results.scores import Cell, Column, Table
 from pe_lab.results.variants import is_dropped, is_unchanged
@@ -98,12 +99,13 @@ def score_cell(scores: Table, label: str, column: Column, *, framed: bool = True
     trained = "trained" if framed and column.factor == 1 else None
     cell = scores.cell(label, column)
     if cell is None:
-        return element("td", UNMEASURED, class_=trained)
+        return element("td", UNMEASURED, class_=trained, data_csv="")
     winner, ties = scores.best(column)
     notes = [cell.interval if small is None else small]
     if small is None and cell.all_found is not None and abs(cell.all_found - cell.value) > 1e-6:
         notes.append(f"all: {percent(cell.all_found)}")
     notes += ["as trained"] if is_unchanged(cell.record, column.factor) else []
+    notes += [fewer] if (fewer := fewer_seeds(cell.record)) else []
     return element(
         "td",
         BEST if label == winner else TIE if label in ties else None,
@@ -111,8 +113,15 @@ def score_cell(scores: Table, label: str, column: Column, *, framed: bool = True
         [element("small", note) for note in notes if note],
         class_=trained,
         title=_measurement(label, column, cell),
+        data_csv="|".join(f"{value:.6g}" for value in (cell.value, *(cell.ends or ()))),
         style=f"--heat:{_heat(scores, cell):.2f}",
     )
+
+
+def fewer_seeds(record: Record) -> str:
+    """`2 of 3 seeds` where not all seeds of a group were measured; "" else."""
+    seeds, of = number(record, "seeds"), number(record, "of_seeds")
+    return f"{seeds:.0f} of {of:.0f} seeds" if seeds is not None and of is not None and seeds < of else ""
 
 
 def _measurement(label: str, column: Column, cell: Cell) -> str:
@@ -120,7 +129,10 @@ def _measurement(label: str, column: Column, cell: Cell) -> str:
     record = cell.record
     parts = [f"{label} at {column.title}: {cell.shown}"]
     if cell.interval:
-        parts.append(f"95% interval {cell.interval}")
+        two = number(record, "seeds") == 2
+        parts.append(f"{'range of two seeds' if two else '95% interval'} {cell.interval}")
+    if seeds := number(record, "of_seeds"):
+        parts.append(fewer_seeds(record) or f"mean over {seeds:.0f} seeds")
     if is_unchanged(record, column.factor):
         parts.append("the model as trained: nothing is changed up to the training length")
     if (loss := number(record, "nll")) is not None:
@@ -226,6 +238,8 @@ def harness_table(tables: Sequence[Table], column: Column, styles: Mapping[str, 
         for label in labels:
             cell = one.cell(label, column)
             stderr = None if cell is None else cell.stderr if one is average else number(cell.record, "stderr")
+            if cell is not None and number(cell.record, "seeds"):
+                stderr = stderr and stderr * Z95  # of seeds: the half of their interval
             in_unit = "" if stderr is None else f"±{100 * stderr:.1f}" if cell.share else f"±{short_number(stderr)}"
             cells.append(score_cell(one, label, column, framed=False, small=in_unit))
         look = "average" if one is average else None

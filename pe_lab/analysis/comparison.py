@@ -1,0 +1,189 @@
+"""What runs have in common and in what they differ: keys of their configs, and differences of scores by seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pe_lab.analysis.groups import SEEDS, flat, seeds_of
+from pe_lab.analysis.runs import Run
+from pe_lab.analysis.scores import build_tables
+from pe_lab.results.paired import Difference, paired_t
+from pe_lab.results.records import as_dict, mappings
+from pe_lab.results.scores import Column, Table
+from pe_lab.results.variants import DROPPED, kind
+
+# Keys that no result depends on, and those that have columns of their own.
+_ASIDE = ("name", "notes", "log", "checkpoint", "evaluation", "phases", *SEEDS, "data.cache_dir", "data.workers")
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """The config of a run flat, by short keys: `data.tokenizer`, `pretrain.optimizer.learning_rate`, ...
+
+    A positional encoding and the options of a source are one value each. `phases` names the phases.
+    """
+    config = run.config
+    found = dict(flat({key: value for key, value in config.items() if key not in _ASIDE}))
+    found = {key: value for key, value in found.items() if key not in _ASIDE}
+    phases = mappings(config.get("phases"))
+    names = [str(phase.get("name", n)) for n, phase in enumerate(phases)]
+    if phases:
+        found["phases"] = " → ".join(names)
+    for name, phase in zip(names, phases, strict=True):
+        inner = {key: value for key, value in phase.items() if key not in ("name", "positional")}
+        found |= {f"{name}.{key}": value for key, value in flat(inner)}
+        found[f"{name}.positional"] = encoding_text(phase.get("positional"))
+    return found
+
+
+def encoding_text(encoding: object) -> str:
+    """An encoding in one line, whether it was written as a text, as a mapping, or as a list for the layers."""
+    if isinstance(encoding, list):
+        return " / ".join(map(encoding_text, encoding))
+    described = as_dict(encoding)
+    if not described:
+        return str(encoding or "unknown encoding")
+    rest = ", ".join(f"{k}={v}" for k, v in described.items() if k != "kind" and v is not None)
+    return f"{described.get('kind', '?')}({rest})" if rest else str(described.get("kind", "?"))
+
+
+def differing(runs: Sequence[Run]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """The keys whose values differ, by short names, each with the value of every run; and the equal keys.
+
+    Keys of a phase that a run lacks do not differ: `phases` does. A run without a config has None.
+    """
+    found = [settings(run) for run in runs]
+    known = [one for one in found if one]
+    everywhere = [key for key in (known[0] if known else {}) if all(key in one for one in known)]
+    equal = {key: known[0][key] for key in everywhere if all(one[key] == known[0][key] for one in known)}
+    some = dict.fromkeys(key for one in known for key in one if key not in equal)
+    phases = {name for one in known for name in str(one.get("phases", "")).split(" → ")}
+    keys = [key for key in some if key in everywhere or key.split(".")[0] not in phases]
+    values = {key: [one.get(key) for one in found] for key in keys}
+    return {short: values[key] for key, short in short_names(keys).items()}, equal
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """The shortest end of each key that no other key has: `learning_rate`, `pretrain optimizer learning_rate`."""
+
+    def end(key: str, parts: int) -> str:
+        return " ".join(key.split(".")[-parts:])
+
+    short = {}
+    for key in keys:
+        sizes = range(1, key.count(".") + 2)
+        short[key] = next((end(key, n) for n in sizes if [end(k, n) for k in keys].count(end(key, n)) == 1), key)
+    return short
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Differences in pairs
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The difference of two groups in one measurement, seed by seed.
+
+    Attributes:
+      name: of the two: `drope − rope`.
+      what: what was measured: `perplexity`, `validation loss`.
+      column: the length; None without one.
+      labels: the variants that are compared, where they are variants.
+      difference: in the units of `what`; of perplexities that of the losses, nats per token.
+      share: whether scores are shares of 1.
+    """
+
+    name: str
+    what: str
+    column: Column | None
+    labels: tuple[str, str]
+    difference: Difference
+    share: bool
+
+
+def representative(table: Table) -> str | None:
+    """The variant that stands for a run: of the last phase the dropped model with β, else as trained."""
+    kinds = {kind(record): label for label, record in reversed(table.variants.items())}
+    for name in (*DROPPED, "NoPE", "RoPE"):
+        if name in kinds:
+            return str(kinds[name])
+    trained = [label for label, record in table.variants.items() if record.get("method") == "as trained"]
+    return str(next(iter([*trained, *table.variants]), "")) or None
+
+
+def paired_differences(runs: Sequence[Run], suites: Sequence[str]) -> list[Paired]:
+    """Differences between groups that have at least two seeds in common, each against the first of `runs` that has.
+
+    In the last validation loss of seeds that have finished, and in each suite at each length: of the variants that
+    stand for the runs, then of every other variant that both have.
+    """
+    groups = [run for run in runs if run.members]
+    if len(groups) < 2:
+        return []
+    first, found = groups[0], []
+    for other in groups[1:]:
+        name = f"{other.name} − {first.name}"
+        if difference := _by_seed(first, other, _last_validation):
+            found.append(Paired(name, "validation loss", None, ("", ""), difference, False))
+        for suite in suites:
+            found += _in_suite(name, suite, first, other)
+    return found
+
+
+def _in_suite(name: str, suite: str, first: Run, other: Run) -> list[Paired]:
+    """The differences of two groups in one suite."""
+    tables = [{table.source: table for table in build_tables(suite, [run])} for run in (first, other)]
+    of_member = {
+        id(run): {table.source: table for table in build_tables(suite, [run])}
+        for run in (*first.members, *other.members)
+    }
+    result = []
+    for source, one in tables[0].items():
+        two = tables[1].get(source)
+        if two is None or not one.cells or not two.cells:
+            continue
+
+        def read(label: str, column: Column, source: str = source) -> Callable[[Run], float | None]:
+            def score(run: Run) -> float | None:
+                table = of_member[id(run)].get(source)
+                cell = table.cell(label, column) if table else None
+                return cell.score if cell and math.isfinite(cell.score) else None
+
+            return score
+
+        stand_in = (representative(one), representative(two))
+        both = [(label, label) for label in one.variants if label in two.variants]
+        for mine, theirs in dict.fromkeys([stand_in, *both]):
+            for column in one.columns:
+                cell = one.cell(mine, column)
+                if cell and (found := _by_seed(first, other, read(str(mine), column), read(str(theirs), column))):
+                    found = found if one.higher_is_better else _negative(found)  # losses, not their negatives
+                    what = suite if not source or suite == "needles" else f"{suite}, {source}"
+                    result.append(Paired(name, what, column, (str(theirs), str(mine)), found, cell.share))
+    return result
+
+
+def _negative(found: Difference) -> Difference:
+    return found._replace(mean=-found.mean, low=-found.high, high=-found.low)
+
+
+def _last_validation(run: Run) -> float | None:
+    """The last validation loss of a run that has finished."""
+    if not run.phases or any(phase.running for phase in run.phases):
+        return None
+    points = [value for phase in run.phases for _, value in phase.series("validation_loss")]
+    return points[-1] if points else None
+
+
+def _by_seed(
+    first: Run, other: Run, read: Callable[[Run], float | None], read_other: Callable[[Run], float | None] | None = None
+) -> Difference | None:
+    """The difference `other - first` over the seeds that both have; None for fewer than two."""
+    mine: Mapping[Any, float | None] = {seeds_of(run): read(run) for run in first.members}
+    theirs = {seeds_of(run): (read_other or read)(run) for run in other.members}
+    seeds = [seed for seed in mine if mine[seed] is not None and theirs.get(seed) is not None]
+    if len(seeds) < 2:
+        return None
+    return paired_t([float(theirs[s] or 0.0) for s in seeds], [float(mine[s] or 0.0) for s in seeds])

@@ -1,0 +1,256 @@
+"""Several runs side by side: settings that differ, common tables and charts, differences in pairs of seeds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from pe_lab.analysis.comparison import Paired, differing, paired_differences, representative
+from pe_lab.analysis.groups import seed_words, spread
+from pe_lab.analysis.runs import Run
+from pe_lab.analysis.scores import build_tables
+from pe_lab.page import loss_charts, provenance
+from pe_lab.page.markup import Markup, element, folded, note, text
+from pe_lab.page.score_charts import score_chart
+from pe_lab.page.suites import SCORED, suite_title, table_title, task_suites
+from pe_lab.page.tables import header, plain_table, row, score_table, table
+from pe_lab.page.task_section import suite_parts
+from pe_lab.page.variants import comparison_styles
+from pe_lab.results.formatting import count, duration, short_number, shortened
+from pe_lab.results.scores import Table
+
+MOST = 5  # columns of settings; the others are folded
+
+
+def comparison_parts(runs: Sequence[Run]) -> list[object]:
+    """Tables and charts over all runs; groups are runs here, whose `members` are runs, too."""
+    settings, equal = differing(runs)
+    parts: list[object] = [runs_table(runs, settings), _equal_settings(equal)]
+    if len({name for run in runs if (name := provenance.tokenizer(run))}) > 1:
+        words = (
+            "These runs cut text with different tokenizers, so losses and perplexities per token are not comparable "
+            "between them."
+        )
+        parts.append(note(words))
+    others = task_suites({suite for run in runs for suite in run.evaluation} - set(SCORED) - {"beta"})
+    grids, charts, tasks, task_charts = [], [], [], []
+    for suite in [*SCORED, *others]:
+        found = [one for one in build_tables(suite, runs) if one.cells]
+        asked, plain = [one for one in found if one.prompted], [one for one in found if not one.prompted]
+        grids += [score_table(one, comparison_styles(one), len(plain) > 1) for one in plain]
+        charts += [chart for one in plain if (chart := _score_comparison(runs, one))]
+        task_charts += [chart for one in asked if (chart := _score_comparison(runs, one))]
+        styles = {label: style for one in asked for label, style in comparison_styles(one).items()}
+        tasks += suite_parts(suite, asked, styles, 3, charts=False)
+    parts.append(element("div", grids, class_="grid", style="margin-top:28px"))
+    if charts:
+        parts.append(element("div", charts, class_="grid below"))
+    parts += [_paired_table(paired_differences(runs, [*SCORED, *others])), *tasks]
+    parts.append(
+        folded("Tasks against length, run by run", element("div", task_charts, class_="grid") * bool(task_charts))
+    )
+    return [*parts, loss_charts.loss_comparison(runs), *_validation_charts(runs)]
+
+
+def runs_table(runs: Sequence[Run], settings: dict[str, list[object]]) -> Markup:
+    """A line for each run or group: the settings that differ, its size, its last loss and its state.
+
+    What is equal in all lines is a sentence below the table instead of a column.
+    """
+    shown = {name.replace("_", " ").capitalize(): values for name, values in [*settings.items()][:MOST]}
+    columns: dict[str, list[object]] = {"Run": [element("a", run.name, href=f"#run-{n}") for n, run in enumerate(runs)]}
+    if any(run.members for run in runs):
+        columns["Seeds"] = [str(max(len(run.members), 1)) for run in runs]
+    columns |= {name: list(map(_setting, values)) for name, values in shown.items()}
+    if "Phases" not in columns:
+        columns["Phases"] = [" → ".join(phase.name for phase in run.phases) or "–" for run in runs]
+    columns["Parameters"] = [count(size) if (size := provenance.parameters(run)) else "–" for run in runs]
+    columns["Training length"] = [f"{run.training_length:,}" if run.training_length else "–" for run in runs]
+    columns["Tokens"] = list(map(_tokens, runs))
+    columns["Last validation loss"] = list(map(_last_loss, runs))
+    columns["Time"] = [duration(time) if (time := provenance.seconds(run)) else "–" for run in runs]
+    columns["Status"] = list(map(_status, runs))
+    alike = ("Phases", "Parameters", "Training length", "Tokens", "Status")
+    equal = {name: columns.pop(name)[0] for name in alike if len(runs) > 1 and len(set(columns[name])) == 1}
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    parts: list[object] = [plain_table("Runs", [*columns], rows, words=())]
+    if equal:
+        words = "; ".join(f"{name.lower()} {value}" for name, value in equal.items())
+        parts.append(element("p", f"In all of them: {words}.", class_="small soft"))
+    if more := list(settings.items())[MOST:]:
+        lines = [[name.replace("_", " "), *map(_setting, values)] for name, values in more]
+        others = plain_table("Other settings that differ", ["Setting", *(run.name for run in runs)], lines, words=())
+        parts.append(folded(f"{len(more)} more settings differ", others))
+    return text(parts)
+
+
+def _tokens(run: Run) -> str:
+    """The training tokens of a run: `205K to 307K` where members of a group have read less than others."""
+    read = sorted(sum(phase.tokens for phase in member.phases) for member in run.members or (run,))
+    return " to ".join(dict.fromkeys((count(read[0]), count(read[-1]))))
+
+
+def _setting(value: object) -> str:
+    if value is None:
+        return "–"
+    return shortened(f"{value:g}" if isinstance(value, float) else str(value), 40) or "–"
+
+
+def _finished(run: Run) -> list[Run]:
+    """The members of a group that have finished, or the run itself."""
+    members = run.members or (run,)
+    return [member for member in members if member.phases and not any(phase.running for phase in member.phases)]
+
+
+def _status(run: Run) -> str:
+    done, of = len(_finished(run)), max(len(run.members), 1)
+    if done == of:
+        return "complete"
+    return f"{done} of {of} seeds complete" if run.members else "not complete"
+
+
+def _last_loss(run: Run) -> object:
+    """The last validation loss of a run; of a group the mean over its members that have finished, and of how many."""
+    considered = _finished(run) if run.members else [run]
+    by_member = [[v for phase in member.phases for _, v in phase.series("validation_loss")] for member in considered]
+    values = [points[-1] for points in by_member if points]
+    if not values:
+        return "–"
+    found = spread(values)
+    words = short_number(found.mean)
+    if not run.members:
+        return words
+    ends = f"{found.low:.3f}–{found.high:.3f}" if found.count > 1 else ""
+    few = f"{found.count} of {len(run.members)} seeds" if found.count < len(run.members) else ""
+    notes = [element("small", words) for words in (ends, few) if words]
+    return text([words, *notes])
+
+
+def _equal_settings(equal: dict[str, object]) -> Markup:
+    """What is equal in all runs, once, folded."""
+    if not equal:
+        return Markup("")
+    shown = json.dumps(equal, indent=1, ensure_ascii=False, default=str)
+    return folded(f"{len(equal)} settings are equal in all runs", element("pre", shown))
+
+
+def _score_comparison(runs: Sequence[Run], of: Table) -> Markup:
+    """One curve for each run against length: that of the variant that stands for it."""
+    styles, cells, variants, labels = {}, {}, {}, {}
+    for index, run in enumerate(runs):
+        own = next((one for one in build_tables(of.suite, [run]) if one.source == of.source), None)
+        if own is None or not own.cells or not (label := representative(own)):
+            continue
+        styles[run.name], labels[run.name] = loss_charts.run_style(index), label
+        variants[run.name] = own.variants[label]
+        # Lengths in tokens alone have no place on an axis of multiples.
+        known = {column.key for column in of.columns}
+        cells |= {(run.name, key): cell for (one, key), cell in own.cells.items() if one == label and key in known}
+    if len(labels) < 2:
+        return Markup("")
+    some = Table(of.suite, of.source, of.columns, variants, cells)
+    words = ""
+    if len(set(labels.values())) > 1 or len(of.variants) > len(labels):
+        each = "; ".join(f"{name}: {label}" for name, label in labels.items())
+        words = f"Drawn: {each if len(set(labels.values())) > 1 else f'{next(iter(labels.values()))} of each run'}."
+    return score_chart(some, styles, f"{table_title(of, of.suite != 'needles')} against length", caption=words)
+
+
+def _validation_charts(runs: Sequence[Run]) -> list[object]:
+    """Validation losses of all runs: of all sources together, and of each."""
+    whole = loss_charts.loss_comparison(runs, "validation_loss", "Validation loss")
+    keys = list(dict.fromkeys(key for run in runs for key in loss_charts.source_keys(run)))
+    parts = [
+        loss_charts.loss_comparison(runs, key, f"Validation loss on {key.removeprefix(loss_charts.SOURCE)}")
+        for key in (keys if len(keys) > 1 else [])
+    ]
+    return [whole, folded("Validation loss, source by source", parts)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Seeds
+
+
+def members_part(run: Run, prefix: str, sections: Sequence[Markup]) -> Markup:
+    """The runs of a group: a table with links, and their own sections, folded. "" of a single run."""
+    if not run.members:
+        return Markup("")
+    rows = [
+        [
+            element("a", member.name, href=f"#{prefix}{index}"),
+            seed_words(member),
+            count(sum(phase.tokens for phase in member.phases)),
+            _last_loss(member),
+            duration(provenance.seconds(member)) if provenance.seconds(member) else "–",
+            _status(member),
+        ]
+        for index, member in enumerate(run.members)
+    ]
+    head = ("Run", "Seed", "Tokens", "Last validation loss", "Time", "Status")
+    table = plain_table(f"Runs of {run.name}", head, rows, words=())
+    title = element("p", f"The {len(rows)} runs of this group", class_="title below")
+    return text([title, table, folded("Each of them by itself", list(sections))])
+
+
+def _signed(value: float, digits: int) -> str:
+    """A difference with its sign; 0 has none."""
+    shown = f"{value:+.{digits}f}"
+    return shown.replace("-", "−") if float(shown) else shown[1:]
+
+
+def paired_sentence(runs: Sequence[Run]) -> str:
+    """The differences of groups in the last validation loss, in pairs of seeds, in a sentence; "" without pairs."""
+    found = [one for one in paired_differences(runs, ()) if one.column is None]
+    parts = []
+    for one in found:
+        mean, low, high = (_signed(value, 3) for value in one.difference[:3])
+        p = f"p = {one.difference.p:.3f}" if one.difference.p >= 0.001 else "p < 0.001"
+        parts.append(f"{one.name} {mean} ({low} to {high}, {p}, {one.difference.count} seeds)")
+    return f"Last validation loss, in pairs of seeds: {'; '.join(parts)}." if parts else ""
+
+
+def _paired_table(found: Sequence[Paired]) -> Markup:
+    """Differences between groups, seed by seed; "" without groups that have seeds in common."""
+    if not found:
+        return Markup("")
+    first: dict[tuple[str, str], tuple[str, str]] = {}
+    for one in found:
+        first.setdefault((one.name, one.what), one.labels)
+    words = (
+        "Each seed's run of the one group less that of the other: the mean over the seeds, with its 95% interval "
+        "and p by Student's t test for pairs. Shares are in points; losses and perplexities in nats per token, where "
+        "lower is better. p is not corrected for the number of comparisons."
+    )
+    parts: list[object] = [element("p", words, class_="small soft")]
+    for name in dict.fromkeys(one.name for one in found):
+        of_pair = [one for one in found if one.name == name]
+        main = [one for one in of_pair if first[name, one.what] == one.labels]
+        rest = [one for one in of_pair if first[name, one.what] != one.labels]
+        parts.append(element("p", name, class_="title below"))
+        parts.append(_differences(f"Differences, {name}", main))
+        if rest:
+            more = _differences(f"Differences of every variant, {name}", rest)
+            parts.append(folded("Of every variant that both have", more))
+    return element("div", element("h3", "Differences in pairs of seeds"), parts)
+
+
+def _differences(name: str, found: Sequence[Paired]) -> Markup:
+    head = [header("Measure", look="text")]
+    head += [header(title) for title in ("Length", "Mean difference", "p", "Seeds")]
+    body = []
+    for one in found:
+        scale, digits, unit = (100.0, 1, " points") if one.share else (1.0, 3, "")
+        mean, low, high = (_signed(scale * value, digits) for value in one.difference[:3])
+        left, right = one.labels
+        compared = left if left == right else f"{left} − {right}"
+        measure = suite_title(one.what) if one.what in SCORED else one.what.capitalize()
+        numbers = "|".join(f"{value:.6g}" for value in one.difference[:3])
+        ends = element("small", f"{low} to {high}")
+        cells = [
+            element("td", one.column.title if one.column else "–"),
+            element("td", element("b", f"{mean}{unit}"), ends, data_csv=numbers),
+            element("td", f"{one.difference.p:.3f}" if one.difference.p >= 0.001 else "< 0.001"),
+            element("td", one.difference.count),
+        ]
+        body.append(row([measure, element("small", compared) if compared else None], cells))
+    return table(name, head, body, "pairs-of-seeds", box="scroll fit")

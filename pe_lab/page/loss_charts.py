@@ -1,0 +1,236 @@
+"""The losses of runs: of one by phase and by source, and of several on one chart. Those of a group have bands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from pe_lab.analysis.comparison import encoding_text
+from pe_lab.analysis.groups import Spread, curve_over_seeds
+from pe_lab.analysis.runs import Phase, Run
+from pe_lab.page.charts import Axis, Series, line_chart
+from pe_lab.page.markup import Markup
+from pe_lab.page.ticks import Point, decimate, smooth
+from pe_lab.page.variants import INK, STYLES, Style
+from pe_lab.results.formatting import count
+from pe_lab.results.records import Record, number
+
+LOSS = Axis("loss (nats per token)")
+# Of several runs, and of several sources.
+RUN_COLOURS = ("ntk", "nope", "drope", "yarn", "extra-1", "pi", "extra-3", "extra-4", "extra-2", "rope")
+SOURCE_COLOURS = ("ntk", "nope", "extra-1", "extra-3", "yarn", "pi")
+EVENTS = {"warn": "spike", "skip": "update skipped", "rewind": "rewound", "stop": "stopped"}
+# Entries of the lineage that change how a phase trains on, and begin like this.
+CHANGES = ("continued", "extended", "batch")
+
+
+def encoding_name(phase: Phase) -> str:
+    """The name of the encoding of a phase's first layers: rope, nope, ..."""
+    described = encoding_text(phase.encodings[0].get("encoding") if phase.encodings else "")
+    return re.split(r"[^a-z_]", described.lower(), maxsplit=1)[0]
+
+
+def phase_style(run: Run, phase: Phase) -> Style:
+    """The style of the model that a phase makes: grey if it rotates, green if it was dropped, else orange."""
+    before = run.phases[: run.phases.index(phase)]
+    if encoding_name(phase) != "nope":
+        return STYLES["RoPE"]
+    edits = [str(entry.get("what", "")) for entry in phase.lineage]
+    dropped = any(encoding_name(p) != "nope" for p in before) or any(e == "drop" or "-> nope" in e for e in edits)
+    return STYLES["DroPE paper beta" if dropped else "NoPE paper beta"]
+
+
+def offsets(run: Run) -> dict[str, float]:
+    """Tokens read before each phase; 0 for a phase that counts on from the total of the phase before it."""
+    result, total = {}, 0.0
+    for phase in run.phases:
+        result[phase.name] = 0.0 if 0 < total < _counted_before(phase) else total
+        points = phase.series("loss") or phase.series("validation_loss")
+        total = points[-1][0] + result[phase.name] if points else total
+    return result
+
+
+def _counted_before(phase: Phase) -> float:
+    """The tokens of the first record of a phase, if its counts do not begin at 0 there; else 0.
+
+    Counts that begin at 0 have read a step's tokens for each step, and reach their first record within an interval of
+    logging, however long that is.
+    """
+    each = number(phase.info, "tokens_per_step") or 0.0
+    logged = ((number(record, "step"), number(record, "tokens")) for record in phase.metrics)
+    known = sorted({(step, tokens) for step, tokens in logged if step is not None and tokens is not None})
+    if not known:
+        return 0.0
+    (step, tokens), *later = known
+    ahead = tokens > 1.5 * step * each
+    return tokens if ahead or (later and step > later[0][0] - step) else 0.0
+
+
+def curves(run: Run, key: str, smoothly: bool = False) -> list[list[tuple[float, Spread]]]:
+    """A logged number in each phase against the tokens of the whole run: of one run, or the mean over the members.
+
+    `smoothly`: a running mean of each run, within phases: across their border it would flatten the jump there.
+    """
+    of_members = []
+    for member in run.members or (run,):
+        shift = offsets(member)
+        moved = {p.name: [(x + shift[p.name], y) for x, y in p.series(key)] for p in member.phases}
+        of_members.append({name: running_mean(points) if smoothly else points for name, points in moved.items()})
+    return [curve_over_seeds([by_phase.get(phase.name, []) for by_phase in of_members]) for phase in run.phases]
+
+
+def running_mean(points: Sequence[Point]) -> Sequence[Point]:
+    """A running mean that is wide enough to read and narrow enough to keep the jump at a drop."""
+    return smooth(points, max(1, len(points) // 60)) if len(points) > 40 else points
+
+
+def over_seeds(
+    name: str, run: Run, curve: Sequence[tuple[float, Spread]], style: Style, **more: bool
+) -> Iterator[Series]:
+    """The series of a curve: the mean of all members with its band, then that of those members that went on.
+
+    A mean over fewer members is a series of its own, dashed, whose name says of how many.
+    """
+    of = max(len(run.members), 1)
+    end = max((x for x, found in curve if found.count == of), default=float("-inf"))
+    for n in range(of, 0, -1):
+        part = [(x, found) for x, found in curve if found.count == n and (n == of or x > end)]
+        if part:
+            shown = decimate([(x, found.mean, (found.low, found.high)) for x, found in part], 160)
+            label = name if n == of else f"{name}, {n} of {of} seeds"
+            look = style if n == of else Style(style.colour, "2 3", style.width)
+            points, ends = [(x, y) for x, y, _ in shown], [pair for *_, pair in shown]
+            yield Series(label, points, look, intervals=ends if n > 1 else (), **more)
+
+
+def band_words(run: Run) -> str:
+    """What the band of a group's curves is; "" of a single run."""
+    of = len(run.members)
+    if of < 2:
+        return ""
+    band = "range of the two" if of == 2 else "95% interval of Student's t over them"
+    return f" Means over {of} seeds; band: the {band}."
+
+
+def token_axis(run: Run) -> Axis:
+    """Training tokens, or steps if the logs have no tokens."""
+    logged = (record for phase in run.phases for record in phase.metrics[:1])
+    known = any(number(record, "tokens") is not None for record in logged)
+    known = known or any(number(phase.info, "tokens_per_step") for phase in run.phases)
+    return Axis("training tokens" if known else "training steps", show=count)
+
+
+def loss_chart(run: Run) -> Markup:
+    """Training and validation loss of all phases on one axis, with marks where phases begin."""
+    series: list[Series] = []
+    marks = []
+    used: set[Style] = set()
+    raw, mean = curves(run, "loss"), curves(run, "loss", smoothly=True)
+    for phase, points, smoothed in zip(run.phases, raw, mean, strict=True):
+        if not points:
+            continue
+        style = phase_style(run, phase)
+        if style in used:  # a later phase of the same kind
+            style = Style(f"extra-{len(used) % 4 + 1}", style.dash, style.width)
+        used.add(style)
+        if series:
+            marks.append((points[0][0], f"{phase.name} starts"))
+        if len(points) > 40 and not run.members:
+            every = decimate([(x, found.mean) for x, found in points])
+            series.append(Series(phase.name, every, style, faint=True))
+        series += over_seeds(phase.name, run, smoothed, style)
+    marks += _event_marks(run) + _change_marks(run)
+    validation = [point for points in curves(run, "validation_loss") for point in points]
+    series += over_seeds("validation", run, validation, INK, line=False)
+    thin = "" if run.members else "Thin: every logged step. "
+    words = f"{thin}Thick: running mean. Dots: loss on held-out text.{band_words(run)}{_jumps(run)}"
+    return line_chart("Loss over training", series, token_axis(run), LOSS, marks, words)
+
+
+def _event_marks(run: Run) -> list[tuple[float, str]]:
+    """A mark for each event, the first of each kind with its name; the last forty, if there are more."""
+    shift, marks, named = offsets(run), [], set()
+    for phase in run.phases:
+        for event in phase.events:
+            kind = str(event["event"])
+            at = number(event, "tokens") or number(event, "step") or 0.0
+            marks.append((at + shift[phase.name], "" if kind in named else EVENTS.get(kind, kind)))
+            named.add(kind)
+    return marks[-40:]
+
+
+def _change_marks(run: Run) -> list[tuple[float, str]]:
+    """A mark where a phase went on under another config: other steps, another batch size."""
+    shift, marks = offsets(run), []
+    for phase in run.phases:
+        for entry in changes_of(phase):
+            tokens = phase.tokens_at(number(entry, "step") or 0.0)
+            if tokens is not None:
+                marks.append((tokens + shift[phase.name], "changed" if not marks else ""))
+    return marks
+
+
+def changes_of(phase: Phase) -> list[Record]:
+    """The entries of a phase's own lineage that tell of a change of its config, each once."""
+    own = [entry for entry in phase.lineage if str(entry.get("what", "")).startswith(CHANGES)]
+    mine = [e for e in own if f"/{phase.name}/" in f"/{e.get('path', '')}" or not e.get("path")]
+    return list({(str(e.get("what")), number(e, "step")): e for e in mine}.values())
+
+
+def _jumps(run: Run) -> str:
+    """Sentences about the loss where a phase with another encoding begins."""
+    sentences = []
+    for before, after in zip(run.phases, run.phases[1:], strict=False):
+        old, new = before.series("loss"), after.series("loss")
+        if not old or not new or encoding_name(before) == encoding_name(after):
+            continue
+        level = sum(value for _, value in old[-20:]) / len(old[-20:])
+        peak = max(value for _, value in new[:10])
+        if peak <= level:
+            sentences.append(f" At {after.name} the loss does not jump.")
+            continue
+        start, *window = smooth(new, min(20, len(new)))
+        back = next((x - start[0] for x, value in window if value <= level), None)
+        ending = f" and is back within {count(back)} tokens." if back else "; the old level was not reached again."
+        sentences.append(f" Where {after.name} starts, the loss jumps from {level:.2f} to {peak:.2f}{ending}")
+    return "".join(sentences)
+
+
+def source_losses(run: Run) -> Markup:
+    """Validation loss by held-out source; "" for fewer than two sources."""
+    keys = source_keys(run)
+    if len(keys) < 2:
+        return Markup("")
+    series: list[Series] = []
+    for i, key in enumerate(keys):
+        points = [point for points in curves(run, key) for point in points]
+        style = Style(SOURCE_COLOURS[i % len(SOURCE_COLOURS)])
+        series += over_seeds(key.removeprefix(SOURCE), run, points, style, markers=len(points) < 60)
+    shift = offsets(run)
+    marks = [(shift[phase.name], f"{phase.name} starts") for phase in run.phases[1:] if shift[phase.name]]
+    return line_chart("Validation loss by source", series, token_axis(run), LOSS, marks, band_words(run).strip())
+
+
+SOURCE = "validation_loss/"
+
+
+def source_keys(run: Run) -> list[str]:
+    """The keys of the held-out losses by source."""
+    logged = dict.fromkeys(key for phase in run.phases for record in phase.metrics for key in record)
+    return [key for key in logged if key.startswith(SOURCE)]
+
+
+def loss_comparison(runs: Sequence[Run], key: str = "loss", title: str = "Training loss (running mean)") -> Markup:
+    """One logged loss of several runs: a curve each, with a band for a group; "" if none logged it."""
+    series: list[Series] = []
+    for index, run in enumerate(runs):
+        points = [point for points in curves(run, key, smoothly=key == "loss") for point in points]
+        few = key != "loss" and len(points) < 60
+        series += over_seeds(run.name, run, points, run_style(index), markers=few)
+    words = max((band_words(run) for run in runs), key=len, default="").strip()
+    return line_chart(title, series, token_axis(runs[0]), LOSS, caption=words)
+
+
+def run_style(index: int) -> Style:
+    """The style of a run among several."""
+    return Style(RUN_COLOURS[index % len(RUN_COLOURS)], None if index < len(RUN_COLOURS) else "6 3")
