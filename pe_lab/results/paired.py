@@ -1,4 +1,4 @@
-"""Two variants on the same samples: the difference of their scores, its interval, and tests of many differences."""
+"""Two variants on the same samples or seeds: the difference, its interval, and tests of many differences."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 import scipy.stats
 from jaxtyping import Float
 
-from pe_lab.results.intervals import mean_of
+from pe_lab.results.intervals import interval, mean_of
 
 FLIPS = 100_000  # random sign flips where the exact test would need more
 SIGNIFICANT = 0.05
 
 
 class Difference(NamedTuple):
-    """The mean difference of paired scores in 0..1, its 95% interval, and the p-value of no difference.
+    """The mean difference of pairs, its 95% interval, and the p-value of no difference.
 
     Attributes:
-      mean, low, high: in -1..1.
-      p: of the sign-flip test, two-sided, not corrected.
+      mean, low, high: in -1..1 for scores in 0..1.
+      p: two-sided, not corrected; of the sign-flip test for scores, of the t-test for other numbers.
       count: pairs.
     """
 
@@ -51,6 +51,23 @@ def paired(
     units = np.array([math.fsum(alike) / len(alike) for alike in together.values()])
     mean = math.fsum(differences) / len(differences)
     return Difference(mean, 2 * found.low - 1, 2 * found.high - 1, sign_flip_p(units), len(differences))
+
+
+def paired_numbers(values: Sequence[float], baseline: Sequence[float]) -> Difference:
+    """The difference `values - baseline` of any numbers in pairs, such as losses of the same seeds.
+
+    Its interval and its p-value are those of Student's paired t-test; NaN of a single pair.
+    """
+    differences = np.asarray(values, np.float64) - np.asarray(baseline, np.float64)
+    if not len(differences):
+        raise ValueError("there is no pair of numbers")
+    found = interval(differences)
+    mean, low, high = (float(part) for part in (found.mean, found.low, found.high))
+    if len(differences) < 2:
+        return Difference(mean, low, high, math.nan, 1)
+    constant = np.ptp(differences) == 0  # of which no t can be computed
+    p = float(mean == 0) if constant else float(scipy.stats.ttest_1samp(differences, 0.0).pvalue)
+    return Difference(mean, low, high, p, len(differences))
 
 
 def sign_flip_p(units: Float[np.ndarray, " n"]) -> float:

@@ -97,6 +97,15 @@ def lease(
                 remove(path)
 
 
+def lease_is_live(path: AnyPath, show: Callable[[str], None]) -> bool:
+    """Whether a process that is alive has a lease. For one of another host this waits up to `EXPIRY_SECONDS`."""
+    try:
+        _dead_lease(path, show)
+    except LeaseTaken:
+        return True
+    return False
+
+
 def _content(owner: Mapping[str, Any], number: int) -> bytes:
     """The content of a lease at its renewal of that number."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
