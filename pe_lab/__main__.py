@@ -11,17 +11,8 @@ from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.terminal import command, leave
 
 COMMANDS = (
-    "train",
-    "plan",
-    "prepare",
-    "evaluate",
-    "report",
-    "analyze",
-    "surgery",
-    "convert",
-    "generate",
-    "verify",
-    "sweep",
+    *("train", "plan", "prepare", "evaluate", "report", "analyze", "surgery", "convert", "generate", "verify"),
+    *("sweep",),
 )
 
 

@@ -56,9 +56,7 @@ def _styles(names: Sequence[str]) -> dict[str, Any]:
     return {name: scale(n) for n, name in enumerate(names)}
 
 
-def _curves(
-    table: SweepTable, name: str
-) -> dict[str, tuple[Float[np.ndarray, " n"], Interval, Float[np.ndarray, " n"]]]:
+def _curves(table: SweepTable, name: str) -> dict[str, tuple[Float[np.ndarray, " points"], Interval]]:
     """{setting: (tokens, mean and interval over its seeds)}; a setting without two common points is left out."""
     groups: dict[str, list[CellRecord]] = {}
     for summary in table.summaries:

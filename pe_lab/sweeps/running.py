@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pe_lab.storage import (
     AnyPath,
@@ -111,6 +111,7 @@ class Stop:
                 signal.signal(number, handler)
 
 
+@runtime_checkable
 class Runner(Protocol):
     """Something that runs cells: this machine, a SLURM cluster, a Ray cluster."""
 

@@ -125,7 +125,7 @@ def _parameters(options: Mapping[str, str]) -> dict[str, Any]:
     known = {*inspect.signature(slurm._make_sbatch_string).parameters} - {"command", "folder", "map_count"}
     if "time" not in options:
         raise ConfigError(
-            "--on=slurm: give the time limit of a job, as --slurm-time=24:00:00. It is queued again then."
+            "--on=slurm needs a time limit of each job, as --slurm-time=24:00:00. A job is queued again then."
         )
     found: dict[str, Any] = {"time": _minutes(options["time"]), "stderr_to_stdout": True}
     others: dict[str, str] = {}
