@@ -83,11 +83,14 @@ class Outcome:
 class Stop:
     """Requests to stop. At the first, cells save and end; at the second they end at once.
 
-    `process` is the process of a cell that was started last under this object.
+    Attributes:
+      requests: how many there were.
+      sends: whether a request is sent to the process of a cell as SIGTERM; a cluster signals it by itself.
+      process: the process of a cell that was started last under this object.
     """
 
-    def __init__(self) -> None:
-        self.requests = 0
+    def __init__(self, sends: bool = True) -> None:
+        self.requests, self.sends = 0, sends
         self.process: subprocess.Popen[bytes] | None = None
 
     @contextlib.contextmanager
@@ -228,7 +231,11 @@ def _process(
     It has a session of its own: Ctrl-C in a terminal goes to the sweep alone, which passes on one signal and not two.
     """
     with open(log, "ab") as file:
-        file.write(f"== {shlex.join(['python', *command[1:]])}\n".encode("utf-8", "backslashreplace"))
+        file.write(
+            f"== {shlex.join(['python', *command[command.index('-m') :]] if '-m' in command else command)}\n".encode(
+                "utf-8", "backslashreplace"
+            )
+        )
         file.flush()
         # Only of this thread; the process inherits them, and JAX on the CPU has as many threads as cores.
         own = os.sched_getaffinity(0) if cpus else None
@@ -252,7 +259,7 @@ def _process(
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(WAIT_SECONDS)
-            if sent < min(max(stop.requests for stop in stops), 2):
+            if sent < min(max(stop.requests for stop in stops if stop.sends), 2):
                 sent += 1
                 process.send_signal(signal.SIGTERM)
     except BaseException:  # such as KeyboardInterrupt in a worker of Ray, or submitit's request to end

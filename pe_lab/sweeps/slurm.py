@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 import subprocess
@@ -28,13 +29,17 @@ class CellJob:
 
     def __call__(self) -> int | None:
         """Runs the cell; returns the status of its last process."""
-        self._stop = stop = Stop()
+        # SLURM sends a signal to all processes of a job. The SIGTERM of scancel or a preemption thus reaches the cell,
+        # which saves; a second one from here would end it at once. Of SIGUSR2, the process of the cell would die.
+        self._stop = stop = Stop(sends=False)
 
         def request(number: int, frame: Any) -> None:
             stop.requests += 1
 
-        signal.signal(signal.SIGTERM, request)  # of scancel, and of a preemption; submitit would ignore it
-        outcome = run_task(self.task, stop)
+        signal.signal(signal.SIGTERM, request)
+        shield = ("sh", "-c", 'trap "" USR2; exec "$@"', "sh")
+        evaluate = self.task.evaluate and [*shield, *self.task.evaluate]
+        outcome = run_task(dataclasses.replace(self.task, train=[*shield, *self.task.train], evaluate=evaluate), stop)
         return None if outcome is None else outcome.status
 
     def checkpoint(self) -> Any:
@@ -96,7 +101,8 @@ class Slurm:
         try:
             executor = submitit.SlurmExecutor(folder=str(folder), max_num_timeout=MOST_TIMEOUTS)
             executor.update_parameters(job_name="pe_lab.sweep", **self._parameters)
-            submitted = executor.map_array(CellJob.__call__, [CellJob(task) for task in tasks])
+            with executor.batch():  # an array
+                submitted = [executor.submit(CellJob(task)) for task in tasks]
         except RuntimeError as error:  # no srun
             raise UnsupportedError(f"--on=slurm: {error} Run this on a login node of the cluster.") from None
         except submitit.core.utils.FailedJobError as error:

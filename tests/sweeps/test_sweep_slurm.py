@@ -97,7 +97,7 @@ def test_preempted_cells_of_an_array_go_on(cluster: dict[str, str], tmp_path: Pa
     for name in ("seed=0", "seed=1"):
         log = (sweep / "logs" / f"{name}.log").read_text()
         assert log.count("== python -m pe_lab.train") == 2, log
-        assert "saved; run it again to continue" in log, log
+        assert "SIGTERM: saving, then leaving" in log and "again: leaving" not in log, log
         assert read_outcome(sweep, name)["status"] == 0
     again = finish([start(command, tmp_path, **environment)])[0]
     assert "2 of 2 cells complete" in again and "SLURM jobs" not in again
