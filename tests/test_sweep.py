@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from object_stores import gcs_bucket, store_servers  # noqa: F401
 from tiny_runs import arrays, finish, records, start, write_recipe
 
 from pe_lab.results.records import as_dict
@@ -171,6 +172,21 @@ def test_kills_and_stops_change_nothing_that_is_trained(tmp_path):
     table = (sweep / "table.md").read_text()
     assert "validation loss" in table and "needles" in table and "± " in table
     assert as_dict(json.loads((sweep / "sweep.json").read_text()))["seeds"] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_sweep_on_an_object_store(gcs_bucket, tmp_path):  # noqa: F811
+    """One run. 25 s."""
+    write_recipe(tmp_path)
+    command = ["pe_lab.sweep", "--config=tiny.py", "--seeds=1", f"--workdir={gcs_bucket.url}/sweep"]
+    for _ in range(2):
+        (out,) = finish([start(command, tmp_path)])
+        assert "1 of 1 cells complete" in out and "figure.png" in out, out
+    names = gcs_bucket.names("sweep/")
+    assert {"sweep.json", "logs/seed=0.log", "logs/seed=0.json", "report.html", "seed=0/run.json"} <= {
+        name.removeprefix("sweep/") for name in names
+    }
+    assert not any("claim" in name for name in names)
 
 
 @pytest.mark.slow

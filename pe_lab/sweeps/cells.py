@@ -6,12 +6,13 @@ import dataclasses
 import datetime
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from pe_lab import storage
-from pe_lab.config import Config, changed, config_hash, from_dict, to_json
+from pe_lab.config import Config, changed, config_hash, from_dict, identity, to_json
 from pe_lab.errors import ConfigError, DataError, UserError
 from pe_lab.recipes import load_config
 from pe_lab.results.records import as_dict, digest, mappings
@@ -129,7 +130,9 @@ def make_sweep(
     before = load_sweep(where) if exists(where / FILE) else None
     if before is None:
         _refuse_other(where)
-    cells = _with_known_names(cells, before) if before else cells
+    else:
+        _refuse_other_sweep(before, description, cells[0].config)
+        cells = _with_known_names(cells, before)
     known = {cell.name for cell in cells}
     others = [cell for cell in (before.cells if before else ()) if cell.name not in known]
     return Sweep(where, (*others, *cells), frozenset(known), options, description)
@@ -180,6 +183,36 @@ def _refuse_twins(cells: Sequence[Cell]) -> None:
             )
         if by_name.setdefault(cell.name, cell) is not cell:
             raise ConfigError(f"Two cells would have the directory '{cell.name}'. Take a value out of the grid.")
+
+
+def _refuse_other_sweep(before: Sweep, description: Mapping[str, Any], config: Config) -> None:
+    """`ConfigError` for a sweep whose cells would differ from those that are there in more than the grids."""
+    old, new = before.description, description
+    varied = {*as_dict(old.get("grid")), *new["grid"], *SEED_KEYS}
+    there, here = (_fixed(one, varied, identity(config)) for one in (old, new))
+    differ = [key for key in sorted(there | here) if there.get(key) != here.get(key)]
+    if differ:
+        keys = "; ".join(
+            f"{key}: {there.get(key, 'absent')} there, {here.get(key, 'absent')} here" for key in differ[:4]
+        )
+        raise ConfigError(
+            f"--workdir '{before.directory}' is another sweep ({keys}). Its cells and these differ in more than the "
+            "grid. Choose another --workdir."
+        )
+
+
+def _fixed(description: Mapping[str, Any], varied: Collection[str], decisive: Iterable[str]) -> dict[str, str]:
+    """The recipe, its arguments and the overrides that a result depends on, without those that are varied."""
+    file, _, argument = str(description.get("recipe", "")).partition(":")
+    fixed = {"recipe": PurePath(file).name}
+    for part in filter(None, argument.split(",")):
+        name, _, value = part.rpartition("=")
+        if f":{name}" not in varied:
+            fixed[f":{name}"] = value
+    for key, value in as_dict(description.get("overrides")).items():
+        if key not in varied and any(f"{one}.".startswith(f"{key}.") for one in decisive):
+            fixed[key] = str(value)
+    return fixed
 
 
 def _with_known_names(cells: Sequence[Cell], before: Sweep) -> list[Cell]:

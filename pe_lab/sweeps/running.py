@@ -42,6 +42,7 @@ from pe_lab.sweeps.state import (
 
 RUN_LEASE = "lease.json"  # of pe_lab.train in a workdir
 WAIT_SECONDS, LOOK_SECONDS = 0.2, 1.0
+STORE_SECONDS = 30.0  # between two looks at cells on an object store, each of several requests
 # Through these, JAX would take a cell for one process of several.
 SEVERAL_PROCESSES = (
     *("COORDINATOR_ADDRESS", "PROCESS_COUNT", "PROCESS_INDEX", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
@@ -328,9 +329,13 @@ def run_sweep(
     from pe_lab.sweeps.local import Local
 
     sweep = save_sweep(sweep, command)
-    stop, known = Stop(), {}
+    stop, known, looked = Stop(), {}, -STORE_SECONDS
 
     def watch(running: Sequence[str] = (), queued: Sequence[str] = ()) -> None:
+        nonlocal looked
+        if is_remote(sweep.directory) and time.monotonic() < looked + STORE_SECONDS:
+            return
+        looked = time.monotonic()
         states = read_states(sweep, running, queued, known)
         known.update({state.cell.name: state for state in states if state.state == COMPLETE})
         look(states)

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pe_lab.errors import StoreError
 from pe_lab.results.records import number
 from pe_lab.storage import AnyPath, is_remote, json_object, read_bytes, read_log
 from pe_lab.sweeps.cells import LOGS, Cell, Sweep
@@ -50,7 +49,7 @@ def file_of(directory: AnyPath, name: str, kind: str) -> AnyPath:
 
 def read_outcome(directory: AnyPath, name: str) -> dict[str, Any]:
     """How the last process of a cell ended; {} if none has, or the file is damaged."""
-    with contextlib.suppress(FileNotFoundError, StoreError):
+    with contextlib.suppress(FileNotFoundError):
         return json_object(read_bytes(file_of(directory, name, "json"))) or {}
     return {}
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 from tiny_runs import write_recipe
@@ -115,8 +116,15 @@ def test_another_grid_adds_cells_and_changes_none(recipe, tmp_path):
     again = make_sweep(recipe, {RATE: ["1e-3"]}, 1, where)
     assert len(again.cells) == 4 and [cell.name for cell in again.asked] == ["learning_rate=1e-3__seed=0"]
     assert again.asked[0].config == first.cells[0].config and wider.hash == again.hash != first.hash
-    with pytest.raises(ConfigError, match="model.d_ff: 32 there, 64 here.*may add cells and changes none"):
+    with pytest.raises(ConfigError, match="is another sweep .model.d_ff: absent there, 64 here"):
         make_sweep(recipe, {RATE: ["1e-3"]}, 1, where, {"model.d_ff": "64"})
+    with pytest.raises(ConfigError, match="is another sweep .recipe: tiny.py there, methods.py here"):
+        make_sweep(recipe.replace("tiny", "methods"), {RATE: ["1e-3"]}, 1, where)
+    changed = Path(recipe).with_name("changed") / "tiny.py"
+    changed.parent.mkdir()
+    changed.write_text(Path(recipe).read_text().replace("d_ff=32", "d_ff=64"))
+    with pytest.raises(ConfigError, match="model.d_ff: 32 there, 64 here.*may add cells and changes none"):
+        make_sweep(str(changed), {RATE: ["1e-3"]}, 1, where)
     # A key that no result depends on may change.
     assert make_sweep(recipe, {RATE: ["1e-3"]}, 1, where, {"log.every_steps": "2"}).asked[0].config.log.every_steps == 2
 
