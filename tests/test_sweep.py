@@ -191,11 +191,20 @@ def test_a_sweep_on_an_object_store(gcs_bucket, tmp_path):  # noqa: F811
 
 @pytest.mark.slow
 def test_ray_runs_cells(tmp_path):
-    """A Ray of its own on this machine, with two cells at once, one of which fails. 30 s."""
+    """A Ray of its own on this machine: a cell is stopped; then two at once, one of which fails. 45 s."""
     write_recipe(tmp_path)
     one = ["pe_lab.sweep", "--config=tiny.py", "--workdir=sweep", "--on=ray", "--ray-cpus=1"]
     grid = ["--grid", "data.tokenizer=bytes,hf:missing.json", "--seeds=1"]
     environment = {"RAY_TMPDIR": "/tmp/pe_lab_ray", "RAY_USAGE_STATS_ENABLED": "0"}
+    stopped = start(
+        [*one[:2], "--workdir=stopped", *one[3:], "--seeds=1", "--config.phases.0.steps=2000"], tmp_path, **environment
+    )
+    metrics = tmp_path / "stopped" / "seed=0" / "pretrain" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 20)
+    stopped.send_signal(signal.SIGINT)
+    (out,) = finish([stopped], status=75)
+    log = (tmp_path / "stopped" / "logs" / "seed=0.log").read_text()
+    assert "SIGTERM: saving, then leaving" in log and "again: leaving" not in log, out + log
     (out,) = finish([start([*one, *grid], tmp_path, **environment)], status=1)
     assert "1 of 2 cells complete, 1 FAILED" in out and "missing.json" in out, out
     assert subprocess.run(["test", "-f", tmp_path / "sweep" / "figure.png"]).returncode == 0

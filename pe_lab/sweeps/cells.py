@@ -101,7 +101,7 @@ def make_sweep(
       recipe: `configs/x.py`, or `configs/x.py:ARG`.
       grid: {key: values}; `:name` is an argument of the recipe.
       seeds: their number, or themselves; none: each cell keeps the recipe's.
-      directory: by default runs/NAME_sweep, with the name in the recipe.
+      directory: by default runs/NAME_sweep, with the name of the recipe's file.
       overrides: keys that all cells set, as `load_config` takes them.
       evaluation: options of `pe_lab.evaluate`; () are its defaults, None is no evaluation.
 
@@ -118,7 +118,7 @@ def make_sweep(
     if fixed:
         raise ConfigError(f"--config.{fixed[0]} sets a key that the grid or --seeds varies. Leave one of them out.")
     cells = _checked(recipe, axes, numbers, overrides)
-    name = cells[0].config.name if not axes or not any(one.key == "name" for one in axes) else "recipe"
+    name = PurePath(recipe.partition(":")[0]).stem
     where = storage.path("--workdir", directory or f"runs/{name}_sweep")
     description = {
         "recipe": recipe,

@@ -15,7 +15,7 @@ from pe_lab.sweeps.grid import label
 from pe_lab.sweeps.table import TRAINING, VALIDATION, CellRecord, SweepTable, numeric, setting_of
 
 BINS = 100  # points of a curve: each is the mean of the steps between two of them
-LOGARITHMIC = 4  # an axis whose largest value is so many times its smallest
+LOGARITHMIC = 3  # an axis whose largest value is so many times its smallest
 LEGEND = 16  # settings in the legend, the best ones
 PLAIN = {"parse_math": False}  # a name with a $ is no formula
 AXIS = {VALIDATION: "validation loss, nats per token", TRAINING: "training loss, nats per token"}
@@ -116,13 +116,13 @@ def _draw_axis(panel: Any, table: SweepTable, key: str, values: Sequence[float])
         panel.errorbar(x, y, yerr=bars, capsize=2.5, label=shortened(name, 40) if len(others) > 1 else None, **style)
     if values[0] > 0 and values[-1] >= LOGARITHMIC * values[0]:
         panel.set_xscale("log")
-        if len(values) <= 8:
-            panel.set_xticks(values, [f"{value:g}" for value in values])
-            panel.minorticks_off()
+    if len(values) <= 8:
+        panel.set_xticks(values, [f"{value:g}" for value in values])
+        panel.minorticks_off()
     panel.set_xlabel(table.keys[key], **PLAIN)
     panel.set_ylabel(AXIS.get(table.metric, table.metric), **PLAIN)
-    if 1 < len(others) <= 8:
-        panel.legend(fontsize=7)
+    if 1 < len(others) <= 12:
+        panel.legend(fontsize=7 if len(others) <= 6 else 5.5)
 
 
 def _legend(figure: Any, names: Sequence[str], styles: Mapping[str, Any], left_out: int) -> None:

@@ -17,7 +17,7 @@ from pe_lab.sweeps.grid import label
 from pe_lab.sweeps.table import TRAINING, VALIDATION, Summary, SweepTable, collect, seeds_text, setting_of, summarize
 
 NAMES = {VALIDATION: "validation loss", TRAINING: "training loss"}
-SHOWN = 6  # metrics in a terminal; table.md has all
+SHOWN = 4  # metrics in a terminal; table.md has all
 
 
 def write_results(sweep: Sweep, metric: str | None = None, baseline: str | None = None) -> SweepTable:

@@ -88,25 +88,27 @@ class Stop:
       requests: how many there were.
       sends: whether a request is sent to the process of a cell as SIGTERM; a cluster signals it by itself.
       process: the process of a cell that was started last under this object.
+      meaning: what the first request does, and what the second one does, for a line about it.
     """
 
     def __init__(self, sends: bool = True) -> None:
         self.requests, self.sends = 0, sends
+        self.meaning = ("the cells save and end", "the cells end at once")
         self.process: subprocess.Popen[bytes] | None = None
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Takes SIGINT, SIGTERM and SIGHUP for requests, for a block of the main thread."""
+        """Takes SIGINT, SIGTERM and SIGHUP for requests, for a block of the main thread; not what nohup ignores."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def request(number: int, frame: Any) -> None:
             self.requests += 1
-            told = "the cells save and end" if self.requests == 1 else "the cells end at once"
+            told = self.meaning[min(self.requests, 2) - 1]
             os.write(2, f"{signal.Signals(number).name}: {told}\n".encode())
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
         before = {number: signal.signal(number, request) for number in numbers}
         try:
             yield

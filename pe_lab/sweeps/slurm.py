@@ -84,6 +84,7 @@ class Slurm:
         mine = {task.name: jobs[task.name] for task in tasks}
         numbers = ", ".join(sorted({job.split("_")[0] for job in mine.values()}))
         print(f"SLURM jobs {numbers}; they go on without this command, and scancel ends them", flush=True)
+        stop.meaning = ("the jobs go on", "the jobs go on")
         while not stop.requests:
             queue = _queue()
             left = {name: queue[job] for name, job in mine.items() if job in queue}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import socket
 from collections.abc import Collection, Mapping
@@ -19,6 +20,7 @@ COMPLETE, RUNNING, QUEUED, STOPPED, FAILED, WAITING = "complete", "running", "qu
 # Statuses of a process that was asked to end, or ended from outside: SIGHUP, SIGINT, SIGKILL, SIGTERM.
 _FROM_OUTSIDE = (1, 2, 9, 15)
 INTERRUPTED = frozenset({os.EX_TEMPFAIL, *(-n for n in _FROM_OUTSIDE), *(128 + n for n in _FROM_OUTSIDE)})
+RENEWED_LATELY = 600.0  # seconds, by the clocks of two hosts; a claim is renewed every 15
 _TAIL = 2**14  # bytes of a log that has the last records
 
 
@@ -122,14 +124,17 @@ def _read_state(sweep: Sweep, cell: Cell, running: Collection[str], queued: Coll
 
 
 def _claimed(path: AnyPath) -> bool:
-    """Whether a claim looks live: its process is alive, or is on another host, where this cannot be known at once."""
+    """Whether a claim looks live: its process is alive, or is on another host and has renewed it lately."""
     try:
         owner = json_object(read_bytes(path)) or {}
     except FileNotFoundError:
         return False
     pid = owner.get("pid")
     if owner.get("host") != socket.gethostname() or not isinstance(pid, int):
-        return True
+        with contextlib.suppress(TypeError, ValueError):
+            renewed = datetime.datetime.fromisoformat(owner.get("time"))
+            return (datetime.datetime.now(datetime.UTC) - renewed).total_seconds() < RENEWED_LATELY
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

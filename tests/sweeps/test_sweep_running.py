@@ -1,8 +1,10 @@
 """Cells as processes, with a stand-in for training that starts in a hundredth of a second."""
 
+import datetime
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +17,7 @@ from pe_lab.storage import lease
 from pe_lab.sweeps import local, running
 from pe_lab.sweeps.local import Local, slots
 from pe_lab.sweeps.running import Outcome, Stop, Task, run_task
-from pe_lab.sweeps.state import file_of, has_failed, is_trained, read_outcome
+from pe_lab.sweeps.state import _claimed, file_of, has_failed, is_trained, read_outcome
 
 # Counts its starts; trains at once, when told to, or never; saves at SIGTERM.
 TRAIN = """
@@ -147,14 +149,33 @@ def test_a_cell_of_a_killed_sweep_is_waited_for(task, tmp_path):
 def test_the_claim_of_a_killed_sweep_counts_no_more(task, tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
-    import socket
-
     claim = file_of(tmp_path, "a", "claim")
     claim.parent.mkdir()
     claim.write_text(json.dumps({"host": socket.gethostname(), "pid": dead.pid, "started": "x", "key": "k"}))
     assert run_task(task(), Stop()) == Outcome(0)
     with lease(claim, print, print):
         assert run_task(task(), Stop()) is None
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with (stop := Stop()).signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requests == 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.requests == 1
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(("age", "live"), [(5, True), (3600, False)])
+def test_a_claim_of_another_host_counts_while_it_is_renewed(task, tmp_path, age, live):
+    renewed = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=age)
+    claim = file_of(tmp_path, "a", "claim")
+    claim.parent.mkdir()
+    claim.write_text(json.dumps({"host": "elsewhere", "pid": 1, "time": renewed.isoformat()}))
+    assert _claimed(claim) is live
 
 
 def test_slots_are_devices_or_cores(monkeypatch):
