@@ -16,7 +16,17 @@ import jax
 from pe_lab import storage
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.recipes import split_overrides
-from pe_lab.sweeps import Runner, Sweep, load_sweep, make_sweep, parse_axis, parse_seeds, read_states, run_sweep
+from pe_lab.sweeps import (
+    Runner,
+    Sweep,
+    load_sweep,
+    make_sweep,
+    parse_axis,
+    parse_seeds,
+    read_states,
+    run_sweep,
+    summarize,
+)
 from pe_lab.sweeps.cells import FILE
 from pe_lab.sweeps.local import Local
 from pe_lab.sweeps.progress import Board, cost, counts, failures
@@ -102,6 +112,7 @@ def main(argv: Sequence[str]) -> int:
         overrides,
         evaluation,
     )
+    summarize(sweep, [], baseline=args.baseline)  # refuses a baseline that is none before anything is trained
     out = console()
     if args.dry_run:
         out.print(cost(sweep, read_states(sweep)))

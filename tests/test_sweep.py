@@ -91,6 +91,7 @@ def test_a_sweep_is_run_continued_and_extended(recipe, tmp_path, monkeypatch, ca
         (["--config=tiny.py", "--seeds=2", "--evaluate=perplexty"], "perplexity"),
         (["--config=tiny.py", "--seeds=2", "--evaluate", "--evaluate.from=x"], "the sweep sets it"),
         (["--config=tiny.py", "--seeds=2", "--evaluate.lengths=2x"], "is an option of --evaluate, which is missing"),
+        (["--config=tiny.py", "--seeds=2", "--baseline=layers=2"], "the grid has no 'layers'"),
         (["--table"], "--table needs --workdir"),
         (["--table", "--workdir=."], "is no sweep"),
         (["--table", "--workdir=x", "--seeds=2"], "leave --config, --grid, --seeds"),
@@ -195,7 +196,9 @@ def test_ray_runs_cells(tmp_path):
     write_recipe(tmp_path)
     one = ["pe_lab.sweep", "--config=tiny.py", "--workdir=sweep", "--on=ray", "--ray-cpus=1"]
     grid = ["--grid", "data.tokenizer=bytes,hf:missing.json", "--seeds=1"]
-    environment = {"RAY_TMPDIR": "/tmp/pe_lab_ray", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {"RAY_TMPDIR": "/tmp/pe_lab_ray", "RAY_USAGE_STATS_ENABLED": "0"}  # a socket's path has 107 letters
+    environment |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "kept")}
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     stopped = start(
         [*one[:2], "--workdir=stopped", *one[3:], "--seeds=1", "--config.phases.0.steps=2000"], tmp_path, **environment
     )

@@ -74,6 +74,8 @@ class Slurm:
                 f"--on=slurm keeps what it submits in the sweep's directory, and '{directory}' is on an object store. "
                 "Give a --workdir on the file system that the nodes share."
             )
+        if "%" in str(directory):
+            raise ConfigError(f"--workdir '{directory}': sbatch replaces % in a file's name. Choose another directory.")
         file = directory / LOGS / "slurm" / JOBS
         jobs = {str(k): str(v) for k, v in read_json(file).items()} if exists(file) else {}
         queue = _queue()

@@ -224,7 +224,8 @@ def _find(text: str, settings: Sequence[tuple], keys: Mapping[str, str]) -> tupl
     wanted = dict(part.partition("=")[::2] for part in split_values(text, "--baseline"))
     for key in wanted:
         if key not in keys and key not in keys.values():
-            raise ConfigError(f"--baseline='{text}': the grid has no '{key}'. {did_you_mean(key, [*keys.values()])}")
+            near = did_you_mean(key, [*keys.values()]) if keys else "All cells have one setting."
+            raise ConfigError(f"--baseline='{text}': the grid has no '{key}'. {near}")
     fits = [
         setting
         for setting in settings
