@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pe_lab.errors import ConfigError, UserError
-from pe_lab.storage import path, write_json
-from pe_lab.sweeps.running import LOOK_SECONDS, Outcome, Stop, Task, run_task
-from pe_lab.sweeps.state import file_of
+from pe_lab.sweeps.running import LOOK_SECONDS, Stop, Task, run_task
 
 CORES_OF_CELL = 2
 AGAIN_SECONDS = 2.0  # between two looks at a cell that another sweep has claimed
@@ -111,6 +109,7 @@ class Local:
         """See `Runner`."""
         waiting = deque((0.0, task) for task in tasks)  # when to try it, and what
         running: set[str] = set()
+        refused: list[UserError] = []  # the claim or the log of one cell cannot be written: the others go on
         broken: list[BaseException] = []
         lock = threading.Lock()
 
@@ -130,7 +129,8 @@ class Local:
                 try:
                     ended = run_task(task, stop, slot.environment, slot.cpus, show=lambda line: None)
                 except UserError as error:
-                    ended = _failed(task, error)
+                    refused.append(error)
+                    continue
                 except BaseException as error:
                     broken.append(error)
                     return
@@ -143,21 +143,16 @@ class Local:
         workers = [threading.Thread(target=work, args=(slot,), daemon=True) for slot in self.slots[: len(tasks)]]
         for worker in workers:
             worker.start()
-        while any(worker.is_alive() for worker in workers):
-            look(sorted(running))
-            deadline = time.monotonic() + LOOK_SECONDS
-            while time.monotonic() < deadline and any(worker.is_alive() for worker in workers):
-                time.sleep(0.05)
-        if broken:
-            raise broken[0]
-
-
-def _failed(task: Task, error: UserError) -> Outcome:
-    """The outcome of a cell whose files cannot be written."""
-    outcome = Outcome(2, str(error))
-    try:
-        record = {"status": outcome.status, "error": outcome.error}
-        write_json(file_of(path("the sweep", task.directory), task.name, "json"), record)
-    except UserError:
-        raise error from None
-    return outcome
+        try:
+            while any(worker.is_alive() for worker in workers):
+                look(sorted(running))
+                deadline = time.monotonic() + LOOK_SECONDS
+                while time.monotonic() < deadline and any(worker.is_alive() for worker in workers):
+                    time.sleep(0.05)
+        except BaseException:
+            stop.requests += 1  # no cell goes on without its sweep
+            for worker in workers:
+                worker.join()
+            raise
+        for error in (*broken, *refused):
+            raise error

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from pe_lab.errors import StoreError
 from pe_lab.storage import (
     AnyPath,
     LeaseTaken,
@@ -338,9 +339,10 @@ def run_sweep(
         if is_remote(sweep.directory) and time.monotonic() < looked + STORE_SECONDS:
             return
         looked = time.monotonic()
-        states = read_states(sweep, running, queued, known)
-        known.update({state.cell.name: state for state in states if state.state == COMPLETE})
-        look(states)
+        with contextlib.suppress(StoreError):  # it is asked again
+            states = read_states(sweep, running, queued, known)
+            known.update({state.cell.name: state for state in states if state.state == COMPLETE})
+            look(states)
 
     tasks = tasks_of(sweep, retry)
     with stop.signals():

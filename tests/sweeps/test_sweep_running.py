@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from pe_lab.errors import ConfigError
+from pe_lab.errors import ConfigError, DataError
 from pe_lab.storage import lease
 from pe_lab.sweeps import local, running
 from pe_lab.sweeps.local import Local, slots
@@ -133,6 +133,28 @@ def test_two_sweeps_share_the_cells(task, tmp_path):
     for thread in threads:
         thread.join(30)
     assert {name: len(starts(tmp_path, name)) for name in "abcdef"} == dict.fromkeys("abcdef", 1)
+
+
+def test_a_cell_whose_claim_cannot_be_written_stops_no_other(task, tmp_path, monkeypatch):
+    def refuse(path, *arguments, **options):
+        if path.name.startswith("a."):
+            raise DataError("The disk is full.")
+        return lease(path, *arguments, **options)
+
+    monkeypatch.setattr(running, "lease", refuse)
+    with pytest.raises(DataError, match="The disk is full"):
+        Local(1).run([task("a"), task("b")], Stop(), lambda *_: None)
+    assert len(starts(tmp_path, "b")) == 1
+
+
+def test_no_cell_goes_on_without_its_sweep(task, tmp_path):
+    def look(names):
+        if (tmp_path / "a" / "ready").exists():
+            raise RuntimeError("a fault of the display")
+
+    with pytest.raises(RuntimeError, match="of the display"):
+        Local(1).run([task(how="waits")], Stop(), look)
+    assert read_outcome(tmp_path, "a")["status"] == 75
 
 
 def test_a_cell_of_a_killed_sweep_is_waited_for(task, tmp_path):
