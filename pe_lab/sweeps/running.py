@@ -99,7 +99,7 @@ class Stop:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Takes SIGINT, SIGTERM and SIGHUP for requests, for a block of the main thread; not what nohup ignores."""
+        """Takes SIGINT, SIGTERM and, unless nohup has it ignored, SIGHUP for requests, in a block of the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -109,7 +109,8 @@ class Stop:
             told = self.meaning[min(self.requests, 2) - 1]
             os.write(2, f"{signal.Signals(number).name}: {told}\n".encode())
 
-        numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+        hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+        numbers = [signal.SIGINT, signal.SIGTERM, *hangup]
         before = {number: signal.signal(number, request) for number in numbers}
         try:
             yield

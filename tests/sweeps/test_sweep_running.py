@@ -179,7 +179,7 @@ def test_the_claim_of_a_killed_sweep_counts_no_more(task, tmp_path):
         assert run_task(task(), Stop()) is None
 
 
-def test_a_signal_that_is_ignored_stays_ignored():
+def test_nohup_keeps_its_meaning():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with (stop := Stop()).signals():
