@@ -99,7 +99,7 @@ class Stop:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Takes SIGINT, SIGTERM and, unless nohup has it ignored, SIGHUP for requests, in a block of the main thread."""
+        """Takes SIGINT, SIGTERM and, unless nohup has it ignored, SIGHUP for requests; in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
