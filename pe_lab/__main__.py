@@ -10,7 +10,10 @@ from pathlib import Path
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.terminal import command, leave
 
-COMMANDS = ("train", "plan", "prepare", "evaluate", "report", "analyze", "surgery", "convert", "generate", "verify")
+COMMANDS = (
+    *("train", "plan", "prepare", "evaluate", "report", "analyze", "surgery", "convert", "generate", "verify"),
+    *("sweep",),
+)
 
 
 def summary(name: str) -> str:

@@ -256,3 +256,38 @@ class Progress:
             return ""
         seconds = (time.monotonic() - start) * (self._total - done) / (done - before)
         return "{}:{:02d} left".format(*divmod(max(int(seconds), 0), 60))
+
+
+class LiveText:
+    """A text that is drawn anew in its place in a terminal; elsewhere `line` is printed every ten seconds.
+
+    Args:
+      out: a rich console.
+    """
+
+    def __init__(self, out: Any):
+        self._out, self._live = out, None
+        self._next_line = time.monotonic() + LINE_SECONDS / 2
+
+    def __enter__(self) -> LiveText:
+        if self._out.is_terminal and not self._out.quiet:
+            from rich.live import Live
+
+            self._live = Live(console=self._out, refresh_per_second=2, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, text: str, line: str) -> None:
+        """Shows the text, cut to the terminal's height."""
+        if self._live is not None:
+            from rich.text import Text
+
+            lines = text.split("\n")[: max(self._out.height - 2, 1)]
+            self._live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"))
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINE_SECONDS
+            self._out.print(line)

@@ -245,6 +245,7 @@ def test_numeric_flags_have_bounds_and_keep_them(place):
         "plan": ["--config=tiny.py"],
         "train": ["--config=tiny.py"],
         "evaluate": [f"--from={MODEL}"],
+        "sweep": ["--config=tiny.py", "--seeds=2"],
     }
     for name, parser in parsers():
         for action in parser._actions:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pe_lab"
 
 COMMANDS = {"train", "prepare", "surgery", "convert", "generate", "evaluate", "analyze", "plan", "report", "verify"}
+COMMANDS |= {"sweep"}
 LEVELS: list[set[str]] = [
     {"errors"},
     {"config", "storage", "terminal"},
@@ -29,6 +30,7 @@ LEVELS: list[set[str]] = [
     {"evaluation"},
     {"analysis"},
     {"page", "planning"},  # planning compiles the programs of training and of evaluation
+    {"sweeps"},  # starts train and evaluate as processes, and makes the page of its cells
     COMMANDS,
     {"__main__"},
 ]
@@ -50,8 +52,10 @@ HEAVY = {
     "matplotlib",
     "pyarrow",
     "rapidfuzz",
+    "ray",
     "safetensors",
     "sentencepiece",
+    "submitit",
     "tensorflow",
     "tensorflow_datasets",
     "tokenizers",

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pe_lab import terminal
 from pe_lab.errors import UserError
-from pe_lab.terminal import Progress
+from pe_lab.terminal import LiveText, Progress
 
 
 @pytest.fixture
@@ -57,6 +57,19 @@ def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(clock):
         progress.update(2, text="two of four")
     erase_the_line_above = "\x1b[1A\x1b[2K"
     assert "two of four" in out.getvalue() and out.getvalue().endswith(erase_the_line_above)
+
+
+def test_a_live_text_fits_a_terminal_and_is_lines_elsewhere(clock):
+    out = io.StringIO()
+    with LiveText(Console(file=out, force_terminal=True, width=80, height=6)) as live:
+        live.update("\n".join(f"cell {n}" for n in range(9)), "a line")
+    assert "cell 3" in out.getvalue() and "cell 4" not in out.getvalue() and "a line" not in out.getvalue()
+    out = io.StringIO()
+    with LiveText(Console(file=out)) as live:
+        for seconds in (0, 6, 3, 8):
+            clock[0] += seconds
+            live.update("cell 0", f"after {seconds}")
+    assert out.getvalue() == "after 6\nafter 8\n"
 
 
 def test_a_full_disk_is_not_taken_for_full_memory():

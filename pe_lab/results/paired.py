@@ -53,16 +53,18 @@ def paired(
 
 
 def paired_t(scores: Sequence[float], baseline: Sequence[float]) -> Difference:
-    """The difference `scores - baseline` of at least two pairs of any numbers: Student's t interval and its test.
+    """The difference `scores - baseline` of pairs of any numbers: Student's t interval and its test; NaN of one pair.
 
     For pairs of training seeds, which are few: flipping the signs of 3 differences gives no p below 0.25. The price is
     that their distribution is taken for normal. Equal differences other than 0 have p = 0.
     """
     differences = np.asarray(scores, np.float64) - np.asarray(baseline, np.float64)
-    if len(differences) < 2:
-        raise ValueError(f"{len(differences)} pair(s) of scores have no spread")
+    if not len(differences):
+        raise ValueError("there is no pair of scores")
     found, n = interval(differences), len(differences)
-    if np.ptp(differences) < 1e-12:
+    if n == 1:
+        p = math.nan
+    elif np.ptp(differences) < 1e-12:
         p = 1.0 if abs(found.mean) < 1e-12 else 0.0
     else:
         from scipy.stats import ttest_1samp  # a second to import

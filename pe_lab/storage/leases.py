@@ -54,13 +54,15 @@ def lease(
     """
     owner = _this_process()
     content, inherited = _content(owner, 0), False
+    _active.add(owner["key"])  # before the file: another thread of this process may read it at once
     try:
         while not create_file(path, content):
             found = _dead_lease(path, show)
             if found is not None and replace_file(path, content, expected=found):
                 inherited = True
                 break
-    except OSError as error:
+    except BaseException as error:
+        _active.discard(owner["key"])
         if not is_full(error):
             raise
         raise DataError(f"The lease '{path}' cannot be written ({error.strerror}). Free some space.") from None
@@ -84,7 +86,6 @@ def lease(
 
     renewing = threading.Thread(target=renew, daemon=True)
     renewing.start()
-    _active.add(owner["key"])
     try:
         yield inherited
         keeps = False
@@ -95,6 +96,15 @@ def lease(
         with contextlib.suppress(UserError, OSError):
             if not keeps and read_bytes(path) == content:
                 remove(path)
+
+
+def lease_is_live(path: AnyPath, show: Callable[[str], None]) -> bool:
+    """Whether a process that is alive has a lease. For one of another host this waits up to `EXPIRY_SECONDS`."""
+    try:
+        _dead_lease(path, show)
+    except LeaseTaken:
+        return True
+    return False
 
 
 def _content(owner: Mapping[str, Any], number: int) -> bytes:

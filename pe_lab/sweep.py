@@ -1,0 +1,183 @@
+"""`python -m pe_lab.sweep --config=RECIPE --grid KEY=VALUE,VALUE --seeds=3`: trains the cells of a grid as runs.
+
+Run it again to continue: cells that are complete are left alone, those that were stopped go on. A grid with other
+values adds cells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+
+import jax
+
+from pe_lab import storage
+from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.recipes import split_overrides
+from pe_lab.sweeps import (
+    Runner,
+    Sweep,
+    load_sweep,
+    make_sweep,
+    parse_axis,
+    parse_seeds,
+    read_states,
+    run_sweep,
+    summarize,
+)
+from pe_lab.sweeps.cells import FILE
+from pe_lab.sweeps.local import Local
+from pe_lab.sweeps.progress import Board, cost, counts, failures
+from pe_lab.sweeps.ray import Ray
+from pe_lab.sweeps.results import shown, write_results
+from pe_lab.sweeps.running import exit_status
+from pe_lab.sweeps.slurm import Slurm
+from pe_lab.terminal import LiveText, argument_parser, command, console, leave, positive
+
+PASSED_ON = ("evaluate.", "slurm-", "ray-")  # --evaluate.lengths=1x,2x is --lengths=1x,2x of pe_lab.evaluate
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of this command."""
+    made = argument_parser(
+        "sweep",
+        "Trains a recipe once for each setting of a grid and each seed, several at once, and compares the settings. "
+        "Run it again to continue.",
+        "Any key of the recipe can be set for all cells: --config.model.layers=4",
+    )
+    add = made.add_argument
+    add("--config", help="recipe, with an argument after a colon: configs/x.py:quick")
+    add(
+        "--grid",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,VALUE",
+        help="a key and its values; :NAME=VALUE,VALUE is an argument of the recipe; repeatable: all combinations",
+    )
+    add("--seeds", help="how many, or which: 3 is 0,1,2; sets config.seed and config.data.seed")
+    add("--workdir", help="where the cells and the results are written; runs/NAME_sweep by default")
+    add("--dry-run", action="store_true", help="list the cells and what they cost, and train nothing")
+    add("--table", action="store_true", help="write the results of the cells of --workdir now, and train nothing")
+    add("--retry", action="store_true", help="train cells again that have failed")
+    add(
+        "--evaluate",
+        nargs="?",
+        const="",
+        metavar="SUITE,...",
+        help="run pe_lab.evaluate after each cell; --evaluate.lengths=1x,2x and others are its options",
+    )
+    add("--jobs", type=positive, help="cells at once (default: one for each GPU or TPU chip, or two cores)")
+    add("--on", default="local", help="local, slurm (an array; --slurm-time=24:00:00 ...) or ray (--ray-address=...)")
+    add("--metric", help="sorts the settings (default: validation_loss)")
+    add("--baseline", metavar="KEY=VALUE,...", help="the setting that others are compared with (default: the best)")
+    return made
+
+
+def split_passed_on(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, str]]]:
+    """Splits a command line into the other arguments and the options of pe_lab.evaluate, SLURM and Ray."""
+    rest: list[str] = []
+    found: dict[str, dict[str, str]] = {prefix: {} for prefix in PASSED_ON}
+    for item in argv:
+        prefix = next((one for one in PASSED_ON if item.startswith(f"--{one}")), None)
+        if prefix is None:
+            rest.append(item)
+            continue
+        name, equals, value = item.removeprefix(f"--{prefix}").partition("=")
+        if not name or (not value and (equals or prefix != "evaluate.")):
+            raise ConfigError(f"{item}: give a value, as in --{prefix}{name or 'NAME'}=VALUE.")
+        found[prefix][name] = value
+    return rest, found
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    rest, overrides = split_overrides(argv)
+    rest, passed_on = split_passed_on(rest)
+    args = parser().parse_args(rest)
+    # The cells need the devices; this process only plans.
+    jax.config.update("jax_platforms", "cpu")
+    if args.table:
+        return _print_table(args, overrides)
+    if not args.config:
+        raise ConfigError("--config is missing: which recipe is to be trained? --table needs --workdir alone.")
+    evaluation = _evaluation(args.evaluate, passed_on["evaluate."])
+    runner = _runner(args, passed_on) if not args.dry_run else None
+    sweep = make_sweep(
+        args.config,
+        [parse_axis(text) for text in args.grid],
+        () if args.seeds is None else parse_seeds(args.seeds),
+        args.workdir or "",
+        overrides,
+        evaluation,
+    )
+    summarize(sweep, [], baseline=args.baseline)  # refuses a baseline that is none before anything is trained
+    out = console()
+    if args.dry_run:
+        out.print(cost(sweep, read_states(sweep)))
+        return 0
+    out.print(f"{len(sweep.asked)} cells in {sweep.directory}")
+    with LiveText(out) as live:
+        line = shlex.join(["python", "-m", "pe_lab.sweep", *argv])
+        sweep, states, stopped = run_sweep(sweep, runner, args.retry, line, Board(out, live))
+    _print_results(sweep, args)
+    for failure in failures(sweep, states):
+        out.print(failure)
+    status = exit_status(sweep, states, stopped)
+    again = {1: "; --retry trains those that have failed again", os.EX_TEMPFAIL: "; the same command continues"}
+    out.print(f"{counts(states)}{again.get(status, '')}")
+    return status
+
+
+def _evaluation(suites: str | None, options: dict[str, str]) -> list[str] | None:
+    """The options of pe_lab.evaluate; None for no evaluation."""
+    if suites is None:
+        if options:
+            raise ConfigError(f"--evaluate.{next(iter(options))} is an option of --evaluate, which is missing.")
+        return None
+    if own := {"from", "out", "suite"} & options.keys():
+        raise ConfigError(f"--evaluate.{min(own)}: the sweep sets it. Suites are in --evaluate=SUITE,SUITE.")
+    from pe_lab.evaluation.tasks.suites import parse_suites
+
+    if suites:
+        parse_suites(suites)
+    given = [f"--suite={suites}"] if suites else []
+    return given + [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
+
+
+def _runner(args: argparse.Namespace, passed_on: dict[str, dict[str, str]]) -> Runner:
+    kinds = {"local": "", "slurm": "slurm-", "ray": "ray-"}
+    if args.on not in kinds:
+        raise ConfigError(f"--on='{args.on}': there is no such place. {did_you_mean(args.on, [*kinds])}")
+    for prefix in ("slurm-", "ray-"):
+        if passed_on[prefix] and kinds[args.on] != prefix:
+            raise ConfigError(f"--{prefix}{next(iter(passed_on[prefix]))} is an option of --on={prefix[:-1]}.")
+    if args.on == "slurm":
+        return Slurm(passed_on["slurm-"], args.jobs)
+    return Ray(passed_on["ray-"], args.jobs) if args.on == "ray" else Local(args.jobs)
+
+
+def _print_table(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    if not args.workdir:
+        raise ConfigError("--table needs --workdir: which sweep?")
+    if args.config or args.grid or args.seeds or overrides:
+        raise ConfigError(f"--table reads {FILE} of --workdir: leave --config, --grid, --seeds and --config.KEY out.")
+    sweep = load_sweep(storage.path("--workdir", args.workdir))
+    out, states = console(), read_states(sweep)
+    _print_results(sweep, args)
+    for failure in failures(sweep, states):
+        out.print(failure)
+    out.print(counts(states))
+    return exit_status(sweep, states, stopped=False)
+
+
+def _print_results(sweep: Sweep, args: argparse.Namespace) -> None:
+    table = write_results(sweep, args.metric, args.baseline)
+    if table.records:
+        print(shown(table))
+        print(f"Wrote table.csv, cells.csv, table.md, figure.png, figure.svg and report.html in {sweep.directory}")
+
+
+if __name__ == "__main__":
+    leave(main())

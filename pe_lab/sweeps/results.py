@@ -1,0 +1,134 @@
+"""The results of a sweep as files: table.csv, cells.csv, table.md, figure.png, figure.svg and report.html."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+
+from pe_lab import terminal
+from pe_lab.analysis.runs import read_runs
+from pe_lab.page.document import build_page
+from pe_lab.storage import AnyPath, write_files
+from pe_lab.sweeps.cells import Sweep
+from pe_lab.sweeps.figure import draw
+from pe_lab.sweeps.grid import label
+from pe_lab.sweeps.table import TRAINING, VALIDATION, Summary, SweepTable, collect, seeds_text, setting_of, summarize
+
+NAMES = {VALIDATION: "validation loss", TRAINING: "training loss"}
+SHOWN = 4  # metrics in a terminal; table.md has all
+
+
+def write_results(sweep: Sweep, metric: str | None = None, baseline: str | None = None) -> SweepTable:
+    """Writes the files of the results of a sweep, and returns its table; the files need a complete cell.
+
+    Raises:
+      ConfigError: no complete cell has this metric, or no setting is this baseline.
+      DataError: a file cannot be written.
+    """
+    table = summarize(sweep, collect(sweep), metric, baseline)
+    if not table.records:
+        return table
+    directories = [sweep.directory / record.cell.name for record in table.records]
+    files: dict[AnyPath, bytes | str] = {
+        sweep.directory / "table.csv": _settings_csv(table),
+        sweep.directory / "cells.csv": _cells_csv(table),
+        sweep.directory / "table.md": _markdown(sweep, table),
+        sweep.directory / "report.html": build_page(read_runs(directories)),
+    }
+    for form in ("png", "svg"):
+        files[sweep.directory / f"figure.{form}"] = draw(table, form)
+    write_files(files)
+    return table
+
+
+def shown(table: SweepTable) -> str:
+    """The table for a terminal."""
+    metrics = _first(table)[:SHOWN]
+    header, rows = _rows(table, metrics)
+    left = len(table.metrics) - len(metrics)
+    more = f"\n{left} more metrics are in table.md" if left else ""
+    return terminal.table(header, rows, words=len(table.keys)) + more + f"\n{_caption(table)}"
+
+
+def _first(table: SweepTable) -> list[str]:
+    """The metrics, the one that sorts first."""
+    return [table.metric, *(name for name in table.metrics if name != table.metric)] if table.metrics else []
+
+
+def _rows(table: SweepTable, metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    header, rows = [*table.keys.values(), "seeds"], []
+    for n, name in enumerate(metrics):
+        header += [NAMES.get(name, name), *(["difference", "p"] if n == 0 else [])]
+    for summary in table.summaries:
+        row = [*(summary.setting[key].strip("'\"") for key in table.keys), seeds_text(summary)]
+        for n, name in enumerate(metrics):
+            found = summary.means.get(name)
+            row += ["–" if found is None else found.cell("{:.4g}"), *(_difference(summary, name) if n == 0 else [])]
+        rows.append(row)
+    return header, rows
+
+
+def _difference(summary: Summary, metric: str) -> list[str]:
+    """The difference with its interval, and the corrected p-value."""
+    if metric not in summary.differences:
+        return ["", ""]
+    difference, p = summary.differences[metric]
+    mean = f"{difference.mean:+.3g}"
+    if math.isnan(p):
+        return [mean, ""]
+    return [f"{mean} ± {difference.high - difference.mean:.2g}", f"{p:.2g}"]
+
+
+def _caption(table: SweepTable) -> str:
+    name = NAMES.get(table.metric, table.metric)
+    order = "highest" if table.metric in table.higher else "lowest"
+    which = "the best setting" if table.best_is_baseline else "the baseline"
+    chosen = " It was chosen by these numbers, which favours it." if table.best_is_baseline else ""
+    return (
+        f"{order.capitalize()} {name} first. ±: 95% intervals over the seeds (Student's t). Differences of {name}: to "
+        f"{which} ({table.baseline}), on the same seeds, p by paired t-tests with Holm's correction.{chosen}"
+    )
+
+
+def _markdown(sweep: Sweep, table: SweepTable) -> str:
+    header, rows = _rows(table, _first(table))
+    lines = [header, ["---"] * len(header), *rows]
+    escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    body = "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+    recipe = sweep.description.get("recipe", "")
+    return f"# Sweep of {recipe}\n\n{body}\n\n{_caption(table)}\n"
+
+
+def _settings_csv(table: SweepTable) -> str:
+    """A line for each setting; numbers that are not known are empty."""
+    parts = ("mean", "low", "high", "difference", "difference_low", "difference_high", "p")
+    header = ["setting", *table.keys, "seeds", "missing", *(f"{m} {part}" for m in table.metrics for part in parts)]
+    rows = []
+    for summary in table.summaries:
+        row = [label(summary.setting), *summary.setting.values(), len(summary.seeds), summary.missing]
+        for metric in table.metrics:
+            found, (difference, p) = summary.means.get(metric), summary.differences.get(metric, (None, math.nan))
+            numbers = [math.nan] * 3 if found is None else [float(x) for x in (found.mean, found.low, found.high)]
+            numbers += [math.nan] * 3 if difference is None else difference[:3]
+            row += ["" if math.isnan(number) else number for number in [*numbers, p]]
+        rows.append(row)
+    return _csv([header, *rows])
+
+
+def _cells_csv(table: SweepTable) -> str:
+    """A line for each complete cell."""
+    rows = [["cell", *table.keys, "seed", *table.metrics]]
+    for record in table.records:
+        cell = record.cell
+        seed = "" if cell.seed is None else cell.seed
+        setting = setting_of(cell, table.keys).values()
+        rows.append([cell.name, *setting, seed, *(record.metrics.get(name, "") for name in table.metrics)])
+    return _csv(rows)
+
+
+def _csv(rows: Sequence[Sequence[object]]) -> str:
+    written = io.StringIO()
+    csv.writer(written, lineterminator="\n").writerows(rows)
+    return written.getvalue()
