@@ -54,7 +54,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config = ConfigDict()
     config.name = arguments["name"] or "finetune_" + (re.sub(r"\W+", "_", start.rpartition("/")[2]).strip("_") or "run")
     if source == "stdlib" or ":" in source:
-        config.data = dict(sources=[dict(source=source)])
+        config.data = dict(sources=[dict(source=source)], validation_fraction=0.05)
     else:
         config.data = dict(prepared=source)
     config.model = dict(dtype="float32", loss_chunks=4)
