@@ -219,6 +219,10 @@ CHOICES = {"method": ("rope", "nope"), "size": ("", "big", "small"), "from": "ru
         ("", {"method": "rope", "size": "", "from": "runs/x"}),
         ("size=small", {"method": "rope", "size": "small", "from": "runs/x"}),
         ("from=a=b/c,method=nope", {"method": "nope", "size": "", "from": "a=b/c"}),
+        ("from=gguf:a/b.gguf,size=big", {"method": "rope", "size": "big", "from": "gguf:a/b.gguf"}),
+        ("from='text:{a,b}/*.md',size=big", {"method": "rope", "size": "big", "from": "text:{a,b}/*.md"}),
+        ('from="o\'n",method=nope', {"method": "nope", "size": "", "from": "o'n"}),
+        ("from=it's", {"method": "rope", "size": "", "from": "it's"}),
     ],
 )
 def test_arguments_are_completed_with_defaults(arg, found):
