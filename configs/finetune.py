@@ -49,10 +49,13 @@ def get_config(arg: str = "") -> ConfigDict:
         _number(arguments, key, int) or default
         for key, default in (("steps", steps), ("length", length), ("batch", batch))
     )
-    start, source = arguments["from"], arguments["data"]
+    start, source = arguments["from"].rstrip("/"), arguments["data"]
+    last = re.sub(r"\W+", "_", start.rpartition("/")[2]).strip("_")
 
     config = ConfigDict()
-    config.name = arguments["name"] or "finetune_" + (re.sub(r"\W+", "_", start.rpartition("/")[2]).strip("_") or "run")
+    config.name = arguments["name"] or f"finetune_{last or 'run'}"
+        re.sub(r"\W+", "_", start.rstrip("/").rpartition("/")[2]).strip("_") or "run"
+    )
     if source == "stdlib" or ":" in source:
         config.data = dict(sources=[dict(source=source)], validation_fraction=0.05)
     else:

@@ -19,7 +19,7 @@ import jax
 from pe_lab import storage
 from pe_lab.config import INT32
 from pe_lab.data.tokenizers import KIND_FILE, load_saved_tokenizer, save_tokenizer
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError, UserError
 from pe_lab.parallel import has_accelerator, keep_freed_memory, start_processes
 from pe_lab.parallel.lost_processes import lost_processes
 from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests, watch_maintenance
@@ -77,8 +77,11 @@ def _train(argv: Sequence[str], stops: StopRequests) -> int:
     profiler = Profiler(parse_steps(args.profile)) if args.profile else Profiler()
     config = load_config(args.config, overrides, lambda tree: inherit(tree, workdir_of(tree, args.workdir)))
     workdir = workdir_of({"name": config.name}, args.workdir)
-    config = recorded(config, saved_config(workdir))
+    saved = saved_config(workdir)
+    config = recorded(config, saved)
     if args.extend:
+        if saved is None:
+            raise ConfigError(f"--extend: there is no run in '{workdir}'. A new one has the steps of its recipe.")
         config = extend(config, workdir, args.extend)
     before = claim_workdir(workdir, config)
     if not has_accelerator():

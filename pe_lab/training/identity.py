@@ -17,7 +17,7 @@ _NOT_IDENTITY = ("data.cache_dir", "data.workers", "model.remat", "model.loss_ch
 # What may change between two starts of a run, and what then happens. N is a number, * anything that follows.
 # docs/recipes.md has this table. Every change is recorded in run.json; those of training also in the lineage.
 MAY_CHANGE = {
-    "phases.N.steps": "the schedule is computed for the new number; `--extend` does it with more care",
+    "phases.N.steps": "the schedule is that of the new number; with `--extend`, as `on_extend` says",
     "phases.N.extensions.*": "written by `--extend`",
     "phases.N.batch_size": "the data go on at the next unread sequence",
     "phases.N.accumulate": "the gradients are the same up to rounding",

@@ -127,7 +127,7 @@ def _resume(
         if step == 0:  # a child, which has no optimizer state
             state = jax.jit(new_state, out_shardings=shardings.state)(params)
             return Start(state, 0, 0, metadata["lineage"], None)
-        judged = metadata.get("stability")
+        judged, tokens = metadata.get("stability"), metadata.get("tokens", step * phase.tokens_per_step)
         history = Monitor(run.config.stability, judged).history if shardings.state.history else ()
         step_and_history = jax.device_put((np.int32(step), history), shardings.replicated)
         state = TrainState(step_and_history[0], params, optimizer, step_and_history[1])
@@ -135,7 +135,7 @@ def _resume(
         if changes:
             show(f"{phase.name}: {changes}")
             lineage = metadata["lineage"] + [lineage_entry(changes, new_id(), metadata["lineage"][-1]["path"], step)]
-        return Start(state, step, metadata["tokens"], lineage, metadata["data_state"], judged, metadata.get("log"))
+        return Start(state, step, tokens, lineage, metadata["data_state"], judged, metadata.get("log"))
     raise CheckpointError(
         f"No checkpoint of '{store.directory.parent}' can be read. To train the phase again, rename that "
         f"directory. {reason}"

@@ -168,3 +168,8 @@ def test_a_recipe_with_other_steps_than_the_extended_run_is_refused(tmp_path):
     assert recorded(recorded(config, saved), saved).phases[0].steps == 12
     with pytest.raises(UserError, match="steps is 9, and the run was extended from 8 to 12 steps. Leave"):
         recorded(tiny(tmp_path / "recipe", phases__0__steps=9), saved)
+
+
+def test_there_is_nothing_to_extend_without_a_run(tmp_path, capsys):
+    assert pe_lab.train.main(command(tmp_path, f"--workdir={tmp_path / 'run'}", "--extend=9")) == 2
+    assert "there is no run in" in capsys.readouterr().err and not (tmp_path / "run").exists()
