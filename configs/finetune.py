@@ -54,8 +54,6 @@ def get_config(arg: str = "") -> ConfigDict:
 
     config = ConfigDict()
     config.name = arguments["name"] or f"finetune_{last or 'run'}"
-        re.sub(r"\W+", "_", start.rstrip("/").rpartition("/")[2]).strip("_") or "run"
-    )
     if source == "stdlib" or ":" in source:
         config.data = dict(sources=[dict(source=source)], validation_fraction=0.05)
     else:
