@@ -26,7 +26,7 @@ from pe_lab.errors import ConfigError, did_you_mean
 def load_config(
     reference: str,
     overrides: Mapping[str, str] | None = None,
-    inherit: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: tree,
+    inherit: Callable[[dict[Any, Any]], dict[Any, Any]] = lambda tree: tree,
 ) -> Config:
     """Reads a recipe: `configs/x.py`, or `configs/x.py:ARG` to pass ARG to its `get_config`.
 

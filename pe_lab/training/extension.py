@@ -61,7 +61,8 @@ def recorded(config: Config, saved: Mapping[str, Any] | None) -> Config:
     Raises:
       ConfigError: the recipe has another number of steps than the run had before it was extended, and has now.
     """
-    for before in (saved or {}).get("phases", ()):
+    phases = (saved or {}).get("phases")
+    for before in filter(lambda phase: isinstance(phase, dict), phases if isinstance(phases, list) else []):
         index = next((i for i, phase in enumerate(config.phases) if phase.name == before.get("name")), None)
         if index is None or not before.get("extensions") or config.phases[index].extensions:
             continue
@@ -70,7 +71,7 @@ def recorded(config: Config, saved: Mapping[str, Any] | None) -> Config:
         except (UserError, KeyError):
             continue  # of no version of pe_lab, or damaged
         now, planned = config.phases[index].steps, phase.extensions[0].steps
-        if now not in (planned, phase.steps):
+        if now not in (phase.steps, *(extension.steps for extension in phase.extensions)):
             raise ConfigError(
                 f"config.phases[{index}] ('{phase.name}').steps is {now}, and the run was extended from {planned} to "
                 f"{phase.steps} steps. Leave the recipe at {planned}, and give --extend=STEPS for more."

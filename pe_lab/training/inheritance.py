@@ -23,12 +23,12 @@ SHAPE = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.n
 NEEDED = ("layers", "d_model", "d_ff", "heads", "kv_heads")
 
 
-def workdir_of(tree: Mapping[str, Any], given: str | None) -> AnyPath:
+def workdir_of(tree: Mapping[Any, Any], given: str | None) -> AnyPath:
     """The directory of a run: --workdir, or runs/NAME."""
     return storage.path("--workdir", given) if given else Path("runs") / str(tree.get("name", "run"))
 
 
-def inherit(tree: dict[str, Any], workdir: AnyPath | None = None) -> dict[str, Any]:
+def inherit(tree: dict[Any, Any], workdir: AnyPath | None = None) -> dict[Any, Any]:
     """The tree of a recipe, completed by what its phases with `init_from` do not set.
 
     From the checkpoint come the fields of `model` that its weights determine, the tokenizer (unless the data are
@@ -66,7 +66,7 @@ def _inside(path: str, workdir: AnyPath | None) -> bool:
     return absolute(storage.path("init_from", path)).is_relative_to(absolute(workdir))
 
 
-def _unset(tree: dict[str, Any], phase: Mapping[str, Any], first: bool) -> list[tuple[str, str]]:
+def _unset(tree: dict[Any, Any], phase: Mapping[Any, Any], first: bool) -> list[tuple[str, str]]:
     """What a recipe leaves to the checkpoint, as (model, data or phase; key)."""
     wanted = [("phase", key) for key in ("sequence_length", "positional") if key not in phase]
     if not first:  # one model and one tokenizer for all phases
@@ -99,7 +99,7 @@ def _saved(
         if not exists(storage.path("the tokenizer", tokenizer.partition(":")[2] or ".")) and exists(kept / KIND_FILE):
             tokenizer = f"saved:{kept}"  # the run's own copy
         return {**values, ("data", "tokenizer"): tokenizer}
-    except (TypeError, LookupError):
+    except (AttributeError, TypeError, LookupError):
         return None
 
 
