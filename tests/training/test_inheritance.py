@@ -1,5 +1,6 @@
 """What a recipe takes over from the checkpoint that it starts from, and what happens if it contradicts it."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +9,8 @@ import jax
 import pytest
 from tiny_runs import compilations_kept, trained  # noqa: F401
 
+import pe_lab.train
+from pe_lab.checkpoints import open_checkpoint
 from pe_lab.config import Config as RunConfig
 from pe_lab.config import from_dict, to_json
 from pe_lab.errors import UserError
@@ -72,6 +75,21 @@ def test_a_run_that_has_begun_does_without_its_checkpoint(recipe, trained, tmp_p
     assert (again.model, again.phases) == (config.model, config.phases)
     assert again.data.tokenizer == f"saved:{workdir / 'tokenizer'}"
     assert load(recipe, parent, workdir, model__layers=4).model.layers == 4  # a change, which is refused as such
+
+
+@pytest.mark.slow
+def test_a_run_is_trained_on_where_its_checkpoint_is_not(recipe, trained, tmp_path, monkeypatch):  # noqa: F811
+    """About 5 s."""
+    monkeypatch.setattr(pe_lab.train, "open_run", functools.partial(open_run, devices=jax.devices()[:1]))
+    parent, argv = shutil.copytree(trained, tmp_path / "parent"), [f"--workdir={tmp_path / 'run'}"]
+    argv += [f"--config={recipe}:{parent}", "--config.phases.0.optimizer.final_fraction=0.1"]
+    assert pe_lab.train.main(argv) == 0
+    shutil.rmtree(parent)
+    assert pe_lab.train.main([*argv, "--extend=4"]) == 0
+    last = open_checkpoint(tmp_path / "run")
+    assert (last.step, last.model.qk_norm, last.tokenizer) == (4, "head", f"saved:{tmp_path / 'run/tokenizer'}")
+    whats = [entry["what"] for entry in last.metadata["lineage"]]
+    assert whats[-2].startswith("extended from 2 to 4 steps (rewarm); continued with data.tokenizer saved:")
 
 
 def test_without_the_checkpoint_the_message_lists_what_is_missing(recipe, tmp_path):
