@@ -1,11 +1,8 @@
-"""The config of a run as frozen dataclasses: defaults, checks of keys, types and bounds, JSON, the identity."""
+"""The config of a run as frozen dataclasses: defaults, checks of keys, types and bounds, JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -112,6 +109,18 @@ class OptimizerConfig:
     epsilon: float = number(1e-8, 0, 1)
     weight_decay: float = number(0.1, 0, 1000)  # on matrices only
     clip_norm: float = number(1.0, 0, 10**30)
+    # At `train --extend`: the schedule of the new length, the last rate, or a warm-up and a decay over the
+    # added steps. auto: rewarm for cosine, stretch for the others.
+    on_extend: Literal["auto", "stretch", "hold", "rewarm"] = "auto"
+
+
+@dataclass(frozen=True)
+class ExtensionConfig:
+    """What `train --extend` adds to a phase of `steps`: from step `at` on, the learning rate is that of `how`."""
+
+    steps: int = number(1, 1, INT32)
+    at: int = number(0, 0, INT32)
+    how: Literal["stretch", "hold", "rewarm"] = "stretch"
 
 
 @dataclass(frozen=True)
@@ -127,10 +136,12 @@ class PhaseConfig:
         0, 0, INT32
     )  # each step draws its positions below this number (Ruoss et al. 2023); 0: 0, 1, 2, ...
     init_from: str = ""  # a checkpoint, hf:DIR, gguf:FILE, or "random"; "": the previous phase's last, else random
+    other_tokenizer: bool = False  # whether init_from may have been trained with another tokenizer than the data's
     sequence_length: int = number(1024, 1, INT32)
     batch_size: int = number(256, 1, INT32)  # windows a step, over all devices and micro-batches
     accumulate: int = number(1, 1, INT32)  # micro-batches a step
     optimizer: OptimizerConfig = OptimizerConfig()
+    extensions: tuple[ExtensionConfig, ...] = ()  # in the order in which they were made
 
 
 @dataclass(frozen=True)
@@ -336,54 +347,3 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: to_json(item) for key, item in value.items()}
     return [to_json(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-# The keys that a result depends on: they may not change between two sessions of one run. Logging, evaluation, the
-# cache's directory, the mesh, and what is kept or recomputed may.
-_IDENTITY = ("seed", "model", "data", "phases")
-_NOT_IDENTITY = ("data.cache_dir", "data.workers", "model.remat", "model.loss_chunks", "model.scan")
-
-
-def identity(config: Config) -> dict[str, Any]:
-    """The part of a config that a run may not change between sessions, flat: {"model.layers": 4, ...}."""
-    flat: dict[str, Any] = {}
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, list):
-            value = dict(enumerate(value))
-        if isinstance(value, dict):
-            for key, item in value.items():
-                walk(item, f"{path}.{key}")
-        else:
-            flat[path] = value
-
-    plain = to_json(config)
-    for name in _IDENTITY:
-        walk(plain[name], name)
-    return {key: value for key, value in flat.items() if key not in _NOT_IDENTITY}
-
-
-# Keys of the identity that may change between two starts of a run. The change is recorded in the lineage.
-_CHANGEABLE = re.compile(r"phases\.\d+\.(steps|accumulate|optimizer\..+)|model\.(attention|attention_chunk|dtype)")
-
-
-def changed(before: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
-    """The keys of the identity that differ, each with both values; None where one config lacks it.
-
-    `before` is the JSON of a config. Fields that an earlier version of pe_lab did not have get their defaults.
-    """
-    old, new = identity(from_dict(Config, before)), identity(now)
-    return {
-        key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
-    }
-
-
-def may_change(key: str, phases: int) -> bool:
-    """Whether a key of the identity may change between two starts of a run, which had so many `phases` before."""
-    added = re.match(r"phases\.(\d+)\.", key)
-    return bool(_CHANGEABLE.fullmatch(key)) or (added is not None and int(added[1]) >= phases)
-
-
-def config_hash(config: Config) -> str:
-    """Twelve hex digits of the hash of `identity(config)`."""
-    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()[:12]

@@ -38,6 +38,7 @@ from pe_lab.positional import build_schedule
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import write_json
 from pe_lab.terminal import argument_parser, bounded, command, console, waiting
+from pe_lab.training.inheritance import inherit
 
 DESCRIPTION = """\
 Prints the parameters, tokens, FLOPs and hours of a recipe and the memory of one chip, without running it. Memory is
@@ -110,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     topology = parse_topology(args.topology, args.slices)
     if topology.kind == "cpu":
         topology_devices(topology)  # before JAX starts with another number of them
-    plan = make_plan(load_config(args.config, overrides), topology)
+    plan = make_plan(load_config(args.config, overrides, inherit), topology)
     planned = _plan_evaluation if args.evaluate_length else _plan_training
     numbers, fits = planned(args, plan, choose_phases(plan, args.phase))
     if args.json:

@@ -13,7 +13,7 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,17 @@ from pe_lab.config import Config, from_dict
 from pe_lab.errors import ConfigError, did_you_mean
 
 
-def load_config(reference: str, overrides: Mapping[str, str] | None = None) -> Config:
+def load_config(
+    reference: str,
+    overrides: Mapping[str, str] | None = None,
+    inherit: Callable[[dict[Any, Any]], dict[Any, Any]] = lambda tree: tree,
+) -> Config:
     """Reads a recipe: `configs/x.py`, or `configs/x.py:ARG` to pass ARG to its `get_config`.
 
     Args:
       reference: the file, with its argument after a colon.
       overrides: `{"model.layers": "4", "phases.0.steps": "10"}`; a value is a Python literal or else a text.
+      inherit: completes the tree of the keys that are set; `training.inheritance.inherit` does so from `init_from`.
 
     Raises:
       ConfigError: there is no such file or no `get_config` in it, its code raises anything, a key is unknown, a value
@@ -46,7 +51,7 @@ def load_config(reference: str, overrides: Mapping[str, str] | None = None) -> C
         raise ConfigError(f"--config: get_config of '{name}' returns {tree!r}; it must return a ConfigDict.")
     for key, text in (overrides or {}).items():
         _override(tree, key, text)
-    return from_dict(Config, tree)
+    return from_dict(Config, inherit(tree))
 
 
 @contextlib.contextmanager
@@ -144,7 +149,7 @@ def recipe_arguments(arg: str, **allowed: str | Sequence[str]) -> dict[str, str]
     """The values of a recipe's argument `key=value,key=value`, completed with defaults.
 
     Args:
-      arg: the argument.
+      arg: the argument. A value with a comma is in quotes: `data='text:{a,b}/*.md'`.
       **allowed: for each key its choices, of which the first is the default ("": the recipe has to choose), or a text,
         the default of a key that takes any value.
 
@@ -154,8 +159,10 @@ def recipe_arguments(arg: str, **allowed: str | Sequence[str]) -> dict[str, str]
     listed = {key: [c for c in choices if c] for key, choices in allowed.items() if not isinstance(choices, str)}
     found = {key: choices if isinstance(choices, str) else choices[0] for key, choices in allowed.items()}
     usage = ", ".join(f"{key}={'|'.join(listed.get(key, ['TEXT']))}" for key in allowed)
-    for item in filter(None, arg.split(",")):
+    for item in re.findall(r"""(?:[^,"']|"[^"]*"|'[^']*'|["'])+""", arg):
         key, _, value = item.partition("=")
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+            value = value[1:-1]
         if key not in allowed or not value or value not in listed.get(key, [value]):
             near = did_you_mean(value, listed[key]) if key in listed else did_you_mean(key, list(allowed))
             raise ConfigError(f"'{item}' is no argument of this recipe. {near} It takes {usage}.")

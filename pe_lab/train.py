@@ -8,7 +8,6 @@ import secrets
 import shlex
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # while the imports below run, a request to stop has nothing to save: status 75
@@ -18,20 +17,23 @@ if __name__ == "__main__":  # while the imports below run, a request to stop has
 import jax
 
 from pe_lab import storage
+from pe_lab.config import INT32
 from pe_lab.data.tokenizers import KIND_FILE, load_saved_tokenizer, save_tokenizer
-from pe_lab.errors import UserError
+from pe_lab.errors import ConfigError, UserError
 from pe_lab.parallel import has_accelerator, keep_freed_memory, start_processes
 from pe_lab.parallel.lost_processes import lost_processes
 from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests, watch_maintenance
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import AnyPath, new_directory
-from pe_lab.terminal import argument_parser, command, console, leave
+from pe_lab.terminal import argument_parser, bounded, command, console, leave
 from pe_lab.training import Run, open_run, train_phase
+from pe_lab.training.extension import extend, recorded
+from pe_lab.training.inheritance import inherit, workdir_of
 from pe_lab.training.ledger import FILE as LEDGER
 from pe_lab.training.ledger import Ledger, balance, read_ledger
 from pe_lab.training.machine import peak_flops
 from pe_lab.training.profiling import Profiler, parse_steps
-from pe_lab.training.workdir import claim_workdir, working_alone, write_run
+from pe_lab.training.workdir import claim_workdir, saved_config, working_alone, write_run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,6 +45,13 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", required=True, help="recipe, with an argument after a colon: configs/x.py:quick")
     parser.add_argument("--workdir", help="where the run is written; runs/NAME by default")
+    parser.add_argument(
+        "--extend",
+        type=bounded(int, 1, INT32),
+        metavar="STEPS",
+        help="train the last phase to so many steps in all, with its optimizer's state; the recipe's "
+        "optimizer.on_extend says what the learning rate does",
+    )
     parser.add_argument(
         "--profile",
         metavar="FIRST:LAST",
@@ -66,8 +75,14 @@ def _train(argv: Sequence[str], stops: StopRequests) -> int:
     rest, overrides = split_overrides(argv)
     args = parser().parse_args(rest)
     profiler = Profiler(parse_steps(args.profile)) if args.profile else Profiler()
-    config = load_config(args.config, overrides)
-    workdir = storage.path("--workdir", args.workdir) if args.workdir else Path("runs") / config.name
+    config = load_config(args.config, overrides, lambda tree: inherit(tree, workdir_of(tree, args.workdir)))
+    workdir = workdir_of({"name": config.name}, args.workdir)
+    saved = saved_config(workdir)
+    config = recorded(config, saved)
+    if args.extend:
+        if saved is None:
+            raise ConfigError(f"--extend: there is no run in '{workdir}'. A new one has the steps of its recipe.")
+        config = extend(config, workdir, args.extend)
     before = claim_workdir(workdir, config)
     if not has_accelerator():
         keep_freed_memory()  # before JAX starts; halves the processor time of a small step

@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pe_lab import storage
-from pe_lab.checkpoints.locating import DIRECTORY, UNREADABLE, is_checkpoint, is_step, read_manifest, read_metadata
+from pe_lab.checkpoints.locating import (
+    DIRECTORY,
+    FORMER,
+    UNREADABLE,
+    is_checkpoint,
+    is_step,
+    read_manifest,
+    read_metadata,
+)
 from pe_lab.checkpoints.locating import tokenizer_directory as tokenizer_of
 from pe_lab.data.shards import METADATA_FILE, Metadata, manifest_of_prepared
 from pe_lab.data.shards import read_metadata as read_prepared
@@ -55,7 +63,7 @@ def targets(path: AnyPath) -> Iterator[Target]:
     else:
         for child in sorted(children(path)):
             under_way = path.name == DIRECTORY and not is_step(child)  # a save, or a deletion
-            if not (is_file(child) or child.name.startswith(".") or child.name == UNREADABLE or under_way):
+            if not (is_file(child) or child.name.startswith(".") or child.name in (UNREADABLE, FORMER) or under_way):
                 yield from targets(child)
 
 

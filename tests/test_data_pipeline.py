@@ -303,7 +303,6 @@ def test_prepared_sources_must_share_a_tokenizer(config, prepared_directory):
     [
         ({"seed": 1}, "seed"),
         ({"sequence_length": 16}, "sequence_length"),
-        ({"batch_size": 4}, "batch_size"),
         ({"segments": True}, "segments"),
         ({"tokenizer": "bytes"}, "sources"),
         ({"options": {"pairs": 3, "queries": 2}}, "sources"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pe_lab.config import Config
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
 from pe_lab.recipes import load_config
 from pe_lab.storage.manifest import Manifest, manifest_of
-from pe_lab.training import open_run, train_phase
+from pe_lab.training import loop, open_run, train_phase
 from pe_lab.training.machine import Peak
 from pe_lab.training.profiling import Profiler
 
@@ -147,6 +148,31 @@ def fingerprint(directory: Path) -> dict[str, str]:
         str(p.relative_to(directory)): hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else ""
         for p in sorted(directory.rglob("*"))
     }
+
+
+class Killed(Exception):
+    """Stands for SIGKILL inside this process: nothing after it is written."""
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], None]) -> None:
+    """Does something as the `number`-th training step from now is about to run."""
+    compile_train_step, count = loop.compile_train_step, itertools.count(1)
+
+    def compiling(*args):
+        step = compile_train_step(*args)
+
+        def counted(*args):
+            if next(count) == number:
+                action()
+            return step(*args)
+
+        return counted
+
+    monkeypatch.setattr(loop, "compile_train_step", compiling)
+
+
+def die() -> None:
+    raise Killed
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from pe_lab.config import ModelConfig, from_dict
 from pe_lab.model import complete, preset
 from pe_lab.positional import Layer, layers
 from pe_lab.recipes import load_config
+from pe_lab.training.inheritance import inherit
 from pe_lab.training.run import plan_phases
 
 
@@ -48,7 +49,7 @@ def described(args: argparse.Namespace) -> Sequence[Described]:
       UserError: no such recipe, preset or encoding.
     """
     if args.config:
-        config = load_config(args.config, args.overrides)
+        config = load_config(args.config, args.overrides, inherit)
         shape = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
         return [
             Described(plan.name, plan.layers, phase.sequence_length, shape, f"QK-norm {plan.qk_norm}")

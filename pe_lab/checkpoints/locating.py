@@ -12,6 +12,7 @@ from pe_lab.terminal import console
 
 DIRECTORY = "checkpoints"  # of a phase; has one directory per step
 UNREADABLE = "unreadable"  # of a phase; has checkpoints that could not be read
+FORMER = "former"  # of a phase; has checkpoints that an extension did not go on from
 FORMAT = 3
 # Names of parameters in the files of earlier formats.
 FORMER_NAMES: dict[int, dict[str, str]] = {1: {"token_embedder": "trunk"}, 2: {}}

@@ -41,7 +41,7 @@ from pe_lab.storage.manifest import manifest_of
 
 # Of decoded chunks: a checkpoint of one device has one chunk per leaf, and layers are read from it one by one.
 _CACHE_BYTES = 2**30
-_ADVICE = "Delete it, and training goes on from the one before it."
+_ADVICE = "Move it out of its directory, and training goes on from the one before it."
 _FILE_BYTES = 2**28  # of an Orbax data file: its content stays in memory until the file is full
 
 

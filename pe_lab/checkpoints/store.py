@@ -318,21 +318,24 @@ class Store:
         if any(found):
             raise CheckpointError(f"The checkpoint '{path}' is damaged ({next(filter(None, found)).decode()}).")
 
-    def set_aside_after(self, step: int) -> None:
-        """Moves checkpoints later than `step`, which could not be read, to the directory `unreadable` of the phase.
+    def set_aside_after(
+        self, step: int, directory: str = UNREADABLE, which: Callable[[int], bool] = lambda step: True
+    ) -> None:
+        """Moves checkpoints later than `step` that `which` chooses to a directory of the phase.
 
-        They are not deleted: the cause may be exhausted memory or a lost mount, and the checkpoint intact.
+        They are not deleted: the cause that one could not be read may be exhausted memory or a lost mount, and the
+        checkpoint intact.
         """
         if jax.process_index() == 0:
             for path in children(self.directory):
-                if is_step(path) and int(path.name) > step:
-                    self._set_aside(path)
+                if is_step(path) and int(path.name) > step and which(int(path.name)):
+                    self._set_aside(path, directory)
         all_values(f"{self.directory}/aside/{next(_exchanges)}", b"")
 
-    def _set_aside(self, path: AnyPath) -> None:
-        """Moves a checkpoint to `unreadable`, if there is one."""
+    def _set_aside(self, path: AnyPath, directory: str = UNREADABLE) -> None:
+        """Moves a checkpoint to a directory of the phase, if there is one."""
         if exists(path):
-            move_tree(path, self.directory.parent / UNREADABLE / f"{path.name}-{new_id()}", first=MANIFEST)
+            move_tree(path, self.directory.parent / directory / f"{path.name}-{new_id()}", first=MANIFEST)
 
 
 _exchanges = itertools.count()  # alike on all processes, which save and restore in the same order

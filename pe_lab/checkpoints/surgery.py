@@ -20,7 +20,7 @@ from pe_lab.storage import AnyPath, new_directory
 NOTHING = "nothing changed"
 
 # Fields of a model that change neither the shapes nor the meaning of its weights.
-_FREE_FIELDS = ("init_std", "dtype", "remat", "scan", "attention", "attention_chunk", "loss_chunks")
+FREE_FIELDS = ("init_std", "dtype", "remat", "scan", "attention", "attention_chunk", "loss_chunks")
 
 
 def check_same_shape(parent: ModelConfig, child: ModelConfig, where: str, change_qk_norm: bool = False) -> None:
@@ -28,15 +28,15 @@ def check_same_shape(parent: ModelConfig, child: ModelConfig, where: str, change
 
     With `change_qk_norm` the QK-norm may differ: surgery changes it.
     """
-    free = (*_FREE_FIELDS, *(["qk_norm"] if change_qk_norm else []))
+    free = (*FREE_FIELDS, *(["qk_norm"] if change_qk_norm else []))
     names = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in free]
     differ = [name for name in names if getattr(parent, name) != getattr(child, name)]
     if differ:
         advice = " To add or remove a QK-norm, set the phase's own qk_norm." if "qk_norm" in differ else ""
         listed = ", ".join(f"{name} {getattr(parent, name)} -> {getattr(child, name)}" for name in differ)
         raise ConfigError(
-            f"{where} is a model of another shape: {listed}. Set these fields of config.model to the checkpoint's, or "
-            f"start from another checkpoint.{advice}"
+            f"{where} is a model of another shape: {listed}. Leave these fields of config.model out, and they are "
+            f"the checkpoint's; or start from another checkpoint.{advice}"
         )
 
 

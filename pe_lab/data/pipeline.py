@@ -48,10 +48,11 @@ class Pipeline:
         self._sources, self._addresses, self._read = mixture.sources, mixed, read
         self._about, self._process, self._workers = about, process, workers
         local = _local_size(about["batch_size"], process[1])
-        self._dataset = mixed.batch(local, drop_remainder=True, batch_fn=read)
+        self._local = local
         prepared = [s.prepared for s in mixture.sources if s.prepared is not None]
         self._in_memory = all(p.streams["train"].in_memory for p in prepared)
         self._batches = 0
+        self._origin = (0, 0)  # a batch's index, and the first sequence of it in the global order
         self._index = 0  # of the batch that the iterator gives next
         self._left_out: tuple[int, ...] = ()  # ascending
         self._iterator: Any = None
@@ -92,7 +93,7 @@ class Pipeline:
         size, length = self._about["batch_size"], self._about["sequence_length"]
         ends: dict[int, np.ndarray] = {}
         for k in range(size):
-            address = int(self._addresses[batch * size + k])
+            address = int(self._addresses[self._first_sequence(batch) + k])
             i = int(np.searchsorted(self._read.starts, address, side="right")) - 1
             window, source = address - int(self._read.starts[i]), self._sources[i]
             tokens = self._read.window(i, window)
@@ -114,7 +115,8 @@ class Pipeline:
 
         index, count = self._process
         # The batches of the dataset have one process's size; process i takes every count-th one, from i on.
-        mine = self._dataset[index + batch * count :: count]
+        rest = self._addresses[self._first_sequence(batch) :]
+        mine = rest.batch(self._local, drop_remainder=True, batch_fn=self._read)[index::count]
         # Data in memory need one thread; more would compete for the interpreter's lock.
         threads = 1 if self._in_memory else 8
         batches = mine.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads + 2))
@@ -131,13 +133,21 @@ class Pipeline:
     def get_state(self) -> dict[str, Any]:
         """The position as JSON: the number of global batches so far, those left out, and the data they are from."""
         left_out = {"left_out": list(self._left_out)} if self._left_out else {}
-        return {"batches": self._batches, **left_out, "data": self._about}
+        sequences = self._first_sequence(self.batch_index(self._batches))
+        return {"batches": self._batches, "sequences": sequences, **left_out, "data": self._about}
+
+    def _first_sequence(self, batch: int) -> int:
+        index, sequence = self._origin
+        return sequence + (batch - index) * self._about["batch_size"]
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues after `state["batches"]` global batches; `CheckpointError` if they are of another data config."""
         saved = dict(state.get("data", {}))
         for name in {**self._about, **saved}:
-            if saved.get(name) != self._about.get(name):
+            was, now = saved.get(name), self._about.get(name)
+            if name == "sources" and isinstance(was, list):
+                was, now = ([[s[0], s[2]] for s in sources] for sources in (was, now))
+            if name != "batch_size" and was != now:
                 raise CheckpointError(
                     f"The checkpoint's data position does not fit this config: {name} was "
                     f"{saved.get(name)!r}, is {self._about.get(name)!r}. "
@@ -146,6 +156,8 @@ class Pipeline:
         self.close()
         self._batches = int(state["batches"])
         self._left_out = tuple(sorted(state.get("left_out", ())))
+        index = self.batch_index(self._batches)
+        self._origin = (index, int(state.get("sequences", index * saved.get("batch_size", 0))))
 
     def close(self) -> None:
         """Stops the reading threads or worker processes."""

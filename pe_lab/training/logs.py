@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from pe_lab.checkpoints.checkpoint import metadata_of
-from pe_lab.config import config_hash, to_json
+from pe_lab.config import to_json
 from pe_lab.model import Flops
 from pe_lab.positional import describe, label
 from pe_lab.positional.codec import ranges
@@ -28,6 +28,7 @@ from pe_lab.storage import (
     write_json,
 )
 from pe_lab.terminal import console
+from pe_lab.training.identity import config_hash
 from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
 from pe_lab.training.run import PhasePlan, Run
@@ -202,6 +203,7 @@ def speed_record(
     flops: Flops,
     peak: Peak,
     step: int,
+    tokens: int,
     steps: int,
     seconds: float,
     total: float,
@@ -209,11 +211,13 @@ def speed_record(
 ) -> dict[str, Any]:
     """The speed of the last `steps` steps, which took `seconds`, `total` seconds after the start of the session.
 
+    `tokens` were read in the phase so far.
     `split` has the seconds of a step by part, as `StepTimes.split`.
     """
     rate = steps * phase.tokens_per_step / seconds
     return {
         "step": step,
+        "tokens": tokens,
         "seconds": round(total, 3),
         "tokens_per_second": round(rate, 1),
         "mfu_full": round(rate * flops.full / peak.flops, 4) if peak.flops else None,
@@ -312,13 +316,15 @@ def checkpoint_metadata(
     run: Run,
     phase: PhasePlan,
     lineage: Sequence[Mapping[str, Any]],
+    tokens: int,
     data_state: Mapping[str, Any] | None,
     stability: Mapping[str, Any] | None = None,
     log: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The metadata of a checkpoint of `phase`, whose id and step are in the last entry of `lineage`.
 
-    `stability` is the state of the phase's `Monitor`, `log` the digest of metrics.jsonl.
+    `tokens` were read in the phase so far. `stability` is the state of its `Monitor`, `log` the digest of
+    metrics.jsonl.
     """
     model, seed, step = run.models[phase.index].config, run.config.seed, lineage[-1]["step"]
     return metadata_of(
@@ -329,7 +335,7 @@ def checkpoint_metadata(
         phase=phase.name,
         phase_index=phase.index,
         step=step,
-        tokens=step * phase.tokens_per_step,
+        tokens=tokens,
         training_length=phase.config.sequence_length,
         config=to_json(run.config),
         config_hash=config_hash(run.config),

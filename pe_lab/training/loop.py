@@ -101,7 +101,7 @@ def train_phase(
 
         ledger.open()
         model, policy = run.models[phase.index], skip_policy(config.stability)
-        optimizer = make_optimizer(phase.config.optimizer, steps, model.axes)
+        optimizer = make_optimizer(phase.config.optimizer, steps, model.axes, phase.config.extensions)
         shardings = make_shardings(model, optimizer, run.mesh, run.rules, policy)
         schedule = jax.device_put(phase.schedule, shardings.replicated)
 
@@ -139,7 +139,7 @@ def train_phase(
         try:
             while True:
                 with contextlib.closing(open_pipeline(config, phase, run.mesh, start.data_state)) as pipeline:
-                    rewinds.leave_out(pipeline, int(start.state.step), config.stability.rewind_batches)
+                    rewinds.leave_out(pipeline, start.step, config.stability.rewind_batches)
                     try:
                         _train_steps(work, start, pipeline, rewinds)
                         return directory / DIRECTORY / str(steps)
@@ -188,11 +188,12 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
         work.stops,
     )
     config, steps = run.config, phase.config.steps
-    rate = learning_rate(phase.config.optimizer, steps)
+    rate = learning_rate(phase.config.optimizer, steps, phase.config.extensions)
+    each = phase.tokens_per_step
     encodings = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))
     state, lineage = start.state, start.lineage  # the lineage of the checkpoint read or saved last
     monitor = Monitor(config.stability, start.stability)
-    started = step = timed_step = int(state.step)
+    started = step = timed_step = start.step
     pending: list[tuple[int, dict[str, jax.Array]]] = []  # the step dispatched last, and its metrics
     last: dict[str, float] = {}  # the metrics received last
     times = StepTimes(ledger)
@@ -204,7 +205,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
         ledger.reached(phase.name, logs.reached)
         write_phase(run, phase, work.flops, work.peak, lineage, "running", started, 0.0)
         if rewinds.last is not None:
-            _log(work, pipeline, logs, rewinds.last, rewinds.batches)
+            _log(work, start, pipeline, logs, rewinds.last, rewinds.batches)
 
         def settle() -> None:
             """Waits for the metrics of the step dispatched last, judges and logs them."""
@@ -218,10 +219,10 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                 if event is not None and event.action == "rewind":
                     raise Rewind(event)
                 if (at % config.log.every_steps == 0 or at == steps) and all(map(math.isfinite, last.values())):
-                    record = {"step": at, "tokens": at * phase.tokens_per_step, **last}
+                    record = {"step": at, "tokens": start.tokens_at(at, each), **last}
                     logs.write("metrics", {**record, "learning_rate": float(rate(at - 1))})
                 if event is not None:
-                    _act(work, event, monitor, pipeline, logs)
+                    _act(work, start, event, monitor, pipeline, logs)
 
         progress.update(step, f"{step}/{steps}  compiling")
         if step == 0:
@@ -253,8 +254,9 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                 times = StepTimes(ledger)
             elif now - timer > 1.0 or step == steps:
                 split = times.split(step - timed_step, now - timer)
+                tokens = start.tokens_at(step, each)
                 speed = speed_record(
-                    phase, work.flops, work.peak, step, step - timed_step, now - timer, now - began, split
+                    phase, work.flops, work.peak, step, tokens, step - timed_step, now - timer, now - began, split
                 )
                 logs.write("speed", speed)
                 shown = f"loss {last.get('loss', math.nan):.4f}  {speed_text(speed)}"
@@ -266,7 +268,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                 settle()
                 with times.wait("validation"):
                     losses = work.validate(state.params)
-                logs.write("metrics", {"step": step, "tokens": step * phase.tokens_per_step, **losses})
+                logs.write("metrics", {"step": step, "tokens": start.tokens_at(step, each), **losses})
 
             stopping = _stop_requested(work)
             due = step % config.checkpoint.every_steps == 0 or step in config.checkpoint.milestones
@@ -275,7 +277,8 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                 what = f"trained {step} steps of '{phase.name}' with {encodings}"
                 path = directory / DIRECTORY / str(step)
                 lineage = [*start.lineage, lineage_entry(what, new_id(), str(path), step)]
-                metadata = checkpoint_metadata(run, phase, lineage, pipeline.get_state(), monitor.state(), logs.digest)
+                position = (start.tokens_at(step, each), pipeline.get_state())
+                metadata = checkpoint_metadata(run, phase, lineage, *position, monitor.state(), logs.digest)
                 with times.wait("checkpoint"):
                     # The log on disk is never behind the checkpoint, and what it holds was judged.
                     _save(work, step, state, metadata, {**last, **losses}, logs.flush, step == steps or stopping)
@@ -318,9 +321,9 @@ def _save(
             work.out.print(f"{work.phase.name}: {failure} Training goes on.")
 
 
-def _act(work: _Work, event: Event, monitor: Monitor, pipeline: Pipeline, logs: PhaseLogs) -> None:
+def _act(work: _Work, start: Start, event: Event, monitor: Monitor, pipeline: Pipeline, logs: PhaseLogs) -> None:
     """Logs a step that was warned of, skipped, or ends the run."""
-    _log(work, pipeline, logs, event, [pipeline.batch_index(event.step - 1)])
+    _log(work, start, pipeline, logs, event, [pipeline.batch_index(event.step - 1)])
     name, checkpoints = work.phase.name, work.directory / DIRECTORY
     if event.action == "stop":
         raise TrainingDiverged(
@@ -337,9 +340,9 @@ def _act(work: _Work, event: Event, monitor: Monitor, pipeline: Pipeline, logs: 
         )
 
 
-def _log(work: _Work, pipeline: Pipeline, logs: PhaseLogs, event: Event, batches: Sequence[int]) -> None:
+def _log(work: _Work, start: Start, pipeline: Pipeline, logs: PhaseLogs, event: Event, batches: Sequence[int]) -> None:
     """Writes an event to metrics.jsonl, and what is in batches that were left out to spikes.jsonl."""
-    logs.write("metrics", event.record(event.step * work.phase.tokens_per_step, batches))
+    logs.write("metrics", event.record(start.tokens_at(event.step, work.phase.tokens_per_step), batches))
     if jax.process_index() == 0 and event.action in ("skip", "rewind"):
         for batch in batches:
             for sequence in pipeline.sequences(batch):

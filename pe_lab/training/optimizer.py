@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from pe_lab.config import OptimizerConfig
+from pe_lab.config import ExtensionConfig, OptimizerConfig
 from pe_lab.errors import ConfigError
 
 
-def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+def learning_rate(config: OptimizerConfig, steps: int, extensions: Sequence[ExtensionConfig] = ()) -> optax.Schedule:
     """Learning rate by step (the first step is 0): linear warm-up, then cosine, WSD or constant.
 
     `cosine` falls to `final_fraction` of the peak, which it reaches one step after the last. `wsd` (warm-up, stable,
-    decay) holds the peak and falls linearly to the same value over the last `decay_fraction` of the steps.
+    decay) holds the peak and falls linearly to the same value over the last `decay_fraction` of the steps. After an
+    extension it is what `extensions` say: see `_extended`.
 
     Raises:
       ConfigError: the schedule is unknown, or its parts do not fit in the steps.
     """
+    if extensions:
+        return _extended(config, steps, extensions)
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     warmup = config.warmup_steps
     if warmup >= steps:
@@ -47,6 +52,44 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup])
 
 
+def _extended(config: OptimizerConfig, steps: int, extensions: Sequence[ExtensionConfig]) -> optax.Schedule:
+    """The schedule of an extended phase: up to step `at` of the last extension the former one, and then
+
+    stretch: the schedule of `steps`, as if they had been planned from the start.
+    hold: the rate at which the former schedule ended.
+    rewarm: from that rate up to the peak in `warmup_steps`, and then the schedule's shape over the added steps (Ibrahim
+      et al. 2024, "Simple and Scalable Strategies to Continually Pre-train Large Language Models").
+    """
+    last = extensions[-1]
+    before, added = learning_rate(config, last.steps, extensions[:-1]), steps - last.steps
+    if added < 1 or last.at > last.steps:
+        raise ConfigError(f"extensions: {last.steps} steps, extended at step {last.at} to {steps}, are no extension.")
+    if last.how == "stretch":
+        after, origin = learning_rate(config, steps), 0
+    elif last.how == "hold":
+        rate = float(before(last.steps))
+        if rate == 0:
+            raise ConfigError(
+                "optimizer.on_extend is 'hold', but the schedule ended at the rate 0, with which nothing is trained. "
+                "Choose on_extend=rewarm, or a final_fraction above 0."
+            )
+        after, origin = optax.constant_schedule(rate), last.at
+    else:
+        if config.warmup_steps >= added:
+            raise ConfigError(
+                f"optimizer.warmup_steps is {config.warmup_steps}, but {added} steps are added, which begin with a "
+                "warm-up (on_extend=rewarm): warm up for fewer, or add more."
+            )
+        lowest, peak, origin = float(before(last.steps)), config.learning_rate, last.at
+        shape, warmup = learning_rate(config, added), max(config.warmup_steps, 1)
+
+        def after(step: Any) -> Any:
+            rising = lowest + (peak - lowest) * (step + 1) / warmup
+            return jnp.where(step < config.warmup_steps, rising, shape(step))
+
+    return lambda step: jnp.where(step < last.at, before(step), after(step - origin))
+
+
 def decays(path: tuple[Any, ...], axes: tuple[str, ...]) -> bool:
     """Whether weight decay acts on a parameter: on matrices, not on norms' scales or biases."""
     name = str(getattr(path[-1], "key", path[-1]))
@@ -54,13 +97,25 @@ def decays(path: tuple[Any, ...], axes: tuple[str, ...]) -> bool:
     return not name.endswith(("bias", "scale")) and len([axis for axis in axes if axis != "layers"]) > 1
 
 
-def make_optimizer(config: OptimizerConfig, steps: int, axes: Any) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW. `axes` is `Model.axes`."""
+def last_at_peak(config: OptimizerConfig, steps: int, extensions: Sequence[ExtensionConfig] = ()) -> int:
+    """The last step of a `wsd` phase whose checkpoint the decay has not touched."""
+    start, last = 0, extensions[-1] if extensions else None
+    if last is not None and last.how == "hold":
+        return last_at_peak(config, last.steps, extensions[:-1])
+    if last is not None and last.how == "rewarm":
+        start = last.steps
+    return steps - int((steps - start) * config.decay_fraction) + 1  # the first step of the decay has the peak
+
+
+def make_optimizer(
+    config: OptimizerConfig, steps: int, axes: Any, extensions: Sequence[ExtensionConfig] = ()
+) -> optax.GradientTransformation:
+    """Clipping by global norm, then AdamW. `axes` is `Model.axes`, the others as for `learning_rate`."""
     mask = jax.tree_util.tree_map_with_path(decays, axes, is_leaf=lambda x: isinstance(x, tuple))
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
-            learning_rate(config, steps),
+            learning_rate(config, steps, extensions),
             b1=config.b1,
             b2=config.b2,
             eps=config.epsilon,

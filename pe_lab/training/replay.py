@@ -112,7 +112,7 @@ class Replay:
         return (
             f"Silent corruption: the gradients of step {step}, computed twice, differ {where}. Take the machine of "
             f"process {', '.join(map(str, processes))} out, and run the command again. Checkpoints after step "
-            f"{self._agreed}, the last one that agreed, may be wrong: delete them if you can spare them."
+            f"{self._agreed}, the last one that agreed, may be wrong: move them out of their directory."
         )
 
 

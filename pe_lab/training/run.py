@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from pe_lab import storage
 from pe_lab.checkpoints import is_external, open_source
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in
+from pe_lab.checkpoints.source import Source
 from pe_lab.checkpoints.surgery import check_same_shape
 from pe_lab.config import Config, ModelConfig, PhaseConfig, check_bounds
 from pe_lab.data.needles import NeedleWindows
@@ -26,6 +27,7 @@ from pe_lab.parallel.topology import Chip, chip_of
 from pe_lab.positional import Layer, Schedule, build_schedule, layers
 from pe_lab.positional.codec import ranges_by
 from pe_lab.storage import AnyPath, absolute
+from pe_lab.training.inheritance import check_tokenizer
 from pe_lab.training.memory import choose_settings
 from pe_lab.training.optimizer import learning_rate
 from pe_lab.training.step import Batch, parameter_shardings
@@ -79,7 +81,7 @@ def plan_phases(config: Config) -> tuple[PhasePlan, ...]:
             continues = plans[-1] if plans and not phase.init_from else None
             described = layers(phase.positional, model.layers, _layers_before(phase, continues))
             schedule = build_schedule(described, model.heads, model.kv_heads, model.head_dim, phase.sequence_length)
-            learning_rate(phase.optimizer, phase.steps)
+            learning_rate(phase.optimizer, phase.steps, phase.extensions)
             qk_norm = phase.qk_norm or (continues.qk_norm if continues else model.qk_norm)
             complete(dataclasses.replace(model, qk_norm=qk_norm))
         except UserError as error:
@@ -129,6 +131,8 @@ def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | No
             if source.source == "needles":
                 NeedleWindows(source.options, phase.config.sequence_length, 0, "train", 0)  # refuses short windows
     parents = {phase.index: open_source(phase.config.init_from) for phase in phases if _has_parent(phase, workdir)}
+    for index, parent in parents.items():
+        _check_parent(config, phases[index], parent)
     # A later phase may have windows that are longer than the corpus, so the data of every phase is opened.
     pipelines = [open_pipeline(config, phase, mesh) for phase in phases]
     for pipeline in pipelines:
@@ -144,10 +148,20 @@ def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | No
             raise type(error)(f"{phase.where}.sequence_length: {error}") from None
         attention_of(model, phase, config, mesh, rules)
         if phase.index in parents:
-            parent = parents[phase.index]
-            what = f"The checkpoint '{parent.display_name}'"
-            check_same_shape(parent.model, model.config, what, bool(phase.config.qk_norm))
+            _check_parent(config, phase, parents[phase.index], vocab_size)
+            if not phase.config.other_tokenizer:
+                check_tokenizer(parents[phase.index], first.tokenizer, phase.where)
     return Run(config, workdir, models, mesh, rules, phases, first.mixture, first.tokenizer)
+
+
+def _check_parent(config: Config, phase: PhasePlan, parent: Source, vocab_size: int = 0) -> None:
+    """`ConfigError` if a phase's model has another shape than the checkpoint that it starts from.
+
+    The vocabulary is the checkpoint's where it is not known yet: 0.
+    """
+    vocab_size = vocab_size or config.model.vocab_size or parent.model.vocab_size
+    mine = complete(dataclasses.replace(config.model, vocab_size=vocab_size, qk_norm=phase.qk_norm))
+    check_same_shape(parent.model, mine, f"The checkpoint '{parent.display_name}'", bool(phase.config.qk_norm))
 
 
 def phase_models(

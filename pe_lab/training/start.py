@@ -15,15 +15,16 @@ import optax
 
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.checkpoints.checkpoint import Checkpoint, new_id
-from pe_lab.checkpoints.locating import DIRECTORY, first_line
+from pe_lab.checkpoints.locating import DIRECTORY, FORMER, first_line
 from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.store import Store, templates
 from pe_lab.checkpoints.surgery import NOTHING, change, check_same_shape, lineage_entry
-from pe_lab.config import changed, may_change
 from pe_lab.errors import CheckpointError, DataError, StoreError
 from pe_lab.model import Model, Params
 from pe_lab.positional import Schedule
-from pe_lab.storage import AnyPath
+from pe_lab.storage import AnyPath, exists, read_bytes, write_file
+from pe_lab.training.extension import extension_text
+from pe_lab.training.identity import change_text, changed, may_change
 from pe_lab.training.logs import checkpoint_metadata
 from pe_lab.training.run import PhasePlan, Run, held_out_batches, open_pipeline
 from pe_lab.training.stability import Monitor, skip_policy
@@ -34,10 +35,16 @@ class Start(NamedTuple):
     """The state of a phase at the start of a session."""
 
     state: TrainState
+    step: int
+    tokens: int  # read in the phase up to `step`
     lineage: list[dict[str, Any]]  # of the phase's first state
     data_state: dict[str, Any] | None  # the position in the data; None: the beginning
     stability: dict[str, Any] | None = None  # the saved state of the `Monitor`; None: no step was judged
     log: dict[str, Any] | None = None  # the digest of metrics.jsonl at that step; None: not known
+
+    def tokens_at(self, step: int, tokens_per_step: int) -> int:
+        """The tokens read in the phase up to a step of this session; earlier ones may have had other batches."""
+        return self.tokens + (step - self.step) * tokens_per_step
 
 
 def start_phase(
@@ -69,7 +76,7 @@ def start_phase(
     if not source or source == "random":
         make = jax.jit(lambda key: new_state(model.init(key)), out_shardings=shardings.state)
         entry = lineage_entry(f"initialized at random, seed {run.config.seed}", new_id(), "", 0)
-        return Start(make(jax.random.key(run.config.seed)), [entry], None)
+        return Start(make(jax.random.key(run.config.seed)), 0, 0, [entry], None)
 
     parent = open_checkpoint(source, mesh=run.mesh, rules=run.rules)
     if source == previous:
@@ -82,9 +89,9 @@ def start_phase(
     path = run.workdir / phase.name / DIRECTORY / "0"
     lineage = [*parent.metadata["lineage"], lineage_entry(what, new_id(), str(path), 0)]
     show(f"{phase.name}: from {parent.path}: {what}")
-    store.save(0, params, None, checkpoint_metadata(run, phase, lineage, None))
+    store.save(0, params, None, checkpoint_metadata(run, phase, lineage, 0, None))
     store.wait()
-    return Start(jax.jit(new_state, out_shardings=shardings.state)(params), lineage, None)
+    return Start(jax.jit(new_state, out_shardings=shardings.state)(params), 0, 0, lineage, None)
 
 
 def _resume(
@@ -98,6 +105,8 @@ def _resume(
 ) -> Start:
     """The state of the last whole checkpoint. Later ones are moved away, and their steps trained again."""
     template = templates(jax.eval_shape(new_state, model.shapes), shardings.state)
+    if phase.config.extensions:
+        _set_former_aside(phase, store, show)
     without_manifest = store.uncommitted()
     for step in sorted({*store.steps(), *without_manifest}, reverse=True):
         try:
@@ -116,8 +125,9 @@ def _resume(
         store.set_aside_after(step)
         show(f"{phase.name}: resuming at step {step}, {store.verified}")
         if step == 0:  # a child, which has no optimizer state
-            return Start(jax.jit(new_state, out_shardings=shardings.state)(params), metadata["lineage"], None)
-        judged = metadata.get("stability")
+            state = jax.jit(new_state, out_shardings=shardings.state)(params)
+            return Start(state, 0, 0, metadata["lineage"], None)
+        judged, tokens = metadata.get("stability"), metadata.get("tokens", step * phase.tokens_per_step)
         history = Monitor(run.config.stability, judged).history if shardings.state.history else ()
         step_and_history = jax.device_put((np.int32(step), history), shardings.replicated)
         state = TrainState(step_and_history[0], params, optimizer, step_and_history[1])
@@ -125,9 +135,10 @@ def _resume(
         if changes:
             show(f"{phase.name}: {changes}")
             lineage = metadata["lineage"] + [lineage_entry(changes, new_id(), metadata["lineage"][-1]["path"], step)]
-        return Start(state, lineage, metadata["data_state"], judged, metadata.get("log"))
+        return Start(state, step, tokens, lineage, metadata["data_state"], judged, metadata.get("log"))
     raise CheckpointError(
-        f"No checkpoint of '{store.directory.parent}' can be read. Delete that directory to train it again. {reason}"
+        f"No checkpoint of '{store.directory.parent}' can be read. To train the phase again, rename that "
+        f"directory. {reason}"
     )
 
 
@@ -146,9 +157,29 @@ def _changes(run: Run, phase: PhasePlan, metadata: Mapping[str, Any]) -> str:
         raise CheckpointError(
             f"It is of another run: its {other[0]} is {found[other[0]][0]}, not {found[other[0]][1]}."
         )
-    mine = re.compile(rf"model\.|phases\.{phase.index}\.")
-    texts = [f"{key} {old} -> {new}" for key, (old, new) in found.items() if mine.match(key)]
-    return f"continued with {', '.join(texts)}" if texts else ""
+    text = extension_text(before["phases"][phase.index], phase.config)
+    planned = re.compile(rf"phases\.{phase.index}\.(extensions\..*|steps)") if text else re.compile("$")
+    others = change_text({key: values for key, values in found.items() if not planned.fullmatch(key)}, phase.index)
+    return "; ".join(filter(None, [text, f"continued with {others}" if others else ""]))
+
+
+def _set_former_aside(phase: PhasePlan, store: Store, show: Callable[[str], None]) -> None:
+    """Moves the checkpoints that an extension does not go on from to `PHASE/former`, with a copy of the log."""
+    at, extensions = phase.config.extensions[-1].at, len(phase.config.extensions)
+
+    def former(step: int) -> bool:
+        with contextlib.suppress(CheckpointError, LookupError):
+            config = store.metadata(step)["config"]
+            return len(config["phases"][phase.index].get("extensions", ())) < extensions
+        return False  # damaged: `_resume` sees to it
+
+    if jax.process_index() == 0 and (later := [step for step in store.steps() if step > at and former(step)]):
+        directory, log = store.directory.parent, "metrics.jsonl"
+        copy = directory / FORMER / f"metrics-{later[-1]}.jsonl"
+        if exists(directory / log) and not exists(copy):
+            write_file(copy, read_bytes(directory / log))
+        show(f"{phase.name}: going on from step {at}; later checkpoints and their log are in '{directory / FORMER}'")
+    store.set_aside_after(at, FORMER, former)
 
 
 def _check_same_data(run: Run, phase: PhasePlan, parent: Checkpoint) -> None:
@@ -157,11 +188,17 @@ def _check_same_data(run: Run, phase: PhasePlan, parent: Checkpoint) -> None:
     with contextlib.closing(open_pipeline(run.config, phase, run.mesh)) as pipeline:
         now = pipeline.get_state()["data"]
     for name in ("sources", "tokenizer"):
-        if before[name] != now[name]:
+        was, is_ = (_unweighted(about[name]) for about in (before, now))
+        if was != is_:
             raise DataError(
-                f"The data has changed since '{parent.metadata['phase']}': {name} was {before[name]}, is {now[name]}. "
+                f"The data has changed since '{parent.metadata['phase']}': {name} was {was}, is {is_}. "
                 "Restore it, or start a new workdir."
             )
+
+
+def _unweighted(about: Any) -> Any:
+    """What the pipeline says of its sources without their weights, which may change."""
+    return [[name, *rest] for name, _, *rest in about] if isinstance(about, list) else about
 
 
 def _change_qk_norm(

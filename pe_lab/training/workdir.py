@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from pe_lab.checkpoints.locating import DIRECTORY, steps_in
-from pe_lab.config import Config, changed, config_hash, identity, may_change, to_json
-from pe_lab.errors import ConfigError, UserError
+from pe_lab.checkpoints.locating import DIRECTORY, find_checkpoints, steps_in, stored_metadata
+from pe_lab.config import Config, to_json
+from pe_lab.errors import CheckpointError, ConfigError, UserError
 from pe_lab.parallel import all_values
 from pe_lab.storage import (
     AnyPath,
@@ -28,6 +28,7 @@ from pe_lab.storage import (
     write_json,
 )
 from pe_lab.terminal import console
+from pe_lab.training.identity import MAY_CHANGE, changed, config_hash, identity, may_change
 from pe_lab.training.machine import machine, versions
 
 RUN_FILE, LEASE_FILE = "run.json", "lease.json"
@@ -67,6 +68,19 @@ def claim_workdir(workdir: AnyPath, config: Config) -> dict[str, Any]:
     return run
 
 
+def saved_config(workdir: AnyPath) -> dict[str, Any] | None:
+    """The config of the run in a directory as JSON, of its run.json or else its last checkpoint; None: no run."""
+    if not exists(workdir) or (not is_remote(workdir) and not workdir.is_dir()):
+        return None
+    path, found = workdir / RUN_FILE, None
+    if exists(path):
+        found = (json_object(read_bytes(path)) or {}).get("config")
+    if not isinstance(found, dict):
+        with contextlib.suppress(CheckpointError):
+            found = next((stored_metadata(path).get("config") for path in find_checkpoints(workdir)[::-1]), None)
+    return found if isinstance(found, dict) else None
+
+
 def _has_phase(workdir: AnyPath, config: Config) -> bool:
     """Whether a directory has checkpoints of a phase of this config; they are compared with it before they are used."""
     return any(exists(workdir / phase.name / DIRECTORY) for phase in config.phases)
@@ -89,8 +103,8 @@ def _refuse_changes(workdir: AnyPath, run: Mapping[str, Any], config: Config) ->
     shown = "; ".join(f"{key}: {old} there, {new} here" for key, (old, new) in values.items())
     raise ConfigError(
         f"--workdir '{workdir}' {why} ({shown}{'; ...' if len(refused) > 4 else ''}). Between two starts of a run, "
-        "steps, accumulate and optimizer of its last phase may change, model.attention and model.dtype too, and phases "
-        "may be added. Choose another --workdir, or delete that one."
+        f"phases may be added, and these keys may change, those of phases in the last one that was trained: "
+        f"{', '.join(MAY_CHANGE)}. Choose another --workdir."
     )
 
 
@@ -114,7 +128,7 @@ def write_run(workdir: AnyPath, config: Config, command: str, before: Mapping[st
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     changes = list(before.get("changes", []))
-    if before and before["config_hash"] != config_hash(config):
+    if before:
         with contextlib.suppress(UserError):  # of a version with other keys
             keys = {key: list(values) for key, values in changed(before["config"], config).items()}
             changes += [{"time": now, "command": command, "keys": keys}] if keys else []

@@ -92,7 +92,7 @@ def test_a_phase_without_a_readable_checkpoint_names_the_directory_to_delete(con
     shutil.rmtree(phase / "checkpoints" / "6")
     for step in (2, 4):
         truncate(phase / "checkpoints" / str(step))
-    with pytest.raises(CheckpointError, match=f"No checkpoint of '{phase}' can be read. Delete that directory"):
+    with pytest.raises(CheckpointError, match=f"No checkpoint of '{phase}' can be read. To train the phase again"):
         train(config, copy)
 
 

@@ -1,6 +1,5 @@
 """The loop and its checkpoints: stopping anywhere and going on gives the bytes of a run that never stopped."""
 
-import itertools
 import json
 import os
 import shutil
@@ -10,39 +9,24 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_runs import assert_same_training, compilations_kept, fingerprint, records, tiny, train  # noqa: F401
+from tiny_runs import (
+    Killed,
+    assert_same_training,
+    at_step,
+    compilations_kept,  # noqa: F401
+    die,
+    fingerprint,
+    records,
+    tiny,
+    train,
+)
 
 from pe_lab.checkpoints import find_checkpoints, open_checkpoint
-from pe_lab.config import config_hash
 from pe_lab.errors import DataError, TrainingDiverged, UserError
 from pe_lab.training import Stopped, loop, open_run
+from pe_lab.training.identity import config_hash
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
-
-
-class Killed(Exception):
-    """Stands for SIGKILL inside this process: nothing after it is written."""
-
-
-def at_step(monkeypatch, number: int, action) -> None:
-    """Does something as the `number`-th training step from now is about to run."""
-    compile_train_step, count = loop.compile_train_step, itertools.count(1)
-
-    def compiling(*args):
-        step = compile_train_step(*args)
-
-        def counted(*args):
-            if next(count) == number:
-                action()
-            return step(*args)
-
-        return counted
-
-    monkeypatch.setattr(loop, "compile_train_step", compiling)
-
-
-def die():
-    raise Killed
 
 
 def steps_of(phase: Path) -> list[int]:

@@ -7,6 +7,7 @@ from pe_lab.data.tokenizers.loading import (
     export_tokenizer,
     load_saved_tokenizer,
     load_tokenizer,
+    same_ids,
     save_tokenizer,
 )
 from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer, train_sentencepiece, training_size

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pe_lab import storage
 from pe_lab.data.tokenizers.companions import COMPANIONS, VOCABULARIES, Companions
+from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
 from pe_lab.data.tokenizers.gguf import load_gguf_tokenizer
 from pe_lab.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -122,3 +123,14 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
             f"{where} has {vocab_size} embeddings, but its tokenizer has ids up to {tokenizer.vocab_size - 1}: it is "
             "a tokenizer with another vocabulary. Give the one that the model was trained with."
         )
+
+
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers give equal ids, whatever files they come from, on strings that are easy to get wrong.
+
+    They may end documents with different tokens.
+    """
+    if one.fingerprint == other.fingerprint:
+        return True
+    pairs = zip(one.encode_batch(DIFFICULT), other.encode_batch(DIFFICULT), strict=True)
+    return all(mine.tolist() == others.tolist() for mine, others in pairs)
