@@ -1,11 +1,8 @@
-"""The config of a run as frozen dataclasses: defaults, checks of keys, types and bounds, JSON, the identity."""
+"""The config of a run as frozen dataclasses: defaults, checks of keys, types and bounds, JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -42,7 +39,7 @@ class ModelConfig:
     output_bias: bool = False  # bias on the output projection of the attention
     mlp_bias: bool = False  # bias on every projection of the feed-forward
     norm: str = "rms"  # of the residual stream: rms | rms_plus_one (scaled by 1 + w, Gemma) | layer
-    activation: str = "silu"  # silu | gelu_tanh | gelu (the exact one)
+    activation: str = "silu"  # silu | gelu_tanh | gelu (the exact one) | relu2
     gated_mlp: bool = True  # down(activation(gate x) * up x), or else down(activation(up x))
     parallel_block: bool = False  # x + attention(norm x) + mlp(norm x), or else sequential
     tie_embeddings: bool = True
@@ -96,9 +93,26 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW with a warm-up and a decay of the learning rate."""
+class MuonConfig:
+    """Muon on the matrices of the layers (Jordan et al. 2024). AdamW updates all other parameters."""
 
+    momentum: float = number(0.95, 0, 1)
+    momentum_start: float = number(0.85, 0, 1)  # of the first step; it rises linearly to `momentum`
+    momentum_warmup_steps: int = number(300, 0, INT32)
+    nesterov: bool = True
+    newton_schulz: Literal["polar_express", "jordan"] = "polar_express"  # coefficients of the iteration
+    newton_schulz_steps: int = number(5, 1, 100)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the iteration; momentum and parameters are float32
+    per_head: bool = True  # queries, keys and values: one matrix per head, else one for all heads
+    scale: Literal["rms", "spectral"] = "rms"  # of an update: 0.2 sqrt(max(in, out)), or sqrt(max(1, out / in))
+    cautious_decay: bool = False  # only where the update also moves the weight towards 0
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer, with a warm-up and a decay of the learning rate."""
+
+    name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = number(3e-4, 0, 1000)
     schedule: str = "cosine"  # cosine | wsd (warm-up, stable, decay) | constant
     warmup_steps: int = number(100, 0, INT32)
@@ -108,7 +122,12 @@ class OptimizerConfig:
     b2: float = number(0.95, 0, 1)
     epsilon: float = number(1e-8, 0, 1)
     weight_decay: float = number(0.1, 0, 1000)  # on matrices only
+    decay_embeddings: bool = True  # False: no weight decay on the embedding and the head
     clip_norm: float = number(1.0, 0, 10**30)
+    embedding_multiplier: float = number(1.0, 0, 10**6)  # learning rate of the embedding, over `learning_rate`
+    head_multiplier: float = number(1.0, 0, 10**6)  # of an output embedding that is not tied
+    vector_multiplier: float = number(1.0, 0, 10**6)  # of norms and biases
+    muon: MuonConfig = MuonConfig()
 
 
 @dataclass(frozen=True)
@@ -144,12 +163,25 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class WandbConfig:
+    """The run of Weights & Biases to which a run is logged."""
+
+    project: str = "pe_lab"
+    entity: str = ""  # a team or user; "": the default of the account
+    mode: Literal["online", "offline", "disabled"] = "online"  # offline: files in the workdir, for `wandb sync`
+    group: str = ""
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class LogConfig:
-    """How often a run logs metrics and measures the validation loss."""
+    """How often a run logs metrics and measures the validation loss, and where it shows them."""
 
     every_steps: int = number(1, 1, INT32)
     validate_every_steps: int = number(500, 1, INT32)
     validation_batches: int = number(8, 1, INT32)
+    trackers: tuple[str, ...] = ("tensorboard",)  # copies of the logs: tensorboard, wandb
+    wandb: WandbConfig = WandbConfig()
 
 
 @dataclass(frozen=True)
@@ -334,54 +366,3 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: to_json(item) for key, item in value.items()}
     return [to_json(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-# The keys that a result depends on: they may not change between two sessions of one run. Logging, evaluation, the
-# cache's directory, the mesh, and what is kept or recomputed may.
-_IDENTITY = ("seed", "model", "data", "phases")
-_NOT_IDENTITY = ("data.cache_dir", "data.workers", "model.remat", "model.loss_chunks", "model.scan")
-
-
-def identity(config: Config) -> dict[str, Any]:
-    """The part of a config that a run may not change between sessions, flat: {"model.layers": 4, ...}."""
-    flat: dict[str, Any] = {}
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, list):
-            value = dict(enumerate(value))
-        if isinstance(value, dict):
-            for key, item in value.items():
-                walk(item, f"{path}.{key}")
-        else:
-            flat[path] = value
-
-    plain = to_json(config)
-    for name in _IDENTITY:
-        walk(plain[name], name)
-    return {key: value for key, value in flat.items() if key not in _NOT_IDENTITY}
-
-
-# Keys of the identity that may change between two starts of a run. The change is recorded in the lineage.
-_CHANGEABLE = re.compile(r"phases\.\d+\.(steps|accumulate|optimizer\..+)|model\.(attention|attention_chunk|dtype)")
-
-
-def changed(before: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]]:
-    """The keys of the identity that differ, each with both values; None where one config lacks it.
-
-    `before` is the JSON of a config. Fields that an earlier version of pe_lab did not have get their defaults.
-    """
-    old, new = identity(from_dict(Config, before)), identity(now)
-    return {
-        key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
-    }
-
-
-def may_change(key: str, phases: int) -> bool:
-    """Whether a key of the identity may change between two starts of a run, which had so many `phases` before."""
-    added = re.match(r"phases\.(\d+)\.", key)
-    return bool(_CHANGEABLE.fullmatch(key)) or (added is not None and int(added[1]) >= phases)
-
-
-def config_hash(config: Config) -> str:
-    """Twelve hex digits of the hash of `identity(config)`."""
-    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()[:12]

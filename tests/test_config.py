@@ -12,15 +12,14 @@ from pe_lab.config import (
     ModelConfig,
     OptimizerConfig,
     SourceConfig,
-    config_hash,
     from_dict,
-    identity,
     to_json,
 )
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.positional import NoPE, Rope
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.terminal import command
+from pe_lab.training.identity import config_hash, identity
 
 
 @pytest.mark.parametrize(

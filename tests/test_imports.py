@@ -57,6 +57,7 @@ HEAVY = {
     "tokenizers",
     "torch",
     "transformers",
+    "wandb",
 }
 
 MAX_LINES = 400

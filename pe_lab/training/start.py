@@ -19,11 +19,11 @@ from pe_lab.checkpoints.locating import DIRECTORY, first_line
 from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.store import Store, templates
 from pe_lab.checkpoints.surgery import NOTHING, change, check_same_shape, lineage_entry
-from pe_lab.config import changed, may_change
 from pe_lab.errors import CheckpointError, DataError, StoreError
 from pe_lab.model import Model, Params
 from pe_lab.positional import Schedule
 from pe_lab.storage import AnyPath
+from pe_lab.training.identity import changed, may_change
 from pe_lab.training.logs import checkpoint_metadata
 from pe_lab.training.run import PhasePlan, Run, held_out_batches, open_pipeline
 from pe_lab.training.stability import Monitor, skip_policy

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in
-from pe_lab.config import Config, changed, config_hash, identity, may_change, to_json
+from pe_lab.config import Config, to_json
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.parallel import all_values
 from pe_lab.storage import (
@@ -28,6 +28,7 @@ from pe_lab.storage import (
     write_json,
 )
 from pe_lab.terminal import console
+from pe_lab.training.identity import changed, config_hash, identity, may_change
 from pe_lab.training.machine import machine, versions
 
 RUN_FILE, LEASE_FILE = "run.json", "lease.json"
@@ -89,8 +90,8 @@ def _refuse_changes(workdir: AnyPath, run: Mapping[str, Any], config: Config) ->
     shown = "; ".join(f"{key}: {old} there, {new} here" for key, (old, new) in values.items())
     raise ConfigError(
         f"--workdir '{workdir}' {why} ({shown}{'; ...' if len(refused) > 4 else ''}). Between two starts of a run, "
-        "steps, accumulate and optimizer of its last phase may change, model.attention and model.dtype too, and phases "
-        "may be added. Choose another --workdir, or delete that one."
+        "steps, accumulate and optimizer (not its name) of its last phase may change, model.attention and model.dtype "
+        "too, and phases may be added. Choose another --workdir, or delete that one."
     )
 
 

@@ -22,7 +22,7 @@ from pe_lab.checkpoints.locating import read_metadata, tokenizer_directory
 from pe_lab.checkpoints.native import NativeSource
 from pe_lab.checkpoints.retention import Retention
 from pe_lab.checkpoints.store import templates
-from pe_lab.config import MeshConfig, ModelConfig, config_hash, to_json
+from pe_lab.config import MeshConfig, ModelConfig, to_json
 from pe_lab.errors import DataError, SaveFailed, UserError
 from pe_lab.model import Model
 from pe_lab.parallel import make_mesh
@@ -38,6 +38,7 @@ from pe_lab.positional import (
     from_canonical,
     layers,
 )
+from pe_lab.training.identity import config_hash
 
 LEAST = {"id": "0", "phase": "pretrain", "step": 0, "training_length": 16, "lineage": []}  # that readers rely on
 

@@ -13,9 +13,9 @@ import pytest
 from tiny_runs import assert_same_training, compilations_kept, fingerprint, records, tiny, train  # noqa: F401
 
 from pe_lab.checkpoints import find_checkpoints, open_checkpoint
-from pe_lab.config import config_hash
 from pe_lab.errors import DataError, TrainingDiverged, UserError
 from pe_lab.training import Stopped, loop, open_run
+from pe_lab.training.identity import config_hash
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 
