@@ -29,6 +29,7 @@ QUEUE = 10_000  # records that wait for a tracker; later ones are left out
 CLOSE_SECONDS = 60.0  # that the end of a phase waits for a tracker
 WANDB_SECONDS = 45.0  # of them, for W&B's last uploads
 WANDB_FILE = "wandb.json"
+WRITER = Path(__file__).with_name("wandb_writer.py")
 
 
 @runtime_checkable
@@ -214,7 +215,7 @@ class Wandb:
         self._skip = session.skip
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("wandb_writer.py"))],  # -P: not beside this directory
+            [sys.executable, "-P", str(WRITER)],  # -P: not beside this directory
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
