@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from pe_lab.config import MuonConfig
-from pe_lab.parallel import current_mesh
+from pe_lab.parallel import constrain, current_mesh
 
 _MATRICES = {"attention": ("query", "key", "value", "out"), "mlp": ("gate", "up", "down")}
 # a, b, c of each iteration X <- a X + (b A + c A^2) X, A = X X^T. Beyond the last ones, the classical iteration.
@@ -143,16 +143,18 @@ def scale_by_muon(config: MuonConfig, axes: Mapping[str, Any]) -> optax.Gradient
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
     def direction(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        found = matrices(path, names[jax.tree_util.keystr(path)], x.shape, config.per_head)
+        axes = names[jax.tree_util.keystr(path)]
+        found = matrices(path, axes, x.shape, config.per_head)
         moved = x.transpose(found.order)
-        flat = _whole(moved.reshape(found.count, found.inputs, found.outputs))
-        flat = _whole(orthogonalize(flat, config).astype(jnp.float32))
-        if config.scale == "rms":  # the root mean square of AdamW's updates (arXiv:2502.16982, equation 4)
+        flat = _whole(moved.reshape(found.count, found.inputs, found.outputs).astype(jnp.float32))
+        back = sorted(range(x.ndim), key=found.order.__getitem__)
+        # Sent back to where the parameter is in the iteration's dtype.
+        near = constrain(_whole(orthogonalize(flat, config)).reshape(moved.shape).transpose(back), *axes)
+        if config.scale == "rms":  # the root mean square of AdamW's updates (arXiv:2502.16982, section 2.2)
             scale = 0.2 * max(found.inputs, found.outputs) ** 0.5
         else:
             scale = max(1.0, found.outputs / found.inputs) ** 0.5
-        back = sorted(range(x.ndim), key=found.order.__getitem__)
-        return scale * flat.reshape(moved.shape).transpose(back)
+        return scale * near.astype(x.dtype)
 
     def update(updates: optax.Updates, state: MuonState, params: Any = None) -> tuple[optax.Updates, MuonState]:
         del params
