@@ -43,7 +43,7 @@ from pe_lab.training.muon import newton_schulz_flops
 from pe_lab.training.profiling import Profiler
 
 RECIPE = Path(__file__).resolve().parent.parent / "configs" / "speedrun.py"
-GRIDS = {"adamw": (2.5e-3, 5e-3, 1e-2), "muon": (1e-2, 2e-2, 4e-2)}
+GRIDS = {"adamw": (2.5e-3, 5e-3, 1e-2), "muon": (5e-3, 1e-2, 2e-2)}
 TUNING_SEED = 1000
 
 
@@ -109,7 +109,7 @@ def flops(config: Config) -> tuple[float, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=220)
     parser.add_argument("--every", type=int, default=10, help="steps between validations")
     parser.add_argument("--targets", default="3.5,3.2,3.0", help="validation losses, nats a token, falling")
     parser.add_argument("--seeds", type=int, default=3)

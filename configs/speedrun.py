@@ -55,7 +55,7 @@ from pe_lab.recipes import phase, recipe_arguments
 
 STEPS = {"muon": 3750, "adamw": 6250}
 HOURS = {"muon": "5.9", "adamw": "9.9"}
-LAPTOP_RATES = {"muon": 0.02, "adamw": 0.005}
+LAPTOP_RATES = {"muon": 0.01, "adamw": 0.005}
 
 
 def get_config(arg: str = "") -> ConfigDict:

@@ -66,7 +66,7 @@ def test_muon_exchanges_whole_matrices_once():
         wire = {kind: sum(row.wire for row in report.traffic if row.kind == kind) for kind in (*KINDS, "all-to-all")}
         found.append((wire, report.product_flops, phase.newton_schulz / 8))
         state = phase.memory.parameters + phase.memory.optimizer
-        assert state <= compiled.aliased < 1.2 * state
+        assert state <= compiled.aliased < 1.3 * state  # small arrays are padded to tiles
     (adamw, products, _), (two, flops_two, least), (five, flops_five, most) = found
     assert two == five and all(two[kind] == adamw[kind] for kind in KINDS)
     matrices = 8 * (
