@@ -40,7 +40,7 @@ class ModelConfig:
     output_bias: bool = False  # bias on the output projection of the attention
     mlp_bias: bool = False  # bias on every projection of the feed-forward
     norm: str = "rms"  # of the residual stream: rms | rms_plus_one (scaled by 1 + w, Gemma) | layer
-    activation: str = "silu"  # silu | gelu_tanh | gelu (the exact one)
+    activation: str = "silu"  # silu | gelu_tanh | gelu (the exact one) | relu2
     gated_mlp: bool = True  # down(activation(gate x) * up x), or else down(activation(up x))
     parallel_block: bool = False  # x + attention(norm x) + mlp(norm x), or else sequential
     tie_embeddings: bool = True
@@ -96,9 +96,26 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW with a warm-up and a decay of the learning rate."""
+class MuonConfig:
+    """Muon on the matrices of the layers (Jordan et al. 2024). AdamW updates all other parameters."""
 
+    momentum: float = number(0.95, 0, 1)
+    momentum_start: float = number(0.85, 0, 1)  # of the first step; it rises linearly to `momentum`
+    momentum_warmup_steps: int = number(300, 0, INT32)
+    nesterov: bool = True
+    newton_schulz: Literal["polar_express", "jordan"] = "polar_express"  # coefficients of the iteration
+    newton_schulz_steps: int = number(5, 1, 100)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the iteration; momentum and parameters are float32
+    per_head: bool = True  # queries, keys and values: one matrix per head, else one for all heads
+    scale: Literal["rms", "spectral"] = "rms"  # of an update: 0.2 sqrt(max(in, out)), or sqrt(max(1, out / in))
+    cautious_decay: bool = False  # only where the update also moves the weight towards 0
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer, with a warm-up and a decay of the learning rate."""
+
+    name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = number(3e-4, 0, 1000)
     schedule: str = "cosine"  # cosine | wsd (warm-up, stable, decay) | constant
     warmup_steps: int = number(100, 0, INT32)
@@ -108,10 +125,15 @@ class OptimizerConfig:
     b2: float = number(0.95, 0, 1)
     epsilon: float = number(1e-8, 0, 1)
     weight_decay: float = number(0.1, 0, 1000)  # on matrices only
+    decay_embeddings: bool = True  # False: no weight decay on the embedding and the head
     clip_norm: float = number(1.0, 0, 10**30)
     # At `train --extend`: the schedule of the new length, the last rate, or a warm-up and a decay over the
     # added steps. auto: rewarm for cosine, stretch for the others.
     on_extend: Literal["auto", "stretch", "hold", "rewarm"] = "auto"
+    embedding_multiplier: float = number(1.0, 0, 10**6)  # learning rate of the embedding, over `learning_rate`
+    head_multiplier: float = number(1.0, 0, 10**6)  # of an output embedding that is not tied
+    vector_multiplier: float = number(1.0, 0, 10**6)  # of norms and biases
+    muon: MuonConfig = MuonConfig()
 
 
 @dataclass(frozen=True)
@@ -158,12 +180,25 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class WandbConfig:
+    """The run of Weights & Biases to which a run is logged."""
+
+    project: str = "pe_lab"
+    entity: str = ""  # a team or user; "": the default of the account
+    mode: Literal["online", "offline", "disabled"] = "online"  # offline: files in the workdir, for `wandb sync`
+    group: str = ""
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class LogConfig:
-    """How often a run logs metrics and measures the validation loss."""
+    """How often a run logs metrics and measures the validation loss, and where it shows them."""
 
     every_steps: int = number(1, 1, INT32)
     validate_every_steps: int = number(500, 1, INT32)
     validation_batches: int = number(8, 1, INT32)
+    trackers: tuple[str, ...] = ("tensorboard",)  # copies of the logs: tensorboard, wandb
+    wandb: WandbConfig = WandbConfig()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pe_lab.model import Model
 from pe_lab.positional import Layer, NoPE, Rope, layers
 from pe_lab.recipes import load_config
 from pe_lab.train import main as train
+from pe_lab.training import learning_rate
 from pe_lab.training.run import plan_phases
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -217,6 +218,35 @@ def test_partial_rope_finds_the_row_of_table_4(arg, perplexity):
     assert _load(f"partial_rope.py:{arg}").notes.expected == expected
 
 
+# -- The speedrun: train_gpt_simple.py of modded-nanogpt ----------------------------------------------------------
+
+
+def test_the_speedrun_has_the_baselines_model_and_rates():
+    """124M parameters without the input embedding, which costs nothing, as GPT-2 small with its tied one."""
+    muon, adamw = _load("speedrun.py"), _load("speedrun.py:optimizer=adamw")
+    assert muon.model == adamw.model and muon.data == adamw.data and muon.model.vocab_size == -(-50_257 // 128) * 128
+    assert _millions(muon) == "162 124" and (_billions(_only(muon)), _billions(_only(adamw))) == ("1.97", "3.28")
+    assert muon.model.d_model // muon.model.heads == 128
+    phase, optimizer = _only(muon), _only(muon).optimizer
+    assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.muon.scale) == (0.025, 0.05, "spectral")
+    assert optimizer.learning_rate * optimizer.head_multiplier == pytest.approx(0.004)
+    assert optimizer.learning_rate * optimizer.vector_multiplier == pytest.approx(0.015)
+    # An embedding that starts at 1 has 0.7; here it starts at 0.02, and is multiplied by sqrt(768).
+    assert optimizer.learning_rate * optimizer.embedding_multiplier == pytest.approx(0.7 * 0.02, rel=0.01)
+    rate = learning_rate(optimizer, phase.steps)
+    assert [float(rate(n)) for n in (0, 1125, phase.steps)] == pytest.approx([0.025, 0.025, 0], rel=1e-3, abs=1e-6)
+    assert float(rate(2438)) == pytest.approx(0.0125, rel=1e-2)
+
+
+def test_the_speedrun_compares_encodings_and_optimizers_alone():
+    for size in ("124m", "laptop"):
+        base = _load(f"speedrun.py:size={size}")
+        for encoding in ("nope", "p_rope", "partial_rope", "alibi", "rnope_swa"):
+            other = _load(f"speedrun.py:size={size},positional={encoding}")
+            assert dataclasses.replace(_only(other), positional=_only(base).positional) == _only(base)
+            assert (other.model, other.data) == (base.model, base.data)
+
+
 # -- all of them -----------------------------------------------------------------------------------------------
 
 FAMILIES = {
@@ -226,6 +256,11 @@ FAMILIES = {
     "drope_smollm.py": {
         "model": ("360m", "1.7b", "135m"),
         "qk_norm": ("head", "flat", "query_head", "query_flat", "none"),
+    },
+    "speedrun.py": {
+        "optimizer": ("muon", "adamw"),
+        "positional": ("rope", "nope", "p_rope", "partial_rope", "alibi", "rnope_swa"),
+        "size": ("124m", "laptop"),
     },
     "p_rope.py": {"encoding": ("nope", "rope", "0.25", "0.75"), "data": ("wiki", "flan")},
     "partial_rope.py": {

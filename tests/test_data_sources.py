@@ -10,9 +10,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pe_lab.config import Config, SourceConfig, config_hash, from_dict, to_json
+from pe_lab.config import Config, SourceConfig, from_dict, to_json
 from pe_lab.data.sources import InputShard, files, open_source, tensorflow
 from pe_lab.errors import UserError
+from pe_lab.training.identity import config_hash
 
 
 def documents(source, **settings):

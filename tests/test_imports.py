@@ -61,6 +61,7 @@ HEAVY = {
     "tokenizers",
     "torch",
     "transformers",
+    "wandb",
 }
 
 MAX_LINES = 400

@@ -83,6 +83,20 @@ def test_estimate_of_the_state_is_its_size():
     assert _plan(**{"data.segments": "True"}).phases[0].memory.batch == 5 * 4 * 4 * 1024
 
 
+def test_muon_has_one_moment_of_its_matrices_and_its_iteration_is_counted(capsys):
+    adamw, muon = _plan().phases[0], _plan(**{"phases.0.optimizer.name": "muon"}).phases[0]
+    matrices = 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864)
+    assert adamw.memory.optimizer - muon.memory.optimizer == pytest.approx(4 * matrices // 8, abs=16)
+    head = 4 * 64 * 64 * 896 + 2 * 64**3  # of queries, keys and values, each on its own
+    square, mlp = 6 * 896**3, 4 * 896**2 * 4864 + 2 * 896**3
+    assert muon.newton_schulz == 24 * 5 * ((14 + 2 + 2) * head + square + 3 * mlp)
+    assert muon.total_flops - adamw.total_flops == 14_000 * muon.newton_schulz
+    argv = [f"--config={DROPE}", "--topology=v5e:16x16", "--no-compile", "--config.phases.0.optimizer.name=muon"]
+    assert command.main(argv) == 0
+    counted = "Newton-Schulz iteration in 'pretrain': 6.69e+12 FLOPs a step, 0.20% of the model's (counted)"
+    assert counted in capsys.readouterr().out
+
+
 def test_estimate_follows_the_settings_that_shrink_a_step():
     base = _plan().phases[0].memory
     by_remat = [_plan(**{"model.remat": r}).phases[0].memory.activations for r in ("none", "dots", "full")]

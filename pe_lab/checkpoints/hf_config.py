@@ -23,8 +23,9 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }
-_EXTERNAL_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_EXTERNAL_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 _DROPE_NORMS = {"nope": "none", "qk_norm_nope": "flat"}  # qk_norm by `attention_type` of llama_drope
 # Keys that no family supports, with the values that have no effect.
 _REFUSED: dict[str, tuple[Any, ...]] = {

@@ -21,6 +21,7 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021 (Primer)
 }
 QK_NORMS = ("none", "head", "flat", "query_head", "query_flat")
 

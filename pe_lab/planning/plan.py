@@ -23,6 +23,7 @@ from pe_lab.planning.hlo import parse
 from pe_lab.planning.report import StepReport, report_step
 from pe_lab.positional import label
 from pe_lab.training.memory import Estimate, estimate_memory, step_inputs
+from pe_lab.training.muon import newton_schulz_flops
 from pe_lab.training.optimizer import make_optimizer
 from pe_lab.training.run import PhasePlan, phase_models, plan_phases, vocabulary
 from pe_lab.training.step import compile_train_step
@@ -37,6 +38,7 @@ class PhaseNumbers:
     encoding: str
     flops: Flops  # per token
     memory: Estimate
+    newton_schulz: float = 0.0  # FLOPs a step of Muon's iteration
 
     @property
     def tokens(self) -> int:
@@ -44,8 +46,8 @@ class PhaseNumbers:
 
     @property
     def total_flops(self) -> float:
-        """FLOPs of all steps, with every query against every key."""
-        return self.flops.full * self.tokens
+        """FLOPs of all steps, with every query against every key, and of the optimizer's matrix products."""
+        return self.flops.full * self.tokens + self.newton_schulz * self.plan.config.steps
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,10 @@ def make_plan(config: Config, topology: Topology) -> Plan:
         flops = train_flops_per_token(model.config, phase.config.sequence_length, phase.schedule.structure)
         memory = estimate_memory(model, phase.config, phase.schedule, config.data.segments, mesh, AxisRules())
         names = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))
-        numbers.append(PhaseNumbers(phase, model, names, flops, memory))
+        optimizer, products = phase.config.optimizer, 0.0
+        if optimizer.name == "muon":
+            products = newton_schulz_flops(optimizer.muon, model.shapes, model.axes)
+        numbers.append(PhaseNumbers(phase, model, names, flops, memory, products))
     return Plan(config, topology, models[0], {k: int(v) for k, v in mesh.shape.items()}, tuple(numbers))
 
 
@@ -188,6 +193,7 @@ def plan_json(plan: Plan, mfu: float) -> dict[str, Any]:
                 "flops_per_token_full": phase.flops.full,
                 "flops_per_token_causal": phase.flops.causal,
                 "flops": phase.total_flops,
+                "newton_schulz_flops_per_step": phase.newton_schulz,
                 "memory_estimate": {**dataclasses.asdict(phase.memory), "total": phase.memory.total},
             }
             for phase in plan.phases

@@ -37,7 +37,14 @@ def training_text(plan: Plan, mfu: float) -> str:
         f"others {model.num_parameters - plan.embedding_parameters:,}\n",
         _indented(("phase", "encoding", "steps", "tokens", "FLOPs/token full", "causal", "FLOPs"), work, words=2),
         "  full: every query against every key; causal: the pairs under the mask.",
-        "  Rematerialization is not counted.\n",
+        "  Rematerialization is not counted.",
+        *(
+            f"  Muon's Newton-Schulz iteration in '{phase.plan.name}': {phase.newton_schulz:.3g} FLOPs a step, "
+            f"{phase.newton_schulz / (phase.flops.full * phase.plan.tokens_per_step):.2%} of the model's (counted)."
+            for phase in plan.phases
+            if phase.newton_schulz
+        ),
+        "",
         f"time at an assumed {mfu:.0%} MFU of bf16 peaks (full); not measured",
         _indented(("chip", "chip-hours"), hours),
     ]

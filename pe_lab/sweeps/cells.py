@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from pe_lab import storage
-from pe_lab.config import Config, changed, config_hash, from_dict, identity, to_json
+from pe_lab.config import Config, from_dict, to_json
 from pe_lab.errors import ConfigError, DataError, UserError
 from pe_lab.recipes import load_config
 from pe_lab.results.records import as_dict, digest, mappings

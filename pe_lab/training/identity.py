@@ -21,7 +21,7 @@ MAY_CHANGE = {
     "phases.N.extensions.*": "written by `--extend`",
     "phases.N.batch_size": "the data go on at the next unread sequence",
     "phases.N.accumulate": "the gradients are the same up to rounding",
-    "phases.N.optimizer.*": "the moments stay; the schedule is computed anew",
+    "phases.N.optimizer.*": "the moments stay; the schedule is computed anew; not `name`, whose state is another",
     "data.sources.N.weight": "the mixture has the new weights from the next batch on",
     "data.tokenizer": "where it is found; another vocabulary is refused",
     "data.cache_dir": "",
@@ -49,6 +49,7 @@ def _pattern(key: str) -> str:
 
 
 _CHANGEABLE = re.compile("|".join(map(_pattern, MAY_CHANGE)))
+_STATE = re.compile(r"phases\.\d+\.optimizer\.name")
 
 
 def _flat(config: Config) -> dict[str, Any]:
@@ -91,7 +92,8 @@ def changed(before: Mapping[str, Any], now: Config) -> dict[str, tuple[Any, Any]
 def may_change(key: str, phases: int) -> bool:
     """Whether a key may change between two starts of a run, which had so many `phases` before."""
     added = re.match(r"phases\.(\d+)\.", key)
-    return bool(_CHANGEABLE.fullmatch(key)) or (added is not None and int(added[1]) >= phases)
+    known = bool(_CHANGEABLE.fullmatch(key)) and not _STATE.fullmatch(key)
+    return known or (added is not None and int(added[1]) >= phases)
 
 
 def change_text(found: Mapping[str, tuple[Any, Any]], phase: int) -> str:

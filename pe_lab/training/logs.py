@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import tempfile
-import time
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from pe_lab.checkpoints.checkpoint import metadata_of
-from pe_lab.config import to_json
+from pe_lab.config import Config, to_json
 from pe_lab.model import Flops
 from pe_lab.positional import describe, label
 from pe_lab.positional.codec import ranges
 from pe_lab.storage import (
     AnyPath,
     AppendedLog,
-    is_remote,
     record_line,
     salvage_json,
     salvage_records,
-    write_file,
     write_json,
 )
 from pe_lab.terminal import console
@@ -32,13 +26,13 @@ from pe_lab.training.identity import config_hash
 from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
 from pe_lab.training.run import PhasePlan, Run
+from pe_lab.training.trackers import Background, Session, numbers_of, open_trackers
 
-FLUSH_SECONDS = 120.0  # of TensorBoard's events
 LOGS = ("metrics", "speed", "spikes")
 
 
 class PhaseLogs:
-    """metrics.jsonl, speed.jsonl, spikes.jsonl and the TensorBoard events of a phase. Only the first process writes."""
+    """metrics.jsonl, speed.jsonl and spikes.jsonl of a phase, and its trackers. Only the first process writes."""
 
     def __init__(
         self,
@@ -46,16 +40,19 @@ class PhaseLogs:
         resume_step: int,
         left_out: Collection[int] = (),
         expected: Mapping[str, Any] | None = None,
+        config: Config | None = None,
     ):
         """Opens the logs, without the records after `resume_step`, whose steps are trained again.
 
         At step 0 no record is kept: the phase starts over, and logs step 0 again. Rewinds that left out batches of
         `left_out` stay, whatever their step: these batches are not met again. If metrics.jsonl is not what `digest`
-        was when the checkpoint was saved (`expected`), a line says so.
+        was when the checkpoint was saved (`expected`), a line says so. `config` of the run names the trackers; without
+        it there is TensorBoard alone.
         """
         self._digest, self.reached = _LogDigest(), 0  # the highest step that was logged before
         self._logs: dict[str, AppendedLog] = {}
-        self._directory, self._board, self._events = directory, None, None
+        self._directory = directory
+        self._trackers: list[Background] = []
         if jax.process_index() != 0:
             return
 
@@ -75,14 +72,13 @@ class PhaseLogs:
                     self.reached = max((record["step"] for record in records), default=0)
         if expected not in (None, self.digest):
             console().print(f"DAMAGED: {directory / 'metrics.jsonl'} is not what was logged up to step {resume_step}")
-        # To an object store, the files of events are copied.
-        self._events = tempfile.TemporaryDirectory(prefix="pe_lab_events_") if is_remote(directory) else None
-        board = self._events.name if self._events else str(directory / "tensorboard")
-        self._board = _Board(Path(board), purge_step=resume_step + 1 if resume_step else 0)
+        # After a rewind, the steps that are trained again have other values.
+        skip = 0 if left_out else self.reached
+        self._trackers = open_trackers(Session(directory, resume_step, skip, config), console().print)
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
-        """Appends a record of one step to a log of `LOGS`; numbers of metrics and speed also go to TensorBoard."""
-        if self._board is None:
+        """Appends a record of one step to a log of `LOGS`; numbers of metrics and speed also go to the trackers."""
+        if jax.process_index() != 0:
             return
         if name not in self._logs:  # spikes.jsonl exists where there was one
             self._logs[name] = AppendedLog(self._directory / f"{name}.jsonl", waits=True)
@@ -91,9 +87,8 @@ class PhaseLogs:
             self._digest.add(record)
         if name == "spikes" or "event" in record:
             return
-        for key, value in record.items():
-            if key != "step" and isinstance(value, int | float):
-                self._board.write(key, value, record["step"])
+        for tracker in self._trackers:
+            tracker.write(record["step"], numbers_of(record))
 
     @property
     def digest(self) -> dict[str, Any]:
@@ -104,24 +99,15 @@ class PhaseLogs:
         """Returns when all records are on disk, or in the object store."""
         for log in self._logs.values():
             log.flush()
-        if self._board is not None:
-            self._board.flush()
-        self._copy_events()
-
-    def _copy_events(self) -> None:
-        if self._events is not None:
-            for file in Path(self._events.name).iterdir():
-                write_file(self._directory / "tensorboard" / file.name, file.read_bytes())
+        for tracker in self._trackers:
+            tracker.flush()
 
     def close(self) -> None:
         """Stores all records."""
         for log in self._logs.values():
             log.close()
-        if self._board is not None:
-            self._board.close()
-        self._copy_events()
-        if self._events is not None:
-            self._events.cleanup()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _no_step(record: Mapping[str, Any]) -> str:
@@ -148,54 +134,6 @@ class _LogDigest:
     @property
     def value(self) -> dict[str, Any]:
         return {"size": self._size, "crc32c": self._checksum.hexdigest().decode()}
-
-
-class _Board:
-    """The TensorBoard events of a session.
-
-    They repeat what the logs hold: what a full disk does not take is left out. tensorboardX's `SummaryWriter` has a
-    thread for this, which ends at the first failure; then its queue fills up, and training waits for ever.
-    """
-
-    def __init__(self, directory: Path, purge_step: int):
-        """Opens a new file of events; TensorBoard drops earlier ones from `purge_step` on."""
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-        self._event, self._writer, self._flushed = Event, None, time.monotonic()
-        with contextlib.suppress(OSError):
-            directory.mkdir(parents=True, exist_ok=True)
-            self._writer = EventsWriter(str(directory / "events"))
-        if purge_step:
-            self._add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
-
-    def write(self, name: str, value: float, step: int) -> None:
-        """Adds a number of one step."""
-        from tensorboardX.summary import scalar
-
-        self._add(self._event(step=step, summary=scalar(name, value)))
-        if time.monotonic() - self._flushed > FLUSH_SECONDS:
-            self.flush()
-
-    def _add(self, event: Any) -> None:
-        event.wall_time = time.time()
-        if self._writer is not None:
-            with contextlib.suppress(OSError):
-                self._writer.write_event(event)
-
-    def flush(self) -> None:
-        """Writes what is buffered."""
-        self._flushed = time.monotonic()
-        if self._writer is not None:
-            with contextlib.suppress(OSError):
-                self._writer.flush()
-
-    def close(self) -> None:
-        """Writes what is buffered, and closes the file."""
-        self.flush()
-        if self._writer is not None:
-            with contextlib.suppress(OSError):
-                self._writer.close()
 
 
 def speed_record(

@@ -197,9 +197,10 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
     pending: list[tuple[int, dict[str, jax.Array]]] = []  # the step dispatched last, and its metrics
     last: dict[str, float] = {}  # the metrics received last
     times = StepTimes(ledger)
+    left_out = pipeline.get_state().get("left_out", ())
     began = timer = time.perf_counter()
     with (
-        contextlib.closing(PhaseLogs(directory, step, pipeline.get_state().get("left_out", ()), start.log)) as logs,
+        contextlib.closing(PhaseLogs(directory, step, left_out, start.log, config)) as logs,
         Progress(work.out, phase.name, steps, step) as progress,
     ):
         ledger.reached(phase.name, logs.reached)

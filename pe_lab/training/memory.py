@@ -20,6 +20,7 @@ from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
 from pe_lab.parallel.topology import GIB, Chip
 from pe_lab.positional import Schedule
+from pe_lab.training.muon import newton_schulz_bytes
 from pe_lab.training.optimizer import make_optimizer
 from pe_lab.training.step import TrainState, init_state, make_shardings
 
@@ -32,7 +33,7 @@ class Estimate:
     optimizer: int
     batch: int
     activations: int  # kept from the forward pass for the backward pass
-    working: int  # the larger of the loss, and of the gradients with the backward pass of one layer
+    working: int  # the larger of the loss, and of the gradients with one layer's backward pass or Muon's iteration
 
     @property
     def total(self) -> int:
@@ -77,10 +78,15 @@ def _estimator(
     moments = bytes_of(state.optimizer, shardings.state.optimizer)
     gradients = parameters * (2 if phase.accumulate > 1 else 1)
     inputs = bytes_of(batch, dict.fromkeys(batch, shardings.batch))
+    iteration = 0
+    if phase.optimizer.name == "muon":
+        iteration = newton_schulz_bytes(phase.optimizer.muon, model.shapes, model.axes, mesh.size)
 
     def estimate(config: ModelConfig) -> Estimate:
         activations, layer, loss = _activations(config, model.shapes, phase, mesh)
-        return Estimate(parameters, moments, inputs, activations, working=max(gradients + layer, loss))
+        # The update begins where the backward pass has ended, and what it kept is free.
+        update = max(0, iteration - activations)
+        return Estimate(parameters, moments, inputs, activations, max(gradients + max(layer, update), loss))
 
     return estimate
 

@@ -1,8 +1,8 @@
-"""AdamW under a learning-rate schedule."""
+"""AdamW or Muon under a learning-rate schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import optax
 
 from pe_lab.config import ExtensionConfig, OptimizerConfig
 from pe_lab.errors import ConfigError
+from pe_lab.training.muon import add_cautious_decay, is_matrix, scale_by_muon
 
 
 def learning_rate(config: OptimizerConfig, steps: int, extensions: Sequence[ExtensionConfig] = ()) -> optax.Schedule:
@@ -107,19 +108,58 @@ def last_at_peak(config: OptimizerConfig, steps: int, extensions: Sequence[Exten
     return steps - int((steps - start) * config.decay_fraction) + 1  # the first step of the decay has the peak
 
 
+def group(path: tuple[Any, ...], axes: tuple[str, ...]) -> str:
+    """The learning-rate group of a parameter: matrix, embedding, head or vector (norms and biases).
+
+    An embedding that is also the head is an embedding.
+    """
+    name = str(getattr(path[-1], "key", path[-1]))
+    if not decays(path, axes):
+        return "vector"
+    return {"embedding": "embedding", "unembedding": "head"}.get(name, "matrix")
+
+
 def make_optimizer(
     config: OptimizerConfig, steps: int, axes: Any, extensions: Sequence[ExtensionConfig] = ()
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW. `axes` is `Model.axes`, the others as for `learning_rate`."""
-    mask = jax.tree_util.tree_map_with_path(decays, axes, is_leaf=lambda x: isinstance(x, tuple))
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            learning_rate(config, steps, extensions),
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            mask=mask,
-        ),
-    )
+    """Clipping by global norm, then AdamW, or Muon for the matrices of the layers and AdamW for the rest.
+
+    The weight decay is decoupled, and multiplied by the learning rate of its group. `axes` is `Model.axes`, the others
+    are as for `learning_rate`.
+    """
+
+    def by_parameter(function: Callable[..., Any]) -> Any:
+        return jax.tree_util.tree_map_with_path(function, axes, is_leaf=lambda x: isinstance(x, tuple))
+
+    def decayed(path: tuple[Any, ...], axes: tuple[str, ...]) -> bool:
+        embeds = group(path, axes) in ("embedding", "head")
+        return decays(path, axes) and (config.decay_embeddings or not embeds)
+
+    mask, groups = by_parameter(decayed), by_parameter(group)
+    clip = optax.clip_by_global_norm(config.clip_norm)
+    adam = dict(b1=config.b1, b2=config.b2, eps=config.epsilon)
+    rate, decay = learning_rate(config, steps, extensions), config.weight_decay
+    if config.name == "adamw":
+        chained = optax.chain(clip, optax.adamw(rate, **adam, weight_decay=decay, mask=mask))
+    else:
+        decay_matrices = add_cautious_decay(decay) if config.muon.cautious_decay else optax.add_decayed_weights(decay)
+        parts = {
+            "muon": optax.chain(scale_by_muon(config.muon, axes), decay_matrices),
+            "adamw": optax.chain(optax.scale_by_adam(**adam), optax.add_decayed_weights(decay, mask)),
+        }
+        labels = by_parameter(lambda path, _: "muon" if is_matrix(path) else "adamw")
+        chained = optax.chain(clip, optax.partition(parts, labels), optax.scale_by_learning_rate(rate))
+    multipliers = {
+        "matrix": 1.0,
+        "embedding": config.embedding_multiplier,
+        "head": config.head_multiplier,
+        "vector": config.vector_multiplier,
+    }
+    if set(multipliers.values()) == {1.0}:
+        return chained
+
+    def update(updates: optax.Updates, state: Any, params: Any = None) -> tuple[optax.Updates, Any]:
+        updates, state = chained.update(updates, state, params)
+        return jax.tree.map(lambda u, name: multipliers[name] * u, updates, groups), state
+
+    return optax.GradientTransformation(chained.init, update)  # with the state of `chained`, whatever the multipliers

@@ -31,6 +31,7 @@ from pe_lab.training.inheritance import check_tokenizer
 from pe_lab.training.memory import choose_settings
 from pe_lab.training.optimizer import learning_rate
 from pe_lab.training.step import Batch, parameter_shardings
+from pe_lab.training.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | No
     workdir, rules = storage.path("the workdir", workdir), AxisRules()
     check_bounds(config, "config")
     _check_retention(config)
+    check_trackers(config.log, workdir)
     phases = plan_phases(config)
     mesh = make_mesh(config.mesh, devices)
     for phase in phases:
@@ -206,13 +208,17 @@ def _check_retention(config: Config) -> None:
 def _check_memory(config: Config, phase: PhasePlan, mesh: Mesh) -> None:
     """`UnsupportedError` if not even the state and one hidden state of a micro-batch fit this machine.
 
-    The state is the parameters and the two moments of AdamW, in float32. The vocabulary is left out where it is not
-    known yet; `choose_settings` has the exact figures.
+    The state is the parameters and the two moments of AdamW, in float32; Muon has one moment of its matrices. The
+    vocabulary is left out where it is not known yet; `choose_settings` has the exact figures.
     """
     model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
     here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    embeddings = (1 if model.tie_embeddings else 2) * model.vocab_size * model.d_model
+    moments = least_parameters(model) + (
+        embeddings if phase.config.optimizer.name == "muon" else least_parameters(model)
+    )
     state, hidden = (
-        3 * 4 * least_parameters(model),
+        4 * (least_parameters(model) + moments),
         2 * model.d_model * phase.tokens_per_step // phase.config.accumulate,
     )
     needed = int((state + hidden + 12 * phase.tokens_per_step) * len(here) / mesh.size)

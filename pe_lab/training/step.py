@@ -161,10 +161,11 @@ def make_shardings(
     params = parameter_shardings(model, mesh, rules)
     optimizer_state = optax.tree_map_params(
         optimizer,
-        lambda _, sharding: sharding,
+        lambda moment, sharding: moment if isinstance(moment, optax.MaskedNode) else sharding,
         jax.eval_shape(optimizer.init, model.shapes),
         params,
         transform_non_params=lambda _: replicated,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),  # Muon's matrices have no moments of AdamW
     )
     batch = NamedSharding(mesh, rules.spec(BATCH_AXES))
     history = History(replicated, replicated, replicated) if policy and policy.spikes else ()

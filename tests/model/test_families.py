@@ -128,6 +128,7 @@ NUMPY_ACTIVATIONS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
     "gelu": lambda x: x * (1 + np.vectorize(math.erf)(x / 2**0.5)) / 2,
     "gelu_tanh": lambda x: x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
 }
 
 
@@ -141,7 +142,7 @@ def test_the_feed_forward_is_its_formula(gated, bias, activation):
     x = 2 * inputs(2, 5, 32)
     up, gate = (x @ p[w] + p.get(f"{w}_bias", 0) if w in p else None for w in ("up", "gate"))
     hidden = NUMPY_ACTIVATIONS[activation](gate) * up if gated else NUMPY_ACTIVATIONS[activation](up)
-    np.testing.assert_allclose(mlp(jnp.asarray(x)), hidden @ p["down"] + p.get("down_bias", 0), atol=2e-5)
+    np.testing.assert_allclose(mlp(jnp.asarray(x)), hidden @ p["down"] + p.get("down_bias", 0), rtol=1e-6, atol=2e-5)
 
 
 def test_embeddings_are_scaled_by_a_root_that_was_rounded_first():
@@ -251,7 +252,7 @@ def test_at_the_start_norms_scale_by_one_and_biases_are_zero(config):
         (dict(norm="rms_plus_on"), "model.norm is 'rms_plus_on'. Did you mean 'rms_plus_one'"),
         (dict(norm="batch"), "model.norm is 'batch'. Allowed: layer, rms, rms_plus_one"),
         (dict(activation="gelu_tan"), "model.activation is 'gelu_tan'. Did you mean 'gelu_tanh'"),
-        (dict(activation="?"), "model.activation is '\\?'. Allowed: gelu, gelu_tanh, silu"),
+        (dict(activation="?"), "model.activation is '\\?'. Allowed: gelu, gelu_tanh, relu2, silu"),
         (dict(qk_norm="heads"), "model.qk_norm is 'heads'. Did you mean 'head'"),
         (dict(qk_norm=""), "model.qk_norm is ''. Allowed: flat, head, none, query_flat, query_head"),
     ],

@@ -1,6 +1,7 @@
 """The files of a run: logs that continue, run.json, and workdirs that belong to one config."""
 
 import json
+import time
 
 import jax
 import pytest
@@ -92,9 +93,12 @@ def test_a_damaged_description_of_a_phase_is_set_aside(tmp_path, capsys, content
     assert capsys.readouterr().out.count("\n") == 1
 
 
-def test_a_full_disk_ends_the_events_and_not_the_run(tmp_path):
+def test_a_full_disk_ends_the_events_and_not_the_run(tmp_path, capsys):
     logs = PhaseLogs(tmp_path, 0)
-    board = logs._board._writer._py_recordio_writer
+    (background,) = logs._trackers
+    while background.tracker is None:  # a thread opens it
+        time.sleep(0.01)
+    board = background.tracker._writer._py_recordio_writer
     board._writer.close()
     with open("/dev/full", "wb") as full:
         board._writer = full
@@ -104,6 +108,8 @@ def test_a_full_disk_ends_the_events_and_not_the_run(tmp_path):
         logs.close()
         full.raw.close()  # what is buffered still has no place
     assert (tmp_path / "metrics.jsonl").read_bytes().count(b"\n") == 3000
+    told = capsys.readouterr().out
+    assert told.count("tensorboard: ") == 1 and "No space left on device" in " ".join(told.split())
 
 
 def test_damaged_logs_of_a_complete_phase_are_said_and_set_aside(tmp_path, capsys):
