@@ -66,6 +66,9 @@ class SourceConfig:
     weight: float = number(1.0, 0, 10**9)
     column: str = "text"
     options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""  # in logs, and in `weights` and `epochs` of a phase; "": that of its `source`
+    epochs: float = number(0, 0, 10**6)  # passes that a phase may make over it; 0: any number
+    when_dry: Literal["error", "repeat"] = "error"  # where a phase needs more than `epochs`
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,10 @@ class DataConfig:
     prepared: str = ""  # a directory written by pe_lab.prepare; replaces `sources` and `tokenizer`
     cache_dir: str = "data"  # directory of the shards that the first use writes
     segments: bool = False  # mask attention between the documents of one window
+    packing: Literal["concatenate", "best_fit"] = "concatenate"  # best_fit cuts no document that fits a window
     validation_fraction: float = number(0.01, 0, 1)
     seed: int = number(0, 0, SEED)
-    workers: int = number(0, 0, 1024)  # Grain worker processes; 0 reads in this process, on threads
+    workers: int = number(0, 0, 1024)  # threads that read batches ahead; 0: one
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,8 @@ class PhaseConfig:
 
     name: str = "pretrain"
     steps: int = number(1000, 1, INT32)
+    epochs: float | Mapping[str, Any] = number(0, 0, 10**6)  # or {source: epochs}; the steps of so many passes; 0: `steps`
+    weights: Mapping[str, Any] = field(default_factory=dict)  # {source: weight, or [[first step, weight], ...]}
     positional: Any = "rope"  # an encoding, its text ("rope:base=10000"), a list for the layers, or an edit
     qk_norm: str = ""  # model.qk_norm from this phase on; "" keeps the previous one
     qk_norm_init: Literal["matched", "ones"] = "matched"  # scales of an added norm: fitted to the logits, or 1 (DroPE)
@@ -260,7 +266,7 @@ def check_bounds(config: Any, where: str) -> None:
             if dataclasses.is_dataclass(type(value)) and declared.type != "Any":
                 check_bounds(value, name)
             # A word such as "auto" has no bounds.
-            elif least is not None and not isinstance(value, str) and not least <= value <= most:
+            elif least is not None and not isinstance(value, str | Mapping) and not least <= value <= most:
                 limit = f"at most {most:,}" if value > most else f"at least {least}"
                 raise ConfigError(f"{name} is {value}; it must be {'positive' if value < least == 1 else limit}.")
 
@@ -275,6 +281,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             raise type(error)(f"{where}: {error}") from None
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         kind, literal = typing.get_args(hint)
+        if typing.get_origin(literal) is not Literal:
+            return _convert(literal if isinstance(value, Mapping) else kind, value, where)
         (word,) = typing.get_args(literal)
         if isinstance(value, str) and value != word:
             raise ConfigError(f"{where} is {value!r}; it must be {word!r} or of type {kind.__name__}.")
@@ -339,6 +347,7 @@ def to_json(value: Any) -> Any:
 # The keys that a result depends on: they may not change between two sessions of one run. Logging, evaluation, the
 # cache's directory, the mesh, and what is kept or recomputed may.
 _IDENTITY = ("seed", "model", "data", "phases")
+_OF_SUPPLY = ("name", "epochs", "when_dry")  # of a source: the order of the data does not depend on them
 _NOT_IDENTITY = ("data.cache_dir", "data.workers", "model.remat", "model.loss_chunks", "model.scan")
 
 
@@ -358,7 +367,9 @@ def identity(config: Config) -> dict[str, Any]:
     plain = to_json(config)
     for name in _IDENTITY:
         walk(plain[name], name)
-    return {key: value for key, value in flat.items() if key not in _NOT_IDENTITY}
+    no_part = [f"phases.{i}.steps" for i, phase in enumerate(config.phases) if phase.epochs]  # they follow from the data
+    no_part += [f"data.sources.{i}.{key}" for i in range(len(config.data.sources)) for key in _OF_SUPPLY]
+    return {key: value for key, value in flat.items() if key not in (*_NOT_IDENTITY, *no_part)}
 
 
 # Keys of the identity that may change between two starts of a run. The change is recorded in the lineage.

@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 
 from pe_lab.config import DataConfig, SourceConfig
-from pe_lab.data import shards
 from pe_lab.data.mixture import open_mixture
-from pe_lab.data.pipeline import (
-    build_pipeline,
-    held_out_tokens,
-    mixing_order,
-    needle_windows,
-    validation_batches,
-)
+from pe_lab.data.held_out import held_out_tokens, needle_windows, validation_batches
+from pe_lab.data.order import mixing_order
+from pe_lab.data.pipeline import build_pipeline
 from pe_lab.data.windows import TokenWindows
 from pe_lab.errors import UserError
 
@@ -73,10 +68,11 @@ def test_the_arrays_of_a_batch(config):
     }
     np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
     assert pipeline.vocab_size == 300 + 2 + 64 + 64 + 64
-    tokens = [row["tokens"] for row in pipeline.mixture]
+    mixture = pipeline.describe(10)
+    tokens = [row["tokens"] for row in mixture]
     assert tokens[1] is None and tokens[0] > tokens[2] > 1000
-    assert [row["weight"] for row in pipeline.mixture] == [0.5, 0.3, 0.2]
-    json.dumps(pipeline.mixture)
+    assert [row["weight"] for row in mixture] == [0.5, 0.3, 0.2]
+    json.dumps(mixture)
     pipeline.close()
 
 
@@ -179,16 +175,6 @@ def test_an_epoch_has_every_window_once_and_the_next_another_order(config):
         p.close()
 
 
-def test_reading_from_disk_gives_the_same_batches(config, monkeypatch):
-    memory = build(config)
-    batches = take(memory, 20)
-    memory.close()
-    monkeypatch.setattr(shards, "IN_MEMORY_BYTES", 0)
-    disk = build(config)
-    assert_same(take(disk, 20), batches)
-    disk.close()
-
-
 def test_validation_text_is_never_trained_on(config):
     config = replace(config, sources=config.sources[:1], segments=True)
     train = open_mixture(config).sources[0].prepared
@@ -284,7 +270,7 @@ def test_prepared_data_replaces_the_text_and_the_tokenizer(config, prepared_dire
     config = replace(config, sources=config.sources[:2], prepared=prepared_directory)
     pipeline = build(config)
     assert pipeline.tokenizer.kind == "bytes"
-    assert [(m["source"].partition(":")[0], m["weight"]) for m in pipeline.mixture] == [
+    assert [(m["source"].partition(":")[0], m["weight"]) for m in pipeline.describe(1)] == [
         ("prepared", 0.5),
         ("needles", 0.3),
     ]
@@ -314,7 +300,6 @@ def test_prepared_sources_must_share_a_tokenizer(config, prepared_directory):
     [
         ({"seed": 1}, "seed"),
         ({"sequence_length": 16}, "sequence_length"),
-        ({"batch_size": 4}, "batch_size"),
         ({"segments": True}, "segments"),
         ({"tokenizer": "bytes"}, "sources"),
         ({"options": {"pairs": 3, "queries": 2}}, "sources"),

@@ -182,7 +182,7 @@ class Order:
         batch_size: int,
         start: Position | None = None,
     ):
-        self._windows, self._seeds, self._given = tuple(windows), tuple(seeds), tuple(stages)
+        self.windows, self.seeds, self.stages = tuple(windows), tuple(seeds), tuple(stages)
         self.batch_size = batch_size
         start = start or Position(0, 0, (0,) * len(windows))
         self._stages: list[_Stage] = []
@@ -202,7 +202,12 @@ class Order:
 
     def after(self, start: Position) -> Order:
         """The same order from a position of one of another batch size, or with other weights, on."""
-        return Order(self._windows, self._seeds, self._given, self.batch_size, start)
+        return Order(self.windows, self.seeds, self.stages, self.batch_size, start)
+
+    @property
+    def first_sequence(self) -> int:
+        """The first sequence that is known."""
+        return self._stages[0].sequence
 
     def _stage(self, sequence: int) -> _Stage:
         return next(stage for stage in reversed(self._stages) if stage.sequence <= sequence)
@@ -250,7 +255,7 @@ class Order:
             base = np.asarray(stage.counts) - before[stage.place]
             sources[low - start : high - start] = source
             ranks[low - start : high - start] = base[source] + periods * before[-1][source] + before[place, source]
-        for source, (count, seed) in enumerate(zip(self._windows, self._seeds, strict=True)):
+        for source, (count, seed) in enumerate(zip(self.windows, self.seeds, strict=True)):
             mine = np.flatnonzero(sources == source)
             if not count or not len(mine):
                 continue
@@ -259,14 +264,4 @@ class Order:
                 now = epochs == epoch
                 ranks[mine[now]] = shuffled(places[now], count, (seed + int(epoch)) % 2**32)
         return sources, ranks
-
-
-def merge_stages(schedules: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, tuple[float, ...]]]:
-    """(first step, weights of all sources) from each source's own (first step, weight)."""
-    starts = sorted({first for schedule in schedules for first, _ in schedule})
-    return [
-        (start, tuple(next(w for first, w in reversed(schedule) if first <= start) for schedule in schedules))
-        for start in starts
-    ]
-
 

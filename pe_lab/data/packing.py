@@ -9,6 +9,7 @@ takes time by the number of different lengths, and its memory is four bytes a do
 from __future__ import annotations
 
 import bisect
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,6 +72,26 @@ class Packing:
     def efficiency(self) -> float:
         """The part of the windows' tokens that is no padding."""
         return self.tokens / (len(self) * self.window) if len(self) else 0.0
+
+    @functools.cached_property
+    def _group_used(self) -> Int64[np.ndarray, " groups"]:
+        """The tokens of a window of each group that are no padding."""
+        return np.diff(np.concatenate([[0], np.cumsum(self.length * self.each)])[self.group_fillings])
+
+    def used(self, indices: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """The tokens of some windows that are no padding."""
+        place = np.asarray(indices, np.int64) - self.cut_windows[-1]
+        found = np.full(place.shape, self.window)
+        group = np.searchsorted(self.group_windows, place[place >= 0], side="right") - 1
+        found[place >= 0] = self._group_used[group]
+        return found
+
+    @property
+    def mean_inputs(self) -> float:
+        """The mean number of input tokens of a window that are no padding."""
+        length = self.window - 1
+        packed = np.diff(self.group_windows) @ np.minimum(self._group_used, length)
+        return float(self.cut_windows[-1] * length + packed) / max(1, len(self))
 
     def pieces(
         self, indices: Int[np.ndarray, " n"], ends: Int64[np.ndarray, " documents"]

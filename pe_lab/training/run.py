@@ -16,8 +16,9 @@ from pe_lab.checkpoints import is_external, open_source
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in
 from pe_lab.checkpoints.surgery import check_same_shape
 from pe_lab.config import Config, ModelConfig, PhaseConfig, check_bounds
+from pe_lab.data.held_out import validation_batches
 from pe_lab.data.needles import NeedleWindows
-from pe_lab.data.pipeline import Pipeline, build_pipeline, validation_batches
+from pe_lab.data.pipeline import Pipeline, build_pipeline
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Model, complete, least_parameters
