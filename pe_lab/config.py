@@ -121,7 +121,7 @@ class PhaseConfig:
 
     name: str = "pretrain"
     steps: int = number(1000, 1, INT32)
-    epochs: float | Mapping[str, Any] = number(0, 0, 10**6)  # or {source: epochs}; the steps of so many passes; 0: `steps`
+    epochs: float | Mapping[str, Any] = number(0, 0, 10**6)  # or {source: epochs}; above 0, `steps` follows from it
     weights: Mapping[str, Any] = field(default_factory=dict)  # {source: weight, or [[first step, weight], ...]}
     positional: Any = "rope"  # an encoding, its text ("rope:base=10000"), a list for the layers, or an edit
     qk_norm: str = ""  # model.qk_norm from this phase on; "" keeps the previous one
@@ -347,7 +347,7 @@ def to_json(value: Any) -> Any:
 # The keys that a result depends on: they may not change between two sessions of one run. Logging, evaluation, the
 # cache's directory, the mesh, and what is kept or recomputed may.
 _IDENTITY = ("seed", "model", "data", "phases")
-_OF_SUPPLY = ("name", "epochs", "when_dry")  # of a source: the order of the data does not depend on them
+_OF_SUPPLY = re.compile(r"data\.sources\.\d+\.(name|epochs|when_dry)")  # they change no order of data
 _NOT_IDENTITY = ("data.cache_dir", "data.workers", "model.remat", "model.loss_chunks", "model.scan")
 
 
@@ -367,9 +367,8 @@ def identity(config: Config) -> dict[str, Any]:
     plain = to_json(config)
     for name in _IDENTITY:
         walk(plain[name], name)
-    no_part = [f"phases.{i}.steps" for i, phase in enumerate(config.phases) if phase.epochs]  # they follow from the data
-    no_part += [f"data.sources.{i}.{key}" for i in range(len(config.data.sources)) for key in _OF_SUPPLY]
-    return {key: value for key, value in flat.items() if key not in (*_NOT_IDENTITY, *no_part)}
+    not_here = [f"phases.{i}.steps" for i, phase in enumerate(config.phases) if phase.epochs]  # they follow from data
+    return {k: v for k, v in flat.items() if k not in (*_NOT_IDENTITY, *not_here) and not _OF_SUPPLY.fullmatch(k)}
 
 
 # Keys of the identity that may change between two starts of a run. The change is recorded in the lineage.

@@ -71,7 +71,7 @@ class Phase:
     @property
     def events(self) -> list[Record]:
         """The steps that were warned of, skipped or rewound, in the order in which they happened."""
-        return [record for record in self.metrics if "event" in record]
+        return [record for record in self.metrics if record.get("event", "epoch") != "epoch"]
 
     def series(self, key: str) -> list[tuple[float, float]]:
         """(tokens, value) of each logged record that has `key`."""

@@ -53,7 +53,8 @@ def validation_batches(
             tokens = np.pad(tokens, (0, sequence_length + 1 - len(tokens)), constant_values=eos_id)[None]
             whole = make_batch(tokens, weights, segments=config.segments, eos_id=eos_id)
         missing = -len(whole["tokens"]) % batch_size
-        for name, padding in (("tokens", eos_id), ("targets", eos_id), ("weights", 0), ("segments", 1), ("positions", 0)):
+        paddings = {"tokens": eos_id, "targets": eos_id, "weights": 0, "segments": 1, "positions": 0}
+        for name, padding in paddings.items():
             if name in whole:
                 whole[name] = np.pad(whole[name], ((0, missing), (0, 0)), constant_values=padding)
         found[s.name] = [

@@ -176,10 +176,13 @@ def mixture_stages(sources: Sequence[MixtureSource], weights: Mapping[str, Any])
     names = [source.name for source in sources]
     for name in weights:
         if name not in names:
-            raise ConfigError(f"weights names the data source {name!r}, which there is not. {did_you_mean(name, names)}")
+            raise ConfigError(
+                f"weights names the data source {name!r}, which there is not. {did_you_mean(name, names)}"
+            )
     schedules = [_schedule(source.name, weights.get(source.name, source.weight)) for source in sources]
-    starts = sorted({first for schedule in schedules for first, _ in schedule})
-    stages = [(at, tuple(next(w for first, w in schedule[::-1] if first <= at) for schedule in schedules)) for at in starts]
+    stages = []
+    for at in sorted({first for schedule in schedules for first, _ in schedule}):
+        stages.append((at, tuple(next(w for first, w in schedule[::-1] if first <= at) for schedule in schedules)))
     for at, stage in stages:
         if not any(stage):
             since = f" from step {at} on" if at else ""
@@ -194,12 +197,13 @@ def _schedule(name: str, weight: Any) -> list[tuple[int, float]]:
     def real(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
-    if not pairs or not all(isinstance(pair, list | tuple) and len(pair) == 2 and all(map(real, pair)) for pair in pairs):
+    listed = isinstance(pairs, list | tuple) and all(isinstance(pair, list | tuple) for pair in pairs)
+    if not pairs or not listed or not all(len(pair) == 2 and all(map(real, pair)) for pair in pairs):
         raise ConfigError(
             f"data source {name!r} has weight {weight!r}; it must be a number, or [[first step, weight], ...]."
         )
     steps = [step for step, _ in pairs]
-    if steps[0] != 0 or any(step != int(step) for step in steps) or any(a >= b for a, b in zip(steps, steps[1:])):
+    if steps[0] != 0 or steps != sorted({int(step) for step in steps}):
         raise ConfigError(f"data source {name!r} has weights from steps {steps} on; they must ascend from 0.")
     for _, value in pairs:
         if not 0 <= value <= 10**9:

@@ -264,4 +264,3 @@ class Order:
                 now = epochs == epoch
                 ranks[mine[now]] = shuffled(places[now], count, (seed + int(epoch)) % 2**32)
         return sources, ranks
-

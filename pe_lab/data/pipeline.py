@@ -57,9 +57,12 @@ class Pipeline:
         self.vocab_size: int = mixture.vocab_size
         self.tokenizer: Tokenizer = mixture.tokenizer
         self._sources, self._windows, self._order = mixture.sources, tuple(windows), order
-        self._about, self._process, self._threads = about, process, max(1, workers)
+        self._about, self._process = about, process
+        streams = [source.prepared.streams["train"] for source in mixture.sources if source.prepared is not None]
+        self._threads = workers or max([stream.threads for stream in streams], default=1)
         self._local = local_size(order.batch_size, process[1])
-        self._supply = Supply(tuple(source.name for source in mixture.sources), tuple(source.config for source in mixture.sources), order.windows)
+        names, configs = zip(*((source.name, source.config) for source in mixture.sources), strict=True)
+        self._supply = Supply(names, configs, order.windows)
         self._batches = 0
         self._left_out: tuple[int, ...] = ()  # ascending
         self._read = np.zeros(len(windows), np.int64)  # tokens
@@ -162,9 +165,9 @@ class Pipeline:
     def tokens_read(self) -> dict[str, float]:
         """`read_tokens/NAME` of the batches given, without padding, and `expected_tokens/NAME` by the weights."""
         names = [source.name for source in self._sources]
-        read = {f"read_tokens/{name}": int(n) for name, n in zip(names, self._read, strict=True)}
-        expected = {f"expected_tokens/{name}": round(float(n), 1) for name, n in zip(names, self._expected, strict=True)}
-        return read | expected
+        read = {f"read_tokens/{name}": int(count) for name, count in zip(names, self._read, strict=True)}
+        by_weight = [round(float(count), 1) for count in self._expected]
+        return read | {f"expected_tokens/{name}": count for name, count in zip(names, by_weight, strict=True)}
 
     # -----------------------------------------------------------------------------------------------------------------
     # Batches that are left out

@@ -6,7 +6,8 @@ import numpy as np
 from jaxtyping import Float32, Int, Int32, Integer
 
 from pe_lab.data.packing import Packing
-from pe_lab.data.shards import TokenStream
+from pe_lab.data.record_stream import RecordStream
+from pe_lab.data.token_stream import TokenStream
 
 
 class TokenWindows:
@@ -16,7 +17,7 @@ class TokenWindows:
     first is a target exactly once. The last targets, fewer than T, are left out.
     """
 
-    def __init__(self, stream: TokenStream, length: int):
+    def __init__(self, stream: TokenStream | RecordStream, length: int):
         self._stream, self.length = stream, length
 
     def __len__(self) -> int:
@@ -38,7 +39,7 @@ class TokenWindows:
 class PackedWindows:
     """Random access to windows of T + 1 tokens that have whole documents, by a plan; EOS fills them up."""
 
-    def __init__(self, stream: TokenStream, plan: Packing, eos_id: int):
+    def __init__(self, stream: TokenStream | RecordStream, plan: Packing, eos_id: int):
         self._stream, self._plan, self._eos_id = stream, plan, eos_id
         self.length = plan.window - 1
         self.efficiency, self.mean_tokens = plan.efficiency, plan.mean_inputs

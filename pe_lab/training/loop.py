@@ -243,6 +243,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
             step += 1
             stops.can_save = True
             settle()  # the metrics of the previous step, while this one runs
+            _log_epochs(work, step, pipeline, logs)
             pending.append((step, metrics))
             if profiled := work.profiler.end(metrics, directory):
                 work.out.print(profiled)
@@ -266,7 +267,8 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                 settle()
                 with times.wait("validation"):
                     losses = work.validate(state.params)
-                logs.write("metrics", {"step": step, "tokens": step * phase.tokens_per_step, **losses})
+                record = {"step": step, "tokens": step * phase.tokens_per_step, **losses}
+                logs.write("metrics", record | pipeline.tokens_read())
 
             stopping = _stop_requested(work)
             due = step % config.checkpoint.every_steps == 0 or step in config.checkpoint.milestones
@@ -344,6 +346,14 @@ def _log(work: _Work, pipeline: Pipeline, logs: PhaseLogs, event: Event, batches
         for batch in batches:
             for sequence in pipeline.sequences(batch):
                 logs.write("spikes", {"step": event.step, "event": event.action, **sequence})
+
+
+def _log_epochs(work: _Work, step: int, pipeline: Pipeline, logs: PhaseLogs) -> None:
+    """Writes an event for each source that a step has begun to read anew; the first one is told."""
+    for source, epoch in pipeline.new_repeats():
+        logs.write("metrics", {"step": step, "event": "epoch", "source": source, "epoch": epoch})
+        if epoch == 2:
+            work.out.print(f"{work.phase.name}: step {step} reads data source '{source}' for the 2nd time")
 
 
 def _validation(

@@ -108,7 +108,7 @@ class Run:
     mesh: Mesh
     rules: AxisRules
     phases: tuple[PhasePlan, ...]
-    mixture: Sequence[dict[str, Any]]
+    mixtures: tuple[Sequence[dict[str, Any]], ...]  # of each phase
     tokenizer: Tokenizer
 
 
@@ -132,8 +132,9 @@ def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | No
     parents = {phase.index: open_source(phase.config.init_from) for phase in phases if _has_parent(phase, workdir)}
     # A later phase may have windows that are longer than the corpus, so the data of every phase is opened.
     pipelines = [open_pipeline(config, phase, mesh) for phase in phases]
-    for pipeline in pipelines:
-        pipeline.close()
+    config = _with_steps(config, pipelines)
+    phases = plan_phases(config)
+    mixtures = tuple(p.describe(phase.config.steps) for p, phase in zip(pipelines, phases, strict=True))
     first = pipelines[0]
     vocab_size = vocabulary(config, first.vocab_size)
     models = phase_models(config, phases, vocab_size, mesh, rules, chip_of(mesh.devices.flat[0]), must_fit=True)
@@ -148,7 +149,21 @@ def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | No
             parent = parents[phase.index]
             what = f"The checkpoint '{parent.display_name}'"
             check_same_shape(parent.model, model.config, what, bool(phase.config.qk_norm))
-    return Run(config, workdir, models, mesh, rules, phases, first.mixture, first.tokenizer)
+    return Run(config, workdir, models, mesh, rules, phases, mixtures, first.tokenizer)
+
+
+def _with_steps(config: Config, pipelines: Sequence[Pipeline]) -> Config:
+    """The config with the steps of phases that have `epochs`; checks that no source runs dry in any phase."""
+    phases = []
+    for i, (phase, pipeline) in enumerate(zip(config.phases, pipelines, strict=True)):
+        try:
+            if phase.epochs:
+                phase = dataclasses.replace(phase, steps=pipeline.steps_of(phase.epochs))
+            pipeline.check_supply(phase.steps)
+        except UserError as error:
+            raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
+        phases.append(phase)
+    return dataclasses.replace(config, phases=tuple(phases))
 
 
 def phase_models(
@@ -235,15 +250,20 @@ def attention_of(model: Model, phase: PhasePlan, config: Config, mesh: Mesh, rul
 
 def open_pipeline(config: Config, phase: PhasePlan, mesh: Mesh, state: Mapping[str, Any] | None = None) -> Pipeline:
     """The training batches of a phase from the position `state`. Each phase has its own order of the windows."""
-    pipeline = build_pipeline(
-        config.data,
-        sequence_length=phase.config.sequence_length,
-        batch_size=phase.config.batch_size,
-        seed=config.data.seed + phase.index,
-        **batch_share(mesh),
-    )
-    if state is not None:
-        pipeline.set_state(state)
+    try:
+        pipeline = build_pipeline(
+            config.data,
+            sequence_length=phase.config.sequence_length,
+            batch_size=phase.config.batch_size,
+            seed=config.data.seed + phase.index,
+            weights=phase.config.weights,
+            **batch_share(mesh),
+        )
+        if state is not None:
+            pipeline.set_state(state)
+            pipeline.check_supply(phase.config.steps)
+    except ConfigError as error:
+        raise ConfigError(f"{phase.where}: {error}") from None
     return pipeline
 
 

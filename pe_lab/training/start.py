@@ -153,9 +153,11 @@ def _changes(run: Run, phase: PhasePlan, metadata: Mapping[str, Any]) -> str:
 
 def _check_same_data(run: Run, phase: PhasePlan, parent: Checkpoint) -> None:
     """Refuses data that has changed since the previous phase. Within a phase, the pipeline checks it."""
-    before = parent.metadata["data_state"]["data"]
+    before = dict(parent.metadata["data_state"]["data"])
     with contextlib.closing(open_pipeline(run.config, phase, run.mesh)) as pipeline:
-        now = pipeline.get_state()["data"]
+        now = dict(pipeline.get_state()["data"])
+    for about in (before, now):
+        about["sources"] = [fingerprint for _, _, fingerprint in about["sources"]]  # names and weights may change
     for name in ("sources", "tokenizer"):
         if before[name] != now[name]:
             raise DataError(
