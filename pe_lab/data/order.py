@@ -200,8 +200,8 @@ class Order:
             self._stages.append(_Stage(batch, sequence, place, counts, weights))
             before = weights
 
-    def after(self, start: Position) -> Order:
-        """The same order from a position of one of another batch size, or with other weights, on."""
+    def after(self, start: Position | None) -> Order:
+        """The same order from a position of one of another batch size, or with other weights, on; None: the start."""
         return Order(self.windows, self.seeds, self.stages, self.batch_size, start)
 
     @property

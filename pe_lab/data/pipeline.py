@@ -80,7 +80,7 @@ class Pipeline:
         With a schedule, `weights` has it, and `weight` is the source's part of all sequences of `steps` steps.
         """
         rows, stages = [], self._order.stages
-        counts = self._order.counts(self._order.sequence(steps)) if len(stages) > 1 else None
+        counts = self._order.after(None).counts(steps * self._order.batch_size) if len(stages) > 1 else None
         for i, (source, windows) in enumerate(zip(self._sources, self._windows, strict=True)):
             weight = stages[0][1][i] if counts is None else round(float(counts[i] / counts.sum()), 6)
             row = {"name": source.name, "source": source.config.source, "weight": weight}
