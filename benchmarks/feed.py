@@ -10,9 +10,9 @@ All give shuffled batches of int32 inputs and targets, from files in the page ca
   cache. Every block is verified when it is first read.
 - Grain: ArrayRecord with a record for each window, or with records of 16,384 tokens of which a window takes a part;
   a MapDataset, shuffled, repeated, mapped, batched, read by its 16 threads.
-- levanter: what its `TokenSeqDataset.get_batch` reads of its cache: one zarr3 array of int32 in shards of 128 Mi tokens with
-  blosc chunks of 256 Ki, a slice for each window under `ts.Batch`. levanter 1.2 wants other versions of what pe_lab
-  uses, so the array is made here with tensorstore, as its `jagged_array.py` opens it.
+- levanter: what its `TokenSeqDataset.get_batch` reads of its cache: a zarr3 array of int32 in shards of 128 Mi tokens,
+  with blosc chunks of 256 Ki, of which each window is a slice under `ts.Batch`. levanter itself needs older tokenizers
+  than pe_lab, so the array is made here with tensorstore, as its `jagged_array.py` makes it.
 - torch: a Dataset of windows of np.memmap, DataLoader with shuffle and 2 workers, in the environment of the slow tests.
 """
 
@@ -91,14 +91,25 @@ def write_prepared(directory: Path, tokens: np.ndarray) -> str:
         writer.add(document)
     writer.close()
     save_tokenizer(tokenizer, directory / TOKENIZER_DIRECTORY)
-    counts = {
-        "documents": {"train": writer.documents, "validation": 0},
-        "tokens": {"train": len(tokens), "validation": 0},
-    }
     metadata = Metadata(
-        "random", "text", {}, "bytes", tokenizer.fingerprint, VOCABULARY, 256, "uint16", 0.0, None, **counts,
-        characters=0, content=directory.name, shards={"train": tuple(writer.shards), "validation": ()}, python="", created="",
-    )  # fmt: skip
+        source="random",
+        column="text",
+        identity={},
+        tokenizer="bytes",
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=VOCABULARY,
+        eos_id=256,
+        dtype="uint16",
+        validation_fraction=0.0,
+        limit_documents=None,
+        documents={"train": writer.documents, "validation": 0},
+        tokens={"train": len(tokens), "validation": 0},
+        characters=0,
+        content=directory.name,
+        shards={"train": tuple(writer.shards), "validation": ()},
+        python="",
+        created="",
+    )
     write_metadata(directory, metadata)
     return f"prepared:{directory}"
 
@@ -260,9 +271,7 @@ def main() -> None:
         next(pipeline)
         first = time.perf_counter() - began
         pipeline.close()
-    print(
-        f"\nmillion tokens a second, and pe_lab over each, in batches of {BATCH_TOKENS:,} tokens; {os.cpu_count()} cores\n"
-    )
+    print(f"\nmillion tokens a second (pe_lab over each), batches of {BATCH_TOKENS:,}, {os.cpu_count()} cores\n")
     print(f"{'':36}" + "".join(f"{f'T = {n:,}':>20}" for n in lengths))
     for name, found in columns.items():
         cells = [f"{one / 1e6:.2f} ({columns['pe_lab'][i] / one:.1f}x)" for i, one in enumerate(found)]

@@ -103,8 +103,14 @@ class TokenStream:
         stops = np.cumsum(lengths)
         found = np.empty(int(lengths.sum()), self._dtype)
         for number, mine, inside in self._by_shard(starts, lengths):
-            tokens = self._mapped(number).tokens
-            for stop, start, length in zip(*(x.tolist() for x in (stops[mine], inside, lengths[mine])), strict=True):
+            tokens, each = self._mapped(number).tokens, lengths[mine]
+            if each.sum() < LONG * len(mine):
+                first, within = np.cumsum(each) - each, np.arange(int(each.sum()))
+                found[np.repeat((stops[mine] - each) - first, each) + within] = tokens[
+                    np.repeat(inside - first, each) + within
+                ]
+                continue
+            for stop, start, length in zip(stops[mine].tolist(), inside.tolist(), each.tolist(), strict=True):
                 found[stop - length : stop] = tokens[start : start + length]
         return found
 
