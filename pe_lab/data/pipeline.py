@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -26,13 +26,13 @@ from pe_lab.errors import CheckpointError, ConfigError, DataError
 
 Batch = dict[str, np.ndarray]
 ADDRESSES = 4096  # sequences whose windows are computed at once, at least
-AHEAD = 2  # batches that are read before they are asked for, beside one for each thread
+AHEAD = 1  # batches that are read before they are asked for, beside one for each thread
 
 
 class _Made(NamedTuple):
     """A batch with what the pipeline counts when it is given."""
 
-    batch: Batch
+    batch: Any
     tokens: Int64[np.ndarray, " sources"]  # of the global batch, without padding
     reached: Int64[np.ndarray, " sources"]  # the sequences of each source up to its end
 
@@ -43,7 +43,12 @@ class Pipeline:
     Its position is the number of global batches so far, and of sequences of each source: a run that stops on one
     process may continue on two, and with other batch sizes and weights. Batches that are left out are passed over:
     batch `batch_index(n)` comes after n others.
+
+    Attributes:
+      place: what the threads that read ahead do with a batch last, such as putting it onto the devices.
     """
+
+    place: Callable[[Batch], Any] | None = None
 
     def __init__(
         self,
@@ -92,10 +97,10 @@ class Pipeline:
             rows.append(row)
         return rows
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         index = self.batch_index(self._batches)
         self._read_ahead(index)
         made = self._ahead[0][1].result()
@@ -125,7 +130,7 @@ class Pipeline:
         mine = slice(process * self._local, (process + 1) * self._local)
         reached = self._order.counts(self._order.sequence(index + 1))
         batch = gather_batch(self._windows, source[mine], window[mine], self._about["segments"], self.tokenizer.eos_id)
-        return _Made(batch, np.asarray(tokens, np.int64), reached)
+        return _Made(self.place(batch) if self.place else batch, np.asarray(tokens, np.int64), reached)
 
     def _addresses(self, block: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """The source and the window of each sequence of a block of batches."""
