@@ -102,9 +102,11 @@ class Pipeline:
 
     def __next__(self) -> Any:
         index = self.batch_index(self._batches)
-        self._read_ahead(index)
+        if not self._ahead:
+            self._read_ahead(index)
         made = self._ahead[0][1].result()
         self._ahead.popleft()
+        self._read_ahead(index + 1)  # last: a thread that has work takes the interpreter from this one
         self._count_epochs(made.reached, index)
         self._batches += 1
         self._read = self._read + made.tokens
