@@ -66,6 +66,9 @@ class SourceConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     template: str = field(default="", metadata=OMIT_DEFAULT)  # the text, of several columns: "{title}\n\n{meta.text}"
     chat: str = field(default="", metadata=OMIT_DEFAULT)  # a column of messages, or prompt/completion, or instruction
+    name: str = ""  # in logs, and in `weights` and `epochs` of a phase; "": that of its `source`
+    epochs: float = number(0, 0, 10**6)  # passes that a phase may make over it; 0: any number
+    when_dry: Literal["error", "repeat"] = "error"  # where a phase needs more than `epochs`
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,10 @@ class DataConfig:
     prepared: str = ""  # a directory written by pe_lab.prepare; replaces `sources` and `tokenizer`
     cache_dir: str = "data"  # directory of the shards that the first use writes
     segments: bool = False  # mask attention between the documents of one window
+    packing: Literal["concatenate", "best_fit"] = "concatenate"  # best_fit cuts no document that fits a window
     validation_fraction: float = number(0.01, 0, 1)
     seed: int = number(0, 0, SEED)
-    workers: int = number(0, 0, 1024)  # Grain worker processes; 0 reads in this process, on threads
+    workers: int = number(0, 0, 1024)  # threads that read batches ahead; 0: one
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,8 @@ class PhaseConfig:
 
     name: str = "pretrain"
     steps: int = number(1000, 1, INT32)
+    epochs: float | Mapping[str, Any] = number(0, 0, 10**6)  # or {source: epochs}; above 0, `steps` follows from it
+    weights: Mapping[str, Any] = field(default_factory=dict)  # {source: weight, or [[first step, weight], ...]}
     positional: Any = "rope"  # an encoding, its text ("rope:base=10000"), a list for the layers, or an edit
     qk_norm: str = ""  # model.qk_norm from this phase on; "" keeps the previous one
     qk_norm_init: Literal["matched", "ones"] = "matched"  # scales of an added norm: fitted to the logits, or 1 (DroPE)
@@ -309,7 +315,7 @@ def check_bounds(config: Any, where: str) -> None:
             if dataclasses.is_dataclass(type(value)) and declared.type != "Any":
                 check_bounds(value, name)
             # A word such as "auto" has no bounds.
-            elif least is not None and not isinstance(value, str) and not least <= value <= most:
+            elif least is not None and not isinstance(value, str | Mapping) and not least <= value <= most:
                 limit = f"at most {most:,}" if value > most else f"at least {least}"
                 raise ConfigError(f"{name} is {value}; it must be {'positive' if value < least == 1 else limit}.")
 
@@ -324,6 +330,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             raise type(error)(f"{where}: {error}") from None
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         kind, literal = typing.get_args(hint)
+        if typing.get_origin(literal) is not Literal:
+            return _convert(literal if isinstance(value, Mapping) else kind, value, where)
         (word,) = typing.get_args(literal)
         if isinstance(value, str) and value != word:
             raise ConfigError(f"{where} is {value!r}; it must be {word!r} or of type {kind.__name__}.")

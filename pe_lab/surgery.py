@@ -19,7 +19,7 @@ from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.surgery import NOTHING, change, write_child
 from pe_lab.checkpoints.weights import weights_digest
 from pe_lab.config import DataConfig, from_dict
-from pe_lab.data.pipeline import validation_batches
+from pe_lab.data.held_out import validation_batches
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError, UserError
 from pe_lab.parallel import start_processes

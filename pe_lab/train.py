@@ -91,6 +91,7 @@ def _train(argv: Sequence[str], stops: StopRequests) -> int:
     watch_maintenance()
     out = console(quiet=jax.process_index() != 0)
     run = open_run(config, workdir)
+    config = run.config  # with the steps of epochs
     with working_alone(workdir, out.print):
         if jax.process_index() == 0:
             write_run(workdir, config, shlex.join(["python", "-m", "pe_lab.train", *argv]), before)

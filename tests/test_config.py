@@ -16,10 +16,10 @@ from pe_lab.config import (
     to_json,
 )
 from pe_lab.errors import ConfigError, UserError
+from pe_lab.identity import config_hash, identity
 from pe_lab.positional import NoPE, Rope
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.terminal import command
-from pe_lab.training.identity import config_hash, identity
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from pe_lab.config import Config, from_dict, to_json
 from pe_lab.errors import UserError
+from pe_lab.identity import config_hash
 from pe_lab.model import preset
 from pe_lab.parallel import AxisRules, check_batch
 from pe_lab.parallel.mesh import AXES
@@ -22,7 +23,6 @@ from pe_lab.parallel.topology import CHIPS, parse_topology, placeholder_mesh
 from pe_lab.planning.plan import Plan, make_plan
 from pe_lab.recipes import load_config, recipe_arguments, split_overrides
 from pe_lab.training import compile_train_step, make_optimizer
-from pe_lab.training.identity import config_hash
 from pe_lab.training.memory import step_inputs
 from pe_lab.training.run import plan_phases
 

@@ -16,7 +16,7 @@ from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer, prepare, 
 from pe_lab.data.record_stream import RecordStream
 from pe_lab.data.shards import METADATA_FILE, TokenStream, open_prepared, read_metadata, write_shard
 from pe_lab.data.tokenizers import ByteTokenizer
-from pe_lab.data.windows import TokenWindows, make_batch, segment_ids
+from pe_lab.data.windows import TokenWindows, documents_of, make_batch
 from pe_lab.errors import UserError
 from pe_lab.storage.manifest import sealed
 
@@ -152,7 +152,7 @@ def test_segments_end_with_their_document():
     np.testing.assert_array_equal(batch["positions"], [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]])
     np.testing.assert_array_equal(batch["weights"], [[1, 1, 0, 1, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]])
     counted = batch["weights"] > 0
-    following = segment_ids(window, eos)[0][:, 1:]
+    following = documents_of(window, eos)[:, 1:]
     np.testing.assert_array_equal(counted, batch["segments"] == following)  # exactly the targets inside
 
 

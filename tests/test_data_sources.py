@@ -13,7 +13,7 @@ import pytest
 from pe_lab.config import Config, SourceConfig, from_dict, to_json
 from pe_lab.data.sources import InputShard, files, open_source, tensorflow
 from pe_lab.errors import UserError
-from pe_lab.training.identity import config_hash
+from pe_lab.identity import config_hash
 
 
 def documents(source, **settings):

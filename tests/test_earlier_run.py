@@ -34,8 +34,11 @@ def test_a_resumed_run_logs_the_same_losses(earlier, phase):
     """About 6 s with the fixture. The golden log was computed by another build of XLA's code: 1e-5 of rounding."""
     expected = [json.loads(line) for line in (EARLIER / "expected" / f"{phase}.jsonl").read_text().splitlines()]
     found = [json.loads(line) for line in (earlier / "run" / phase / "metrics.jsonl").read_text().splitlines()]
-    assert [record.keys() for record in found] == [record.keys() for record in expected]
     for one, other in zip(found, expected, strict=True):
+        new = {name: one.pop(name) for name in [*one] if name.partition("/")[0] in ("read_tokens", "expected_tokens")}
+        # The tokens of the steps before the resume, which the earlier version did not count, are counted too.
+        assert set(new.values()) <= {one["tokens"]}
+        assert one.keys() == other.keys()
         np.testing.assert_allclose(list(one.values()), list(other.values()), rtol=1e-5, atol=1e-6)
 
 

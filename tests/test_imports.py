@@ -22,7 +22,7 @@ COMMANDS |= {"sweep"}
 LEVELS: list[set[str]] = [
     {"errors"},
     {"config", "storage", "terminal"},
-    {"positional", "parallel", "recipes"},
+    {"positional", "parallel", "recipes", "identity"},
     {"attention"},
     {"model"},
     {"data", "checkpoints", "training", "results"},

@@ -20,10 +20,10 @@ from pe_lab.analysis.runs import Phase, Run
 from pe_lab.analysis.scores import label_of
 from pe_lab.config import Config, from_dict
 from pe_lab.errors import UserError
+from pe_lab.identity import identity
 from pe_lab.results.intervals import Z95, exp, interval
 from pe_lab.results.records import Record, as_dict, as_list, number
 from pe_lab.results.scores import Cell, measure, source_of
-from pe_lab.training.identity import identity
 
 SEEDS = ("seed", "data.seed")  # keys of the identity
 

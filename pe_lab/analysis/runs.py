@@ -71,7 +71,7 @@ class Phase:
     @property
     def events(self) -> list[Record]:
         """The steps that were warned of, skipped or rewound, in the order in which they happened."""
-        return [record for record in self.metrics if "event" in record]
+        return [record for record in self.metrics if record.get("event", "epoch") != "epoch"]
 
     def tokens_at(self, step: float) -> float | None:
         """Tokens read up to a step: as logged at it or last before it, else by the tokens of a step; None: unknown.

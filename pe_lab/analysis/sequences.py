@@ -14,8 +14,8 @@ from jaxtyping import Int, Int32
 
 from pe_lab.attention.statistics import ArrayLike
 from pe_lab.config import Config, DataConfig, from_dict
+from pe_lab.data.held_out import held_out_tokens
 from pe_lab.data.mixture import open_mixture
-from pe_lab.data.pipeline import held_out_tokens
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.data.windows import make_batch
 from pe_lab.errors import CheckpointError, ConfigError, DataError

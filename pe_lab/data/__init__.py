@@ -1,1 +1,1 @@
-"""Data: sources, tokenizers, prepared token shards, mixtures, and the Grain pipeline."""
+"""Data: sources, tokenizers, prepared token shards, packing, mixtures, and the pipeline."""

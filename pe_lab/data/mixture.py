@@ -1,19 +1,28 @@
-"""The data of a config: the tokenizer, the shards of every source, and their common vocabulary."""
+"""The data of a config: the tokenizer, the shards of every source, their common vocabulary, and their weights."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from pe_lab import storage
 from pe_lab.config import DataConfig, SourceConfig
 from pe_lab.data.needles import NeedleOptions, NeedleWindows, place_symbols
+from pe_lab.data.packing import Packing, pack
 from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer
 from pe_lab.data.shards import Prepared, open_prepared
 from pe_lab.data.sources import open_source
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.data.windows import TokenWindows
-from pe_lab.errors import ConfigError, DataError
+from pe_lab.data.windows import PackedWindows, TokenWindows
+from pe_lab.errors import ConfigError, DataError, did_you_mean
+
+Windows = TokenWindows | PackedWindows | NeedleWindows
 
 
 @dataclass(frozen=True)
@@ -21,10 +30,15 @@ class MixtureSource:
     """One open source: prepared text, or needles with the first id of their symbols."""
 
     name: str
-    weight: float
+    config: SourceConfig
+    packing: str  # of the config
     prepared: Prepared | None
     needles: NeedleOptions | None
     offset_vocab: int = 0
+
+    @property
+    def weight(self) -> float:
+        return float(self.config.weight)
 
     @property
     def fingerprint(self) -> Any:
@@ -37,11 +51,29 @@ class MixtureSource:
         """The number of tokens of a split; None for needles, which are endless."""
         return None if self.prepared is None else self.prepared.metadata.tokens[split]
 
-    def windows(self, length: int, seed: int, split: str) -> TokenWindows | NeedleWindows:
-        """The windows of T = `length` tokens of a split. Only needles depend on the seed."""
+    def windows(self, length: int, seed: int, split: str) -> Windows:
+        """The windows of T = `length` tokens of a split. Needles and best-fit packing depend on the seed."""
         if self.needles is not None:
             return NeedleWindows(self.needles, length, seed, split, self.offset_vocab)
-        return TokenWindows(self.prepared.streams[split], length)
+        stream = self.prepared.streams[split]
+        if self.packing == "concatenate":
+            return TokenWindows(stream, length)
+        plan = _plan(_Documents((self.fingerprint, split), stream.ends), length, seed)
+        return PackedWindows(stream, plan, self.prepared.metadata.eos_id)
+
+
+@dataclass(frozen=True)
+class _Documents:
+    """Where the documents of a split end; equal for equal data."""
+
+    key: tuple[Any, ...]
+    ends: np.ndarray = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(8)
+def _plan(documents: _Documents, length: int, seed: int) -> Packing:
+    """The packing of a split. A run opens its data more than once, and a plan of many documents takes seconds."""
+    return pack(documents.ends, length, seed)
 
 
 @dataclass(frozen=True)
@@ -63,6 +95,7 @@ def open_mixture(config: DataConfig, process_index: int = 0) -> Mixture:
       UserError: a source, the tokenizer or a shard is missing, empty, damaged, or does not fit the others.
     """
     configs = _source_configs(config)
+    names = _unique_names(configs)
     options = {i: NeedleOptions.from_mapping(c.options) for i, c in enumerate(configs) if c.source == "needles"}
     prepared = {
         i: open_prepared(storage.path("data.prepared", c.source.removeprefix("prepared:")))
@@ -92,9 +125,8 @@ def open_mixture(config: DataConfig, process_index: int = 0) -> Mixture:
                 "Prepare all sources with one tokenizer."
             )
     offsets, vocab_size = place_symbols(options, tokenizer.vocab_size)
-    names = _unique_names([c.source for c in configs])
     sources = tuple(
-        MixtureSource(names[i], float(c.weight), prepared.get(i), options.get(i), offsets.get(i, 0))
+        MixtureSource(names[i], c, config.packing, prepared.get(i), options.get(i), offsets.get(i, 0))
         for i, c in enumerate(configs)
     )
     return Mixture(tokenizer, sources, vocab_size)
@@ -109,18 +141,71 @@ def _source_configs(config: DataConfig) -> list[SourceConfig]:
                 f"data.prepared={config.prepared!r} replaces one text source, but data.sources has {len(text)}. "
                 "Use a source 'prepared:DIR' for each."
             )
-        weight = text[0].weight if text else 1.0
-        replacement = SourceConfig(source=f"prepared:{config.prepared}", weight=weight)
+        replaced = text[0] if text else SourceConfig(weight=1.0)
+        replacement = dataclasses.replace(replaced, source=f"prepared:{config.prepared}", options={})
         configs = [replacement if c.source != "needles" else c for c in configs]
         if not text:
             configs.insert(0, replacement)
     if not configs:
         raise ConfigError("data.sources is empty. Name at least one source, for example 'stdlib'.")
-    for c in configs:
-        if not 0 < c.weight < float("inf"):
-            raise ConfigError(f"data source {c.source!r} has weight {c.weight}; a weight must be a number above 0.")
+    if config.packing == "best_fit" and not config.segments:
+        raise ConfigError(
+            "data.packing='best_fit' puts documents side by side, which must not attend to each other: set "
+            "data.segments=True, or data.packing='concatenate'."
+        )
     return configs
 
 
-def _unique_names(names: list[str]) -> list[str]:
-    return [n if names.count(n) == 1 else f"{n}#{names[: i + 1].count(n)}" for i, n in enumerate(names)]
+def _unique_names(configs: Sequence[SourceConfig]) -> list[str]:
+    given = [c.name for c in configs if c.name]
+    if twice := next((name for name in given if given.count(name) > 1), None):
+        raise ConfigError(f"Two data sources have the name {twice!r}. Give each its own.")
+    names = [c.source for c in configs if not c.name]
+    numbered = iter(n if names.count(n) == 1 else f"{n}#{names[: i + 1].count(n)}" for i, n in enumerate(names))
+    return [c.name or next(numbered) for c in configs]
+
+
+def mixture_stages(sources: Sequence[MixtureSource], weights: Mapping[str, Any]) -> list[tuple[int, tuple[float, ...]]]:
+    """(first step, weights of all sources) of a phase whose `weights` replace those of the sources, ascending.
+
+    A weight of `weights` is a number, or [[first step, weight], ...] from step 0 on.
+
+    Raises:
+      ConfigError: a name is of no source, a weight or a step is none, or all weights of a stage are 0.
+    """
+    names = [source.name for source in sources]
+    for name in weights:
+        if name not in names:
+            raise ConfigError(
+                f"weights names the data source {name!r}, which there is not. {did_you_mean(name, names)}"
+            )
+    schedules = [_schedule(source.name, weights.get(source.name, source.weight)) for source in sources]
+    stages = []
+    for at in sorted({first for schedule in schedules for first, _ in schedule}):
+        stages.append((at, tuple(next(w for first, w in schedule[::-1] if first <= at) for schedule in schedules)))
+    for at, stage in stages:
+        if not any(stage):
+            since = f" from step {at} on" if at else ""
+            raise ConfigError(f"All data sources ({', '.join(names)}) have weight 0{since}: give one a weight above 0.")
+    return stages
+
+
+def _schedule(name: str, weight: Any) -> list[tuple[int, float]]:
+    """(first step, weight) from what a config has."""
+    pairs = weight if isinstance(weight, list | tuple) else [[0, weight]]
+
+    def real(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+    listed = isinstance(pairs, list | tuple) and all(isinstance(pair, list | tuple) for pair in pairs)
+    if not pairs or not listed or not all(len(pair) == 2 and all(map(real, pair)) for pair in pairs):
+        raise ConfigError(
+            f"data source {name!r} has weight {weight!r}; it must be a number, or [[first step, weight], ...]."
+        )
+    steps = [step for step, _ in pairs]
+    if steps[0] != 0 or steps != sorted({int(step) for step in steps}):
+        raise ConfigError(f"data source {name!r} has weights from steps {steps} on; they must ascend from 0.")
+    for _, value in pairs:
+        if not 0 <= value <= 10**9:
+            raise ConfigError(f"data source {name!r} has weight {value}; it must be at least 0 and at most 10^9.")
+    return [(int(step), float(value)) for step, value in pairs]

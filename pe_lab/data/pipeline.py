@@ -1,76 +1,183 @@
-"""The Grain pipeline: shuffled windows of all sources, mixed by weight, in global batches; and held-out data.
+"""The pipeline: shuffled windows of all sources, mixed by weight, in global batches, which threads read ahead.
 
 The global batches do not depend on the number of processes.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int64
 
 from pe_lab.config import DataConfig
-from pe_lab.data.mixture import Mixture, MixtureSource, open_mixture
+from pe_lab.data.mixture import Mixture, Windows, mixture_stages, open_mixture
 from pe_lab.data.needles import NeedleWindows
+from pe_lab.data.order import Order, Position
+from pe_lab.data.supply import Supply
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.data.windows import TokenWindows, make_batch
+from pe_lab.data.windows import PackedWindows, documents_of, make_batch
 from pe_lab.errors import CheckpointError, ConfigError, DataError
 
 Batch = dict[str, np.ndarray]
-ENDLESS = 2**62
+ADDRESSES = 4096  # sequences whose windows are computed at once, at least
+AHEAD = 1  # batches that are read before they are asked for, beside one for each thread
+
+
+class _Made(NamedTuple):
+    """A batch with what the pipeline counts when it is given."""
+
+    batch: Any
+    tokens: Int64[np.ndarray, " sources"]  # of the global batch, without padding
+    reached: Int64[np.ndarray, " sources"]  # the sequences of each source up to its end
 
 
 class Pipeline:
     """An endless iterator over this process's sequences of each global batch.
 
-    Its position is the number of global batches so far: a run that stops on one process may continue on two. Batches
-    that are left out are passed over: batch `batch_index(n)` comes after n others.
+    Its position is the number of global batches so far, and of sequences of each source: a run that stops on one
+    process may continue on two, and with other batch sizes and weights. Batches that are left out are passed over:
+    batch `batch_index(n)` comes after n others.
+
+    Attributes:
+      place: what the threads that read ahead do with a batch last, such as putting it onto the devices.
     """
+
+    place: Callable[[Batch], Any] | None = None
 
     def __init__(
         self,
         mixture: Mixture,
-        mixed: Any,
-        read: _ReadBatch,
+        windows: Sequence[Windows],
+        order: Order,
         about: dict[str, Any],
         process: tuple[int, int],
         workers: int,
     ):
         self.vocab_size: int = mixture.vocab_size
         self.tokenizer: Tokenizer = mixture.tokenizer
-        self.mixture = [{"source": s.name, "weight": s.weight, "tokens": s.tokens("train")} for s in mixture.sources]
-        self._sources, self._addresses, self._read = mixture.sources, mixed, read
-        self._about, self._process, self._workers = about, process, workers
-        local = _local_size(about["batch_size"], process[1])
-        self._local = local
-        prepared = [s.prepared for s in mixture.sources if s.prepared is not None]
-        self._in_memory = all(p.streams["train"].in_memory for p in prepared)
+        self._sources, self._windows, self._order = mixture.sources, tuple(windows), order
+        self._about, self._process = about, process
+        streams = [source.prepared.streams["train"] for source in mixture.sources if source.prepared is not None]
+        self._threads = workers or max([stream.threads for stream in streams], default=1)
+        self._local = local_size(order.batch_size, process[1])
+        names, configs = zip(*((source.name, source.config) for source in mixture.sources), strict=True)
+        self._supply = Supply(names, configs, order.windows)
         self._batches = 0
-        self._origin = (0, 0)  # a batch's index, and the first sequence of it in the global order
-        self._index = 0  # of the batch that the iterator gives next
         self._left_out: tuple[int, ...] = ()  # ascending
-        self._iterator: Any = None
+        self._read = np.zeros(len(windows), np.int64)  # tokens
+        self._expected = np.zeros(len(windows))
+        self._mean_tokens = np.asarray([w.mean_tokens if isinstance(w, PackedWindows) else w.length for w in windows])
+        self._begun = np.zeros(len(windows), np.int64)  # epochs
+        self._repeats: list[tuple[str, int]] = []
+        self._executor: ThreadPoolExecutor | None = None
+        self._ahead: deque[tuple[int, Future[_Made]]] = deque()
+        self._block = functools.lru_cache(4)(self._addresses)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def describe(self, steps: int) -> list[dict[str, Any]]:
+        """For each source its name, `source`, weight, and number of tokens and windows, as JSON.
+
+        With a schedule, `weights` has it, and `weight` is the source's part of all sequences of `steps` steps.
+        """
+        rows, stages = [], self._order.stages
+        counts = self._order.after(None).counts(steps * self._order.batch_size) if len(stages) > 1 else None
+        for i, (source, windows) in enumerate(zip(self._sources, self._windows, strict=True)):
+            weight = stages[0][1][i] if counts is None else round(float(counts[i] / counts.sum()), 6)
+            row = {"name": source.name, "source": source.config.source, "weight": weight}
+            if counts is not None:
+                row["weights"] = [[first, weights[i]] for first, weights in stages]
+            row |= {"tokens": source.tokens("train"), "windows": self._order.windows[i] or None}
+            if isinstance(windows, PackedWindows):
+                row["packing_efficiency"] = round(windows.efficiency, 6)
+            rows.append(row)
+        return rows
+
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Batch:
-        if self._iterator is None:
-            self._index = self.batch_index(self._batches)
-            self._iterator = self._start(self._index)
-        batch = next(self._iterator)
-        while self._index in self._left_out:
-            batch = next(self._iterator)
-            self._index += 1
-        self._index += 1
+    def __next__(self) -> Any:
+        index = self.batch_index(self._batches)
+        if not self._ahead:
+            self._read_ahead(index)
+        made = self._ahead[0][1].result()
+        self._ahead.popleft()
+        self._read_ahead(index + 1)  # last: a thread that has work takes the interpreter from this one
+        self._count_epochs(made.reached, index)
         self._batches += 1
-        return batch
+        self._read = self._read + made.tokens
+        self._expected = self._expected + self._expected_tokens(index)
+        return made.batch
+
+    def _read_ahead(self, index: int) -> None:
+        """Has threads read the batch of an index and some after it."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(self._threads, "feeding")
+        index = self._ahead[-1][0] + 1 if self._ahead else index
+        while len(self._ahead) < self._threads + AHEAD:
+            if index not in self._left_out:
+                self._ahead.append((index, self._executor.submit(self._make, index)))
+            index += 1
+
+    def _make(self, index: int) -> _Made:
+        """This process's part of the batch of an index."""
+        size, (process, _) = self._order.batch_size, self._process
+        per = max(1, ADDRESSES // size)
+        source, window = (part[index % per * size :][:size] for part in self._block(index // per))
+        tokens = [_input_tokens(w, window[source == i]) for i, w in enumerate(self._windows)]
+        mine = slice(process * self._local, (process + 1) * self._local)
+        reached = self._order.counts(self._order.sequence(index + 1))
+        batch = gather_batch(self._windows, source[mine], window[mine], self._about["segments"], self.tokenizer.eos_id)
+        return _Made(self.place(batch) if self.place else batch, np.asarray(tokens, np.int64), reached)
+
+    def _addresses(self, block: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """The source and the window of each sequence of a block of batches."""
+        per = max(1, ADDRESSES // self._order.batch_size)
+        start, first = self._order.sequence(block * per), self._order.first_sequence
+        found = self._order.addresses(max(start, first), self._order.sequence((block + 1) * per))
+        return tuple(np.pad(part, (max(0, first - start), 0)) for part in found)  # nothing is read before the first
+
+    def _expected_tokens(self, index: int) -> np.ndarray:
+        """The tokens of each source that the weights give a batch."""
+        return self._order.shares(index) * self._order.batch_size * self._mean_tokens
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Epochs
+
+    def _count_epochs(self, reached: Int64[np.ndarray, " sources"], index: int) -> None:
+        """Notes the epochs that begin in a batch. `DataError` if a source has run dry."""
+        begun = self._supply.epochs(reached)
+        for i in np.flatnonzero(begun > np.maximum(1, self._begun)):
+            self._repeats.append((self._sources[i].name, int(begun[i])))
+        self._begun = np.maximum(begun, self._begun)
+        self._supply.check_now(reached, self._batches + 1)
+
+    def check_supply(self, steps: int) -> None:
+        """`DataError` if a source that may not repeat runs dry before `steps` batches were given."""
+        self._supply.check(self._order, self._batches, self.batch_index(self._batches), steps)
+
+    def steps_of(self, epochs: float | Mapping[str, Any]) -> int:
+        """The steps of a phase of so many epochs, as `Supply.steps_of`."""
+        return self._supply.steps_of(self._order, epochs)
+
+    def new_repeats(self) -> list[tuple[str, int]]:
+        """(source, epoch from 1) of each epoch but the first that has begun since the last call."""
+        found, self._repeats = self._repeats, []
+        return found
+
+    def tokens_read(self) -> dict[str, float]:
+        """`read_tokens/NAME` of the batches given, without padding, and `expected_tokens/NAME` by the weights."""
+        names = [source.name for source in self._sources]
+        read = {f"read_tokens/{name}": int(count) for name, count in zip(names, self._read, strict=True)}
+        by_weight = [round(float(count), 1) for count in self._expected]
+        return read | {f"expected_tokens/{name}": count for name, count in zip(names, by_weight, strict=True)}
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Batches that are left out
 
     def batch_index(self, position: int) -> int:
         """The index of the batch that comes after `position` batches which are not left out."""
@@ -88,105 +195,113 @@ class Pipeline:
 
         `source` and `window` name it, `tokens` are its T + 1 ids and `text` is what they decode to (without the symbols
         of needles). Of text, `first_token` is the place in the split, and `documents` the ordinal numbers of the first
-        and the last document there, from 0, if the split is in memory.
+        and the last document there, from 0; of a window with packed documents, both are lists of each part's.
         """
-        size, length = self._about["batch_size"], self._about["sequence_length"]
-        ends: dict[int, np.ndarray] = {}
-        for k in range(size):
-            address = int(self._addresses[self._first_sequence(batch) + k])
-            i = int(np.searchsorted(self._read.starts, address, side="right")) - 1
-            window, source = address - int(self._read.starts[i]), self._sources[i]
-            tokens = self._read.window(i, window)
+        start = self._order.sequence(batch)
+        addresses = self._order.addresses(start, start + self._order.batch_size)
+        for k, (i, window) in enumerate(zip(*(part.tolist() for part in addresses), strict=True)):
+            source, windows = self._sources[i], self._windows[i]
             record: dict[str, Any] = {"batch": batch, "sequence": k, "source": source.name, "window": window}
             if source.prepared is not None:
-                record["first_token"] = window * length
-                stream = source.prepared.streams["train"]
-                if stream.in_memory:
-                    if i not in ends:
-                        ends[i] = np.flatnonzero(stream.read(0, stream.tokens) == self.tokenizer.eos_id)
-                    inside = [window * length, window * length + length]
-                    record["documents"] = np.searchsorted(ends[i], inside).tolist()
-            record["tokens"] = tokens.tolist()
+                starts, lengths = np.asarray(windows.pieces(window)).T
+                ends, packed = source.prepared.streams["train"].ends, isinstance(windows, PackedWindows)
+                inside = starts if packed else np.asarray([starts[0], starts[0] + lengths[0] - 2])
+                record["first_token"] = starts.tolist() if packed else int(starts[0])
+                record["documents"] = np.searchsorted(ends, inside, side="right").tolist()
+            record["tokens"] = windows.read(np.asarray([window]))[0][0].tolist()
             record["text"] = self.tokenizer.decode([t for t in record["tokens"] if t < self.tokenizer.vocab_size])
             yield record
 
-    def _start(self, batch: int) -> Iterator[Batch]:
-        import grain
-
-        index, count = self._process
-        # The batches of the dataset have one process's size; process i takes every count-th one, from i on.
-        rest = self._addresses[self._first_sequence(batch) :]
-        mine = rest.batch(self._local, drop_remainder=True, batch_fn=self._read)[index::count]
-        # Data in memory need one thread; more would compete for the interpreter's lock.
-        threads = 1 if self._in_memory else 8
-        batches = mine.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads + 2))
-        if self._workers:
-            from absl import flags
-
-            if not flags.FLAGS.is_parsed():  # Grain's workers use absl flags, which only absl programs parse
-                flags.FLAGS.mark_as_parsed()
-            batches = batches.mp_prefetch(
-                grain.MultiprocessingOptions(num_workers=self._workers, per_worker_buffer_size=2)
-            )
-        return iter(batches)
+    # -----------------------------------------------------------------------------------------------------------------
+    # The position
 
     def get_state(self) -> dict[str, Any]:
-        """The position as JSON: the number of global batches so far, those left out, and the data they are from."""
-        left_out = {"left_out": list(self._left_out)} if self._left_out else {}
-        sequences = self._first_sequence(self.batch_index(self._batches))
-        return {"batches": self._batches, "sequences": sequences, **left_out, "data": self._about}
+        """The position as JSON.
 
-    def _first_sequence(self, batch: int) -> int:
-        index, sequence = self._origin
-        return sequence + (batch - index) * self._about["batch_size"]
+        `batches` is the number of global batches so far, `left_out` those left out; `sequences` the number of sequences
+        of the global order up to there, with those left out, and `sources` how many of them are of each source, with
+        the tokens that were read and expected; `weights` those of the sources, and `place` the sequences since their
+        period began; `data` describes the data.
+        """
+        place = self._order.position(self.batch_index(self._batches))
+        left_out = {"left_out": list(self._left_out)} if self._left_out else {}
+        sources = [
+            {"name": source.name, "sequences": count, "read_tokens": int(read), "expected_tokens": float(expected)}
+            for source, count, read, expected in zip(
+                self._sources, place.counts, self._read, self._expected, strict=True
+            )
+        ]
+        where = {"sequences": place.sequence, "sources": sources, "weights": list(place.weights), "place": place.place}
+        return {"batches": self._batches, **left_out, **where, "data": self._about}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues after `state["batches"]` global batches; `CheckpointError` if they are of another data config."""
-        saved = dict(state.get("data", {}))
-        for name in {**self._about, **saved}:
-            was, now = saved.get(name), self._about.get(name)
-            if name == "sources" and isinstance(was, list):
-                was, now = ([[s[0], s[2]] for s in sources] for sources in (was, now))
-            if name != "batch_size" and was != now:
+        """Continues after `state["batches"]` global batches; `CheckpointError` if they are of other data.
+
+        The batch size and the weights may be others: each source goes on where it was.
+        """
+        saved = {"packing": "concatenate", **state.get("data", {})}
+        mine, its = (_comparable(about) for about in (self._about, saved))
+        for name in {**mine, **its}:
+            if its.get(name) != mine.get(name):
                 raise CheckpointError(
                     f"The checkpoint's data position does not fit this config: {name} was "
-                    f"{saved.get(name)!r}, is {self._about.get(name)!r}. "
+                    f"{its.get(name)!r}, is {mine.get(name)!r}. "
                     "Resume with the same data, or start a new workdir."
                 )
         self.close()
         self._batches = int(state["batches"])
         self._left_out = tuple(sorted(state.get("left_out", ())))
         index = self.batch_index(self._batches)
-        self._origin = (index, int(state.get("sequences", index * saved.get("batch_size", 0))))
+        if "sources" in state:
+            sources = state["sources"]
+            counts = tuple(int(source["sequences"]) for source in sources)
+            start = Position(index, int(state["sequences"]), counts, tuple(state["weights"]), int(state["place"]))
+            self._read = np.asarray([source["read_tokens"] for source in sources], np.int64)
+            self._expected = np.asarray([source["expected_tokens"] for source in sources], np.float64)
+        else:
+            start = self._of_earlier_version(saved, index)
+        self._leave_out_again(index, start, saved["batch_size"])
+        self._order = self._order.after(start)
+        self._block.cache_clear()
+        sizes = self._order.windows
+        self._begun = np.asarray([-(-n // size) if size else 0 for n, size in zip(start.counts, sizes, strict=True)])
+        self._repeats = []
+
+    def _of_earlier_version(self, saved: Mapping[str, Any], index: int) -> Position:
+        """The position of a state that has the number of batches alone; counts the tokens that were read."""
+        weights = tuple(float(weight) for _, weight, _ in saved["sources"])
+        order = Order(self._order.windows, self._order.seeds, [(0, weights)], saved["batch_size"])
+        passed = [b for b in self._left_out if b < index]
+        counts = order.counts(order.sequence(index))
+        for batch in passed:
+            counts = counts - order.counts(order.sequence(batch + 1)) + order.counts(order.sequence(batch))
+        self._read = counts * saved["sequence_length"]
+        sequences = (index - len(passed)) * saved["batch_size"]
+        self._expected = order.shares(0) * sequences * saved["sequence_length"]
+        return order.position(index)
+
+    def _leave_out_again(self, index: int, start: Position, batch_size: int) -> None:
+        """Renumbers batches that are still to be left out, where the batch size was another one."""
+        if batch_size != self._order.batch_size and (ahead := [b for b in self._left_out if b >= index]):
+            again = set()
+            for batch in ahead:
+                first = (batch - index) * batch_size
+                size = self._order.batch_size
+                again |= set(range(index + first // size, index + -(-(first + batch_size) // size)))
+            self._left_out = tuple(sorted({*self._left_out} - {*ahead} | again))
 
     def close(self) -> None:
-        """Stops the reading threads or worker processes."""
-        if self._iterator is not None and hasattr(self._iterator, "close"):
-            self._iterator.close()
-        self._iterator = None
+        """Stops the threads."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+        self._executor = None
+        self._ahead.clear()
 
 
-class _ReadBatch:
-    """A function from window addresses to a batch. Source i has the addresses starts[i] .. starts[i + 1] - 1."""
-
-    def __init__(self, windows: Sequence[TokenWindows | NeedleWindows], length: int, segments: bool, eos_id: int):
-        self._windows, self._length, self._segments, self._eos_id = windows, length, segments, eos_id
-        self.starts = np.concatenate([[0], np.cumsum([len(w) for w in windows])]).astype(np.int64)
-
-    def __call__(self, addresses: Sequence[int]) -> Batch:
-        at = np.asarray(addresses, np.int64)
-        tokens = np.empty((len(at), self._length + 1), np.int32)
-        weights = np.empty((len(at), self._length), np.float32)
-        source = np.searchsorted(self.starts, at, side="right") - 1
-        for i, windows in enumerate(self._windows):
-            mine = np.flatnonzero(source == i)
-            if len(mine):
-                tokens[mine], weights[mine] = windows.read(at[mine] - self.starts[i])
-        return make_batch(tokens, weights, segments=self._segments, eos_id=self._eos_id)
-
-    def window(self, source: int, index: int) -> np.ndarray:
-        """The T + 1 tokens of one window of a source."""
-        return self._windows[source].read(np.asarray([index]))[0][0]
+def _comparable(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes a position one of the same data."""
+    kept = {key: value for key, value in about.items() if key != "batch_size"}
+    return kept | {"sources": [fingerprint for _, _, fingerprint in about.get("sources", ())]}
 
 
 def build_pipeline(
@@ -195,18 +310,21 @@ def build_pipeline(
     sequence_length: int,
     batch_size: int,
     seed: int,
+    weights: Mapping[str, Any] | None = None,
     process_index: int = 0,
     process_count: int = 1,
 ) -> Pipeline:
     """The pipeline of a data config's training split. `batch_size` is the global one.
 
-    Raises:
-      UserError: the data cannot be opened, a split is shorter than a window, or the batch does not divide.
-    """
-    import grain
+    `weights` of sources by name replace those of the config, as `PhaseConfig.weights`.
 
-    _local_size(batch_size, process_count)
+    Raises:
+      UserError: the data cannot be opened, a split is shorter than a window, a weight is wrong, or the batch does not
+        divide.
+    """
+    local_size(batch_size, process_count)
     mixture = open_mixture(config, process_index)
+    stages = mixture_stages(mixture.sources, weights or {})
     windows = [s.windows(sequence_length, seed, "train") for s in mixture.sources]
     for source, w in zip(mixture.sources, windows, strict=True):
         if not len(w):
@@ -214,28 +332,53 @@ def build_pipeline(
                 f"data source {source.name!r}: its train split has {source.tokens('train')} tokens, less "
                 f"than one window of sequence_length={sequence_length} + 1. Use more text or shorter windows."
             )
-    read = _ReadBatch(windows, sequence_length, config.segments, mixture.tokenizer.eos_id)
-    addresses = []
-    for i, w in enumerate(windows):
-        dataset = grain.MapDataset.range(int(read.starts[i]), int(read.starts[i + 1]))
-        # Needles are random already. Grain shuffles epoch e by seed + e, so the seeds of sources are far apart.
-        addresses.append(dataset if isinstance(w, NeedleWindows) else dataset.shuffle(seed=_seed32(seed, i)).repeat())
-    mixed = addresses[0]
-    if len(addresses) > 1:
-        mixed = grain.MapDataset.select_from_datasets(addresses, _Selection([s.weight for s in mixture.sources]))
+    # Needles are random already. Epoch e is shuffled by seed + e, so the seeds of sources are far apart.
+    sizes = [0 if isinstance(w, NeedleWindows) else len(w) for w in windows]
+    order = Order(sizes, [_seed32(seed, i) for i in range(len(windows))], stages, batch_size)
     about = {
         "sources": [[s.name, s.weight, s.fingerprint] for s in mixture.sources],
         "tokenizer": mixture.tokenizer.fingerprint,
         "sequence_length": sequence_length,
         "batch_size": batch_size,
         "segments": config.segments,
+        "packing": config.packing,
         "split": "train",
         "seed": seed,
     }
-    return Pipeline(mixture, mixed, read, about, (process_index, process_count), config.workers)
+    return Pipeline(mixture, windows, order, about, (process_index, process_count), config.workers)
 
 
-def _local_size(batch_size: int, process_count: int) -> int:
+def gather_batch(
+    windows: Sequence[Windows],
+    source: Int64[np.ndarray, " n"],
+    window: Int64[np.ndarray, " n"],
+    segments: bool,
+    eos_id: int,
+) -> Batch:
+    """A batch of the windows with these numbers, of these of the sources."""
+    present = np.unique(source).tolist()
+    if len(present) == 1 and not isinstance(windows[present[0]], PackedWindows):
+        return make_batch(*windows[present[0]].read(window), segments=segments, eos_id=eos_id)
+    length, documents = windows[0].length, None
+    tokens, weights = np.empty((len(source), length + 1), np.int32), np.empty((len(source), length), np.float32)
+    for i in present:
+        mine = np.flatnonzero(source == i)
+        if isinstance(windows[i], PackedWindows):
+            documents = np.zeros(tokens.shape, np.int32) if documents is None else documents
+            tokens[mine], weights[mine], documents[mine] = windows[i].read_documents(window[mine])
+        else:
+            tokens[mine], weights[mine] = windows[i].read(window[mine])
+    if documents is not None and len(others := np.flatnonzero(documents[:, 0] == 0)):
+        documents[others] = documents_of(tokens[others], eos_id)
+    return make_batch(tokens, weights, segments=segments, eos_id=eos_id, documents=documents)
+
+
+def _input_tokens(windows: Windows, indices: Int64[np.ndarray, " n"]) -> int:
+    """The number of input tokens of some windows that are no padding."""
+    return windows.input_tokens(indices) if isinstance(windows, PackedWindows) else len(indices) * windows.length
+
+
+def local_size(batch_size: int, process_count: int) -> int:
     """The number of sequences of one process."""
     if batch_size < 1 or batch_size % process_count:
         raise ConfigError(
@@ -247,120 +390,3 @@ def _local_size(batch_size: int, process_count: int) -> int:
 
 def _seed32(seed: int, source: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"shuffle/{seed}/{source}".encode(), digest_size=4).digest(), "little")
-
-
-class _Selection:
-    """Maps element k of the mixture to (source, index in the source), with exact weights over each period.
-
-    Grain's own mixing rounds weights to hundredths of the smallest.
-    """
-
-    def __init__(self, weights: Sequence[float]):
-        self._order = mixing_order(weights)
-        self._totals = Counter(source for source, _ in self._order)
-
-    def __len__(self) -> int:
-        return ENDLESS
-
-    def __getitem__(self, k: int) -> tuple[int, int]:
-        period, place = divmod(k, len(self._order))
-        source, index = self._order[place]
-        return source, period * self._totals[source] + index
-
-
-def mixing_order(weights: Sequence[float]) -> list[tuple[int, int]]:
-    """(source, index in the source) of each element of one period; the elements of a source are spread evenly.
-
-    Weights become ratios of whole numbers: exactly if the period has at most 100,000 elements, else rounded to
-    1 in 10,000.
-    """
-    ratios = [Fraction(w).limit_denominator(10_000) for w in weights]
-    shares = [int(r * math.lcm(*(x.denominator for x in ratios))) for r in ratios]
-    shares = [s // math.gcd(*shares) for s in shares]
-    if min(shares) < 1 or sum(shares) > 100_000:
-        shares = [max(1, round(10_000 * w / sum(weights))) for w in weights]
-    period = sum(shares)
-    # Element j of the s elements of a source belongs at (j + 1/2) / s of the period; ties go to the first source.
-    places = [((2 * j + 1) * period / (2 * s), i, j) for i, s in enumerate(shares) for j in range(s)]
-    return [(source, index) for _, source, index in sorted(places)]
-
-
-def validation_batches(
-    config: DataConfig,
-    *,
-    sequence_length: int,
-    batch_size: int,
-    count: int,
-    process_index: int = 0,
-    process_count: int = 1,
-    source: str | None = None,
-) -> dict[str, list[Batch]]:
-    """This process's part of up to `count` held-out batches of every source, or of one; equal at every call.
-
-    The windows are spaced evenly over the split. A shorter split gives fewer batches, the last one padded with
-    sequences of weight 0. A source without held-out data (`validation_fraction=0`) is left out.
-
-    Raises:
-      UserError: the data cannot be opened, the batch does not divide, or there is no such source.
-    """
-    local = _local_size(batch_size, process_count)
-    mixture = open_mixture(config, process_index)
-    names = [s.name for s in mixture.sources]
-    if source is not None and source not in names:
-        raise ConfigError(f"There is no data source {source!r} to validate on. The sources are: {', '.join(names)}.")
-    found, eos_id = {}, mixture.tokenizer.eos_id
-    for s in mixture.sources:
-        if source not in (None, s.name) or s.tokens("validation") == 0:
-            continue
-        windows = s.windows(sequence_length, config.seed, "validation")
-        wanted = count * batch_size
-        if len(windows):
-            chosen = np.arange(min(wanted, len(windows))) * (max(1, len(windows) // wanted) if s.needles is None else 1)
-            tokens, weights = windows.read(chosen)
-        else:  # less than one window: padded
-            found_tokens = s.prepared.tokens("validation", 0, sequence_length + 1)
-            tokens = np.pad(found_tokens, (0, sequence_length + 1 - len(found_tokens)), constant_values=eos_id)[None]
-            weights = (np.arange(sequence_length)[None] < len(found_tokens) - 1).astype(np.float32)
-        missing = ((0, -len(tokens) % batch_size), (0, 0))
-        tokens, weights = np.pad(tokens, missing, constant_values=eos_id), np.pad(weights, missing)
-        found[s.name] = [
-            make_batch(tokens[i : i + local], weights[i : i + local], segments=config.segments, eos_id=eos_id)
-            for i in range(process_index * local, len(tokens), batch_size)
-        ]
-    return found
-
-
-def held_out_tokens(config: DataConfig, source_index: int, n_tokens: int) -> Int32[np.ndarray, " n"]:
-    """The first `n_tokens` held-out tokens of a text source, or all if it has fewer; EOS ends every document.
-
-    Raises:
-      ConfigError: the source is needles (use `needle_windows`), or has no held-out data.
-    """
-    source = _source(config, source_index)
-    if source.prepared is None:
-        raise ConfigError("data source 'needles' has no held-out text: its windows are made for every length.")
-    tokens = source.prepared.tokens("validation", 0, n_tokens)
-    if not len(tokens):
-        raise ConfigError(f"data source {source.name!r} holds out nothing. Set data.validation_fraction above 0.")
-    return tokens
-
-
-def needle_windows(
-    config: DataConfig, source_index: int, length: int, seed: int | None = None, split: str = "validation"
-) -> NeedleWindows:
-    """The windows of a needles source, of any length, in the vocabulary of the config.
-
-    Raises:
-      ConfigError: the source is not needles, or the length is too short for it.
-    """
-    source = _source(config, source_index)
-    if source.needles is None:
-        raise ConfigError(f"data source {source.name!r} is not needles.")
-    return source.windows(length, config.seed if seed is None else seed, split)
-
-
-def _source(config: DataConfig, index: int) -> MixtureSource:
-    sources = open_mixture(config).sources
-    if not 0 <= index < len(sources):
-        raise ConfigError(f"There is no data source number {index}: the config has {len(sources)}.")
-    return sources[index]

@@ -38,9 +38,7 @@ class RecordStream:
         self._first_record = np.cumsum([0] + [s.records for s in shards])
         self.tokens = sum(s.tokens for s in shards)
         self.in_memory = self.tokens * self._dtype.itemsize <= IN_MEMORY_BYTES
-        self._make_caches()
-
-    def _make_caches(self) -> None:
+        self.threads = 1 if self.in_memory else 8  # that read it best
         self._array: np.ndarray | None = None
         self._lock = threading.Lock()
         self._reader = functools.cache(self._open_shard)
@@ -48,24 +46,19 @@ class RecordStream:
         self._copy = functools.cache(self._fetch)
         self._record = functools.lru_cache(CACHED_RECORDS)(self._read_record)
 
-    def __getstate__(self) -> dict[str, Any]:  # a Grain worker opens its own files
-        return {
-            k: v
-            for k, v in vars(self).items()
-            if k not in ("_array", "_lock", "_reader", "_record", "_checksums", "_copy")
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._make_caches()
-
     def gather(self, starts: Int[np.ndarray, " n"], length: int) -> UInt[np.ndarray, "n length"]:
         """The `length` tokens from each start; all must lie inside the stream."""
-        if not len(starts):
-            return np.zeros((0, length), self._dtype)
-        if self.in_memory:
+        starts = np.asarray(starts, np.int64)
+        if self.in_memory and len(starts):
             return np.lib.stride_tricks.sliding_window_view(self._whole(), length)[starts]
-        return np.stack([self.read(int(s), int(s) + length) for s in starts])
+        return self.gather_pieces(starts, np.full(len(starts), length)).reshape(len(starts), length)
+
+    def gather_pieces(
+        self, starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]
+    ) -> UInt[np.ndarray, " tokens"]:
+        """The tokens of ranges of different lengths, one after another."""
+        pieces = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+        return np.concatenate([np.zeros(0, self._dtype), *(self.read(start, stop) for start, stop in pieces)])
 
     def read(self, start: int, stop: int) -> UInt[np.ndarray, " n"]:
         """The tokens start..stop - 1, in the stored dtype."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import google_crc32c
 import numpy as np
 from jaxtyping import Bool, Int, Int64, UInt, UInt32
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 4096  # of a checksum: 8 or 16 kB
 DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "I64": np.int64}
 MOST_HEADER_BYTES = 10_000
+FEW, LONG = 8, 256  # windows that are copied one by one, as NumPy takes more to find them than to copy them
 
 
 def tensor_places(content: bytes | np.ndarray) -> dict[str, tuple[np.dtype, int, int]]:
@@ -67,7 +70,7 @@ class TokenStream:
       DataError: from every method that reads: a shard is damaged, or is missing.
     """
 
-    in_memory = True
+    threads = 1  # that read it best
 
     def __init__(self, directory: AnyPath, metadata: Metadata, split: str):
         self._directory, self._shards = directory, metadata.shards[split]
@@ -76,30 +79,59 @@ class TokenStream:
         self.tokens = int(self._first[-1])
         self._mapped = functools.cache(self._map)
 
-    def __getstate__(self) -> dict[str, Any]:  # a Grain worker maps its own files
-        return {k: v for k, v in vars(self).items() if k != "_mapped"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._mapped = functools.cache(self._map)
-
     def gather(self, starts: Int[np.ndarray, " n"], length: int) -> UInt[np.ndarray, "n length"]:
         """The `length` tokens from each start; all must lie inside the stream."""
-        starts = np.asarray(starts)
+        starts = np.asarray(starts, np.int64)
         found = np.empty((len(starts), length), self._dtype)
-        if not len(starts) or not length:
-            return found
-        first, last = (np.searchsorted(self._first, at, side="right") - 1 for at in (starts, starts + length - 1))
-        for i in np.flatnonzero(first != last):
-            found[i] = self.read(int(starts[i]), int(starts[i]) + length)
-        for number in np.unique(first[first == last]):
-            mine = np.flatnonzero((first == number) & (first == last))
-            mapped, inside = self._mapped(int(number)), starts[mine] - self._first[number]
-            if mapped.unverified.any():
-                for start in inside:
-                    self._verify(int(number), int(start), int(start) + length)
-            found[mine] = np.lib.stride_tricks.sliding_window_view(mapped.tokens, length)[inside]
+        for number, mine, inside in self._by_shard(starts, length):
+            if number is None:  # they begin in one shard and end in another one
+                for i in mine.tolist():
+                    found[i] = self.read(int(starts[i]), int(starts[i]) + length)
+            elif len(mine) < FEW or length >= LONG:
+                tokens = self._mapped(number).tokens
+                for i, start in zip(mine.tolist(), inside.tolist(), strict=True):
+                    found[i] = tokens[start : start + length]
+            else:
+                found[mine] = np.lib.stride_tricks.sliding_window_view(self._mapped(number).tokens, length)[inside]
         return found
+
+    def gather_pieces(
+        self, starts: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]
+    ) -> UInt[np.ndarray, " tokens"]:
+        """The tokens of pieces of documents, one after another. A document is in one shard."""
+        starts, lengths = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
+        stops = np.cumsum(lengths)
+        found = np.empty(int(lengths.sum()), self._dtype)
+        for number, mine, inside in self._by_shard(starts, lengths):
+            tokens, each = self._mapped(number).tokens, lengths[mine]
+            if each.sum() < LONG * len(mine):
+                first, within = np.cumsum(each) - each, np.arange(int(each.sum()))
+                found[np.repeat((stops[mine] - each) - first, each) + within] = tokens[
+                    np.repeat(inside - first, each) + within
+                ]
+                continue
+            for stop, start, length in zip(stops[mine].tolist(), inside.tolist(), each.tolist(), strict=True):
+                found[stop - length : stop] = tokens[start : start + length]
+        return found
+
+    def _by_shard(
+        self, starts: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, " n"] | int
+    ) -> Iterator[tuple[int | None, Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]]:
+        """(shard, which ranges are in it, their starts there), verified; (None, ...) of ranges in several shards."""
+        if not len(starts):
+            return
+        lengths = np.broadcast_to(lengths, starts.shape)
+        shard = np.searchsorted(self._first, starts, side="right") - 1
+        shard[starts + lengths > self._first[shard + 1]] = len(self._shards)
+        order = np.argsort(shard, kind="stable")
+        numbers, first = np.unique(shard[order], return_index=True)
+        for number, mine in zip(numbers.tolist(), np.split(order, first[1:]), strict=True):
+            if number == len(self._shards):
+                yield None, mine, starts[mine]
+                continue
+            inside = starts[mine] - self._first[number]
+            self._verify(number, inside, inside + lengths[mine])
+            yield number, mine, inside
 
     def read(self, start: int, stop: int) -> UInt[np.ndarray, " n"]:
         """The tokens start..stop - 1, in the stored dtype."""
@@ -110,10 +142,8 @@ class TokenStream:
         for number in range(*self._shards_of(start, stop)):
             first = int(self._first[number])
             inside = max(start - first, 0), min(stop - first, self._shards[number].tokens)
-            mapped = self._mapped(number)
-            if mapped.unverified.any():
-                self._verify(number, *inside)
-            parts.append(mapped.tokens[slice(*inside)])
+            self._verify(number, *(np.asarray([place]) for place in inside))
+            parts.append(self._mapped(number).tokens[slice(*inside)])
         return np.concatenate(parts)
 
     @functools.cached_property
@@ -122,22 +152,24 @@ class TokenStream:
         parts = [self._mapped(i).ends + self._first[i] for i in range(len(self._shards))]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
-    @property
+    @functools.cached_property
     def has_loss(self) -> bool:
         """Whether only some tokens count as targets."""
         return any(self._mapped(i).loss is not None for i in range(len(self._shards)))
 
     def loss(self, starts: Int[np.ndarray, " n"], length: int) -> Bool[np.ndarray, "n length"]:
         """Whether each of the `length` tokens from each start counts as a target."""
-        found = np.ones((len(starts), length), bool)
-        for row, start in zip(found, map(int, starts), strict=True):
-            for number in range(*self._shards_of(start, start + length)):
-                first, bits = int(self._first[number]), self._mapped(number).loss
-                if bits is None:
-                    continue
-                low, high = max(start - first, 0), min(start + length - first, self._shards[number].tokens)
-                unpacked = np.unpackbits(bits[low // 8 : -(-high // 8)], bitorder="little")
-                row[low + first - start : high + first - start] = unpacked[low % 8 :][: high - low]
+        return self.loss_of((np.asarray(starts, np.int64)[:, None] + np.arange(length)).ravel()).reshape(-1, length)
+
+    def loss_of(self, places: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+        """Whether each of some tokens counts as a target."""
+        found = np.ones(len(places), bool)
+        shard = np.searchsorted(self._first, places, side="right") - 1
+        for number in np.unique(shard).tolist():
+            if (bits := self._mapped(number).loss) is not None:
+                mine = np.flatnonzero(shard == number)
+                inside = places[mine] - self._first[number]
+                found[mine] = bits[inside >> 3] >> (inside & 7).astype(np.uint8) & 1
         return found
 
     def _shards_of(self, start: int, stop: int) -> tuple[int, int]:
@@ -145,15 +177,21 @@ class TokenStream:
         first, last = np.searchsorted(self._first, [start, stop - 1], side="right")
         return int(first) - 1, int(last)
 
-    def _verify(self, number: int, start: int, stop: int) -> None:
-        """Compares the blocks of a shard that have the tokens start..stop - 1 with their checksums."""
+    def _verify(self, number: int, starts: Int64[np.ndarray, " n"], stops: Int64[np.ndarray, " n"]) -> None:
+        """Compares the blocks of a shard that have the tokens of some ranges with their checksums."""
         mapped = self._mapped(number)
-        for block in range(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)):
-            if mapped.unverified[block]:
-                content = mapped.tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].tobytes()
-                if int(crc32c(content), 16) != mapped.crc32c[block]:
-                    raise self._damaged(self._shards[number], f"block {block} is not the one that was written")
-                mapped.unverified[block] = False
+        if not mapped.unverified.any():
+            return
+        first, last = starts // BLOCK_TOKENS, -(-stops // BLOCK_TOKENS)
+        wanted = np.zeros(len(mapped.unverified) + 1, np.int64)
+        np.add.at(wanted, first, 1)
+        np.subtract.at(wanted, last, 1)
+        blocks = np.flatnonzero((np.cumsum(wanted[:-1]) > 0) & mapped.unverified)
+        for block in blocks.tolist():
+            content = mapped.tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
+            if google_crc32c.value(content.tobytes()) != mapped.crc32c[block]:
+                raise self._damaged(self._shards[number], f"block {block} is not the one that was written")
+        mapped.unverified[blocks] = False
 
     def _damaged(self, shard: Shard, reason: object) -> DataError:
         return DataError(

@@ -14,6 +14,7 @@ from typing import Any
 from pe_lab import storage
 from pe_lab.config import Config, from_dict, to_json
 from pe_lab.errors import ConfigError, DataError, UserError
+from pe_lab.identity import changed, config_hash, identity
 from pe_lab.recipes import load_config
 from pe_lab.results.records import as_dict, digest, mappings
 from pe_lab.storage import AnyPath, create_file, exists, json_object, read_bytes, replace_file

@@ -10,6 +10,7 @@ import jax
 
 from pe_lab.checkpoints.checkpoint import metadata_of
 from pe_lab.config import Config, to_json
+from pe_lab.identity import config_hash
 from pe_lab.model import Flops
 from pe_lab.positional import describe, label
 from pe_lab.positional.codec import ranges
@@ -22,7 +23,6 @@ from pe_lab.storage import (
     write_json,
 )
 from pe_lab.terminal import console
-from pe_lab.training.identity import config_hash
 from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
 from pe_lab.training.run import PhasePlan, Run
@@ -217,7 +217,8 @@ def write_phase(
         "peak_source": peak.source,
         "positional": encodings,
         "describe": describe(phase.schedule, phase.layers),
-        "mixture": list(run.mixture),
+        "packing": run.config.data.packing,
+        "mixture": list(run.mixtures[phase.index]),
         "tokenizer": run.config.data.tokenizer,
         "vocab_size": model.config.vocab_size,
         "lineage": lineage,
@@ -278,7 +279,7 @@ def checkpoint_metadata(
         config=to_json(run.config),
         config_hash=config_hash(run.config),
         lineage=lineage,
-        mixture=list(run.mixture),
+        mixture=list(run.mixtures[phase.index]),
         tokenizer=run.tokenizer.fingerprint,
         vocab_size=model.vocab_size,
         versions=versions(),

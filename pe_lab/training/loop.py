@@ -225,6 +225,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                 if event is not None:
                     _act(work, start, event, monitor, pipeline, logs)
 
+        pipeline.place = lambda batch: place_batch(batch, work.shardings.batch)  # while the step before runs
         progress.update(step, f"{step}/{steps}  compiling")
         if step == 0:
             with times.wait("validation"):
@@ -236,7 +237,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
             first = step == started
             with work.profiler.begin(step + 1), ledger.time("compile") if first else contextlib.nullcontext():
                 with times.wait("input"):
-                    batch = place_batch(next(pipeline), work.shardings.batch)
+                    batch = next(pipeline)
                 if work.replay is not None:
                     work.replay.check(step + 1, state, batch, work.schedule)
                 state, metrics = work.train_step(state, batch, work.schedule)
@@ -245,6 +246,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
             step += 1
             stops.can_save = True
             settle()  # the metrics of the previous step, while this one runs
+            _log_epochs(work, step, pipeline, logs)
             pending.append((step, metrics))
             if profiled := work.profiler.end(metrics, directory):
                 work.out.print(profiled)
@@ -269,7 +271,8 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                 settle()
                 with times.wait("validation"):
                     losses = work.validate(state.params)
-                logs.write("metrics", {"step": step, "tokens": start.tokens_at(step, each), **losses})
+                record = {"step": step, "tokens": start.tokens_at(step, each), **losses}
+                logs.write("metrics", record | pipeline.tokens_read())
 
             stopping = _stop_requested(work)
             due = step % config.checkpoint.every_steps == 0 or step in config.checkpoint.milestones
@@ -348,6 +351,14 @@ def _log(work: _Work, start: Start, pipeline: Pipeline, logs: PhaseLogs, event: 
         for batch in batches:
             for sequence in pipeline.sequences(batch):
                 logs.write("spikes", {"step": event.step, "event": event.action, **sequence})
+
+
+def _log_epochs(work: _Work, step: int, pipeline: Pipeline, logs: PhaseLogs) -> None:
+    """Writes an event for each source that a step has begun to read anew; the first one is told."""
+    for source, epoch in pipeline.new_repeats():
+        logs.write("metrics", {"step": step, "event": "epoch", "source": source, "epoch": epoch})
+        if epoch == 2:
+            work.out.print(f"{work.phase.name}: step {step} reads data source '{source}' for the 2nd time")
 
 
 def _validation(

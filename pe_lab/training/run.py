@@ -17,8 +17,9 @@ from pe_lab.checkpoints.locating import DIRECTORY, steps_in
 from pe_lab.checkpoints.source import Source
 from pe_lab.checkpoints.surgery import check_same_shape
 from pe_lab.config import Config, ModelConfig, PhaseConfig, check_bounds
+from pe_lab.data.held_out import validation_batches
 from pe_lab.data.needles import NeedleWindows
-from pe_lab.data.pipeline import Pipeline, build_pipeline, validation_batches
+from pe_lab.data.pipeline import Pipeline, build_pipeline
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Model, complete, least_parameters
@@ -110,7 +111,7 @@ class Run:
     mesh: Mesh
     rules: AxisRules
     phases: tuple[PhasePlan, ...]
-    mixture: Sequence[dict[str, Any]]
+    mixtures: tuple[Sequence[dict[str, Any]], ...]  # of each phase
     tokenizer: Tokenizer
 
 
@@ -137,8 +138,9 @@ def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | No
         _check_parent(config, phases[index], parent)
     # A later phase may have windows that are longer than the corpus, so the data of every phase is opened.
     pipelines = [open_pipeline(config, phase, mesh) for phase in phases]
-    for pipeline in pipelines:
-        pipeline.close()
+    config = _with_steps(config, pipelines)
+    phases = plan_phases(config)
+    mixtures = tuple(p.describe(phase.config.steps) for p, phase in zip(pipelines, phases, strict=True))
     first = pipelines[0]
     vocab_size = vocabulary(config, first.vocab_size)
     models = phase_models(config, phases, vocab_size, mesh, rules, chip_of(mesh.devices.flat[0]), must_fit=True)
@@ -153,7 +155,21 @@ def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | No
             _check_parent(config, phase, parents[phase.index], vocab_size)
             if not phase.config.other_tokenizer:
                 check_tokenizer(parents[phase.index], first.tokenizer, phase.where)
-    return Run(config, workdir, models, mesh, rules, phases, first.mixture, first.tokenizer)
+    return Run(config, workdir, models, mesh, rules, phases, mixtures, first.tokenizer)
+
+
+def _with_steps(config: Config, pipelines: Sequence[Pipeline]) -> Config:
+    """The config with the steps of phases that have `epochs`; checks that no source runs dry in any phase."""
+    phases = []
+    for i, (phase, pipeline) in enumerate(zip(config.phases, pipelines, strict=True)):
+        try:
+            if phase.epochs:
+                phase = dataclasses.replace(phase, steps=pipeline.steps_of(phase.epochs))
+            pipeline.check_supply(phase.steps)
+        except UserError as error:
+            raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
+        phases.append(phase)
+    return dataclasses.replace(config, phases=tuple(phases))
 
 
 def _check_parent(config: Config, phase: PhasePlan, parent: Source, vocab_size: int = 0) -> None:
@@ -254,15 +270,20 @@ def attention_of(model: Model, phase: PhasePlan, config: Config, mesh: Mesh, rul
 
 def open_pipeline(config: Config, phase: PhasePlan, mesh: Mesh, state: Mapping[str, Any] | None = None) -> Pipeline:
     """The training batches of a phase from the position `state`. Each phase has its own order of the windows."""
-    pipeline = build_pipeline(
-        config.data,
-        sequence_length=phase.config.sequence_length,
-        batch_size=phase.config.batch_size,
-        seed=config.data.seed + phase.index,
-        **batch_share(mesh),
-    )
-    if state is not None:
-        pipeline.set_state(state)
+    try:
+        pipeline = build_pipeline(
+            config.data,
+            sequence_length=phase.config.sequence_length,
+            batch_size=phase.config.batch_size,
+            seed=config.data.seed + phase.index,
+            weights=phase.config.weights,
+            **batch_share(mesh),
+        )
+        if state is not None:
+            pipeline.set_state(state)
+            pipeline.check_supply(phase.config.steps)
+    except ConfigError as error:
+        raise ConfigError(f"{phase.where}: {error}") from None
     return pipeline
 
 

@@ -20,11 +20,11 @@ from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.store import Store, templates
 from pe_lab.checkpoints.surgery import NOTHING, change, check_same_shape, lineage_entry
 from pe_lab.errors import CheckpointError, DataError, StoreError
+from pe_lab.identity import change_text, changed, may_change
 from pe_lab.model import Model, Params
 from pe_lab.positional import Schedule
 from pe_lab.storage import AnyPath, exists, read_bytes, write_file
 from pe_lab.training.extension import extension_text
-from pe_lab.training.identity import change_text, changed, may_change
 from pe_lab.training.logs import checkpoint_metadata
 from pe_lab.training.run import PhasePlan, Run, held_out_batches, open_pipeline
 from pe_lab.training.stability import Monitor, skip_policy
@@ -184,9 +184,11 @@ def _set_former_aside(phase: PhasePlan, store: Store, show: Callable[[str], None
 
 def _check_same_data(run: Run, phase: PhasePlan, parent: Checkpoint) -> None:
     """Refuses data that has changed since the previous phase. Within a phase, the pipeline checks it."""
-    before = parent.metadata["data_state"]["data"]
+    before = dict(parent.metadata["data_state"]["data"])
     with contextlib.closing(open_pipeline(run.config, phase, run.mesh)) as pipeline:
-        now = pipeline.get_state()["data"]
+        now = dict(pipeline.get_state()["data"])
+    for about in (before, now):
+        about["sources"] = [fingerprint for _, _, fingerprint in about["sources"]]  # names and weights may change
     for name in ("sources", "tokenizer"):
         was, is_ = (_unweighted(about[name]) for about in (before, now))
         if was != is_:

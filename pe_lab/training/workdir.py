@@ -14,6 +14,7 @@ import jax
 from pe_lab.checkpoints.locating import DIRECTORY, find_checkpoints, steps_in, stored_metadata
 from pe_lab.config import Config, to_json
 from pe_lab.errors import CheckpointError, ConfigError, UserError
+from pe_lab.identity import MAY_CHANGE, changed, config_hash, identity, may_change
 from pe_lab.parallel import all_values
 from pe_lab.storage import (
     AnyPath,
@@ -28,7 +29,6 @@ from pe_lab.storage import (
     write_json,
 )
 from pe_lab.terminal import console
-from pe_lab.training.identity import MAY_CHANGE, changed, config_hash, identity, may_change
 from pe_lab.training.machine import machine, versions
 
 RUN_FILE, LEASE_FILE = "run.json", "lease.json"

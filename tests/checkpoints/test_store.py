@@ -24,6 +24,7 @@ from pe_lab.checkpoints.retention import Retention
 from pe_lab.checkpoints.store import templates
 from pe_lab.config import MeshConfig, ModelConfig, to_json
 from pe_lab.errors import DataError, SaveFailed, UserError
+from pe_lab.identity import config_hash
 from pe_lab.model import Model
 from pe_lab.parallel import make_mesh
 from pe_lab.positional import (
@@ -38,7 +39,6 @@ from pe_lab.positional import (
     from_canonical,
     layers,
 )
-from pe_lab.training.identity import config_hash
 
 LEAST = {"id": "0", "phase": "pretrain", "step": 0, "training_length": 16, "lineage": []}  # that readers rely on
 

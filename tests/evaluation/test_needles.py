@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tiny
 
-from pe_lab.data.pipeline import needle_windows
+from pe_lab.data.held_out import needle_windows
 from pe_lab.errors import UserError
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.tasks import needles

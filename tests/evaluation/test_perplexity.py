@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from pe_lab.data.pipeline import held_out_tokens
+from pe_lab.data.held_out import held_out_tokens
 from pe_lab.errors import UserError
 from pe_lab.evaluation.scoring.forward import Forward
 from pe_lab.evaluation.tasks import perplexity as pp

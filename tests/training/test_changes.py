@@ -13,8 +13,8 @@ from pe_lab.checkpoints import open_checkpoint
 from pe_lab.checkpoints.locating import steps_in
 from pe_lab.config import to_json
 from pe_lab.errors import ConfigError
+from pe_lab.identity import MAY_CHANGE, change_text, changed, may_change
 from pe_lab.training import loop, open_run
-from pe_lab.training.identity import MAY_CHANGE, change_text, changed, may_change
 from pe_lab.training.workdir import claim_workdir, write_run
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")

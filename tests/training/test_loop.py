@@ -23,8 +23,8 @@ from tiny_runs import (
 
 from pe_lab.checkpoints import find_checkpoints, open_checkpoint
 from pe_lab.errors import DataError, TrainingDiverged, UserError
+from pe_lab.identity import config_hash
 from pe_lab.training import Stopped, loop, open_run
-from pe_lab.training.identity import config_hash
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
 

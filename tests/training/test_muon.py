@@ -15,11 +15,11 @@ from tiny_runs import assert_same_training, compilations_kept, tiny, train  # no
 
 from pe_lab.config import MeshConfig, ModelConfig, MuonConfig, OptimizerConfig, from_dict
 from pe_lab.errors import ConfigError
+from pe_lab.identity import may_change
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Rope, build_schedule, layers
 from pe_lab.training import compile_train_step, init_state, make_optimizer, make_shardings, place_batch
-from pe_lab.training.identity import may_change
 from pe_lab.training.muon import coefficients, is_matrix, matrices, newton_schulz_flops, orthogonalize
 
 SHAPE = ModelConfig(

@@ -26,7 +26,6 @@ from tiny_runs import (  # noqa: F401
 
 from pe_lab.config import MeshConfig, ModelConfig, OptimizerConfig, StabilityConfig
 from pe_lab.data import pipeline as pipeline_module
-from pe_lab.data.pipeline import Pipeline
 from pe_lab.errors import ConfigError, TrainingDiverged
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, make_mesh
@@ -162,19 +161,19 @@ def test_a_step_that_may_skip_overwrites_the_moments_without_copying_them():
 
 def poison(monkeypatch, batches: dict[int, str]) -> None:
     """Makes batches of the training data bad: nan has weights that are no numbers, wild has other targets."""
-    read = pipeline_module._ReadBatch.__call__
+    gather = pipeline_module.gather_batch
 
-    def poisoned(self, addresses):
-        found = read(self, addresses)
-        for row, address in enumerate(addresses):
-            kind = batches.get(int(address) // BATCH)
+    def poisoned(windows, source, window, *args):
+        found = gather(windows, source, window, *args)
+        for row, number in enumerate(window):
+            kind = batches.get(int(number) // BATCH)
             if kind == "nan":
                 found["weights"][row] = np.nan
             elif kind == "wild":
                 found["targets"][row] = 7  # never met
         return found
 
-    monkeypatch.setattr(pipeline_module._ReadBatch, "__call__", poisoned)
+    monkeypatch.setattr(pipeline_module, "gather_batch", poisoned)
 
 
 PHASES = (
@@ -225,9 +224,8 @@ def final(run: Path) -> dict[str, bytes]:
 def test_a_rewound_run_is_one_that_never_met_the_batch(tmp_path, monkeypatch):
     settings = config(tmp_path / "recipe", on_nonfinite="rewind", on_spike="rewind")
     with monkeypatch.context() as patch:
-        patch.setattr(Pipeline, "set_state", lambda self, state: None)
-        start = Pipeline._start
-        patch.setattr(Pipeline, "_start", lambda self, batch: (self.leave_out([6, 17]), start(self, batch))[1])
+        opened = loop.open_pipeline
+        patch.setattr(loop, "open_pipeline", lambda *args: (found := opened(*args), found.leave_out([6, 17]))[0])
         train(settings, tmp_path / "without")
     poison(monkeypatch, {6: "nan", 17: "wild"})
     train(settings, tmp_path / "run")

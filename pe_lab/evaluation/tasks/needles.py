@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from pe_lab.config import DataConfig
-from pe_lab.data.pipeline import needle_windows
+from pe_lab.data.held_out import needle_windows
 from pe_lab.evaluation.tasks.perplexity import bin_edges, standard_error
 from pe_lab.evaluation.tasks.task import Suite
 from pe_lab.terminal import positive

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int, Int32
 
 from pe_lab.config import DataConfig
-from pe_lab.data.pipeline import held_out_tokens
+from pe_lab.data.held_out import held_out_tokens
 from pe_lab.data.windows import make_batch
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.tasks.task import Suite

@@ -13,6 +13,7 @@ from pe_lab.config import Config, from_dict, to_json
 # The keys that a result depends on. They make `config_hash`.
 _IDENTITY = ("seed", "model", "data", "phases")
 _NOT_IDENTITY = ("data.cache_dir", "data.workers", "model.remat", "model.loss_chunks", "model.scan")
+_OF_SUPPLY = re.compile(r"data\.sources\.\d+\.(name|epochs|when_dry)")  # they change no order of data
 
 # What may change between two starts of a run, and what then happens. N is a number, * anything that follows.
 # docs/recipes.md has this table. Every change is recorded in run.json; those of training also in the lineage.
@@ -23,6 +24,10 @@ MAY_CHANGE = {
     "phases.N.accumulate": "the gradients are the same up to rounding",
     "phases.N.optimizer.*": "the moments stay; the schedule is computed anew; not `name`, whose state is another",
     "data.sources.N.weight": "the mixture has the new weights from the next batch on",
+    "phases.N.weights.*": "the same",
+    "data.sources.N.name": "",
+    "data.sources.N.epochs": "checked against what the phases still read",
+    "data.sources.N.when_dry": "",
     "data.tokenizer": "where it is found; another vocabulary is refused",
     "data.cache_dir": "",
     "data.workers": "",
@@ -71,10 +76,11 @@ def _flat(config: Config) -> dict[str, Any]:
 
 def identity(config: Config) -> dict[str, Any]:
     """The part of a config that a result depends on, flat: {"model.layers": 4, ...}."""
+    other = {*_NOT_IDENTITY, *(f"phases.{i}.steps" for i, phase in enumerate(config.phases) if phase.epochs)}
     return {
         key: value
         for key, value in _flat(config).items()
-        if key.partition(".")[0] in _IDENTITY and key not in _NOT_IDENTITY
+        if key.partition(".")[0] in _IDENTITY and key not in other and not _OF_SUPPLY.fullmatch(key)
     }
 
 

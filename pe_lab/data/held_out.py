@@ -1,0 +1,100 @@
+"""Held-out data: validation batches of every source, contiguous tokens, and needles of any length."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Int32
+
+from pe_lab.config import DataConfig
+from pe_lab.data.mixture import MixtureSource, open_mixture
+from pe_lab.data.needles import NeedleWindows
+from pe_lab.data.pipeline import Batch, gather_batch, local_size
+from pe_lab.data.windows import make_batch
+from pe_lab.errors import ConfigError
+
+
+def validation_batches(
+    config: DataConfig,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    count: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    source: str | None = None,
+) -> dict[str, list[Batch]]:
+    """This process's part of up to `count` held-out batches of every source, or of one; equal at every call.
+
+    The windows are spaced evenly over the split. A shorter split gives fewer batches, the last one padded with
+    sequences of weight 0. A source without held-out data (`validation_fraction=0`) is left out.
+
+    Raises:
+      UserError: the data cannot be opened, the batch does not divide, or there is no such source.
+    """
+    local = local_size(batch_size, process_count)
+    mixture = open_mixture(config, process_index)
+    names = [s.name for s in mixture.sources]
+    if source is not None and source not in names:
+        raise ConfigError(f"There is no data source {source!r} to validate on. The sources are: {', '.join(names)}.")
+    found, eos_id = {}, mixture.tokenizer.eos_id
+    for s in mixture.sources:
+        if source not in (None, s.name) or s.tokens("validation") == 0:
+            continue
+        windows = s.windows(sequence_length, config.seed, "validation")
+        wanted = count * batch_size
+        if len(windows):
+            chosen = np.arange(min(wanted, len(windows))) * (max(1, len(windows) // wanted) if s.needles is None else 1)
+            whole = gather_batch([windows], np.zeros_like(chosen), chosen, config.segments, eos_id)
+        else:  # less than one window: padded
+            stream = s.prepared.streams["validation"]
+            tokens = stream.read(0, sequence_length + 1).astype(np.int32)
+            weights = np.zeros((1, sequence_length), np.float32)
+            weights[0, : len(tokens) - 1] = stream.loss(np.asarray([0]), len(tokens))[0, 1:] if stream.has_loss else 1
+            tokens = np.pad(tokens, (0, sequence_length + 1 - len(tokens)), constant_values=eos_id)[None]
+            whole = make_batch(tokens, weights, segments=config.segments, eos_id=eos_id)
+        missing = -len(whole["tokens"]) % batch_size
+        paddings = {"tokens": eos_id, "targets": eos_id, "weights": 0, "segments": 1, "positions": 0}
+        for name, padding in paddings.items():
+            if name in whole:
+                whole[name] = np.pad(whole[name], ((0, missing), (0, 0)), constant_values=padding)
+        found[s.name] = [
+            {name: array[i : i + local] for name, array in whole.items()}
+            for i in range(process_index * local, len(whole["tokens"]), batch_size)
+        ]
+    return found
+
+
+def held_out_tokens(config: DataConfig, source_index: int, n_tokens: int) -> Int32[np.ndarray, " n"]:
+    """The first `n_tokens` held-out tokens of a text source, or all if it has fewer; EOS ends every document.
+
+    Raises:
+      ConfigError: the source is needles (use `needle_windows`), or has no held-out data.
+    """
+    source = _source(config, source_index)
+    if source.prepared is None:
+        raise ConfigError("data source 'needles' has no held-out text: its windows are made for every length.")
+    tokens = source.prepared.tokens("validation", 0, n_tokens)
+    if not len(tokens):
+        raise ConfigError(f"data source {source.name!r} holds out nothing. Set data.validation_fraction above 0.")
+    return tokens
+
+
+def needle_windows(
+    config: DataConfig, source_index: int, length: int, seed: int | None = None, split: str = "validation"
+) -> NeedleWindows:
+    """The windows of a needles source, of any length, in the vocabulary of the config.
+
+    Raises:
+      ConfigError: the source is not needles, or the length is too short for it.
+    """
+    source = _source(config, source_index)
+    if source.needles is None:
+        raise ConfigError(f"data source {source.name!r} is not needles.")
+    return source.windows(length, config.seed if seed is None else seed, split)
+
+
+def _source(config: DataConfig, index: int) -> MixtureSource:
+    sources = open_mixture(config).sources
+    if not 0 <= index < len(sources):
+        raise ConfigError(f"There is no data source number {index}: the config has {len(sources)}.")
+    return sources[index]

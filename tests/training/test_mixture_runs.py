@@ -1,0 +1,61 @@
+"""Runs on mixtures: steps from epochs, tokens by source in the log, epochs told, dry sources refused."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import records, tiny, train
+
+from pe_lab.errors import UserError
+from pe_lab.training import open_run
+
+
+def mixed(directory, weights, epochs=1, batch=8, limit=0, **source):
+    """A config of two sources of text, packed by best fit."""
+    directory.mkdir(exist_ok=True)
+    sources = []
+    for name, count in (("a", 60), ("b", 20)):
+        rng = np.random.default_rng(count)
+        lines = [json.dumps({"text": f"{i} " + "x" * int(rng.integers(1, 12))}) for i in range(count)]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines))
+        sources.append({"source": f"jsonl:{directory / name}.jsonl", "name": name})
+    sources[1] |= {"epochs": limit, **source}
+    phase = {"name": "pretrain", "positional": "rope", "sequence_length": 16, "batch_size": batch, "epochs": epochs}
+    phase |= {"weights": weights, "optimizer": {"learning_rate": 0.01, "warmup_steps": 2}}
+    data = {"data__sources": repr(sources), "data__cache_dir": str(directory / "cache"), "data__segments": True}
+    return tiny(directory, phases=repr([phase]), data__packing="best_fit", **data)
+
+
+def test_a_run_of_epochs_counts_the_tokens_of_each_source(tmp_path):
+    settings = mixed(tmp_path / "recipe", {"a": [[0, 1], [4, 3]]}, epochs={"a": 1}, when_dry="repeat")
+    train(settings, tmp_path / "run")
+    phase = json.loads((tmp_path / "run/pretrain/phase.json").read_text())
+    a, b = phase["mixture"]
+    assert (a["name"], a["weights"], b["weights"]) == ("a", [[0, 1.0], [4, 3.0]], [[0, 1.0], [4, 1.0]])
+    assert phase["packing"] == "best_fit" and 0.8 < a["packing_efficiency"] <= 1
+    steps = phase["steps"]
+    of_a = 4 * 4 + (steps - 4) * 6
+    assert of_a <= a["windows"] < of_a + 6
+    log = records(tmp_path / "run/pretrain/metrics.jsonl")
+    validated = [record for record in log if "read_tokens/a" in record]
+    assert [record["step"] for record in validated] == sorted({*range(4, steps, 4), steps})
+    last = validated[-1]
+    assert last["read_tokens/a"] == pytest.approx(last["expected_tokens/a"], rel=0.1)
+    assert last["read_tokens/a"] <= of_a * 16
+    assert {"validation_loss/a", "validation_loss/b"} <= last.keys()
+    epochs = [record for record in log if record.get("event") == "epoch"]
+    windows_of_b = steps * 8 - of_a
+    assert [record["epoch"] for record in epochs] == list(range(2, -(-windows_of_b // b["windows"]) + 1))
+    assert {record["source"] for record in epochs} <= {"b"}
+
+
+def test_a_dry_source_is_refused_before_anything_is_written(tmp_path):
+    settings = mixed(tmp_path / "recipe", {"b": 9}, epochs={"a": 1}, limit=1)
+    with pytest.raises(UserError, match=r"config.phases\[0\] \('pretrain'\): data source 'b' runs dry at step"):
+        open_run(settings, tmp_path / "run", devices=jax.devices()[:1])
+    assert not (tmp_path / "run").exists()
+    resolved = open_run(mixed(tmp_path / "recipe", {}, epochs={"b": 1}), tmp_path / "run", devices=jax.devices()[:1])
+    assert resolved.config.phases[0].steps == resolved.phases[0].config.steps < 1000
+    assert dataclasses.replace(resolved.config.phases[0], steps=1000).epochs == {"b": 1}
