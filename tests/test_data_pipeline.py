@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from pe_lab.config import DataConfig, SourceConfig
-from pe_lab.data import shards
 from pe_lab.data.mixture import open_mixture
 from pe_lab.data.pipeline import (
     build_pipeline,
@@ -177,16 +176,6 @@ def test_an_epoch_has_every_window_once_and_the_next_another_order(config):
     assert addresses(again, windows, len(windows)) == first
     for p in (pipeline, other, again):
         p.close()
-
-
-def test_reading_from_disk_gives_the_same_batches(config, monkeypatch):
-    memory = build(config)
-    batches = take(memory, 20)
-    memory.close()
-    monkeypatch.setattr(shards, "IN_MEMORY_BYTES", 0)
-    disk = build(config)
-    assert_same(take(disk, 20), batches)
-    disk.close()
 
 
 def test_validation_text_is_never_trained_on(config):

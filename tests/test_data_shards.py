@@ -3,15 +3,18 @@
 import json
 import platform
 import shutil
+import tarfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pe_lab.config import SourceConfig
-from pe_lab.data import preparation, shards
+from pe_lab.data import preparation, record_stream, shards, token_stream
 from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer, prepare, split_documents
-from pe_lab.data.shards import METADATA_FILE, TokenStream, open_prepared, read_metadata
+from pe_lab.data.record_stream import RecordStream
+from pe_lab.data.shards import METADATA_FILE, TokenStream, open_prepared, read_metadata, write_shard
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.data.windows import TokenWindows, make_batch, segment_ids
 from pe_lab.errors import UserError
@@ -42,12 +45,22 @@ def decoded(opened, split):
 
 
 @pytest.fixture
-def small_records(monkeypatch):
-    monkeypatch.setattr(shards, "RECORD_TOKENS", 128)
-    monkeypatch.setattr(shards, "RECORDS_PER_SHARD", 10)
+def small_shards(monkeypatch):
+    """Shards of at least 1,000 tokens, in blocks of 64."""
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 1000)
+    for module in (shards, token_stream):
+        monkeypatch.setattr(module, "BLOCK_TOKENS", 64)
 
 
-def test_every_document_is_in_one_split(tmp_path, small_records):
+@pytest.fixture
+def format_2(tmp_path):
+    """Prepared data of an earlier version, of DOCUMENTS, see tests/data/make_prepared_format_2.py."""
+    with tarfile.open(Path(__file__).parent / "data" / "prepared_format_2.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / "prepared"
+
+
+def test_every_document_is_in_one_split(tmp_path, small_shards):
     opened = open_prepared(prepared(tmp_path))
     train, validation = decoded(opened, "train"), decoded(opened, "validation")
     assert sorted(train + validation) == sorted(DOCUMENTS)
@@ -58,29 +71,58 @@ def test_every_document_is_in_one_split(tmp_path, small_records):
     assert m.documents == {"train": len(train), "validation": len(validation)}
     assert sum(m.tokens.values()) == sum(len(d) + 1 for d in DOCUMENTS)
     assert {split: stream.tokens for split, stream in opened.streams.items()} == m.tokens
-    assert len(m.shards["train"]) > 3 and all(s.records <= 10 for s in m.shards["train"])
+    assert len(m.shards["train"]) > 3 and all(1000 <= s.tokens < 1200 for s in m.shards["train"][:-1])
     assert {split: sum(s.documents for s in m.shards[split]) for split in m.shards} == m.documents
     assert m.dtype == "uint16" and m.eos_id == 256 and m.characters == sum(map(len, DOCUMENTS))
 
 
-def test_the_last_record_may_hold_one_token(tmp_path, small_records):
-    opened = open_prepared(prepared(tmp_path, ["x" * 256], fraction=0.0))  # and EOS: two records of 128 and one token
-    assert opened.metadata.tokens["train"] == opened.streams["train"].tokens == 257
-    assert decoded(opened, "train") == ["x" * 256]
+def test_windows_across_shards_and_blocks(tmp_path, small_shards):
+    opened = open_prepared(prepared(tmp_path))
+    stream = opened.streams["train"]
+    tokens = np.concatenate([opened.tokenizer.encode(d).tolist() + [256] for d in decoded(opened, "train")])
+    starts = np.random.default_rng(0).integers(0, stream.tokens - 2500, 50)
+    for length in (1, 64, 300, 2500):
+        found = stream.gather(starts, length)
+        np.testing.assert_array_equal(found, np.stack([tokens[s : s + length] for s in starts]))
+        np.testing.assert_array_equal(stream.read(int(starts[0]), int(starts[0]) + length), found[0])
+    np.testing.assert_array_equal(stream.read(0, stream.tokens), tokens)
+    np.testing.assert_array_equal(stream.ends, np.flatnonzero(tokens == 256) + 1)
+    assert len(stream.read(stream.tokens, stream.tokens + 5)) == 0
+    assert stream.gather(starts[:0], 7).shape == (0, 7)
+    assert not stream.has_loss and stream.loss(starts, 7).all()
 
 
-def test_a_stream_gives_equal_tokens_from_memory_and_by_record(tmp_path, small_records, monkeypatch):
-    out = prepared(tmp_path)
-    memory = open_prepared(out).streams["train"]
-    m = open_prepared(out).metadata
-    monkeypatch.setattr(shards, "IN_MEMORY_BYTES", 0)
-    disk = TokenStream(out, m, "train")
-    assert memory.in_memory and not disk.in_memory
-    starts = np.random.default_rng(0).integers(0, memory.tokens - 300, 50)
-    np.testing.assert_array_equal(memory.gather(starts, 300), disk.gather(starts, 300))
-    np.testing.assert_array_equal(memory.read(0, memory.tokens), disk.read(0, disk.tokens))
-    assert len(disk.read(disk.tokens, disk.tokens + 5)) == 0
-    assert memory.gather(starts[:0], 7).shape == disk.gather(starts[:0], 7).shape == (0, 7)
+def test_tokens_that_are_no_targets(tmp_path, small_shards):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 300, n) for n in (5, 70, 1, 64, 13, 200)]
+    loss = [rng.random(len(document)) < 0.5 for document in documents]
+    places = [slice(0, 2), slice(2, 3), slice(3, 6)]
+    written = [
+        write_shard(tmp_path / f"train-{i}.safetensors", documents[p], np.dtype("uint16"), None if i == 1 else loss[p])
+        for i, p in enumerate(places)
+    ]
+    loss[2] = np.ones(1, bool)  # of the shard without the tensor
+
+    class Described:
+        dtype, shards = "uint16", {"train": tuple(written)}
+
+    stream, whole = TokenStream(tmp_path, Described, "train"), np.concatenate(loss)
+    starts = rng.integers(0, stream.tokens - 150, 40)
+    assert stream.has_loss
+    np.testing.assert_array_equal(stream.loss(starts, 150), np.stack([whole[s : s + 150] for s in starts]))
+
+
+@pytest.mark.parametrize("in_memory", [2**20, 0])
+def test_data_of_an_earlier_version_are_read(format_2, monkeypatch, in_memory):
+    monkeypatch.setattr(record_stream, "IN_MEMORY_BYTES", in_memory)
+    opened = open_prepared(format_2)
+    stream = opened.streams["train"]
+    assert isinstance(stream, RecordStream) and stream.in_memory == bool(in_memory)
+    assert sorted(decoded(opened, "train") + decoded(opened, "validation")) == sorted(DOCUMENTS)
+    tokens = stream.read(0, stream.tokens)
+    starts = np.random.default_rng(0).integers(0, stream.tokens - 300, 50)
+    np.testing.assert_array_equal(stream.gather(starts, 300), np.stack([tokens[s : s + 300] for s in starts]))
+    np.testing.assert_array_equal(stream.ends, np.flatnonzero(tokens == 256) + 1)
 
 
 def test_windows_cover_the_stream_and_targets_are_the_next_tokens(tmp_path):
@@ -174,26 +216,24 @@ def first_shard(out):
     return out / read_metadata(out).shards["train"][0].file
 
 
-def test_damage_is_found_and_named(tmp_path, monkeypatch):
+def test_damage_is_found_and_named(tmp_path):
     out = prepared(tmp_path)
     path = first_shard(out)
     content = path.read_bytes()
     path.write_bytes(content[:-100])
     with pytest.raises(UserError, match=f"{path.name} is truncated"):
         open_prepared(out)
-    middle = len(content) // 2
-    path.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) * 400 + content[middle + 400 :])
-    for size in (2**20, 0):
-        monkeypatch.setattr(shards, "IN_MEMORY_BYTES", size)
-        with pytest.raises(UserError, match=f"{path.name} is damaged"):
+    for place, says in ((len(content) // 2, "block . is not the one"), (3, "header"), (400, "not the file that")):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
+        with pytest.raises(UserError, match=f"{path.name} is damaged: .*{says}"):
             open_prepared(out).streams["train"].read(0, 10**6)
     path.unlink()
     with pytest.raises(UserError, match=f"{path.name} is missing"):
         open_prepared(out)
 
 
-def test_a_record_that_was_not_written_there_is_never_read(tmp_path, small_records, monkeypatch):
-    """A shard of other data in the place of one, of the same size: ArrayRecord itself has nothing against it."""
+def test_a_shard_of_other_data_is_never_read(tmp_path):
+    """Whole in itself, of the same size, in the place of another."""
     out, other = prepared(tmp_path), tmp_path / "other"
     other.mkdir()
     swapped = prepared(other, [document.replace("lorem", "dolor") for document in DOCUMENTS])
@@ -201,19 +241,27 @@ def test_a_record_that_was_not_written_there_is_never_read(tmp_path, small_recor
     shutil.copyfile(swapped / path.name, path)
     shard = read_metadata(out).shards["train"][0]
     path.write_bytes(path.read_bytes().ljust(shard.bytes, b"\0")[: shard.bytes])
-    for size in (2**20, 0):
-        monkeypatch.setattr(shards, "IN_MEMORY_BYTES", size)
+    with pytest.raises(UserError, match=f"{path.name} is damaged"):
+        open_prepared(out).streams["train"].read(0, 100)
+
+
+@pytest.mark.parametrize("in_memory", [2**20, 0])
+def test_damaged_records_of_an_earlier_version(format_2, monkeypatch, in_memory):
+    monkeypatch.setattr(record_stream, "IN_MEMORY_BYTES", in_memory)
+    path = format_2 / "train-00000.array_record"
+    content, middle = path.read_bytes(), 300
+    for damaged in (path, path.with_suffix(".crc32c")):
+        whole = damaged.read_bytes()
+        at = middle if damaged == path else 0
+        damaged.write_bytes(whole[:at] + bytes([whole[at] ^ 255]) * 4 + whole[at + 4 :])
         with pytest.raises(UserError, match=f"{path.name} is damaged"):
-            open_prepared(out).streams["train"].read(0, 100)
-
-
-def test_the_checksums_of_records_are_verified_too(tmp_path):
-    out = prepared(tmp_path)
-    path = first_shard(out).with_suffix(".crc32c")
-    content = path.read_bytes()
-    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    with pytest.raises(UserError, match=f"{first_shard(out).name} is damaged: {path.name} has changed"):
-        open_prepared(out).streams["train"].read(0, 1)
+            open_prepared(format_2).streams["train"].read(0, 10**6)
+        damaged.write_bytes(whole)
+    # A file of other data, of the same size: ArrayRecord itself has nothing against it.
+    shutil.copyfile(format_2 / "train-00001.array_record", path)
+    path.write_bytes(path.read_bytes().ljust(len(content), b"\0")[: len(content)])
+    with pytest.raises(UserError, match=f"{path.name} is damaged"):
+        open_prepared(format_2).streams["train"].read(0, 100)
 
 
 def test_a_changed_digit_of_the_metadata_is_found(tmp_path):
@@ -221,17 +269,6 @@ def test_a_changed_digit_of_the_metadata_is_found(tmp_path):
     path.write_text(path.read_text().replace('"eos_id": 256', '"eos_id": 255'))
     with pytest.raises(UserError, match="metadata.json is damaged: it does not have the content"):
         open_prepared(path.parent)
-
-
-def test_data_of_the_version_without_digests_are_read(tmp_path):
-    path = prepared(tmp_path) / METADATA_FILE
-    metadata = json.loads(path.read_text()) | {"format": 1}
-    del metadata["crc32c"]
-    for shard in (shard for split in metadata["shards"].values() for shard in split):
-        del shard["crc32c"], shard["records_crc32c"], shard["documents"]
-    path.write_text(json.dumps(metadata))
-    stream = open_prepared(path.parent).streams["train"]
-    assert len(stream.read(0, stream.tokens)) == metadata["tokens"]["train"]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +307,7 @@ def test_a_failed_preparation_leaves_nothing(tmp_path, documents, fraction, says
     assert [p.name for p in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
-def test_a_failure_half_way_leaves_nothing(tmp_path, small_records, monkeypatch):
+def test_a_failure_half_way_leaves_nothing(tmp_path, small_shards, monkeypatch):
     monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 1000)
     config = jsonl(tmp_path / "corpus.jsonl", DOCUMENTS)
     with (tmp_path / "corpus.jsonl").open("a") as file:

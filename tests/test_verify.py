@@ -176,7 +176,7 @@ def test_prepared_data_and_what_has_no_digests(tmp_path, capsys):
     source = open_source(SourceConfig(f"jsonl:{tmp_path / 'corpus.jsonl'}"))
     prepare(source, "text", ByteTokenizer(), "bytes", tmp_path / "data", 0.5)
     assert main([str(tmp_path / "data")]) == 0
-    shard = next((tmp_path / "data").glob("train*.array_record"))
+    shard = next((tmp_path / "data").glob("train*.safetensors"))
     flip(shard, random.Random(3))
     assert main([str(tmp_path / "data")]) == 1
     assert f"{shard.name} has changed: its CRC-32C is" in capsys.readouterr().out

@@ -110,7 +110,6 @@ def prepare(
             tokens={split: w.tokens for split, w in writers.items()},
             characters=characters,
             content=content.hexdigest(),
-            record_tokens=writers["train"].record_tokens,
             shards={split: tuple(w.shards) for split, w in writers.items()},
             python=sys.version.split()[0],
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float32, Int, Int32
 
-from pe_lab.data.shards import TokenStream
+from pe_lab.data.record_stream import RecordStream
+from pe_lab.data.token_stream import TokenStream
 
 
 class TokenWindows:
@@ -15,7 +16,7 @@ class TokenWindows:
     first is a target exactly once. The last targets, fewer than T, are left out.
     """
 
-    def __init__(self, stream: TokenStream, length: int):
+    def __init__(self, stream: TokenStream | RecordStream, length: int):
         self._stream, self.length = stream, length
 
     def __len__(self) -> int:

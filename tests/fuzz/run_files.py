@@ -12,7 +12,7 @@ from .mutations import damage_bytes, damage_json_text, value
 
 
 class Prepared(Kind):
-    """metadata.json and the ArrayRecord shards of prepared data."""
+    """metadata.json and the shards of prepared data."""
 
     name = "prepared data"
 

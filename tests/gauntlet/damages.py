@@ -41,7 +41,7 @@ class Target(NamedTuple):
 _LAST, _EARLIER = "run/recalibrate/checkpoints/{last}", "run/recalibrate/checkpoints/{earlier}"
 TARGETS = (
     Target("parameters", "half", f"{_LAST}/params/**/d/*", STEP_KINDS),
-    Target("prepared shard", "half", "data/*.array_record"),
+    Target("prepared shard", "half", "data/*.safetensors"),
     Target("optimizer state", "half", f"{_LAST}/optimizer/**/d/*", STEP_KINDS),
     Target("a step's directory", "half", _LAST, DIRECTORY_KINDS, verified=False),
     Target("OCDBT manifest", "half", f"{_LAST}/*/**/manifest.ocdbt", STEP_KINDS),
