@@ -418,7 +418,7 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_refused(template):
 
 def test_without_jinja2_the_message_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(UserError, match="pip install jinja2"):
+    with pytest.raises(UserError, match=r"pip install 'pe-lab\[chat\]'"):
         render_chat("x", MESSAGES, {}, "x")
 
 

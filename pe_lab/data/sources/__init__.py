@@ -6,6 +6,7 @@ from pe_lab import storage
 from pe_lab.config import SourceConfig
 from pe_lab.data.sources.columnar import ArrowFiles, ParquetFiles
 from pe_lab.data.sources.files import JsonLines, TextFiles
+from pe_lab.data.sources.hub import open_hub
 from pe_lab.data.sources.records import Records
 from pe_lab.data.sources.source import Document, InputShard, Source
 from pe_lab.data.sources.standard_library import StandardLibrary
@@ -13,9 +14,9 @@ from pe_lab.data.sources.tensorflow import TensorFlowDataset
 from pe_lab.errors import ConfigError, did_you_mean
 
 OF_FILES = {"text": TextFiles, "jsonl": JsonLines, "parquet": ParquetFiles, "arrow": ArrowFiles}
-KINDS = ("stdlib", *OF_FILES, "tfds")
-OPTIONS = {"tfds": ("data_dir",)}
-FORMS = "stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, arrow:GLOB or tfds:NAME[/SPLIT]"
+KINDS = ("stdlib", *OF_FILES, "hf", "tfds")
+OPTIONS = {"hf": ("revision",), "tfds": ("data_dir",)}
+FORMS = "stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, arrow:GLOB, hf:ORG/NAME[:CONFIG][/SPLIT] or tfds:NAME[/SPLIT]"
 
 
 def open_source(config: SourceConfig) -> Source:
@@ -44,6 +45,8 @@ def open_source(config: SourceConfig) -> Source:
     if kind == "stdlib":
         return StandardLibrary()
     records = Records(config)
+    if kind == "hf":
+        return open_hub(config, where, records)
     if kind == "tfds":
         return TensorFlowDataset(config.source, where, records, config.options)
     return OF_FILES[kind](config.source, storage.find_files(f"data source {config.source!r}", where), records)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -164,6 +166,17 @@ class Companions:
           UnsupportedError: there is no template.
           DataError: the template does not accept the messages.
         """
+        return self.marked_chat(messages, add_generation_prompt, **variables)[0]
+
+    def marked_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """`chat`, and the characters [start, stop) in each `{% generation %}`; None if the template has none."""
+        values = {**self.named, **variables, "add_generation_prompt": add_generation_prompt}
+        return render_marked(self._template, messages, values, self.where)
+
+    @cached_property
+    def _template(self) -> str:
         if CHAT_TEMPLATE in self.files:
             template = self.files[CHAT_TEMPLATE].decode("utf-8")
         else:
@@ -175,8 +188,7 @@ class Companions:
                 f"The tokenizer {self.where} has no chat template: its model was not made for chats. Give the prompt "
                 f"as plain text, or put a {CHAT_TEMPLATE} beside it."
             )
-        values = {**self.named, **variables, "add_generation_prompt": add_generation_prompt}
-        return render_chat(template, messages, values, self.where)
+        return template
 
 
 def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], where: str) -> str:
@@ -186,15 +198,41 @@ def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables:
       UnsupportedError: jinja2 is not installed.
       DataError: a message has no role, or the template refuses the messages.
     """
+    return render_marked(template, messages, variables, where)[0]
+
+
+def render_marked(
+    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], where: str
+) -> tuple[str, list[tuple[int, int]] | None]:
+    """`render_chat`, and the characters [start, stop) in each `{% generation %}`; None if there is no such block."""
     try:
         import jinja2
-        import jinja2.ext
-        import jinja2.sandbox
     except ImportError as error:
-        raise UnsupportedError("A chat template needs jinja2. Install it: pip install jinja2") from error
+        raise UnsupportedError("A chat template needs jinja2. Install it: pip install 'pe-lab[chat]'") from error
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
             raise DataError(f"Message {i} of the chat is {message!r}: each is {{'role': ..., 'content': ...}}.")
+    try:
+        values = {"tools": None, "documents": None, **variables}
+        rendered = _compiled(template).render(messages=list(messages), **values)
+    except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+        raise DataError(f"The chat template of {where} does not accept these messages: {error}") from error
+    parts, ranges, length = rendered.split(_MARK), [], 0
+    for i, part in enumerate(parts):  # outside, inside, outside ...
+        ranges += [(length, length + len(part))] if i % 2 else []
+        length += len(part)
+    return "".join(parts), ranges if re.search(r"\{%[-+]?\s*generation\b", template) else None
+
+
+_MARK = f"<generation {secrets.token_hex(8)}>"  # in a rendered template, before and after an answer
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(template: str) -> Any:
+    """The template, compiled in the sandbox."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -209,21 +247,19 @@ def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables:
         return datetime.now().strftime(format)
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}`, which marks the assistant's messages for training, renders its content."""
+        """`{% generation %}`, which marks the assistant's answers for training: its content, between two marks."""
 
         tags = {"generation"}
 
         def parse(self, parser):
             next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            mark = jinja2.nodes.Output([jinja2.nodes.TemplateData(_MARK)])
+            return [mark, *content, mark]
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    try:
-        values = {"tools": None, "documents": None, **variables}
-        return environment.from_string(template).render(messages=list(messages), **values)
-    except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-        raise DataError(f"The chat template of {where} does not accept these messages: {error}") from error
+    return environment.from_string(template)

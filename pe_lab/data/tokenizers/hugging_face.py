@@ -140,6 +140,11 @@ class HuggingFaceTokenizer(Tokenizer):
             ids = self._prompts.encode(encodable(text), add_special_tokens=add_special_tokens).ids
         return np.asarray(ids, np.int32)
 
+    def encode_with_offsets(self, text: str) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, "n 2"]]:
+        with _explained(f"The tokenizer {self.companions.where} cannot encode a text"):
+            encoded = self._prompts.encode(encodable(text), add_special_tokens=False)
+        return np.asarray(encoded.ids, np.int32), np.asarray(encoded.offsets, np.int32).reshape(-1, 2)
+
     def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str:
         tokenizer = self._prompts if self._added else self._documents
         known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]

@@ -120,6 +120,39 @@ class SentencePieceTokenizer(Tokenizer):
         return [np.asarray(ids, np.int32) for ids in self._processor.encode(list(map(encodable, texts)))]
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
+        processor, _, fragments = self._fragments(text)
+        ids: list[int] = []
+        for fragment in fragments:
+            ids += [fragment.id] if isinstance(fragment, AddedToken) else processor.encode(fragment)
+        if add_special_tokens:
+            before, after = self._frame
+            ids = [*(t.id for t in before), *ids, *(t.id for t in after)]
+        return np.asarray(ids, np.int32)
+
+    def encode_with_offsets(self, text: str) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, "n 2"]]:
+        from sentencepiece.sentencepiece_pb2 import SentencePieceText
+
+        processor, whole, fragments = self._fragments(text)
+        ids, offsets, position = [], [np.zeros((0, 2), np.int64)], 0
+        for fragment in fragments:
+            content = fragment.content if isinstance(fragment, AddedToken) else fragment
+            position = max(position, whole.find(content, position))
+            if isinstance(fragment, AddedToken):
+                ids.append(fragment.id)
+                offsets.append(np.asarray([[position, position + len(content)]]))
+            else:
+                pieces = SentencePieceText.FromString(processor.encode(fragment, out_type="serialized_proto")).pieces
+                ids += [piece.id for piece in pieces]
+                sizes = [len(character.encode()) for character in fragment]
+                character_at = np.append(np.repeat(np.arange(len(fragment)), sizes), len(fragment))  # of each byte
+                bytes_of = np.asarray([(piece.begin, piece.end) for piece in pieces], np.int64).reshape(-1, 2)
+                offsets.append(position + character_at[bytes_of])
+            position += len(content)
+        added = len(whole) - len(text)  # a space before the text
+        return np.asarray(ids, np.int32), np.maximum(np.concatenate(offsets) - added, 0).astype(np.int32)
+
+    def _fragments(self, text: str) -> tuple[Any, str, list[str | AddedToken]]:
+        """The processor of a prompt, the text that it encodes, and that text split at special tokens."""
         configuration, text = self.companions.configuration, encodable(text)
         processor = self._processor
         if configuration.get("legacy") is False and text:
@@ -129,13 +162,7 @@ class SentencePieceTokenizer(Tokenizer):
         fragments = split_at_tokens(text, self._found)
         if processor is not self._processor and len(fragments) > 1 and fragments[0] == " ":
             fragments = fragments[1:]  # the space before a text that begins with a special token
-        ids: list[int] = []
-        for fragment in fragments:
-            ids += [fragment.id] if isinstance(fragment, AddedToken) else processor.encode(fragment)
-        if add_special_tokens:
-            before, after = self._frame
-            ids = [*(t.id for t in before), *ids, *(t.id for t in after)]
-        return np.asarray(ids, np.int32)
+        return processor, text, fragments
 
     def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str:
         contents = {token.id: token for token in self._found.values()}

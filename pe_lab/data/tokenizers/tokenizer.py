@@ -41,6 +41,10 @@ class Tokenizer(Protocol):
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]: ...
 
+    def encode_with_offsets(self, text: str) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, "n 2"]]:
+        """`encode_prompt` without special tokens added, and the characters [start, stop) that each token stands for."""
+        ...
+
     def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str: ...
 
     def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
@@ -72,9 +76,23 @@ class ByteTokenizer(Tokenizer):
         return [np.frombuffer(encodable(text).encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
-        parts = split_at_tokens(text, {self.end.content: self.end})
-        ids = [[self.eos_id] if isinstance(part, AddedToken) else self.encode(part) for part in parts]
-        return np.concatenate([np.zeros(0, np.int32), *ids]).astype(np.int32)
+        return self.encode_with_offsets(text)[0]
+
+    def encode_with_offsets(self, text: str) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, "n 2"]]:
+        ids, offsets, position = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)], 0
+        for part in split_at_tokens(text, {self.end.content: self.end}):
+            if isinstance(part, AddedToken):
+                ids.append(np.asarray([self.eos_id], np.int32))
+                starts, length = np.zeros(1, np.int32), len(self.end.content)
+                stops = starts + length
+            else:
+                ids.append(self.encode(part))
+                sizes = [len(character.encode()) for character in encodable(part)]
+                starts, length = np.repeat(np.arange(len(part), dtype=np.int32), sizes), len(part)
+                stops = starts + 1
+            offsets.append(np.stack([starts, stops], axis=1).astype(np.int32) + position)
+            position += length
+        return np.concatenate(ids), np.concatenate(offsets).astype(np.int32)
 
     def decode(self, ids: Iterable[SupportsIndex], skip_special_tokens: bool = True) -> str:
         end = b"" if skip_special_tokens else self.end.content.encode()

@@ -1,0 +1,87 @@
+"""Chats as token sequences: rendered by the tokenizer's chat template, with loss on the assistant's answers alone."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import secrets
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from pe_lab.data.tokenizers import Tokenizer
+from pe_lab.errors import DataError
+
+ANSWERS = "assistant"  # the role whose messages are learned
+DATE = datetime.date(2024, 7, 26)  # for templates that ask for today's, which would change the data from day to day
+_NAME = f"answer {secrets.token_hex(8)}"  # stands for an answer in a rendered chat, to find where it is
+
+
+def encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]
+) -> tuple[Int32[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
+    """The token ids of a chat [n], and which of them are targets of the loss [n].
+
+    Targets are the tokens of the assistant's answers and of what ends each, which the model has to generate; the tokens
+    of other messages and of headers are not. A template that marks answers with `{% generation %}` decides itself. With
+    any other, the chat is rendered up to each answer, as for generation, and up to its end: what is in between are its
+    targets, without the whitespace after its end-of-turn token. A token that is partly in an answer is a target.
+
+    Special tokens are found in the whole text, as transformers does: a message that spells one contains it.
+
+    Args:
+      tokenizer: one with a chat template.
+      messages: {"role": ..., "content": ...}, in order.
+
+    Raises:
+      UnsupportedError: the tokenizer has no chat template, or jinja2 is not installed.
+      DataError: a message has no role, the template refuses the messages, or an answer is not found in what it renders.
+    """
+    text, answers = _rendered(tokenizer, messages)
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    loss = np.zeros(len(ids), bool)
+    start, stop = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)  # a byte of a character may have none
+    for first, after in answers:
+        loss |= (start < after) & (stop > first)
+    return ids, loss
+
+
+def _render(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], generation: bool = False
+) -> tuple[str, list[tuple[int, int]] | None]:
+    """The text of messages, and the characters of marked answers, if the template marks them."""
+    today = {"strftime_now": DATE.strftime}
+    return tokenizer.companions.marked_chat(messages, generation, **today)
+
+
+def _rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a chat, and the characters [start, stop) of its targets."""
+    text, marked = _render(tokenizer, messages)
+    if marked is not None:
+        return text, marked
+    answers = [i for i, message in enumerate(messages) if message["role"] == ANSWERS]
+    return text, [_find_answer(tokenizer, messages, i, text) for i in answers]
+
+
+def _find_answer(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], index: int, text: str) -> tuple[int, int]:
+    """The characters [start, stop) of an answer and its end-of-turn token, in the text of the whole chat."""
+    named = {**messages[index], "content": _NAME}
+    before, found, after = _render(tokenizer, [*messages[:index], named, *messages[index + 1 :]])[0].partition(_NAME)
+    starts = [before]
+    with contextlib.suppress(DataError):  # a template may refuse a chat without messages
+        asked, prompt = (_render(tokenizer, messages[:index], generation)[0] for generation in (False, True))
+        if asked != prompt:  # else the template has no prompt for generation
+            starts.insert(0, prompt)
+    start = next((len(each) for each in starts if text.startswith(each)), None)
+    if not found or start is None or not text.endswith(after) or len(text) - len(after) < start:
+        raise DataError(
+            f"The chat template of {tokenizer.companions.where} renders message {index}, an answer, in a way that "
+            "depends on its content, so that it is not found. Put {% generation %} and {% endgeneration %} around the "
+            "answers in the template."
+        )
+    stop = len(text) - len(after)
+    # What follows the content when the chat ends there: the end-of-turn token, and perhaps whitespace.
+    ending = _render(tokenizer, [*messages[:index], named])[0].partition(_NAME)[2]
+    ending = ending.rstrip() or ending
+    return start, stop + len(ending) if after.startswith(ending) else stop
