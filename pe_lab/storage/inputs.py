@@ -100,14 +100,15 @@ def expand_braces(pattern: str) -> list[str]:
     Raises:
       ConfigError: they stand for more than `MOST_NAMES` names.
     """
-    parts, count = [], 1
+    parts: list[list[str] | range] = []
+    count = 1
     for part in re.split(r"(\{[^{}]*\})", pattern):
-        choices = [part]
+        choices: list[str] | range = [part]
         if numbers := re.fullmatch(r"\{(\d{1,9})\.\.(\d{1,9})\}", part):
             first, last = int(numbers[1]), int(numbers[2])
             width = len(numbers[1]) if numbers[1].startswith("0") else 0
             steps = range(first, last + 1) if first <= last else range(first, last - 1, -1)
-            choices = [f"{number:0{width}}" for number in steps[: MOST_NAMES + 1]]
+            choices = [f"{number:0{width}}" for number in steps] if len(steps) <= MOST_NAMES else steps
         elif part.startswith("{") and "," in part:
             choices = part[1:-1].split(",")
         count *= len(choices)

@@ -50,7 +50,8 @@ class Files(Source):
             for start, stop in (split_evenly(file.size, SHARD_BYTES) if self.splits(file.name) else [(0, file.size)])
         ]
         shards = []
-        for first, after in grouped(part.stop - part.start if part.size >= 0 else SHARD_BYTES for part in parts):
+        sizes = (part.stop - part.start if part.size >= 0 else SHARD_BYTES for part in parts)
+        for first, after in grouped(sizes, SHARD_BYTES):
             name = str(parts[first]) + (f" to {parts[after - 1]}" if after - first > 1 else "")
             shards.append(InputShard(len(shards), name, {"parts": [list(part) for part in parts[first:after]]}))
         return shards

@@ -71,6 +71,7 @@ def open_hub(config: SourceConfig, where: str, records: Records) -> Source:
     """
     try:
         import datasets
+        import huggingface_hub
     except ImportError as error:
         raise UnsupportedError(
             f"data source {config.source!r} needs the package datasets: pip install 'pe-lab[hf]'."
@@ -81,7 +82,12 @@ def open_hub(config: SourceConfig, where: str, records: Records) -> Source:
     address = parse_address(config.source, where)
     path = str(Path(address.path).expanduser().absolute()) if address.is_local else address.path
     with _explained(config.source):
-        builder = datasets.load_dataset_builder(path, address.config or None, revision=revision)
+        try:
+            builder = datasets.load_dataset_builder(path, address.config or None, revision=revision)
+        except datasets.exceptions.DatasetNotFoundError:
+            if not address.is_local:  # datasets does not tell why; the hub does
+                huggingface_hub.HfApi().auth_check(address.path, repo_type="dataset")
+            raise
         splits = {str(split): list(files) for split, files in (builder.config.data_files or {}).items()}
     if address.split not in splits:
         has = ", ".join(splits)
@@ -171,10 +177,18 @@ class StreamedDataset(Source):
 
     def shards(self) -> list[InputShard]:
         number = self._data.num_shards
-        return [InputShard(i, f"shard {i} of {number}", {"shard": i, "of": number}) for i in range(number)]
+        return [
+            InputShard(i, f"shard {i} of {number}", {"shard": i, "of": number, "version": self._builder.hash})
+            for i in range(number)
+        ]
 
     def read(self, shard: InputShard) -> Iterator[Document]:
         number = shard.read["shard"]
+        if shard.read["version"] != self._builder.hash:
+            raise DataError(
+                f"data source {self.name!r} has changed since its shards were listed. List them again; option revision "
+                "keeps a dataset of the hub as it was."
+            )
         with _explained(self.name):
             for row, record in enumerate(self._data.shard(num_shards=shard.read["of"], index=number), start=1):
                 where = f"data source {self.name!r}, shard {number}, row {row}"
@@ -232,8 +246,6 @@ def explain(source: str, error: BaseException) -> UserError:
         return StoreError(f"{what}: the hub has no such dataset, or it needs a login. Check its name. {LOGIN}")
     if "GatedRepoError" in kinds or statuses & {401, 403}:
         return StoreError(f"{what} needs a login with access to it. {LOGIN}")
-    if "RevisionNotFoundError" in kinds:
-        return ConfigError(f"{what}: the dataset has no such revision. Check options.revision.")
     if kinds & {"ConnectionError", "OfflineModeIsEnabled", "TransportError", "ConnectError", "TimeoutException"}:
         return StoreError(
             f"{what}: the hub cannot be reached ({text}). Check the network, or download the dataset elsewhere, "

@@ -50,7 +50,7 @@ class Source(Protocol):
         """JSON that changes with the corpus (file names and sizes, versions), as a key of the cache."""
 
 
-def grouped(sizes: Iterable[int], most_bytes: int = SHARD_BYTES) -> Iterator[tuple[int, int]]:
+def grouped(sizes: Iterable[int], most_bytes: int) -> Iterator[tuple[int, int]]:
     """Ranges [start, stop) of consecutive items that have at most `most_bytes` together, or one item that has more."""
     start, total, index = 0, 0, -1
     for index, size in enumerate(sizes):
