@@ -30,6 +30,7 @@ from jaxtyping import Bool, Int
 
 from pe_lab import storage
 from pe_lab.config import SourceConfig
+from pe_lab.data.chat import encode_chat
 from pe_lab.data.duplicates import Decisions, Fingerprints, fingerprint, read_arrays, signatures, write_arrays
 from pe_lab.data.filters import REASONS, Dropped, Filters, key_of, text_of
 from pe_lab.data.shards import SPLITS, TOKENIZER_DIRECTORY, Shard, write_shard
@@ -324,8 +325,6 @@ def _encode(tokenizer: Tokenizer, documents: list[Document]) -> Iterator[_Encode
         if document.messages is None:
             ids = np.concatenate([*(next(encoded) for _ in group), eos])
         else:
-            from pe_lab.data.chat import encode_chat
-
             ids, loss = encode_chat(tokenizer, document.messages)
             if not len(ids) or ids[-1] != tokenizer.eos_id:
                 ids, loss = np.append(ids, tokenizer.eos_id), np.append(loss, False)
