@@ -156,7 +156,7 @@ def manifest_of_prepared(metadata: Metadata) -> Manifest | None:
     return Manifest(files | {s.records_file: Digest(4 * s.records, s.records_crc32c) for s in of_records})
 
 
-def write_metadata(directory: Path, metadata: Metadata) -> None:
+def write_metadata(directory: AnyPath, metadata: Metadata) -> None:
     """Writes metadata.json, with a digest of itself."""
     content = dataclasses.asdict(metadata)
     del content["record_tokens"], content["created"]
