@@ -9,6 +9,7 @@ import pytest
 from pe_lab.data.chat import encode_chat
 from pe_lab.data.tokenizers import load_tokenizer, train_sentencepiece
 from pe_lab.data.tokenizers.companions import Companions
+from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
 from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from pe_lab.errors import UserError
 
@@ -103,18 +104,42 @@ def test_answers_are_found_in_templates_without_marks(with_template, name):
     assert learned(with_template(template)) == expected
 
 
-def test_sentencepiece_offsets_and_bytes():
+def sentencepiece_tokenizer(**settings):
     corpus = ["héllo wörld the quick", "brown fox ünd more"] * 60
     model = train_sentencepiece(corpus, 300, "corpus").files()["tokenizer.model"]
-    settings = json.dumps({"chat_template": "{% for m in messages %}{{ m.role }} {{ m.content }}</s> {% endfor %}"})
-    tokenizer = SentencePieceTokenizer(model, Companions("sp", {"tokenizer_config.json": settings.encode()}))
+    return SentencePieceTokenizer(model, Companions("sp", {"tokenizer_config.json": json.dumps(settings).encode()}))
+
+
+def test_answers_of_a_sentencepiece_model():
+    tokenizer = sentencepiece_tokenizer(
+        chat_template="{% for m in messages %}{{ m.role }} {{ m.content }}</s> {% endfor %}"
+    )
     chat = [{"role": "user", "content": "hé"}, {"role": "assistant", "content": "wörld ☃"}]
     ids, loss = encode_chat(tokenizer, chat)
     assert ids.tolist() == tokenizer.encode_prompt(tokenizer.chat(chat, False), add_special_tokens=False).tolist()
     assert tokenizer.decode(ids[loss], skip_special_tokens=False).strip() == "wörld ☃</s>"
-    for text in ("é☃<|endoftext|>x", ""):
-        ids, offsets = load_tokenizer("bytes").encode_with_offsets(text)
-        assert [text[a:b] for a, b in offsets] == (["é"] * 2 + ["☃"] * 3 + ["<|endoftext|>", "x"] if text else [])
+
+
+@pytest.mark.parametrize("kind", ["bytes", "hf", "sentencepiece", "sentencepiece, not legacy"])
+def test_offsets_are_those_of_a_prompts_tokens(with_template, kind):
+    if kind.startswith("sentencepiece"):
+        tokenizer, end = sentencepiece_tokenizer(legacy="not" not in kind), "</s>"
+    else:
+        tokenizer, end = with_template("") if kind == "hf" else load_tokenizer("bytes"), "<|endoftext|>"
+    for text in (*DIFFICULT, f"é☃{end} x {end}{end}", f"{end}a", "", " a"):
+        ids, offsets = tokenizer.encode_with_offsets(text)
+        assert ids.tolist() == tokenizer.encode_prompt(text, add_special_tokens=False).tolist()
+        start, stop = offsets.T
+        assert offsets.shape == (len(ids), 2) and (start <= stop).all() and (np.diff(start) >= 0).all()
+        assert len(text) >= stop.max(initial=0)
+        names = [text[a:b] for i, (a, b) in zip(ids, offsets, strict=True) if i == tokenizer.eos_id]
+        assert names == [end] * text.count(end)
+        if kind in ("bytes", "hf"):  # SentencePiece drops spaces
+            covered = {place for a, b in offsets for place in range(a, b)}
+            assert covered == set(range(len(text)))
+    assert [text[a:b] for text in ["é☃x"] for a, b in load_tokenizer("bytes").encode_with_offsets(text)[1]] == [
+        *"éé☃☃☃x"
+    ]
 
 
 def test_the_date_in_a_template_does_not_change_from_day_to_day(with_template):

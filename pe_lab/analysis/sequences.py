@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser, count: int, suites: str = "")
         metavar="N",
         help="how many sequences (default: %(default)s)",
     )
-    text = "a glob, or jsonl:, parquet:, tfds:, stdlib (default: the text that the run's data holds out)"
+    text = "a glob, or jsonl:, parquet:, arrow:, hf:, tfds:, stdlib (default: the text that the run's data holds out)"
     add("--text", metavar="SOURCE", help=f"the text of the sequences: {text}")
     if suites:
         add("--suite", metavar="SUITE[:TASK]", help=f"prompts instead of text: {suites}")

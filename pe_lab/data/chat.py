@@ -26,7 +26,7 @@ def encode_chat(
     Targets are the tokens of the assistant's answers and of what ends each, which the model has to generate; the tokens
     of other messages and of headers are not. A template that marks answers with `{% generation %}` decides itself. With
     any other, the chat is rendered up to each answer, as for generation, and up to its end: what is in between are its
-    targets, without the whitespace after its end-of-turn token. A token that is partly in an answer is a target.
+    targets, without the whitespace after the token that ends it. A token that is partly in an answer is a target.
 
     Special tokens are found in the whole text, as transformers does: a message that spells one contains it.
 
@@ -65,7 +65,7 @@ def _rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> tu
 
 
 def _find_answer(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], index: int, text: str) -> tuple[int, int]:
-    """The characters [start, stop) of an answer and its end-of-turn token, in the text of the whole chat."""
+    """The characters [start, stop) of an answer and of what ends it, in the text of the whole chat."""
     named = {**messages[index], "content": _NAME}
     before, found, after = _render(tokenizer, [*messages[:index], named, *messages[index + 1 :]])[0].partition(_NAME)
     starts = [before]
@@ -81,7 +81,7 @@ def _find_answer(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], in
             "answers in the template."
         )
     stop = len(text) - len(after)
-    # What follows the content when the chat ends there: the end-of-turn token, and perhaps whitespace.
+    # What follows the content when the chat ends there: a special token, and perhaps whitespace.
     ending = _render(tokenizer, [*messages[:index], named])[0].partition(_NAME)[2]
     ending = ending.rstrip() or ending
     return start, stop + len(ending) if after.startswith(ending) else stop

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pe_lab.config import Config, DataConfig, EvaluationConfig, SourceConfig, from_dict
-from pe_lab.data.sources import open_source
+from pe_lab.data.sources import KINDS, open_source
 from pe_lab.errors import CheckpointError, ConfigError
 from pe_lab.evaluation.generation.prompted import Prompted
 from pe_lab.evaluation.lm_eval.suite import Harness
@@ -25,8 +25,6 @@ from pe_lab.parallel import on_first
 from pe_lab.results.records import Record
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
-
-TEXT_KINDS = ("text", "jsonl", "parquet", "tfds", "stdlib")
 
 
 @dataclasses.dataclass
@@ -173,5 +171,5 @@ def text_source(given: str, subject: Subject) -> DataConfig:
     tokenizer = subject.checkpoint.tokenizer
     if not tokenizer:
         raise CheckpointError(f"--text: {subject.path} came without a tokenizer, so text cannot be read.")
-    source = given if given.partition(":")[0] in TEXT_KINDS else f"text:{given}"
+    source = given if given.partition(":")[0] in KINDS else f"text:{given}"
     return DataConfig(sources=(SourceConfig(source=source),), tokenizer=tokenizer, validation_fraction=1.0)

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from pe_lab.errors import ConfigError, DataError, StoreError
 from pe_lab.storage.paths import STALL_SECONDS, STORES, entry_of, filesystem, path, store_errors
@@ -27,7 +27,7 @@ MOST_NAMES = 10**6  # that braces expand to
 
 
 class InputFile(NamedTuple):
-    """A file: its name, its size in bytes, and what differs for each content, where a store tells that.
+    """A file: its name, its size in bytes, and a version, another for each content, where a store tells one.
 
     The size is -1 where a server tells none, or serves no part of a file; it is then read from its beginning.
     """
@@ -147,7 +147,7 @@ class _Ranges(io.RawIOBase):
         return len(content)
 
 
-def open_file(name: str, size: int, buffered: bool = True) -> BinaryIO:
+def open_file(name: str, size: int, buffered: bool = True) -> io.IOBase:
     """A file, opened to be read from any byte on.
 
     Args:
@@ -162,7 +162,9 @@ def open_file(name: str, size: int, buffered: bool = True) -> BinaryIO:
     if not separator:
         return open(name, "rb")
     if scheme in WEB and size < 0:
-        return io.BufferedReader(_request(name, {}).raw, READ_BYTES)
+        content = _request(name, {}).raw
+        content.auto_close = False  # which would make the end of the file an error
+        return io.BufferedReader(content, READ_BYTES)
     ranges = _Ranges(functools.partial(_web_range if scheme in WEB else _stored_range, name), size)
     return io.BufferedReader(ranges, READ_BYTES) if buffered else ranges
 

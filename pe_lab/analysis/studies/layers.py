@@ -180,7 +180,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lengths", default="1x,2x", help="tokens of the sequences, such as 1x,2x or 512,1k (default: %(default)s)")
     add("--sequences", type=positive, metavar="N", help=f"how many (default: {TOKENS:,} tokens, in 8 to 256 sequences)")
-    text = "a glob, or jsonl:, parquet:, tfds:, stdlib (default: the text that the run's data holds out)"
+    text = "a glob, or jsonl:, parquet:, arrow:, hf:, tfds:, stdlib (default: the text that the run's data holds out)"
     add("--text", metavar="SOURCE", help=f"the text of the sequences: {text}")
     add("--edit", default="drop", help="drop, or an encoding or scaling, such as yarn:factor=2 (default: %(default)s)")
     add("--by", choices=("layer", "head"), default="layer", help="what is edited alone (default: %(default)s)")

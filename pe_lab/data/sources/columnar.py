@@ -109,7 +109,7 @@ class ArrowFiles(_Columns):
             number = batches.num_record_batches
             for index in range(number):
                 if part.start <= index * part.size // number < part.stop:
-                    yield index, batches.get_batch(index)
+                    yield index, _checked(batches.get_batch(index))
             return
         for index in itertools.count():
             # A batch of a stream says where the next begins. A memory map passes over those before the part.
@@ -121,7 +121,13 @@ class ArrowFiles(_Columns):
             except StopIteration:
                 return
             if begins >= part.start:
-                yield index, batch
+                yield index, _checked(batch)
+
+
+def _checked(batch: Any) -> Any:
+    """The batch, if its offsets lie within its bytes: of a damaged file they need not."""
+    batch.validate(full=True)
+    return batch
 
 
 def check_schema(name: str, schema: Any, records: Records) -> None:
@@ -129,6 +135,15 @@ def check_schema(name: str, schema: Any, records: Records) -> None:
     import pyarrow
 
     records.check_columns(name, schema.names)
+    for column in records.columns:
+        if column not in schema.names:
+            kind = schema
+            for part in column.split("."):
+                if kind.get_field_index(part) < 0:
+                    raise records.no_column(name, column, [field.name for field in kind])
+                kind = kind.field(part).type
+                if not pyarrow.types.is_struct(kind):
+                    break
     if not records.is_column or (column := records.columns[0]) not in schema.names:
         return
     kind = schema.field(column).type

@@ -8,7 +8,7 @@ import hashlib
 import io
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from pe_lab.data.sources.records import Records
 from pe_lab.data.sources.source import SHARD_BYTES, Document, InputShard, Source, grouped, split_evenly
@@ -97,7 +97,7 @@ def reading(name: str) -> Iterator[None]:
 class _Expanded:
     """A compressed file, of which at most `MOST_EXPANSION` times its size, and 16 MiB, are decompressed."""
 
-    def __init__(self, part: Part, compressed: BinaryIO):
+    def __init__(self, part: Part, compressed: io.IOBase):
         self._name = part.name
         if part.name.endswith(".gz"):
             self._file: Any = gzip.GzipFile(fileobj=compressed)

@@ -240,10 +240,10 @@ def explain(source: str, error: BaseException) -> UserError:
     statuses = {getattr(getattr(each, "response", None), "status_code", None) for each in chain}
     what = f"data source {source!r}"
     text = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)[:400]
-    if "RepositoryNotFoundError" in kinds and 401 not in statuses:
-        return DataError(f"{what}: the hub has no such dataset. Check its name.")
     if "RepositoryNotFoundError" in kinds and "GatedRepoError" not in kinds:
-        return StoreError(f"{what}: the hub has no such dataset, or it needs a login. Check its name. {LOGIN}")
+        if 401 in statuses:  # the hub's answer to who has not logged in
+            return StoreError(f"{what}: the hub has no such dataset, or it needs a login. Check its name. {LOGIN}")
+        return DataError(f"{what}: the hub has no such dataset. Check its name.")
     if "GatedRepoError" in kinds or statuses & {401, 403}:
         return StoreError(f"{what} needs a login with access to it. {LOGIN}")
     if kinds & {"ConnectionError", "OfflineModeIsEnabled", "TransportError", "ConnectError", "TimeoutException"}:

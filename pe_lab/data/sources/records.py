@@ -76,16 +76,19 @@ class Records:
         names = set(has)
         return {column if column in names else column.partition(".")[0] for column in self.columns_of(names)}
 
-    def check_columns(self, where: str, has: Iterable[str], of: str = "column") -> None:
+    def check_columns(self, where: str, has: Iterable[str]) -> None:
         """`ConfigError` if a column is missing; of a nested name, the first part is looked for."""
         names = list(has)
         for column in self.columns:
             if column not in names and column.partition(".")[0] not in names:
-                raise self._no_column(where, column, names, of)
+                raise self.no_column(where, column, names)
 
-    def _no_column(self, where: str, column: str, has: Iterable[Any], of: str = "column") -> ConfigError:
+    def no_column(self, where: str, column: str, has: Iterable[Any]) -> ConfigError:
+        """The error of a file or a record that lacks a column."""
         names = ", ".join(str(name) if str(name).isprintable() else repr(name) for name in has)
-        return ConfigError(f"{where} has no {of} {column!r} (it has: {names:.500}). Set the source's {self._setting}.")
+        return ConfigError(
+            f"{where} has no column {column!r} (it has: {names:.500}). Set the source's {self._setting}."
+        )
 
     def identity(self) -> dict[str, str]:
         """What the documents depend on beside the files and `column`: nothing without a template and a chat."""
@@ -112,7 +115,7 @@ class Records:
         except _Refused as refused:
             named = where if isinstance(where, str) else where()
             if refused.column:
-                raise self._no_column(named, refused.column, refused.has) from None
+                raise self.no_column(named, refused.column, refused.has) from None
             raise DataError(f"{named}: {refused}.") from None
 
     def _value(self, record: Mapping[str, Any], column: str = "") -> Any:

@@ -100,6 +100,8 @@ class Documents:
             file.forget([key(identity | {"index": index}) for index in range(number)])
         documents = enumerate(itertools.islice(self._source.documents(), self._count))
         while part := list(itertools.islice(documents, TOGETHER)):
+            if any(document.messages for _, document in part):
+                raise ConfigError(f"{self._source.name} is of chats; documents are measured where they are texts.")
             identities = {index: identity | {"index": index} for index, _ in part}
             if any(key(record) not in file.records for record in identities.values()):
                 ids = {

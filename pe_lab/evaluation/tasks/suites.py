@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument(
         "--text",
         metavar="SOURCE",
-        help="text to measure on: a glob, or jsonl:, parquet:, tfds:, stdlib (default: what the run's data holds out)",
+        help="text to measure on: a glob, jsonl:, parquet:, arrow:, hf:, tfds:, stdlib (default: the held-out data)",
     )
     prompted = parser.add_argument_group(", ".join(name for name in SUITES if name not in MEASURED))
     prompted.add_argument(

@@ -1,0 +1,135 @@
+"""Corpora on object stores and web servers, read in parts, with failures in between."""
+
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hub_server import Dataset, hub_server
+from object_stores import bucket, store_servers  # noqa: F401
+
+from pe_lab import storage
+from pe_lab.config import SourceConfig
+from pe_lab.data.sources import InputShard, files, open_source
+from pe_lab.errors import UserError
+from pe_lab.storage import inputs
+
+TEXTS = [f"document {i} é" for i in range(200)]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+
+
+def corpus(tmp_path):
+    """The same documents in each format."""
+    table = pyarrow.table({"text": TEXTS, "n": range(len(TEXTS))})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=30)
+    with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=50)
+    with pyarrow.ipc.new_stream(tmp_path / "stream.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=50)
+    contents = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    half = LINES.find(b"\n", len(LINES) // 2) + 1
+    return contents | {
+        "00.jsonl": LINES[:half],
+        "01.jsonl": LINES[half:],
+        "a.jsonl.gz": gzip.compress(LINES),
+        "a.jsonl.zst": pyarrow.compress(LINES, "zstd", asbytes=True),
+        "empty.jsonl": b"",
+    }
+
+
+SOURCES = [
+    "jsonl:{}/{{00..01}}.jsonl", "jsonl:{}/a.jsonl.gz", "jsonl:{}/a.jsonl.zst", "parquet:{}/a.parquet",
+    "arrow:{}/a.arrow", "arrow:{}/stream.arrow",
+]  # fmt: skip
+
+
+def check(base, monkeypatch):
+    """Reads every source in shards of about 2,000 bytes."""
+    monkeypatch.setattr(files, "SHARD_BYTES", 2000)
+    for name in SOURCES:
+        source = open_source(SourceConfig(name.format(base)))
+        shards = [InputShard(s.index, s.name, json.loads(json.dumps(s.read))) for s in source.shards()]
+        assert [d.text for shard in shards for d in source.read(shard)] == TEXTS, name
+        splits = ("jsonl:{}/{", "parquet")
+        assert (len(shards) > 2) == name.startswith(splits), name
+
+
+@pytest.mark.slow
+def test_an_object_store(bucket, tmp_path, monkeypatch):  # noqa: F811
+    """Costs 15 s for both stores, with the start of the servers."""
+    base = storage.path("", f"{bucket.url}/corpus")
+    storage.write_files({base / name: content for name, content in corpus(tmp_path).items()})
+    check(base, monkeypatch)
+    name = f"jsonl:{base}/*.jsonl"
+    source = open_source(SourceConfig(name))
+    assert [d.text for d in source.documents()] == TEXTS  # a glob, in sorted order, with a file of no bytes
+    storage.write_files({base / "01.jsonl": LINES[-17:].rjust(len(source.identity()["names_and_sizes"]))})
+    assert open_source(SourceConfig(name)).identity() != source.identity()
+    with pytest.raises(UserError, match=r"were asked for|no longer there|changed"):
+        list(source.documents())
+    with pytest.raises(UserError, match="No file matches"):
+        open_source(SourceConfig(f"jsonl:{base}/no*.jsonl"))
+    with pytest.raises(UserError, match="is empty"):
+        open_source(SourceConfig(f"jsonl:{base}/empty.jsonl"))
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs, "FIRST_PAUSE", 0.001)
+    contents = corpus(tmp_path)
+    datasets = {
+        "web/open": Dataset(contents),
+        "web/login": Dataset(contents, 401),
+        "web/whole": Dataset(contents, parts=False),
+    }
+    with hub_server(datasets) as started:
+        yield started
+
+
+def test_a_web_server(server, monkeypatch):
+    check(server.file_url("web/open", "")[:-1], monkeypatch)
+    monkeypatch.setattr(inputs, "READ_BYTES", 500)
+    source = open_source(SourceConfig(f"jsonl:{server.file_url('web/open', '{00,empty,01}.jsonl')}"))
+    server.requests.clear()
+    server.failures = 3
+    assert [d.text for d in source.documents()] == TEXTS  # 503 three times, and tried again
+    assert all("bytes=" in request for request in server.requests)
+
+
+def test_a_web_server_that_serves_no_parts(server):
+    for name in ("{00..01}.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
+        assert [
+            d.text for d in open_source(SourceConfig(f"jsonl:{server.file_url('web/whole', name)}")).documents()
+        ] == TEXTS
+    with pytest.raises(UserError, match="a Parquet file is read in parts"):
+        open_source(SourceConfig(f"parquet:{server.file_url('web/whole', 'a.parquet')}"))
+
+
+def test_files_that_change_while_they_are_read(server):
+    source = open_source(SourceConfig(f"jsonl:{server.file_url('web/open', '00.jsonl')}"))
+    server.datasets["web/open"].files["00.jsonl"] = LINES[:99]
+    with pytest.raises(UserError, match="00.jsonl': bytes 0 to .* 99 bytes came"):
+        list(source.documents())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "name", "says"),
+    [
+        ("web/login", "00.jsonl", "needs a login, or refuses this one .401"),
+        ("web/open", "nope.jsonl", "There is no .*nope.jsonl"),
+        ("web/open", "empty.jsonl", "is empty"),
+        ("web/open", "*.jsonl", "lists no files. Write their numbers in braces"),
+    ],
+)
+def test_files_that_a_web_server_does_not_have(server, dataset, name, says):
+    with pytest.raises(UserError, match=says):
+        open_source(SourceConfig(f"jsonl:{server.file_url(dataset, name)}"))
+
+
+def test_a_web_server_that_is_down(server):
+    server.failures = 99
+    with pytest.raises(UserError, match="does not answer as it should .503"):
+        open_source(SourceConfig(f"jsonl:{server.file_url('web/open', '00.jsonl')}"))
+    with pytest.raises(UserError, match="does not answer as it should .ConnectionError"):
+        open_source(SourceConfig("jsonl:http://127.0.0.1:9/a.jsonl"))
