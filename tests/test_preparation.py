@@ -17,7 +17,7 @@ from pe_lab.config import SourceConfig
 from pe_lab.data import shard_preparation
 from pe_lab.data.duplicates import bands, shingles
 from pe_lab.data.executors import in_processes, in_this_process
-from pe_lab.data.filters import Filters
+from pe_lab.data.filters import Filters, _languages
 from pe_lab.data.preparation import building_directory, prepare
 from pe_lab.data.shards import open_prepared
 from pe_lab.data.sources import source as sources
@@ -274,14 +274,16 @@ def test_bad_input_is_one_message_and_nothing_is_written(tmp_path, shards, capsy
 def test_another_corpus_or_other_flags_do_not_go_on(tmp_path, shards):
     config = corpus(tmp_path, *FILES)
     with pytest.raises(KeyboardInterrupt):
-        run(config, tmp_path / "out", executor=interrupted(2, []))
+        run(config, tmp_path / "out", filters=ALL, executor=interrupted(2, []))
+    with pytest.raises(UserError, match="had begun with filters={.*}, not {}. Choose another directory"):
+        run(config, tmp_path / "out")
     with pytest.raises(UserError, match="had begun with validation_fraction=0.1, not 0.2. Choose another directory"):
-        run(config, tmp_path / "out", 0.2)
+        run(config, tmp_path / "out", 0.2, filters=ALL)
     with (tmp_path / "c3.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
     with pytest.raises(UserError, match="files of the source have changed since"):
-        run(config, tmp_path / "out")
-    assert building_directory(tmp_path / "out").is_dir()  # nothing is lost
+        run(config, tmp_path / "out", filters=ALL)
+    assert len(list(building_directory(tmp_path / "out").glob(".work/fingerprints-*"))) == 2  # nothing is lost
 
 
 def test_bad_documents_keep_what_is_done(tmp_path, shards):
@@ -294,6 +296,26 @@ def test_bad_documents_keep_what_is_done(tmp_path, shards):
     steps = []
     run(config, tmp_path / "out", executor=interrupted(99, steps))
     assert [shard for _, shard in steps] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("library", "flag", "says"),
+    [
+        ("ray", "--engine=ray", "pip install 'pe-lab[ray]'"),
+        ("rensa", "--near-duplicates", "pip install 'pe-lab[filters]'"),
+        ("py3langid.langid", "--language=en", "pip install 'pe-lab[filters]'"),
+    ],
+)
+def test_a_missing_library_is_named(tmp_path, monkeypatch, capsys, library, flag, says):
+    _languages.cache_clear()
+    monkeypatch.setitem(sys.modules, library, None)
+    arguments = [
+        f"--source={corpus(tmp_path, ['one', 'two']).source}",
+        "--tokenizer=bytes",
+        f"--out={tmp_path / 'out'}",
+    ]
+    assert main([*arguments, flag]) == 2
+    assert says in capsys.readouterr().err and not building_directory(tmp_path / "out").exists()
 
 
 def test_the_commands_need_no_jax():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import heapq
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from pe_lab.data.sources.source import Document
@@ -29,6 +29,16 @@ REASONS = (
 SAMPLES = 32  # kept of each reason
 SAMPLE_CHARACTERS = 1_000  # of a document in a sample
 LANGUAGE_CHARACTERS = 10_000  # from its beginning, by which a document's language is told
+
+
+@functools.cache
+def _languages() -> Any:
+    """The model of languages; `UnsupportedError` if its library is not installed."""
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ImportError as error:
+        raise UnsupportedError("--language needs py3langid: pip install 'pe-lab[filters]'.") from error
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
 @dataclass(frozen=True)
@@ -70,22 +80,14 @@ class Filters:
             from pe_lab.data.duplicates import minhash
 
             minhash()
-        if self.language and self.language not in (known := self._languages.labels):
+        if self.language and self.language not in (known := _languages().labels):
             raise ConfigError(
                 f"--language={self.language} is not known. {did_you_mean(self.language, [str(k) for k in known])}"
             )
 
-    @cached_property
-    def _languages(self) -> Any:
-        try:
-            from py3langid.langid import MODEL_FILE, LanguageIdentifier
-        except ImportError as error:
-            raise UnsupportedError("--language needs py3langid: pip install 'pe-lab[filters]'.") from error
-        return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
-
     def found_language(self, text: str) -> tuple[str, float]:
         """The likeliest language of a text, and its probability."""
-        name, probability = self._languages.classify(text[:LANGUAGE_CHARACTERS])
+        name, probability = _languages().classify(text[:LANGUAGE_CHARACTERS])
         return str(name), float(probability)
 
     def reason(self, text: str) -> str:

@@ -178,7 +178,7 @@ def publish(building: AnyPath, directory: AnyPath) -> None:
     """Makes a directory that has its metadata.json the prepared one, without what only the preparation needed."""
     metadata = read_metadata(building)
     known = {METADATA_FILE} | {shard.file for split in SPLITS for shard in metadata.shards[split]}
-    for name in listing(building):
+    for name in listing(building) if building != directory else ():
         if name not in known and not name.startswith((f"{TOKENIZER_DIRECTORY}/", f"{DROPPED}/", f"{WORK}/")):
             remove(building / name)  # of a killed process
     remove_tree(building / WORK)

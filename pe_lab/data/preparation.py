@@ -49,6 +49,7 @@ from pe_lab.storage import (
     is_file,
     is_remote,
     lease,
+    listing,
     new_directory,
     read_json,
     remove,
@@ -107,6 +108,7 @@ def prepare(
         finish_interrupted(directory)
         if is_file(directory / METADATA_FILE):  # another process was faster
             return read_metadata(directory)
+        fresh = not is_file(building / WORK / PLAN_FILE)
         try:
             with whole():
                 place = _begin(building, plan, tokenizer, directory)
@@ -125,7 +127,7 @@ def prepare(
                 if not is_file(directory / METADATA_FILE):
                     gather(work, directory, lambda shards: _run(work, place, "shard", shards, executor, shards))
         except UserError:
-            if alone and not finished_shards(building, "shard"):
+            if alone and fresh and not any(finished_shards(building, step) for step in ("fingerprints", "shard")):
                 remove_tree(building)
             raise
     return read_metadata(directory)
@@ -147,7 +149,7 @@ def begun(directory: AnyPath) -> tuple[str, str] | None:
 def finish_interrupted(directory: AnyPath) -> None:
     """Puts a directory into its place that was whole when its process was killed."""
     building = building_directory(directory)
-    if is_file(building / METADATA_FILE):
+    if is_file(building / METADATA_FILE) and (building != directory or listing(building / WORK)):
         publish(building, directory)
 
 
