@@ -15,7 +15,7 @@ import pytest
 
 from pe_lab.config import SourceConfig
 from pe_lab.data import shard_preparation
-from pe_lab.data.duplicates import bands, shingles
+from pe_lab.data.duplicates import bands, shingles, signatures
 from pe_lab.data.executors import in_processes, in_this_process
 from pe_lab.data.filters import Filters, _languages
 from pe_lab.data.preparation import building_directory, prepare
@@ -212,6 +212,17 @@ def test_planted_duplicates(tmp_path, shards):
         assert kept in originals and jaccard(kept, files[sample["shard"]][sample["document"]]) > 0.9
     without = run(corpus(tmp_path, *files), tmp_path / "exact", 0.0, filters=Filters(exact_duplicates=True))
     assert without.dropped == {"exact_duplicate": 4} and without.fingerprint != metadata.fingerprint
+
+
+def test_signatures_estimate_the_similarity():
+    """The mean error of 40 pairs is within four of its standard errors."""
+    one = sentences(40, 7, words=200)
+    two = [" ".join([*text.split()[:170], *sentences(1, 8 + i, words=30)[0].split()]) for i, text in enumerate(one)]
+    exact = np.array([jaccard(a, b) for a, b in zip(one, two, strict=True)])
+    assert 0.65 < exact.mean() < 0.8
+    filters = Filters(near_duplicates=0.8)
+    estimate = (signatures(one, filters) == signatures(two, filters)).mean(1)
+    assert abs((estimate - exact).mean()) < 4 * np.sqrt((exact * (1 - exact)).mean() / 128 / 40) < 0.03
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8, 0.95])
