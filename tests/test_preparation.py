@@ -282,7 +282,7 @@ def test_bad_input_is_one_message_and_nothing_is_written(tmp_path, shards, capsy
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_another_corpus_or_other_flags_do_not_go_on(tmp_path, shards):
+def test_another_corpus_or_other_flags_do_not_go_on(tmp_path, shards, monkeypatch):
     config = corpus(tmp_path, *FILES)
     with pytest.raises(KeyboardInterrupt):
         run(config, tmp_path / "out", filters=ALL, executor=interrupted(2, []))
@@ -290,6 +290,10 @@ def test_another_corpus_or_other_flags_do_not_go_on(tmp_path, shards):
         run(config, tmp_path / "out")
     with pytest.raises(UserError, match="had begun with validation_fraction=0.1, not 0.2. Choose another directory"):
         run(config, tmp_path / "out", 0.2, filters=ALL)
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.metadata.version", lambda name: "99")
+        with pytest.raises(UserError, match='had begun with libraries={"rensa": .*}, not {"rensa": "99"}'):
+            run(config, tmp_path / "out", filters=ALL)
     with (tmp_path / "c3.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
     with pytest.raises(UserError, match="files of the source have changed since"):

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import heapq
+import importlib.metadata
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -69,6 +70,11 @@ class Filters:
         if self.near_duplicates:
             on |= {"shingle_words": self.shingle_words, "permutations": self.permutations}
         return on
+
+    def libraries(self) -> dict[str, str]:
+        """The versions of the libraries whose results decide, which another version need not repeat."""
+        used = {"py3langid": bool(self.language), "rensa": self.near_duplicates > 0}
+        return {name: importlib.metadata.version(name) for name, is_used in used.items() if is_used}
 
     def check(self) -> None:
         """Raises `ConfigError` for a filter that contradicts another one, or a language that is not known."""

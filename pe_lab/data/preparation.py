@@ -181,6 +181,7 @@ def make_plan(
         validation_fraction,
         limit_documents,
         filters,
+        filters.libraries(),
     )
 
 

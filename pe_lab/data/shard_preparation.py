@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -60,7 +60,8 @@ class Plan:
     eos_id: int
     validation_fraction: float
     limit_documents: int | None
-    filters: Filters = field(default_factory=Filters)
+    filters: Filters
+    libraries: Mapping[str, str]  # `Filters.libraries`
 
     @property
     def dtype(self) -> np.dtype:
