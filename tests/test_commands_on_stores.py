@@ -9,7 +9,12 @@ import pytest
 from object_stores import bucket, gcs_bucket, store_servers  # noqa: F401
 
 from pe_lab import analyze, prepare, storage
+from pe_lab.config import SourceConfig
+from pe_lab.data import preparation
+from pe_lab.data.executors import in_this_process
+from pe_lab.data.filters import Filters
 from pe_lab.data.shards import open_prepared
+from pe_lab.data.sources import source as sources
 from pe_lab.data.tokenizers import load_tokenizer
 from pe_lab.results.records import RecordFile
 from pe_lab.results.samples import SampleFile
@@ -62,6 +67,33 @@ def test_a_prepared_corpus_is_read_from_a_store(bucket, tmp_path, capsys):  # no
         np.testing.assert_array_equal(remote.tokens(split, 0, count), local.tokens(split, 0, count))
     assert prepare.main([*sizes[:2], "--validation-fraction=0.3", f"--out={out}"]) == 2
     assert "already prepared with --validation-fraction=0.2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_interrupted_preparation_goes_on_in_a_store(bucket, tmp_path, monkeypatch):  # noqa: F811
+    """About 4 s."""
+    monkeypatch.setattr(sources, "MOST_FILES", 1)
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"document {number} of four " * 9)
+    config, out = SourceConfig(f"text:{tmp_path}/*.txt"), storage.path("--out", f"{bucket.url}/data")
+    filters, done = Filters(exact_duplicates=True, near_duplicates=0.99), []
+
+    def killed(place, step, shards, report):
+        for shard in shards:
+            if len(done) == 6:
+                raise KeyboardInterrupt
+            done.append(shard)
+            yield from in_this_process(place, step, {shard: "keep"}, report)
+
+    with pytest.raises(KeyboardInterrupt):
+        preparation.prepare(config, load_tokenizer("bytes"), "bytes", out, 0.5, filters=filters, executor=killed)
+    assert not storage.is_file(out / "metadata.json") and "-00001-00000.safetensors" in str(storage.listing(out))
+    for where in (out, tmp_path / "local"):
+        preparation.prepare(config, load_tokenizer("bytes"), "bytes", where, 0.5, filters=filters)
+    remote, local = (
+        {n: (where / n).read_bytes() for n in storage.listing(where)} for where in (out, tmp_path / "local")
+    )
+    assert remote == local
 
 
 def test_a_tokenizer_is_read_from_a_store_with_the_files_beside_it(bucket):  # noqa: F811

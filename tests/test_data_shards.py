@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from pe_lab.config import SourceConfig
-from pe_lab.data import preparation, record_stream, shards, token_stream
-from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer, prepare, split_documents
+from pe_lab.data import preparation, record_stream, shard_preparation, shards, token_stream
+from pe_lab.data.executors import in_this_process
+from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer, prepare
 from pe_lab.data.record_stream import RecordStream
 from pe_lab.data.shards import METADATA_FILE, TokenStream, open_prepared, read_metadata, write_shard
-from pe_lab.data.tokenizers import ByteTokenizer
+from pe_lab.data.tokenizers import ByteTokenizer, load_tokenizer
 from pe_lab.data.windows import TokenWindows, documents_of, make_batch
 from pe_lab.errors import UserError
 from pe_lab.storage.manifest import sealed
@@ -29,11 +30,8 @@ def jsonl(path, documents):
 
 
 def prepared(tmp_path, documents=DOCUMENTS, fraction=0.1, **settings):
-    from pe_lab.data.sources import open_source
-
-    source = open_source(jsonl(tmp_path / "corpus.jsonl", documents))
     out = tmp_path / "out"
-    prepare(source, "text", ByteTokenizer(), "bytes", out, fraction, **settings)
+    prepare(jsonl(tmp_path / "corpus.jsonl", documents), ByteTokenizer(), "bytes", out, fraction, **settings)
     return out
 
 
@@ -47,7 +45,7 @@ def decoded(opened, split):
 @pytest.fixture
 def small_shards(monkeypatch):
     """Shards of at least 1,000 tokens, in blocks of 64."""
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 1000)
+    monkeypatch.setattr(shard_preparation, "SHARD_TOKENS", 1000)
     for module in (shards, token_stream):
         monkeypatch.setattr(module, "BLOCK_TOKENS", 64)
 
@@ -158,30 +156,42 @@ def test_segments_end_with_their_document():
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.5, 1 - 1e-9])
 @pytest.mark.parametrize("documents", [["one", "two"], ["one", "two", "one"], list("abcdefgh")])
-def test_neither_split_is_empty_where_two_documents_differ(documents, fraction):
-    pairs = list(split_documents(documents, fraction))
-    assert sorted(d for _, d in pairs) == sorted(documents)
-    sides = {d: {s for s, e in pairs if e == d} for d in documents}
-    assert all(len(s) == 1 for s in sides.values())  # equal documents share a split
-    assert {s for s, _ in pairs} == {"train", "validation"}
+def test_neither_split_is_empty_where_two_documents_differ(tmp_path, documents, fraction):
+    opened = open_prepared(prepared(tmp_path, documents, fraction))
+    train, validation = decoded(opened, "train"), decoded(opened, "validation")
+    assert sorted(train + validation) == sorted(documents)
+    assert train and validation and not set(train) & set(validation)  # equal documents share a split
 
 
-def test_splitting_one_document_and_none():
+def test_splitting_one_document(tmp_path):
     text = "0123456789" * 10
-    assert list(split_documents([text], 0.1)) == [("train", text[:90]), ("validation", text[90:])]
-    assert list(split_documents(["x"], 0.1)) == [("train", "x")]
-    assert list(split_documents([text, "x"], 0.0)) == [("train", text), ("train", "x")]
-    assert list(split_documents([], 0.1)) == []
+    for documents, fraction, train, validation in (
+        ([text], 0.1, [text[:90]], [text[90:]]),
+        ([text, text], 0.1, [text[:90]] * 2, [text[90:]]),
+        (["x"], 0.1, ["x"], []),
+        ([text, "x"], 0.0, [text, "x"], []),
+    ):
+        opened = open_prepared(prepared(tmp_path, documents, fraction))
+        assert decoded(opened, "train") == train and decoded(opened, "validation") == validation
+        shutil.rmtree(tmp_path / "out")
 
 
-def test_the_split_depends_on_the_document_alone():
-    alone = dict((d, s) for s, d in split_documents(DOCUMENTS, 0.2))
-    shuffled = dict((d, s) for s, d in split_documents(["another", *DOCUMENTS[::-1]], 0.2))
-    assert all(shuffled[d] == s for d, s in alone.items())
+def test_the_split_depends_on_the_document_alone(tmp_path):
+    held_out = set(decoded(open_prepared(prepared(tmp_path, fraction=0.2)), "validation"))
+    shutil.rmtree(tmp_path / "out")
+    others = decoded(open_prepared(prepared(tmp_path, ["another", *DOCUMENTS[::-1]], 0.2)), "validation")
+    assert set(others) - {"another"} == held_out
+
+
+def test_the_tokens_are_those_that_an_earlier_version_wrote(tmp_path, format_2):
+    opened, earlier = open_prepared(prepared(tmp_path)), open_prepared(format_2)
+    for split in ("train", "validation"):
+        np.testing.assert_array_equal(opened.tokens(split, 0, 10**6), earlier.tokens(split, 0, 10**6))
+    assert opened.metadata.fingerprint == earlier.metadata.fingerprint
 
 
 def test_a_long_document_is_encoded_in_pieces_without_loss(tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(shard_preparation, "PIECE_CHARACTERS", 50)
     document = ("a line\n" * 30) + "x" * 120 + "\nthe end"
     opened = open_prepared(prepared(tmp_path, [document, "b"], fraction=0.0))
     assert decoded(opened, "train") == [document, "b"]
@@ -198,18 +208,19 @@ def test_limit_documents(tmp_path):
 
 
 def test_a_vocabulary_beyond_16_bits(tmp_path):
-    class Wide(ByteTokenizer):
-        vocab_size = 100_000
-        eos_id = 99_999
+    import tokenizers
 
-    from pe_lab.data.sources import open_source
-
-    source = open_source(jsonl(tmp_path / "c.jsonl", DOCUMENTS))
-    metadata = prepare(source, "text", Wide(), "bytes", tmp_path / "wide", 0.1)
+    model = tokenizers.models.WordLevel({"[UNK]": 0, "document": 70_000, "</s>": 99_999}, unk_token="[UNK]")
+    wide = tokenizers.Tokenizer(model)
+    wide.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    wide.add_special_tokens(["</s>"])
+    wide.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(f"hf:{tmp_path}/tokenizer.json")
+    metadata = prepare(jsonl(tmp_path / "c.jsonl", DOCUMENTS), tokenizer, "hf", tmp_path / "wide", 0.1)
     assert metadata.dtype == "uint32"
-    m = metadata
-    stream = TokenStream(tmp_path / "wide", m, "train")
-    assert (stream.read(0, stream.tokens) == 99_999).sum() == m.documents["train"]
+    stream = TokenStream(tmp_path / "wide", metadata, "train")
+    tokens = stream.read(0, stream.tokens)
+    assert (tokens == 99_999).sum() == (tokens == 70_000).sum() == metadata.documents["train"]
 
 
 def first_shard(out):
@@ -308,7 +319,7 @@ def test_a_failed_preparation_leaves_nothing(tmp_path, documents, fraction, says
 
 
 def test_a_failure_half_way_leaves_nothing(tmp_path, small_shards, monkeypatch):
-    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr(shard_preparation, "BATCH_CHARACTERS", 1000)
     config = jsonl(tmp_path / "corpus.jsonl", DOCUMENTS)
     with (tmp_path / "corpus.jsonl").open("a") as file:
         file.write("{broken\n")
@@ -317,25 +328,26 @@ def test_a_failure_half_way_leaves_nothing(tmp_path, small_shards, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
-def test_two_processes_may_prepare_the_same_directory(tmp_path):
-    """The second finishes while the first is at work: the first removes its own directory and uses the other."""
-    from pe_lab.data.sources import open_source
+def test_two_may_prepare_the_same_directory(tmp_path, monkeypatch, capsys):
+    """The second waits for the first, and uses its directory."""
+    import threading
 
-    config = jsonl(tmp_path / "corpus.jsonl", DOCUMENTS)
-    source = open_source(config)
+    monkeypatch.setattr(preparation, "LEASE_SECONDS", 0.05)
+    config, made, second = jsonl(tmp_path / "corpus.jsonl", DOCUMENTS), [], []
 
-    class Overtaken:
-        name = source.name
-        count, identity, shards, read = source.count, source.identity, source.shards, source.read
+    def again():
+        made.append(prepare(config, ByteTokenizer(), "bytes", tmp_path / "out", 0.1))
 
-        def documents(self):
-            yield from source.documents()
-            prepare(source, "text", ByteTokenizer(), "bytes", tmp_path / "out", 0.1)
-            self.theirs = (tmp_path / "out" / METADATA_FILE).stat().st_ino
+    def executor(place, step, shards, report):
+        second.append(threading.Thread(target=again))
+        second[0].start()
+        time.sleep(0.3)
+        assert not made
+        yield from in_this_process(place, step, shards, report)
 
-    overtaken = Overtaken()
-    prepare(overtaken, "text", ByteTokenizer(), "bytes", tmp_path / "out", 0.1)
-    assert (tmp_path / "out" / METADATA_FILE).stat().st_ino == overtaken.theirs
+    first = prepare(config, ByteTokenizer(), "bytes", tmp_path / "out", 0.1, executor=executor)
+    second[0].join(timeout=10)
+    assert made == [first] and "is being prepared by process" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
     open_prepared(tmp_path / "out")
 

@@ -42,7 +42,6 @@ SAME_LEVEL = {("training", "checkpoints"), ("training", "data"), ("__init__", "l
 SAME_LEVEL |= {("language_model", "inspection"), ("inspection", "language_model")}
 
 HEAVY = {
-    "apache_beam",
     "datasets",
     "gguf",
     "huggingface_hub",
@@ -50,9 +49,11 @@ HEAVY = {
     "libtpu",
     "lm_eval",
     "matplotlib",
+    "py3langid",
     "pyarrow",
     "rapidfuzz",
     "ray",
+    "rensa",
     "safetensors",
     "sentencepiece",
     "submitit",

@@ -18,7 +18,6 @@ from pe_lab import storage
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.config import SourceConfig
 from pe_lab.data.preparation import prepare
-from pe_lab.data.sources import open_source
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
 from pe_lab.storage.manifest import MANIFEST, Digest, digest_file
@@ -173,8 +172,8 @@ def test_a_checkpoint_that_goes_is_uncommitted(copy, gcs_bucket, capsys):  # noq
 
 def test_prepared_data_and_what_has_no_digests(tmp_path, capsys):
     (tmp_path / "corpus.jsonl").write_text('{"text": "some words"}\n{"text": "other words"}\n')
-    source = open_source(SourceConfig(f"jsonl:{tmp_path / 'corpus.jsonl'}"))
-    prepare(source, "text", ByteTokenizer(), "bytes", tmp_path / "data", 0.5)
+    source = SourceConfig(f"jsonl:{tmp_path / 'corpus.jsonl'}")
+    prepare(source, ByteTokenizer(), "bytes", tmp_path / "data", 0.5)
     assert main([str(tmp_path / "data")]) == 0
     shard = next((tmp_path / "data").glob("train*.safetensors"))
     flip(shard, random.Random(3))

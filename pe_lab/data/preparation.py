@@ -1,31 +1,37 @@
-"""Preparation of data: the documents of a source become token shards in a new directory, or in the cache."""
+"""Preparation of data: the documents of a source become token shards in a new directory, or in the cache.
+
+The directory is filled beside its place, step after step, shard after shard (`data/shard_preparation.py`), by whoever
+is to run them (`data/executors.py`), and then described (`data/gathering.py`). What was interrupted goes on where it
+stopped: finished shards are kept.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
+import itertools
 import json
 import re
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pe_lab.config import SourceConfig
-from pe_lab.data.shards import (
-    METADATA_FILE,
-    SPLITS,
-    TOKENIZER_DIRECTORY,
-    Metadata,
-    ShardWriter,
-    read_metadata,
-    write_metadata,
+from pe_lab.data.executors import Executor, in_this_process
+from pe_lab.data.filters import Filters
+from pe_lab.data.gathering import (
+    damage_of,
+    decide_duplicates,
+    finished_shards,
+    gather,
+    left_shards,
+    publish,
+    statistics_of,
 )
-from pe_lab.data.sources import Source, open_source
+from pe_lab.data.shard_preparation import PLAN_FILE, WORK, Place, Plan, Work, open_work
+from pe_lab.data.shards import METADATA_FILE, TOKENIZER_DIRECTORY, Metadata, read_metadata
+from pe_lab.data.sources import open_source
 from pe_lab.data.tokenizers import (
     KIND_FILE,
     Tokenizer,
@@ -36,156 +42,249 @@ from pe_lab.data.tokenizers import (
     train_sentencepiece,
     training_size,
 )
-from pe_lab.errors import ConfigError, DataError
-from pe_lab.storage import AnyPath, is_file, new_directory, unfinished
+from pe_lab.errors import ConfigError, DataError, UserError
+from pe_lab.storage import (
+    AnyPath,
+    LeaseTaken,
+    is_file,
+    is_remote,
+    lease,
+    listing,
+    new_directory,
+    read_json,
+    remove,
+    remove_tree,
+    unfinished,
+    write_json,
+)
 from pe_lab.terminal import Progress, console
 
-BATCH_CHARACTERS = 1_000_000  # of one call of the tokenizer
-PIECE_CHARACTERS = 4_000_000  # longer documents are encoded in pieces that end at line ends
 PATIENCE_SECONDS = 600  # without a change in the directory, until a waiting process gives up
+LEASE_SECONDS = 1.0  # between two attempts to take the lease of another process
 
 
 def prepare(
-    source: Source,
-    column: str,
+    config: SourceConfig,
     tokenizer: Tokenizer,
     specification: str,
     directory: AnyPath,
     validation_fraction: float,
     limit_documents: int | None = None,
-) -> Metadata:
-    """Writes the prepared data of `source` to `directory`, or nothing at an error.
+    filters: Filters | None = None,
+    executor: Executor = in_this_process,
+    task: tuple[int, int] = (0, 1),
+) -> Metadata | None:
+    """Writes the prepared data of a source to `directory`, which is there when it is whole.
 
-    The hash of a document decides its split, see `split_documents`.
+    The hash of a document decides its split, see `Split`. The files are the same, whoever runs the shards.
+
+    Args:
+      config: the source.
+      tokenizer: encodes the documents.
+      specification: its name, for the description.
+      directory: does not exist, or is empty, or this preparation was interrupted.
+      validation_fraction: of the documents, held out.
+      limit_documents: read only so many, the first ones.
+      filters: which documents are dropped.
+      executor: runs the shards.
+      task: (i, n): this is task i of n, which does every n-th shard. The last one to end finishes the directory.
+
+    Returns:
+      The description; None if other tasks have to do their shards first.
 
     Raises:
-      DataError: the corpus is empty or cannot be read.
-      ConfigError: the fraction is not in [0, 1], or the directory cannot be written.
+      DataError: the corpus is empty or cannot be read, or every document was dropped.
+      ConfigError: an argument is wrong, the directory cannot be written, or other arguments began it.
     """
+    filters = filters or Filters()
     if not 0 <= validation_fraction <= 1:
         raise ConfigError(f"validation_fraction={validation_fraction} must lie in [0, 1].")
-    with new_directory(directory, marker=METADATA_FILE) as building:
-        dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
-        writers = {split: ShardWriter(building, split, dtype) for split in SPLITS}
-        content = hashlib.blake2b(digest_size=16)
-        characters = 0
+    filters.check()
+    plan = make_plan(config, tokenizer, specification, validation_fraction, limit_documents, filters)
+    directory = directory if is_remote(directory) else directory.absolute()
+    building, alone = building_directory(directory), task[1] == 1
+    whole = contextlib.nullcontext if alone else lambda: _writing(directory)  # what one task does for all
+    with _explained(directory), _writing(directory) if alone else contextlib.nullcontext():
+        finish_interrupted(directory)
+        if is_file(directory / METADATA_FILE):  # another process was faster
+            return read_metadata(directory)
+        fresh = not is_file(building / WORK / PLAN_FILE)
+        try:
+            with whole():
+                place = _begin(building, plan, tokenizer, directory)
+            work = open_work(place)
+            mine = range(len(plan.shards))[task[0] :: task[1]]
+            if filters.duplicates:
+                _run(work, place, "fingerprints", mine, executor)
+                if left_shards(work, "fingerprints"):
+                    return None
+                with whole():
+                    decide_duplicates(work)
+            _run(work, place, "shard", mine, executor)
+            if left_shards(work, "shard"):
+                return read_metadata(directory) if is_file(directory / METADATA_FILE) else None
+            with whole():
+                if not is_file(directory / METADATA_FILE):
+                    gather(work, directory, lambda shards: _run(work, place, "shard", shards, executor, shards))
+        except UserError:
+            if alone and fresh and not any(finished_shards(building, step) for step in ("fingerprints", "shard")):
+                remove_tree(building)
+            raise
+    return read_metadata(directory)
 
-        def counted() -> Iterator[str]:
-            nonlocal characters
-            for number, document in enumerate(source.documents()):
-                if number == limit_documents:
-                    return
-                document = encodable(document.text)
-                content.update(len(document).to_bytes(8, "little") + document.encode())
-                characters += len(document)
-                yield document
 
-        total = min((n for n in (source.count(), limit_documents) if n is not None), default=None)
-        with Progress(console(stderr=True), f"preparing {source.name}", total) as progress:
-            start = time.perf_counter()
-            for batch in _batches(split_documents(counted(), validation_fraction)):
-                texts = [text for _, text in batch]
-                for (split, _), ids in zip(batch, _encode(tokenizer, texts), strict=True):
-                    writers[split].add(np.append(ids, np.int32(tokenizer.eos_id)))
-                documents, tokens = (sum(getattr(w, n) for w in writers.values()) for n in ("documents", "tokens"))
-                seconds = max(time.perf_counter() - start, 1e-9)
-                speed = f"{tokens:,} tokens ({tokens / seconds:,.0f}/s), {seconds:.0f} s"
-                progress.update(documents, f"{documents:,} documents, {speed}")
-        for writer in writers.values():
-            writer.close()
-        if not sum(w.documents for w in writers.values()):
-            raise DataError(f"data source {source.name!r} is empty: no document has text.")
-        metadata = Metadata(
-            source=source.name,
-            column=column,
-            identity=json.loads(json.dumps(source.identity())),
-            tokenizer=specification,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            vocab_size=tokenizer.vocab_size,
-            eos_id=tokenizer.eos_id,
-            dtype=dtype.name,
-            validation_fraction=validation_fraction,
-            limit_documents=limit_documents,
-            documents={split: w.documents for split, w in writers.items()},
-            tokens={split: w.tokens for split, w in writers.items()},
-            characters=characters,
-            content=content.hexdigest(),
-            shards={split: tuple(w.shards) for split, w in writers.items()},
-            python=sys.version.split()[0],
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        )
+def building_directory(directory: AnyPath) -> AnyPath:
+    """Where the files of `directory` are until it is whole: on an object store in it, without metadata.json."""
+    return directory if is_remote(directory) else directory.with_name(f".{directory.name}.preparing")
+
+
+def begun(directory: AnyPath) -> tuple[str, str] | None:
+    """The tokenizer of an interrupted preparation, by its name and as it was saved; None if none was interrupted."""
+    building = building_directory(directory)
+    if not is_file(building / WORK / PLAN_FILE):
+        return None
+    return read_json(building / WORK / PLAN_FILE)["tokenizer"], f"saved:{building / TOKENIZER_DIRECTORY}"
+
+
+def finish_interrupted(directory: AnyPath) -> None:
+    """Puts a directory into its place that was whole when its process was killed."""
+    building = building_directory(directory)
+    if is_file(building / METADATA_FILE) and (building != directory or listing(building / WORK)):
+        publish(building, directory)
+
+
+def make_plan(
+    config: SourceConfig,
+    tokenizer: Tokenizer,
+    specification: str,
+    validation_fraction: float,
+    limit_documents: int | None,
+    filters: Filters,
+) -> Plan:
+    """The plan of a preparation. With a limit, the first documents of the source are counted."""
+    source = open_source(config)
+    shards, documents = source.shards(), []
+    for shard in shards if limit_documents is not None else ():
+        left = limit_documents - sum(documents)
+        documents.append(sum(1 for _ in itertools.islice(source.read(shard), left)))
+        if left == documents[-1]:
+            break
+    return Plan(
+        config,
+        json.loads(json.dumps(source.identity())),
+        tuple(shards[: len(documents)] if limit_documents is not None else shards),
+        tuple(documents) if limit_documents is not None else (None,) * len(shards),
+        specification,
+        tokenizer.fingerprint,
+        tokenizer.vocab_size,
+        tokenizer.eos_id,
+        validation_fraction,
+        limit_documents,
+        filters,
+        filters.libraries(),
+    )
+
+
+@contextlib.contextmanager
+def _explained(directory: AnyPath) -> Iterator[None]:
+    """Makes an error of the disk a `ConfigError`, and removes the parents that were made for nothing."""
+    parents = [] if is_remote(directory) else [p for p in directory.parents if not p.exists()]
+    try:
+        yield
+    except BaseException as error:
+        for parent in parents:
+            with contextlib.suppress(OSError):  # not empty
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise ConfigError(f"'{directory}' cannot be written ({error.strerror or error}).") from error
+        raise
+
+
+@contextlib.contextmanager
+def _writing(directory: AnyPath) -> Iterator[None]:
+    """Holds the lease of a directory that is being prepared, once the process that has it ends."""
+    path, show = directory.with_name(f".{directory.name}.lease"), console(stderr=True)
+    with contextlib.ExitStack() as stack:
+        owner = ""
+        while True:
+            try:
+                stack.enter_context(lease(path, show.print, lambda message: None))
+                break
+            except LeaseTaken as taken:
+                if taken.owner != owner:
+                    show.print(f"{directory} is being prepared by {taken.owner}: waiting")
+                owner = taken.owner
+                time.sleep(LEASE_SECONDS)
+        yield
+
+
+def _begin(building: AnyPath, plan: Plan, tokenizer: Tokenizer, directory: AnyPath) -> Place:
+    """Writes the tokenizer and the plan, or compares the plan with the one that is there."""
+    wanted, path = json.loads(json.dumps(plan.to_json())), building / WORK / PLAN_FILE
+    place = Place(str(building), _hash(wanted))
+    if not is_file(path):
         save_tokenizer(tokenizer, building / TOKENIZER_DIRECTORY)
-        write_metadata(building, metadata)
-    return read_metadata(directory)  # of another process, if that was faster
+        write_json(path, wanted)
+        return place
+    found = read_json(path)
+    for name in wanted:
+        if wanted[name] == found.get(name):
+            continue
+        changed = "the files of the source have changed since"
+        if name not in ("identity", "shards", "documents"):
+            changed = f"it had begun with {name}={_short(found.get(name))}, not {_short(wanted[name])}"
+        advice = f"Choose another directory; or, to begin anew, remove {path.parent if is_remote(path) else building}."
+        raise ConfigError(f"The preparation of '{directory}' was interrupted, and {changed}. {advice}")
+    return place
 
 
-def split_documents(documents: Iterable[str], fraction: float) -> Iterator[tuple[str, str]]:
-    """Pairs (split, document). The hash of a document decides, so equal documents share a split.
+def _short(value: Any) -> str:
+    shown = json.dumps(value)
+    return shown if len(shown) <= 120 else f"{shown[:117]}..."
 
-    If all documents fall into one split, the one whose hash is nearest to the boundary changes to the other, so that
-    neither split of two different documents is empty. The end of a single document is held out. With `fraction` 0
-    nothing is held out.
-    """
-    if fraction == 0:
-        yield from (("train", document) for document in documents)
-        return
-    side, nearest, waiting, released, both = "", 2.0, [], False, False
-    for document in documents:
-        score = int.from_bytes(hashlib.blake2b(document.encode(), digest_size=8).digest(), "little") / 2**64
-        split = "validation" if score < fraction else "train"
-        gap = abs(score - fraction)
-        if both:
-            yield split, document
-        elif side and split != side:
-            both = True
-            yield from ((side, d) for d in waiting)
-            yield split, document
-        elif gap < nearest:
-            released = bool(side)
-            yield from ((split, d) for d in waiting)
-            side, nearest, waiting = split, gap, [document]
-        elif gap == nearest:
-            waiting.append(document)
+
+def _run(
+    work: Work,
+    place: Place,
+    step: str,
+    shards: Collection[int],
+    executor: Executor,
+    endings: Mapping[int, str] | None = None,
+) -> None:
+    """Runs a step for those of the shards for which it is not done yet, and shows the progress."""
+    done = finished_shards(work.directory, step) & set(shards)
+    before = 0  # documents
+    for shard in sorted(done) if step == "shard" else ():
+        statistics = statistics_of(work, shard)
+        if damage_of(work, statistics):
+            remove(work.file(step, shard))
+            done.discard(shard)
         else:
-            released = True
-            yield split, document
-    if both or not waiting:
+            before += statistics["read"]
+    left = {shard: (endings or {}).get(shard, "keep") for shard in shards if shard not in done}
+    if not left:
         return
-    if released:
-        yield from (("validation" if side == "train" else "train", d) for d in waiting)
-        return
-    cut = max(1, int(len(waiting[0]) * (1 - fraction)))
-    yield from (("train", d[:cut]) for d in waiting)
-    if waiting[0][cut:]:
-        yield "validation", waiting[0][cut:]
+    total = work.count() if step == "shard" and len(shards) == len(work.plan.shards) else None
+    name = f"{'preparing' if step == 'shard' else 'comparing'} {work.source.name}"
+    documents, tokens, finished, begun = 0, 0, len(done), time.perf_counter()
+    unit = (total, before) if total else (len(shards), len(done))
+    with Progress(console(stderr=True), name, *unit) as progress:
 
+        def show() -> None:
+            seconds = max(time.perf_counter() - begun, 1e-9)
+            speed = f", {tokens:,} tokens ({tokens / seconds:,.0f}/s)" if step == "shard" else ""
+            progress.update(
+                before + documents if total else finished, f"{documents:,} documents{speed}, {seconds:.0f} s"
+            )
 
-def _batches(pairs: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    batch, characters = [], 0
-    for pair in pairs:
-        batch.append(pair)
-        characters += len(pair[1])
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+        def report(more_documents: int, more_tokens: int) -> None:
+            nonlocal documents, tokens
+            documents, tokens = documents + more_documents, tokens + more_tokens
+            show()
 
-
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """The token ids of each text."""
-    pieces = [_pieces(text) for text in texts]
-    encoded = iter(tokenizer.encode_batch([piece for group in pieces for piece in group]))
-    return [np.concatenate([next(encoded) for _ in group]) for group in pieces]
-
-
-def _pieces(text: str) -> list[str]:
-    pieces, start = [], 0
-    while len(text) - start > PIECE_CHARACTERS:
-        stop = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
-        pieces.append(text[start:stop])
-        start = stop
-    return [*pieces, text[start:]]
+        for number in executor(place, step, left, report):
+            finished += number
+            show()
 
 
 def ensure_prepared(
@@ -210,7 +309,7 @@ def ensure_prepared(
     directory = cache_dir / f"{name}-{_hash(key)}"
 
     def make() -> None:
-        prepare(source, config.column, tokenizer, specification, directory, validation_fraction)
+        prepare(config, tokenizer, specification, directory, validation_fraction)
 
     return _cached(directory, METADATA_FILE, process_index, make)
 
@@ -253,7 +352,8 @@ def _cached(directory: Path, marker: str, process_index: int, make: Callable[[],
     last_change = time.time()
     while not is_file(directory / marker):
         time.sleep(0.2)
-        for building in unfinished(directory):
+        being_filled = [building_directory(directory), building_directory(directory) / WORK, *unfinished(directory)]
+        for building in being_filled if not is_remote(directory) else ():
             with contextlib.suppress(OSError):
                 last_change = max(last_change, *(p.stat().st_mtime for p in (building, *building.iterdir())))
         if time.time() - last_change > PATIENCE_SECONDS:

@@ -18,12 +18,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32, Integer
+from jaxtyping import Bool, Int32, Integer
 
 from pe_lab.data.record_stream import RecordStream
 from pe_lab.data.token_stream import BLOCK_TOKENS, TokenStream, index_crc32c
@@ -37,7 +37,6 @@ FORMATS = (1, 2, 3)  # 1 has no digests; 1 and 2 have ArrayRecord files
 METADATA_FILE = "metadata.json"
 TOKENIZER_DIRECTORY = "tokenizer"
 SPLITS = ("train", "validation")
-SHARD_TOKENS = 2**24  # of a shard, at least, where a source has as many
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,15 @@ class Metadata:
     documents: Mapping[str, int]  # per split
     tokens: Mapping[str, int]  # per split, with EOS
     characters: int
-    content: str  # a hash of every document, in order
+    content: str  # a hash of every document that was kept, in order, and of the filters
     shards: Mapping[str, tuple[Shard, ...]]  # per split
     python: str
-    created: str
+    created: str = ""  # formats 1 and 2
     record_tokens: int = 0  # formats 1 and 2
+    template: str = ""  # of the source
+    chat: str = ""
+    filters: Mapping[str, Any] = field(default_factory=dict)  # `Filters.settings`
+    dropped: Mapping[str, int] = field(default_factory=dict)  # documents, by the filter
     format: int = FORMAT_VERSION
 
     @property
@@ -115,7 +118,8 @@ def _defect(metadata: Metadata) -> str:
         return not isinstance(value, kind) or isinstance(value, bool) or (kind is int and not 0 <= value < 2**62)
 
     shards = [shard for split in SPLITS for shard in metadata.shards[split]]
-    typed = {str: ("source", "column", "tokenizer", "tokenizer_fingerprint", "content", "python", "created")}
+    strings = ("source", "column", "template", "chat", "tokenizer", "tokenizer_fingerprint", "content", "python")
+    typed = {str: (*strings, "created"), dict: ("filters", "dropped")}
     typed[int] = ("vocab_size", "eos_id", "characters", "record_tokens")
     for kind, names in typed.items():
         for name in names:
@@ -152,10 +156,10 @@ def manifest_of_prepared(metadata: Metadata) -> Manifest | None:
     return Manifest(files | {s.records_file: Digest(4 * s.records, s.records_crc32c) for s in of_records})
 
 
-def write_metadata(directory: Path, metadata: Metadata) -> None:
+def write_metadata(directory: AnyPath, metadata: Metadata) -> None:
     """Writes metadata.json, with a digest of itself."""
     content = dataclasses.asdict(metadata)
-    del content["record_tokens"]
+    del content["record_tokens"], content["created"]
     for shard in (shard for split in SPLITS for shard in content["shards"][split]):
         del shard["records"], shard["records_crc32c"]
     write_json(directory / METADATA_FILE, sealed(content))
@@ -188,38 +192,6 @@ def write_shard(
     write_file(path, content)
     digests = {"crc32c": crc32c(content), "index_crc32c": index_crc32c(content)}
     return Shard(path.name, len(tokens), len(content), len(documents), **digests)
-
-
-class ShardWriter:
-    """Writes the documents of one split, with a new shard every `SHARD_TOKENS`."""
-
-    def __init__(self, directory: Path, split: str, dtype: np.dtype):
-        self._directory, self._split, self._dtype = directory, split, dtype
-        self._documents: list[np.ndarray] = []  # of the next shard
-        self._pending = 0  # their tokens
-        self.shards: list[Shard] = []
-
-    @property
-    def tokens(self) -> int:
-        return sum(shard.tokens for shard in self.shards) + self._pending
-
-    @property
-    def documents(self) -> int:
-        return sum(shard.documents for shard in self.shards) + len(self._documents)
-
-    def add(self, document: Int[np.ndarray, " n"]) -> None:
-        """Appends one document with its EOS."""
-        self._documents.append(document.astype(self._dtype))
-        self._pending += len(document)
-        if self._pending >= SHARD_TOKENS:
-            self.close()
-
-    def close(self) -> None:
-        """Writes the last shard; `shards` is then complete."""
-        if self._documents:
-            path = self._directory / f"{self._split}-{len(self.shards):05d}.safetensors"
-            self.shards.append(write_shard(path, self._documents, self._dtype))
-            self._documents, self._pending = [], 0
 
 
 @dataclass(frozen=True)

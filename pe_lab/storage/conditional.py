@@ -23,7 +23,7 @@ def create_file(path: AnyPath, content: bytes) -> bool:
             temporary.write_bytes(content)
             os.link(temporary, path)
         except FileExistsError:
-            return path.read_bytes() == content
+            return _content(path) == content  # it may be gone again
         finally:
             temporary.unlink(missing_ok=True)
         return True

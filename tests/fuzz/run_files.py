@@ -19,15 +19,14 @@ class Prepared(Kind):
     def prepare(self, directory: Path) -> None:
         from pe_lab.config import SourceConfig
         from pe_lab.data.preparation import prepare
-        from pe_lab.data.sources import open_source
         from pe_lab.data.tokenizers import load_tokenizer
 
         corpus = directory / "corpus.jsonl"
         documents = [*(TEXT * n for n in range(1, 60))]
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
         self.whole, self.target = directory / "whole", directory / "prepared"
-        source = open_source(SourceConfig(source=f"jsonl:{corpus}"))
-        prepare(source, "text", load_tokenizer("bytes"), "bytes", self.whole, 0.2)
+        source = SourceConfig(source=f"jsonl:{corpus}")
+        prepare(source, load_tokenizer("bytes"), "bytes", self.whole, 0.2)
         shutil.copytree(self.whole, self.target)
         self.files = [p.relative_to(self.whole) for p in sorted(self.whole.rglob("*")) if p.is_file()]
 

@@ -49,7 +49,6 @@ TARGETS = (
     Target("metrics.jsonl", "half", "run/*/metrics.jsonl", verified=False),
     Target("metadata", "half", f"{_LAST}/metadata/metadata", STEP_KINDS),
     Target("_CHECKPOINT_METADATA", "half", f"{_LAST}/_CHECKPOINT_METADATA", STEP_KINDS),
-    Target("checksums of a shard", "half", "data/*.crc32c"),
     Target("other files of Orbax", "half", f"{_LAST}/*/[_ac]*", STEP_KINDS),
     Target("run.json", "half", "run/run.json", verified=False),
     Target("metadata.json of data", "half", "data/metadata.json"),

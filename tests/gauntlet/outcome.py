@@ -17,7 +17,7 @@ VOLATILE_KEYS = {"id", "time", "created", "crc32c", "seconds"}
 # Files that tell of the session, not of the result; manifests are compared with the files that they describe.
 VOLATILE_FILES = {"speed.jsonl", "ledger.jsonl", "run.json", "lease.json", MANIFEST}
 VOLATILE_DIRECTORIES = {"tensorboard", "unreadable"}
-UNFINISHED = re.compile(r"\.(saving|deleting|partial-)")
+UNFINISHED = re.compile(r"\.(saving|deleting|partial-|.*\.preparing|.*\.lease)")
 
 # `detected`: not trained on, and what reads the file says that it is damaged.
 GREEN = ("same bytes", "mended", "harmless", "refused", "detected")

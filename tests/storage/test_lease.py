@@ -13,7 +13,7 @@ import pytest
 from tiny_runs import REPOSITORY
 
 from pe_lab import storage
-from pe_lab.storage import LeaseTaken, lease
+from pe_lab.storage import LeaseTaken, create_file, lease
 from pe_lab.storage import leases as module
 
 LEASE = "lease.json"
@@ -128,3 +128,18 @@ def test_a_lease_may_stay_after_an_error_and_is_then_a_dead_one(tmp_path):
     with lease(tmp_path / LEASE, refuse, refuse, kept_after_errors=True) as inherited:
         assert inherited
     assert not (tmp_path / LEASE).exists()
+
+
+def test_a_file_that_is_removed_while_another_is_created(tmp_path, monkeypatch):
+    """The lease of a process that ends between the attempt to create one and the look at who has it."""
+    path = tmp_path / LEASE
+    path.write_bytes(b"theirs")
+
+    def link(source, target):
+        path.unlink()
+        raise FileExistsError
+
+    monkeypatch.setattr("os.link", link)
+    assert not create_file(path, b"ours")
+    monkeypatch.undo()
+    assert create_file(path, b"ours") and path.read_bytes() == b"ours"

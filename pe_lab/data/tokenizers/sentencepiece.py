@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -117,7 +118,9 @@ class SentencePieceTokenizer(Tokenizer):
         return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        return [np.asarray(ids, np.int32) for ids in self._processor.encode(list(map(encodable, texts)))]
+        threads = int(os.environ.get("RAYON_NUM_THREADS") or -1)  # as the other tokenizers; -1: one for each core
+        encoded = self._processor.encode(list(map(encodable, texts)), num_threads=threads)
+        return [np.asarray(ids, np.int32) for ids in encoded]
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
         processor, _, fragments = self._fragments(text)
