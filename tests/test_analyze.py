@@ -381,7 +381,7 @@ def test_the_tables_of_the_docs_are_what_their_commands_print(monkeypatch, capsy
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs/encodings.md").read_text()
     found = re.findall(
-        r"```\n(?:\$ )?(python -m pe_lab\.analyze --study=schedule .*)\n(?:```\n\n```\n)?([^`]+)```", text
+        r"```shell\n(python -m pe_lab\.analyze --study=schedule .*)\n```\n\n```text\n([^`]+)```", text
     )
     assert found
     for line, table in found:
