@@ -1,6 +1,7 @@
 """Code blocks of the README and of docs/: their lines, what each runs, and how it runs at quick size in a sandbox.
 
-    python tests/documented_code.py docs/evaluation.md DIR     # runs the page's blocks in DIR, a sandbox
+    python tests/documented_code.py sandbox DIR                # makes a sandbox
+    python tests/documented_code.py docs/evaluation.md DIR     # runs the page's blocks in it; 1/2: the first half
 
 A block is `shell` or `python`, or it is shown and not run: `text`, `json`. A line of a shell block runs a command of
 pe_lab, a launcher, a target of make, or a program of `OUTSIDE`. `QUICK` and `PLACES` say what is replaced.
@@ -168,6 +169,7 @@ def parse(module: str, argv: Sequence[str]) -> Any:
 
 def check(words: Sequence[str]) -> None:
     """Raises if a command line has an unknown flag, recipe, key, suite, variant, make target, launcher or extra."""
+    from pe_lab.analysis.studies.dope import parse_grid
     from pe_lab.evaluation.tasks.suites import parse_suites
     from pe_lab.evaluation.variants import parse_methods
     from pe_lab.recipes import load_config, split_overrides
@@ -186,6 +188,8 @@ def check(words: Sequence[str]) -> None:
         args = parse(kind, arguments)
         if getattr(args, "config", None):
             plan_phases(load_config(args.config, split_overrides(arguments)[1]))
+        if getattr(args, "grid", None) and kind == "pe_lab.analyze":
+            parse_grid(args.grid, heads=32)
         if kind == "pe_lab.evaluate":
             parse_suites(args.suite or "perplexity")
             parse_methods(args.methods or "as-trained")
@@ -210,7 +214,7 @@ def check(words: Sequence[str]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # At quick size
 
-_TINY = {"layers": 2, "d_model": 32, "d_ff": 32, "heads": 2, "kv_heads": 2, "head_dim": 0, "dtype": "float32"}
+_TINY = {"vocab_size": 512, "layers": 3, "d_model": 32, "d_ff": 32, "heads": 2, "kv_heads": 2, "head_dim": 0, "dtype": "float32"}
 _PHASE = {"steps": 4, "sequence_length": 32, "batch_size": 2, "accumulate": 1, "optimizer.warmup_steps": 1}
 
 
@@ -230,9 +234,11 @@ def quick_training(reference: str) -> list[str]:
 
 # Flags whose values are replaced, by command. Lengths: the stand-in for SmolLM2 was trained at 64 tokens, not 8,192;
 # prompts of needles and few-shot examples need a thousand.
+PROMPTED = "niah|ruler|longbench|many_shot"
 QUICK = {
     "pe_lab.evaluate": {"--tokens": "128", "--samples": "1", "--max-new-tokens": "4", "--depths": "0"},
-    "pe_lab.analyze": {"--sequences": "2", "--samples": "1", "--length": "64", "--lengths": "64", "--candidates": "1"},
+    "pe_lab.analyze": {"--sequences": "2", "--samples": "1", "--length": "64", "--lengths": "64", "--heads-length": "64",
+                       "--candidates": "1", "--grid": "method=all-nope;indicator=query;rank=1;heads=1;order=ascending"},
     "pe_lab.generate": {"--max-new-tokens": "4"},
     "pe_lab.prepare": {"--limit-documents": "20"},
     "pe_lab.plan": {"--explain": None, "--json": None, "--against": None},
@@ -258,12 +264,20 @@ def quick(module: str, arguments: list[str]) -> list[str]:
             value = QUICK[module][flag]
             found += [] if value is None else [f"{flag}={value}"]
         elif flag == "--lengths":
-            prompted = any(a.startswith("--suite=") and not re.search("=(perplexity|needles)", a) for a in arguments)
-            found.append(f"--lengths={'1k' if prompted else '32,64'}")
+            found.append("--lengths=32,64")
+        elif one == "--suite=longbench":
+            found.append("--suite=longbench:qasper,trec")
         else:
             found += sorted(glob.glob(one)) if not one.startswith("--") and "*" in one else [one]
-    if module == "pe_lab.evaluate" and re.search("--suite=(niah|ruler|many_shot)", " ".join(arguments)):
-        found += [one for one in ("--lengths=1k", "--samples=1") if one.partition("=")[0] not in " ".join(found)]
+    suite = re.search(f"--suite=({PROMPTED})", " ".join(arguments))
+    if suite and module in ("pe_lab.evaluate", "pe_lab.analyze"):
+        tokens = "1k" if suite[1] == "niah" else "2k"
+        length = f"--lengths={tokens}" if module == "pe_lab.evaluate" else f"--length={tokens}"
+        added = [length, "--samples=1", "--max-new-tokens=4"]
+        if "longbench" in suite[1]:
+            added = added[2:]
+        names = {one.partition("=")[0] for one in [*added, "--heads-length"]}
+        found = [one for one in found if one.partition("=")[0] not in names] + added
     config = next((one.partition("=")[2] for one in arguments if one.startswith("--config=")), None)
     if module == "pe_lab.train" and config:
         found += quick_training(config)
@@ -284,7 +298,7 @@ def run(statement: Statement) -> None:
         follows = {"--attach", "--stop", "--delete"} & set(arguments)
         if not follows:
             _succeeds(["bash", str(ROOT / arguments[0]), *options[1:]], cwd=ROOT, **statement.variables)
-            run(Statement(statement.where, arguments[arguments.index("--") + 1 :]))
+            check(arguments[arguments.index("--") + 1 :])  # other lines run the same programs
     elif kind == "make":
         _succeeds(["make", "--dry-run", *arguments], cwd=ROOT)
     elif kind == "unzip":
@@ -294,7 +308,7 @@ def run(statement: Statement) -> None:
             shutil.copy(f"downloads/{name.replace('-', '_')}-1-py3-none-any.whl", ".")
     elif kind == "script":
         _succeeds([sys.executable, str(ROOT / arguments[0]), *arguments[1:]])
-    elif kind == "pe_lab.evaluation.lm_eval":
+    elif kind == "pe_lab.evaluation.lm_eval" or "--suite=lm_eval:droPE-six" in arguments:
         check(statement.words)  # its tasks are on the hub; tests/evaluation/test_harness.py runs it on local ones
     else:
         arguments = quick(kind, arguments)
@@ -319,11 +333,20 @@ def _succeeds(command: Sequence[str], cwd: Path | None = None, **variables: str)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
 
 
-def run_page(page: str) -> int:
+def part_of(page: str, part: str) -> list[Block]:
+    """The blocks of a part of a page: "2/3" is the second of three parts with about as many lines each."""
+    index, count = map(int, part.split("/"))
+    found = blocks(page)
+    sizes = [len(statements(block)) if block.language == "shell" else 1 for block in found]
+    before = [sum(sizes[:i]) for i in range(len(found))]
+    return [block for block, start in zip(found, before, strict=True) if start * count // sum(sizes) == index - 1]
+
+
+def run_page(page: str, part: str = "1/1") -> int:
     """Runs the blocks of a page in the current directory, in order; returns how many lines and blocks failed."""
     failed = 0
     names: dict[str, Any] = {}
-    for block in blocks(page):
+    for block in part_of(page, part):
         steps: Iterator[tuple[str, Any]]
         if block.language == "shell":
             steps = iter([(f"{s.where}: {s.line}", s) for s in statements(block)])
@@ -474,14 +497,14 @@ def write_gguf(path: Path) -> None:
     writer.close()
 
 
-def main(page: str, directory: str) -> int:
+def main(page: str, directory: str, part: str = "1/1") -> int:
     """Runs a page, or makes the sandbox (page `sandbox`)."""
     if page == "sandbox":
         make_sandbox(Path(directory).absolute())
         return 0
     os.chdir(directory)
     sys.path.insert(0, "")  # as `python -m` has it: an unpacked wheel can be imported
-    return min(run_page(page), 100)
+    return min(run_page(page, part), 100)
 
 
 if __name__ == "__main__":
