@@ -87,7 +87,9 @@ def _find_recipe(path: Path) -> Path:
     if path.parts[:-1] in (("configs",), ("pe_lab", "configs")) and (directory / path.name).is_file():
         return directory / path.name
     names = ", ".join(sorted(recipe.stem for recipe in directory.glob("*.py")))
-    raise ConfigError(f"--config: there is no file '{path}'. configs/NAME.py is a recipe of pe_lab, with NAME of {names}.")
+    raise ConfigError(
+        f"--config: there is no file '{path}'. configs/NAME.py is a recipe of pe_lab, with NAME of {names}."
+    )
 
 
 def _recipe_module(path: Path) -> types.ModuleType:

@@ -66,7 +66,15 @@ def test_a_line_with_a_mistake_is_found(line, monkeypatch):
 
 
 def test_lines_go_on_are_separated_and_have_variables():
-    code = 'DIR=a  # where\nexport X="b c" Y=d\n\npython -m pe_lab.train --config=$DIR/x \\\n  --out="$X"  # why\nmake test && A=1 make lint\n'
+    lines = [
+        "DIR=a  # where",
+        'export X="b c" Y=d',
+        "",
+        "python -m pe_lab.train --config=$DIR/x \\",
+        '  --out="$X"  # why',
+        "make test && A=1 make lint",
+    ]
+    code = "\n".join(lines)
     found = documented.statements(documented.Block("x.md", 10, "shell", code))
     assert [(one.where, one.words) for one in found] == [
         ("x.md:14", ["python", "-m", "pe_lab.train", "--config=a/x", "--out=b c"]),
@@ -95,7 +103,9 @@ def sandbox(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "part"), [(p, f"{i + 1}/{PARTS.get(p, 1)}") for p in RUN for i in range(PARTS.get(p, 1))])
+@pytest.mark.parametrize(
+    ("page", "part"), [(p, f"{i + 1}/{PARTS.get(p, 1)}") for p in RUN for i in range(PARTS.get(p, 1))]
+)
 def test_the_blocks_of_a_page_run(page, part, sandbox, tmp_path):
     """4 minutes for all on an idle core: stand-ins of a few thousand weights, and the replacements of `QUICK`."""
     shutil.copytree(sandbox, tmp_path / "here", symlinks=True)

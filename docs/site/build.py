@@ -1,7 +1,7 @@
 """Builds the documentation site into build/docs; fails on the first pass at a warning or a link that leads nowhere.
 
-    python docs/site/build.py            # make docs
-    python docs/site/build.py --links    # also asks the servers of external links
+python docs/site/build.py            # make docs
+python docs/site/build.py --links    # also asks the servers of external links
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ def _docstring(app, what, name, obj, options, lines):
             parts[i] = f"``{inner}``" + ("\\ " if follows.isalnum() else "")
         else:
             part = re.sub(r"(?m)(?<!^)(?<!\n)([*|])(?![*\w]*:)", r"\\\1", part)
+            part = re.sub(r"(?m): (\w)\.$", r": \\\1.", part)  # "N." alone would begin a list
             parts[i] = re.sub(r"(\w)_(?!\w)", r"\1\\_", part)
     lines[:] = "".join(parts).split("\n")
 

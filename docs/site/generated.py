@@ -110,8 +110,10 @@ def _default(value: ast.expr) -> tuple[str, str]:
         return "{}", ""
     if ast.unparse(value.func) != "number":
         return ast.unparse(value), ""
-    default, least, most = (ast.unparse(one) for one in value.args)
-    return default, f"{least} to {most.replace('INT32', '2**31 - 1').replace('SEED', '2**32 - 1').replace('**', '^')}"
+    from pe_lab.config import INT32, SEED
+
+    least, most = (eval(ast.unparse(one), {"INT32": INT32, "SEED": SEED}) for one in value.args[1:])
+    return ast.unparse(value.args[0]), f"{least:,} to {most:,}" if most < 10**15 else f"at least {least:,}"
 
 
 def public(module: ModuleType) -> list[str]:

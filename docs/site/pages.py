@@ -88,7 +88,9 @@ def anchors(page: str) -> set[str]:
     for _, line, prose in _prose((ROOT / page).read_text(encoding="utf-8")):
         heading = re.match(r"#{1,6} +(.*?) *#*$", line) if prose else None
         if heading:
-            slug = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading[1]).lower()).replace(" ", "-")
+            slug = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading[1]).lower()).replace(
+                " ", "-"
+            )
             copies = sum(1 for one in found if re.fullmatch(rf"{re.escape(slug)}(-\d+)?", one))
             found.add(f"{slug}-{copies}" if copies else slug)
     return found
@@ -111,7 +113,9 @@ def problems() -> list[str]:
     listed = pages()
     written = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
     found += [f"{page} is not in NAVIGATION of docs/site/pages.py" for page in written if page not in listed]
-    found += [f"docs/site/pages.py lists {page}, which does not exist" for page in listed if not (ROOT / page).is_file()]
+    found += [
+        f"docs/site/pages.py lists {page}, which does not exist" for page in listed if not (ROOT / page).is_file()
+    ]
     found += [f"docs/site/pages.py lists {page} twice" for page in sorted(set(listed)) if listed.count(page) > 1]
     tracked = set(subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split("\n"))
     for page in dict.fromkeys(page for page in listed if (ROOT / page).is_file()):
