@@ -256,6 +256,13 @@ def quick_training(reference: str) -> list[str]:
 # Flags whose values are replaced, by command. Lengths: the stand-in for SmolLM2 was trained at 64 tokens, not 8,192;
 # prompts of needles and few-shot examples need a thousand.
 PROMPTED = "niah|ruler|longbench|many_shot"
+SUITES = {
+    "--suite=niah": "--suite=niah:standard",
+    "--suite=niah:noisy,clean": "--suite=niah:noisy",
+    "--suite=ruler": "--suite=ruler:qa_1",
+    "--suite=longbench": "--suite=longbench:trec",
+    "--suite=many_shot:needle,plain": "--suite=many_shot:plain",
+}
 QUICK = {
     "pe_lab.evaluate": {"--tokens": "128", "--samples": "1", "--max-new-tokens": "4", "--depths": "0"},
     "pe_lab.analyze": {
@@ -293,8 +300,8 @@ def quick(module: str, arguments: list[str]) -> list[str]:
             found += [] if value is None else [f"{flag}={value}"]
         elif flag == "--lengths":
             found.append("--lengths=32,64")
-        elif one == "--suite=longbench":
-            found.append("--suite=longbench:qasper,trec")
+        elif one in SUITES:
+            found.append(SUITES[one])
         else:
             found += sorted(glob.glob(one)) if not one.startswith("--") and "*" in one else [one]
     suite = re.search(f"--suite=({PROMPTED})", " ".join(arguments))

@@ -13,7 +13,7 @@ import pytest
 
 BLOCKS = [block for page in documented.PAGES for block in documented.blocks(page)]
 RUN = [page for page in documented.PAGES if {b.language for b in BLOCKS if b.page == page} & {"shell", "python"}]
-PARTS = {"README.md": 2, "docs/dope.md": 2, "docs/evaluation.md": 3, "docs/inside.md": 2}  # of at most a minute each
+PARTS = {"README.md": 2, "docs/dope.md": 2, "docs/evaluation.md": 2, "docs/inside.md": 2}  # of at most a minute each
 
 
 def test_every_block_names_its_language():
@@ -82,7 +82,7 @@ def test_lines_go_on_are_separated_and_have_variables():
         ("x.md:16", ["make", "lint"]),
     ]
     assert found[0].variables == {"DIR": "a", "X": "b c", "Y": "d"}
-    parts = [documented.part_of("docs/evaluation.md", f"{i}/3") for i in (1, 2, 3)]
+    parts = [documented.part_of("docs/evaluation.md", f"{i}/2") for i in (1, 2)]
     assert sum(parts, []) == documented.blocks("docs/evaluation.md") and all(parts)
 
 
