@@ -49,7 +49,7 @@ def all_pages() -> dict[str, str]:
 
 def _help(command: str, *argv: str) -> str:
     out = io.StringIO()
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "88"
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         importlib.import_module(f"pe_lab.{command}").main([*argv, "--help"])
     assert out.getvalue(), f"pe_lab.{command} --help prints nothing"
