@@ -264,7 +264,7 @@ SUITES = {
     "--suite=many_shot:needle,plain": "--suite=many_shot:plain",
 }
 QUICK = {
-    "pe_lab.evaluate": {"--tokens": "128", "--samples": "1", "--max-new-tokens": "4", "--depths": "0"},
+    "pe_lab.evaluate": {"--tokens": "128", "--samples": "1", "--max-new-tokens": "4", "--depths": "0", "--stride": "8"},
     "pe_lab.analyze": {
         "--sequences": "2",
         "--samples": "1",
@@ -304,6 +304,8 @@ def quick(module: str, arguments: list[str]) -> list[str]:
             found.append(SUITES[one])
         else:
             found += sorted(glob.glob(one)) if not one.startswith("--") and "*" in one else [one]
+    if "--study=dope" in arguments and not any(one.startswith("--grid=") for one in found):
+        found.append(f"--grid={QUICK[module]['--grid']}")
     suite = re.search(f"--suite=({PROMPTED})", " ".join(arguments))
     if suite and module in ("pe_lab.evaluate", "pe_lab.analyze"):
         tokens = "1k" if suite[1] == "niah" else "2k"
