@@ -43,9 +43,9 @@ OUTSIDE = {
     "docker": "needs a registry",
 }
 
-# Where paths outside the working directory, and a corpus of the hub, are in the sandbox.
+# Where paths outside the working directory and a corpus of the hub are in the sandbox; the size of a vocabulary there.
 PLACES = {"gs://bucket": "bucket", "/mnt/": "mnt/", "/shared/": "shared/"}
-PLACES |= {"hf:HuggingFaceFW/fineweb-edu:sample-10BT": "parquet:fineweb/*.parquet"}
+PLACES |= {"hf:HuggingFaceFW/fineweb-edu:sample-10BT": "parquet:fineweb/*.parquet", "train:4096": "train:400"}
 
 # Files that other branches add: a line with such a word is not checked while the file is absent.
 AWAITED = {"pe_lab.sweep": "pe_lab/sweep.py", "configs/finetune.py": "configs/finetune.py"}
@@ -308,7 +308,7 @@ def quick(module: str, arguments: list[str]) -> list[str]:
         found.append(f"--grid={QUICK[module]['--grid']}")
     suite = re.search(f"--suite=({PROMPTED})", " ".join(arguments))
     if suite and module in ("pe_lab.evaluate", "pe_lab.analyze"):
-        tokens = "1k" if suite[1] == "niah" else "2k"
+        tokens = "512" if suite[1] == "niah" else "2k"
         length = f"--lengths={tokens}" if module == "pe_lab.evaluate" else f"--length={tokens}"
         added = [length, "--samples=1", "--max-new-tokens=4"]
         if "longbench" in suite[1]:
