@@ -22,7 +22,7 @@ ifneq ($(EXTRA)$(shell $(PY) -c '' 2>/dev/null && cat $(STAMP) 2>/dev/null),$(CU
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-ci test-all fuzz gauntlet mutants lint format coverage lock clean
+.PHONY: help setup demo docs wheel test test-slow test-ci test-all fuzz gauntlet mutants lint format coverage lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,12 @@ demo: $(STAMP) ## pretrain, drop, recalibrate, measure, show (QUICK=1: seconds; 
 	    if command -v $$open >/dev/null 2>&1; then $$open "$$page" >/dev/null 2>&1 || true; break; fi; \
 	  done; \
 	fi
+
+docs: $(STAMP) ## the documentation site in build/docs (LINKS=1: and ask the servers of external links)
+	$(PY) docs/site/build.py $(if $(LINKS),--links)
+
+wheel: $(STAMP) ## the wheel and the source distribution in dist
+	$(PY) -m build --outdir=dist .
 
 # Two pytest workers share the cores: NumPy's threads would only get in each other's way.
 test coverage: export OMP_NUM_THREADS = 1

@@ -31,7 +31,8 @@ def load_config(
     """Reads a recipe: `configs/x.py`, or `configs/x.py:ARG` to pass ARG to its `get_config`.
 
     Args:
-      reference: the file, with its argument after a colon.
+      reference: the file, with its argument after a colon. Where there is no such file, `configs/x.py` and
+        `pe_lab/configs/x.py` are the recipe x of this installation.
       overrides: `{"model.layers": "4", "phases.0.steps": "10"}`; a value is a Python literal or else a text.
       inherit: completes the tree of the keys that are set; `training.inheritance.inherit` does so from `init_from`.
 
@@ -41,7 +42,7 @@ def load_config(
     """
     name, _, arg = reference.partition(":")
     with _explained(name):
-        module = _recipe_module(Path(name))
+        module = _recipe_module(_find_recipe(Path(name)))
     get_config = getattr(module, "get_config", None)
     if not callable(get_config):
         raise ConfigError(f"--config: '{name}' defines no get_config(arg).")
@@ -76,10 +77,28 @@ def _explained(name: str) -> Iterator[None]:
         raise ConfigError(f"--config: {where or repr(name) + ': '}{type(error).__name__}: {reason}") from error
 
 
+def installed_recipes() -> Path:
+    """The directory of the recipes: inside the package where a wheel installed it, beside it in a checkout."""
+    package = Path(__file__).parent
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def _find_recipe(path: Path) -> Path:
+    """The file that a path means: itself, or else the installed recipe of that name."""
+    if path.is_file():
+        return path
+    directory = installed_recipes()
+    if path.parts[:-1] in (("configs",), ("pe_lab", "configs")) and (directory / path.name).is_file():
+        return directory / path.name
+    names = ", ".join(sorted(recipe.stem for recipe in directory.glob("*.py")))
+    raise ConfigError(
+        f"--config: there is no file '{path}'. configs/NAME.py is a recipe of pe_lab, with NAME of {names}."
+    )
+
+
 def _recipe_module(path: Path) -> types.ModuleType:
     """The module of a recipe, which may import other recipes of its directory: `from .table1 import get_config`."""
-    if not path.is_file():
-        raise ConfigError(f"--config: there is no file '{path}'. Recipes are like configs/drope_laptop.py.")
     package = types.ModuleType(f"pe_lab_recipes_{hashlib.sha256(str(path.parent.resolve()).encode()).hexdigest()[:8]}")
     package.__path__ = [str(path.parent.resolve())]
     sys.modules.setdefault(package.__name__, package)

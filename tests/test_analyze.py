@@ -380,9 +380,7 @@ def test_the_tables_of_the_docs_are_what_their_commands_print(monkeypatch, capsy
     """Every `--study=schedule` command of docs/encodings.md, and the block of text that stands with it."""
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs/encodings.md").read_text()
-    found = re.findall(
-        r"```\n(?:\$ )?(python -m pe_lab\.analyze --study=schedule .*)\n(?:```\n\n```\n)?([^`]+)```", text
-    )
+    found = re.findall(r"```shell\n(python -m pe_lab\.analyze --study=schedule .*)\n```\n\n```text\n([^`]+)```", text)
     assert found
     for line, table in found:
         assert main(shlex.split(line)[3:]) == 0

@@ -124,8 +124,21 @@ def test_command_lines_give_up_their_overrides():
             split_overrides(argv)
 
 
+def test_recipes_of_the_installation_are_found_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    quick = load_config("configs/drope_laptop.py:quick")
+    assert quick == load_config("pe_lab/configs/drope_laptop.py:quick") and quick.name == "drope_laptop_quick"
+    for elsewhere in ("drope_laptop.py", "other/configs/drope_laptop.py"):
+        with pytest.raises(UserError, match="there is no file"):
+            load_config(elsewhere)
+    mine = tmp_path / "configs/drope_laptop.py"
+    mine.parent.mkdir()
+    mine.write_text("def get_config(arg):\n    return {'name': 'mine'}\n")
+    assert load_config("configs/drope_laptop.py").name == "mine"
+
+
 def test_recipes_that_are_none(tmp_path):
-    with pytest.raises(UserError, match="there is no file 'configs/nowhere.py'"):
+    with pytest.raises(UserError, match="there is no file 'configs/nowhere.py'.*NAME of drope_16b, drope_laptop"):
         load_config("configs/nowhere.py")
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(UserError, match="is not a Python file"):

@@ -1,0 +1,113 @@
+"""Every code block of the README and of docs/: each line is checked here in a moment, and run as a slow test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import documented_code as documented
+import pytest
+
+BLOCKS = [block for page in documented.PAGES for block in documented.blocks(page)]
+RUN = [page for page in documented.PAGES if {b.language for b in BLOCKS if b.page == page} & {"shell", "python"}]
+PARTS = {"README.md": 2, "docs/dope.md": 2, "docs/evaluation.md": 2}  # of at most a minute each
+
+
+def test_every_block_names_its_language():
+    known = documented.SHOWN | {"shell", "python"}
+    assert [f"{b.page}:{b.line}: '{b.language}'" for b in BLOCKS if b.language not in known] == []
+    assert len(BLOCKS) > 50 and len(RUN) > 10
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_every_line_is_valid(page, monkeypatch):
+    """3 s for all pages: flags, recipes, keys, suites, variants, launchers, targets of make."""
+    monkeypatch.chdir(documented.ROOT)
+    wrong = []
+    for block in (block for block in BLOCKS if block.page == page):
+        if block.language == "python":
+            compile(block.code, f"{page}:{block.line}", "exec")
+        for statement in documented.statements(block) if block.language == "shell" else []:
+            try:
+                documented.check(statement.words)
+            except Exception as error:
+                wrong.append(f"{statement.where}: {statement.line}: {error}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python -m pe_lab.train --confg=configs/drope_16b.py",
+        "python -m pe_lab.train --config=configs/drope_17b.py",
+        "python -m pe_lab.train --config=configs/drope_16b.py --config.model.layer=4",
+        "python -m pe_lab.train --config=configs/table1.py:method=rop",
+        "python -m pe_lab.evaluate --from=runs/x --suite=rular",
+        "python -m pe_lab.evaluate --from=runs/x --methods=yarm",
+        "python -m pe_lab.analyze --study=dope --from=runs/x --grid=ranks=1",
+        "python -m pe_lab.surgeon --from=runs/x",
+        "pe_lab tran",
+        "launch/slrm.sh --nodes=4",
+        "launch/slurm.sh -- python -m pe_lab.train --config=configs/drope_17b.py",
+        "make demos",
+        "pip install pe-lab[gsc]",
+        "wget page.html",
+    ],
+)
+def test_a_line_with_a_mistake_is_found(line, monkeypatch):
+    monkeypatch.chdir(documented.ROOT)
+    block = documented.Block("x.md", 1, "shell", line)
+    with pytest.raises((Exception,)):
+        for statement in documented.statements(block):
+            documented.check(statement.words)
+
+
+def test_lines_go_on_are_separated_and_have_variables():
+    lines = [
+        "DIR=a  # where",
+        'export X="b c" Y=d',
+        "",
+        "python -m pe_lab.train --config=$DIR/x \\",
+        '  --out="$X"  # why',
+        "make test && A=1 make lint",
+    ]
+    code = "\n".join(lines)
+    found = documented.statements(documented.Block("x.md", 10, "shell", code))
+    assert [(one.where, one.words) for one in found] == [
+        ("x.md:14", ["python", "-m", "pe_lab.train", "--config=a/x", "--out=b c"]),
+        ("x.md:16", ["make", "test"]),
+        ("x.md:16", ["make", "lint"]),
+    ]
+    assert found[0].variables == {"DIR": "a", "X": "b c", "Y": "d"}
+    parts = [documented.part_of("docs/evaluation.md", f"{i}/2") for i in (1, 2)]
+    assert sum(parts, []) == documented.blocks("docs/evaluation.md") and all(parts)
+
+
+def _run(page: str, directory: Path, part: str = "1/1") -> str:
+    """A page's lines in a process of their own, on one device, compiled as quickly as possible."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    words = [sys.executable, str(documented.ROOT / "tests/documented_code.py"), page, str(directory), part]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("documented") / "sandbox"
+    _run("sandbox", directory)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "part"), [(p, f"{i + 1}/{PARTS.get(p, 1)}") for p in RUN for i in range(PARTS.get(p, 1))]
+)
+def test_the_blocks_of_a_page_run(page, part, sandbox, tmp_path):
+    """4 minutes for all on an idle core: stand-ins of a few thousand weights, and the replacements of `QUICK`."""
+    shutil.copytree(sandbox, tmp_path / "here", symlinks=True)
+    out = _run(page, tmp_path / "here", part)
+    assert out.count(" s\n") >= len(documented.part_of(page, part))
