@@ -67,7 +67,7 @@ class SourceConfig:
     template: str = field(default="", metadata=OMIT_DEFAULT)  # the text, of several columns: "{title}\n\n{meta.text}"
     chat: str = field(default="", metadata=OMIT_DEFAULT)  # a column of messages, or prompt/completion, or instruction
     name: str = ""  # in logs, and in `weights` and `epochs` of a phase; "": that of its `source`
-    epochs: float = number(0, 0, 10**6)  # passes that a phase may make over it; 0: any number
+    epochs: float = number(0.0, 0, 10**6)  # passes that a phase may make over it; 0: any number
     when_dry: Literal["error", "repeat"] = "error"  # where a phase needs more than `epochs`
 
 
@@ -155,7 +155,7 @@ class PhaseConfig:
 
     name: str = "pretrain"
     steps: int = number(1000, 1, INT32)
-    epochs: float | Mapping[str, Any] = number(0, 0, 10**6)  # or {source: epochs}; above 0, `steps` follows from it
+    epochs: float | Mapping[str, Any] = number(0.0, 0, 10**6)  # or {source: epochs}; above 0, `steps` follows from it
     weights: Mapping[str, Any] = field(default_factory=dict)  # {source: weight, or [[first step, weight], ...]}
     positional: Any = "rope"  # an encoding, its text ("rope:base=10000"), a list for the layers, or an edit
     qk_norm: str = ""  # model.qk_norm from this phase on; "" keeps the previous one
