@@ -308,11 +308,11 @@ def quick(module: str, arguments: list[str]) -> list[str]:
         found.append(f"--grid={QUICK[module]['--grid']}")
     suite = re.search(f"--suite=({PROMPTED})", " ".join(arguments))
     if suite and module in ("pe_lab.evaluate", "pe_lab.analyze"):
-        tokens = "512" if suite[1] == "niah" else "2k"
+        tokens = {"niah": "512", "many_shot": "1k"}.get(suite[1], "2k")
         length = f"--lengths={tokens}" if module == "pe_lab.evaluate" else f"--length={tokens}"
         added = [length, "--samples=1", "--max-new-tokens=4"]
-        if "longbench" in suite[1]:
-            added = added[2:]
+        added += ["--buffer=64"] if suite[1] == "many_shot" else []
+        added = added[2:] if suite[1] == "longbench" else added
         names = {one.partition("=")[0] for one in [*added, "--heads-length"]}
         found = [one for one in found if one.partition("=")[0] not in names] + added
     config = next((one.partition("=")[2] for one in arguments if one.startswith("--config=")), None)
