@@ -259,7 +259,7 @@ PROMPTED = "niah|ruler|longbench|many_shot"
 SUITES = {
     "--suite=niah": "--suite=niah:standard",
     "--suite=niah:noisy,clean": "--suite=niah:noisy",
-    "--suite=ruler": "--suite=ruler:qa_1",
+    "--suite=ruler": "--suite=ruler:niah_single_2",
     "--suite=longbench": "--suite=longbench:trec",
     "--suite=many_shot:needle,plain": "--suite=many_shot:plain",
 }
@@ -304,15 +304,17 @@ def quick(module: str, arguments: list[str]) -> list[str]:
             found.append(SUITES[one])
         else:
             found += sorted(glob.glob(one)) if not one.startswith("--") and "*" in one else [one]
+    if any(one.startswith("--suite=lm_eval:local") for one in arguments):
+        found.append("--samples=1")
     if "--study=dope" in arguments and not any(one.startswith("--grid=") for one in found):
         found.append(f"--grid={QUICK[module]['--grid']}")
     suite = re.search(f"--suite=({PROMPTED})", " ".join(arguments))
     if suite and module in ("pe_lab.evaluate", "pe_lab.analyze"):
-        tokens = "512" if suite[1] == "niah" else "2k"
+        tokens = "512" if suite[1] == "niah" else "1k"
         length = f"--lengths={tokens}" if module == "pe_lab.evaluate" else f"--length={tokens}"
         added = [length, "--samples=1", "--max-new-tokens=4"]
-        if "longbench" in suite[1]:
-            added = added[2:]
+        added += ["--buffer=64"] if suite[1] == "many_shot" else []
+        added = added[2:] if suite[1] == "longbench" else added
         names = {one.partition("=")[0] for one in [*added, "--heads-length"]}
         found = [one for one in found if one.partition("=")[0] not in names] + added
     config = next((one.partition("=")[2] for one in arguments if one.startswith("--config=")), None)
@@ -377,8 +379,8 @@ def part_of(page: str, part: str) -> list[Block]:
     index, count = map(int, part.split("/"))
     found = blocks(page)
     sizes = [len(statements(block)) if block.language == "shell" else 1 for block in found]
-    before = [sum(sizes[:i]) for i in range(len(found))]
-    return [block for block, start in zip(found, before, strict=True) if start * count // sum(sizes) == index - 1]
+    middles = [sum(sizes[:i]) + size / 2 for i, size in enumerate(sizes)]
+    return [block for block, middle in zip(found, middles, strict=True) if middle * count // sum(sizes) == index - 1]
 
 
 def run_page(page: str, part: str = "1/1") -> int:
