@@ -20,6 +20,9 @@ NAVIGATION = {
     "Tutorials": ["docs/scale.md"],
     "How-to": [
         "docs/recipes.md",
+        "docs/data.md",
+        "docs/sweeps.md",
+        "docs/reports.md",
         "docs/checkpoints.md",
         "docs/evaluation.md",
         "docs/dope.md",
