@@ -89,7 +89,7 @@ def assert_each_window_once_an_epoch(read, sizes):
 SCHEDULE = {"a": [[0, 1], [7, 0], [15, 0.5]], "b": [[0, 0.5], [11, 2]]}
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+@pytest.mark.parametrize("packing", [pytest.param("concatenate", marks=pytest.mark.slow), "best_fit"])
 def test_over_kills_and_other_numbers_of_processes_every_window_is_read_once(config, packing):
     config = replace(config, packing=packing, segments=packing == "best_fit")
     alone = Session(config, None, 1, weights=SCHEDULE)

@@ -214,6 +214,7 @@ def test_flops_of_the_iteration_by_hand():
     assert newton_schulz_flops(EXACT, MODEL.shapes, MODEL.axes) == 5 * (per_head + whole)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_bytes(tmp_path, compilations_kept):  # noqa: F811
     config = tiny(tmp_path, phases__0__optimizer__name="muon", phases__0__steps=6)
     config = dataclasses.replace(config, phases=config.phases[:1])
