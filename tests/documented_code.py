@@ -306,6 +306,8 @@ def quick(module: str, arguments: list[str]) -> list[str]:
             found += sorted(glob.glob(one)) if not one.startswith("--") and "*" in one else [one]
     if any(one.startswith("--suite=lm_eval:local") for one in arguments):
         found.append("--samples=1")
+    if "--study=dope" in arguments and "--length=65536" in arguments:
+        found.append("--dry-run")  # the page's other lengths run: 12 s a line
     if "--study=dope" in arguments and not any(one.startswith("--grid=") for one in found):
         found.append(f"--grid={QUICK[module]['--grid']}")
     suite = re.search(f"--suite=({PROMPTED})", " ".join(arguments))
