@@ -275,6 +275,8 @@ QUICK = {
     "pe_lab.sweep": {"--seeds": "1"},
     "pe_lab.plan": {"--explain": None, "--json": None, "--against": None},
 }
+# In Python: two small cells.
+QUICK_PYTHON = {"seeds=3, directory": "seeds=1, overrides=small, directory"}
 # What is added to a line.
 ADDED = {
     "pe_lab.plan": ["--no-compile"],  # tests/planning/test_tpu_steps.py compiles, for minutes
@@ -387,8 +389,10 @@ def part_of(page: str, part: str) -> list[Block]:
 
 def run_page(page: str, part: str = "1/1") -> int:
     """Runs the blocks of a page in the current directory, in order; returns how many lines and blocks failed."""
+    from pe_lab.recipes import split_overrides
+
     failed = 0
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"small": split_overrides(quick_training("configs/table1.py:size=laptop"))[1]}
     for block in part_of(page, part):
         steps: Iterator[tuple[str, Any]]
         if block.language == "shell":
@@ -404,7 +408,10 @@ def run_page(page: str, part: str = "1/1") -> int:
                     if isinstance(step, Statement):
                         run(step)
                     else:
-                        exec(compile("\n" * step.line + step.code, step.page, "exec"), names)
+                        code = step.code
+                        for words, small in QUICK_PYTHON.items():
+                            code = code.replace(words, small)
+                        exec(compile("\n" * step.line + code, step.page, "exec"), names)
             except (Exception, SystemExit):
                 failed += 1
                 print(out.getvalue()[-3000:], traceback.format_exc()[-2000:], f"FAILED: {title}", sep="\n")
@@ -422,6 +429,7 @@ def make_sandbox(directory: Path) -> None:
     import small_benchmarks
 
     from pe_lab import analyze, convert, prepare, train
+    from pe_lab.sweeps import make_sweep, save_sweep
 
     directory.mkdir(parents=True)
     os.chdir(directory)
@@ -461,6 +469,10 @@ def make_sandbox(directory: Path) -> None:
     for name in ("rope", "x", "drope_laptop", "finetuned"):
         shutil.copytree("runs/drope", f"runs/{name}")
     shutil.rmtree("runs/rope/recalibrate")
+    sweep = make_sweep(recipe, {"model.d_ff": [32]}, seeds=2, directory="runs/sweep")
+    save_sweep(sweep)
+    for cell in sweep.cells:
+        shutil.copytree("runs/drope", sweep.directory / cell.name)
     scores = ["--from=runs/rope", "--length=64", "--sequences=2", "--out=scores"]
     assert analyze.main(["--study=head_entropy", *scores, "--text=essays/*.txt"]) == 0
     shutil.copy("scores/scores.json", ".")
