@@ -41,14 +41,13 @@ OUTSIDE = {
     "source": "activates .venv in an interactive shell",
     "pip install": "changes the environment; extras are checked against pyproject.toml",
     "docker": "needs a registry",
+    "wandb sync": "needs an account",
 }
 
 # Where paths outside the working directory and a corpus of the hub are in the sandbox; the size of a vocabulary there.
 PLACES = {"gs://bucket": "bucket", "/mnt/": "mnt/", "/shared/": "shared/"}
-PLACES |= {"hf:HuggingFaceFW/fineweb-edu:sample-10BT": "parquet:fineweb/*.parquet", "train:4096": "train:400"}
-
-# Files that other branches add: a line with such a word is not checked while the file is absent.
-AWAITED = {"pe_lab.sweep": "pe_lab/sweep.py", "configs/finetune.py": "configs/finetune.py"}
+PLACES |= {"HuggingFaceFW/fineweb-edu": "mirrors/fineweb", "HuggingFaceFW/fineweb:": "mirrors/fineweb:"}
+PLACES |= {"https://host/part-{00..31}.jsonl.zst": "corpus/{0..0}.jsonl.gz", "train:4096": "train:400"}
 
 
 class Block(NamedTuple):
@@ -120,11 +119,6 @@ def statements(block: Block) -> list[Statement]:
     return found
 
 
-def awaited(words: Sequence[str]) -> bool:
-    """Whether a line needs a file of `AWAITED` that is absent."""
-    return any(word in one and not (ROOT / file).exists() for word, file in AWAITED.items() for one in words)
-
-
 def program(words: Sequence[str]) -> tuple[str, list[str]]:
     """What a command runs and its arguments: a module ("pe_lab.train"), "launch", "make", or a key of `OUTSIDE`.
 
@@ -183,10 +177,9 @@ def check(words: Sequence[str]) -> None:
     from pe_lab.evaluation.tasks.suites import parse_suites
     from pe_lab.evaluation.variants import parse_methods
     from pe_lab.recipes import load_config, split_overrides
+    from pe_lab.sweeps import make_sweep, parse_axis, parse_seeds
     from pe_lab.training.run import plan_phases
 
-    if awaited(words):
-        return
     kind, arguments = program(words)
     if kind == "pe_lab" and arguments and not arguments[0].startswith("-"):
         kind, arguments = f"pe_lab.{arguments[0]}", arguments[1:]
@@ -202,6 +195,9 @@ def check(words: Sequence[str]) -> None:
             plan_phases(load_config(args.config, split_overrides(arguments)[1]))
         if getattr(args, "grid", None) and kind == "pe_lab.analyze":
             parse_grid(args.grid, heads=32)
+        if getattr(args, "grid", None) and kind == "pe_lab.sweep":
+            axes = [parse_axis(one) for one in args.grid]
+            make_sweep(args.config, axes, parse_seeds(args.seeds), "none", split_overrides(arguments)[1])
         if kind == "pe_lab.evaluate":
             parse_suites(args.suite or "perplexity")
             parse_methods(args.methods or "as-trained")
@@ -276,8 +272,11 @@ QUICK = {
     },
     "pe_lab.generate": {"--max-new-tokens": "4"},
     "pe_lab.prepare": {"--limit-documents": "20"},
+    "pe_lab.sweep": {"--seeds": "1"},
     "pe_lab.plan": {"--explain": None, "--json": None, "--against": None},
 }
+# In Python: two small cells.
+QUICK_PYTHON = {"seeds=3, directory": "seeds=1, overrides=small, directory"}
 # What is added to a line.
 ADDED = {
     "pe_lab.plan": ["--no-compile"],  # tests/planning/test_tpu_steps.py compiles, for minutes
@@ -324,13 +323,16 @@ def quick(module: str, arguments: list[str]) -> list[str]:
         found += quick_training(config)
         if not any(one.startswith("--workdir=") for one in found):
             found.append(f"--workdir=runs/{load_config(config).name}")  # its default
+    if module == "pe_lab.sweep" and config and "--dry-run" not in arguments:
+        axes = [i + 1 for i, one in enumerate(found) if one == "--grid"]
+        for i in axes:  # two cells: two values of the first key
+            found[i] = ",".join(found[i].split(",")[: 2 if i == axes[0] else 1])
+        found += quick_training(config)
     return found + [one for one in ADDED.get(module, []) if one not in found]
 
 
 def run(statement: Statement) -> None:
     """Runs a command in the current directory, a sandbox."""
-    if awaited(statement.words):
-        return
     kind, arguments = program(statement.words)
     if kind == "pe_lab" and arguments and arguments[0] not in ("--help", "--version"):
         kind, arguments = f"pe_lab.{arguments[0]}", arguments[1:]
@@ -353,11 +355,13 @@ def run(statement: Statement) -> None:
         _succeeds([sys.executable, str(ROOT / arguments[0]), *arguments[1:]])
     elif kind == "pe_lab.evaluation.lm_eval" or "--suite=lm_eval:droPE-six" in arguments:
         check(statement.words)  # its tasks are on the hub; tests/evaluation/test_harness.py runs it on local ones
+    elif {"--on=slurm", "--on=ray"} & set(arguments):
+        check(statement.words)  # there is no cluster; tests/sweeps runs both on stand-ins
     else:
         arguments = quick(kind, arguments)
         for one in arguments:
             flag, _, value = one.partition("=")
-            if flag in ("--to", "--workdir") or (flag == "--out" and kind == "pe_lab.prepare"):
+            if flag == "--to" or (kind, flag) in (("pe_lab.train", "--workdir"), ("pe_lab.prepare", "--out")):
                 made = Path(value.removeprefix("hf:"))
                 if made not in _made and made.is_dir():  # the stand-in, for pages that only use it
                     shutil.rmtree(made)
@@ -387,8 +391,10 @@ def part_of(page: str, part: str) -> list[Block]:
 
 def run_page(page: str, part: str = "1/1") -> int:
     """Runs the blocks of a page in the current directory, in order; returns how many lines and blocks failed."""
+    from pe_lab.recipes import split_overrides
+
     failed = 0
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"small": split_overrides(quick_training("configs/table1.py:size=laptop"))[1]}
     for block in part_of(page, part):
         steps: Iterator[tuple[str, Any]]
         if block.language == "shell":
@@ -404,7 +410,10 @@ def run_page(page: str, part: str = "1/1") -> int:
                     if isinstance(step, Statement):
                         run(step)
                     else:
-                        exec(compile("\n" * step.line + step.code, step.page, "exec"), names)
+                        code = step.code
+                        for words, small in QUICK_PYTHON.items():
+                            code = code.replace(words, small)
+                        exec(compile("\n" * step.line + code, step.page, "exec"), names)
             except (Exception, SystemExit):
                 failed += 1
                 print(out.getvalue()[-3000:], traceback.format_exc()[-2000:], f"FAILED: {title}", sep="\n")
@@ -422,6 +431,7 @@ def make_sandbox(directory: Path) -> None:
     import small_benchmarks
 
     from pe_lab import analyze, convert, prepare, train
+    from pe_lab.sweeps import make_sweep, save_sweep
 
     directory.mkdir(parents=True)
     os.chdir(directory)
@@ -444,6 +454,9 @@ def make_sandbox(directory: Path) -> None:
     for name in ("tokenizer.json", "tok.json"):
         shutil.copy("DIR/tokenizer.json", name)
     write_parquet(directory / "fineweb/0.parquet")
+    write_mirror(directory / "mirrors/fineweb")
+    Path("bucket").mkdir()
+    Path("bucket/fineweb").symlink_to("../fineweb")
     (directory / "corpus").mkdir()
     with gzip.open(directory / "corpus/0.jsonl.gz", "wt") as lines:
         lines.writelines(json.dumps({"text": f"{i} {essay.read_text()}"}) + "\n"
@@ -458,6 +471,10 @@ def make_sandbox(directory: Path) -> None:
     for name in ("rope", "x", "drope_laptop", "finetuned"):
         shutil.copytree("runs/drope", f"runs/{name}")
     shutil.rmtree("runs/rope/recalibrate")
+    sweep = make_sweep(recipe, {"model.d_ff": [32]}, seeds=2, directory="runs/sweep")
+    save_sweep(sweep)
+    for cell in sweep.cells:
+        shutil.copytree("runs/drope", sweep.directory / cell.name)
     scores = ["--from=runs/rope", "--length=64", "--sequences=2", "--out=scores"]
     assert analyze.main(["--study=head_entropy", *scores, "--text=essays/*.txt"]) == 0
     shutil.copy("scores/scores.json", ".")
@@ -497,9 +514,16 @@ def write_parquet(path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    path.parent.mkdir()
+    path.parent.mkdir(parents=True)
     texts = [essay.read_text() for essay in sorted(Path("essays").iterdir())] * 4
     pyarrow.parquet.write_table(pyarrow.table({"text": [f"{i} {text}" for i, text in enumerate(texts)]}), path)
+
+
+def write_mirror(directory: Path) -> None:
+    """A dataset of the hub with the config `sample-10BT`, in a directory."""
+    files = "configs:\n- config_name: sample-10BT\n  data_files: sample/10BT/*.parquet\n"
+    write_parquet(directory / "sample/10BT/0.parquet")
+    (directory / "README.md").write_text(f"---\n{files}---\n")
 
 
 def write_gguf(path: Path) -> None:

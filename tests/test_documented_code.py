@@ -13,7 +13,7 @@ import pytest
 
 BLOCKS = [block for page in documented.PAGES for block in documented.blocks(page)]
 RUN = [page for page in documented.PAGES if {b.language for b in BLOCKS if b.page == page} & {"shell", "python"}]
-PARTS = {"README.md": 2, "docs/dope.md": 3, "docs/evaluation.md": 2}  # of at most a minute each
+PARTS = {"README.md": 4, "docs/dope.md": 3, "docs/evaluation.md": 2, "docs/recipes.md": 2, "docs/sweeps.md": 2}  # a minute each
 
 
 def test_every_block_names_its_language():
@@ -107,7 +107,7 @@ def sandbox(tmp_path_factory) -> Path:
     ("page", "part"), [(p, f"{i + 1}/{PARTS.get(p, 1)}") for p in RUN for i in range(PARTS.get(p, 1))]
 )
 def test_the_blocks_of_a_page_run(page, part, sandbox, tmp_path):
-    """4 minutes for all on an idle core: stand-ins of a few thousand weights, and the replacements of `QUICK`."""
+    """5 minutes for all on an idle core: stand-ins of a few thousand weights, and the replacements of `QUICK`."""
     shutil.copytree(sandbox, tmp_path / "here", symlinks=True)
     out = _run(page, tmp_path / "here", part)
     assert out.count(" s\n") >= len(documented.part_of(page, part))
