@@ -13,7 +13,8 @@ import pytest
 
 BLOCKS = [block for page in documented.PAGES for block in documented.blocks(page)]
 RUN = [page for page in documented.PAGES if {b.language for b in BLOCKS if b.page == page} & {"shell", "python"}]
-PARTS = {"README.md": 4, "docs/dope.md": 3, "docs/evaluation.md": 2, "docs/recipes.md": 2, "docs/sweeps.md": 2}  # a minute each
+# Of at most a minute each.
+PARTS = {"README.md": 4, "docs/dope.md": 3, "docs/evaluation.md": 2, "docs/recipes.md": 2, "docs/sweeps.md": 2}
 
 
 def test_every_block_names_its_language():
