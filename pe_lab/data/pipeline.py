@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -43,12 +43,7 @@ class Pipeline:
     Its position is the number of global batches so far, and of sequences of each source: a run that stops on one
     process may continue on two, and with other batch sizes and weights. Batches that are left out are passed over:
     batch `batch_index(n)` comes after n others.
-
-    Attributes:
-      place: what the threads that read ahead do with a batch last, such as putting it onto the devices.
     """
-
-    place: Callable[[Batch], Any] | None = None
 
     def __init__(
         self,
@@ -132,7 +127,7 @@ class Pipeline:
         mine = slice(process * self._local, (process + 1) * self._local)
         reached = self._order.counts(self._order.sequence(index + 1))
         batch = gather_batch(self._windows, source[mine], window[mine], self._about["segments"], self.tokenizer.eos_id)
-        return _Made(self.place(batch) if self.place else batch, np.asarray(tokens, np.int64), reached)
+        return _Made(batch, np.asarray(tokens, np.int64), reached)
 
     def _addresses(self, block: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """The source and the window of each sequence of a block of batches."""

@@ -225,7 +225,6 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                 if event is not None:
                     _act(work, start, event, monitor, pipeline, logs)
 
-        pipeline.place = lambda batch: place_batch(batch, work.shardings.batch)  # while the step before runs
         progress.update(step, f"{step}/{steps}  compiling")
         if step == 0:
             with times.wait("validation"):
@@ -237,7 +236,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
             first = step == started
             with work.profiler.begin(step + 1), ledger.time("compile") if first else contextlib.nullcontext():
                 with times.wait("input"):
-                    batch = next(pipeline)
+                    batch = place_batch(next(pipeline), work.shardings.batch)
                 if work.replay is not None:
                     work.replay.check(step + 1, state, batch, work.schedule)
                 state, metrics = work.train_step(state, batch, work.schedule)
