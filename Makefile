@@ -57,8 +57,8 @@ FAST_TESTS = $(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 test: $(STAMP) ## everything that is not slow (ARGS=... goes to pytest)
 	$(FAST_TESTS) $(ARGS)
 
-# A file of slow tests shares fixtures: it stays with one worker.
-SLOW_TESTS = $(PY) -m pytest -n $(WORKERS) --dist loadfile -m slow
+# A file of slow tests shares fixtures: it stays with one worker. pytest-xdist hangs after it restarts a worker.
+SLOW_TESTS = $(PY) -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0 -m slow
 
 test-slow: $(STAMP) ## the slow tests (ARGS=... goes to pytest)
 	$(SLOW_TESTS) $(ARGS)
