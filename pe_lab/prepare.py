@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pe_lab import storage
 from pe_lab.config import SourceConfig
 from pe_lab.data.executors import EXECUTORS, in_processes
-from pe_lab.data.filters import REASONS, Filters
+from pe_lab.data.filters import REASONS, Filters, text_of
 from pe_lab.data.preparation import begun, finish_interrupted, prepare
 from pe_lab.data.shards import METADATA_FILE, Metadata, open_prepared
 from pe_lab.data.sources import Source, open_source
-from pe_lab.data.tokenizers import encodable, load_tokenizer, train_sentencepiece, training_size
+from pe_lab.data.tokenizers import load_tokenizer, train_sentencepiece, training_size
 from pe_lab.errors import ConfigError
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import argument_parser, bounded, command, positive, table
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     elif started and started[0] == args.tokenizer:
         tokenizer = load_tokenizer(started[1])
     else:
-        tokenizer = train_sentencepiece((encodable(d.text) for d in source.documents()), size, source.name)
+        tokenizer = train_sentencepiece((text_of(d) for d in source.documents()), size, source.name)
     executor = EXECUTORS[args.engine] if args.engine else in_processes(args.workers)
     metadata = prepare(
         config,

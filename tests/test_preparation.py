@@ -232,8 +232,9 @@ def test_few_pairs_at_the_threshold_are_no_candidates(threshold):
     assert (1 - threshold**width) ** count <= 0.02 < (1 - threshold ** (width + 1)) ** (128 // (width + 1))
 
 
-def test_chats_have_targets_and_are_cut_where_they_are_alone(tmp_path, shards):
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+def test_chats_have_targets_and_are_cut_where_they_are_alone(tmp_path, shards, capsys):
+    refuses = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
+    template = refuses + "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "</s>"}))
     import tokenizers
 
@@ -256,6 +257,10 @@ def test_chats_have_targets_and_are_cut_where_they_are_alone(tmp_path, shards):
     assert main([*arguments, f"--out={tmp_path / 'cut'}", "--validation-fraction=0.4"]) == 0
     parts = [open_prepared(tmp_path / "cut").tokens(split, 0, 999) for split in ("train", "validation")]
     np.testing.assert_array_equal(np.concatenate([parts[0][:-1], parts[1]]), ids)
+    records = [chat, chat, chat[1:]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": record}) + "\n" for record in records))
+    assert main([*arguments, f"--out={tmp_path / 'refused'}"]) == 2
+    assert "a.jsonl, document 2: The chat template" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

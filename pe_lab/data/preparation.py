@@ -19,7 +19,7 @@ from typing import Any
 
 from pe_lab.config import SourceConfig
 from pe_lab.data.executors import Executor, in_this_process
-from pe_lab.data.filters import Filters
+from pe_lab.data.filters import Filters, text_of
 from pe_lab.data.gathering import (
     damage_of,
     decide_duplicates,
@@ -35,7 +35,6 @@ from pe_lab.data.sources import open_source
 from pe_lab.data.tokenizers import (
     KIND_FILE,
     Tokenizer,
-    encodable,
     load_saved_tokenizer,
     load_tokenizer,
     save_tokenizer,
@@ -334,7 +333,7 @@ def ensure_tokenizer(
     directory = cache_dir / f"tokenizer-sentencepiece-{size}-{_hash(key)}"
 
     def make() -> None:
-        documents = (encodable(document.text) for source in sources for document in source.documents())
+        documents = (text_of(document) for source in sources for document in source.documents())
         trained = train_sentencepiece(documents, size, ", ".join(s.name for s in sources))
         with new_directory(directory, marker=KIND_FILE) as building:
             save_tokenizer(trained, building)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from pe_lab.data.filters import REASONS, Dropped, Filters, key_of, text_of
 from pe_lab.data.shards import SPLITS, TOKENIZER_DIRECTORY, Shard, write_shard
 from pe_lab.data.sources import Document, InputShard, Source, open_source
 from pe_lab.data.tokenizers import Tokenizer, load_saved_tokenizer
+from pe_lab.errors import DataError
 from pe_lab.storage import AnyPath, read_json, write_json
 
 WORK = ".work"  # the directory of what is not part of prepared data
@@ -236,7 +237,8 @@ def prepare_shard(
 
     for batch in _batches(_chosen(work, shard, decisions, dropped), lambda one: len(one[1].text) or 1_000):
         documents = [document for _, document in batch]
-        encoded = _encode(work.tokenizer, documents)
+        where = plan.shards[shard].name
+        encoded = _encode(work.tokenizer, documents, [f"{where}, document {number}" for number, _ in batch])
         tokens = 0
         for (number, document), item in zip(batch, encoded, strict=True):
             if reason := plan.filters.reason_of_tokens(len(item.ids) - 1):
@@ -315,18 +317,21 @@ def _batches(items: Iterable[Any], size: Callable[[Any], int]) -> Iterator[list[
         yield batch
 
 
-def _encode(tokenizer: Tokenizer, documents: list[Document]) -> Iterator[_Encoded]:
-    """The documents with their tokens."""
+def _encode(tokenizer: Tokenizer, documents: list[Document], names: Sequence[str]) -> Iterator[_Encoded]:
+    """The documents with their tokens; `names` are for messages."""
     keys = [key_of(document) for document in documents]
     pieces = [_pieces(key) if d.messages is None else [] for key, d in zip(keys, documents, strict=True)]
     encoded = iter(tokenizer.encode_batch([piece for group in pieces for piece in group]))
     eos = np.array([tokenizer.eos_id], np.int32)
-    for key, document, group in zip(keys, documents, pieces, strict=True):
+    for key, document, group, name in zip(keys, documents, pieces, names, strict=True):
         loss = None
         if document.messages is None:
             ids = np.concatenate([*(next(encoded) for _ in group), eos])
         else:
-            ids, loss = encode_chat(tokenizer, document.messages)
+            try:
+                ids, loss = encode_chat(tokenizer, document.messages)
+            except DataError as error:
+                raise DataError(f"{name}: {error}") from error
             if not len(ids) or ids[-1] != tokenizer.eos_id:
                 ids, loss = np.append(ids, tokenizer.eos_id), np.append(loss, False)
         yield _Encoded(key, ids, loss)
@@ -349,7 +354,7 @@ def _cut(
         cut = max(1, int(len(item.key) * (1 - fraction)))
         begin, end = item.key[:cut], item.key[cut:]
         parts = [("train", begin)] + ([("validation", end)] if end and held_out else [])
-        encoded = _encode(tokenizer, [Document(part) for _, part in parts])
+        encoded = _encode(tokenizer, [Document(part) for _, part in parts], ["its beginning", "its end"][: len(parts)])
         yield from zip((split for split, _ in parts), encoded, strict=True)
         return
     cut = max(1, int(len(item.ids) * (1 - fraction)))
