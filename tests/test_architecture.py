@@ -5,8 +5,6 @@ import os
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 LINK = re.compile(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)(?:#L(\d+))?\)")
@@ -44,9 +42,8 @@ def test_every_package_is_on_the_map():
     assert [name for name in sorted(modules) if f"`{name}`" not in text] == []
 
 
-@pytest.mark.slow
 def test_every_link_leads_to_the_definition():
-    """A second. Lines move with every change: PE_LAB_WRITE_DOCS=1 writes them anew."""
+    """Lines move with every change: PE_LAB_WRITE_DOCS=1 writes them anew."""
 
     def with_line(match: re.Match[str]) -> str:
         name, path, _ = match.groups()
