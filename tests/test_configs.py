@@ -122,7 +122,14 @@ _traced: set[object] = set()  # programs that an earlier reference has had alrea
 LAPTOP = [f"table1.py:method={m},size=laptop" for m in ("nope", "alibi", "rnope_swa", "p_rope", "partial_rope")]
 
 
-@pytest.mark.parametrize("reference", [*_references(), *LAPTOP])
+VARIANTS = [reference for reference in (*_references(), *LAPTOP) if ":" in reference]
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [path.name for path in sorted(CONFIGS.glob("*.py"))]
+    + [pytest.param(reference, marks=pytest.mark.slow) for reference in VARIANTS],
+)
 def test_recipe_traces_on_its_mesh(reference):
     config, plan = _load(reference), _plan(reference)
     mesh = placeholder_mesh(config.mesh, _devices(config))

@@ -73,10 +73,10 @@ def short_blocks(monkeypatch):
 @pytest.mark.parametrize(
     "T, G, settings",
     [
-        (1, 2, dict(window=1)),
+        pytest.param(1, 2, dict(window=1), marks=pytest.mark.slow),
         (127, 1, {}),
-        (129, 4, dict(window=129)),
-        (200, 2, dict(window=1)),
+        pytest.param(129, 4, dict(window=129), marks=pytest.mark.slow),
+        pytest.param(200, 2, dict(window=1), marks=pytest.mark.slow),
         (257, 2, dict(window=128, segments=True)),
         pytest.param(600, 2, dict(segments=True), marks=pytest.mark.slow),
         (600, 2, dict(window=129, segments=True)),  # five blocks: the backward pass in two kernels

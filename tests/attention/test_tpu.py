@@ -67,7 +67,7 @@ def test_features_alone_and_together(names):
     check(case, cut=None if "few" in names else SMALL)
 
 
-@pytest.mark.parametrize("more", [{}, {"window": 70}], ids=str)
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), {"window": 70}], ids=str)
 def test_whole_blocks_begin_and_end_where_all_queries_see_all_keys(more):
     """One row of the batch for each first query, and one for each number of used keys, in a block of 128 keys."""
     cut = Tiles(heads=2, queries=8, keys=128, few=True)
@@ -75,7 +75,7 @@ def test_whole_blocks_begin_and_end_where_all_queries_see_all_keys(more):
     check(Case(B=130, T=2, S=300, start=(290,) * 130, used=tuple(range(125, 255)), **more), cut=cut)
 
 
-@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("T", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_decoding_against_a_long_cache(T):
     """Rows of different lengths; keys beyond each length are NaN."""
     case = Case(B=3, T=T, S=1500, H=6, G=2, K=64, start=(1400, 5, 700), used=(1400 + T, 5 + T, 700 + T))

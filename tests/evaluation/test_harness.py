@@ -105,8 +105,8 @@ def untimed(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "error"), [
-    (CHOICES, KeyboardInterrupt), (PASSAGES, RuntimeError), (QUESTIONS, RuntimeError),
-    pytest.param("local_group", RuntimeError, marks=pytest.mark.slow),
+    (CHOICES, KeyboardInterrupt), (QUESTIONS, RuntimeError),
+    *(pytest.param(name, RuntimeError, marks=pytest.mark.slow) for name in (PASSAGES, "local_group")),
 ])  # fmt: skip
 def test_a_task_that_was_interrupted_goes_on_where_it_was(name, error, tasks, tmp_path, small_batches, counted, capsys):
     with counted() as undisturbed:

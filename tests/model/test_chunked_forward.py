@@ -107,7 +107,7 @@ def test_in_chunks(kind, T):
 
 
 RING = [pytest.param(kind, SLOW, n, marks=pytest.mark.slow) for kind in KINDS for n in (2, 4, 8)]
-RING += [("dynamic ntk", FAST, 2), ("windowed", FAST, 4)]
+RING += [("windowed", FAST, 4)]
 
 
 @pytest.mark.parametrize(("kind", "T", "parts"), RING)
