@@ -72,9 +72,7 @@ def recorded(config: Config, saved: Mapping[str, Any] | None) -> Config:
         if not extensions and not epochs:
             continue
         try:
-            phase = from_dict(
-                PhaseConfig, {"name": before["name"], "steps": before["steps"], "extensions": extensions}
-            )
+            phase = from_dict(PhaseConfig, {"name": before["name"], "steps": before["steps"], "extensions": extensions})
         except (UserError, KeyError):
             continue  # of no version of pe_lab, or damaged
         if not epochs and now not in (phase.steps, *(extension.steps for extension in phase.extensions)):

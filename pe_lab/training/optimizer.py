@@ -36,8 +36,8 @@ def learning_rate(config: OptimizerConfig, steps: int, extensions: Sequence[Exte
         decay = int(steps * config.decay_fraction)
         if decay < 1:
             raise ConfigError(
-                f"optimizer.decay_fraction {config.decay_fraction} of {steps} steps is less than one step; increase it, "
-                "or choose optimizer.schedule=constant."
+                f"optimizer.decay_fraction {config.decay_fraction} of {steps} steps is less than one step; increase "
+                "it, or choose optimizer.schedule=constant."
             )
         if warmup + decay > steps:
             raise ConfigError(

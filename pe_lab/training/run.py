@@ -182,7 +182,7 @@ def _with_steps(config: Config, pipelines: Sequence[Pipeline], workdir: AnyPath)
 
 
 def _set_position(pipeline: Pipeline, checkpoints: AnyPath) -> None:
-    """Moves a pipeline to the position of a phase's last checkpoint, if there is one; resuming tells of a damaged one."""
+    """Moves a pipeline to the position of a phase's last checkpoint, if there is one that can be read."""
     if kept := steps_in(checkpoints):
         with contextlib.suppress(CheckpointError, LookupError, TypeError):
             if (state := stored_metadata(checkpoints / str(kept[-1]))["data_state"]) is not None:
