@@ -41,8 +41,9 @@ keys). positional=partial_rope is the baseline's own encoding: half of the chann
 Not taken, because pe_lab's model does not have it: biases of all projections and of the head, RMSNorm after the
 embedding (scale_embeddings stands in for it, at the same rate in units of the stream), output projections that start
 at 0 (scaled_residual_init), logit soft-cap, a softmax scale of 0.12 (queries and keys have learned scales here), a
-weight decay of 0.001 on what AdamW has beside Muon; and of the main track: value embeddings, skip connections, per-layer
-scalars, windows that grow (FlexAttention), FP8, NorMuon, batch and length schedules, multi-token prediction.
+weight decay of 0.001 on what AdamW has beside Muon; and of the main track: value embeddings, skip connections,
+per-layer scalars, windows that grow (FlexAttention), FP8, NorMuon, batch and length schedules, multi-token
+prediction.
 AdamW has 0.0015 after 250 steps and a weight decay of 0.125, which that benchmark names as a start; its betas (0.9,
 0.95), and the clipping at a norm of 1 of both, are pe_lab's defaults.
 
