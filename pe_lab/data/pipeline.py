@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Float64, Int64
 
 from pe_lab.config import DataConfig
 from pe_lab.data.mixture import Mixture, Windows, mixture_stages, open_mixture
@@ -32,9 +32,11 @@ AHEAD = 1  # batches that are read before they are asked for, beside one for eac
 class _Made(NamedTuple):
     """A batch with what the pipeline counts when it is given."""
 
-    batch: Any
+    batch: Batch
     tokens: Int64[np.ndarray, " sources"]  # of the global batch, without padding
+    expected: Float64[np.ndarray, " sources"]  # the tokens that the weights give it
     reached: Int64[np.ndarray, " sources"]  # the sequences of each source up to its end
+    begun: Int64[np.ndarray, " sources"]  # the epochs of each source that have begun then
 
 
 class Pipeline:
@@ -97,16 +99,21 @@ class Pipeline:
 
     def __next__(self) -> Any:
         index = self.batch_index(self._batches)
-        if not self._ahead:
-            self._read_ahead(index)
+        self._read_ahead(index)
         made = self._ahead[0][1].result()
         self._ahead.popleft()
-        self._read_ahead(index + 1)  # last: a thread that has work takes the interpreter from this one
-        self._count_epochs(made.reached, index)
+        self._count_epochs(made)
         self._batches += 1
         self._read = self._read + made.tokens
-        self._expected = self._expected + self._expected_tokens(index)
+        self._expected = self._expected + made.expected
         return made.batch
+
+    def read_ahead(self) -> None:
+        """Has threads read the next batches, while the caller does something else.
+
+        A thread that has work takes the interpreter from its caller: call this after a step is dispatched.
+        """
+        self._read_ahead(self.batch_index(self._batches))
 
     def _read_ahead(self, index: int) -> None:
         """Has threads read the batch of an index and some after it."""
@@ -127,7 +134,8 @@ class Pipeline:
         mine = slice(process * self._local, (process + 1) * self._local)
         reached = self._order.counts(self._order.sequence(index + 1))
         batch = gather_batch(self._windows, source[mine], window[mine], self._about["segments"], self.tokenizer.eos_id)
-        return _Made(batch, np.asarray(tokens, np.int64), reached)
+        expected = self._order.shares(index) * size * self._mean_tokens
+        return _Made(batch, np.asarray(tokens, np.int64), expected, reached, self._supply.epochs(reached))
 
     def _addresses(self, block: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """The source and the window of each sequence of a block of batches."""
@@ -136,20 +144,15 @@ class Pipeline:
         found = self._order.addresses(max(start, first), self._order.sequence((block + 1) * per))
         return tuple(np.pad(part, (max(0, first - start), 0)) for part in found)  # nothing is read before the first
 
-    def _expected_tokens(self, index: int) -> np.ndarray:
-        """The tokens of each source that the weights give a batch."""
-        return self._order.shares(index) * self._order.batch_size * self._mean_tokens
-
     # -----------------------------------------------------------------------------------------------------------------
     # Epochs
 
-    def _count_epochs(self, reached: Int64[np.ndarray, " sources"], index: int) -> None:
+    def _count_epochs(self, made: _Made) -> None:
         """Notes the epochs that begin in a batch. `DataError` if a source has run dry."""
-        begun = self._supply.epochs(reached)
-        for i in np.flatnonzero(begun > np.maximum(1, self._begun)):
-            self._repeats.append((self._sources[i].name, int(begun[i])))
-        self._begun = np.maximum(begun, self._begun)
-        self._supply.check_now(reached, self._batches + 1)
+        for i in np.flatnonzero(made.begun > np.maximum(1, self._begun)):
+            self._repeats.append((self._sources[i].name, int(made.begun[i])))
+        self._begun = np.maximum(made.begun, self._begun)
+        self._supply.check_now(made.reached, self._batches + 1)
 
     def check_supply(self, steps: int) -> None:
         """`DataError` if a source that may not repeat runs dry before `steps` batches were given."""

@@ -58,20 +58,25 @@ def _last_useful(phase: PhaseConfig, workdir: AnyPath) -> int:
 def recorded(config: Config, saved: Mapping[str, Any] | None) -> Config:
     """The config of a recipe with the extensions of its run, whose config so far is `saved`, as JSON.
 
+    A phase of `epochs` gets the steps that its run found for them: an extension begins there.
+
     Raises:
       ConfigError: the recipe has another number of steps than the run had before it was extended, and has now.
     """
     phases = (saved or {}).get("phases")
     for before in filter(lambda phase: isinstance(phase, dict), phases if isinstance(phases, list) else []):
         index = next((i for i, phase in enumerate(config.phases) if phase.name == before.get("name")), None)
-        if index is None or not before.get("extensions") or config.phases[index].extensions:
+        if index is None or config.phases[index].extensions:
+            continue
+        now, epochs, extensions = config.phases[index].steps, config.phases[index].epochs, before.get("extensions", [])
+        if not extensions and not epochs:
             continue
         try:
-            phase = from_dict(PhaseConfig, {key: before[key] for key in ("name", "steps", "extensions")})
+            phase = from_dict(PhaseConfig, {"name": before["name"], "steps": before["steps"], "extensions": extensions})
         except (UserError, KeyError):
             continue  # of no version of pe_lab, or damaged
-        now, planned = config.phases[index].steps, phase.extensions[0].steps
-        if now not in (phase.steps, *(extension.steps for extension in phase.extensions)):
+        if not epochs and now not in (phase.steps, *(extension.steps for extension in phase.extensions)):
+            planned = phase.extensions[0].steps
             raise ConfigError(
                 f"config.phases[{index}] ('{phase.name}').steps is {now}, and the run was extended from {planned} to "
                 f"{phase.steps} steps. Leave the recipe at {planned}, and give --extend=STEPS for more."

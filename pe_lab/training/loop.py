@@ -240,6 +240,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                 if work.replay is not None:
                     work.replay.check(step + 1, state, batch, work.schedule)
                 state, metrics = work.train_step(state, batch, work.schedule)
+                pipeline.read_ahead()
                 if first:
                     jax.block_until_ready(metrics)  # the first step compiles: its time is no measure of speed
             step += 1

@@ -34,7 +34,12 @@ def learning_rate(config: OptimizerConfig, steps: int, extensions: Sequence[Exte
         after = optax.cosine_decay_schedule(peak, steps - warmup, config.final_fraction)
     elif config.schedule == "wsd":
         decay = int(steps * config.decay_fraction)
-        if decay < 1 or warmup + decay > steps:
+        if decay < 1:
+            raise ConfigError(
+                f"optimizer.decay_fraction {config.decay_fraction} of {steps} steps is less than one step; increase "
+                "it, or choose optimizer.schedule=constant."
+            )
+        if warmup + decay > steps:
             raise ConfigError(
                 f"optimizer.decay_fraction {config.decay_fraction} of {steps} steps does not fit beside {warmup} "
                 "warm-up steps; decrease one of them."

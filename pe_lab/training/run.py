@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 
 from pe_lab import storage
 from pe_lab.checkpoints import is_external, open_source
-from pe_lab.checkpoints.locating import DIRECTORY, steps_in
+from pe_lab.checkpoints.locating import DIRECTORY, steps_in, stored_metadata
 from pe_lab.checkpoints.source import Source
 from pe_lab.checkpoints.surgery import check_same_shape
 from pe_lab.config import Config, ModelConfig, PhaseConfig, check_bounds
@@ -21,7 +22,7 @@ from pe_lab.data.held_out import validation_batches
 from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import Pipeline, build_pipeline
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.errors import ConfigError, UserError
+from pe_lab.errors import CheckpointError, ConfigError, UserError
 from pe_lab.model import Model, complete, least_parameters
 from pe_lab.parallel import AxisRules, balanced_order, check_batch, check_memory, make_mesh, use_mesh
 from pe_lab.parallel.topology import Chip, chip_of
@@ -83,7 +84,8 @@ def plan_phases(config: Config) -> tuple[PhasePlan, ...]:
             continues = plans[-1] if plans and not phase.init_from else None
             described = layers(phase.positional, model.layers, _layers_before(phase, continues))
             schedule = build_schedule(described, model.heads, model.kv_heads, model.head_dim, phase.sequence_length)
-            learning_rate(phase.optimizer, phase.steps, phase.extensions)
+            if not phase.epochs:  # whose steps the data tell
+                learning_rate(phase.optimizer, phase.steps, phase.extensions)
             qk_norm = phase.qk_norm or (continues.qk_norm if continues else model.qk_norm)
             complete(dataclasses.replace(model, qk_norm=qk_norm))
         except UserError as error:
@@ -138,7 +140,7 @@ def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | No
         _check_parent(config, phases[index], parent)
     # A later phase may have windows that are longer than the corpus, so the data of every phase is opened.
     pipelines = [open_pipeline(config, phase, mesh) for phase in phases]
-    config = _with_steps(config, pipelines)
+    config = _with_steps(config, pipelines, workdir)
     phases = plan_phases(config)
     mixtures = tuple(p.describe(phase.config.steps) for p, phase in zip(pipelines, phases, strict=True))
     first = pipelines[0]
@@ -158,18 +160,33 @@ def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | No
     return Run(config, workdir, models, mesh, rules, phases, mixtures, first.tokenizer)
 
 
-def _with_steps(config: Config, pipelines: Sequence[Pipeline]) -> Config:
-    """The config with the steps of phases that have `epochs`; checks that no source runs dry in any phase."""
+def _with_steps(config: Config, pipelines: Sequence[Pipeline], workdir: AnyPath) -> Config:
+    """The config with the steps of phases that have `epochs`; checks that no source runs dry in any phase.
+
+    Both count from the last checkpoint on, because the batches before it may have had another size. An extended phase
+    has the steps that `--extend` gave it.
+    """
     phases = []
     for i, (phase, pipeline) in enumerate(zip(config.phases, pipelines, strict=True)):
         try:
-            if phase.epochs:
+            _set_position(pipeline, workdir / phase.name / DIRECTORY)
+            if phase.epochs and not phase.extensions:
                 phase = dataclasses.replace(phase, steps=pipeline.steps_of(phase.epochs))
+            if phase.epochs:
+                learning_rate(phase.optimizer, phase.steps, phase.extensions)
             pipeline.check_supply(phase.steps)
         except UserError as error:
             raise type(error)(f"config.phases[{i}] ('{phase.name}'): {error}") from None
         phases.append(phase)
     return dataclasses.replace(config, phases=tuple(phases))
+
+
+def _set_position(pipeline: Pipeline, checkpoints: AnyPath) -> None:
+    """Moves a pipeline to the position of a phase's last checkpoint, if there is one that can be read."""
+    if kept := steps_in(checkpoints):
+        with contextlib.suppress(CheckpointError, LookupError, TypeError):
+            if (state := stored_metadata(checkpoints / str(kept[-1]))["data_state"]) is not None:
+                pipeline.set_state(state)
 
 
 def _check_parent(config: Config, phase: PhasePlan, parent: Source, vocab_size: int = 0) -> None:

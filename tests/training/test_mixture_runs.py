@@ -6,10 +6,12 @@ import json
 import jax
 import numpy as np
 import pytest
-from tiny_runs import records, tiny, train
+from tiny_runs import Killed, at_step, die, records, tiny, train
 
+from pe_lab.config import to_json
 from pe_lab.errors import UserError
 from pe_lab.training import open_run
+from pe_lab.training.extension import extend, recorded
 
 
 def mixed(directory, weights, epochs=1, batch=8, limit=0, **source):
@@ -59,3 +61,32 @@ def test_a_dry_source_is_refused_before_anything_is_written(tmp_path):
     resolved = open_run(mixed(tmp_path / "recipe", {}, epochs={"b": 1}), tmp_path / "run", devices=jax.devices()[:1])
     assert resolved.config.phases[0].steps == resolved.phases[0].config.steps < 1000
     assert dataclasses.replace(resolved.config.phases[0], steps=1000).epochs == {"b": 1}
+
+
+def test_epochs_count_from_the_checkpoint_on_and_are_extended_from_the_steps_they_gave(tmp_path, monkeypatch):
+    """Two steps of 8 sequences and then steps of 4, half of them of source a. The recipe's `steps` do not matter."""
+
+    def config(batch, **other):
+        recipe = mixed(tmp_path / "recipe", {}, epochs={"a": 1}, batch=batch, when_dry="repeat")
+        phase = dataclasses.replace(recipe.phases[0], steps=1)  # fewer than the warm-up, and than it has trained
+        return dataclasses.replace(recipe, phases=(dataclasses.replace(phase, **other),))
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        at_step(patch, 4, die)
+        train(config(8), tmp_path / "run")
+    run = open_run(config(4), tmp_path / "run", devices=jax.devices()[:1])
+    windows = next(source["windows"] for source in run.mixtures[0] if source["name"] == "a")
+    steps = run.config.phases[0].steps
+    assert steps == 2 + (windows - 8) // 2
+
+    saved = to_json(run.config)
+    with pytest.raises(UserError, match=f"has {steps} steps, and --extend is their new number"):
+        extend(recorded(config(4), saved), tmp_path / "run", steps - 1)
+    longer = extend(recorded(config(4), saved), tmp_path / "run", steps + 9)
+    assert (longer.phases[0].extensions[0].steps, longer.phases[0].steps) == (steps, steps + 9)
+    again = recorded(config(4), to_json(longer))  # the plain command
+    assert again == longer
+    assert open_run(again, tmp_path / "run", devices=jax.devices()[:1]).config == longer
+    with pytest.raises(UserError, match=f"warmup_steps is {steps}, but"):
+        optimizer = dataclasses.replace(config(4).phases[0].optimizer, warmup_steps=steps)
+        open_run(config(4, optimizer=optimizer), tmp_path / "run", devices=jax.devices()[:1])

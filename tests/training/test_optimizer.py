@@ -41,7 +41,7 @@ def test_wsd_holds_the_peak_and_then_falls_in_a_line():
     [
         (OptimizerConfig(warmup_steps=10), "warmup_steps is 10, but the phase has 10 steps"),
         (OptimizerConfig(warmup_steps=9, schedule="wsd"), "does not fit beside 9 warm-up steps"),
-        (OptimizerConfig(warmup_steps=1, schedule="wsd", decay_fraction=0.01), "does not fit beside 1 warm-up steps"),
+        (OptimizerConfig(warmup_steps=1, schedule="wsd", decay_fraction=0.01), "is less than one step; increase it"),
         (OptimizerConfig(warmup_steps=1, schedule="linear"), "must be cosine, wsd or constant"),
     ],
 )
@@ -87,7 +87,9 @@ def test_decay_is_for_matrices(qk_norm):
     }  # fmt: skip
 
 
-def test_three_steps_are_those_of_adamw_by_hand():
+@pytest.mark.parametrize("decay_embeddings", [True, False])
+def test_three_steps_are_those_of_adamw_by_hand(decay_embeddings):
+    """With a rate for each group, which is also that of its decay."""
     config = OptimizerConfig(
         learning_rate=0.1,
         warmup_steps=2,
@@ -97,10 +99,16 @@ def test_three_steps_are_those_of_adamw_by_hand():
         epsilon=1e-6,
         weight_decay=0.3,
         clip_norm=1.0,
+        embedding_multiplier=2.0,
+        head_multiplier=0.5,
+        vector_multiplier=3.0,
+        decay_embeddings=decay_embeddings,
     )
     rng = np.random.default_rng(0)
-    params = {"w": rng.normal(size=(2, 3)), "scale": rng.normal(size=3), "bias": rng.normal(size=(2, 3))}
     axes = {"w": ("embed", "mlp"), "scale": ("layers", "embed"), "bias": ("heads", "head_dim")}
+    axes |= {"embedding": ("vocab", "embed"), "unembedding": ("vocab", "embed")}
+    params = {name: rng.normal(size=3 if name == "scale" else (2, 3)) for name in axes}
+    groups = {"w": 1.0, "scale": 3.0, "bias": 3.0, "embedding": 2.0, "unembedding": 0.5}
     # The first gradient is clipped, the others are not.
     gradients = [{k: size * rng.normal(size=v.shape) for k, v in params.items()} for size in (3.0, 0.05, 0.1)]
 
@@ -122,8 +130,8 @@ def test_three_steps_are_those_of_adamw_by_hand():
             m[k] = 0.8 * m[k] + 0.2 * g
             v[k] = 0.9 * v[k] + 0.1 * g**2
             step = (m[k] / (1 - 0.8**t)) / (np.sqrt(v[k] / (1 - 0.9**t)) + 1e-6)
-            decay = 0.3 * params[k] if k == "w" else 0.0
-            params[k] = params[k] - rate * (step + decay)
+            decay = 0.3 * params[k] if k == "w" or (decay_embeddings and k.endswith("embedding")) else 0.0
+            params[k] = params[k] - groups[k] * rate * (step + decay)
     assert clipped == [True, False, False]
     for k, expected in params.items():
         np.testing.assert_allclose(ours[k], expected, rtol=2e-5, atol=1e-6)
