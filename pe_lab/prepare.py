@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 from pe_lab import storage
 from pe_lab.config import SourceConfig
+from pe_lab.data.chat import chat_fingerprint
 from pe_lab.data.executors import EXECUTORS, in_processes
 from pe_lab.data.filters import REASONS, Filters, text_of
+from pe_lab.data.gathering import DROPPED
 from pe_lab.data.preparation import begun, finish_interrupted, prepare
 from pe_lab.data.shards import METADATA_FILE, Metadata, open_prepared
 from pe_lab.data.sources import Source, open_source
@@ -116,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     finish_interrupted(out)
     if (out / METADATA_FILE).is_file():
         metadata = _check_done(args, filters, source, out)
-        print(f"{out} is already prepared from {args.source}; nothing to do.\n{_summary(metadata)}")
+        print(f"{out} is already prepared from {args.source}; nothing to do.\n{_summary(out, metadata)}")
         return 0
     started = begun(out)
     if started is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -146,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
             "If all have ended, run them again: they go on with what is left."
         )
         return 0
-    print(f"Wrote {out}.\n{_summary(metadata)}\nTrain on it with data.prepared={out}")
+    print(f"Wrote {out}.\n{_summary(out, metadata)}\nTrain on it with data.prepared={out}")
     return 0
 
 
@@ -184,7 +186,8 @@ def _task(args: argparse.Namespace) -> tuple[int, int]:
 
 def _check_done(args: argparse.Namespace, filters: Filters, source: Source, out: AnyPath) -> Metadata:
     """The metadata of the data in `out`; `UserError` if they are damaged, or prepared with other arguments."""
-    metadata = open_prepared(out).metadata
+    opened = open_prepared(out)
+    metadata = opened.metadata
     advice = "Choose another directory, or delete it."
     arguments = {
         "source": (args.source, metadata.source),
@@ -206,16 +209,21 @@ def _check_done(args: argparse.Namespace, filters: Filters, source: Source, out:
     if json.loads(json.dumps(source.identity())) != metadata.identity:
         raise ConfigError(f"--out={out} was prepared from other files of {args.source}. {advice}")
     if training_size(args.tokenizer) is None:
-        fingerprint = load_tokenizer(args.tokenizer).fingerprint
-        if fingerprint != metadata.tokenizer_fingerprint:
+        tokenizer = load_tokenizer(args.tokenizer)
+        if (fingerprint := tokenizer.fingerprint) != metadata.tokenizer_fingerprint:
             raise ConfigError(
                 f"--out={out} was prepared with tokenizer {metadata.tokenizer_fingerprint}; {args.tokenizer} is now "
                 f"{fingerprint}. {advice}"
             )
+        if args.chat and chat_fingerprint(tokenizer) != chat_fingerprint(opened.tokenizer):
+            raise ConfigError(
+                f"--out={out} was prepared with another chat template than {args.tokenizer} has. {advice}"
+            )
     return metadata
 
 
-def _summary(metadata: Metadata) -> str:
+def _summary(out: AnyPath, metadata: Metadata) -> str:
+    """What a directory has, and what was dropped."""
     rows = [
         (split, f"{metadata.documents[split]:,}", f"{tokens:,}", f"{len(metadata.shards[split]):,}")
         for split, tokens in metadata.tokens.items()
@@ -224,7 +232,7 @@ def _summary(metadata: Metadata) -> str:
     tokenizer = f"{metadata.tokenizer}, {metadata.vocab_size:,} symbols, {per_token:.2f} characters per token"
     summary = f"{table(('split', 'documents', 'tokens', 'files'), rows)}\ntokenizer: {tokenizer}"
     dropped = ", ".join(f"{reason} {metadata.dropped[reason]:,}" for reason in REASONS if reason in metadata.dropped)
-    return f"{summary}\ndropped documents: {dropped}" if dropped else summary
+    return f"{summary}\ndropped documents: {dropped}\nsamples of them: {out / DROPPED}" if dropped else summary
 
 
 if __name__ == "__main__":
