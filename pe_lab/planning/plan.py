@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from jax.sharding import Mesh
 
 from pe_lab import storage
 from pe_lab.config import Config, DataConfig
@@ -26,7 +29,7 @@ from pe_lab.storage import AnyPath, is_file
 from pe_lab.training.memory import Estimate, estimate_memory, step_inputs
 from pe_lab.training.muon import newton_schulz_flops
 from pe_lab.training.optimizer import make_optimizer
-from pe_lab.training.run import PhasePlan, open_pipeline, phase_models, plan_phases, vocabulary, with_steps
+from pe_lab.training.run import PhasePlan, open_pipeline, phase_models, plan_phases, vocabulary
 from pe_lab.training.step import compile_train_step
 
 
@@ -82,8 +85,7 @@ def make_plan(config: Config, topology: Topology) -> Plan:
     mesh = placeholder_mesh(config.mesh, topology.count, topology.slices)
     prepared = bool(_prepared(config.data))
     if prepared and any(phase.epochs for phase in config.phases):
-        config = with_steps(config, [open_pipeline(config, phase, mesh) for phase in phases])
-        phases = plan_phases(config)
+        phases = plan_phases(config := _with_steps(config, phases, mesh))
     for phase in phases:
         where = f"config.phases[{phase.index}] ('{phase.name}')"
         check_batch(phase.config.batch_size, phase.config.accumulate, mesh, where)
@@ -100,6 +102,17 @@ def make_plan(config: Config, topology: Topology) -> Plan:
         assumed = bool(phase.config.epochs) and not prepared
         numbers.append(PhaseNumbers(phase, model, names, flops, memory, products, assumed))
     return Plan(config, topology, models[0], {k: int(v) for k, v in mesh.shape.items()}, tuple(numbers))
+
+
+def _with_steps(config: Config, phases: Sequence[PhasePlan], mesh: Mesh) -> Config:
+    """The config with the steps of phases that have `epochs`."""
+    found = []
+    for phase in phases:
+        if phase.config.epochs:
+            steps = open_pipeline(config, phase, mesh).steps_of(phase.config.epochs)
+            phase = dataclasses.replace(phase, config=dataclasses.replace(phase.config, steps=steps))
+        found.append(phase.config)
+    return dataclasses.replace(config, phases=tuple(found))
 
 
 def _prepared(data: DataConfig) -> list[AnyPath]:

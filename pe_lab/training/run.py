@@ -138,7 +138,7 @@ def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | No
         _check_parent(config, phases[index], parent)
     # A later phase may have windows that are longer than the corpus, so the data of every phase is opened.
     pipelines = [open_pipeline(config, phase, mesh) for phase in phases]
-    config = with_steps(config, pipelines)
+    config = _with_steps(config, pipelines)
     phases = plan_phases(config)
     mixtures = tuple(p.describe(phase.config.steps) for p, phase in zip(pipelines, phases, strict=True))
     first = pipelines[0]
@@ -158,7 +158,7 @@ def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | No
     return Run(config, workdir, models, mesh, rules, phases, mixtures, first.tokenizer)
 
 
-def with_steps(config: Config, pipelines: Sequence[Pipeline]) -> Config:
+def _with_steps(config: Config, pipelines: Sequence[Pipeline]) -> Config:
     """The config with the steps of phases that have `epochs`; checks that no source runs dry in any phase."""
     phases = []
     for i, (phase, pipeline) in enumerate(zip(config.phases, pipelines, strict=True)):
