@@ -32,11 +32,14 @@ where it stopped when the same command is repeated."""
 EXAMPLES = """\
 sources:
   stdlib               the standard library of this Python
-  text:GLOB            files of text, one document each (.gz too)
-  jsonl:GLOB           JSON lines, one document each (.gz too); --column names the text
-  parquet:GLOB         Parquet files, one document a row; --column names the text
-  tfds:NAME[/SPLIT]    a TensorFlow dataset prepared as array_record; --column names the text
-  Quote a GLOB, so that the shell does not expand it. ** matches subdirectories.
+  text:GLOB            files of text, one document each (.gz and .zst too)
+  jsonl:GLOB           JSON lines, one document each (.gz and .zst too)
+  parquet:GLOB         Parquet files, one document a row; arrow:GLOB the same of Arrow files
+  hf:ORG/NAME[:CONFIG][/SPLIT]
+                       a dataset of the Hugging Face hub, or of a directory with its layout
+  tfds:NAME[/SPLIT]    a TensorFlow dataset prepared as array_record
+  --column, --template or --chat say where the text is. A GLOB may be on a store or a server: gs://, s3://, https://.
+  Quote it, so that the shell does not expand it. ** matches subdirectories.
 
 tokenizers:
   bytes                     UTF-8 bytes
@@ -62,7 +65,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokenizer", required=True, help="the tokenizer, see below")
     p.add_argument("--out", required=True, metavar="DIR", help="directory to write; must not exist, or be empty")
     p.add_argument("--column", default="text", help="the column that holds the text (default: %(default)s)")
-    p.add_argument("--template", default="", help="the text, of several columns: '{title}\\n\\n{body}'")
+    p.add_argument(
+        "--template",
+        type=lambda given: given.replace("\\n", "\n").replace("\\t", "\t"),  # which a shell leaves as they are
+        default="",
+        help="the text, of several columns: '{title}\\n\\n{body}'",
+    )
     p.add_argument(
         "--chat", default="", help="a column of messages, prompt/completion, or instruction; answers are the targets"
     )
@@ -77,9 +85,8 @@ def parser() -> argparse.ArgumentParser:
         "--limit-documents", type=bounded(int, 1, 10**12), metavar="N", help="read only the first N documents"
     )
     run = p.add_argument_group("who does the work (the files are the same)")
-    run.add_argument(
-        "--workers", type=positive, default=len(os.sched_getaffinity(0)), help="processes (default: a core each)"
-    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS lacks it
+    run.add_argument("--workers", type=positive, default=cores, help="processes (default: a core each)")
     run.add_argument("--array", metavar="I/N", help="do share I of N, I from 0; slurm: that of this SLURM array task")
     run.add_argument(
         "--engine", choices=sorted(EXECUTORS), help="ray: a Ray cluster, that at RAY_ADDRESS or a local one"
