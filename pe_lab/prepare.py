@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 from pe_lab import storage
 from pe_lab.config import SourceConfig
+from pe_lab.data.chat import chat_fingerprint
 from pe_lab.data.executors import EXECUTORS, in_processes
 from pe_lab.data.filters import REASONS, Filters, text_of
+from pe_lab.data.gathering import DROPPED
 from pe_lab.data.preparation import begun, finish_interrupted, prepare
 from pe_lab.data.shards import METADATA_FILE, Metadata, open_prepared
 from pe_lab.data.sources import Source, open_source
@@ -30,11 +32,14 @@ where it stopped when the same command is repeated."""
 EXAMPLES = """\
 sources:
   stdlib               the standard library of this Python
-  text:GLOB            files of text, one document each (.gz too)
-  jsonl:GLOB           JSON lines, one document each (.gz too); --column names the text
-  parquet:GLOB         Parquet files, one document a row; --column names the text
-  tfds:NAME[/SPLIT]    a TensorFlow dataset prepared as array_record; --column names the text
-  Quote a GLOB, so that the shell does not expand it. ** matches subdirectories.
+  text:GLOB            files of text, one document each (.gz and .zst too)
+  jsonl:GLOB           JSON lines, one document each (.gz and .zst too)
+  parquet:GLOB         Parquet files, one document a row; arrow:GLOB the same of Arrow files
+  hf:ORG/NAME[:CONFIG][/SPLIT]
+                       a dataset of the Hugging Face hub, or of a directory with its layout
+  tfds:NAME[/SPLIT]    a TensorFlow dataset prepared as array_record
+  --column, --template or --chat say where the text is. A GLOB may be on a store or a server: gs://, s3://, https://.
+  Quote it, so that the shell does not expand it. ** matches subdirectories.
 
 tokenizers:
   bytes                     UTF-8 bytes
@@ -60,7 +65,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokenizer", required=True, help="the tokenizer, see below")
     p.add_argument("--out", required=True, metavar="DIR", help="directory to write; must not exist, or be empty")
     p.add_argument("--column", default="text", help="the column that holds the text (default: %(default)s)")
-    p.add_argument("--template", default="", help="the text, of several columns: '{title}\\n\\n{body}'")
+    p.add_argument(
+        "--template",
+        type=lambda given: given.replace("\\n", "\n").replace("\\t", "\t"),  # which a shell leaves as they are
+        default="",
+        help="the text, of several columns: '{title}\\n\\n{body}'",
+    )
     p.add_argument(
         "--chat", default="", help="a column of messages, prompt/completion, or instruction; answers are the targets"
     )
@@ -75,9 +85,8 @@ def parser() -> argparse.ArgumentParser:
         "--limit-documents", type=bounded(int, 1, 10**12), metavar="N", help="read only the first N documents"
     )
     run = p.add_argument_group("who does the work (the files are the same)")
-    run.add_argument(
-        "--workers", type=positive, default=len(os.sched_getaffinity(0)), help="processes (default: a core each)"
-    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS lacks it
+    run.add_argument("--workers", type=positive, default=cores, help="processes (default: a core each)")
     run.add_argument("--array", metavar="I/N", help="do share I of N, I from 0; slurm: that of this SLURM array task")
     run.add_argument(
         "--engine", choices=sorted(EXECUTORS), help="ray: a Ray cluster, that at RAY_ADDRESS or a local one"
@@ -116,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
     finish_interrupted(out)
     if (out / METADATA_FILE).is_file():
         metadata = _check_done(args, filters, source, out)
-        print(f"{out} is already prepared from {args.source}; nothing to do.\n{_summary(metadata)}")
+        print(f"{out} is already prepared from {args.source}; nothing to do.\n{_summary(out, metadata)}")
         return 0
     started = begun(out)
     if started is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -146,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
             "If all have ended, run them again: they go on with what is left."
         )
         return 0
-    print(f"Wrote {out}.\n{_summary(metadata)}\nTrain on it with data.prepared={out}")
+    print(f"Wrote {out}.\n{_summary(out, metadata)}\nTrain on it with data.prepared={out}")
     return 0
 
 
@@ -184,7 +193,8 @@ def _task(args: argparse.Namespace) -> tuple[int, int]:
 
 def _check_done(args: argparse.Namespace, filters: Filters, source: Source, out: AnyPath) -> Metadata:
     """The metadata of the data in `out`; `UserError` if they are damaged, or prepared with other arguments."""
-    metadata = open_prepared(out).metadata
+    opened = open_prepared(out)
+    metadata = opened.metadata
     advice = "Choose another directory, or delete it."
     arguments = {
         "source": (args.source, metadata.source),
@@ -206,16 +216,21 @@ def _check_done(args: argparse.Namespace, filters: Filters, source: Source, out:
     if json.loads(json.dumps(source.identity())) != metadata.identity:
         raise ConfigError(f"--out={out} was prepared from other files of {args.source}. {advice}")
     if training_size(args.tokenizer) is None:
-        fingerprint = load_tokenizer(args.tokenizer).fingerprint
-        if fingerprint != metadata.tokenizer_fingerprint:
+        tokenizer = load_tokenizer(args.tokenizer)
+        if (fingerprint := tokenizer.fingerprint) != metadata.tokenizer_fingerprint:
             raise ConfigError(
                 f"--out={out} was prepared with tokenizer {metadata.tokenizer_fingerprint}; {args.tokenizer} is now "
                 f"{fingerprint}. {advice}"
             )
+        if args.chat and chat_fingerprint(tokenizer) != chat_fingerprint(opened.tokenizer):
+            raise ConfigError(
+                f"--out={out} was prepared with another chat template than {args.tokenizer} has. {advice}"
+            )
     return metadata
 
 
-def _summary(metadata: Metadata) -> str:
+def _summary(out: AnyPath, metadata: Metadata) -> str:
+    """What a directory has, and what was dropped."""
     rows = [
         (split, f"{metadata.documents[split]:,}", f"{tokens:,}", f"{len(metadata.shards[split]):,}")
         for split, tokens in metadata.tokens.items()
@@ -224,7 +239,7 @@ def _summary(metadata: Metadata) -> str:
     tokenizer = f"{metadata.tokenizer}, {metadata.vocab_size:,} symbols, {per_token:.2f} characters per token"
     summary = f"{table(('split', 'documents', 'tokens', 'files'), rows)}\ntokenizer: {tokenizer}"
     dropped = ", ".join(f"{reason} {metadata.dropped[reason]:,}" for reason in REASONS if reason in metadata.dropped)
-    return f"{summary}\ndropped documents: {dropped}" if dropped else summary
+    return f"{summary}\ndropped documents: {dropped}\nsamples of them: {out / DROPPED}" if dropped else summary
 
 
 if __name__ == "__main__":

@@ -116,6 +116,14 @@ def test_recipe_has_notes_and_a_docstring(reference):
     assert _text(reference.partition(":")[0])
 
 
+def test_finetuning_on_chats():
+    for source in ("jsonl:chats.jsonl", "data/chats"):
+        data = _load(f"finetune.py:data={source},chat=prompt/completion").data
+        assert (data.sources[0].chat, data.packing, data.segments) == ("prompt/completion", "best_fit", True)
+        assert data.prepared == ("" if ":" in source else source)
+    assert not _load("finetune.py").data.segments
+
+
 _traced: set[object] = set()  # programs that an earlier reference has had already
 
 

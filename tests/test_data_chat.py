@@ -1,17 +1,23 @@
 """Chats as tokens: the masks of transformers where a template marks answers, and found answers where it does not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pe_lab.config import DataConfig, SourceConfig
 from pe_lab.data.chat import encode_chat
+from pe_lab.data.held_out import validation_batches
+from pe_lab.data.mixture import open_mixture
+from pe_lab.data.pipeline import build_pipeline
 from pe_lab.data.tokenizers import load_tokenizer, train_sentencepiece
 from pe_lab.data.tokenizers.companions import Companions
 from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
 from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from pe_lab.errors import UserError
+from pe_lab.prepare import main
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "chat_golden.json").read_text(encoding="utf-8"))
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -146,6 +152,56 @@ def test_the_date_in_a_template_does_not_change_from_day_to_day(with_template):
     tokenizer = with_template("{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}")
     ids, _ = encode_chat(tokenizer, CHAT[:1])
     assert tokenizer.decode(ids) == "26 Jul 2024Hi"
+
+
+@pytest.fixture
+def chats(with_template, tmp_path):
+    """A config of chats whose messages all end with EOS, beside needles."""
+    with_template(CHATML.replace("<|im_end|>", "<|endoftext|>"))
+    rows = [[{**message, "content": message["content"] * n} for message in CHAT] for n in range(1, 9)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    sources = SourceConfig(f"jsonl:{tmp_path}/chats.jsonl", chat="messages"), SourceConfig("needles")
+    return DataConfig(sources, f"hf:{tmp_path}", cache_dir=str(tmp_path / "cache"), validation_fraction=0.4)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_a_chat_is_one_document_where_eos_ends_its_messages(chats, packing):
+    config = replace(chats, segments=True, packing=packing)
+    prepared = open_mixture(config).sources[0].prepared
+    stream, documents = prepared.streams["train"], prepared.metadata.documents
+    pipeline = build_pipeline(config, sequence_length=stream.tokens - 1, batch_size=2, seed=0)
+    batch = next(pipeline)
+    (row,) = np.flatnonzero(batch["tokens"][:, 0] < prepared.tokenizer.vocab_size)  # the other one has needles
+    assert batch["segments"][row].max() == documents["train"] < documents["train"] + documents["validation"] == 8
+    lengths = np.unique(batch["segments"][row], return_counts=True)[1]
+    lengths[-1] += 1  # the last target
+    assert sorted(lengths) == sorted(np.diff(stream.ends, prepend=0))
+    assert batch["weights"][row].sum() == stream.loss_of(np.arange(stream.tokens)).sum()
+    length = prepared.streams["validation"].tokens + 40
+    held_out = validation_batches(config, sequence_length=length, batch_size=1, count=1)[config.sources[0].source][0]
+    assert held_out["segments"].max() == documents["validation"] + 1  # the padding
+    pipeline.close()
+
+
+def test_another_chat_template_prepares_the_chats_again(chats, with_template, tmp_path, capsys):
+    arguments = [f"--source={chats.sources[0].source}", "--chat=messages", f"--tokenizer=hf:{tmp_path}"]
+    assert main([*arguments, f"--out={tmp_path / 'out'}", "--workers=1"]) == 0
+    before = open_mixture(chats).sources[0]
+    with_template(CHATML)
+    after = open_mixture(chats).sources[0]
+    assert before.fingerprint != after.fingerprint
+    assert not np.array_equal(*(each.prepared.tokens("train", 0, 99) for each in (before, after)))
+    assert main([*arguments, f"--out={tmp_path / 'out'}"]) == 2
+    assert "was prepared with another chat template" in capsys.readouterr().err
+
+
+def test_prepared_chats_are_no_other_data(chats):
+    directory = open_mixture(chats).sources[0].prepared.directory
+    for source in (SourceConfig(f"prepared:{directory}"), SourceConfig(f"prepared:{directory}", chat="messages")):
+        open_mixture(replace(chats, sources=(source,)))
+    for setting in ({"chat": "conversation"}, {"template": "{messages}"}):
+        with pytest.raises(UserError, match="was prepared with .* not .* Leave its (chat|template) out"):
+            open_mixture(replace(chats, sources=(SourceConfig(f"prepared:{directory}", **setting),)))
 
 
 def test_bad_chats(with_template):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from corpora import numbered
 
 from pe_lab.config import Config, DataConfig, SourceConfig, from_dict
 from pe_lab.data.held_out import validation_batches
@@ -15,14 +16,6 @@ from pe_lab.data.pipeline import build_pipeline
 from pe_lab.errors import UserError
 
 LENGTH = 24
-WORDS = ["red", "orange", "yellow", "green", "blue", "indigo", "violet", "black", "white", "grey"]
-
-
-def corpus(path, count, seed):
-    rng = np.random.default_rng(seed)
-    rows = [{"text": f"{i} " + " ".join(rng.choice(WORDS, rng.integers(1, 9)))} for i in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return f"jsonl:{path}"
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +23,8 @@ def config(tmp_path_factory):
     directory = tmp_path_factory.mktemp("data")
     return DataConfig(
         sources=(
-            SourceConfig(corpus(directory / "a.jsonl", 70, 0), weight=0.6, name="a"),
-            SourceConfig(corpus(directory / "b.jsonl", 30, 1), weight=0.3, name="b"),
+            SourceConfig(numbered(directory / "a.jsonl", 70, 0, words=9), weight=0.6, name="a"),
+            SourceConfig(numbered(directory / "b.jsonl", 30, 1, words=9), weight=0.3, name="b"),
             SourceConfig("needles", weight=0.1, options={"pairs": 1, "queries": 1}),
         ),
         cache_dir=str(directory / "cache"),

@@ -102,7 +102,7 @@ def test_tokens_that_are_no_targets(tmp_path, small_shards):
     loss[2] = np.ones(1, bool)  # of the shard without the tensor
 
     class Described:
-        dtype, shards = "uint16", {"train": tuple(written)}
+        dtype, chat, shards = "uint16", "messages", {"train": tuple(written)}
 
     stream, whole = TokenStream(tmp_path, Described, "train"), np.concatenate(loss)
     starts = rng.integers(0, stream.tokens - 150, 40)

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from pe_lab import plan as command
+from pe_lab import prepare
 from pe_lab.config import Config, from_dict
 from pe_lab.errors import ConfigError
 from pe_lab.parallel import AxisRules, ahead_of_time
@@ -15,6 +16,7 @@ from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
 from pe_lab.planning.advice import step_advice
 from pe_lab.planning.compiled_memory import OutOfMemory
 from pe_lab.planning.plan import choose_phases, explain_phase, make_plan
+from pe_lab.planning.tables import training_text
 from pe_lab.recipes import load_config
 from pe_lab.training.memory import estimate_memory
 from pe_lab.training.run import phase_models
@@ -156,6 +158,19 @@ def test_vocabulary_size_comes_from_the_tokenizers_name():
     )
     size = make_plan(config, parse_topology("cpu:1")).model.config.vocab_size
     assert size % 128 == 0 and size - 128 < 1000 + 130 + _filler() <= size
+
+
+def test_steps_of_epochs_and_the_vocabulary_come_from_prepared_data(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("x" * 1000)
+    data = tmp_path / "data"
+    source = [f"--source=text:{tmp_path}/a.txt", "--tokenizer=bytes", "--validation-fraction=0"]
+    assert prepare.main([*source, f"--out={data}", "--workers=1"]) == 0
+    phase = {"epochs": 3, "batch_size": 4, "sequence_length": 10, "optimizer": {"warmup_steps": 1}}
+    for wanted, sources in ((75, f"prepared:{data}"), (1000, f"text:{tmp_path}/a.txt")):
+        recipe = {"data": {"sources": [{"source": sources}]}, "phases": [phase], "mesh": {"data": 1}}
+        plan = make_plan(from_dict(Config, recipe), parse_topology("cpu:1"))
+        assert plan.phases[0].plan.config.steps == wanted and plan.model.config.vocab_size == 384
+        assert ("1,000 are assumed" in training_text(plan, 0.4)) == (wanted == 1000)
 
 
 def _filler() -> int:

@@ -1,8 +1,7 @@
-"""Preparation at scale: the same bytes whoever runs the shards, after any interruption, and filters that count."""
+"""Preparation at scale: the same bytes whoever runs the shards, after any interruption."""
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -12,28 +11,20 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from corpora import corpus, documents_of, run, sentences
 
-from pe_lab.config import SourceConfig
 from pe_lab.data import shard_preparation
-from pe_lab.data.duplicates import bands, shingles, signatures
 from pe_lab.data.executors import in_processes, in_this_process
-from pe_lab.data.filters import Filters, _languages
-from pe_lab.data.preparation import building_directory, prepare
+from pe_lab.data.filters import Filters
+from pe_lab.data.preparation import building_directory
 from pe_lab.data.shards import open_prepared
 from pe_lab.data.sources import source as sources
-from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
 from pe_lab.prepare import main
 
-WORDS = [f"word{i}" for i in range(500)]
 # An input shard for each file, as those of a large corpus are.
 COMMAND = "import sys, pe_lab.data.sources.source as s; s.MOST_FILES = 1; from pe_lab.prepare import main; "
 COMMAND += "sys.exit(main(sys.argv[1:]))"
-
-
-def sentences(count, seed=0, words=40):
-    rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=words)) for _ in range(count)]
 
 
 @pytest.fixture
@@ -41,27 +32,8 @@ def shards(monkeypatch):
     monkeypatch.setattr(sources, "MOST_FILES", 1)
 
 
-def corpus(tmp_path, *files):
-    for number, documents in enumerate(files):
-        text = "".join(json.dumps({"text": document}) + "\n" for document in documents)
-        (tmp_path / f"c{number}.jsonl").write_text(text)
-    return SourceConfig(f"jsonl:{tmp_path}/c*.jsonl")
-
-
-def run(config, out, fraction=0.1, **settings):
-    return prepare(config, ByteTokenizer(), "bytes", out, fraction, **settings)
-
-
 def contents(out):
     return {p.relative_to(out).as_posix(): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
-
-
-def documents_of(out, split):
-    opened = open_prepared(out)
-    stream = opened.streams[split]
-    tokens = stream.read(0, stream.tokens)
-    pieces = np.split(tokens, stream.ends)[:-1] if len(stream.ends) else []
-    return [opened.tokenizer.decode(piece) for piece in pieces]
 
 
 FILES = [sentences(30, 1), sentences(3, 2), [], sentences(17, 3) + sentences(4, 1), sentences(8, 4)]
@@ -160,78 +132,6 @@ def test_counts_are_those_of_the_files(tmp_path, shards, monkeypatch):
     assert metadata.characters == sum(map(len, every))
 
 
-def test_filters_of_single_documents(tmp_path, shards, capsys):
-    english = "The weather was cold this morning, and the children walked to school through the fresh snow. "
-    german = "Das Wetter war heute Morgen kalt, und die Kinder gingen durch den frischen Schnee zur Schule. "
-    files = [[english * 2, "short", german * 2], [english * 30, german, english]]
-    arguments = [f"--source={corpus(tmp_path, *files).source}", "--tokenizer=bytes", "--validation-fraction=0"]
-    flags = ["--min-characters=10", "--max-characters=2000", "--language=en:0.9", "--min-tokens=150"]
-    assert main([*arguments, *flags, f"--out={tmp_path / 'out'}", "--workers=1"]) == 0
-    assert documents_of(tmp_path / "out", "train") == [english * 2]
-    metadata = open_prepared(tmp_path / "out").metadata
-    assert metadata.dropped == {"min_characters": 1, "max_characters": 1, "language": 2, "min_tokens": 1}
-    assert "dropped documents: min_characters 1, max_characters 1, language 2" in capsys.readouterr().out
-    read = (tmp_path / "out" / "dropped" / "language.jsonl").read_text().splitlines()
-    samples = [json.loads(line) for line in read]
-    assert [(s["input"], s["document"], s["language"], s["text"]) for s in samples] == [
-        ("c0.jsonl", 2, "de", german * 2),
-        ("c1.jsonl", 1, "de", german),
-    ]
-    assert main([*arguments, f"--out={tmp_path / 'out'}"]) == 2
-    assert "already prepared with --min-characters=10, not 0" in capsys.readouterr().err
-
-
-def jaccard(one, two, words=5):
-    one, two = set(shingles(one, words)), set(shingles(two, words))
-    return len(one & two) / len(one | two)
-
-
-def test_planted_duplicates(tmp_path, shards):
-    """Copies with a few changed words, on both sides of a threshold of 0.8, far beyond the error of the estimate."""
-    rng = random.Random(0)
-    originals = sentences(40, 5, words=400)
-
-    def changed(text, count):
-        words = text.split()
-        for i in rng.sample(range(len(words)), count):
-            words[i] = f"changed{i}"
-        return " ".join(words)
-
-    near, far = [changed(d, 3) for d in originals], [changed(d, 40) for d in originals]
-    assert min(map(jaccard, originals, near)) > 0.9 and max(map(jaccard, originals, far)) < 0.6
-    files = [originals[:20], originals[20:] + near[:20] + originals[:3], far + near[20:], ["...", "...", "!"]]
-    filters = Filters(exact_duplicates=True, near_duplicates=0.8)
-    metadata = run(corpus(tmp_path, *files), tmp_path / "out", 0.0, filters=filters)
-    assert documents_of(tmp_path / "out", "train") == originals + far + ["...", "!"]  # the first of each group
-    assert metadata.dropped == {"exact_duplicate": 4, "near_duplicate": 40}
-    path = tmp_path / "out" / "dropped" / "near_duplicate.jsonl"
-    samples = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(samples) == 32
-    for sample in samples:
-        kept = files[sample["kept"]["shard"]][sample["kept"]["document"]]
-        assert kept in originals and jaccard(kept, files[sample["shard"]][sample["document"]]) > 0.9
-    without = run(corpus(tmp_path, *files), tmp_path / "exact", 0.0, filters=Filters(exact_duplicates=True))
-    assert without.dropped == {"exact_duplicate": 4} and without.fingerprint != metadata.fingerprint
-
-
-def test_signatures_estimate_the_similarity():
-    """The mean error of 40 pairs is within four of its standard errors."""
-    one = sentences(40, 7, words=200)
-    two = [" ".join([*text.split()[:170], *sentences(1, 8 + i, words=30)[0].split()]) for i, text in enumerate(one)]
-    exact = np.array([jaccard(a, b) for a, b in zip(one, two, strict=True)])
-    assert 0.65 < exact.mean() < 0.8
-    filters = Filters(near_duplicates=0.8)
-    estimate = (signatures(one, filters) == signatures(two, filters)).mean(1)
-    assert abs((estimate - exact).mean()) < 4 * np.sqrt((exact * (1 - exact)).mean() / 128 / 40) < 0.03
-
-
-@pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8, 0.95])
-def test_few_pairs_at_the_threshold_are_no_candidates(threshold):
-    count, width = bands(threshold, 128)
-    assert count * width <= 128
-    assert (1 - threshold**width) ** count <= 0.02 < (1 - threshold ** (width + 1)) ** (128 // (width + 1))
-
-
 def test_chats_have_targets_and_are_cut_where_they_are_alone(tmp_path, shards, capsys):
     refuses = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
     template = refuses + "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -316,26 +216,6 @@ def test_bad_documents_keep_what_is_done(tmp_path, shards):
     steps = []
     run(config, tmp_path / "out", executor=interrupted(99, steps))
     assert [shard for _, shard in steps] == [3, 4]
-
-
-@pytest.mark.parametrize(
-    ("library", "flag", "says"),
-    [
-        ("ray", "--engine=ray", "pip install 'pe-lab[ray]'"),
-        ("rensa", "--near-duplicates", "pip install 'pe-lab[filters]'"),
-        ("py3langid.langid", "--language=en", "pip install 'pe-lab[filters]'"),
-    ],
-)
-def test_a_missing_library_is_named(tmp_path, monkeypatch, capsys, library, flag, says):
-    _languages.cache_clear()
-    monkeypatch.setitem(sys.modules, library, None)
-    arguments = [
-        f"--source={corpus(tmp_path, ['one', 'two']).source}",
-        "--tokenizer=bytes",
-        f"--out={tmp_path / 'out'}",
-    ]
-    assert main([*arguments, flag]) == 2
-    assert says in capsys.readouterr().err and not building_directory(tmp_path / "out").exists()
 
 
 def test_the_commands_need_no_jax():

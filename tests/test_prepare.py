@@ -92,6 +92,14 @@ def test_limit_and_column(corpus, tmp_path):
     assert prepared.metadata.tokens["validation"] == 0
 
 
+def test_a_template_has_line_ends(corpus, tmp_path, monkeypatch):
+    monkeypatch.delattr("os.sched_getaffinity")  # as on macOS
+    arguments = [corpus, "--tokenizer=bytes", f"--out={tmp_path / 'out'}", "--limit-documents=1", "--workers=1"]
+    assert main([*arguments, "--validation-fraction=0", r"--template={text}\n\t{body}"]) == 0
+    prepared = open_prepared(tmp_path / "out")
+    assert prepared.tokenizer.decode(prepared.tokens("train", 0, 10**6)) == f"{TEXTS[0]}\n\t{TEXTS[-1]}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

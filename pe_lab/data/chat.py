@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from pe_lab.data.tokenizers import Tokenizer
+from pe_lab.data.tokenizers.tokenizer import digest
 from pe_lab.errors import DataError
 
 ANSWERS = "assistant"  # the role whose messages are learned
@@ -45,6 +47,13 @@ def encode_chat(
     for first, after in answers:
         loss |= (start < after) & (stop > first)
     return ids, loss
+
+
+def chat_fingerprint(tokenizer: Tokenizer) -> str:
+    """A hash of what chats depend on beside `tokenizer.fingerprint`. `UnsupportedError` if there is no template."""
+    companions = tokenizer.companions
+    added = [token.to_json() for token in companions.added]
+    return digest(json.dumps([companions.template, companions.named, added]).encode())
 
 
 def _render(

@@ -166,8 +166,9 @@ def _read_statistics(work: Work) -> tuple[list[dict[str, Any]], dict[str, list[d
 
 
 def _content(plan: Plan, statistics: Sequence[Mapping[str, Any]]) -> str:
-    """A hash of every document that was kept and of the filters; of one shard without filters, the hash of its own."""
+    """A hash of every document that was kept, of filters and templates; of one shard without them, that of its own."""
     settings = [plan.filters.settings(), plan.source.template, plan.source.chat]
+    settings += [plan.libraries["chat_template"]] if plan.source.chat else []
     of_shards = [one["content"] for one in statistics]
     if len(of_shards) == 1 and not any(settings):
         return of_shards[0]

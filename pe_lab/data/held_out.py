@@ -9,7 +9,7 @@ from pe_lab.config import DataConfig
 from pe_lab.data.mixture import MixtureSource, open_mixture
 from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import Batch, gather_batch, local_size
-from pe_lab.data.windows import make_batch
+from pe_lab.data.windows import documents_of_chats, make_batch
 from pe_lab.errors import ConfigError
 
 
@@ -51,7 +51,8 @@ def validation_batches(
             weights = np.zeros((1, sequence_length), np.float32)
             weights[0, : len(tokens) - 1] = stream.loss(np.asarray([0]), len(tokens))[0, 1:] if stream.has_loss else 1
             tokens = np.pad(tokens, (0, sequence_length + 1 - len(tokens)), constant_values=eos_id)[None]
-            whole = make_batch(tokens, weights, segments=config.segments, eos_id=eos_id)
+            documents = documents_of_chats(stream, np.zeros(1, int), sequence_length + 1)  # the padding is one more
+            whole = make_batch(tokens, weights, segments=config.segments, eos_id=eos_id, documents=documents)
         missing = -len(whole["tokens"]) % batch_size
         paddings = {"tokens": eos_id, "targets": eos_id, "weights": 0, "segments": 1, "positions": 0}
         for name, padding in paddings.items():

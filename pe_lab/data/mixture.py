@@ -118,6 +118,13 @@ def open_mixture(config: DataConfig, process_index: int = 0) -> Mixture:
         )
         prepared[i] = open_prepared(directory)
     for i, opened in prepared.items():
+        for setting in ("template", "chat"):
+            wanted, found = getattr(configs[i], setting), getattr(opened.metadata, setting)
+            if wanted and wanted != found:
+                raise DataError(
+                    f"data source {configs[i].source!r} was prepared with {setting} {found!r}, not {wanted!r}. "
+                    f"Leave its {setting} out, or prepare the corpus with it."
+                )
         if opened.tokenizer.fingerprint != tokenizer.fingerprint:
             raise DataError(
                 f"data source {configs[i].source!r} was prepared with tokenizer "

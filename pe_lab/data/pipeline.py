@@ -25,7 +25,8 @@ from pe_lab.data.windows import PackedWindows, documents_of, make_batch
 from pe_lab.errors import CheckpointError, ConfigError, DataError
 
 Batch = dict[str, np.ndarray]
-ADDRESSES = 4096  # sequences whose windows are computed at once, at least
+ADDRESSES = 4096  # sequences whose windows are computed at once, about
+EPOCHS = 4  # of the smallest source that are computed at once: each is shuffled by itself, in milliseconds
 AHEAD = 1  # batches that are read before they are asked for, beside one for each thread
 
 
@@ -65,6 +66,8 @@ class Pipeline:
         self._local = local_size(order.batch_size, process[1])
         names, configs = zip(*((source.name, source.config) for source in mixture.sources), strict=True)
         self._supply = Supply(names, configs, order.windows)
+        sequences = min([ADDRESSES, *(EPOCHS * count for count in order.windows if count)])
+        self._per_block = max(1, sequences // order.batch_size)  # batches
         self._batches = 0
         self._left_out: tuple[int, ...] = ()  # ascending
         self._read = np.zeros(len(windows), np.int64)  # tokens
@@ -128,7 +131,7 @@ class Pipeline:
     def _make(self, index: int) -> _Made:
         """This process's part of the batch of an index."""
         size, (process, _) = self._order.batch_size, self._process
-        per = max(1, ADDRESSES // size)
+        per = self._per_block
         source, window = (part[index % per * size :][:size] for part in self._block(index // per))
         tokens = [_input_tokens(w, window[source == i]) for i, w in enumerate(self._windows)]
         mine = slice(process * self._local, (process + 1) * self._local)
@@ -139,7 +142,7 @@ class Pipeline:
 
     def _addresses(self, block: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """The source and the window of each sequence of a block of batches."""
-        per = max(1, ADDRESSES // self._order.batch_size)
+        per = self._per_block
         start, first = self._order.sequence(block * per), self._order.first_sequence
         found = self._order.addresses(max(start, first), self._order.sequence((block + 1) * per))
         return tuple(np.pad(part, (max(0, first - start), 0)) for part in found)  # nothing is read before the first
@@ -354,18 +357,19 @@ def gather_batch(
     eos_id: int,
 ) -> Batch:
     """A batch of the windows with these numbers, of these of the sources."""
-    present = np.unique(source).tolist()
-    if len(present) == 1 and not isinstance(windows[present[0]], PackedWindows):
-        return make_batch(*windows[present[0]].read(window), segments=segments, eos_id=eos_id)
-    length, documents = windows[0].length, None
-    tokens, weights = np.empty((len(source), length + 1), np.int32), np.empty((len(source), length), np.float32)
+    shape = (len(source), windows[0].length + 1)
+    tokens, weights = np.empty(shape, np.int32), np.empty((shape[0], shape[1] - 1), np.float32)
+    documents, present = None, np.unique(source).tolist()
     for i in present:
         mine = np.flatnonzero(source == i)
-        if isinstance(windows[i], PackedWindows):
-            documents = np.zeros(tokens.shape, np.int32) if documents is None else documents
-            tokens[mine], weights[mine], documents[mine] = windows[i].read_documents(window[mine])
-        else:
-            tokens[mine], weights[mine] = windows[i].read(window[mine])
+        by_eos = not segments or isinstance(windows[i], NeedleWindows)
+        *read, found = (*windows[i].read(window[mine]), None) if by_eos else windows[i].read_documents(window[mine])
+        if len(present) == 1:
+            return make_batch(*read, segments=segments, eos_id=eos_id, documents=found)
+        tokens[mine], weights[mine] = read
+        if found is not None:
+            documents = np.zeros(shape, np.int32) if documents is None else documents
+            documents[mine] = found
     if documents is not None and len(others := np.flatnonzero(documents[:, 0] == 0)):
         documents[others] = documents_of(tokens[others], eos_id)
     return make_batch(tokens, weights, segments=segments, eos_id=eos_id, documents=documents)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.config import SourceConfig
+from pe_lab.data.chat import chat_fingerprint
 from pe_lab.data.executors import Executor, in_this_process
 from pe_lab.data.filters import Filters, text_of
 from pe_lab.data.gathering import (
@@ -180,7 +181,7 @@ def make_plan(
         validation_fraction,
         limit_documents,
         filters,
-        filters.libraries(),
+        filters.libraries() | ({"chat_template": chat_fingerprint(tokenizer)} if config.chat else {}),
     )
 
 
@@ -304,6 +305,7 @@ def ensure_prepared(
     source = open_source(config)
     options = dict(config.options)
     key = [config.source, config.column, options, source.identity(), tokenizer.fingerprint, validation_fraction]
+    key += [chat_fingerprint(tokenizer)] if config.chat else []
     name = re.sub(r"[^A-Za-z0-9]+", "-", config.source).strip("-")[:40].lower() or "source"
     directory = cache_dir / f"{name}-{_hash(key)}"
 

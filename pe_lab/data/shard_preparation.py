@@ -62,7 +62,7 @@ class Plan:
     validation_fraction: float
     limit_documents: int | None
     filters: Filters
-    libraries: Mapping[str, str]  # `Filters.libraries`
+    libraries: Mapping[str, str]  # `Filters.libraries`, and `chat_fingerprint` of a chat's template
 
     @property
     def dtype(self) -> np.dtype:

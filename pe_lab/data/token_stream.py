@@ -77,6 +77,7 @@ class TokenStream:
         self._dtype = np.dtype(metadata.dtype).newbyteorder("<")
         self._first = np.cumsum([0] + [shard.tokens for shard in self._shards])
         self.tokens = int(self._first[-1])
+        self.has_loss = bool(metadata.chat)  # whether only some tokens are targets
         self._mapped = functools.cache(self._map)
 
     def gather(self, starts: Int[np.ndarray, " n"], length: int) -> UInt[np.ndarray, "n length"]:
@@ -151,11 +152,6 @@ class TokenStream:
         """The number of tokens up to the end of each document."""
         parts = [self._mapped(i).ends + self._first[i] for i in range(len(self._shards))]
         return np.concatenate([np.zeros(0, np.int64), *parts])
-
-    @functools.cached_property
-    def has_loss(self) -> bool:
-        """Whether only some tokens count as targets."""
-        return any(self._mapped(i).loss is not None for i in range(len(self._shards)))
 
     def loss(self, starts: Int[np.ndarray, " n"], length: int) -> Bool[np.ndarray, "n length"]:
         """Whether each of the `length` tokens from each start counts as a target."""

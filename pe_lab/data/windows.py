@@ -31,6 +31,13 @@ class TokenWindows:
             weights[:] = self._stream.loss(starts + 1, self.length)
         return self._stream.gather(starts, self.length + 1), weights
 
+    def read_documents(
+        self, indices: Int[np.ndarray, " n"]
+    ) -> tuple[Integer[np.ndarray, "n W"], Float32[np.ndarray, "n T"], Int32[np.ndarray, "n W"] | None]:
+        """`read`, and the document of each token as `make_batch` takes it."""
+        starts = np.asarray(indices, np.int64) * self.length
+        return *self.read(indices), documents_of_chats(self._stream, starts, self.length + 1)
+
     def pieces(self, index: int) -> list[tuple[int, int]]:
         """(first token in the split, number of tokens) of each contiguous part of a window."""
         return [(index * self.length, self.length + 1)]
@@ -109,6 +116,19 @@ def make_batch(
         batch["positions"] = positions_of(batch["segments"])
         batch["weights"] = np.where(documents[:, 1:] == documents[:, :-1], weights, np.float32(0))
     return batch
+
+
+def documents_of_chats(
+    stream: TokenStream | RecordStream, starts: Int[np.ndarray, " n"], length: int
+) -> Int32[np.ndarray, "n length"] | None:
+    """The document of each of the `length` tokens from each start, from 1 in each window; None where EOS tells it.
+
+    In chats it does not: many templates end every message with it.
+    """
+    if not stream.has_loss:
+        return None
+    documents = np.searchsorted(stream.ends, np.asarray(starts)[:, None] + np.arange(length), side="right")
+    return (documents - documents[:, :1] + 1).astype(np.int32)
 
 
 def documents_of(windows: Integer[np.ndarray, "B W"], eos_id: int) -> Int32[np.ndarray, "B W"]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.sharding import Mesh
+
 from pe_lab import storage
-from pe_lab.config import Config
+from pe_lab.config import Config, DataConfig
 from pe_lab.data.needles import NeedleOptions, place_symbols
-from pe_lab.data.shards import read_metadata
+from pe_lab.data.shards import METADATA_FILE, read_metadata
 from pe_lab.data.tokenizers import load_tokenizer, training_size
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Flops, Model, train_flops_per_token
@@ -22,10 +25,11 @@ from pe_lab.planning.compiled_memory import Compiled, analyze, analyze_program
 from pe_lab.planning.hlo import parse
 from pe_lab.planning.report import StepReport, report_step
 from pe_lab.positional import label
+from pe_lab.storage import AnyPath, is_file
 from pe_lab.training.memory import Estimate, estimate_memory, step_inputs
 from pe_lab.training.muon import newton_schulz_flops
 from pe_lab.training.optimizer import make_optimizer
-from pe_lab.training.run import PhasePlan, phase_models, plan_phases, vocabulary
+from pe_lab.training.run import PhasePlan, open_pipeline, phase_models, plan_phases, vocabulary
 from pe_lab.training.step import compile_train_step
 
 
@@ -39,6 +43,7 @@ class PhaseNumbers:
     flops: Flops  # per token
     memory: Estimate
     newton_schulz: float = 0.0  # FLOPs a step of Muon's iteration
+    steps_assumed: bool = False  # whether the steps follow from epochs of data that is not prepared
 
     @property
     def tokens(self) -> int:
@@ -71,13 +76,16 @@ class Plan:
 
 
 def make_plan(config: Config, topology: Topology) -> Plan:
-    """The plan of a recipe on a topology; reads no data and makes no arrays.
+    """The plan of a recipe on a topology; makes no arrays, and reads prepared data alone, for the steps of `epochs`.
 
     Raises:
       UserError: the recipe would not train: its shapes, encodings, mesh or batch sizes do not fit each other.
     """
     phases = plan_phases(config)
     mesh = placeholder_mesh(config.mesh, topology.count, topology.slices)
+    prepared = bool(_prepared(config.data))
+    if prepared and any(phase.epochs for phase in config.phases):
+        phases = plan_phases(config := _with_steps(config, phases, mesh))
     for phase in phases:
         where = f"config.phases[{phase.index}] ('{phase.name}')"
         check_batch(phase.config.batch_size, phase.config.accumulate, mesh, where)
@@ -91,8 +99,28 @@ def make_plan(config: Config, topology: Topology) -> Plan:
         optimizer, products = phase.config.optimizer, 0.0
         if optimizer.name == "muon":
             products = newton_schulz_flops(optimizer.muon, model.shapes, model.axes)
-        numbers.append(PhaseNumbers(phase, model, names, flops, memory, products))
+        assumed = bool(phase.config.epochs) and not prepared
+        numbers.append(PhaseNumbers(phase, model, names, flops, memory, products, assumed))
     return Plan(config, topology, models[0], {k: int(v) for k, v in mesh.shape.items()}, tuple(numbers))
+
+
+def _with_steps(config: Config, phases: Sequence[PhasePlan], mesh: Mesh) -> Config:
+    """The config with the steps of phases that have `epochs`."""
+    found = []
+    for phase in phases:
+        if phase.config.epochs:
+            steps = open_pipeline(config, phase, mesh).steps_of(phase.config.epochs)
+            phase = dataclasses.replace(phase, config=dataclasses.replace(phase.config, steps=steps))
+        found.append(phase.config)
+    return dataclasses.replace(config, phases=tuple(found))
+
+
+def _prepared(data: DataConfig) -> list[AnyPath]:
+    """The prepared directories of a recipe's text; [] if some text is not prepared, or is not here."""
+    text = [source.source for source in data.sources if source.source != "needles"]
+    text = [f"prepared:{data.prepared}"] if data.prepared else text
+    found = [storage.path("data", name.removeprefix("prepared:")) for name in text if name.startswith("prepared:")]
+    return found if len(found) == len(text) and all(is_file(path / METADATA_FILE) for path in found) else []
 
 
 def _data_vocabulary(config: Config) -> int:
@@ -101,7 +129,9 @@ def _data_vocabulary(config: Config) -> int:
     needles = [NeedleOptions.from_mapping(s.options) for s in data.sources if s.source == "needles"]
     size = training_size(data.tokenizer)
     try:
-        if data.prepared:
+        if prepared := _prepared(data):
+            size = read_metadata(prepared[0]).vocab_size
+        elif data.prepared:
             size = read_metadata(storage.path("data.prepared", data.prepared)).vocab_size
         elif size is None:
             size = load_tokenizer(data.tokenizer).vocab_size

@@ -39,6 +39,12 @@ def training_text(plan: Plan, mfu: float) -> str:
         "  full: every query against every key; causal: the pairs under the mask.",
         "  Rematerialization is not counted.",
         *(
+            f"  The steps of '{phase.plan.name}' follow from epochs of data that is not prepared here: "
+            f"{phase.plan.config.steps:,} are assumed."
+            for phase in plan.phases
+            if phase.steps_assumed
+        ),
+        *(
             f"  Muon's Newton-Schulz iteration in '{phase.plan.name}': {phase.newton_schulz:.3g} FLOPs a step, "
             f"{phase.newton_schulz / (phase.flops.full * phase.plan.tokens_per_step):.2%} of the model's (counted)."
             for phase in plan.phases

@@ -112,6 +112,10 @@ def train_phase(
         start = load()
         out.print(describe(phase.schedule, phase.layers))
         out.print(f"attention: {attention_of(model, phase, config, run.mesh, run.rules)}")
+        for source in run.mixtures[phase.index]:
+            if "packing_efficiency" in source:
+                windows, filled = f"{source['windows']:,} windows", f"{source['packing_efficiency']:.2%}"
+                out.print(f"best-fit packing of {source['name']}: {windows}, {filled} of their tokens no padding")
         if "auto" in (config.model.remat, config.model.loss_chunks):
             out.print(f"chosen for these devices: remat {model.config.remat}, loss_chunks {model.config.loss_chunks}")
         positions = None

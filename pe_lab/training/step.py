@@ -101,6 +101,7 @@ def train_step(
     rate goes on as if the step had been taken.
     """
     total = batch["weights"].sum()
+    total = jnp.where(total > 0, total, 1.0)  # a batch of chats may have no answer: its loss and gradient are 0
     loss, grads = gradients(model, accumulate, state.params, batch, schedule)
     grads = jax.tree.map(lambda g: g / total, grads)
     with jax.named_scope("optimizer"):

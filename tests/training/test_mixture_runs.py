@@ -30,13 +30,15 @@ def mixed(directory, weights, epochs=1, batch=8, limit=0, **source):
     return tiny(directory, phases=repr([phase]), data__packing="best_fit", **data)
 
 
-def test_a_run_of_epochs_counts_the_tokens_of_each_source(tmp_path):
+def test_a_run_of_epochs_counts_the_tokens_of_each_source(tmp_path, capsys):
     settings = mixed(tmp_path / "recipe", {"a": [[0, 1], [4, 3]]}, epochs={"a": 1}, when_dry="repeat")
     train(settings, tmp_path / "run")
     phase = json.loads((tmp_path / "run/pretrain/phase.json").read_text())
     a, b = phase["mixture"]
     assert (a["name"], a["weights"], b["weights"]) == ("a", [[0, 1.0], [4, 3.0]], [[0, 1.0], [4, 1.0]])
     assert phase["packing"] == "best_fit" and 0.8 < a["packing_efficiency"] <= 1
+    packed = f"best-fit packing of a: {a['windows']} windows, {a['packing_efficiency']:.2%} of their tokens"
+    assert packed in capsys.readouterr().out
     steps = phase["steps"]
     of_a = 4 * 4 + (steps - 4) * 6
     assert of_a <= a["windows"] < of_a + 6

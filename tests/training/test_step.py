@@ -87,6 +87,9 @@ def test_tokens_of_weight_zero_teach_nothing_and_weights_are_relative(params, ba
     state, metrics = step(MODEL, SGD, 1, init_state(MODEL, SGD, params), other, SCHEDULE)
     np.testing.assert_allclose(moved(params, state), moved(params, after[0]), rtol=0, atol=1e-6)
     np.testing.assert_allclose(metrics["loss"], after[1]["loss"], rtol=1e-6)
+    nothing = {**batch, "weights": 0 * batch["weights"]}
+    state, metrics = step(MODEL, SGD, 1, init_state(MODEL, SGD, params), nothing, SCHEDULE)
+    assert not moved(params, state).any() and metrics["loss"] == metrics["grad_norm"] == 0
 
 
 def test_the_compiled_step_takes_the_old_state_over(params, batch):

@@ -173,10 +173,11 @@ class Companions:
     ) -> tuple[str, list[tuple[int, int]] | None]:
         """`chat`, and the characters [start, stop) in each `{% generation %}`; None if the template has none."""
         values = {**self.named, **variables, "add_generation_prompt": add_generation_prompt}
-        return render_marked(self._template, messages, values, self.where)
+        return render_marked(self.template, messages, values, self.where)
 
     @cached_property
-    def _template(self) -> str:
+    def template(self) -> str:
+        """The chat template; `UnsupportedError` if there is none."""
         if CHAT_TEMPLATE in self.files:
             template = self.files[CHAT_TEMPLATE].decode("utf-8")
         else:
