@@ -12,13 +12,14 @@ from pathlib import PurePath
 from typing import Any
 
 from pe_lab import storage
+from pe_lab.analysis.groups import SEEDS
 from pe_lab.config import Config, from_dict, to_json
 from pe_lab.errors import ConfigError, DataError, UserError
 from pe_lab.identity import changed, config_hash, identity
 from pe_lab.recipes import load_config
 from pe_lab.results.records import as_dict, digest, mappings
 from pe_lab.storage import AnyPath, create_file, exists, json_object, read_bytes, replace_file
-from pe_lab.sweeps.grid import SEED_KEYS, Axis, axis, cell_name, product, with_arguments
+from pe_lab.sweeps.grid import Axis, axis, cell_name, product, with_arguments
 
 FILE, LOGS = "sweep.json", "logs"
 SHOWN = 10  # errors of cells in one message
@@ -115,7 +116,7 @@ def make_sweep(
     overrides = dict(overrides or {})
     if not axes and not numbers:
         raise ConfigError("Nothing varies: give --grid KEY=VALUE,VALUE or --seeds=N, or train with pe_lab.train.")
-    fixed = sorted(set(overrides) & {*(one.key for one in axes), *(SEED_KEYS if numbers else ())})
+    fixed = sorted(set(overrides) & {*(one.key for one in axes), *(SEEDS if numbers else ())})
     if fixed:
         raise ConfigError(f"--config.{fixed[0]} sets a key that the grid or --seeds varies. Leave one of them out.")
     cells = _checked(recipe, axes, numbers, overrides)
@@ -148,7 +149,7 @@ def _checked(recipe: str, axes: Sequence[Axis], seeds: Sequence[int], overrides:
     for setting, seed in product(axes, seeds):
         name = cell_name(setting, seed)
         keys = {key: value for key, value in setting.items() if not key.startswith(":")}
-        keys |= {} if seed is None else dict.fromkeys(SEED_KEYS, str(seed))
+        keys |= {} if seed is None else dict.fromkeys(SEEDS, str(seed))
         reference = with_arguments(recipe, setting)
         try:
             config = load_config(reference, {**overrides, **keys})
@@ -189,7 +190,7 @@ def _refuse_twins(cells: Sequence[Cell]) -> None:
 def _refuse_other_sweep(before: Sweep, description: Mapping[str, Any], config: Config) -> None:
     """`ConfigError` for a sweep whose cells would differ from those that are there in more than the grids."""
     old, new = before.description, description
-    varied = {*as_dict(old.get("grid")), *new["grid"], *SEED_KEYS}
+    varied = {*as_dict(old.get("grid")), *new["grid"], *SEEDS}
     there, here = (_fixed(one, varied, identity(config)) for one in (old, new))
     differ = [key for key in sorted(there | here) if there.get(key) != here.get(key)]
     if differ:

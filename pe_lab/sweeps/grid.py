@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pe_lab.analysis.comparison import short_names
+from pe_lab.analysis.groups import SEEDS
 from pe_lab.config import SEED
 from pe_lab.errors import ConfigError
 from pe_lab.results.records import digest
 
-SEED_KEYS = ("seed", "data.seed")  # what a seed of a sweep sets: the initial weights, and the order of the data
 MOST_CELLS = 10_000
 _OPENED = {"(": ")", "[": "]", "{": "}"}
 _NAME = 60  # characters of a value in the name of a directory
@@ -111,7 +112,7 @@ def product(axes: Sequence[Axis], seeds: Sequence[int]) -> list[tuple[dict[str, 
     keys = [one.key for one in axes]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         raise ConfigError(f"--grid {twice[0]} is given twice. Write all its values in one: {twice[0]}=VALUE,VALUE.")
-    if seeds and (both := sorted(set(keys) & set(SEED_KEYS))):
+    if seeds and (both := sorted(set(keys) & set(SEEDS))):
         raise ConfigError(f"--grid {both[0]} and --seeds set the same key. Leave one of them out.")
     count = max(len(seeds), 1)
     for one in axes:
@@ -150,13 +151,9 @@ def _string(value: str) -> str:
 
 def short_keys(keys: Iterable[str]) -> dict[str, str]:
     """The shortest end of each dotted key that no other key has: `learning_rate`, or `0.optimizer.learning_rate`."""
-    parts = {key: key.removeprefix(":").split(".") for key in keys}
-    names = {}
-    for key, path in parts.items():
-        ends = (".".join(path[-n:]) for n in range(1, len(path) + 1))
-        unique = (end for end in ends if sum(f".{'.'.join(other)}".endswith(f".{end}") for other in parts.values()) < 2)
-        names[key] = next(unique, ".".join(path)) or "argument"
-    return names
+    plain = {key: key.removeprefix(":") for key in keys}
+    short = short_names([*plain.values()])
+    return {key: short[name].replace(" ", ".") or "argument" for key, name in plain.items()}
 
 
 def cell_name(setting: Mapping[str, str], seed: int | None) -> str:
