@@ -92,6 +92,7 @@ def test_a_sweep_is_run_continued_and_extended(recipe, tmp_path, monkeypatch, ca
         (["--config=tiny.py", "--seeds=2", "--evaluate", "--evaluate.from=x"], "the sweep sets it"),
         (["--config=tiny.py", "--seeds=2", "--evaluate.lengths=2x"], "is an option of --evaluate, which is missing"),
         (["--config=tiny.py", "--seeds=2", "--baseline=layers=2"], "the grid has no 'layers'"),
+        (["--config=tiny.py", "--seeds=2", "--metric=validation_los"], "Did you mean 'validation_loss'?"),
         (["--table"], "--table needs --workdir"),
         (["--table", "--workdir=."], "is no sweep"),
         (["--table", "--workdir=x", "--seeds=2"], "leave --config, --grid, --seeds"),

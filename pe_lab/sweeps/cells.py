@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -119,9 +120,9 @@ def make_sweep(
     fixed = sorted(set(overrides) & {*(one.key for one in axes), *(SEEDS if numbers else ())})
     if fixed:
         raise ConfigError(f"--config.{fixed[0]} sets a key that the grid or --seeds varies. Leave one of them out.")
-    cells = _checked(recipe, axes, numbers, overrides)
     name = PurePath(recipe.partition(":")[0]).stem
     where = storage.path("--workdir", directory or f"runs/{name}_sweep")
+    cells = _checked(recipe, axes, numbers, overrides, where)
     description = {
         "recipe": recipe,
         "overrides": overrides,
@@ -140,8 +141,11 @@ def make_sweep(
     return Sweep(where, (*others, *cells), frozenset(known), options, description)
 
 
-def _checked(recipe: str, axes: Sequence[Axis], seeds: Sequence[int], overrides: Mapping[str, str]) -> list[Cell]:
+def _checked(
+    recipe: str, axes: Sequence[Axis], seeds: Sequence[int], overrides: Mapping[str, str], where: AnyPath
+) -> list[Cell]:
     """The cells; all that is wrong with them is in one error."""
+    from pe_lab.training.inheritance import inherit
     from pe_lab.training.run import plan_phases
 
     cells: list[Cell] = []
@@ -152,7 +156,7 @@ def _checked(recipe: str, axes: Sequence[Axis], seeds: Sequence[int], overrides:
         keys |= {} if seed is None else dict.fromkeys(SEEDS, str(seed))
         reference = with_arguments(recipe, setting)
         try:
-            config = load_config(reference, {**overrides, **keys})
+            config = load_config(reference, {**overrides, **keys}, partial(inherit, workdir=where / name))
             plan_phases(config)
             cells.append(Cell(name, setting, seed, reference, {**overrides, **keys}, config))
         except UserError as error:
@@ -208,9 +212,9 @@ def _fixed(description: Mapping[str, Any], varied: Collection[str], decisive: It
     file, _, argument = str(description.get("recipe", "")).partition(":")
     fixed = {"recipe": PurePath(file).name}
     for part in filter(None, argument.split(",")):
-        name, _, value = part.rpartition("=")
-        if f":{name}" not in varied:
-            fixed[f":{name}"] = value
+        name = f":{part.partition('=')[0] if '=' in part else ''}"
+        if name not in varied:
+            fixed[name] = part.partition("=")[2] or part
     for key, value in as_dict(description.get("overrides")).items():
         if key not in varied and any(f"{one}.".startswith(f"{key}.") for one in decisive):
             fixed[key] = str(value)
@@ -256,11 +260,18 @@ def _refuse_other(directory: AnyPath) -> None:
 
 
 def save_sweep(sweep: Sweep, command: str = "") -> Sweep:
-    """Writes sweep.json, and returns the sweep with the cells that other commands have added meanwhile."""
+    """Writes sweep.json, and returns the sweep with the cells that other commands have added meanwhile.
+
+    Raises:
+      ConfigError: another sweep has begun in the directory since `make_sweep`, or its cells have these names.
+    """
     path = sweep.directory / FILE
     while True:
         found = read_bytes(path) if exists(path) else None
         before = _read(sweep.directory, found) if found is not None else None
+        if before:
+            _refuse_other_sweep(before, sweep.description, sweep.asked[0].config)
+            _with_known_names(sweep.asked, before)
         known = {cell.name for cell in sweep.cells}
         added = [cell for cell in (before.cells if before else ()) if cell.name not in known]
         sweep = dataclasses.replace(sweep, cells=(*sweep.cells, *added))

@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pe_lab.analysis.comparison import short_names
 from pe_lab.analysis.groups import SEEDS
@@ -16,7 +17,7 @@ from pe_lab.results.records import digest
 
 MOST_CELLS = 10_000
 _OPENED = {"(": ")", "[": "]", "{": "}"}
-_NAME = 60  # characters of a value in the name of a directory
+_NAME, _NAMES = 60, 200  # characters of a value in the name of a directory, and of the name; file systems take 255
 
 
 @dataclass(frozen=True)
@@ -134,19 +135,31 @@ def with_arguments(recipe: str, setting: Mapping[str, str]) -> str:
         if not key.startswith(":"):
             continue
         name, value = key.removeprefix(":"), _string(value)
+        if name and "," in value:  # `recipe_arguments` takes a comma inside quotes
+            value = f'"{value}"' if "'" in value else f"'{value}'"
         if (not name and argument) or any(part.partition("=")[0] == name for part in argument.split(",") if name):
             raise ConfigError(f"--grid {key}: the recipe '{recipe}' has this argument already. Leave one of them out.")
         argument = ",".join(filter(None, [argument, f"{name}={value}" if name else value]))
     return f"{file}:{argument}" if argument else file
 
 
-def _string(value: str) -> str:
-    """The text of a value that may be a quoted string."""
+def _literal(value: str) -> Any:
     try:
-        literal = ast.literal_eval(value)
+        return ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return value
+
+
+def _string(value: str) -> str:
+    """The text of a value that may be a quoted string."""
+    literal = _literal(value)
     return literal if isinstance(literal, str) else value
+
+
+def plain(value: str) -> str:
+    """A value as the text that all equal ones have: `0.001` of `1e-3`, `2` of `2.0`, `rope` of `'rope'`."""
+    literal = _literal(value)
+    return f"{literal:.15g}" if type(literal) in (int, float) else _string(value)
 
 
 def short_keys(keys: Iterable[str]) -> dict[str, str]:
@@ -160,7 +173,8 @@ def cell_name(setting: Mapping[str, str], seed: int | None) -> str:
     """The name of a cell's directory, from its setting: `learning_rate=0.001__layers=4__seed=0`."""
     names = short_keys(setting)
     parts = [f"{names[key]}={_file_text(value)}" for key, value in setting.items()]
-    return "__".join([*parts, *([] if seed is None else [f"seed={seed}"])])
+    name = "__".join([*parts, *([] if seed is None else [f"seed={seed}"])])
+    return name if len(name) <= _NAMES else f"{name[: _NAMES - 7]}-{digest(name, 6)}"
 
 
 def label(setting: Mapping[str, str]) -> str:

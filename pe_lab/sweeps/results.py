@@ -63,7 +63,7 @@ def _rows(table: SweepTable, metrics: Sequence[str]) -> tuple[list[str], list[li
     for n, name in enumerate(metrics):
         header += [NAMES.get(name, name), *(["difference", "p"] if n == 0 else [])]
     for summary in table.summaries:
-        row = [*(summary.setting[key].strip("'\"") for key in table.keys), seeds_text(summary)]
+        row = [*summary.setting.values(), seeds_text(summary)]
         for n, name in enumerate(metrics):
             found = summary.means.get(name)
             row.append("–" if found is None else _with_interval(found, ".4g", ".4g"))

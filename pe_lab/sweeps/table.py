@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.results.paired import Difference, holm
 from pe_lab.results.records import number
 from pe_lab.sweeps.cells import Cell, Sweep
-from pe_lab.sweeps.grid import label, short_keys, split_values
+from pe_lab.sweeps.grid import label, plain, short_keys, split_values
 from pe_lab.sweeps.state import is_trained, phases_of
 
 VALIDATION, TRAINING = "validation_loss", "loss"
@@ -143,22 +143,21 @@ def summarize(
         raise ConfigError(f"--metric='{metric}': no cell has it. {did_you_mean(metric, metrics)}")
     higher = frozenset().union(*(record.higher for record in records))
     keys = short_keys(dict.fromkeys(key for cell in sweep.cells for key in cell.setting))
-    settings = {tuple(setting_of(cell, keys).items()): None for cell in sweep.cells}
-    groups = {
-        setting: tuple(record for record in records if tuple(setting_of(record.cell, keys).items()) == setting)
-        for setting in settings
-    }
+    settings = {cell.name: tuple(setting_of(cell, keys).items()) for cell in sweep.cells}
+    groups: dict[tuple, list[CellRecord]] = {setting: [] for setting in settings.values()}
+    for record in records:
+        groups[settings[record.cell.name]].append(record)
     means = {
         setting: {name: spread([*found.values()]) for name in metrics if (found := _values(group, name))}
         for setting, group in groups.items()
     }
     sign = -1 if metric in higher else 1
-    ordered = sorted(settings, key=lambda one: sign * means[one][metric].mean if metric in means[one] else math.inf)
+    ordered = sorted(groups, key=lambda one: sign * means[one][metric].mean if metric in means[one] else math.inf)
     chosen = ordered[0] if baseline is None else _find(baseline, ordered, keys)
     differences = _differences(groups, metrics, chosen)
-    cells = [tuple(setting_of(cell, keys).items()) for cell in sweep.cells]
+    cells = Counter(settings.values())
     summaries = [
-        Summary(dict(one), groups[one], cells.count(one) - len(groups[one]), means[one], differences[one])
+        Summary(dict(one), tuple(groups[one]), cells[one] - len(groups[one]), means[one], differences[one])
         for one in ordered
     ]
     return SweepTable(
@@ -167,8 +166,18 @@ def summarize(
 
 
 def setting_of(cell: Cell, keys: Iterable[str]) -> dict[str, str]:
-    """The setting of a cell with the keys of all axes: those that its own grid lacked are as in its overrides."""
-    return {key: cell.setting.get(key, cell.overrides.get(key, "")) for key in keys}
+    """The setting of a cell with the keys of all axes: those that its own grid lacked are as in its config."""
+    return {key: plain(cell.setting.get(key) or _in_config(cell.config, key)) for key in keys}
+
+
+def _in_config(config: Any, key: str) -> str:
+    """The value of a dotted key; "" of an argument of the recipe, and of what a config lacks."""
+    for name in key.split("."):
+        try:
+            config = config[int(name)] if isinstance(config, Sequence) else vars(config)[name]
+        except (LookupError, ValueError, TypeError):
+            return ""
+    return str(config)
 
 
 def _values(records: Sequence[CellRecord], metric: str) -> dict[int | None, float]:
@@ -200,22 +209,12 @@ def _find(text: str, settings: Sequence[tuple], keys: Mapping[str, str]) -> tupl
     fits = [
         setting
         for setting in settings
-        if all(_same(value, wanted.get(key, wanted.get(keys[key], value))) for key, value in setting)
+        if all(value == plain(wanted.get(key, wanted.get(keys[key], value))) for key, value in setting)
     ]
     if len(fits) != 1:
         known = "; ".join(label(dict(setting)) for setting in settings[:8])
         raise ConfigError(f"--baseline='{text}' names {len(fits)} settings; name one of: {known}.")
     return fits[0]
-
-
-def _same(a: str, b: str) -> bool:
-    def literal(text: str) -> Any:
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return text
-
-    return a == b or literal(a) == literal(b)
 
 
 def numeric(table: SweepTable) -> dict[str, list[float]]:
