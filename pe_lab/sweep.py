@@ -34,6 +34,7 @@ from pe_lab.sweeps.ray import Ray
 from pe_lab.sweeps.results import shown, write_results
 from pe_lab.sweeps.running import exit_status
 from pe_lab.sweeps.slurm import Slurm
+from pe_lab.sweeps.table import TRAINING, VALIDATION
 from pe_lab.terminal import LiveText, argument_parser, command, console, leave, positive
 
 PASSED_ON = ("evaluate.", "slurm-", "ray-")  # --evaluate.lengths=1x,2x is --lengths=1x,2x of pe_lab.evaluate
@@ -113,6 +114,9 @@ def main(argv: Sequence[str]) -> int:
         evaluation,
     )
     summarize(sweep, [], baseline=args.baseline)  # refuses a baseline that is none before anything is trained
+    losses = (VALIDATION, TRAINING)
+    if args.metric and args.metric not in losses and evaluation is None and not storage.exists(sweep.directory / FILE):
+        raise ConfigError(f"--metric='{args.metric}': no cell will have it. {did_you_mean(args.metric, losses)}")
     out = console()
     if args.dry_run:
         out.print(cost(sweep, read_states(sweep)))

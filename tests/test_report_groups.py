@@ -204,6 +204,14 @@ def test_differences_are_of_the_seeds_that_both_have(two_groups):
     assert paired_differences(pooled(apart), ["needles"]) == []  # one seed in common
 
 
+def test_the_page_corrects_p_for_the_comparisons_of_its_table(page):
+    table = re.search(r'aria-label="Differences, large − small".*?</table>', page, re.S).group()
+    found = re.findall(r"<td>([\d.]+)</td><td>([\d.]+)</td><td>3</td>", table)
+    # 2%, 4% and 6%: t = 3.4641, p = 0.0742, times the number of comparisons.
+    assert len(found) == table.count("<tr") - 1 and {p for p, _ in found} == {"0.074", "1.000"}
+    assert all(corrected == f"{min(0.0741799 * len(found), 1):.3f}" for p, corrected in found if p == "0.074")
+
+
 def test_the_t_test_of_pairs_by_hand():
     found = paired_t([1.0, 3.0, 2.0], [0.0, 1.0, -1.0])  # 1, 2 and 3: t = 2 / (1 / sqrt 3) = 3.4641 with 2 degrees
     assert found[:3] == pytest.approx((2, 2 - T2 / 3**0.5, 2 + T2 / 3**0.5), abs=1e-5)

@@ -82,6 +82,24 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 # Differences in pairs
 
 
+def finished(run: Run) -> bool:
+    """Whether all phases of a run are complete."""
+    return bool(run.phases) and not any(phase.running for phase in run.phases)
+
+
+def last_validation(run: Run) -> float | None:
+    """The last validation loss of a run, in nats per token; None if it has none."""
+    points = [value for phase in run.phases for _, value in phase.series("validation_loss")]
+    return points[-1] if points else None
+
+
+def by_seed(values: Mapping[Any, float | None], baseline: Mapping[Any, float | None]) -> Difference | None:
+    """The difference `values - baseline`, each {seed: value}, over the seeds that both have; None without one."""
+    pairs = [(value, baseline.get(seed)) for seed, value in values.items()]
+    known = [(value, other) for value, other in pairs if value is not None and other is not None]
+    return paired_t(*zip(*known, strict=True)) if known else None
+
+
 @dataclass(frozen=True)
 class Paired:
     """The difference of two groups in one measurement, seed by seed.
@@ -125,7 +143,7 @@ def paired_differences(runs: Sequence[Run], suites: Sequence[str]) -> list[Paire
     first, found = groups[0], []
     for other in groups[1:]:
         name = f"{other.name} − {first.name}"
-        if difference := _by_seed(first, other, _last_validation):
+        if difference := _of_members(first, other, lambda run: last_validation(run) if finished(run) else None):
             found.append(Paired(name, "validation loss", None, ("", ""), difference, False))
         for suite in suites:
             found += _in_suite(name, suite, first, other)
@@ -158,7 +176,7 @@ def _in_suite(name: str, suite: str, first: Run, other: Run) -> list[Paired]:
         for mine, theirs in dict.fromkeys([stand_in, *both]):
             for column in one.columns:
                 cell = one.cell(mine, column)
-                if cell and (found := _by_seed(first, other, read(str(mine), column), read(str(theirs), column))):
+                if cell and (found := _of_members(first, other, read(str(mine), column), read(str(theirs), column))):
                     found = found if one.higher_is_better else _negative(found)  # losses, not their negatives
                     what = suite if not source or suite == "needles" else f"{suite}, {source}"
                     result.append(Paired(name, what, column, (str(theirs), str(mine)), found, cell.share))
@@ -169,21 +187,10 @@ def _negative(found: Difference) -> Difference:
     return found._replace(mean=-found.mean, low=-found.high, high=-found.low)
 
 
-def _last_validation(run: Run) -> float | None:
-    """The last validation loss of a run that has finished."""
-    if not run.phases or any(phase.running for phase in run.phases):
-        return None
-    points = [value for phase in run.phases for _, value in phase.series("validation_loss")]
-    return points[-1] if points else None
-
-
-def _by_seed(
+def _of_members(
     first: Run, other: Run, read: Callable[[Run], float | None], read_other: Callable[[Run], float | None] | None = None
 ) -> Difference | None:
     """The difference `other - first` over the seeds that both have; None for fewer than two."""
-    mine: Mapping[Any, float | None] = {seeds_of(run): read(run) for run in first.members}
     theirs = {seeds_of(run): (read_other or read)(run) for run in other.members}
-    seeds = [seed for seed in mine if mine[seed] is not None and theirs.get(seed) is not None]
-    if len(seeds) < 2:
-        return None
-    return paired_t([float(theirs[s] or 0.0) for s in seeds], [float(mine[s] or 0.0) for s in seeds])
+    found = by_seed(theirs, {seeds_of(run): read(run) for run in first.members})
+    return found if found and found.count > 1 else None

@@ -5,7 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from pe_lab.analysis.comparison import Paired, differing, paired_differences, representative
+from pe_lab.analysis.comparison import (
+    Paired,
+    differing,
+    finished,
+    last_validation,
+    paired_differences,
+    representative,
+)
 from pe_lab.analysis.groups import seed_words, spread
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import build_tables
@@ -17,6 +24,7 @@ from pe_lab.page.tables import header, plain_table, row, score_table, table
 from pe_lab.page.task_section import suite_parts
 from pe_lab.page.variants import comparison_styles
 from pe_lab.results.formatting import count, duration, short_number, shortened
+from pe_lab.results.paired import holm
 from pe_lab.results.scores import Table
 
 MOST = 5  # columns of settings; the others are folded
@@ -98,8 +106,7 @@ def _setting(value: object) -> str:
 
 def _finished(run: Run) -> list[Run]:
     """The members of a group that have finished, or the run itself."""
-    members = run.members or (run,)
-    return [member for member in members if member.phases and not any(phase.running for phase in member.phases)]
+    return [member for member in run.members or (run,) if finished(member)]
 
 
 def _status(run: Run) -> str:
@@ -112,8 +119,7 @@ def _status(run: Run) -> str:
 def _last_loss(run: Run) -> object:
     """The last validation loss of a run; of a group the mean over its members that have finished, and of how many."""
     considered = _finished(run) if run.members else [run]
-    by_member = [[v for phase in member.phases for _, v in phase.series("validation_loss")] for member in considered]
-    values = [points[-1] for points in by_member if points]
+    values = [loss for member in considered if (loss := last_validation(member)) is not None]
     if not values:
         return "–"
     found = spread(values)
@@ -200,13 +206,17 @@ def _signed(value: float, digits: int) -> str:
 
 def paired_sentence(runs: Sequence[Run]) -> str:
     """The differences of groups in the last validation loss, in pairs of seeds, in a sentence; "" without pairs."""
-    found = [one for one in paired_differences(runs, ()) if one.column is None]
+    found = paired_differences(runs, ())
     parts = []
-    for one in found:
+    for one, p in zip(found, holm([one.difference.p for one in found]), strict=True):
         mean, low, high = (_signed(value, 3) for value in one.difference[:3])
-        p = f"p = {one.difference.p:.3f}" if one.difference.p >= 0.001 else "p < 0.001"
-        parts.append(f"{one.name} {mean} ({low} to {high}, {p}, {one.difference.count} seeds)")
-    return f"Last validation loss, in pairs of seeds: {'; '.join(parts)}." if parts else ""
+        parts.append(f"{one.name} {mean} ({low} to {high}, p {_p(p, '= ')}, {one.difference.count} seeds)")
+    corrected = f" (p corrected for {len(parts)} comparisons)" if len(parts) > 1 else ""
+    return f"Last validation loss, in pairs of seeds{corrected}: {'; '.join(parts)}." if parts else ""
+
+
+def _p(value: float, equals: str = "") -> str:
+    return f"{equals}{value:.3f}" if value >= 0.001 else "< 0.001"
 
 
 def _paired_table(found: Sequence[Paired]) -> Markup:
@@ -219,7 +229,7 @@ def _paired_table(found: Sequence[Paired]) -> Markup:
     words = (
         "Each seed's run of the one group less that of the other: the mean over the seeds, with its 95% interval "
         "and p by Student's t test for pairs. Shares are in points; losses and perplexities in nats per token, where "
-        "lower is better. p is not corrected for the number of comparisons."
+        "lower is better. The corrected p is by Holm's method, for the number of comparisons in its table."
     )
     parts: list[object] = [element("p", words, class_="small soft")]
     for name in dict.fromkeys(one.name for one in found):
@@ -236,9 +246,9 @@ def _paired_table(found: Sequence[Paired]) -> Markup:
 
 def _differences(name: str, found: Sequence[Paired]) -> Markup:
     head = [header("Measure", look="text")]
-    head += [header(title) for title in ("Length", "Mean difference", "p", "Seeds")]
+    head += [header(title) for title in ("Length", "Mean difference", "p", "p, corrected", "Seeds")]
     body = []
-    for one in found:
+    for one, corrected in zip(found, holm([one.difference.p for one in found]), strict=True):
         scale, digits, unit = (100.0, 1, " points") if one.share else (1.0, 3, "")
         mean, low, high = (_signed(scale * value, digits) for value in one.difference[:3])
         left, right = one.labels
@@ -249,7 +259,7 @@ def _differences(name: str, found: Sequence[Paired]) -> Markup:
         cells = [
             element("td", one.column.title if one.column else "–"),
             element("td", element("b", f"{mean}{unit}"), ends, data_csv=numbers),
-            element("td", f"{one.difference.p:.3f}" if one.difference.p >= 0.001 else "< 0.001"),
+            *(element("td", _p(p)) for p in (one.difference.p, corrected)),
             element("td", one.difference.count),
         ]
         body.append(row([measure, element("small", compared) if compared else None], cells))

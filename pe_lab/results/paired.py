@@ -102,11 +102,11 @@ def holm(p_values: Sequence[float]) -> Float[np.ndarray, " n"]:
     """p-values corrected for their number by Holm's step-down method (Holm 1979).
 
     Differences below 5% after it include no chance finding with a probability of 95%, however they depend on each
-    other. It finds at least as many as Bonferroni's correction.
+    other. It finds at least as many as Bonferroni's correction. NaN, which is no test, stays NaN and does not count.
     """
     p = np.asarray(p_values, np.float64)
-    order = np.argsort(p, kind="stable")
-    stepped = np.maximum.accumulate(p[order] * (len(p) - np.arange(len(p))))
+    order, tests = np.argsort(p, kind="stable"), np.count_nonzero(~np.isnan(p))  # NaN comes last
+    stepped = np.maximum.accumulate(p[order] * (tests - np.arange(len(p))))
     corrected = np.empty_like(p)
     corrected[order] = np.minimum(stepped, 1)
     return corrected

@@ -48,6 +48,12 @@ class Cell:
         return f"{low.removesuffix('%') if high.endswith('%') else low}–{high}"
 
     @property
+    def higher_is_better(self) -> bool:
+        """Whether a higher value is better: not of losses and perplexities."""
+        known = self.record
+        return not ("nll" in known or "perplexity" in known or known.get("higher_is_better") is False)
+
+    @property
     def all_found(self) -> float | None:
         """The share of prompts whose needles were all found; None where prompts have no needles."""
         return number(as_dict(self.record.get("scores")), "all_found")
@@ -167,8 +173,7 @@ class Table:
 
     @property
     def higher_is_better(self) -> bool:
-        records = [cell.record for cell in self.cells.values()]
-        return not any("nll" in r or "perplexity" in r or r.get("higher_is_better") is False for r in records)
+        return all(cell.higher_is_better for cell in self.cells.values())
 
     @property
     def prompted(self) -> bool:

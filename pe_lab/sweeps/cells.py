@@ -8,17 +8,19 @@ import json
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 from pe_lab import storage
+from pe_lab.analysis.groups import SEEDS
 from pe_lab.config import Config, from_dict, to_json
 from pe_lab.errors import ConfigError, DataError, UserError
 from pe_lab.identity import changed, config_hash, identity
 from pe_lab.recipes import load_config
 from pe_lab.results.records import as_dict, digest, mappings
 from pe_lab.storage import AnyPath, create_file, exists, json_object, read_bytes, replace_file
-from pe_lab.sweeps.grid import SEED_KEYS, Axis, axis, cell_name, product, with_arguments
+from pe_lab.sweeps.grid import Axis, axis, cell_name, product, with_arguments
 
 FILE, LOGS = "sweep.json", "logs"
 SHOWN = 10  # errors of cells in one message
@@ -115,12 +117,12 @@ def make_sweep(
     overrides = dict(overrides or {})
     if not axes and not numbers:
         raise ConfigError("Nothing varies: give --grid KEY=VALUE,VALUE or --seeds=N, or train with pe_lab.train.")
-    fixed = sorted(set(overrides) & {*(one.key for one in axes), *(SEED_KEYS if numbers else ())})
+    fixed = sorted(set(overrides) & {*(one.key for one in axes), *(SEEDS if numbers else ())})
     if fixed:
         raise ConfigError(f"--config.{fixed[0]} sets a key that the grid or --seeds varies. Leave one of them out.")
-    cells = _checked(recipe, axes, numbers, overrides)
     name = PurePath(recipe.partition(":")[0]).stem
     where = storage.path("--workdir", directory or f"runs/{name}_sweep")
+    cells = _checked(recipe, axes, numbers, overrides, where)
     description = {
         "recipe": recipe,
         "overrides": overrides,
@@ -139,8 +141,11 @@ def make_sweep(
     return Sweep(where, (*others, *cells), frozenset(known), options, description)
 
 
-def _checked(recipe: str, axes: Sequence[Axis], seeds: Sequence[int], overrides: Mapping[str, str]) -> list[Cell]:
+def _checked(
+    recipe: str, axes: Sequence[Axis], seeds: Sequence[int], overrides: Mapping[str, str], where: AnyPath
+) -> list[Cell]:
     """The cells; all that is wrong with them is in one error."""
+    from pe_lab.training.inheritance import inherit
     from pe_lab.training.run import plan_phases
 
     cells: list[Cell] = []
@@ -148,10 +153,10 @@ def _checked(recipe: str, axes: Sequence[Axis], seeds: Sequence[int], overrides:
     for setting, seed in product(axes, seeds):
         name = cell_name(setting, seed)
         keys = {key: value for key, value in setting.items() if not key.startswith(":")}
-        keys |= {} if seed is None else dict.fromkeys(SEED_KEYS, str(seed))
+        keys |= {} if seed is None else dict.fromkeys(SEEDS, str(seed))
         reference = with_arguments(recipe, setting)
         try:
-            config = load_config(reference, {**overrides, **keys})
+            config = load_config(reference, {**overrides, **keys}, partial(inherit, workdir=where / name))
             plan_phases(config)
             cells.append(Cell(name, setting, seed, reference, {**overrides, **keys}, config))
         except UserError as error:
@@ -189,7 +194,7 @@ def _refuse_twins(cells: Sequence[Cell]) -> None:
 def _refuse_other_sweep(before: Sweep, description: Mapping[str, Any], config: Config) -> None:
     """`ConfigError` for a sweep whose cells would differ from those that are there in more than the grids."""
     old, new = before.description, description
-    varied = {*as_dict(old.get("grid")), *new["grid"], *SEED_KEYS}
+    varied = {*as_dict(old.get("grid")), *new["grid"], *SEEDS}
     there, here = (_fixed(one, varied, identity(config)) for one in (old, new))
     differ = [key for key in sorted(there | here) if there.get(key) != here.get(key)]
     if differ:
@@ -207,9 +212,9 @@ def _fixed(description: Mapping[str, Any], varied: Collection[str], decisive: It
     file, _, argument = str(description.get("recipe", "")).partition(":")
     fixed = {"recipe": PurePath(file).name}
     for part in filter(None, argument.split(",")):
-        name, _, value = part.rpartition("=")
-        if f":{name}" not in varied:
-            fixed[f":{name}"] = value
+        name = f":{part.partition('=')[0] if '=' in part else ''}"
+        if name not in varied:
+            fixed[name] = part.partition("=")[2] or part
     for key, value in as_dict(description.get("overrides")).items():
         if key not in varied and any(f"{one}.".startswith(f"{key}.") for one in decisive):
             fixed[key] = str(value)
@@ -255,11 +260,18 @@ def _refuse_other(directory: AnyPath) -> None:
 
 
 def save_sweep(sweep: Sweep, command: str = "") -> Sweep:
-    """Writes sweep.json, and returns the sweep with the cells that other commands have added meanwhile."""
+    """Writes sweep.json, and returns the sweep with the cells that other commands have added meanwhile.
+
+    Raises:
+      ConfigError: another sweep has begun in the directory since `make_sweep`, or its cells have these names.
+    """
     path = sweep.directory / FILE
     while True:
         found = read_bytes(path) if exists(path) else None
         before = _read(sweep.directory, found) if found is not None else None
+        if before:
+            _refuse_other_sweep(before, sweep.description, sweep.asked[0].config)
+            _with_known_names(sweep.asked, before)
         known = {cell.name for cell in sweep.cells}
         added = [cell for cell in (before.cells if before else ()) if cell.name not in known]
         sweep = dataclasses.replace(sweep, cells=(*sweep.cells, *added))

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
+from pe_lab.analysis.groups import Spread, curve_over_seeds
+from pe_lab.analysis.runs import Run
 from pe_lab.page.figure_style import OKABE_ITO, look, render
+from pe_lab.page.loss_charts import offsets
 from pe_lab.results.formatting import count, shortened
-from pe_lab.results.intervals import Interval, interval
 from pe_lab.sweeps.grid import label
-from pe_lab.sweeps.table import TRAINING, VALIDATION, CellRecord, SweepTable, numeric, setting_of
+from pe_lab.sweeps.table import TRAINING, VALIDATION, SweepTable, numeric
 
 BINS = 100  # points of a curve: each is the mean of the steps between two of them
 LOGARITHMIC = 3  # an axis whose largest value is so many times its smallest
@@ -29,7 +30,7 @@ def draw(table: SweepTable, form: str) -> bytes:
     axes = numeric(table)
     columns = min(len(curves) + len(axes), 2)
     rows = -(-(len(curves) + len(axes)) // columns)
-    names = [label(summary.setting) for summary in table.summaries if summary.seeds]
+    names = [label(summary.setting) for summary in table.summaries if summary.records]
     styles = _styles(names)
     listed = names[:LEGEND]
     with look():
@@ -56,44 +57,36 @@ def _styles(names: Sequence[str]) -> dict[str, Any]:
     return {name: scale(n) for n, name in enumerate(names)}
 
 
-def _curves(table: SweepTable, name: str) -> dict[str, tuple[Float[np.ndarray, " points"], Interval]]:
+def _curves(table: SweepTable, name: str) -> dict[str, list[tuple[float, Spread]]]:
     """{setting: (tokens, mean and interval over its seeds)}; a setting without two common points is left out."""
-    groups: dict[str, list[CellRecord]] = {}
-    for summary in table.summaries:
-        setting = label(summary.setting)
-        groups[setting] = [
-            record
-            for record in table.records
-            if name in record.curves and setting_of(record.cell, table.keys) == summary.setting
-        ]
     found = {}
-    for setting, records in groups.items():
-        if not records:
-            continue
-        binned = [_binned(record.curves[name]) for record in records]
-        places = sorted(set.intersection(*(set(curve) for curve in binned)))
-        if len(places) > 1:
-            values = np.array([[curve[place] for place in places] for curve in binned])
-            found[setting] = np.array(places), interval(values)
+    for summary in table.summaries:
+        curve = curve_over_seeds([_binned(record.run, name) for record in summary.records])
+        common = [(tokens, over) for tokens, over in curve if over.count == len(summary.records)]
+        if len(common) > 1:
+            found[label(summary.setting)] = common
     return found
 
 
-def _binned(points: Sequence[tuple[float, float]]) -> dict[float, float]:
-    """{tokens: mean value} of a curve, in at most `BINS` parts of equal numbers of points."""
-    parts = np.array_split(np.array(sorted(points)), min(BINS, len(points)))
-    return {float(part[-1, 0]): float(part[:, 1].mean()) for part in parts}
+def _binned(run: Run, name: str) -> list[tuple[float, float]]:
+    """(tokens, mean value) of a curve over all phases, in at most `BINS` parts of equal numbers of points."""
+    before = offsets(run)
+    points = sorted((before[phase.name] + x, y) for phase in run.phases for x, y in phase.series(name))
+    parts = np.array_split(np.array(points), min(BINS, len(points))) if points else []
+    return [(float(part[-1, 0]), float(part[:, 1].mean())) for part in parts]
 
 
 def _draw_curves(panel: Any, lines: Mapping[str, Any], styles: Mapping[str, Any], name: str) -> None:
     """Means over the seeds as lines, their intervals as bands."""
     ends = []
-    for setting, (tokens, found) in reversed(lines.items()):  # the best on top
-        panel.plot(tokens, found.mean, color=styles[setting], linewidth=1.4)
-        if not np.isnan(found.high).all():
-            panel.fill_between(tokens, found.low, found.high, color=styles[setting], alpha=0.18, linewidth=0)
-        ends += [*found.mean]
-    low, high = np.min(ends), np.max(ends)
-    panel.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))  # bands of two seeds reach far
+    for setting, curve in reversed(lines.items()):  # the best on top
+        tokens = [x for x, _ in curve]
+        means, lows, highs, _ = zip(*(over for _, over in curve), strict=True)
+        panel.plot(tokens, means, color=styles[setting], linewidth=1.4)
+        panel.fill_between(tokens, lows, highs, color=styles[setting], alpha=0.18, linewidth=0)
+        ends += means
+    low, high = min(ends), max(ends)
+    panel.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))  # bands of three seeds may reach far
     panel.set_xlabel("training tokens")
     panel.set_ylabel(AXIS[name])
     panel.xaxis.set_major_formatter(lambda value, _: count(value))
@@ -110,8 +103,8 @@ def _draw_axis(panel: Any, table: SweepTable, key: str, values: Sequence[float])
         summaries = sorted(summaries, key=lambda summary: float(summary.setting[key]))
         means = [summary.means[table.metric] for summary in summaries]
         x = [float(summary.setting[key]) for summary in summaries]
-        y = np.array([float(mean.mean) for mean in means])
-        bars = np.nan_to_num(np.array([float(mean.high) for mean in means]) - y)
+        y = [mean.mean for mean in means]
+        bars = np.nan_to_num([mean.high - mean.mean for mean in means])
         style = {"color": OKABE_ITO[n % len(OKABE_ITO)], "marker": "os^Dv"[n % 5], "markersize": 4, "linewidth": 1.2}
         panel.errorbar(x, y, yerr=bars, capsize=2.5, label=shortened(name, 40) if len(others) > 1 else None, **style)
     if values[0] > 0 and values[-1] >= LOGARITHMIC * values[0]:

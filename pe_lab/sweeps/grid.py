@@ -7,15 +7,17 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from pe_lab.analysis.comparison import short_names
+from pe_lab.analysis.groups import SEEDS
 from pe_lab.config import SEED
 from pe_lab.errors import ConfigError
 from pe_lab.results.records import digest
 
-SEED_KEYS = ("seed", "data.seed")  # what a seed of a sweep sets: the initial weights, and the order of the data
 MOST_CELLS = 10_000
 _OPENED = {"(": ")", "[": "]", "{": "}"}
-_NAME = 60  # characters of a value in the name of a directory
+_NAME, _NAMES = 60, 200  # characters of a value in the name of a directory, and of the name; file systems take 255
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def product(axes: Sequence[Axis], seeds: Sequence[int]) -> list[tuple[dict[str, 
     keys = [one.key for one in axes]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
         raise ConfigError(f"--grid {twice[0]} is given twice. Write all its values in one: {twice[0]}=VALUE,VALUE.")
-    if seeds and (both := sorted(set(keys) & set(SEED_KEYS))):
+    if seeds and (both := sorted(set(keys) & set(SEEDS))):
         raise ConfigError(f"--grid {both[0]} and --seeds set the same key. Leave one of them out.")
     count = max(len(seeds), 1)
     for one in axes:
@@ -133,37 +135,46 @@ def with_arguments(recipe: str, setting: Mapping[str, str]) -> str:
         if not key.startswith(":"):
             continue
         name, value = key.removeprefix(":"), _string(value)
+        if name and "," in value:  # `recipe_arguments` takes a comma inside quotes
+            value = f'"{value}"' if "'" in value else f"'{value}'"
         if (not name and argument) or any(part.partition("=")[0] == name for part in argument.split(",") if name):
             raise ConfigError(f"--grid {key}: the recipe '{recipe}' has this argument already. Leave one of them out.")
         argument = ",".join(filter(None, [argument, f"{name}={value}" if name else value]))
     return f"{file}:{argument}" if argument else file
 
 
-def _string(value: str) -> str:
-    """The text of a value that may be a quoted string."""
+def _literal(value: str) -> Any:
     try:
-        literal = ast.literal_eval(value)
+        return ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return value
+
+
+def _string(value: str) -> str:
+    """The text of a value that may be a quoted string."""
+    literal = _literal(value)
     return literal if isinstance(literal, str) else value
+
+
+def plain(value: str) -> str:
+    """A value as the text that all equal ones have: `0.001` of `1e-3`, `2` of `2.0`, `rope` of `'rope'`."""
+    literal = _literal(value)
+    return f"{literal:.15g}" if type(literal) in (int, float) else _string(value)
 
 
 def short_keys(keys: Iterable[str]) -> dict[str, str]:
     """The shortest end of each dotted key that no other key has: `learning_rate`, or `0.optimizer.learning_rate`."""
-    parts = {key: key.removeprefix(":").split(".") for key in keys}
-    names = {}
-    for key, path in parts.items():
-        ends = (".".join(path[-n:]) for n in range(1, len(path) + 1))
-        unique = (end for end in ends if sum(f".{'.'.join(other)}".endswith(f".{end}") for other in parts.values()) < 2)
-        names[key] = next(unique, ".".join(path)) or "argument"
-    return names
+    plain = {key: key.removeprefix(":") for key in keys}
+    short = short_names([*plain.values()])
+    return {key: short[name].replace(" ", ".") or "argument" for key, name in plain.items()}
 
 
 def cell_name(setting: Mapping[str, str], seed: int | None) -> str:
     """The name of a cell's directory, from its setting: `learning_rate=0.001__layers=4__seed=0`."""
     names = short_keys(setting)
     parts = [f"{names[key]}={_file_text(value)}" for key, value in setting.items()]
-    return "__".join([*parts, *([] if seed is None else [f"seed={seed}"])])
+    name = "__".join([*parts, *([] if seed is None else [f"seed={seed}"])])
+    return name if len(name) <= _NAMES else f"{name[: _NAMES - 7]}-{digest(name, 6)}"
 
 
 def label(setting: Mapping[str, str]) -> str:

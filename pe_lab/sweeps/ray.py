@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
+from pe_lab.errors import ConfigError, DataError, UnsupportedError, UserError, did_you_mean
 from pe_lab.sweeps.running import LOOK_SECONDS, Stop, Task, run_task
 
 OPTIONS = ("address", "cpus", "gpus", "tpus")
+SAVE_SECONDS = 120.0  # that cells have to save
 
 
 def run_in_worker(task: Task) -> int | None:
@@ -74,12 +75,10 @@ class Ray:
         )(run_in_worker)  # fmt: skip
         running: dict[Any, Task] = {}
         again: list[tuple[float, Task]] = []
+        refused: list[UserError] = []  # the claim or the log of one cell cannot be written: the others go on
         while waiting or running or again:
             if stop.requests:
-                for reference in running:
-                    ray.cancel(reference, force=stop.requests > 1)
-                ray.wait(list(running), num_returns=len(running), timeout=120 if stop.requests == 1 else 10)
-                return
+                return _cancel(ray, list(running), stop)
             waiting += [task for at, task in again if at <= time.monotonic()]
             again = [(at, task) for at, task in again if at > time.monotonic()]
             while waiting and (self._jobs is None or len(running) < self._jobs):
@@ -89,10 +88,25 @@ class Ray:
             ended, _ = ray.wait(list(running), timeout=LOOK_SECONDS) if running else ([], [])
             for reference in ended:
                 task = running.pop(reference)
-                if ray.get(reference) is None:  # another sweep has claimed it
-                    again.append((time.monotonic() + LOOK_SECONDS, task))
+                try:
+                    if ray.get(reference) is None:  # another sweep has claimed it
+                        again.append((time.monotonic() + LOOK_SECONDS, task))
+                except UserError as error:  # Ray raises what the task has raised, as a class of its own below it
+                    refused.append(error)
             if not running:
                 time.sleep(0.1)
+        for error in refused:
+            raise DataError(str(error.cause))
+
+
+def _cancel(ray: Any, running: list[Any], stop: Stop) -> None:
+    """Asks the workers to end, again at the next request to stop, and waits for them: their cells save."""
+    asked, deadline = 0, time.monotonic() + SAVE_SECONDS
+    while running and time.monotonic() < deadline:
+        for reference in running if asked < min(stop.requests, 2) else ():
+            ray.cancel(reference)
+        asked = min(stop.requests, 2)
+        _, running = ray.wait(running, num_returns=len(running), timeout=LOOK_SECONDS)
 
 
 def _amount(name: str, text: str) -> float:

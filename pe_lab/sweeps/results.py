@@ -8,8 +8,9 @@ import math
 from collections.abc import Sequence
 
 from pe_lab import terminal
-from pe_lab.analysis.runs import read_runs
+from pe_lab.analysis.groups import Spread
 from pe_lab.page.document import build_page
+from pe_lab.results.paired import Difference
 from pe_lab.storage import AnyPath, write_files
 from pe_lab.sweeps.cells import Sweep
 from pe_lab.sweeps.figure import draw
@@ -18,6 +19,7 @@ from pe_lab.sweeps.table import TRAINING, VALIDATION, Summary, SweepTable, colle
 
 NAMES = {VALIDATION: "validation loss", TRAINING: "training loss"}
 SHOWN = 4  # metrics in a terminal; table.md has all
+UNKNOWN = (math.nan,) * 3
 
 
 def write_results(sweep: Sweep, metric: str | None = None, baseline: str | None = None) -> SweepTable:
@@ -30,12 +32,11 @@ def write_results(sweep: Sweep, metric: str | None = None, baseline: str | None 
     table = summarize(sweep, collect(sweep), metric, baseline)
     if not table.records:
         return table
-    directories = [sweep.directory / record.cell.name for record in table.records]
     files: dict[AnyPath, bytes | str] = {
         sweep.directory / "table.csv": _settings_csv(table),
         sweep.directory / "cells.csv": _cells_csv(table),
         sweep.directory / "table.md": _markdown(sweep, table),
-        sweep.directory / "report.html": build_page(read_runs(directories)),
+        sweep.directory / "report.html": build_page([record.run for record in table.records]),
     }
     for form in ("png", "svg"):
         files[sweep.directory / f"figure.{form}"] = draw(table, form)
@@ -62,10 +63,11 @@ def _rows(table: SweepTable, metrics: Sequence[str]) -> tuple[list[str], list[li
     for n, name in enumerate(metrics):
         header += [NAMES.get(name, name), *(["difference", "p"] if n == 0 else [])]
     for summary in table.summaries:
-        row = [*(summary.setting[key].strip("'\"") for key in table.keys), seeds_text(summary)]
+        row = [*summary.setting.values(), seeds_text(summary)]
         for n, name in enumerate(metrics):
             found = summary.means.get(name)
-            row += ["–" if found is None else found.cell("{:.4g}"), *(_difference(summary, name) if n == 0 else [])]
+            row.append("–" if found is None else _with_interval(found, ".4g", ".4g"))
+            row += _difference(summary, name) if n == 0 else []
         rows.append(row)
     return header, rows
 
@@ -75,10 +77,13 @@ def _difference(summary: Summary, metric: str) -> list[str]:
     if metric not in summary.differences:
         return ["", ""]
     difference, p = summary.differences[metric]
-    mean = f"{difference.mean:+.3g}"
-    if math.isnan(p):
-        return [mean, ""]
-    return [f"{mean} ± {difference.high - difference.mean:.2g}", f"{p:.2g}"]
+    return [_with_interval(difference, "+.3g", ".2g"), "" if math.isnan(p) else f"{p:.2g}"]
+
+
+def _with_interval(found: Spread | Difference, form: str, form_of_interval: str) -> str:
+    """`3.1 ± 0.2`; without the interval where one value has none."""
+    half = "" if math.isnan(found.high) else f" ± {found.high - found.mean:{form_of_interval}}"
+    return f"{found.mean:{form}}{half}"
 
 
 def _caption(table: SweepTable) -> str:
@@ -87,8 +92,9 @@ def _caption(table: SweepTable) -> str:
     which = "the best setting" if table.best_is_baseline else "the baseline"
     chosen = " It was chosen by these numbers, which favours it." if table.best_is_baseline else ""
     return (
-        f"{order.capitalize()} {name} first. ±: 95% intervals over the seeds (Student's t). Differences of {name}: to "
-        f"{which} ({table.baseline}), on the same seeds, p by paired t-tests with Holm's correction.{chosen}"
+        f"{order.capitalize()} {name} first. ±: 95% intervals over the seeds (Student's t), of two seeds their range. "
+        f"Differences of {name}: to {which} ({table.baseline}), on the same seeds, p by Student's t test for pairs, "
+        f"corrected for the number of settings by Holm's method.{chosen}"
     )
 
 
@@ -107,12 +113,11 @@ def _settings_csv(table: SweepTable) -> str:
     header = ["setting", *table.keys, "seeds", "missing", *(f"{m} {part}" for m in table.metrics for part in parts)]
     rows = []
     for summary in table.summaries:
-        row = [label(summary.setting), *summary.setting.values(), len(summary.seeds), summary.missing]
+        row = [label(summary.setting), *summary.setting.values(), len(summary.records), summary.missing]
         for metric in table.metrics:
             found, (difference, p) = summary.means.get(metric), summary.differences.get(metric, (None, math.nan))
-            numbers = [math.nan] * 3 if found is None else [float(x) for x in (found.mean, found.low, found.high)]
-            numbers += [math.nan] * 3 if difference is None else difference[:3]
-            row += ["" if math.isnan(number) else number for number in [*numbers, p]]
+            numbers = [*(found or UNKNOWN)[:3], *(difference or UNKNOWN)[:3], p]
+            row += ["" if math.isnan(number) else number for number in numbers]
         rows.append(row)
     return _csv([header, *rows])
 

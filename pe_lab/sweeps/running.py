@@ -61,7 +61,7 @@ class Task:
       train, evaluate: the commands; `evaluate` is None where nothing is evaluated.
       evaluation: the options of the evaluation.
       before: the outcome of its last process when the sweep began.
-      cwd: where the commands run.
+      cwd: where the commands run, and what `directory` is relative to.
     """
 
     directory: str
@@ -151,6 +151,7 @@ def run_task(
       UserError: the files of the sweep cannot be written.
     """
     directory = path("the sweep", task.directory)
+    directory = directory if is_remote(directory) else Path(task.cwd) / directory  # a worker has another cwd
     begun, lost = time.monotonic(), Stop()
 
     def lose(message: str) -> None:
@@ -269,7 +270,12 @@ def _process(
                 process.send_signal(signal.SIGTERM)
     except BaseException:  # such as KeyboardInterrupt in a worker of Ray, or submitit's request to end
         process.send_signal(signal.SIGTERM)
-        process.wait()
+        try:
+            while process.poll() is None:  # `wait` would not be interrupted by Ray
+                time.sleep(WAIT_SECONDS)
+        except BaseException:  # the second request
+            process.send_signal(signal.SIGTERM)
+            raise
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import signal
@@ -88,7 +89,8 @@ class Slurm:
         print(f"SLURM jobs {numbers}; they go on without this command, and scancel ends them", flush=True)
         stop.meaning = ("the jobs go on", "the jobs go on")
         while not stop.requests:
-            queue = _queue()
+            with contextlib.suppress(UnsupportedError):  # a controller that is busy; it is asked again
+                queue = _queue()
             left = {name: queue[job] for name, job in mine.items() if job in queue}
             running = sorted(name for name, state in left.items() if state in ("RUNNING", "COMPLETING"))
             look(running, sorted(set(left) - set(running)))

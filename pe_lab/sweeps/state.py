@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pe_lab.results.records import number
-from pe_lab.storage import AnyPath, is_remote, json_object, read_bytes, read_log
+from pe_lab.storage import AnyPath, is_remote, json_object, lease_is_live, read_bytes, read_log
 from pe_lab.sweeps.cells import LOGS, Cell, Sweep
 
 # complete, and evaluated if that was asked for; running, here or elsewhere; queued on a cluster; stopped or killed, and
@@ -63,13 +63,13 @@ def has_failed(outcome: Mapping[str, Any]) -> bool:
 
 
 def is_trained(directory: AnyPath, phases: Mapping[str, int]) -> bool:
-    """Whether all phases, {name: steps}, of a run are complete."""
+    """Whether all phases, {name: steps}, of a run are complete; one that was extended has more steps."""
     for name, steps in phases.items():
         try:
             found = json_object(read_bytes(directory / name / "phase.json")) or {}
         except (FileNotFoundError, NotADirectoryError):
             return False
-        if found.get("status") != "complete" or found.get("steps") != steps:
+        if found.get("status") != "complete" or (number(found, "steps") or 0) < steps:
             return False
     return True
 
@@ -83,8 +83,8 @@ def is_complete(
 
 
 def phases_of(cell: Cell) -> dict[str, int]:
-    """{name: steps} of the phases of a cell."""
-    return {phase.name: phase.steps for phase in cell.config.phases}
+    """{name: steps} of the phases of a cell; 0 where the data decide, as the steps of an epoch."""
+    return {phase.name: 0 if phase.epochs else phase.steps for phase in cell.config.phases}
 
 
 def read_states(
@@ -107,7 +107,7 @@ def read_states(
 def _read_state(sweep: Sweep, cell: Cell, running: Collection[str], queued: Collection[str]) -> CellState:
     outcome, phases = read_outcome(sweep.directory, cell.name), phases_of(cell)
     step, loss = _progress(sweep.directory / cell.name, phases)
-    steps = sum(phases.values())
+    steps = max(step, sum(phases.values()))
     status = outcome.get("status") if isinstance(outcome.get("status"), int) else None
     evaluation = sweep.evaluation if cell.name in sweep.names else None
     if cell.name in running or _claimed(file_of(sweep.directory, cell.name, "claim")):
@@ -129,19 +129,12 @@ def _claimed(path: AnyPath) -> bool:
         owner = json_object(read_bytes(path)) or {}
     except FileNotFoundError:
         return False
-    pid = owner.get("pid")
-    if owner.get("host") != socket.gethostname() or not isinstance(pid, int):
-        with contextlib.suppress(TypeError, ValueError):
-            renewed = datetime.datetime.fromisoformat(owner.get("time"))
-            return (datetime.datetime.now(datetime.UTC) - renewed).total_seconds() < RENEWED_LATELY
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+    if owner.get("host") == socket.gethostname():
+        return lease_is_live(path, lambda line: None)
+    with contextlib.suppress(TypeError, ValueError):
+        renewed = datetime.datetime.fromisoformat(owner.get("time"))
+        return (datetime.datetime.now(datetime.UTC) - renewed).total_seconds() < RENEWED_LATELY
+    return False
 
 
 def _progress(directory: AnyPath, phases: Mapping[str, int]) -> tuple[int, float | None]:

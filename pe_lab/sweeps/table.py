@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from pe_lab.analysis.runs import Run, read_run
-from pe_lab.analysis.scores import label_of
+from pe_lab.analysis.comparison import by_seed, last_validation
+from pe_lab.analysis.groups import Spread, spread
+from pe_lab.analysis.runs import Run, read_runs
+from pe_lab.analysis.scores import build_tables, label_of
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.results.intervals import Interval, interval
-from pe_lab.results.paired import Difference, holm, paired_t
+from pe_lab.results.paired import Difference, holm
 from pe_lab.results.records import number
-from pe_lab.results.scores import measure, source_of
 from pe_lab.sweeps.cells import Cell, Sweep
-from pe_lab.sweeps.grid import label, short_keys, split_values
+from pe_lab.sweeps.grid import label, plain, short_keys, split_values
 from pe_lab.sweeps.state import is_trained, phases_of
 
 VALIDATION, TRAINING = "validation_loss", "loss"
@@ -31,15 +29,14 @@ class CellRecord:
 
     Attributes:
       metrics: `validation_loss`, the last one; `loss`, the mean of the last tenth of the last phase's steps, both in
-        nats per token; scores of evaluations by their names.
+        nats per token; scores of evaluations by their names, perplexities as `log perplexity`, in nats.
       higher: the metrics of which a higher value is better.
-      curves: (tokens, value) of `loss` and `validation_loss` over all phases.
     """
 
     cell: Cell
+    run: Run
     metrics: Mapping[str, float]
-    higher: frozenset[str] = frozenset()
-    curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    higher: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -48,17 +45,17 @@ class Summary:
 
     Attributes:
       setting: {key: value}, with the keys of all axes of the sweep.
-      seeds: of the complete cells.
+      records: of the complete cells, one for each seed.
       missing: how many of its cells are not complete.
-      means: {metric: interval}.
+      means: {metric: mean and interval}.
       differences: {metric: (the difference on the seeds of both, its p-value after Holm's correction)}; none of the
         baseline itself.
     """
 
     setting: Mapping[str, str]
-    seeds: tuple[int | None, ...]
+    records: tuple[CellRecord, ...]
     missing: int
-    means: Mapping[str, Interval]
+    means: Mapping[str, Spread]
     differences: Mapping[str, tuple[Difference, float]]
 
 
@@ -78,21 +75,19 @@ class SweepTable:
 
 def collect(sweep: Sweep) -> list[CellRecord]:
     """The numbers of all complete cells of a sweep, read from their files."""
+    cells = [cell for cell in sweep.cells if is_trained(sweep.directory / cell.name, phases_of(cell))]
     found = []
-    for cell in sweep.cells:
-        if is_trained(sweep.directory / cell.name, phases_of(cell)):
-            run = read_run(sweep.directory / cell.name)
-            scores, higher = _scores(run)
-            found.append(CellRecord(cell, {**_losses(run), **scores}, higher, _curves(run)))
+    for cell, run in zip(cells, read_runs([sweep.directory / cell.name for cell in cells]), strict=True):
+        scores, higher = _scores(run)
+        found.append(CellRecord(cell, run, {**_losses(run), **scores}, higher))
     return found
 
 
 def _losses(run: Run) -> dict[str, float]:
     """The last validation loss, and the mean training loss of the last steps."""
     last, losses = run.phases[-1], {}
-    validation = [value for record in last.metrics if (value := number(record, VALIDATION)) is not None]
-    if validation:
-        losses[VALIDATION] = validation[-1]
+    if (validation := last_validation(run)) is not None:
+        losses[VALIDATION] = validation
     first = (number(last.info, "steps") or 0) * (1 - LAST_PART)
     training = [
         value
@@ -110,30 +105,19 @@ def _scores(run: Run) -> tuple[dict[str, float], frozenset[str]]:
     """{name: value} of the evaluations of a run's last checkpoint, and those of which a higher value is better."""
     scores, higher = {}, set()
     last = run.phases[-1].name
-    for suite, records in run.evaluation.items():
-        for record in records:
-            cell = measure(record)
-            if cell is None or record.get("phase") not in (None, last):
+    for table in (table for suite in run.evaluation for table in build_tables(suite, [run])):
+        for cell in table.cells.values():
+            if not math.isfinite(cell.score) or cell.record.get("phase") not in (None, last):
                 continue
-            length = number(record, "length")
-            source = source_of(record)
-            name = " ".join(filter(None, [suite, source if source != suite else "", f"({label_of(record)})"]))
+            length, source = number(cell.record, "length"), table.source if table.source != table.suite else ""
+            value = cell.score if cell.higher_is_better else -cell.score
+            log = "" if value == cell.value else "log"  # a perplexity
+            name = " ".join(filter(None, [log, table.suite, source, f"({label_of(cell.record)})"]))
             name += f" at {length:.0f}" if length else ""
-            scores[name] = cell.value
-            if cell.score == cell.value:
+            scores[name] = value
+            if cell.higher_is_better:
                 higher.add(name)
     return scores, frozenset(higher)
-
-
-def _curves(run: Run) -> dict[str, list[tuple[float, float]]]:
-    """(tokens, value) of the losses, phase after phase."""
-    curves: dict[str, list[tuple[float, float]]] = {TRAINING: [], VALIDATION: []}
-    before = 0.0
-    for phase in run.phases:
-        for key, points in curves.items():
-            points += [(before + tokens, value) for tokens, value in phase.series(key)]
-        before += phase.tokens
-    return {key: points for key, points in curves.items() if points}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,41 +143,41 @@ def summarize(
         raise ConfigError(f"--metric='{metric}': no cell has it. {did_you_mean(metric, metrics)}")
     higher = frozenset().union(*(record.higher for record in records))
     keys = short_keys(dict.fromkeys(key for cell in sweep.cells for key in cell.setting))
-    settings = {tuple(setting_of(cell, keys).items()): None for cell in sweep.cells}
-    groups = {
-        setting: [record for record in records if tuple(setting_of(record.cell, keys).items()) == setting]
-        for setting in settings
+    settings = {cell.name: tuple(setting_of(cell, keys).items()) for cell in sweep.cells}
+    groups: dict[tuple, list[CellRecord]] = {setting: [] for setting in settings.values()}
+    for record in records:
+        groups[settings[record.cell.name]].append(record)
+    means = {
+        setting: {name: spread([*found.values()]) for name in metrics if (found := _values(group, name))}
+        for setting, group in groups.items()
     }
     sign = -1 if metric in higher else 1
-
-    def place(setting: tuple) -> float:
-        values = _values(groups[setting], metric).values()
-        return sign * float(np.mean(list(values))) if values else math.inf
-
-    ordered = sorted(settings, key=place)
+    ordered = sorted(groups, key=lambda one: sign * means[one][metric].mean if metric in means[one] else math.inf)
     chosen = ordered[0] if baseline is None else _find(baseline, ordered, keys)
     differences = _differences(groups, metrics, chosen)
-    summaries = []
-    for setting in ordered:
-        values = {name: list(_values(groups[setting], name).values()) for name in metrics}
-        cells = [cell for cell in sweep.cells if tuple(setting_of(cell, keys).items()) == setting]
-        summaries.append(
-            Summary(
-                dict(setting),
-                tuple(record.cell.seed for record in groups[setting]),
-                len(cells) - len(groups[setting]),
-                {name: interval(np.array(found)) for name, found in values.items() if found},
-                differences.get(setting, {}),
-            )
-        )
+    cells = Counter(settings.values())
+    summaries = [
+        Summary(dict(one), tuple(groups[one]), cells[one] - len(groups[one]), means[one], differences[one])
+        for one in ordered
+    ]
     return SweepTable(
         metric, metrics, higher, keys, tuple(summaries), label(dict(chosen)), baseline is None, tuple(records)
     )
 
 
 def setting_of(cell: Cell, keys: Iterable[str]) -> dict[str, str]:
-    """The setting of a cell with the keys of all axes: those that its own grid lacked are as in its overrides."""
-    return {key: cell.setting.get(key, cell.overrides.get(key, "")) for key in keys}
+    """The setting of a cell with the keys of all axes: those that its own grid lacked are as in its config."""
+    return {key: plain(cell.setting.get(key) or _in_config(cell.config, key)) for key in keys}
+
+
+def _in_config(config: Any, key: str) -> str:
+    """The value of a dotted key; "" of an argument of the recipe, and of what a config lacks."""
+    for name in key.split("."):
+        try:
+            config = config[int(name)] if isinstance(config, Sequence) else vars(config)[name]
+        except (LookupError, ValueError, TypeError):
+            return ""
+    return str(config)
 
 
 def _values(records: Sequence[CellRecord], metric: str) -> dict[int | None, float]:
@@ -204,18 +188,14 @@ def _differences(
     groups: Mapping[tuple, Sequence[CellRecord]], metrics: Sequence[str], baseline: tuple
 ) -> dict[tuple, dict[str, tuple[Difference, float]]]:
     """{setting: {metric: difference}} on the seeds of both; p-values are corrected for the settings of a metric."""
-    found: dict[tuple, dict[str, tuple[Difference, float]]] = {}
+    found: dict[tuple, dict[str, tuple[Difference, float]]] = {setting: {} for setting in groups}
     for metric in metrics:
-        base = _values(groups[baseline], metric)
-        pairs = {}
-        for setting, records in groups.items():
-            values = _values(records, metric)
-            if setting != baseline and (both := [seed for seed in values if seed in base]):
-                pairs[setting] = paired_t([values[seed] for seed in both], [base[seed] for seed in both])
-        tested = [setting for setting, difference in pairs.items() if not math.isnan(difference.p)]
-        corrected = dict(zip(tested, holm([pairs[setting].p for setting in tested]), strict=True))
-        for setting, difference in pairs.items():
-            found.setdefault(setting, {})[metric] = difference, float(corrected.get(setting, math.nan))
+        base, others = _values(groups[baseline], metric), [setting for setting in groups if setting != baseline]
+        known = {setting: by_seed(_values(groups[setting], metric), base) for setting in others}
+        pairs = {setting: difference for setting, difference in known.items() if difference is not None}
+        corrected = holm([difference.p for difference in pairs.values()])
+        for (setting, difference), p in zip(pairs.items(), corrected, strict=True):
+            found[setting][metric] = difference, float(p)
     return found
 
 
@@ -229,22 +209,12 @@ def _find(text: str, settings: Sequence[tuple], keys: Mapping[str, str]) -> tupl
     fits = [
         setting
         for setting in settings
-        if all(_same(value, wanted.get(key, wanted.get(keys[key], value))) for key, value in setting)
+        if all(value == plain(wanted.get(key, wanted.get(keys[key], value))) for key, value in setting)
     ]
     if len(fits) != 1:
         known = "; ".join(label(dict(setting)) for setting in settings[:8])
         raise ConfigError(f"--baseline='{text}' names {len(fits)} settings; name one of: {known}.")
     return fits[0]
-
-
-def _same(a: str, b: str) -> bool:
-    def literal(text: str) -> Any:
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return text
-
-    return a == b or literal(a) == literal(b)
 
 
 def numeric(table: SweepTable) -> dict[str, list[float]]:
@@ -264,5 +234,5 @@ def numeric(table: SweepTable) -> dict[str, list[float]]:
 
 def seeds_text(summary: Summary) -> str:
     """`3`, or `2 of 3` where cells are not complete."""
-    done = len(summary.seeds)
+    done = len(summary.records)
     return str(done) if not summary.missing else f"{done} of {done + summary.missing}"

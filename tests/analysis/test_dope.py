@@ -65,6 +65,7 @@ def test_holms_correction_by_hand():
     # Sorted 0.01, 0.02, 0.03, 0.2 times 4, 3, 2, 1, none below the one before it.
     np.testing.assert_allclose(holm([0.03, 0.01, 0.2, 0.02]), [0.06, 0.04, 0.2, 0.06])
     np.testing.assert_allclose(holm([0.5, 0.9]), [1.0, 1.0])
+    np.testing.assert_allclose(holm([np.nan, 0.03, 0.01]), [np.nan, 0.03, 0.02])  # of one pair there is no test
     assert holm([]).shape == (0,)
     better, worse = Difference(0.1, 0, 0.2, 0.01, 9), Difference(-0.1, -0.2, 0, 0.01, 9)
     assert [verdict(better, 0.04), verdict(worse, 0.04), verdict(better, 0.05)] == ["better", "worse", "tie"]

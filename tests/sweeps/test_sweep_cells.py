@@ -11,7 +11,9 @@ from tiny_runs import write_recipe
 from pe_lab.config import to_json
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.recipes import load_config
-from pe_lab.sweeps import load_sweep, make_sweep, save_sweep
+from pe_lab.sweeps import load_sweep, make_sweep, save_sweep, summarize
+from pe_lab.sweeps.state import phases_of
+from pe_lab.training import inheritance
 
 RATE = "phases.0.optimizer.learning_rate"
 
@@ -49,6 +51,16 @@ def test_cells_set_the_grid_and_the_seeds(recipe, tmp_path):
 def test_without_seeds_the_recipes_are_kept(recipe, tmp_path):
     (cell,) = make_sweep(recipe, {"model.layers": [1]}, (), tmp_path / "s", {"seed": "5"}).cells
     assert cell.seed is None and cell.name == "layers=1" and (cell.config.seed, cell.config.data.seed) == (5, 0)
+    (cell,) = make_sweep(recipe, {"phases.0.epochs": [1.5]}, (), tmp_path / "s").cells
+    assert phases_of(cell) == {"pretrain": 0, "recalibrate": 6}  # the data decide how many steps an epoch has
+
+
+def test_a_cell_inherits_what_its_recipe_leaves_to_a_checkpoint(recipe, tmp_path, monkeypatch):
+    short = Path(recipe).with_name("short.py")
+    short.write_text(Path(recipe).read_text().replace(" d_ff=32,", ""))
+    monkeypatch.setattr(inheritance, "_of_checkpoint", lambda index, path, wanted: {("model", "d_ff"): 48})
+    sweep = make_sweep(str(short), {}, 2, tmp_path / "s", {"phases.0.init_from": str(tmp_path / "checkpoint")})
+    assert [cell.config.model.d_ff for cell in sweep.cells] == [48, 48]
 
 
 def test_an_argument_of_the_recipe_is_an_axis(recipe, tmp_path):
@@ -127,6 +139,22 @@ def test_another_grid_adds_cells_and_changes_none(recipe, tmp_path):
         make_sweep(str(changed), {RATE: ["1e-3"]}, 1, where)
     # A key that no result depends on may change.
     assert make_sweep(recipe, {RATE: ["1e-3"]}, 1, where, {"log.every_steps": "2"}).asked[0].config.log.every_steps == 2
+
+
+def test_equal_values_are_one_setting_and_a_new_axis_has_the_values_of_earlier_cells(recipe, tmp_path):
+    save_sweep(make_sweep(recipe, {RATE: ["1e-3"]}, 2, tmp_path / "s"))
+    wider = make_sweep(recipe, {RATE: ["0.001"], "model.layers": ["2.0", "3"]}, [1, 2], tmp_path / "s")
+    found = [(*summary.setting.values(), summary.missing) for summary in summarize(wider, []).summaries]
+    assert found == [("0.001", "2", 3), ("0.001", "3", 2)]
+    assert summarize(wider, [], baseline="learning_rate=1e-3,layers=3").baseline == "learning_rate=0.001, layers=3"
+
+
+def test_a_sweep_that_began_meanwhile_is_not_mixed_up_with_another(recipe, tmp_path):
+    made = [make_sweep(recipe, {RATE: [0.1]}, 1, tmp_path / "s", {"model.d_ff": size}) for size in ("32", "64")]
+    save_sweep(made[0])
+    with pytest.raises(ConfigError, match="is another sweep .model.d_ff: 32 there, 64 here"):
+        save_sweep(made[1])
+    assert load_sweep(tmp_path / "s").cells == made[0].cells
 
 
 def test_commands_that_save_at_once_lose_no_cells(recipe, tmp_path):

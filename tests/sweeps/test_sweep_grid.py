@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pe_lab.errors import ConfigError
+from pe_lab.recipes import recipe_arguments
 from pe_lab.sweeps.grid import Axis, cell_name, label, parse_axis, parse_seeds, product, split_values, with_arguments
 
 WORDS = st.text("abc1.-:=", min_size=1, max_size=6)
@@ -94,6 +95,8 @@ def test_names_tell_what_the_settings_differ_in():
     assert cell_name({"phases.0.steps": "1", "phases.1.steps": "2", ":method": "rope"}, None) == (
         "0.steps=1__1.steps=2__method=rope"
     )
+    many = [cell_name({f"x{n}": f"{end:x<50}" for n in range(9)}, 0) for end in "ab"]  # file systems take 255 bytes
+    assert many[0] != many[1] and max(map(len, many)) <= 200
     assert label({"phases.0.positional": "'rope:base=1,fraction=0.5'"}) == "positional=rope:base=1,fraction=0.5"
 
 
@@ -101,6 +104,9 @@ def test_arguments_of_the_recipe():
     assert with_arguments("x.py", {":method": "rope", "model.layers": "2"}) == "x.py:method=rope"
     assert with_arguments("x.py:size=laptop", {":method": "'a'"}) == "x.py:size=laptop,method=a"
     assert with_arguments("x.py", {":": "quick"}) == "x.py:quick"
+    with_comma = with_arguments("x.py", {":data": "'text:{a,b}'", ":note": '"it\'s a, b"'})
+    given = recipe_arguments(with_comma.partition(":")[2], data="", note="")
+    assert given == {"data": "text:{a,b}", "note": "it's a, b"}
     for recipe, key in (("x.py:method=a", ":method"), ("x.py:quick", ":")):
         with pytest.raises(ConfigError, match="has this argument already"):
             with_arguments(recipe, {key: "b"})

@@ -1,5 +1,6 @@
 """Cells as processes, with a stand-in for training that starts in a hundredth of a second."""
 
+import dataclasses
 import datetime
 import json
 import os
@@ -80,7 +81,14 @@ def test_a_complete_cell_is_left_alone(task, tmp_path):
     assert run_task(task(), Stop()) == Outcome(0) == run_task(task(), Stop())
     assert len(starts(tmp_path)) == 1 and is_trained(tmp_path / "a", {"only": 3})
     assert not file_of(tmp_path, "a", "claim").exists()
+    assert is_trained(tmp_path / "a", {"only": 2})  # `train --extend`
     assert not is_trained(tmp_path / "a", {"only": 4}) and not is_trained(tmp_path / "a", {"only": 3, "second": 1})
+
+
+def test_a_worker_may_be_elsewhere(task, tmp_path):
+    """The directory of a sweep is relative to where its command was given."""
+    assert run_task(dataclasses.replace(task(), directory="."), Stop()) == Outcome(0)
+    assert is_trained(tmp_path / "a", {"only": 3}) and file_of(tmp_path, "a", "log").exists()
 
 
 def test_a_failed_cell_says_why(task, tmp_path):
@@ -174,6 +182,10 @@ def test_the_claim_of_a_killed_sweep_counts_no_more(task, tmp_path):
     claim = file_of(tmp_path, "a", "claim")
     claim.parent.mkdir()
     claim.write_text(json.dumps({"host": socket.gethostname(), "pid": dead.pid, "started": "x", "key": "k"}))
+    # Another process may have its number meanwhile.
+    alive = {"host": socket.gethostname(), "pid": os.getpid(), "started": "x", "key": "k"}
+    claim.write_text(json.dumps(alive))
+    assert not _claimed(claim)
     assert run_task(task(), Stop()) == Outcome(0)
     with lease(claim, print, print):
         assert run_task(task(), Stop()) is None

@@ -18,7 +18,7 @@ LOSSES = {
     ("0.2", 0): 3.5, ("0.2", 1): 3.8, ("0.2", 2): 3.5,
     ("0.4", 0): 3.1, ("0.4", 1): 3.3,
 }  # fmt: skip
-T2, T1 = 4.302653, 12.706205  # Student's t at 97.5%, 2 and 1 degrees of freedom
+T2 = 4.302653  # Student's t at 97.5%, 2 degrees of freedom
 
 
 @pytest.fixture
@@ -47,6 +47,11 @@ def sweep(tmp_path):
             "accuracy": 0.9 - cell.seed / 10,
         }
         (evaluation / "needles.jsonl").write_text(json.dumps(score) + "\n")
+        loss = {"suite": "perplexity", "source": "stdlib", "label": "RoPE", "length": 32, "nll": cell.seed + 1.0}
+        # Of an earlier checkpoint, which does not count.
+        early = {**loss, "step": 5, "nll": 9.0}
+        lines = [json.dumps(one) for one in ({**loss, "step": 20}, early)]
+        (evaluation / "perplexity.jsonl").write_text("\n".join(lines) + "\n")
     return save_sweep(made)
 
 
@@ -63,7 +68,7 @@ def test_means_intervals_and_paired_differences(sweep):
     # Two pairs: 0.1 and 0.1, whose t-test has no variance.
     difference, p = middle.differences["validation_loss"]
     assert (difference.mean, difference.low, difference.count) == pytest.approx((0.1, 0.1, 2))
-    assert (middle.missing, middle.seeds) == (1, (0, 1))
+    assert (middle.missing, [record.cell.seed for record in middle.records]) == (1, [0, 1])
     # Three pairs: 0.5, 0.6, 0.4; t = 0.5 / (0.1 / sqrt 3) = 8.66 with p = 0.01307; the larger of two: not doubled.
     difference, p = worst.differences["validation_loss"]
     assert (difference.mean, difference.high) == pytest.approx((0.5, 0.5 + half), abs=1e-6)
@@ -76,7 +81,11 @@ def test_scores_of_evaluations_are_metrics(sweep):
     assert table.higher == {name} and not table.best_is_baseline
     # Higher is better: 0.4 lacks its worst seed.
     assert [next(iter(s.setting.values())) for s in table.summaries][0] == "0.4"
-    assert float(table.summaries[0].means[name].high) == pytest.approx(0.85 + T1 * 0.05, abs=1e-6)
+    assert table.summaries[0].means[name] == pytest.approx((0.85, 0.8, 0.9, 2))  # the range of two seeds
+    losses = table.summaries[1].means["log perplexity stdlib (RoPE) at 32"]
+    # Perplexities e^1, e^2 and e^3 are averaged as losses.
+    assert "log perplexity stdlib (RoPE) at 32" not in table.higher and losses.mean == pytest.approx(2)
+    assert losses.high == pytest.approx(2 + T2 / math.sqrt(3), abs=1e-6)
 
 
 @pytest.mark.parametrize(
