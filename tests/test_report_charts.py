@@ -155,7 +155,7 @@ def test_the_sizes_of_a_page_and_of_parts_of_it():
 
     narrow = ("narrow", "0 0 358 280", [44, 344, 28, 236])
     assert frames("wide") == [("wide", "0 0 960 360", [56, 784, 28, 314]), narrow]
-    assert frames("half") == [("wide", "0 0 520 310", [52, 360, 28, 264]), narrow]
+    assert frames("half") == [("wide", "0 0 520 310", [52, 352, 28, 264]), narrow]
     assert frames("third") == [narrow]
 
 
