@@ -33,7 +33,7 @@ def export_files(runs: Sequence[Run], page: str, formats: Sequence[str]) -> dict
     Raises:
       ConfigError: png was asked for, and resvg_py is not installed.
     """
-    files: dict[str, bytes] = {}
+    files = {INDEX: b""}
     index = [["file", "title"]]
 
     def add(name: str, form: str, title: str, content: bytes) -> None:
@@ -66,7 +66,8 @@ def export_files(runs: Sequence[Run], page: str, formats: Sequence[str]) -> dict
                 add(name, "csv", figure.title, csv_bytes(figure_rows(figure)))
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows(index)
-    return files | {INDEX: file.getvalue().encode()}
+    files[INDEX] = file.getvalue().encode()
+    return files
 
 
 def figure_rows(figure: Figure) -> list[list[str]]:

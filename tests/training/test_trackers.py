@@ -168,6 +168,29 @@ def test_steps_after_a_rewind_are_sent_again(tmp_path, monkeypatch):
     assert [(one.resume_step, one.skip) for one in sessions] == [(0, -1), (4, 7), (4, -1)]
 
 
+def test_a_phase_that_starts_over_sends_its_first_step_once(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(Wandb, "__init__", lambda self, session: setattr(self, "_skip", session.skip))
+    monkeypatch.setattr(Wandb, "_send", lambda self, record: sent.append(record["step"]))
+    monkeypatch.setattr(Wandb, "close", lambda self: None)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Wandb)
+    for last in (2, 3):
+        logs = PhaseLogs(tmp_path, 0, config=offline())
+        for step in range(last + 1):
+            logs.write("metrics", {"step": step, "loss": 1.0})
+        logs.close()
+    assert sent == [0, 1, 2, 3]
+
+
+def test_trackers_end_even_if_a_log_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", Listed)
+    logs = PhaseLogs(tmp_path, 0)
+    monkeypatch.setattr(logs._logs["metrics"], "close", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logs.close()
+    assert logs._trackers[0].tracker.ended
+
+
 def alive(group: int) -> bool:
     """Whether a process group has a process that is not a zombie."""
     for process in Path("/proc").glob("[0-9]*/stat"):
