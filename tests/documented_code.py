@@ -248,7 +248,12 @@ def run(statement: Statement) -> None:
         arguments = quick(kind, arguments)
         line = (kind, *(one for one in arguments if not one.startswith("--out=")))
         out = next((one.partition("=")[2] for one in arguments if one.startswith("--out=")), "")
-        if kind == "pe_lab.analyze" and out and (done := _ran.get(line)) and Path(done).is_dir():
+        if (
+            kind == "pe_lab.analyze"
+            and (done := _ran.get(line))
+            and Path(done).is_dir()
+            and not Path(out or ".").exists()
+        ):
             check(statement.words)  # at quick size, it is an earlier line of the page
             shutil.copytree(done, out)
             return
