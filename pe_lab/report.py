@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.export is None and arguments.formats is not None:
         raise ConfigError("--formats is an option of --export=DIR, which is missing.")
     formats = read_formats("png,svg,csv" if arguments.formats is None else arguments.formats)
-    runs = read_runs(expand([storage.path("the run", text) for text in arguments.runs]))
+    runs = read_runs(expand([storage.path("the run", text) for text in arguments.runs]), print)
     if arguments.heat_map is not None:
         write_heat_maps(runs, storage.path("--heat-map", arguments.heat_map), arguments.suite, arguments.task)
         return 0

@@ -108,7 +108,8 @@ def sandbox(tmp_path_factory) -> Path:
     ("page", "part"), [(p, f"{i + 1}/{PARTS.get(p, 1)}") for p in RUN for i in range(PARTS.get(p, 1))]
 )
 def test_the_blocks_of_a_page_run(page, part, sandbox, tmp_path):
-    """11 minutes for all, two pages at a time: stand-ins of a few thousand weights, and the replacements of `QUICK`."""
+    """5 minutes for all, one page at a time: stand-ins of a few thousand weights, and the replacements of
+    `documented_sizes`."""
     shutil.copytree(sandbox, tmp_path / "here", symlinks=True)
     out = _run(page, tmp_path / "here", part)
     shown = [block for block in documented.part_of(page, part) if block.language not in documented.SHOWN]

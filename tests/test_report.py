@@ -319,6 +319,7 @@ def test_phases_whose_tokens_count_on_are_not_shifted_twice(tmp_path):
     chart = re.search(r'data-chart="([^"]*)"><div class="chart-title">Loss over', page_of(run)).group(1)
     data = {s["n"]: s["p"] for s in json.loads(html.unescape(chart))["series"]}
     assert data["b"][0][0] == 51 * 2048 and data["b"][-1][0] == 100 * 2048
+    assert page_of(run).count(">b starts<") == 4  # losses and losses by source, wide and narrow
 
 
 def test_a_phase_begins_where_the_last_one_ended_not_at_its_last_validation(tmp_path):
@@ -411,6 +412,20 @@ def test_what_is_no_run_is_refused_with_one_line(tmp_path, capsys, make):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "run" in error
     assert [p.name for p in tmp_path.iterdir()] == ([] if make == "absent" else [path.name])
+
+
+def test_beside_runs_what_is_no_run_is_left_out_with_a_line(tmp_path, capsys):
+    run = make_run(tmp_path, evaluated=False, phases=(("pretrain", "nope", 3),))
+    converted = tmp_path / "converted"
+    (converted / "params").mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("x")
+    given = [str(path) for path in (converted, run, tmp_path / "notes.txt")]
+    assert main(given) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Left out: ")]
+    assert [line.partition(" is ")[0] for line in lines] == [f"Left out: {path}" for path in (given[0], given[2])]
+    assert "run.json" in lines[0] and "pe_lab report · run" in (run / "report.html").read_text()
+    assert main([given[0], given[2]]) == 2 and "is not a run directory" in capsys.readouterr().err
+    assert main([str(run), str(tmp_path / "mistyped")]) == 2 and "does not exist" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written_is_an_error(tmp_path, capsys):

@@ -111,6 +111,29 @@ def test_what_is_outside_of_the_given_ends_is_drawn_at_the_edge_and_has_no_tick(
     assert [at(line, "y1")[0] for line in svg.findall("line[@class='grid']")] == [314, 171, 28]
 
 
+def test_long_labels_of_values_stay_in_the_picture():
+    y = Axis("y", ticks=(1e6,), show=lambda value: f"{value:,.0f}")
+    svg = drawing(figure_of(Series("a", [(0.0, 1.0), (1.0, 2e6)], PLAIN), y=y), "narrow")
+    label = next(text for text in svg.findall("text[@text-anchor='end']"))
+    assert label.text == "1,000,000" and at(label, "x")[0] >= 7 * len(label.text)
+    left, right = json.loads(svg.get("data-plot"))[:2]
+    assert corners(svg.find("g/path"))[0][0] == left == at(svg.find("line[@class='grid']"), "x1")[0] and right == 344
+
+
+def test_bars_of_the_first_and_the_last_point_stay_in_the_plot():
+    wide = [Series(f"{n}", [(0.0, 1.0), (1.0, 2.0)], PLAIN, intervals=[(0, 2), (1, 3)], bars=True) for n in range(7)]
+    svg = drawing(figure_of(*wide))
+    bars = [at(line, "x1")[0] for line in svg.findall("g/line")]
+    assert len(bars) == 14 and 784 > max(bars) > min(bars) > 56
+
+
+def test_a_line_that_ends_early_has_its_name_without_a_stroke_to_it():
+    whole, early = (Series(name, [(0.0, 1.0), (end, 1.0)], PLAIN) for name, end in (("whole", 10.0), ("early", 5.0)))
+    svg = drawing(figure_of(whole, early))
+    assert {text.text for text in svg.findall("text[@class='end']")} == {"whole", "early"}
+    assert len([path for path in svg.findall("path") if path.get("fill") == "none"]) == 1
+
+
 def test_a_tick_has_no_zeros_after_the_point():
     points = [(-0.5, 10.0), (2.0, 90.0)]
     svg = drawing(figure_of(Series("a", points, PLAIN), y=Axis("y", show=lambda value: f"{value:.0f}%")))
@@ -155,7 +178,7 @@ def test_the_sizes_of_a_page_and_of_parts_of_it():
 
     narrow = ("narrow", "0 0 358 280", [44, 344, 28, 236])
     assert frames("wide") == [("wide", "0 0 960 360", [56, 784, 28, 314]), narrow]
-    assert frames("half") == [("wide", "0 0 520 310", [52, 360, 28, 264]), narrow]
+    assert frames("half") == [("wide", "0 0 520 310", [52, 352, 28, 264]), narrow]
     assert frames("third") == [narrow]
 
 

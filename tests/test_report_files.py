@@ -191,6 +191,18 @@ def test_a_mixture_is_told_by_source_with_epochs(tmp_path):
     assert "Tokens of each source" not in build_page(read_runs([make_run(tmp_path, "old", evaluated=False)]))
 
 
+def test_figures_of_runs_whose_names_are_alike_have_files_of_their_own(tmp_path):
+    directories = [make_run(tmp_path, name, evaluated=False, phases=PHASES[:1]) for name in ("a b", "a-b")]
+    for n, directory in enumerate(directories):
+        line = Line("x", np.arange(3.0), np.full(3, float(n)))
+        findings = Findings((), (), (LineCharts("l", "Lines", "C", (("one", (line,)),), "x", "y"),))
+        write_study(directory / "analysis" / "a", "a", findings, {})
+    made = export_files(read_runs(directories), "", ("csv",))
+    assert {*made} == {"index.csv", "a-b-a-l.csv", "a-b-a-l-2.csv"}
+    assert rows(made["a-b-a-l.csv"])[1][3] == "0" and rows(made["a-b-a-l-2.csv"])[1][3] == "1"
+    assert [row[0] for row in rows(made["index.csv"])[1:]] == [name for name in made if name != "index.csv"]
+
+
 def test_changes_of_a_run_are_a_table_and_marks_at_their_tokens(tmp_path):
     run = make_run(tmp_path, evaluated=False, phases=PHASES[:1])
     known = json.loads((run / "run.json").read_text())

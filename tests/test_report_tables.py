@@ -320,6 +320,10 @@ def test_a_lineage_is_a_chain_of_boxes():
     ]
     apart = phase("later", positional=encoded, lineage=[{"what": "x"}])
     assert chains(base, apart) == [[first], ["x", "later unknown encoding 1.2M tokens, 600 steps"]]
+    named = {"what": "trained 600 steps of 'pretrain' with unknown encoding", "step": 600}
+    assert chains(phase("pretrain", positional=encoded, lineage=[named])) == [[first]]
+    earlier = phase("pretrain", positional=encoded, lineage=[named, node])  # of another run
+    assert chains(earlier) == [[f"{named['what']} at step 600", "drop at step 1,600 a/b id 7", first]]
     bare = [phase(name, positional=encoded) for name in ("pretrain", "later")]
     assert [len(chain) for chain in chains(*bare)] == [2] and [len(chain) for chain in chains(base)] == [1]
 

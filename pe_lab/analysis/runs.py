@@ -6,7 +6,7 @@ report shows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -141,16 +141,21 @@ class Run:
         return None
 
 
+class NoRun(DataError):
+    """A path exists and is not the directory of a run."""
+
+
 def read_run(directory: AnyPath) -> Run:
     """The run of a directory.
 
     Raises:
-      DataError: the directory does not exist or holds no file of a run.
+      DataError: the directory does not exist.
+      NoRun: it holds no file of a run.
     """
     if not directory.exists():
         raise DataError(f"{directory} does not exist. Give the directory of a run (--workdir of its training).")
     if not directory.is_dir():
-        raise DataError(f"{directory} is a file, not a run directory. Give the directory that holds run.json.")
+        raise NoRun(f"{directory} is a file, not a run directory. Give the directory that holds run.json.")
     problems: list[str] = []
     own_phase, run_file = directory / "phase.json", directory / "run.json"
     inside = _directories(directory)
@@ -160,7 +165,7 @@ def read_run(directory: AnyPath) -> Run:
     studies = _directories(directory / "analysis") if directory / "analysis" in inside else []
     study_files = sorted(p / "study.json" for p in studies if (p / "study.json").is_file())
     if not any((run_file.exists(), own_phase.exists(), phase_files, evaluation_files, study_files)):
-        raise DataError(
+        raise NoRun(
             f"{directory} is not a run directory: it has no run.json, no PHASE/phase.json, no evaluation/*.jsonl and "
             "no analysis/*/study.json. Give a directory that pe_lab.train, pe_lab.surgery, pe_lab.evaluate or "
             "pe_lab.analyze wrote."
@@ -190,10 +195,28 @@ def _directories(directory: AnyPath) -> list[AnyPath]:
     return [path for path in directory.iterdir() if path.is_dir()]
 
 
-def read_runs(directories: Sequence[AnyPath]) -> list[Run]:
-    """The runs of all directories, each once; runs of equal names get the names of their directories."""
-    given = {absolute(path): path for path in reversed(directories)}
-    runs = [read_run(given[path]) for path in dict.fromkeys(map(absolute, directories))]
+def read_runs(directories: Sequence[AnyPath], show: Callable[[str], None] | None = None) -> list[Run]:
+    """The runs of all directories, each once; runs of equal names get the names of their directories.
+
+    With `show`, paths that hold no run are left out, which `show` tells in a line each, if others hold one.
+
+    Raises:
+      DataError: a directory does not exist.
+      NoRun: one holds no file of a run, or none does.
+    """
+    given: dict[AnyPath, AnyPath] = {}
+    for path in directories:
+        given.setdefault(absolute(path), path)
+    runs, left_out = [], list[NoRun]()
+    for path in given.values():
+        try:
+            runs.append(read_run(path))
+        except NoRun as error:
+            left_out.append(error)
+    if left_out and not (runs and show):
+        raise left_out[0]
+    for error in left_out:
+        show(f"Left out: {str(error).partition('. ')[0]}.")
     names = [run.name for run in runs]
     return [replace(run, name=absolute(run.directory).name) if names.count(run.name) > 1 else run for run in runs]
 

@@ -65,7 +65,7 @@ class Frame:
     bottom: int
 
 
-FRAMES = {"wide": Frame(960, 360, 56, 176, 28, 46), "half": Frame(520, 310, 52, 160, 28, 46)}
+FRAMES = {"wide": Frame(960, 360, 56, 176, 28, 46), "half": Frame(520, 310, 52, 168, 28, 46)}
 NARROW = Frame(358, 280, 44, 14, 28, 44)
 SMALL = Frame(190, 136, 38, 8, 8, 24)
 
@@ -226,13 +226,18 @@ def _draw(
     if not any(s.line for s in series):  # dots have no names beside their ends
         frame = replace(frame, right=min(frame.right, 24))
     xs, ys = _extent(series, 0, x, marks), _extent(series, 1, y)
-    left, right, top, bottom = frame.left, frame.width - frame.right, frame.top, frame.height - frame.bottom
-    to_x, to_y = _scale(xs, left, right, x.log), _scale(ys, bottom, top, y.log)
-    shapes: list[Markup] = []
     small = size == "small"
-    for tick in _ticks(y, ys, 3 if small else 6):
-        at, beside = to_y(tick), left - (5 if small else 8)
-        shapes += [_line(left, right, at, at, class_="grid"), _text(_tick_text(y, tick), beside, at + 4, "end")]
+    y_ticks = [(tick, _tick_text(y, tick)) for tick in _ticks(y, ys, 3 if small else 6)]
+    beside = 5 if small else 8
+    left = max(frame.left, beside + 7 * max([len(word) for _, word in y_ticks], default=0))
+    right, top, bottom = frame.width - frame.right, frame.top, frame.height - frame.bottom
+    barred = [s for s in series if s.bars]
+    inset = 1.25 * (len(barred) - 1) + 2 if barred else 0  # the bars of the first and last point stay within the plot
+    to_x, to_y = _scale(xs, left + inset, right - inset, x.log), _scale(ys, bottom, top, y.log)
+    shapes: list[Markup] = []
+    for tick, word in y_ticks:
+        at = to_y(tick)
+        shapes += [_line(left, right, at, at, class_="grid"), _text(word, left - beside, at + 4, "end")]
     last = -math.inf
     for tick in _ticks(x, xs, 6 if size == "wide" else 4):
         at, word = to_x(tick), _tick_text(x, tick)
@@ -255,15 +260,14 @@ def _draw(
     banded = [s for s in series if s.line and s.intervals and not s.bars]
     for s in banded:  # behind all lines, and paler where many would lie on each other
         shapes += _bands(s, to_x, to_y, 0.18 if len(banded) <= 3 else 0.07)
-    barred = [s for s in series if s.bars]
     for s in sorted(series, key=lambda one: not one.faint):
         aside = 2.5 * (barred.index(s) - (len(barred) - 1) / 2) if s.bars else 0.0
         shapes.append(_stroke(s, to_x, to_y, aside))
     if size == "wide":
-        shapes += _end_labels(frame, [s for s in series if s.line and not s.faint], to_y, right)
+        shapes += _end_labels(frame, [s for s in series if s.line and not s.faint], to_x, to_y, right)
     named = [s for s in series if not s.faint]
-    beside = size == "wide" and all(s.line for s in named) and _names_fit(named, frame)  # at the ends of lines
-    parts = file_parts(texts[0], [] if beside else named, (frame.width, frame.height)) if file else None
+    labelled = size == "wide" and all(s.line for s in named) and _names_fit(named, frame)  # at the ends of lines
+    parts = file_parts(texts[0], [] if labelled else named, (frame.width, frame.height)) if file else None
     return element(
         "svg",
         element("title", texts[0]),
@@ -273,7 +277,7 @@ def _draw(
         class_=size,
         role="img",
         aria_label=". ".join(texts),
-        data_plot=json.dumps([left, right, top, bottom, *xs, int(x.log), *ys, int(y.log)]),
+        data_plot=json.dumps([left + inset, right - inset, top, bottom, *xs, int(x.log), *ys, int(y.log)]),
         data_file=parts and json.dumps(parts, separators=(",", ":"), ensure_ascii=False),
     )
 
@@ -325,19 +329,9 @@ def _stroke(
     pieces = [range(start, end) for start, end in itertools.pairwise(borders)]
     shapes = []
     bars = [(at, pair) for (at, _), pair in zip(pixels, ends, strict=True) if pair]
-    if not series.line:
-        shapes += [_line(at, at, *pair, stroke=_colour(series), stroke_width=1.6) for at, pair in bars]
-    elif series.bars:
-        shapes += [
-            element(
-                "path",
-                d=_path([(at + aside, low), (at + aside, high)]),
-                stroke=_colour(series),
-                stroke_width=1.2,
-                opacity=0.6,
-            )
-            for at, (low, high) in bars
-        ]
+    if series.bars or not series.line:
+        look = {"stroke_width": 1.2, "opacity": 0.6} if series.line else {"stroke_width": 1.6}
+        shapes += [_line(at + aside, at + aside, *pair, stroke=_colour(series), **look) for at, pair in bars]
     if series.line and len(pixels) > 1:
         line = element(
             "path",
@@ -363,16 +357,25 @@ def _path(pixels: Sequence[Point]) -> str:
 
 
 def _letters(frame: Frame) -> int:
-    """How many letters, which are at most about 7 pixels wide, fit beside the end of a line."""
-    return round((frame.right - 12) / 7)
+    """How many letters, which are about 7 pixels wide, fit beside the end of a line."""
+    return int((frame.right - 16) / 7.2)
 
 
 def _names_fit(series: Sequence[Series], frame: Frame) -> bool:
     return all(len(s.name) <= _letters(frame) for s in series)
 
 
-def _end_labels(frame: Frame, series: Sequence[Series], to_y: Callable[[Number], Number], right: int) -> list[Markup]:
-    """Each line's name beside its last point, moved apart where they would overlap."""
+def _end_labels(
+    frame: Frame,
+    series: Sequence[Series],
+    to_x: Callable[[Number], Number],
+    to_y: Callable[[Number], Number],
+    right: int,
+) -> list[Markup]:
+    """Each line's name at the height of its last point, moved apart where they would overlap.
+
+    A stroke joins them, unless the line ends before the right edge of the plot.
+    """
     gap = 14.0
     wanted = sorted(((to_y(s.points[-1][1]), s) for s in series), key=lambda item: item[0])
     places: list[float] = []
@@ -385,7 +388,9 @@ def _end_labels(frame: Frame, series: Sequence[Series], to_y: Callable[[Number],
     labels = []
     for (at, s), place in zip(wanted, places, strict=True):
         name = shortened(s.name, _letters(frame))
-        stroke = f"M{right + 3} {at:.1f}L{right + 11} {place:.1f}"
-        labels.append(element("path", d=stroke, stroke=_colour(s), fill="none"))
+        end = to_x(s.points[-1][0]) + 3
+        if end > right - 24:
+            stroke = f"M{end:.1f} {at:.1f}L{right + 11} {place:.1f}"
+            labels.append(element("path", d=stroke, stroke=_colour(s), fill="none"))
         labels.append(element("text", name, x=right + 14, y=place + 4, class_="end", style=f"fill:{_colour(s)}"))
     return labels

@@ -20,7 +20,7 @@ from pe_lab.page import loss_charts, provenance
 from pe_lab.page.markup import Markup, element, folded, note, text
 from pe_lab.page.score_charts import score_chart
 from pe_lab.page.suites import SCORED, suite_title, table_title, task_suites
-from pe_lab.page.tables import header, plain_table, row, score_table, table
+from pe_lab.page.tables import header, marks, plain_table, row, score_table, seeds_interval, swatch, table
 from pe_lab.page.task_section import suite_parts
 from pe_lab.page.variants import comparison_styles
 from pe_lab.results.formatting import count, duration, short_number, shortened
@@ -50,6 +50,9 @@ def comparison_parts(runs: Sequence[Run]) -> list[object]:
         task_charts += [chart for one in asked if (chart := _score_comparison(runs, one))]
         styles = {label: style for one in asked for label, style in comparison_styles(one).items()}
         tasks += suite_parts(suite, asked, styles, 3, charts=False)
+    if grids:
+        words = f"Rows are variants of each run, columns are sequence lengths. {marks(runs)}; deeper green is better."
+        parts.append(element("p", words, class_="soft"))
     parts.append(element("div", grids, class_="grid", style="margin-top:28px"))
     if charts:
         parts.append(element("div", charts, class_="grid below"))
@@ -66,25 +69,32 @@ def runs_table(runs: Sequence[Run], settings: dict[str, list[object]]) -> Markup
     What is equal in all lines is a sentence below the table instead of a column.
     """
     shown = {name.replace("_", " ").capitalize(): values for name, values in [*settings.items()][:MOST]}
-    columns: dict[str, list[object]] = {"Run": [element("a", run.name, href=f"#run-{n}") for n, run in enumerate(runs)]}
-    if any(run.members for run in runs):
+    seeds = max(len(run.members) for run in runs)
+    tokens, time = ("Tokens each", "Training time, all seeds") if seeds else ("Tokens", "Training time")
+    names = [
+        text([swatch(loss_charts.run_style(n)), element("a", run.name, href=f"#run-{n}")]) for n, run in enumerate(runs)
+    ]
+    columns: dict[str, list[object]] = {"Run": names}
+    if seeds:
         columns["Seeds"] = [str(max(len(run.members), 1)) for run in runs]
     columns |= {name: list(map(_setting, values)) for name, values in shown.items()}
     if "Phases" not in columns:
         columns["Phases"] = [" → ".join(phase.name for phase in run.phases) or "–" for run in runs]
     columns["Parameters"] = [count(size) if (size := provenance.parameters(run)) else "–" for run in runs]
     columns["Training length"] = [f"{run.training_length:,}" if run.training_length else "–" for run in runs]
-    columns["Tokens"] = list(map(_tokens, runs))
+    columns[tokens] = list(map(_tokens, runs))
     columns["Last validation loss"] = list(map(_last_loss, runs))
-    columns["Time"] = [duration(time) if (time := provenance.seconds(run)) else "–" for run in runs]
+    columns[time] = [duration(spent) if (spent := provenance.seconds(run)) else "–" for run in runs]
     columns["Status"] = list(map(_status, runs))
-    alike = ("Phases", "Parameters", "Training length", "Tokens", "Status")
+    alike = ("Phases", "Parameters", "Training length", tokens, "Status")
     equal = {name: columns.pop(name)[0] for name in alike if len(runs) > 1 and len(set(columns[name])) == 1}
     rows = [list(row) for row in zip(*columns.values(), strict=True)]
     parts: list[object] = [plain_table("Runs", [*columns], rows, words=())]
-    if equal:
-        words = "; ".join(f"{name.lower()} {value}" for name, value in equal.items())
-        parts.append(element("p", f"In all of them: {words}.", class_="small soft"))
+    words = "; ".join(f"{name.lower()} {value}" for name, value in equal.items())
+    notes = [f"In all of them: {words}."] if equal else []
+    if seeds:
+        notes.append(f"Small figures: {seeds_interval(runs)}.")
+    parts.append(element("p", " ".join(notes), class_="small soft") if notes else None)
     if more := list(settings.items())[MOST:]:
         lines = [[name.replace("_", " "), *map(_setting, values)] for name, values in more]
         others = plain_table("Other settings that differ", ["Setting", *(run.name for run in runs)], lines, words=())

@@ -115,13 +115,14 @@ def _navigation(links: Sequence[tuple[str, str]]) -> Markup:
 
 def joint_headline(worked: Sequence[Results]) -> str:
     """The verdict of the one run that has one, else of all runs together, where RoPE and DroPE are runs apart."""
+    what = "groups of runs" if any(results.run.members for results in worked) else "runs"
     decided = [results for results in worked if results.verdict.tone != "missing"]
     if len(decided) == 1:
         return f"{decided[0].run.name}: {decided[0].verdict.headline}"
     if decided:
         wins = [results.run.name for results in decided if results.verdict.tone == "win"]
         return (
-            f"{len(wins) or 'None'} of the {len(decided)} runs that drop their positional encoding "
+            f"{len(wins) or 'None'} of the {len(decided)} {what} that drop their positional encoding "
             f"{'beats' if len(wins) == 1 else 'beat'} every RoPE variant at all lengths past training"
             f"{f': {listing(wins)}' if wins else ''}."
         )
@@ -131,7 +132,6 @@ def joint_headline(worked: Sequence[Results]) -> str:
         verdict = judge(*first)
         if verdict.tone != "missing":
             return f"Across runs: {verdict.headline}"
-    what = "groups of runs" if any(results.run.members for results in worked) else "runs"
     return (
         f"{len(worked)} {what} side by side; none has both RoPE and a dropped model measured past the training length."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,13 +33,16 @@ def export_files(runs: Sequence[Run], page: str, formats: Sequence[str]) -> dict
     Raises:
       ConfigError: png was asked for, and resvg_py is not installed.
     """
-    files: dict[str, bytes] = {}
+    files = {INDEX: b""}
     index = [["file", "title"]]
 
     def add(name: str, form: str, title: str, content: bytes) -> None:
+        """A name that another figure has is numbered."""
         if form in formats:
-            files[f"{name}.{form}"] = content
-            index.append([f"{name}.{form}", title])
+            numbered = (f"{name}{f'-{n}' if n > 1 else ''}.{form}" for n in itertools.count(1))
+            file = next(one for one in numbered if one not in files)
+            files[file] = content
+            index.append([file, title])
 
     for one in shown(page):
         add(one.name, "csv", one.title, csv_bytes(one.rows))
@@ -62,7 +66,8 @@ def export_files(runs: Sequence[Run], page: str, formats: Sequence[str]) -> dict
                 add(name, "csv", figure.title, csv_bytes(figure_rows(figure)))
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows(index)
-    return files | {INDEX: file.getvalue().encode()}
+    files[INDEX] = file.getvalue().encode()
+    return files
 
 
 def figure_rows(figure: Figure) -> list[list[str]]:

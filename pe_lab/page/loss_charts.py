@@ -16,9 +16,8 @@ from pe_lab.results.formatting import count
 from pe_lab.results.records import Record, number
 
 LOSS = Axis("loss (nats per token)")
-# Of several runs, and of several sources.
-RUN_COLOURS = ("ntk", "nope", "drope", "yarn", "extra-1", "pi", "extra-3", "extra-4", "extra-2", "rope")
-SOURCE_COLOURS = ("ntk", "nope", "extra-1", "extra-3", "yarn", "pi")
+# Of several runs, and of several sources: first those that no variant has.
+RUN_COLOURS = ("extra-1", "extra-3", "extra-4", "extra-2", "ntk", "nope", "drope", "yarn", "pi", "rope")
 EVENTS = {"warn": "spike", "skip": "update skipped", "rewind": "rewound", "stop": "stopped"}
 # Entries of the lineage that change how a phase trains on, and begin like this.
 CHANGES = ("continued", "extended", "batch")
@@ -123,7 +122,6 @@ def token_axis(run: Run) -> Axis:
 def loss_chart(run: Run) -> Markup:
     """Training and validation loss of all phases on one axis, with marks where phases begin."""
     series: list[Series] = []
-    marks = []
     used: set[Style] = set()
     raw, mean = curves(run, "loss"), curves(run, "loss", smoothly=True)
     for phase, points, smoothed in zip(run.phases, raw, mean, strict=True):
@@ -133,18 +131,22 @@ def loss_chart(run: Run) -> Markup:
         if style in used:  # a later phase of the same kind
             style = Style(f"extra-{len(used) % 4 + 1}", style.dash, style.width)
         used.add(style)
-        if series:
-            marks.append((points[0][0], f"{phase.name} starts"))
         if len(points) > 40 and not run.members:
             every = decimate([(x, found.mean) for x, found in points])
             series.append(Series(phase.name, every, style, faint=True))
         series += over_seeds(phase.name, run, smoothed, style)
-    marks += _event_marks(run) + _change_marks(run)
+    marks = _phase_marks(run) + _event_marks(run) + _change_marks(run)
     validation = [point for points in curves(run, "validation_loss") for point in points]
     series += over_seeds("validation", run, validation, INK, line=False)
     thin = "" if run.members else "Thin: every logged step. "
     words = f"{thin}Thick: running mean. Dots: loss on held-out text.{band_words(run)}{_jumps(run)}"
     return line_chart("Loss over training", series, token_axis(run), LOSS, marks, words)
+
+
+def _phase_marks(run: Run) -> list[tuple[float, str]]:
+    """A mark at the first logged loss of each phase but the first."""
+    logged = zip(run.phases, curves(run, "loss"), strict=True)
+    return [(points[0][0], f"{phase.name} starts") for phase, points in logged if points][1:]
 
 
 def _event_marks(run: Run) -> list[tuple[float, str]]:
@@ -204,11 +206,10 @@ def source_losses(run: Run) -> Markup:
     series: list[Series] = []
     for i, key in enumerate(keys):
         points = [point for points in curves(run, key) for point in points]
-        style = Style(SOURCE_COLOURS[i % len(SOURCE_COLOURS)])
-        series += over_seeds(key.removeprefix(SOURCE), run, points, style, markers=len(points) < 60)
-    shift = offsets(run)
-    marks = [(shift[phase.name], f"{phase.name} starts") for phase in run.phases[1:] if shift[phase.name]]
-    return line_chart("Validation loss by source", series, token_axis(run), LOSS, marks, band_words(run).strip())
+        series += over_seeds(key.removeprefix(SOURCE), run, points, run_style(i), markers=len(points) < 60)
+    return line_chart(
+        "Validation loss by source", series, token_axis(run), LOSS, _phase_marks(run), band_words(run).strip()
+    )
 
 
 SOURCE = "validation_loss/"
@@ -232,5 +233,5 @@ def loss_comparison(runs: Sequence[Run], key: str = "loss", title: str = "Traini
 
 
 def run_style(index: int) -> Style:
-    """The style of a run among several."""
+    """The style of a run, or of a source, among several."""
     return Style(RUN_COLOURS[index % len(RUN_COLOURS)], None if index < len(RUN_COLOURS) else "6 3")

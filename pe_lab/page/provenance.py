@@ -91,7 +91,7 @@ def lineage_diagram(run: Run) -> Markup:
     chains: list[list[Record]] = []
     for phase in reversed(run.phases):
         chain = [*phase.lineage]
-        if not chain or chain[-1].get("what") != phase.name:
+        if not chain or _trained_in(run, chain[-1]) is not phase:
             chain.append({"what": phase.name, "step": phase.steps_done})
         names = [node.get("what") for node in chain]
         if not any([node.get("what") for node in other][: len(names)] == names for other in chains):
@@ -102,9 +102,16 @@ def lineage_diagram(run: Run) -> Markup:
     return text([element("ol", nodes, class_="lineage", aria_label="Lineage, oldest first") for nodes in boxes])
 
 
+def _trained_in(run: Run, node: Record) -> Phase | None:
+    """The phase of this run that a node of the lineage is the last checkpoint of."""
+    what = str(node.get("what"))
+    own = (one for one in run.phases if one.lineage[-1:] == [node] and f" steps of '{one.name}' " in what)
+    return next(own, run.phase(what))
+
+
 def _node_box(run: Run, node: Record) -> Markup:
     """One box of the lineage: the step, and the tokens if it is a phase of this run."""
-    phase, step = run.phase(node.get("what")), number(node, "step")
+    phase, step = _trained_in(run, node), number(node, "step")
     lines: list[object] = []
     if phase:
         lines.append(listing([encoding_text(record.get("encoding")) for record in phase.encodings]))
@@ -114,7 +121,7 @@ def _node_box(run: Run, node: Record) -> Markup:
     path, identity = node.get("path"), node.get("id")
     lines += [element("code", str(path)) if path else "", f"id {identity}" if identity else ""]
     colour = f"--at:var(--c-{phase_style(run, phase).colour})" if phase else None
-    name = element("b", str(node.get("what") or "?"))
+    name = element("b", phase.name if phase else str(node.get("what") or "?"))
     return element("li", name, [element("span", line) for line in lines if line], style=colour)
 
 

@@ -21,8 +21,10 @@ def mixture_table(run: Run) -> Markup:
     if not rows:
         return Markup("")
     title = element("p", "Tokens of each source", class_="title below")
-    words = "An epoch is one pass over the tokens that the source has for training."
-    note = element("p", words, class_="small soft") if any(row[-1] != "–" for row in rows) else None
+    words = [f"Means over {len(run.members)} seeds."] if run.members else []
+    if any(row[-1] != "–" for row in rows):
+        words.append("An epoch is one pass over the tokens that the source has for training.")
+    note = element("p", " ".join(words), class_="small soft") if words else None
     return element("div", title, plain_table("Tokens of each source", HEAD, rows, words=HEAD[:2]), note)
 
 

@@ -15,7 +15,7 @@ from pe_lab.page.markup import Markup, element, folded, note, text
 from pe_lab.page.score_charts import history_chart, position_chart, score_chart
 from pe_lab.page.study_section import study_parts, study_title
 from pe_lab.page.suites import SCORED, suite_title, task_suites
-from pe_lab.page.tables import beta_table, duel_board, records_table, score_table, weights_table
+from pe_lab.page.tables import beta_table, duel_board, marks, records_table, score_table, weights_table
 from pe_lab.page.task_section import suite_parts
 from pe_lab.page.variants import Style, assign_styles
 from pe_lab.results.formatting import listing
@@ -73,17 +73,6 @@ def work_out(run: Run) -> Results:
         verdict = Verdict(f"Studied here: {listing(titles)}.", "missing")
     styles = assign_styles(variants_of([table for tables in found.values() for table in tables]))
     return Results(run, found, asked, verdict, styles)
-
-
-def marks(run: Run, of: str) -> str:
-    """The words for the marks and the small figures of a table."""
-    words = f"● marks the best of a {of}, ○ a tie with it; the small figures are 95% intervals"
-    seeds = len(run.members)
-    if not seeds:
-        return words
-    if seeds == 2:
-        words = words.replace("95% intervals", "the range of the two")
-    return f"Values are means over {seeds} seeds. {words}{' over the seeds' if seeds > 2 else ''}"
 
 
 def section(level: int, title: str, identity: str, *children: object) -> Markup:
@@ -171,7 +160,7 @@ def _result_parts(results: Results) -> list[object]:
     parts: list[object] = []
     if main:
         several = len(results.tables["perplexity"]) > 1
-        words = f"Rows are variants, columns are sequence lengths. {marks(run, 'column')}; deeper green is better."
+        words = f"Rows are variants, columns are sequence lengths. {marks([run])}; deeper green is better."
         charts = [
             score_chart(table, styles, f"{suite_title(table.suite)} against length") for table in main if table.cells
         ]
@@ -235,7 +224,7 @@ def _task_parts(results: Results, level: int) -> list[object]:
         parts += suite_parts(suite, found, results.styles, level, results.run.training_length)
     if not parts:
         return []
-    words = f"Prompts are put to the model, and its answers are scored. {marks(results.run, 'task')}."
+    words = f"Prompts are put to the model, and its answers are scored. {marks([results.run], 'task')}."
     measured = [table for found in results.task_tables.values() for table in found]
     return [element("p", words, class_="soft"), *parts, _weights(measured)]
 

@@ -2,13 +2,13 @@
 
 CSS = """
 :root{color-scheme:light dark;--bg:#fcfcfb;--panel:#fff;--ink:#1c2024;--soft:#5c636b;--line:#e3e4e1;
---faint:#f3f4f1;
+--faint:#f3f4f1;--edge:#9aa0a680;
 --win:#00704f;--loss:#b23c00;--heat-rgb:0 128 92;--mark:#8a6d1d;
 --c-rope:#5b6470;--c-pi:#b07100;--c-ntk:#1f7cbd;--c-yarn:#a8488b;--c-drope:#00805c;--c-nope:#c04a00;
 --c-extra-1:#5a4fcf;--c-extra-2:#7a5c3a;--c-extra-3:#00788a;--c-extra-4:#a3123f;--c-ink:#1c2024}
 @media (prefers-color-scheme:dark){:root{--bg:#14171a;--panel:#1b1f23;--ink:#e8eaec;--soft:#a2aab2;
 --line:#30363c;
---faint:#22272c;--win:#3ecf9f;--loss:#ff9a63;--heat-rgb:44 194 149;--mark:#d8b95a;
+--faint:#22272c;--edge:#00000099;--win:#3ecf9f;--loss:#ff9a63;--heat-rgb:44 194 149;--mark:#d8b95a;
 --c-rope:#aab3bf;--c-pi:#e6a92e;--c-ntk:#62b6ee;--c-yarn:#e08cc6;--c-drope:#2cc295;--c-nope:#f08a4b;
 --c-extra-1:#a79ff5;--c-extra-2:#c7a27a;--c-extra-3:#4fc3d4;--c-extra-4:#f2799b;--c-ink:#e8eaec}}
 *{box-sizing:border-box}
@@ -54,7 +54,10 @@ align-items:start}
 .grid.thirds{grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr))}
 .grid>*{min-width:0}
 .scroll{overflow-x:auto;-webkit-overflow-scrolling:touch;border:1px solid var(--line);border-radius:8px;
-background:var(--panel)}
+background:linear-gradient(90deg,var(--panel) 40%,transparent) 0/48px 100% no-repeat local,
+linear-gradient(270deg,var(--panel) 40%,transparent) 100%/48px 100% no-repeat local,
+linear-gradient(90deg,var(--edge),transparent) 0/18px 100% no-repeat,
+linear-gradient(270deg,var(--edge),transparent) 100%/18px 100% no-repeat,var(--panel)}
 table{border-collapse:collapse;font-size:14.5px;font-variant-numeric:tabular-nums;width:100%}
 th,td{padding:6px 10px;text-align:right;vertical-align:top;border-top:1px solid var(--line)}
 thead th{border-top:0;vertical-align:bottom;font-weight:600;white-space:nowrap}
@@ -150,7 +153,8 @@ border-top:1px solid var(--line)}
 main,header,footer{padding-left:16px;padding-right:16px}
 header{padding-top:24px}h2{margin-top:44px}
 .chart{padding:12px 8px 10px}.chart-title,.chart .legend,figcaption{margin-left:6px;margin-right:6px}
-th,td{padding:6px 8px}.scores th,.scores td{padding:5px 5px}.scores{font-size:13.5px}
+th,td{padding:6px 7px}thead th{white-space:normal;overflow-wrap:normal}.scores th,.scores td{padding:5px 5px}
+.scores{font-size:13.5px}
 .scores small{font-size:10.5px}
 .scores td{min-width:54px}tbody th{min-width:84px;max-width:40vw}.swatch{margin-right:5px}.flag{margin-right:2px;
 font-size:9px}
@@ -178,7 +182,7 @@ figure.appendChild(tip);
 figure.querySelectorAll('svg[data-plot]').forEach(function(svg){
 svg.querySelectorAll('title').forEach(function(t){t.remove()});
 var p=JSON.parse(svg.dataset.plot),left=p[0],right=p[1],top=p[2],bottom=p[3];
-function place(v,low,high,log,a,b){var s=log?Math.log(v/low)/Math.log(high/low):(v-low)/(high-low);
+function place(v,low,high,log,a,b){var s=low===high?.5:log?Math.log(v/low)/Math.log(high/low):(v-low)/(high-low);
 return a+(b-a)*Math.min(Math.max(s,0),1)}
 function px(v){return place(v,p[4],p[5],p[6],left,right)}
 function py(v){return place(v,p[7],p[8],p[9],bottom,top)}

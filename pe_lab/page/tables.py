@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import averages, label_of, variants_of
 from pe_lab.analysis.verdict import Duel
 from pe_lab.evaluation.tasks.suites import AVERAGED
@@ -69,6 +70,23 @@ def plain_table(
         for first, *rest in rows
     ]
     return table(name, heads, body)
+
+
+def seeds_interval(runs: Sequence[Run]) -> str:
+    """What the intervals over the seeds of groups are."""
+    counts = {len(run.members) for run in runs if run.members}
+    if counts == {2}:
+        return "the range of the two seeds"
+    return "95% intervals of Student's t over the seeds" + (" (of two seeds their range)" if 2 in counts else "")
+
+
+def marks(runs: Sequence[Run], of: str = "column") -> str:
+    """The words for the marks and the small figures of a table of runs or groups."""
+    words = f"● marks the best of a {of}, ○ a tie with it; the small figures are "
+    counts = sorted({len(run.members) for run in runs if run.members})
+    if not counts:
+        return f"{words}95% intervals"
+    return f"Values are means over {' or '.join(map(str, counts))} seeds. {words}{seeds_interval(runs)}"
 
 
 def label_markup(label: str, styles: Mapping[str, Style] | None = None) -> Markup:

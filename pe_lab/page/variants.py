@@ -80,9 +80,9 @@ GLOSSARY = {
     "needle accuracy": "The share of questions for which the value is the model's first choice. Higher is better.",
     "recalibration": "The short training after the encoding was dropped, at the original length.",
     "β (beta)": "A factor on the attention logits that makes attention sharper when there is more to attend to.",
-    "95% interval": "It covers the noise of test tokens or questions: 1.96 standard errors to both sides, and Wilson's "
-    "interval where all or no answers were right. It does not cover the luck of a training run: that takes several "
-    "seeds.",
+    "95% interval": "Of one run, it covers the noise of test tokens or questions: 1.96 standard errors to both sides, "
+    "and Wilson's interval where all or no answers were right. It does not cover the luck of a training run. Of a "
+    "group of seeds it does: Student's t over the seeds.",
 }
 
 

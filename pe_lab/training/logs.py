@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ class PhaseLogs:
         was when the checkpoint was saved (`expected`), a line says so. `config` of the run names the trackers; without
         it there is TensorBoard alone.
         """
-        self._digest, self.reached = _LogDigest(), 0  # the highest step that was logged before
+        self._digest, self.reached = _LogDigest(), -1  # the highest step that was logged before
         self._logs: dict[str, AppendedLog] = {}
         self._directory = directory
         self._trackers: list[Background] = []
@@ -69,11 +70,11 @@ class PhaseLogs:
                 self._logs[name] = AppendedLog(path, kept, waits=True)
                 if name == "metrics":
                     self._digest.add(*kept)
-                    self.reached = max((record["step"] for record in records), default=0)
+                    self.reached = max((record["step"] for record in records), default=-1)
         if expected not in (None, self.digest):
             console().print(f"DAMAGED: {directory / 'metrics.jsonl'} is not what was logged up to step {resume_step}")
         # After a rewind, the steps that are trained again have other values.
-        skip = 0 if left_out else self.reached
+        skip = -1 if left_out else self.reached
         self._trackers = open_trackers(Session(directory, resume_step, skip, config), console().print)
 
     def write(self, name: str, record: Mapping[str, Any]) -> None:
@@ -103,11 +104,10 @@ class PhaseLogs:
             tracker.flush()
 
     def close(self) -> None:
-        """Stores all records."""
-        for log in self._logs.values():
-            log.close()
-        for tracker in self._trackers:
-            tracker.close()
+        """Stores all records; the trackers end even if a log cannot be written."""
+        with contextlib.ExitStack() as stack:  # which begins with what came last
+            for one in (*self._trackers, *self._logs.values()):
+                stack.callback(one.close)
 
 
 def _no_step(record: Mapping[str, Any]) -> str:

@@ -55,7 +55,7 @@ class Session:
 
     directory: AnyPath  # of the phase
     resume_step: int
-    skip: int  # steps up to this one were written by an earlier session, and are computed again with the same result
+    skip: int  # steps up to this one (-1: none) were written earlier, and are computed again with the same result
     config: Config | None  # of the run, the hyperparameters
 
     @property
@@ -225,7 +225,7 @@ class Wandb:
         self._send({"init": init, "prefix": session.directory.name, "patience": WANDB_SECONDS})
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        if step > self._skip or step == 0:
+        if step > self._skip:
             self._send({"step": step, **numbers})
 
     def _send(self, record: Mapping[str, Any]) -> None:

@@ -165,7 +165,30 @@ def test_steps_after_a_rewind_are_sent_again(tmp_path, monkeypatch):
         for step in range(resume_step + 1, 8):
             logs.write("metrics", {"step": step, "loss": 1.0})
         logs.close()
-    assert [(one.resume_step, one.skip) for one in sessions] == [(0, 0), (4, 7), (4, 0)]
+    assert [(one.resume_step, one.skip) for one in sessions] == [(0, -1), (4, 7), (4, -1)]
+
+
+def test_a_phase_that_starts_over_sends_its_first_step_once(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(Wandb, "__init__", lambda self, session: setattr(self, "_skip", session.skip))
+    monkeypatch.setattr(Wandb, "_send", lambda self, record: sent.append(record["step"]))
+    monkeypatch.setattr(Wandb, "close", lambda self: None)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Wandb)
+    for last in (2, 3):
+        logs = PhaseLogs(tmp_path, 0, config=offline())
+        for step in range(last + 1):
+            logs.write("metrics", {"step": step, "loss": 1.0})
+        logs.close()
+    assert sent == [0, 1, 2, 3]
+
+
+def test_trackers_end_even_if_a_log_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", Listed)
+    logs = PhaseLogs(tmp_path, 0)
+    monkeypatch.setattr(logs._logs["metrics"], "close", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logs.close()
+    assert logs._trackers[0].tracker.ended
 
 
 def alive(group: int) -> bool:
