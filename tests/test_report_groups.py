@@ -12,12 +12,13 @@ import pytest
 from prompted_rows import row, write_rows
 from run_directories import WINNING, make_run
 
-from pe_lab.analysis.comparison import differing, paired_differences, short_names
+from pe_lab.analysis.comparison import differing, paired_differences, representative, short_names
 from pe_lab.analysis.groups import curve_over_seeds, group_runs, pooled
 from pe_lab.analysis.runs import read_runs
 from pe_lab.analysis.scores import build_tables
 from pe_lab.page.document import build_page
 from pe_lab.results.paired import paired_t
+from pe_lab.results.scores import Table
 
 T2, T1 = 4.302653, 12.706205  # two-sided 95% quantiles of Student's t with 2 and 1 degrees of freedom, from tables
 METHODS = {key: value for key, value in WINNING.items() if key[1] in ("as trained", "YaRN")}
@@ -202,6 +203,17 @@ def test_differences_are_of_the_seeds_that_both_have(two_groups):
     assert loss.difference.mean == pytest.approx(0.04 * math.log(8.0))  # nats, and the other has more
     apart = [run for run in two_groups if run.name in ("small-1", "small-2", "large-2", "large-3")]
     assert paired_differences(pooled(apart), ["needles"]) == []  # one seed in common
+
+
+def test_the_last_phase_stands_for_a_run_without_a_dropped_model():
+    def variant(model: str, method: str, tokens: int) -> dict:
+        return {"model": model, "method": method, "tokens_trained": tokens}
+
+    rope, scaled = variant("RoPE", "as trained", 10), variant("ALiBi", "YaRN", 20)
+    variants = {"RoPE": rope, "ALiBi": variant("ALiBi", "as trained", 20), "ALiBi + YaRN": scaled}
+    assert representative(Table("perplexity", "text", (), variants, {})) == "ALiBi"
+    dropped = {"DroPE": variant("DroPE", "as trained", 20), "DroPE, β": variant("DroPE", "beta", 20)}
+    assert representative(Table("perplexity", "text", (), {"RoPE": rope, **dropped}, {})) == "DroPE, β"
 
 
 def test_the_page_corrects_p_for_the_comparisons_of_its_table(page):

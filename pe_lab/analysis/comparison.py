@@ -11,7 +11,7 @@ from pe_lab.analysis.groups import SEEDS, flat, seeds_of
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import build_tables
 from pe_lab.results.paired import Difference, paired_t
-from pe_lab.results.records import as_dict, mappings
+from pe_lab.results.records import as_dict, mappings, number
 from pe_lab.results.scores import Column, Table
 from pe_lab.results.variants import DROPPED, kind
 
@@ -122,13 +122,14 @@ class Paired:
 
 
 def representative(table: Table) -> str | None:
-    """The variant that stands for a run: of the last phase the dropped model with β, else as trained."""
+    """The variant that stands for a run: the dropped model with β, else that trained on the most tokens."""
     kinds = {kind(record): label for label, record in reversed(table.variants.items())}
-    for name in (*DROPPED, "NoPE", "RoPE"):
+    for name in DROPPED:
         if name in kinds:
             return str(kinds[name])
-    trained = [label for label, record in table.variants.items() if record.get("method") == "as trained"]
-    return str(next(iter([*trained, *table.variants]), "")) or None
+    trained = {label: record for label, record in table.variants.items() if record.get("method") == "as trained"}
+    tokens = {label: number(record, "tokens_trained") or 0.0 for label, record in (trained or table.variants).items()}
+    return max(tokens, key=tokens.__getitem__, default=None)
 
 
 def paired_differences(runs: Sequence[Run], suites: Sequence[str]) -> list[Paired]:
