@@ -36,12 +36,13 @@ import numpy as np
 
 from pe_lab.config import DataConfig, SourceConfig
 from pe_lab.data.pipeline import Pipeline, build_pipeline
-from pe_lab.data.shards import TOKENIZER_DIRECTORY, Metadata, ShardWriter, write_metadata
+from pe_lab.data.shards import TOKENIZER_DIRECTORY, Metadata, write_metadata, write_shard
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
 
 VOCABULARY = 32_000
 BATCH_TOKENS = 2**17
 RECORD = 16_384
+SHARD = 2**24  # tokens
 TORCH = """
 import json, sys, time
 import numpy as np, torch
@@ -86,10 +87,13 @@ def write_prepared(directory: Path, tokens: np.ndarray) -> str:
     """Prepared data of these tokens, as pe_lab.prepare writes them; its source."""
     directory.mkdir()
     tokenizer = load_tokenizer("bytes")
-    writer = ShardWriter(directory, "train", np.dtype(np.uint16))
-    for document in np.split(tokens, np.flatnonzero(tokens == 256) + 1)[:-1]:
-        writer.add(document)
-    writer.close()
+    documents = np.split(tokens, np.flatnonzero(tokens == 256) + 1)[:-1]
+    starts = np.cumsum([0, *map(len, documents)])[:-1]
+    first = np.flatnonzero(np.diff(starts // SHARD, prepend=-1))  # documents of the shards
+    shards = [
+        write_shard(directory / f"train-00000-{n:05d}.safetensors", documents[i:j], np.dtype(np.uint16))
+        for n, (i, j) in enumerate(zip(first, [*first[1:], None], strict=True))
+    ]
     save_tokenizer(tokenizer, directory / TOKENIZER_DIRECTORY)
     metadata = Metadata(
         source="random",
@@ -102,11 +106,11 @@ def write_prepared(directory: Path, tokens: np.ndarray) -> str:
         dtype="uint16",
         validation_fraction=0.0,
         limit_documents=None,
-        documents={"train": writer.documents, "validation": 0},
+        documents={"train": len(documents), "validation": 0},
         tokens={"train": len(tokens), "validation": 0},
         characters=0,
         content=directory.name,
-        shards={"train": tuple(writer.shards), "validation": ()},
+        shards={"train": tuple(shards), "validation": ()},
         python="",
         created="",
     )

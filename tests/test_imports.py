@@ -7,6 +7,7 @@ import each other, except for the pairs in SAME_LEVEL.
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 from collections.abc import Iterator
@@ -242,6 +243,19 @@ def forbidden(text: str) -> list[str]:
         for pattern, what in FORBIDDEN.items()
         for match in re.finditer(pattern, text)
     ]
+
+
+def test_what_benchmarks_import_from_pe_lab_is_there() -> None:
+    """No test runs them."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "benchmarks").glob("*.py")]
+    imports = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = {(node.module, alias.name) for node in imports for alias in node.names}
+    ours = [(module, name) for module, name in sorted(names) if module.split(".")[0] == "pe_lab"]
+    submodules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    unknown = [
+        one for one in ours if ".".join(one) not in submodules and not hasattr(importlib.import_module(one[0]), one[1])
+    ]
+    assert len(ours) > 50 and unknown == []
 
 
 def test_no_file_names_what_is_not_the_projects() -> None:
