@@ -43,7 +43,7 @@ from pe_lab.training.muon import newton_schulz_flops
 from pe_lab.training.profiling import Profiler
 
 RECIPE = Path(__file__).resolve().parent.parent / "configs" / "speedrun.py"
-GRIDS = {"adamw": (2.5e-3, 5e-3, 1e-2), "muon": (5e-3, 1e-2, 2e-2)}
+GRIDS = {"adamw": (2.5e-3, 5e-3, 1e-2), "muon": (2.5e-3, 5e-3, 1e-2, 2e-2)}
 TUNING_SEED = 1000
 
 
