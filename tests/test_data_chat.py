@@ -16,7 +16,8 @@ from pe_lab.data.tokenizers import load_tokenizer, train_sentencepiece
 from pe_lab.data.tokenizers.companions import Companions
 from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
 from pe_lab.data.tokenizers.sentencepiece import SentencePieceTokenizer
-from pe_lab.errors import UserError
+from pe_lab.errors import DataError, UserError
+from pe_lab.evaluation.tasks import perplexity
 from pe_lab.prepare import main
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "chat_golden.json").read_text(encoding="utf-8"))
@@ -181,6 +182,25 @@ def test_a_chat_is_one_document_where_eos_ends_its_messages(chats, packing):
     held_out = validation_batches(config, sequence_length=length, batch_size=1, count=1)[config.sources[0].source][0]
     assert held_out["segments"].max() == documents["validation"] + 1  # the padding
     pipeline.close()
+
+
+def test_evaluation_scores_the_answers_of_whole_chats(chats):
+    config = replace(chats, segments=True)
+    prepared = open_mixture(config).sources[0].prepared
+    stream, eos_id = prepared.streams["validation"], prepared.tokenizer.eos_id
+    longest = stream.tokens // 3 // 2 * 2
+    held_out = perplexity.held_out(config, 0, "chats", longest, 2 * longest, longest, eos_id)
+    batch = perplexity.as_batch(held_out, perplexity.cut(held_out.score, longest // 2))
+    places = np.asarray(held_out.score_index)[:, None] * (longest + 1) + [0, longest // 2]
+    places = places.reshape(-1, 1) + np.arange(longest // 2 + 1)
+    document = np.searchsorted(stream.ends, places, side="right")
+    same = document[:, 1:] == document[:, :-1]
+    assert 0 < same.sum() < same.size
+    np.testing.assert_array_equal(batch["weights"], same & stream.loss_of(places.ravel()).reshape(places.shape)[:, 1:])
+    np.testing.assert_array_equal(batch["segments"], document[:, :-1] - document[:, :1] + 1)
+    np.testing.assert_array_equal(batch["targets"], stream.read(0, stream.tokens)[places[:, 1:]])
+    with pytest.raises(DataError, match="has no answer in 1 of its held-out tokens"):
+        perplexity.held_out(config, 0, "chats", 1, 1, 1, eos_id)
 
 
 def test_another_chat_template_prepares_the_chats_again(chats, with_template, tmp_path, capsys):

@@ -14,10 +14,9 @@ from jaxtyping import Int, Int32
 
 from pe_lab.attention.statistics import ArrayLike
 from pe_lab.config import Config, DataConfig, from_dict
-from pe_lab.data.held_out import held_out_tokens
+from pe_lab.data.held_out import held_out_batch, held_out_tokens
 from pe_lab.data.mixture import open_mixture
 from pe_lab.data.tokenizers import Tokenizer
-from pe_lab.data.windows import make_batch
 from pe_lab.errors import CheckpointError, ConfigError, DataError
 from pe_lab.evaluation.plan import parse_length
 from pe_lab.evaluation.session import text_source
@@ -182,8 +181,7 @@ def text_windows(text: str | None, subject: Subject, length: int, count: int) ->
         )
     chosen = [int((i + 0.5) * tiles / count) for i in range(count)]
     windows = stream[: tiles * (length + 1)].reshape(tiles, length + 1)[chosen]
-    weights = np.ones((count, length), np.float32)
-    batch = make_batch(windows, weights, segments=data.segments, eos_id=mixture.tokenizer.eos_id)
+    batch = held_out_batch(windows, segments=data.segments, eos_id=mixture.tokenizer.eos_id)
     tokens = batch["tokens"].astype(np.int32)
     return Sequences(
         f"{counted(count, 'window')} of {name}, {length:,} tokens",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Shaped
 
 from pe_lab.config import DataConfig
 from pe_lab.data.mixture import MixtureSource, open_mixture
@@ -65,8 +65,14 @@ def validation_batches(
     return found
 
 
-def held_out_tokens(config: DataConfig, source_index: int, n_tokens: int) -> Int32[np.ndarray, " n"]:
-    """The first `n_tokens` held-out tokens of a text source, or all if it has fewer; EOS ends every document.
+# A token of chats, where EOS may end any message: its document, and whether it is a target that counts.
+CHAT_TOKEN = np.dtype([("token", np.int32), ("document", np.int32), ("counts", bool)])
+
+
+def held_out_tokens(config: DataConfig, source_index: int, n_tokens: int) -> Shaped[np.ndarray, " n"]:
+    """The first `n_tokens` held-out tokens of a text source, or all if it has fewer.
+
+    They are int32, and EOS ends every document; of chats they are `CHAT_TOKEN`. `held_out_batch` takes both.
 
     Raises:
       ConfigError: the source is needles (use `needle_windows`), or has no held-out data.
@@ -77,7 +83,23 @@ def held_out_tokens(config: DataConfig, source_index: int, n_tokens: int) -> Int
     tokens = source.prepared.tokens("validation", 0, n_tokens)
     if not len(tokens):
         raise ConfigError(f"data source {source.name!r} holds out nothing. Set data.validation_fraction above 0.")
-    return tokens
+    stream = source.prepared.streams["validation"]
+    if not stream.has_loss:
+        return tokens
+    found = np.empty(len(tokens), CHAT_TOKEN)
+    found["token"], found["counts"] = tokens, stream.loss(np.zeros(1, int), len(tokens))[0]
+    found["document"] = documents_of_chats(stream, np.zeros(1, int), len(tokens))[0]
+    return found
+
+
+def held_out_batch(windows: Shaped[np.ndarray, "n W"], *, segments: bool, eos_id: int) -> Batch:
+    """Windows of `held_out_tokens` as a batch of `make_batch`; of chats only answers count."""
+    if windows.dtype != CHAT_TOKEN:
+        weights = np.ones((len(windows), windows.shape[1] - 1), np.float32)
+        return make_batch(windows, weights, segments=segments, eos_id=eos_id)
+    documents, weights = windows["document"], windows["counts"][:, 1:].astype(np.float32)
+    documents = documents - documents[:, :1] + 1
+    return make_batch(windows["token"], weights, segments=segments, eos_id=eos_id, documents=documents)
 
 
 def needle_windows(

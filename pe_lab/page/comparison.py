@@ -220,7 +220,7 @@ def paired_sentence(runs: Sequence[Run]) -> str:
     parts = []
     for one, p in zip(found, holm([one.difference.p for one in found]), strict=True):
         mean, low, high = (_signed(value, 3) for value in one.difference[:3])
-        parts.append(f"{one.name} {mean} ({low} to {high}, p {_p(p, '= ')}, {one.difference.count} seeds)")
+        parts.append(f"{one.name}: {mean} ({low} to {high}, p {_p(p, '= ')}, {one.difference.count} seeds)")
     corrected = f" (p corrected for {len(parts)} comparisons)" if len(parts) > 1 else ""
     return f"Last validation loss, in pairs of seeds{corrected}: {'; '.join(parts)}." if parts else ""
 

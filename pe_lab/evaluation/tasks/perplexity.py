@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Shaped
 
 from pe_lab.config import DataConfig
-from pe_lab.data.held_out import held_out_tokens
-from pe_lab.data.windows import make_batch
+from pe_lab.data.held_out import CHAT_TOKEN, held_out_batch, held_out_tokens
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.tasks.task import Suite
 from pe_lab.terminal import positive
@@ -30,8 +29,8 @@ class HeldOut:
     """
 
     source: str
-    score: Int32[np.ndarray, "n W"]  # tiles to score
-    fit: Int32[np.ndarray, "m W"]  # tiles to fit logit scales on; none if there is only one tile
+    score: Shaped[np.ndarray, "n W"]  # tiles to score
+    fit: Shaped[np.ndarray, "m W"]  # tiles to fit logit scales on; none if there is only one tile
     score_index: tuple[int, ...]  # the tiles' numbers among all held-out tiles
     fit_index: tuple[int, ...]
     segments: bool = False  # whether attention stays within documents
@@ -50,7 +49,7 @@ def held_out(
     The tiles to score do not depend on whether anything is fitted.
 
     Raises:
-      DataError: the source has fewer held-out tokens than the longest length.
+      DataError: the source has fewer held-out tokens than the longest length, or they are chats without an answer.
     """
     wanted = max(1, tokens // longest), max(1, fit_tokens // longest)
     size = longest + 1
@@ -63,6 +62,12 @@ def held_out(
         )
     score, fit = choose_tiles(tiles, *wanted)
     all_tiles = stream[: tiles * size].reshape(tiles, size)
+    for chosen in filter(None, (score, fit)) if stream.dtype == CHAT_TOKEN else ():
+        if not all_tiles[list(chosen)]["counts"][:, 1:].any():
+            raise DataError(
+                f"data source {name!r} has no answer in {len(chosen) * longest:,} of its held-out tokens. Ask for more "
+                "--tokens, or hold out more (data.validation_fraction)."
+            )
     return HeldOut(name, all_tiles[list(score)], all_tiles[list(fit)], score, fit, data.segments, eos_id)
 
 
@@ -83,7 +88,7 @@ def choose_tiles(tiles: int, score: int, fit: int) -> tuple[tuple[int, ...], tup
     )
 
 
-def cut(tiles: Int[np.ndarray, "n W"], length: int) -> Int[np.ndarray, "m length_and_1"]:
+def cut(tiles: Shaped[np.ndarray, "n W"], length: int) -> Shaped[np.ndarray, "m length_and_1"]:
     """The tiles as windows of length + 1 tokens, neighbours sharing one token; the rest of a tile is left out."""
     per_tile = (tiles.shape[1] - 1) // length
     return np.concatenate([tiles[:, None, i * length : (i + 1) * length + 1] for i in range(per_tile)], 1).reshape(
@@ -91,10 +96,9 @@ def cut(tiles: Int[np.ndarray, "n W"], length: int) -> Int[np.ndarray, "m length
     )
 
 
-def as_batch(held_out: HeldOut, windows: Int[np.ndarray, "n W"]) -> dict[str, np.ndarray]:
+def as_batch(held_out: HeldOut, windows: Shaped[np.ndarray, "n W"]) -> dict[str, np.ndarray]:
     """Windows as a batch, with segments if the model was trained with them."""
-    weights = np.ones((len(windows), windows.shape[1] - 1), np.float32)
-    return make_batch(windows, weights, segments=held_out.segments, eos_id=held_out.eos_id)
+    return held_out_batch(windows, segments=held_out.segments, eos_id=held_out.eos_id)
 
 
 Losses = Callable[[Batch], Float[np.ndarray, "n T"]]
