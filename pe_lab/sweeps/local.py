@@ -56,13 +56,14 @@ def slots(jobs: int | None = None) -> list[Slot]:
     gpus = [] if wanted.startswith(("cpu", "tpu")) else visible_gpus()
     tpus = [] if gpus or wanted.startswith(("cpu", "cuda", "gpu")) else visible_tpus()
     if not (gpus or tpus):
-        cores = sorted(os.sched_getaffinity(0))
+        bound = hasattr(os, "sched_getaffinity")  # macOS binds no process to cores
+        cores = sorted(os.sched_getaffinity(0)) if bound else [*range(os.cpu_count() or 1)]
         count = jobs or max(len(cores) // CORES_OF_CELL, 1)
         if count == 1:
             return [Slot({})]
         each = max(len(cores) // count, 1)
         parts = [frozenset(cores[(n * each + i) % len(cores)] for i in range(each)) for n in range(count)]
-        return [Slot({"OMP_NUM_THREADS": str(each)}, part) for part in parts]
+        return [Slot({"OMP_NUM_THREADS": str(each)}, part if bound else None) for part in parts]
     devices = gpus or tpus
     count = jobs or len(devices)
     if count > len(devices):

@@ -221,6 +221,8 @@ def test_slots_are_devices_or_cores(monkeypatch):
     parts = [slot.cpus for slot in slots(2)]
     assert frozenset().union(*parts) <= cores and (len(cores) < 2 or not parts[0] & parts[1])
     assert len(slots(5)) == 5 and all(slot.cpus for slot in slots(5))
+    monkeypatch.delattr("os.sched_getaffinity")  # macOS
+    assert [slot.cpus for slot in slots(2)] == [None, None]
 
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,5")
