@@ -205,15 +205,19 @@ def test_differences_are_of_the_seeds_that_both_have(two_groups):
     assert paired_differences(pooled(apart), ["needles"]) == []  # one seed in common
 
 
-def test_the_last_phase_stands_for_a_run_without_a_dropped_model():
-    def variant(model: str, method: str, tokens: int) -> dict:
-        return {"model": model, "method": method, "tokens_trained": tokens}
+def test_the_last_phase_stands_for_a_run_without_a_dropped_model(two_groups):
+    run = two_groups[0]
 
-    rope, scaled = variant("RoPE", "as trained", 10), variant("ALiBi", "YaRN", 20)
-    variants = {"RoPE": rope, "ALiBi": variant("ALiBi", "as trained", 20), "ALiBi + YaRN": scaled}
-    assert representative(Table("perplexity", "text", (), variants, {})) == "ALiBi"
-    dropped = {"DroPE": variant("DroPE", "as trained", 20), "DroPE, β": variant("DroPE", "beta", 20)}
-    assert representative(Table("perplexity", "text", (), {"RoPE": rope, **dropped}, {})) == "DroPE, β"
+    def variant(model: str, method: str, phase: str) -> dict:
+        return {"model": model, "method": method, "phase": phase}
+
+    rope, scaled = variant("RoPE", "as trained", "pretrain"), variant("ALiBi", "YaRN", "recalibrate")
+    variants = {"RoPE": rope, "ALiBi": variant("ALiBi", "as trained", "recalibrate"), "ALiBi + YaRN": scaled}
+    assert representative(run, Table("perplexity", "text", (), variants, {})) == "ALiBi"
+    dropped = {
+        f"DroPE{end}": variant("DroPE", method, "recalibrate") for end, method in (("", "as trained"), (", β", "beta"))
+    }
+    assert representative(run, Table("perplexity", "text", (), {"RoPE": rope, **dropped}, {})) == "DroPE, β"
 
 
 def test_the_page_corrects_p_for_the_comparisons_of_its_table(page):

@@ -11,7 +11,7 @@ from pe_lab.analysis.groups import SEEDS, flat, seeds_of
 from pe_lab.analysis.runs import Run
 from pe_lab.analysis.scores import build_tables
 from pe_lab.results.paired import Difference, paired_t
-from pe_lab.results.records import as_dict, mappings, number
+from pe_lab.results.records import as_dict, mappings
 from pe_lab.results.scores import Column, Table
 from pe_lab.results.variants import DROPPED, kind
 
@@ -121,15 +121,16 @@ class Paired:
     share: bool
 
 
-def representative(table: Table) -> str | None:
-    """The variant that stands for a run: the dropped model with β, else that trained on the most tokens."""
+def representative(run: Run, table: Table) -> str | None:
+    """The variant in a table of a run that stands for it: the dropped model with β, else the last phase as trained."""
     kinds = {kind(record): label for label, record in reversed(table.variants.items())}
     for name in DROPPED:
         if name in kinds:
             return str(kinds[name])
-    trained = {label: record for label, record in table.variants.items() if record.get("method") == "as trained"}
-    tokens = {label: number(record, "tokens_trained") or 0.0 for label, record in (trained or table.variants).items()}
-    return max(tokens, key=tokens.__getitem__, default=None)
+    trained = [label for label, record in table.variants.items() if record.get("method") == "as trained"]
+    order = {phase.name: n for n, phase in enumerate(run.phases)}
+    phases = {str(label): order.get(table.variants[label].get("phase"), -1) for label in trained or table.variants}
+    return max(phases, key=phases.__getitem__, default=None)
 
 
 def paired_differences(runs: Sequence[Run], suites: Sequence[str]) -> list[Paired]:
@@ -172,7 +173,7 @@ def _in_suite(name: str, suite: str, first: Run, other: Run) -> list[Paired]:
 
             return score
 
-        stand_in = (representative(one), representative(two))
+        stand_in = (representative(first, one), representative(other, two))
         both = [(label, label) for label in one.variants if label in two.variants]
         for mine, theirs in dict.fromkeys([stand_in, *both]):
             for column in one.columns:

@@ -155,7 +155,7 @@ def _score_comparison(runs: Sequence[Run], of: Table) -> Markup:
     styles, cells, variants, labels = {}, {}, {}, {}
     for index, run in enumerate(runs):
         own = next((one for one in build_tables(of.suite, [run]) if one.source == of.source), None)
-        if own is None or not own.cells or not (label := representative(own)):
+        if own is None or not own.cells or not (label := representative(run, own)):
             continue
         styles[run.name], labels[run.name] = loss_charts.run_style(index), label
         variants[run.name] = own.variants[label]
