@@ -52,17 +52,18 @@ def describe_arrays(tree: Any) -> dict[str, dict[str, Any]]:
     would take too long on this platform, see `CPU_BYTES`.
     """
     leaves = leaves_by_path(tree)
-    on_cpu = any(
-        not isinstance(leaf, jax.Array) or next(iter(leaf.sharding.device_set)).platform == "cpu"
-        for leaf in leaves.values()
-    )
+    device_sets = [leaf.sharding.device_set for leaf in leaves.values() if isinstance(leaf, jax.Array)]
+    on_cpu = len(device_sets) < len(leaves) or any(next(iter(some)).platform == "cpu" for some in device_sets)
+    # XLA's CPU devices may wait for each other for ever when programs with collectives run beside a step.
+    alone = on_cpu and any(len(some) > 1 for some in device_sets)
+    if alone:
+        jax.block_until_ready(list(leaves.values()))
     size = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves.values())
+    sums = {name: None if on_cpu and size > CPU_BYTES else checksum(leaf) for name, leaf in leaves.items()}
+    if alone:
+        jax.block_until_ready(list(sums.values()))
     return {
-        name: {
-            "shape": list(leaf.shape),
-            "dtype": str(np.dtype(leaf.dtype)),
-            "checksum": None if on_cpu and size > CPU_BYTES else checksum(leaf),
-        }
+        name: {"shape": list(leaf.shape), "dtype": str(np.dtype(leaf.dtype)), "checksum": sums[name]}
         for name, leaf in leaves.items()
     }
 
