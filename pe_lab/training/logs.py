@@ -175,6 +175,11 @@ def speed_text(speed: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
+def validation_text(losses: Mapping[str, float]) -> str:
+    """`, validation 3.4193`, to follow a training loss; empty where nothing was validated."""
+    return f", validation {losses['validation_loss']:.4f}" if losses else ""
+
+
 def write_phase(
     run: Run,
     phase: PhasePlan,

@@ -25,7 +25,15 @@ from pe_lab.positional import Schedule, describe, label
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import Progress, console
 from pe_lab.training.ledger import Ledger
-from pe_lab.training.logs import PhaseLogs, checkpoint_metadata, mark_complete, speed_record, speed_text, write_phase
+from pe_lab.training.logs import (
+    PhaseLogs,
+    checkpoint_metadata,
+    mark_complete,
+    speed_record,
+    speed_text,
+    validation_text,
+    write_phase,
+)
 from pe_lab.training.machine import Peak
 from pe_lab.training.optimizer import learning_rate, make_optimizer
 from pe_lab.training.profiling import Profiler, StepTimes
@@ -86,7 +94,8 @@ def train_phase(
     """
     config, steps, directory = run.config, phase.config.steps, run.workdir / phase.name
     out, ledger = console(quiet=jax.process_index() != 0), ledger or Ledger()
-    saved = config.checkpoint
+    model, saved = run.models[phase.index], config.checkpoint
+    flops = train_flops_per_token(model.config, phase.config.sequence_length, phase.schedule.structure)
     store = Store(directory / DIRECTORY, Retention(saved.keep, saved.keep_every, saved.milestones, saved.best))
     with contextlib.closing(store), stop_requests() as stops:
         if steps in store.steps():
@@ -95,12 +104,12 @@ def train_phase(
                 out.print(f"{phase.name}: complete at step {steps}, nothing to do")
                 metadata = store.metadata(steps)
                 if not mark_complete(directory, metadata.get("log")):  # phase.json was lost
-                    write_phase(run, phase, _flops(run, phase), peak, metadata["lineage"], "complete", 0, 0.0)
+                    write_phase(run, phase, flops, peak, metadata["lineage"], "complete", 0, 0.0)
                 return directory / DIRECTORY / str(steps)
             out.print(f"{phase.name}: checkpoint {steps} is damaged: {damage}")
 
         ledger.open()
-        model, policy = run.models[phase.index], skip_policy(config.stability)
+        policy = skip_policy(config.stability)
         optimizer = make_optimizer(phase.config.optimizer, steps, model.axes, phase.config.extensions)
         shardings = make_shardings(model, optimizer, run.mesh, run.rules, policy)
         schedule = jax.device_put(phase.schedule, shardings.replicated)
@@ -128,7 +137,7 @@ def train_phase(
             phase,
             store,
             peak,
-            _flops(run, phase),
+            flops,
             profiler,
             ledger,
             stops,
@@ -172,25 +181,13 @@ def train_phase(
             ledger.end_steps()
 
 
-def _flops(run: Run, phase: PhasePlan) -> Flops:
-    """FLOPs per token of a phase."""
-    config = run.models[phase.index].config
-    return train_flops_per_token(config, phase.config.sequence_length, phase.schedule.structure)
-
-
 def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds) -> None:
     """The loop: trains a phase from a state to its end, and saves.
 
     Raises `Rewind` where the policy says so, and otherwise as `train_phase`.
     """
-    run, phase, store, directory, ledger, stops = (
-        work.run,
-        work.phase,
-        work.store,
-        work.directory,
-        work.ledger,
-        work.stops,
-    )
+    run, phase, store = work.run, work.phase, work.store
+    directory, ledger, stops = work.directory, work.ledger, work.stops
     config, steps = run.config, phase.config.steps
     rate = learning_rate(phase.config.optimizer, steps, phase.config.extensions)
     each = phase.tokens_per_step
@@ -200,6 +197,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
     started = step = timed_step = start.step
     pending: list[tuple[int, dict[str, jax.Array]]] = []  # the step dispatched last, and its metrics
     last: dict[str, float] = {}  # the metrics received last
+    validated = ""  # the validation loss measured last, to print
     times = StepTimes(ledger)
     left_out = pipeline.get_state().get("left_out", ())
     began = timer = time.perf_counter()
@@ -234,6 +232,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
             with times.wait("validation"):
                 initial = work.validate(state.params)
             logs.write("metrics", {"step": 0, "tokens": 0, **initial})
+            validated = validation_text(initial)
         stopping = False
         while step < steps and not stopping:
             ledger.begin_step(phase.name, step + 1)
@@ -243,7 +242,8 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                     batch = place_batch(next(pipeline), work.shardings.batch)
                 if work.replay is not None:
                     work.replay.check(step + 1, state, batch, work.schedule)
-                state, metrics = work.train_step(state, batch, work.schedule)
+                with times.dispatch():
+                    state, metrics = work.train_step(state, batch, work.schedule)
                 pipeline.read_ahead()
                 if first:
                     jax.block_until_ready(metrics)  # the first step compiles: its time is no measure of speed
@@ -266,7 +266,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                     phase, work.flops, work.peak, step, tokens, step - timed_step, now - timer, now - began, split
                 )
                 logs.write("speed", speed)
-                shown = f"loss {last.get('loss', math.nan):.4f}  {speed_text(speed)}"
+                shown = f"loss {last.get('loss', math.nan):.4f}{validated}  {speed_text(speed)}"
                 progress.update(step, f"{step}/{steps}  {shown}")
                 timer, timed_step = now, step
 
@@ -277,6 +277,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                     losses = work.validate(state.params)
                 record = {"step": step, "tokens": start.tokens_at(step, each), **losses}
                 logs.write("metrics", record | pipeline.tokens_read())
+                validated = validation_text(losses)
 
             stopping = _stop_requested(work)
             due = step % config.checkpoint.every_steps == 0 or step in config.checkpoint.milestones
@@ -296,7 +297,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
         if profiled := work.profiler.close(directory):
             work.out.print(profiled)
         if step == steps:
-            work.out.print(f"{phase.name}: complete at step {steps}, loss {last['loss']:.4f}")
+            work.out.print(f"{phase.name}: complete at step {steps}, loss {last['loss']:.4f}{validated}")
             write_phase(run, phase, work.flops, work.peak, lineage, "complete", started, time.perf_counter() - began)
             stopping = _stop_requested(work)  # requested while the last checkpoint was written
     if stopping:

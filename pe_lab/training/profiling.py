@@ -47,6 +47,10 @@ class StepTimes:
             yield
         self._waited[what] += time.perf_counter() - start
 
+    def dispatch(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which to start a step. On a CPU, XLA may compute it in this thread: the time of the device."""
+        return self.wait("device") if jax.default_backend() == "cpu" else contextlib.nullcontext()
+
     def split(self, steps: int, seconds: float) -> dict[str, float]:
         """Seconds of one step by part, of `steps` that took `seconds` since the previous call: WAITS and host."""
         parts = {what: self._waited[what] / steps for what in WAITS}

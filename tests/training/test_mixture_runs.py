@@ -38,14 +38,16 @@ def test_a_run_of_epochs_counts_the_tokens_of_each_source(tmp_path, capsys):
     assert (a["name"], a["weights"], b["weights"]) == ("a", [[0, 1.0], [4, 3.0]], [[0, 1.0], [4, 1.0]])
     assert phase["packing"] == "best_fit" and 0.8 < a["packing_efficiency"] <= 1
     packed = f"best-fit packing of a: {a['windows']} windows, {a['packing_efficiency']:.2%} of their tokens"
-    assert packed in capsys.readouterr().out
-    steps = phase["steps"]
+    out, steps = capsys.readouterr().out, phase["steps"]
+    assert packed in out
     of_a = 4 * 4 + (steps - 4) * 6
     assert of_a <= a["windows"] < of_a + 6
     log = records(tmp_path / "run/pretrain/metrics.jsonl")
     validated = [record for record in log if "read_tokens/a" in record]
     assert [record["step"] for record in validated] == sorted({*range(4, steps, 4), steps})
     last = validated[-1]
+    (end,) = [line for line in out.splitlines() if f"complete at step {steps}" in line]
+    assert end.endswith(f", validation {last['validation_loss']:.4f}")
     assert last["read_tokens/a"] == pytest.approx(last["expected_tokens/a"], rel=0.1)
     assert last["read_tokens/a"] <= of_a * 16
     assert {"validation_loss/a", "validation_loss/b"} <= last.keys()

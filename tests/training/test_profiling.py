@@ -37,6 +37,17 @@ def test_a_steps_time_is_what_was_waited_for_and_the_rest(monkeypatch):
     assert times.split(1, 1.0) == {"device": 0.0, "input": 0.0, "validation": 0.0, "checkpoint": 0.0, "host": 1.0}
 
 
+@pytest.mark.parametrize(("backend", "seconds"), [("cpu", 0.5), ("tpu", 0.0)])
+def test_a_cpu_computes_a_step_as_it_is_started(monkeypatch, backend, seconds):
+    clock = iter([0.0, 0.5])
+    monkeypatch.setattr(profiling, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    times = StepTimes()
+    with times.dispatch():
+        pass
+    assert times.split(1, 1.0)["device"] == seconds
+
+
 def test_the_line_has_both_mfus_where_the_peak_is_known():
     speed = {"tokens_per_second": 41200.4, "mfu_full": 0.401, "mfu_causal": 0.382, "step_seconds": 0.5}
     parts = {"device_seconds": 0.485, "input_seconds": 0.01, "validation_seconds": 0.0, "checkpoint_seconds": 0.001}
