@@ -1,6 +1,6 @@
 """Steps to fixed validation losses: AdamW against Muon, each at its own tuned learning rate.
 
-    python benchmarks/optimizers.py                # about 10 minutes on 2 idle cores
+    python benchmarks/optimizers.py                # 6 to 10 minutes on 2 cores
     python benchmarks/optimizers.py --seeds=5
 
 The model, data and settings are those of configs/speedrun.py:size=laptop (0.9M parameters), with a constant learning

@@ -233,6 +233,9 @@ def test_the_speedrun_has_the_baselines_model_and_rates():
     assert optimizer.learning_rate * optimizer.vector_multiplier == pytest.approx(0.015)
     # An embedding that starts at 1 has 0.7; here it starts at 0.02, and is multiplied by sqrt(768).
     assert optimizer.learning_rate * optimizer.embedding_multiplier == pytest.approx(0.7 * 0.02, rel=0.01)
+    aux = _only(adamw).optimizer
+    rates = [aux.learning_rate * m for m in (aux.embedding_multiplier, aux.head_multiplier, aux.vector_multiplier)]
+    assert rates == pytest.approx([0.3 * 0.02, 1 / 320, 0.01], rel=0.01) and aux.weight_decay == 0.1
     rate = learning_rate(optimizer, phase.steps)
     assert [float(rate(n)) for n in (0, 1125, phase.steps)] == pytest.approx([0.025, 0.025, 0], rel=1e-3, abs=1e-6)
     assert float(rate(2438)) == pytest.approx(0.0125, rel=1e-2)
