@@ -358,6 +358,7 @@ def test_compiles_for_virtual_cpus_the_step_that_trains(recipe, capsys, tmp_path
     assert numbers["fits"] is None  # a CPU device has no memory of its own
 
 
+@pytest.mark.slow
 def test_a_step_is_explained_and_compared_with_its_own_file(recipe, capsys, tmp_path):
     out = tmp_path / "step.json"
     argv = [f"--config={recipe}", "--topology=cpu:8", "--explain"]
@@ -380,6 +381,7 @@ def test_a_step_is_explained_and_compared_with_its_own_file(recipe, capsys, tmp_
     assert command.main([*argv, "--no-compile"]) == 2
 
 
+@pytest.mark.slow
 def test_a_sharded_sequence_is_not_gathered(recipe):
     """Of the sequence, the ring sends keys and values alone. 3 s."""
     plan = make_plan(load_config(recipe, {"mesh.fsdp": "2", "mesh.context": "2"}), parse_topology("cpu:8"))

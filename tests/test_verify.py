@@ -124,6 +124,7 @@ def test_damage_is_named(copy, capsys):
     assert "4 whole, 3 damaged" in out
 
 
+@pytest.mark.slow
 def test_a_run_that_trains_meanwhile_is_not_damaged(copy):
     """A checkpoint comes and goes, as saves and retention have it, 40 times while it is verified: 3 s."""
     step = copy / "recalibrate" / "checkpoints" / "6"
@@ -154,6 +155,7 @@ def test_a_run_that_trains_meanwhile_is_not_damaged(copy):
     assert len(list(targets(copy))) == 6
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_goes_is_uncommitted(copy, gcs_bucket, capsys):  # noqa: F811
     """Two checkpoints on the GCS emulator: 7 s."""
     checkpoints = copy / "recalibrate" / "checkpoints"

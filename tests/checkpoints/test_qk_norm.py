@@ -85,6 +85,7 @@ def test_an_added_norm_is_as_close_as_a_constant_makes_it(batch, kind):
     assert np.linalg.norm(before - after) < np.linalg.norm(before - ones)
 
 
+@pytest.mark.slow
 def test_a_norm_that_starts_at_ones_has_scale_1_and_changes_nothing_else(batch):
     """As DroPE's code adds it, also where a learned scale was before."""
     for before in ("none", "flat"):

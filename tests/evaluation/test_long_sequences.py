@@ -69,6 +69,7 @@ def test_fewer_sequences_than_devices_are_sharded_over_them(rows, monkeypatch):
         np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_together_every_long_sequence_is_sharded_and_the_weights_too(monkeypatch):
     """As many sequences as devices, which each would read by itself otherwise; two devices hold the weights."""
     monkeypatch.setattr(forwards, "SHARD_FROM", 64)

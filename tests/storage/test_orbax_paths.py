@@ -26,6 +26,7 @@ def saved(step, weights):
         checkpointer.wait_until_finished()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_saved_committed_and_restored_sharded(bucket):  # noqa: F811
     root = storage.path("--workdir", f"{bucket.url}/run/checkpoints")
     storage.enable_orbax(root)

@@ -12,6 +12,7 @@ from tiny_runs import records, start, write_recipe
 from pe_lab.training.ledger import BUCKETS, Ledger, balance, process_age, read_ledger
 
 
+@pytest.mark.slow
 def test_the_age_of_a_process_is_counted_from_its_creation():
     script = "import time; time.sleep(0.5); from pe_lab.training.ledger import process_age; print(process_age())"
     begun = time.monotonic()

@@ -62,6 +62,7 @@ def test_steps_that_are_no_pair_are_refused(text):
         parse_steps(text)
 
 
+@pytest.mark.slow
 def test_a_command_that_ends_before_says_so(tmp_path, capsys, one_device):
     """2 s."""
     command = [f"--config={write_recipe(tmp_path)}", f"--workdir={tmp_path / 'run'}", "--profile=100:101"]
