@@ -57,6 +57,8 @@ class AttentionInputs:
       query_positions, key_positions: ALiBi's distances are differences of these; None: of the indices.
       query_segments, key_segments: document of each token; a query sees only keys of its own document.
       diagonal_bias: added to the logit of a token with itself; only for a whole sequence.
+      distance_bias: added to the logit of a query and a key whose indices are d apart: entry min(d, D - 1).
+      key_bias: added to all logits of a key.
       rotation: keys are not rotated yet, and the kernel rotates them by their index; queries are rotated already.
       noise: keys to replace by noise, a function of their index; requires a rotation of H rows.
       window: a query sees the last `window` tokens, itself included; None sees all.
@@ -71,6 +73,8 @@ class AttentionInputs:
     query_segments: Int[Array, "#B T"] | None = None
     key_segments: Int[Array, "#B S"] | None = None
     diagonal_bias: Float[Array, "#B T"] | None = None
+    distance_bias: Float[Array, "H D"] | None = None
+    key_bias: Float[Array, "#B H S"] | None = None
     rotation: Rotation | None = None
     noise: Noise | None = None
     window: int | None = field(default=None, metadata={"static": True})
@@ -110,7 +114,25 @@ class PartialAttention(NamedTuple):
     logsumexp: Float[Array, "B H T"]
 
 
+class KeyBlockGradients(NamedTuple):
+    """The gradients that come from one block of keys, float32; None for what the inputs do not have.
+
+    Those of queries, keys and values have the shapes of these, the others the shapes in `AttentionInputs`.
+    """
+
+    query: Float[Array, "B H T K"]
+    key: Float[Array, "B G S K"]
+    value: Float[Array, "B G S K"]
+    slope: Float[Array, " H"] | None = None
+    distance_bias: Float[Array, "H D"] | None = None
+    key_bias: Float[Array, "#B H S"] | None = None
+
+
 KeyBlockKernel = Callable[..., PartialAttention]  # `chunked_key_block`, `tpu_key_block` or `gpu_key_block`
+# (query, key, value, inputs, logsumexp [B, H, T] of all keys, inner [B, H, T], d_out [B, H, T, K]) -> gradients. `inner`
+# is the sum over channels of d_out times the output of the whole attention, minus the gradient of the logsumexp: the
+# gradient of a logit is p (d_out . value - inner), with p = exp(logit - logsumexp).
+KeyBlockGradient = Callable[..., KeyBlockGradients]
 
 
 def padded(x: jax.Array, axis: int, multiple: int, mode: str = "constant") -> jax.Array:
