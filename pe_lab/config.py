@@ -374,8 +374,14 @@ _read_description: Callable[[Mapping[str, Any]], Any] = dict
 def register_descriptions(kinds: Mapping[str, type], read: Callable[[Mapping[str, Any]], Any]) -> None:
     """Lets configs hold dataclasses from outside: `kinds` by their names in JSON, and the function that reads them."""
     global _read_description
-    _KINDS.update({kind: name for name, kind in kinds.items()})
+    for name, kind in kinds.items():
+        register_kind(name, kind)
     _read_description = read
+
+
+def register_kind(name: str, kind: type) -> None:
+    """Gives a dataclass its name in JSON."""
+    _KINDS[kind] = name
 
 
 def to_json(value: Any) -> Any:

@@ -8,6 +8,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention.dispatch import IMPLEMENTATIONS, choose, layer_request
+from pe_lab.attention.hooks import (
+    distance_bias,
+    encode,
+    hook_inputs,
+    index_positions,
+    key_bias,
+    logits_of_rows,
+    output,
+    position_bias,
+    sink,
+)
 from pe_lab.attention.key_block import AttentionInputs, Noise, scaled
 from pe_lab.attention.layer_encoding import LayerEncoding, check_heads, encode_keys, encode_queries
 from pe_lab.attention.noise import noise_size
@@ -23,6 +34,7 @@ def attention(
     value: Float[Array, "B T G K"],
     encoding: LayerEncoding,
     *,
+    x: Float[Array, "B T D"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
     segments: Int[Array, "B T"] | None = None,
     window: int | None = None,
@@ -37,7 +49,8 @@ def attention(
     Args:
       query, key, value: not rotated, not scaled; G divides H.
       encoding: of this layer.
-      positions: token positions, for ALiBi's distances; None counts from 0.
+      x: the input of the layer's attention, which hooks take.
+      positions: token positions, for ALiBi's distances and for hooks; None: the indices, from 0 on.
       segments: document of each token; a query sees only keys of its own document.
       window: a query sees the last `window` tokens, itself included; None sees all.
       implementation: a name of `IMPLEMENTATIONS`, or auto: the fastest that serves the layer.
@@ -54,26 +67,50 @@ def attention(
     B, T, H, K = query.shape
     G = key.shape[2]
     check_heads(H, G)
+    hooks, inputs_of_hooks, own_value = encoding.hooks, [], value
+    at = positions
+    if hooks.hooks or encoding.noise is not None:
+        at = jnp.asarray(index_positions(T)) if positions is None else positions
+    rows = logits_of_rows(hooks, query)
+    if hooks.hooks:
+        assert x is not None
+        inputs_of_hooks, _ = hook_inputs(hooks, x)
+        query, key = encode(hooks, query, key, at, inputs_of_hooks)
     structure = LayerStructure(
         rotates=encoding.cos is not None,
         slopes=encoding.slope is not None,
         window=window,
         heads="split" if encoding.cos is not None and encoding.cos.shape[2] == H else "shared",
-        diagonal_bias=None if encoding.diagonal_bias is None else (0.0, T),  # its values are in the encoding
+        hooks=hooks.hooks,
     )
-    request = layer_request(structure, (H, G, K), query.dtype.name, T, segments=segments is not None, backward=backward)
+    request = layer_request(
+        structure,
+        (H, G, max(K, query.shape[3])),
+        query.dtype.name,
+        T,
+        segments=segments is not None,
+        positions=positions is not None,
+        backward=backward,
+    )
     chosen = IMPLEMENTATIONS[choose(implementation, request, chunk)]
     rotates_inside = request.split_heads and encoding.rotation is not None and positions is None
     rotates_inside = rotates_inside and chosen.capabilities.rotates_keys and not request.partial
-    query = scaled(encode_queries(query, encoding, G, positions), encoding.scale(K))
-    slope_positions = None if encoding.slope is None else positions
+    # The noise of keys depends on rotated keys, whose gradient XLA knows.
+    rotates_inside = rotates_inside and not (backward and encoding.noise is not None) and key.shape[2] == G
+    query = scaled(encode_queries(query, encoding, G, at), encoding.scale(K))
+    by_position = encoding.slope is not None or bool(hooks.having("bias"))
+    given = positions if by_position else None
     inputs = AttentionInputs(
         slope=encoding.slope,
-        query_positions=slope_positions,
-        key_positions=slope_positions,
+        query_positions=given,
+        key_positions=given,
         query_segments=segments,
         key_segments=segments,
-        diagonal_bias=encoding.diagonal_bias,
+        distance_bias=distance_bias(hooks, min(T, window or T), H) if positions is None else None,
+        key_bias=key_bias(hooks, inputs_of_hooks, H),
+        bias=position_bias(hooks, relative=False if positions is None else None),
+        rows=rows,
+        sink=sink(hooks, H),
         window=window,
         # Smaller blocks of logits stay in a CPU's caches: training takes three fifths of the time of blocks of 512.
         chunk=min(chunk, CPU_BLOCK) if request.platform == "cpu" else chunk,
@@ -82,12 +119,22 @@ def attention(
         noise = None
         if encoding.noise is not None:
             # The size of the keys' noise depends on rotated keys; XLA sums over them without keeping them.
-            rotated = encode_keys(key, encoding._replace(noise=None), H, positions)
+            rotated = encode_keys(key, encoding._replace(noise=None), H, at)
             noise = Noise(encoding.noise, noise_size(rotated, encoding.noise, encoding.noise_sigma))
         inputs = replace(inputs, rotation=encoding.rotation, noise=noise)
     else:
-        key = encode_keys(key, encoding, H, positions)
+        key = encode_keys(key, encoding, H, at)
         value = jnp.repeat(value, key.shape[2] // G, axis=2) if key.shape[2] != G else value
+    if chosen.kernel and query.shape[3] != K:
+        query, key, value = (_filled(one, max(K, query.shape[3])) for one in (query, key, value))
     if request.partial or chosen.kernel:
-        return on_mesh(chosen, query, key, value, inputs)
-    return chosen.run(query, key, value, inputs)
+        out = on_mesh(chosen, query, key, value, inputs)
+    else:
+        out = chosen.run(query, key, value, inputs)
+    out = out if out.shape[3] == K else out[..., :K]
+    return output(hooks, inputs_of_hooks, out, own_value)
+
+
+def _filled(x: Float[Array, "B T heads K"], channels: int) -> Float[Array, "B T heads channels"]:
+    """Zeros for further channels, which change neither logits nor outputs: kernels take one number of channels."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, channels - x.shape[3])))

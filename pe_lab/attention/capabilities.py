@@ -9,7 +9,16 @@ from pe_lab.attention.key_block import AttentionInputs
 from pe_lab.errors import UnsupportedError
 
 # What a layer may request beside causality and grouped queries, which all implementations support.
-FEATURES = ("slopes", "segments", "windows", "diagonal bias")
+FEATURES = (
+    "slopes",
+    "segments",
+    "windows",
+    "distance bias",  # a table by distance
+    "key bias",
+    "position bias",  # a function of positions
+    "logit functions",  # of all logits of a query
+    "sinks",
+)
 
 
 class Capabilities(NamedTuple):
@@ -80,7 +89,16 @@ def refusals(capabilities: Capabilities, request: Request) -> list[str]:
 
 def check_inputs(name: str, honours: frozenset[str], inputs: AttentionInputs) -> None:
     """Raises an `UnsupportedError` if an implementation is called with a feature that it does not honour."""
-    given = (inputs.slope, inputs.query_segments, inputs.window, inputs.diagonal_bias)
+    given = (
+        inputs.slope,
+        inputs.query_segments,
+        inputs.window,
+        inputs.distance_bias,
+        inputs.key_bias,
+        inputs.bias,
+        inputs.rows,
+        inputs.sink,
+    )
     refused = [what for what, x in zip(FEATURES, given, strict=True) if x is not None and what not in honours]
     if refused:
         raise UnsupportedError(f"{name} attention has no {' and no '.join(refused)}.")

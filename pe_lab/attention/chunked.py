@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from pe_lab.attention.bias import (
+    PositionBias,
+    add_diagonal_sums,
+    extended,
+    table_gradient,
+    toeplitz_block,
+)
+from pe_lab.attention.gradient import Pair, attend, rotated_keys, whole_sequence
 from pe_lab.attention.key_block import (
     FLOOR,
     MASKED,
-    RESIDUALS,
     AttentionInputs,
+    KeyBlockGradients,
     Keys,
     OnlineSoftmax,
     PartialAttention,
@@ -24,15 +29,15 @@ from pe_lab.attention.key_block import (
     masked_logits,
     padded,
 )
+from pe_lab.attention.rows import attention_by_rows
 from pe_lab.errors import UnsupportedError
-from pe_lab.positional import rotate, rotation_tables
 
 
 def chunked_attention(query: Queries, key: Keys, value: Keys, inputs: AttentionInputs) -> Queries:
     """`reference_attention`, one [chunk, chunk] block of logits at a time; blocks without visible keys are skipped."""
-    q, k, v = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
-    out = _attend(q, k, v, inputs, False)[0]
-    return out.transpose(0, 2, 1, 3).astype(query.dtype)
+    if inputs.rows is not None:
+        return attention_by_rows(query, key, value, inputs)
+    return whole_sequence(PAIR)(query, key, value, inputs)
 
 
 def chunked_key_block(
@@ -48,29 +53,26 @@ def chunked_key_block(
 
     Keys beyond `used` take as much time as others. Rows with different `start` are computed one by one.
     """
-    if inputs.noise is not None or inputs.diagonal_bias is not None:
-        raise UnsupportedError("chunked attention to a block of keys has no noise and no diagonal bias.")
+    if inputs.noise is not None or inputs.rows is not None:
+        raise UnsupportedError("chunked attention to a block of keys has no noise and no functions of all logits.")
     if layer is not None:
         key, value = (jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) for x in (key, value))
     if inputs.rotation is not None:
-        positions = jnp.arange(key.shape[2], dtype=jnp.int32)[None]
-        cos, sin = rotation_tables(inputs.rotation.fixed_freq, inputs.rotation.gain, positions)
-        heads = cos.shape[2]
-        if heads not in (1, key.shape[1]):
-            key, value = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (key, value))
-        key = rotate(key.swapaxes(1, 2), cos, sin).swapaxes(1, 2)
+        key, value = rotated_keys(key, value, inputs)
         inputs = replace(inputs, rotation=None)
     if inputs.used is not None:
         value = jnp.where((jnp.arange(key.shape[2]) < inputs.used[:, None])[:, None, :, None], value, 0)
     if query.shape[0] == 1 or (inputs.start is None and inputs.used is None):
-        return PartialAttention(*_attend(query, key, value, inputs, wide))
+        return attend(query, key, value, inputs, PAIR, wide)
+
+    shared = {"slope": inputs.slope, "distance_bias": inputs.distance_bias, "bias": inputs.bias}
 
     def row(q: jax.Array, k: jax.Array, v: jax.Array, inputs: AttentionInputs) -> PartialAttention:
-        one = replace(jax.tree.map(lambda x: x[None], inputs), slope=slope)
-        out, logsumexp = _attend(q[None], k[None], v[None], one, wide)
+        one = replace(jax.tree.map(lambda x: x[None], inputs), **shared)
+        out, logsumexp = attend(q[None], k[None], v[None], one, PAIR, wide)
         return PartialAttention(out[0], logsumexp[0])
 
-    slope, inputs = inputs.slope, replace(inputs, slope=None)
+    inputs = replace(inputs, slope=None, distance_bias=None, bias=None)
     rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (query.shape[0], *x.shape[1:])), inputs)
     return jax.vmap(row)(query, key, value, rows)
 
@@ -80,17 +82,40 @@ class _Blocks(NamedTuple):
 
     q: Float[Array, "B G M T K"]
     k: Float[Array, "B G S K"]
-    v: Float[Array, "B G S K"]
+    v: Float[Array, "B G S V"]
     inputs: AttentionInputs
+    table: Float[Array, "H extended"] | None  # `inputs.distance_bias`, extended
     keys: int  # before padding
     queries_per_block: int
     keys_per_block: int
 
+    def first(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """The distance of the first query of block i from the first key of block j."""
+        first = i * self.queries_per_block - j * self.keys_per_block
+        return first if self.inputs.start is None else self.inputs.start[0] + first
+
+    def positions(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Those of the queries and of the keys, [B or 1, tokens]."""
+        inputs, t, s = self.inputs, self.queries_per_block, self.keys_per_block
+        if inputs.query_positions is not None and inputs.key_positions is not None:
+            return _part(inputs.query_positions, i, t, 1), _part(inputs.key_positions, j, s, 1)
+        return (self.first(i, j) + j * s + jnp.arange(t))[None], (j * s + jnp.arange(s))[None]
+
+    def bias(self, i: jax.Array, j: jax.Array, params: PositionBias | None) -> jax.Array | None:
+        """What is added to the logits of a block, [B or 1, H, t, s]: from the table, and by a function."""
+        terms = []
+        if self.table is not None:
+            t, s = self.queries_per_block, self.keys_per_block
+            terms.append(toeplitz_block(self.table, self.first(i, j), t, s)[None])
+        if params is not None:
+            H = self.q.shape[1] * self.q.shape[2]
+            terms.append(params.block(*self.positions(i, j), H))
+        return sum(terms) if terms else None
+
     def logits(self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
         """Masked float32 logits [B, G, M, t, s] of query block i, `q`, against key block j, `k`."""
         inputs, t, s = self.inputs, self.queries_per_block, self.keys_per_block
-        first = i * t - j * s if inputs.start is None else inputs.start[0] + i * t - j * s
-        distance = first + jnp.arange(t)[:, None] - jnp.arange(s)[None, :]
+        distance = self.first(i, j) + jnp.arange(t)[:, None] - jnp.arange(s)[None, :]
         used = None
         if inputs.start is not None and self.keys < self.k.shape[2]:
             # Without `start`, padded keys are later than all queries.
@@ -99,7 +124,7 @@ class _Blocks(NamedTuple):
             before_end = j * s + jnp.arange(s) < inputs.used[0]
             used = before_end if used is None else used & before_end
         block = inputs.of_tokens(lambda x: _part(x, i, t, 1), lambda x: _part(x, j, s, 1))
-        return masked_logits(q, k, distance, block, used)
+        return masked_logits(q, k, distance, block, used, self.bias(i, j, inputs.bias))
 
     def visible_keys(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The range of key blocks that contain visible keys of query block i."""
@@ -120,22 +145,23 @@ def _in_blocks(q: jax.Array, k: jax.Array, v: jax.Array, inputs: AttentionInputs
     t, s = min(inputs.chunk, T), min(inputs.chunk, S)
     q = padded(q, 2, t).reshape(B, G, H // G, -1, K)
     inputs = inputs.of_tokens(lambda x: padded(x, 1, t), lambda x: padded(x, 1, s))
-    return _Blocks(q, padded(k, 2, s), padded(v, 2, s), inputs, S, t, s)
+    table = None if inputs.distance_bias is None else extended(inputs.distance_bias, t, s)
+    return _Blocks(q, padded(k, 2, s), padded(v, 2, s), inputs, table, S, t, s)
 
 
 def _part(x: jax.Array, index: jax.Array, size: int, axis: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(
+def _partial(
     q: Float[Array, "B H T K"],
     k: Float[Array, "B G S K"],
-    v: Float[Array, "B G S K"],
+    v: Float[Array, "B G S V"],
     inputs: AttentionInputs,
-    wide: bool,
-) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T"]]:
-    """The output, in the dtype of q (`wide`: float32), and every query's logsumexp, which has no gradient."""
+    *,
+    wide: bool = False,
+) -> PartialAttention:
+    """Attention to a block of keys; all rows start at the same place. `wide`: `out` in float32."""
     B, H, T, K = q.shape
     blocks = _in_blocks(q, k, v, inputs)
     t, s, rows = blocks.queries_per_block, blocks.keys_per_block, blocks.q.shape[:3]
@@ -154,7 +180,7 @@ def _attend(
         start = OnlineSoftmax(
             jnp.full((*rows, t), FLOOR, jnp.float32),
             jnp.zeros((*rows, t), jnp.float32),
-            jnp.zeros((*rows, t, K), jnp.float32),
+            jnp.zeros((*rows, t, v.shape[-1]), jnp.float32),
         )
         highest, total, out = jax.lax.fori_loop(*blocks.visible_keys(i), key_block, start)
         some = total > 0
@@ -163,23 +189,8 @@ def _attend(
         return out if wide else out.astype(q.dtype), logsumexp
 
     out, logsumexp = jax.lax.map(query_block, jnp.arange(blocks.q.shape[3] // t))  # [T/t, B, G, M, t, ...]
-    out = jnp.moveaxis(out, 0, 3).reshape(B, H, -1, K)[:, :, :T]
-    return out, jnp.moveaxis(logsumexp, 0, 3).reshape(B, H, -1)[:, :, :T]
-
-
-def _forward_rule(q, k, v, inputs, wide):  # noqa: ANN001, ANN202
-    out, logsumexp = checkpoint_name(_attend(q, k, v, inputs, wide), RESIDUALS)
-    return (out, logsumexp), (q, k, v, inputs, out, logsumexp)
-
-
-def _backward_rule(wide, saved, d):  # noqa: ANN001, ANN202
-    q, k, v, inputs, out, logsumexp = saved
-    d_out = d[0]
-    # sum_s p_ts dp_ts = sum_k do_tk o_tk: the softmax's own term in its gradient.
-    inner = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
-    d_q, d_k, d_v = chunked_gradient(q, k, v, inputs, logsumexp, inner, d_out)
-    # The schedule is outside the gradient.
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), jax.tree.map(no_gradient, inputs)
+    out = jnp.moveaxis(out, 0, 3).reshape(B, H, -1, v.shape[-1])[:, :, :T]
+    return PartialAttention(out, jnp.moveaxis(logsumexp, 0, 3).reshape(B, H, -1)[:, :, :T])
 
 
 def chunked_gradient(
@@ -190,58 +201,97 @@ def chunked_gradient(
     logsumexp: Float[Array, "B H T"],
     inner: Float[Array, "B H T"],
     d_out: Float[Array, "B H T K"],
-) -> tuple[Float[Array, "B H T K"], Float[Array, "B G S K"], Float[Array, "B G S K"]]:
-    """The gradients of queries, keys and values that come from one block of keys; float32.
+) -> KeyBlockGradients:
+    """The gradients that come from one block of keys; float32.
 
     Args:
       q, k, v, inputs: as in `chunked_key_block`; all rows start at the same place.
       logsumexp: of the logits of all keys, of which this block is a part.
-      inner: sum over channels of d_out times the output of the whole attention.
+      inner: sum over channels of d_out times the output of the whole attention, minus the gradient of the logsumexp.
       d_out: gradient of that output.
     """
     B, H, T, K = q.shape
-    S = k.shape[2]
+    G, S = k.shape[1:3]
     blocks = _in_blocks(q, k, v, inputs)
     t, s, rows = blocks.queries_per_block, blocks.keys_per_block, blocks.q.shape[:3]
     # Padded queries get weight 0: with a logsumexp of 0, their weights could overflow.
     logsumexp = jnp.pad(logsumexp, ((0, 0), (0, 0), (0, -T % t)), constant_values=-MASKED).reshape(*rows, -1)
     inner = padded(inner, 2, t).reshape(*rows, -1)
-    d_out = padded(d_out, 2, t).reshape(blocks.q.shape)
+    d_out = padded(d_out, 2, t).reshape(*blocks.q.shape[:-1], -1)
 
-    def query_block(d_kv: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def query_block(sums: KeyBlockGradients, i: jax.Array) -> tuple[KeyBlockGradients, jax.Array]:
         q_i, d_out_i = _part(blocks.q, i, t, 3), _part(d_out, i, t, 3)
         logsumexp_i, inner_i = _part(logsumexp, i, t, 3), _part(inner, i, t, 3)
 
-        def key_block(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            d_q, d_k, d_v = carry
+        def key_block(j: jax.Array, sums: KeyBlockGradients) -> KeyBlockGradients:
             k_j, v_j = _part(blocks.k, j, s, 2), _part(blocks.v, j, s, 2)
             logits = blocks.logits(q_i, k_j, i, j)
             p = jnp.exp(logits - logsumexp_i[..., None])
             d_p = jnp.einsum("bgmtk,bgsk->bgmts", d_out_i, v_j, preferred_element_type=jnp.float32)
-            d_logits = p * (d_p - inner_i[..., None])
-            d_logits, p = d_logits.astype(q.dtype), p.astype(q.dtype)
-            d_q += jnp.einsum("bgmts,bgsk->bgmtk", d_logits, k_j, preferred_element_type=jnp.float32)
-            d_k_j = jnp.einsum("bgmts,bgmtk->bgsk", d_logits, q_i, preferred_element_type=jnp.float32)
-            d_v_j = jnp.einsum("bgmts,bgmtk->bgsk", p, d_out_i, preferred_element_type=jnp.float32)
-            at = (0, 0, j * s, 0)
-            d_k = jax.lax.dynamic_update_slice(d_k, _part(d_k, j, s, 2) + d_k_j, at)
-            d_v = jax.lax.dynamic_update_slice(d_v, _part(d_v, j, s, 2) + d_v_j, at)
-            return d_q, d_k, d_v
+            d_wide = p * (d_p - inner_i[..., None])
+            d_logits, p = d_wide.astype(q.dtype), p.astype(q.dtype)
+            d_q = jnp.einsum("bgmts,bgsk->bgmtk", d_logits, k_j, preferred_element_type=jnp.float32)
+            d_k = jnp.einsum("bgmts,bgmtk->bgsk", d_logits, q_i, preferred_element_type=jnp.float32)
+            d_v = jnp.einsum("bgmts,bgmtk->bgsk", p, d_out_i, preferred_element_type=jnp.float32)
+            return sums._replace(
+                query=sums.query + d_q,
+                key=_add_part(sums.key, d_k, j, s, 2),
+                value=_add_part(sums.value, d_v, j, s, 2),
+                **_learned(blocks, sums, d_wide.reshape(B, H, t, s), i, j),
+            )
 
-        start = (jnp.zeros(q_i.shape, jnp.float32), *d_kv)
-        d_q, d_k, d_v = jax.lax.fori_loop(*blocks.visible_keys(i), key_block, start)
-        return (d_k, d_v), d_q
+        start = sums._replace(query=jnp.zeros(q_i.shape, jnp.float32))
+        sums = jax.lax.fori_loop(*blocks.visible_keys(i), key_block, start)
+        return sums._replace(query=jnp.zeros(())), sums.query
 
-    zeros = (jnp.zeros(blocks.k.shape, jnp.float32), jnp.zeros(blocks.v.shape, jnp.float32))
-    (d_k, d_v), d_q = jax.lax.scan(query_block, zeros, jnp.arange(blocks.q.shape[3] // t))
-    d_q = jnp.moveaxis(d_q, 0, 3).reshape(B, H, -1, K)[:, :, :T]
-    return d_q, d_k[:, :, :S], d_v[:, :, :S]
+    def zeros(x: Any) -> Any:
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), x)
+
+    start = KeyBlockGradients(
+        jnp.zeros(()),
+        zeros(blocks.k),
+        zeros(blocks.v),
+        zeros(inputs.slope),
+        zeros(blocks.table),
+        zeros(blocks.inputs.key_bias),
+        zeros(inputs.bias),
+    )
+    sums, d_q = jax.lax.scan(query_block, start, jnp.arange(blocks.q.shape[3] // t))
+    return sums._replace(
+        query=jnp.moveaxis(d_q, 0, 3).reshape(B, H, -1, K)[:, :, :T],
+        key=sums.key[:, :, :S],
+        value=sums.value[:, :, :S],
+        distance_bias=None if sums.distance_bias is None else table_gradient(sums.distance_bias, t, s),
+        key_bias=None if sums.key_bias is None else sums.key_bias[:, :, :S],
+    )
 
 
-def no_gradient(x: jax.Array) -> jax.Array | np.ndarray:
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
+def _learned(
+    blocks: _Blocks, sums: KeyBlockGradients, d_logits: Float[Array, "B H t s"], i: jax.Array, j: jax.Array
+) -> dict[str, Any]:
+    """The gradients of slopes and biases after one more block."""
+    inputs, s, more = blocks.inputs, blocks.keys_per_block, {}
+    if sums.slope is not None:
+        queries, keys = blocks.positions(i, j)
+        far = (queries[:, :, None] - keys[:, None, :]).astype(jnp.float32)
+        more["slope"] = sums.slope - (d_logits * far[:, None]).sum((0, 2, 3))
+    if sums.distance_bias is not None:
+        more["distance_bias"] = add_diagonal_sums(sums.distance_bias, d_logits.sum(0), blocks.first(i, j))
+    if sums.key_bias is not None:
+        d_keys = d_logits.sum(2)
+        d_keys = d_keys if sums.key_bias.shape[0] > 1 else d_keys.sum(0, keepdims=True)
+        more["key_bias"] = _add_part(sums.key_bias, d_keys, j, s, 2)
+    if inputs.bias is not None:
+        H = d_logits.shape[1]
+        found, pull = jax.vjp(lambda bias: bias.block(*blocks.positions(i, j), H), inputs.bias)
+        d_bias = d_logits if found.shape[0] > 1 else d_logits.sum(0, keepdims=True)
+        more["bias"] = jax.tree.map(jnp.add, sums.bias, pull(d_bias)[0])
+    return more
 
 
-_attend.defvjp(_forward_rule, _backward_rule)
+def _add_part(x: jax.Array, part: jax.Array, index: jax.Array, size: int, axis: int) -> jax.Array:
+    updated = _part(x, index, size, axis) + part
+    return jax.lax.dynamic_update_slice_in_dim(x, updated, index * size, axis)
+
+
+PAIR = Pair(_partial, chunked_gradient)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pe_lab.attention.key_block import MASKED, AttentionInputs, Keys, Queries
-from pe_lab.attention.reference import alibi, visible
+from pe_lab.attention.key_block import (
+    MASKED,
+    AttentionInputs,
+    Keys,
+    PartialAttention,
+    Queries,
+    heads_of_groups,
+    with_sink,
+)
+from pe_lab.attention.reference import added_to_logits, visible
 
 
 def dense_attention(query: Queries, key: Keys, value: Keys, inputs: AttentionInputs) -> Queries:
@@ -22,51 +32,65 @@ def dense_attention(query: Queries, key: Keys, value: Keys, inputs: AttentionInp
     # Query heads of a group share their keys: the matrix products take them as more queries.
     q = query.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4).reshape(B, G, H // G * T, K)
     k, v = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    bias = jnp.where(visible(T, inputs), 0.0, MASKED)[:, None, None]
-    penalty = alibi(T, inputs, G)
-    if penalty is not None:
-        bias = bias - penalty
-    if inputs.diagonal_bias is not None:
-        bias = bias + (jnp.eye(T) * inputs.diagonal_bias[:, None])[:, None, None]
-    out = _attend(q, k, v, bias)
-    return out.reshape(B, G, H // G, T, K).transpose(0, 3, 1, 2, 4).reshape(B, T, H, K).astype(query.dtype)
+    distance = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
+    bias = jnp.where(visible(distance, inputs), 0.0, MASKED)[:, None, None]
+    added = added_to_logits(distance, 0, H, inputs)
+    if added is not None:
+        bias = bias + heads_of_groups(added, G)
+    learned = inputs.distance_bias is not None or inputs.key_bias is not None or inputs.bias is not None
+    out, logsumexp = _attend(q, k, v, bias, learned)
+    part = PartialAttention(out.reshape(B, H, T, -1), logsumexp.reshape(B, H, T))
+    return with_sink(part, inputs.sink, query.dtype).transpose(0, 2, 1, 3)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(
     q: Float[Array, "B G MT K"],
     k: Float[Array, "B G S K"],
-    v: Float[Array, "B G S K"],
+    v: Float[Array, "B G S V"],
     bias: Float[Array, "#B #G #M T S"],
-) -> Float[Array, "B G MT K"]:
-    return _forward_rule(q, k, v, bias)[0]
+    learned: bool,
+) -> tuple[Float[Array, "B G MT V"], Float[Array, "B G MT"]]:
+    """The output and the logsumexp; `learned`: the bias has a gradient."""
+    return _forward_rule(q, k, v, bias, learned)[0]
 
 
-def _forward_rule(q, k, v, bias):  # noqa: ANN001, ANN202
+def _forward_rule(q, k, v, bias, learned):  # noqa: ANN001, ANN202
     B, G, MT, _ = q.shape
     T, S = bias.shape[-2:]
     logits = jnp.einsum("bgtk,bgsk->bgts", q, k, preferred_element_type=jnp.float32)
     logits = (logits.reshape(B, G, MT // T, T, S) + bias).reshape(B, G, MT, S)
-    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+    highest = logits.max(-1, keepdims=True)
+    weights = jnp.exp(logits - highest)
     total = weights.sum(-1, keepdims=True)
     weights = weights.astype(v.dtype)
     out = jnp.einsum("bgts,bgsk->bgtk", weights, v, preferred_element_type=jnp.float32) / total
-    return out, (q, k, v, bias, weights, total, out)
+    return (out, (highest + jnp.log(total))[..., 0]), (q, k, v, bias, weights, total, out)
 
 
-def _backward_rule(saved, d_out):  # noqa: ANN001, ANN202
+def _backward_rule(learned, saved, d):  # noqa: ANN001, ANN202
     q, k, v, bias, weights, total, out = saved
-    # With p = weights / total: d_v = p^T d_out and d_logits = p (d_out v^T - sum_k d_out out). d_out is divided by
-    # total, because it is the smaller array.
-    d_out = d_out / total
-    inner = (d_out * out).sum(-1, keepdims=True)
+    # With p = weights / total: d_v = p^T d_out and d_logits = p (d_out v^T - sum_k d_out out + d_logsumexp). d_out is
+    # divided by total, because it is the smaller array.
+    d_out = d[0] / total
+    inner = (d_out * out).sum(-1, keepdims=True) - d[1][..., None] / total
     d_out = d_out.astype(v.dtype)
     d_weights = jnp.einsum("bgtk,bgsk->bgts", d_out, v, preferred_element_type=jnp.float32)
-    d_logits = (weights * (d_weights - inner)).astype(q.dtype)
+    d_logits = weights * (d_weights - inner)
+    d_bias = _summed(d_logits, bias.shape) if learned else jnp.zeros_like(bias)
+    d_logits = d_logits.astype(q.dtype)
     d_q = jnp.einsum("bgts,bgsk->bgtk", d_logits, k, preferred_element_type=jnp.float32)
     d_k = _transposed_product(d_logits, q)
     d_v = _transposed_product(weights, d_out)
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), jnp.zeros_like(bias)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_bias
+
+
+def _summed(d_logits: Float[Array, "B G MT S"], shape: tuple[int, ...]) -> Float[Array, "#B #G #M T S"]:
+    """The gradient of the logits, summed over the axes that a bias does not have."""
+    B, G, MT, S = d_logits.shape
+    d_logits = d_logits.astype(jnp.float32).reshape(B, G, -1, shape[-2], S)
+    over = tuple(axis for axis in range(3) if shape[axis] == 1 and d_logits.shape[axis] > 1)
+    return d_logits.sum(over, keepdims=True)
 
 
 def _transposed_product(a: Float[Array, "B G T S"], b: Float[Array, "B G T K"]) -> Float[Array, "B G S K"]:

@@ -7,19 +7,22 @@ from dataclasses import dataclass
 
 import jax
 
-from pe_lab.attention.capabilities import FEATURES, Capabilities, Request, check_inputs, refusals
-from pe_lab.attention.chunked import chunked_attention, chunked_key_block
+from pe_lab.attention.capabilities import FEATURES, Capabilities, Request, refusals
+from pe_lab.attention.chunked import chunked_attention, chunked_gradient, chunked_key_block
 from pe_lab.attention.dense import dense_attention
+from pe_lab.attention.gradient import Pair, whole_sequence
+from pe_lab.attention.hooks import hook_features
 from pe_lab.attention.kernels import external
 from pe_lab.attention.kernels.gpu import gpu_key_block
 from pe_lab.attention.kernels.tpu import tpu_key_block
-from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel, Keys, Queries
+from pe_lab.attention.key_block import KeyBlockGradient, KeyBlockKernel
 from pe_lab.attention.reference import reference_attention
 from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
 from pe_lab.parallel import context_size, platform, slots_are_sharded
 from pe_lab.positional import LayerStructure
 
 EVERYTHING = frozenset(FEATURES)
+KERNEL_FEATURES = EVERYTHING - {"position bias", "logit functions"}
 SHORT = 256  # up to this many tokens, accelerators multiply whole matrices faster than a kernel runs
 
 
@@ -32,6 +35,7 @@ class Implementation:
       run: as `reference_attention`, for a whole sequence; with `rotates_keys`, also with rotation and noise.
       capabilities: what it supports.
       partial: as `chunked_key_block`, for a block of keys, if it has that; a context axis and KV caches need it.
+      gradient: of `partial`, where `capabilities.backward`.
       kernel: a program of the device, which XLA cannot shard: on a mesh it runs on each device's part.
     """
 
@@ -39,46 +43,45 @@ class Implementation:
     run: Callable[..., jax.Array]
     capabilities: Capabilities
     partial: KeyBlockKernel | None = None
+    gradient: KeyBlockGradient | None = None
     kernel: bool = False
 
 
-def whole_sequence(partial: KeyBlockKernel) -> Callable[..., jax.Array]:
-    """Attention of whole sequences, [B, T, H, K] as `reference_attention`, by a kernel for a block of keys."""
-
-    def run(query: Queries, key: Keys, value: Keys, inputs: AttentionInputs) -> Queries:
-        check_inputs("kernel", EVERYTHING - {"diagonal bias"}, inputs)
-        q, k, v = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
-        return partial(q, k, v, inputs.for_every_row(query.shape[0])).out.transpose(0, 2, 1, 3)
-
-    return run
-
-
-def _pallas(partial: KeyBlockKernel, platform: str, compiler: str) -> Implementation:
+def _pallas(
+    partial: KeyBlockKernel, gradient: KeyBlockGradient | None, platform: str, compiler: str
+) -> Implementation:
     capabilities = Capabilities(
-        honours=EVERYTHING - {"diagonal bias"},
+        honours=KERNEL_FEATURES,
         dtypes=("float32", "bfloat16"),
         head_dims=lambda K: 32 <= K <= 256 and K % 16 == 0,
         head_dims_text="32 to 256, in steps of 16",
-        backward=False,
+        backward=gradient is not None,
         rotates_keys=True,
         platforms=(platform,),
     )
-    return Implementation(f"pe_lab's kernel, by {compiler}", whole_sequence(partial), capabilities, partial, True)
+    run = whole_sequence(Pair(partial, gradient))
+    return Implementation(f"pe_lab's kernel, by {compiler}", run, capabilities, partial, gradient, True)
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": Implementation("all logits at once, by the formula", reference_attention, Capabilities(EVERYTHING)),
     "dense": Implementation(
-        "all logits at once, with a hand-written gradient", dense_attention, Capabilities(EVERYTHING)
+        "all logits at once, with a hand-written gradient",
+        dense_attention,
+        Capabilities(EVERYTHING - {"logit functions"}),
     ),
     "chunked": Implementation(
-        "blocks of logits, memory linear in the length", chunked_attention, Capabilities(EVERYTHING), chunked_key_block
+        "blocks of logits, memory linear in the length",
+        chunked_attention,
+        Capabilities(EVERYTHING),
+        chunked_key_block,
+        chunked_gradient,
     ),
     "splash": Implementation("JAX's kernel", external.splash_attention, external.SPLASH, kernel=True),
     "cudnn": Implementation("NVIDIA's kernel, through jax.nn", external.cudnn_attention, external.CUDNN, kernel=True),
     "tokamax": Implementation("OpenXLA's kernels", external.tokamax_attention, external.TOKAMAX, kernel=True),
-    "pallas_tpu": _pallas(tpu_key_block, "tpu", "Mosaic"),
-    "pallas_gpu": _pallas(gpu_key_block, "gpu", "Triton"),
+    "pallas_tpu": _pallas(tpu_key_block, None, "tpu", "Mosaic"),
+    "pallas_gpu": _pallas(gpu_key_block, None, "gpu", "Triton"),
 }
 
 # The fastest first.
@@ -96,6 +99,7 @@ def layer_request(
     length: int,
     *,
     segments: bool = False,
+    positions: bool = False,
     backward: bool = False,
     partial: bool | None = None,
 ) -> Request:
@@ -107,6 +111,7 @@ def layer_request(
       dtype: of queries, keys and values.
       length: tokens of a sequence.
       segments: sequences hold several documents.
+      positions: those of tokens are not their indices.
       backward: a gradient will be taken.
       partial: partial results will be merged. None: if the mesh has a context axis.
     """
@@ -115,7 +120,7 @@ def layer_request(
         "slopes": structure.slopes,
         "segments": segments,
         "windows": structure.window is not None,
-        "diagonal bias": structure.diagonal_bias is not None,
+        **dict.fromkeys(hook_features(structure.hooks, positions), True),
     }
     return Request(
         needs=frozenset(name for name, needed in needs.items() if needed),
@@ -147,8 +152,8 @@ def reasons_against(name: str, request: Request) -> list[str]:
     reasons = refusals(one.capabilities, request)
     if request.partial and one.partial is None:
         reasons.append("gives no partial results, from which KV caches and sequences on several devices are merged")
-    if request.partial and "diagonal bias" in request.needs:
-        reasons.append("has no diagonal bias for a sequence on several devices")
+    if request.partial and "logit functions" in request.needs:
+        reasons.append("has no logit functions for a sequence on several devices")
     if name == "tokamax" and (reason := external.why_no_tokamax()):
         reasons.append(reason)
     return reasons

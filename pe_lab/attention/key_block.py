@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pe_lab.errors import UnsupportedError
-from pe_lab.positional import angles
+from pe_lab.attention.bias import PositionBias
+from pe_lab.errors import ConfigError, UnsupportedError
+from pe_lab.positional import LayerHooks, angles
 
 Queries = Float[Array, "B T H K"]  # of whole sequences
 Keys = Float[Array, "B T G K"]  # and values
@@ -45,6 +46,35 @@ class Noise(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class LogitsOfRows:
+    """The `logits` hooks of a layer. A pytree: `hooks` are static, `params` are theirs; `query` is neither scaled nor
+    rotated."""
+
+    query: Float[Array, "B T H K"]
+    params: tuple[Any, ...]
+    hooks: tuple[LayerHooks, ...] = field(metadata={"static": True})
+
+    def apply(self, logits: Float[Array, "B H T S"]) -> Float[Array, "B H T S"]:
+        """New logits of these queries; invisible keys stay invisible.
+
+        Raises:
+          ConfigError: a hook returned another shape; names its encoding.
+        """
+        seen, H = logits > FLOOR, logits.shape[1]
+        for (encoding, _, heads), params in zip(self.hooks, self.params, strict=True):
+            found = jnp.asarray(encoding.logits(params, self.query, logits))
+            if found.shape != logits.shape:
+                raise ConfigError(
+                    f"{type(encoding).__name__}.logits returned shape {list(found.shape)}; it must return that of the "
+                    f"logits, [B, H, T, S], which is {list(logits.shape)}."
+                )
+            chosen = jnp.zeros(H, bool).at[jnp.asarray(heads)].set(True) if heads else jnp.ones(H, bool)
+            logits = jnp.where(chosen[:, None, None] & seen, found.astype(jnp.float32), logits)
+        return logits
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class AttentionInputs:
     """Everything that attention takes beside queries, keys and values. None = absent from the compiled program.
 
@@ -54,11 +84,14 @@ class AttentionInputs:
       start: [B or 1] the index of the first query, counted from key 0; negative if its keys are later. None: 0.
       used: [B or 1] keys from this index on are ignored, whatever they hold. None: all keys are used.
       slope: [H] ALiBi's penalty per token.
-      query_positions, key_positions: ALiBi's distances are differences of these; None: of the indices.
+      query_positions, key_positions: ALiBi's distances are differences of these, and `bias` is a function of them;
+        None: of the indices.
       query_segments, key_segments: document of each token; a query sees only keys of its own document.
-      diagonal_bias: added to the logit of a token with itself; only for a whole sequence.
       distance_bias: added to the logit of a query and a key whose indices are d apart: entry min(d, D - 1).
       key_bias: added to all logits of a key.
+      bias: added to the logits, a function of positions.
+      rows: replaces all logits of a query; only for a whole sequence.
+      sink: a logit in the denominator of each head's softmax; only for a whole sequence.
       rotation: keys are not rotated yet, and the kernel rotates them by their index; queries are rotated already.
       noise: keys to replace by noise, a function of their index; requires a rotation of H rows.
       window: a query sees the last `window` tokens, itself included; None sees all.
@@ -72,9 +105,11 @@ class AttentionInputs:
     key_positions: Int[Array, "#B S"] | None = None
     query_segments: Int[Array, "#B T"] | None = None
     key_segments: Int[Array, "#B S"] | None = None
-    diagonal_bias: Float[Array, "#B T"] | None = None
     distance_bias: Float[Array, "H D"] | None = None
     key_bias: Float[Array, "#B H S"] | None = None
+    bias: PositionBias | None = None
+    rows: LogitsOfRows | None = None
+    sink: Float[Array, " H"] | None = None
     rotation: Rotation | None = None
     noise: Noise | None = None
     window: int | None = field(default=None, metadata={"static": True})
@@ -83,21 +118,21 @@ class AttentionInputs:
     def of_tokens(
         self, queries: Callable[[jax.Array], jax.Array], keys: Callable[[jax.Array], jax.Array]
     ) -> AttentionInputs:
-        """With `queries` applied to the arrays [B or 1, T] of queries, and `keys` to those of keys."""
+        """With `queries` applied to the arrays [B or 1, T, ...] of queries, and `keys` to those of keys."""
         return replace(
             self,
             query_positions=jax.tree.map(queries, self.query_positions),
             key_positions=jax.tree.map(keys, self.key_positions),
             query_segments=jax.tree.map(queries, self.query_segments),
             key_segments=jax.tree.map(keys, self.key_segments),
-            diagonal_bias=jax.tree.map(queries, self.diagonal_bias),
+            key_bias=jax.tree.map(lambda x: keys(x.swapaxes(1, 2)).swapaxes(1, 2), self.key_bias),
         )
 
     def for_every_row(self, rows: int) -> AttentionInputs:
-        """With arrays of tokens as [B, T], as kernels take them."""
+        """With arrays of tokens as [B, T, ...], as kernels take them."""
 
         def whole(x: jax.Array) -> jax.Array:
-            return jnp.broadcast_to(x, (rows, x.shape[1]))
+            return jnp.broadcast_to(x, (rows, *x.shape[1:]))
 
         return self.of_tokens(whole, whole)
 
@@ -126,12 +161,13 @@ class KeyBlockGradients(NamedTuple):
     slope: Float[Array, " H"] | None = None
     distance_bias: Float[Array, "H D"] | None = None
     key_bias: Float[Array, "#B H S"] | None = None
+    bias: PositionBias | None = None
 
 
 KeyBlockKernel = Callable[..., PartialAttention]  # `chunked_key_block`, `tpu_key_block` or `gpu_key_block`
-# (query, key, value, inputs, logsumexp [B, H, T] of all keys, inner [B, H, T], d_out [B, H, T, K]) -> gradients. `inner`
-# is the sum over channels of d_out times the output of the whole attention, minus the gradient of the logsumexp: the
-# gradient of a logit is p (d_out . value - inner), with p = exp(logit - logsumexp).
+# (query, key, value, inputs, logsumexp [B, H, T] of all keys, inner [B, H, T], d_out [B, H, T, K]) -> gradients.
+# `inner` is the sum over channels of d_out times the output of the whole attention, minus the gradient of the
+# logsumexp: the gradient of a logit is p (d_out . value - inner), with p = exp(logit - logsumexp).
 KeyBlockGradient = Callable[..., KeyBlockGradients]
 
 
@@ -152,16 +188,32 @@ def check_block(num_heads: int, key: jax.Array, value: jax.Array, inputs: Attent
     """The number of rotations of keys [L, B, G, S, K] that a kernel computes, 0 for none.
 
     Raises:
-      UnsupportedError: a diagonal bias, or noise without a rotation of H rows.
+      UnsupportedError: a bias that is a function, or noise without a rotation of H rows.
     """
     if value.shape != key.shape or num_heads % key.shape[2]:
         raise ValueError(
             f"{num_heads} query heads, keys of shape {key.shape} and values of {value.shape} do not go together."
         )
     rotations = 0 if inputs.rotation is None else inputs.rotation.fixed_freq.shape[0]
-    if inputs.diagonal_bias is not None or (inputs.noise is not None and rotations != num_heads):
-        raise UnsupportedError("attention kernel: no diagonal bias, and noise only with a rotation per query head.")
+    functions = inputs.bias is not None or inputs.rows is not None
+    if functions or (inputs.noise is not None and rotations != num_heads):
+        raise UnsupportedError(
+            "attention kernel: no function of logits, and noise only with a rotation per query head."
+        )
     return rotations
+
+
+def heads_of_groups(x: Float[Array, "#B H *axes"], kv_heads: int) -> Float[Array, "#B G M *axes"]:
+    """Query heads by their key head; one head stands for all."""
+    return x[:, :, None] if x.shape[1] == 1 else x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
+
+
+def with_sink(part: PartialAttention, sink: Float[Array, " H"] | None, dtype: jnp.dtype) -> Float[Array, "B H T K"]:
+    """The output of attention with a logit per head in the denominator of its softmax."""
+    if sink is None:
+        return part.out.astype(dtype)
+    kept = jax.nn.sigmoid(part.logsumexp - sink.astype(jnp.float32)[:, None])
+    return (part.out.astype(jnp.float32) * kept[..., None]).astype(dtype)
 
 
 def merge(parts: Sequence[PartialAttention]) -> PartialAttention:
@@ -199,23 +251,28 @@ def masked_logits(
     distance: Int[Array, "T S"],
     inputs: AttentionInputs,
     used: Bool[Array, " S"] | None = None,
+    bias: Float[Array, "#B H T S"] | None = None,
 ) -> Float[Array, "B G M T S"]:
     """Float32 logits of a block of queries against a block of keys; MASKED where a key is not visible.
 
     Args:
       query, key: rotated; queries scaled.
       distance: index of each query minus index of each key.
-      inputs: slope, positions, segments, diagonal bias and window of these tokens; other fields are not read.
+      inputs: slope, positions, segments, key bias and window of these tokens; other fields are not read.
       used: which keys are real; None: all.
+      bias: added to the logits.
     """
     logits = jnp.einsum("bgmtk,bgsk->bgmts", query, key, preferred_element_type=jnp.float32)
+    G = key.shape[1]
     if inputs.slope is not None:
         far = distance[None]
         if inputs.query_positions is not None and inputs.key_positions is not None:
             far = inputs.query_positions[:, :, None] - inputs.key_positions[:, None, :]
         logits -= inputs.slope.reshape(*logits.shape[1:3], 1, 1) * far[:, None, None].astype(jnp.float32)
-    if inputs.diagonal_bias is not None:
-        logits += jnp.where(distance == 0, inputs.diagonal_bias[:, :, None], 0)[:, None, None]
+    if bias is not None:
+        logits += heads_of_groups(bias, G)
+    if inputs.key_bias is not None:
+        logits += heads_of_groups(inputs.key_bias, G)[:, :, :, None].astype(jnp.float32)
     window = inputs.window
     mask = (distance >= 0)[None] if window is None else ((distance >= 0) & (distance < window))[None]
     if used is not None:

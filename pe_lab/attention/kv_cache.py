@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pe_lab.attention.key_block import MASKED, OnlineSoftmax, scaled
+from pe_lab.attention.hooks import position_bias, sink
+from pe_lab.attention.key_block import (
+    MASKED,
+    LogitsOfRows,
+    OnlineSoftmax,
+    PartialAttention,
+    heads_of_groups,
+    scaled,
+    with_sink,
+)
 from pe_lab.attention.layer_encoding import LayerEncoding, check_heads, encode_keys, encode_queries
+from pe_lab.attention.reference import softmax
 
 
 class CacheView(NamedTuple):
@@ -22,6 +33,7 @@ class CacheView(NamedTuple):
       positions: [B or 1, S] the position of the token in each slot; negative for an empty slot. Visibility depends on
         positions only: the content of an empty slot, even NaN, changes nothing.
       used: all slots from this index on are empty; their blocks are not computed.
+      key_bias: [L, B, H, S, 1] the key bias of every slot.
       encoding: rotations of every slot, cos and sin [B or 1, S, rows, R], and noise, if the cached keys are not
         rotated. None if they are.
     """
@@ -32,6 +44,7 @@ class CacheView(NamedTuple):
     positions: Int[Array, "#B S"]
     used: Int[Array, ""]
     encoding: LayerEncoding | None = None
+    key_bias: Float[Array, "L B H S 1"] | None = None
 
 
 def cached_attention(
@@ -44,6 +57,8 @@ def cached_attention(
     positions: Int[Array, "#B C"],
     window: int | None = None,
     block: int = 512,
+    key_bias: Float[Array, "B H C"] | None = None,
+    rows: LogitsOfRows | None = None,
 ) -> Float[Array, "B C H K"]:
     """Attention of C new tokens of each row to the cached tokens and, causally, to each other.
 
@@ -53,33 +68,45 @@ def cached_attention(
     causality hides them.
 
     Args:
-      query, value: of the new tokens, not rotated, not scaled.
+      query, value: of the new tokens, not rotated, not scaled; after `hooks.encode`.
       key: of the new tokens, from `encode_keys`.
       cache: the earlier tokens.
       encoding: of this layer, at the new tokens' positions.
       positions: of the new tokens: consecutive within a row, and higher than all positions in its cache.
       window: a query sees the last `window` tokens, itself included; None sees all.
       block: slots per block.
+      key_bias: of the new tokens.
+      rows: functions of all logits of the new tokens.
 
     Returns:
       [B, C, H, K] in the dtype of `query`.
     """
-    B, C, H, K = query.shape
-    G = value.shape[2]
+    B, C, H, _ = query.shape
+    G, K = value.shape[2:]
     check_heads(H, G)
+    hooks = encoding.hooks
     q = scaled(encode_queries(query, encoding, G, positions), encoding.scale(K))
-    q = q.transpose(0, 2, 1, 3).reshape(B, G, H // G, C, K)
+    q = q.transpose(0, 2, 1, 3).reshape(B, G, H // G, C, -1)
     slope = None if encoding.slope is None else encoding.slope.reshape(G, H // G, 1, 1)
+    function, of_sink = position_bias(hooks), sink(hooks, H)
+
+    def biased(logits: jax.Array, at: jax.Array, bias_of_keys: jax.Array | None) -> jax.Array:
+        """Logits plus the biases of keys at these positions, [B or 1, S]."""
+        if function is not None:
+            logits += heads_of_groups(function.block(positions, at, H), G)
+        if bias_of_keys is not None:
+            logits += heads_of_groups(bias_of_keys, G)[:, :, :, None].astype(jnp.float32)
+        return logits
 
     # The new tokens come first: every query sees its own key there, so that no sum of weights is ever zero.
     distance = jnp.arange(C)[:, None] - jnp.arange(C)
-    own = _logits(q, key.transpose(0, 2, 1, 3))
+    own = biased(_logits(q, key.transpose(0, 2, 1, 3)), positions, key_bias)
     if slope is not None:
         own -= slope * distance.astype(jnp.float32)
-    if encoding.diagonal_bias is not None:
-        own += (jnp.eye(C) * encoding.diagonal_bias[:, :, None])[:, None, None]
     seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     own = jnp.where(seen, own, MASKED)
+    if rows is not None:
+        return _by_rows(own, q, value, cache, biased, rows, positions, window, of_sink).astype(query.dtype)
     highest = own.max(-1)
     weights = jnp.exp(own - highest[..., None])
     start = OnlineSoftmax(highest, weights.sum(-1), _weighted(weights, value.transpose(0, 2, 1, 3)))
@@ -97,7 +124,8 @@ def cached_attention(
             of_block = _block_encoding(cache.encoding, first, block)
             k = encode_keys(k.transpose(0, 2, 1, 3), of_block, H, at).transpose(0, 2, 1, 3)
         distance = positions[:, :, None] - at[:, None, :]
-        logits = _logits(q, k)
+        of_slots = None if cache.key_bias is None else _block(cache.key_bias, cache.layer, first, block)[..., 0]
+        logits = biased(_logits(q, k), at, of_slots)
         if slope is not None:
             logits -= slope * distance[:, None, None].astype(jnp.float32)
         seen: Bool[Array, "#B C S"] = (at >= 0)[:, None] & (distance > 0)
@@ -108,8 +136,43 @@ def cached_attention(
         return softmax.add(jnp.where(seen[:, None, None], logits, MASKED), lambda weights: _weighted(weights, v))
 
     result = jax.lax.fori_loop(0, (cache.used + block - 1) // block, add_block, start)
-    out = (result.out / result.total[..., None]).reshape(B, H, C, K).transpose(0, 2, 1, 3)
-    return out.astype(query.dtype)
+    out = (result.out / result.total[..., None]).reshape(B, H, C, K)
+    logsumexp = (result.highest + jnp.log(result.total)).reshape(B, H, C)
+    return with_sink(PartialAttention(out, logsumexp), of_sink, query.dtype).transpose(0, 2, 1, 3)
+
+
+def _by_rows(
+    own: Float[Array, "B G M C C"],
+    q: Float[Array, "B G M C K"],
+    value: Float[Array, "B C G V"],
+    cache: CacheView,
+    biased: Callable[..., jax.Array],
+    rows: LogitsOfRows,
+    positions: Int[Array, "#B C"],
+    window: int | None,
+    of_sink: Float[Array, " H"] | None,
+) -> Float[Array, "B C H V"]:
+    """`cached_attention` where a function takes all logits of a query: those of all slots and of the new tokens."""
+    B, G, M, C, _ = q.shape
+    slots = cache.key.shape[3]
+    at, zero = cache.positions, jnp.zeros((), jnp.int32)
+    k, v = (_block(x, cache.layer, zero, slots) for x in (cache.key, cache.value))
+    of_slots = None if cache.key_bias is None else _block(cache.key_bias, cache.layer, zero, slots)[..., 0]
+    distance = positions[:, :, None] - at[:, None, :]
+    seen = (at >= 0)[:, None] & (distance > 0)
+    if window is not None:
+        seen &= distance < window
+    earlier = jnp.where(seen[:, None, None], biased(_logits(q, k), at, of_slots), MASKED)
+    logits = jnp.concatenate([earlier, own], -1).reshape(B, G * M, C, -1)
+    # A function may depend on the order of keys: those of a ring of slots are not in the order of positions.
+    order = jnp.argsort(jnp.broadcast_to(at, (B, slots)), axis=1)
+    order = jnp.concatenate([order, jnp.broadcast_to(slots + jnp.arange(C), (B, C))], 1)
+    logits = rows.apply(jnp.take_along_axis(logits, order[:, None, None], axis=-1))
+    weights = softmax(logits.reshape(B, G, M, C, -1), of_sink)
+    v = jnp.where((at >= 0)[:, None, :, None], v, 0)
+    v = jnp.concatenate([jnp.broadcast_to(v, (B, *v.shape[1:])), value.transpose(0, 2, 1, 3)], 2)
+    out = _weighted(weights, jnp.take_along_axis(v, order[:, None, :, None], axis=2))
+    return out.reshape(B, G * M, C, -1).transpose(0, 2, 1, 3)
 
 
 def _block(x: jax.Array, layer: jax.Array | int, first: jax.Array, block: int) -> Float[Array, "B heads S K"]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from pe_lab.attention.hooks import Hooks
 from pe_lab.attention.key_block import Rotation
 from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
 from pe_lab.errors import ConfigError
@@ -23,9 +24,9 @@ class LayerEncoding(NamedTuple):
       logit_scale: scalar factor on the logits.
       noise: [H] seeds of heads whose queries and keys are noise, 0 = none; requires cos and sin of H rows.
       noise_sigma: scalar standard deviation of the noise; None or 0 = that of the other heads' components.
-      diagonal_bias: [B or 1, T] added to the logit of a token with itself.
+      hooks: of encodings that are more than rotations and slopes.
       rotation: the frequencies and gains of cos and sin, for kernels that rotate keys inside; None where positions are
-        not indices, or where cos and sin are no plain rotation (the notebook's warp).
+        not indices.
     """
 
     cos: Float[Array, "B T rows R"] | None = None
@@ -34,7 +35,7 @@ class LayerEncoding(NamedTuple):
     logit_scale: Float[Array, ""] | None = None
     noise: UInt32[Array, " H"] | None = None
     noise_sigma: Float[Array, ""] | None = None
-    diagonal_bias: Float[Array, "#B T"] | None = None
+    hooks: Hooks = Hooks()
     rotation: Rotation | None = None
 
     def scale(self, head_dim: int) -> Float[Array, ""]:
@@ -63,15 +64,20 @@ def encode_keys(
 ) -> Float[Array, "B T heads K"]:
     """Keys, rotated or replaced by noise; of H heads where the heads of a group rotate differently.
 
+    `key` may have H heads already, after hooks.
+
     Raises:
       ConfigError: rotations that fit no heads, or noise without a rotation of H rows.
     """
     G = key.shape[2]
     if encoding.cos is not None and encoding.sin is not None:
-        _check_rows(encoding.cos.shape[2], G, num_heads)
-        if encoding.cos.shape[2] == num_heads != G:
+        cos, sin = encoding.cos, encoding.sin
+        if cos.shape[2] == num_heads != G:
             key = jnp.repeat(key, num_heads // G, axis=2)
-        key = rotate(key, encoding.cos, encoding.sin)
+        elif num_heads == G and cos.shape[2] not in (1, G):
+            cos, sin = (jnp.repeat(x, G // cos.shape[2], axis=2) for x in (cos, sin))
+        _check_rows(cos.shape[2], G, num_heads)
+        key = rotate(key, cos, sin)
     if encoding.noise is None:
         return key
     if key.shape[2] != num_heads:

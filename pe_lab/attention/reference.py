@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from pe_lab.attention.key_block import MASKED, AttentionInputs, Keys, Queries
+from pe_lab.attention.bias import extended, toeplitz_block
+from pe_lab.attention.key_block import MASKED, AttentionInputs, Keys, Queries, heads_of_groups
 
 
-def visible(length: int, inputs: AttentionInputs) -> Bool[Array, "#B T T"]:
+def visible(distance: Int[Array, "T S"], inputs: AttentionInputs) -> Bool[Array, "#B T S"]:
     """Which keys each query of a sequence sees: none that is later, out of the window or in another segment."""
-    index = jnp.arange(length)
-    distance = index[:, None] - index[None, :]
     mask = distance >= 0
     if inputs.window is not None:
         mask &= distance < inputs.window
@@ -22,34 +21,63 @@ def visible(length: int, inputs: AttentionInputs) -> Bool[Array, "#B T T"]:
     return mask
 
 
-def alibi(length: int, inputs: AttentionInputs, kv_heads: int) -> Float[Array, "#B G M T T"] | None:
-    """ALiBi's penalties, slope times distance; None without slopes."""
-    if inputs.slope is None:
-        return None
-    positions = jnp.arange(length)[None] if inputs.query_positions is None else inputs.query_positions
-    distance = (positions[:, :, None] - positions[:, None, :]).astype(jnp.float32)
-    return inputs.slope.reshape(kv_heads, -1, 1, 1) * distance[:, None, None]
+def added_to_logits(
+    distance: Int[Array, "T S"], first: Int[Array, ""] | int, num_heads: int, inputs: AttentionInputs
+) -> Float[Array, "#B H T S"] | None:
+    """The sum of ALiBi's penalties and of all biases, for queries of which the first has the index `first`."""
+    T, S = distance.shape
+    terms = []
+    if inputs.slope is not None or inputs.bias is not None:
+        queries, keys = (first + jnp.arange(T))[None], jnp.arange(S)[None]
+        if inputs.query_positions is not None and inputs.key_positions is not None:
+            queries, keys = inputs.query_positions, inputs.key_positions
+        if inputs.slope is not None:
+            far = (queries[:, :, None] - keys[:, None, :]).astype(jnp.float32)
+            terms.append(-inputs.slope[:, None, None] * far[:, None])
+        if inputs.bias is not None:
+            terms.append(inputs.bias.block(queries, keys, num_heads))
+    if inputs.distance_bias is not None:
+        terms.append(toeplitz_block(extended(inputs.distance_bias, T, S), jnp.asarray(first), T, S)[None])
+    if inputs.key_bias is not None:
+        terms.append(inputs.key_bias[:, :, None].astype(jnp.float32))
+    return sum(terms) if terms else None
 
 
 def reference_attention(query: Queries, key: Keys, value: Keys, inputs: AttentionInputs) -> Queries:
-    """softmax(q k^T - slope * distance + diagonal_bias) v over visible keys, with [B, H, T, T] float32 logits.
+    """softmax(q k^T - slope * distance + biases) v over visible keys, with [B, H, T, T] float32 logits.
 
     Args:
       query, key, value: of one sequence per row; queries and keys encoded, queries scaled.
       inputs: for queries and keys of the same tokens: without start, used, rotation and noise.
     """
+    return attention_to_all(query, key, value, inputs, 0)
+
+
+def attention_to_all(
+    query: Queries, key: Keys, value: Keys, inputs: AttentionInputs, first: Int[Array, ""] | int
+) -> Queries:
+    """`reference_attention` of some queries, of which the first has the index `first`, to all keys."""
     B, T, H, K = query.shape
-    G = key.shape[2]
+    S, G = key.shape[1:3]
     # Heads first: XLA on a CPU multiplies this layout fast, forward and backward.
     q = query.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
     k, v = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
     logits = jnp.einsum("bgmtk,bgsk->bgmts", q, k, preferred_element_type=jnp.float32)
-    penalty = alibi(T, inputs, G)
-    if penalty is not None:
-        logits -= penalty
-    if inputs.diagonal_bias is not None:
-        logits += (jnp.eye(T) * inputs.diagonal_bias[:, None])[:, None, None]
-    mask = visible(T, inputs)
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], logits, MASKED), axis=-1)
+    distance = first + jnp.arange(T)[:, None] - jnp.arange(S)[None, :]
+    added = added_to_logits(distance, first, H, inputs)
+    if added is not None:
+        logits += heads_of_groups(added, G)
+    logits = jnp.where(visible(distance, inputs)[:, None, None], logits, MASKED)
+    if inputs.rows is not None:
+        logits = inputs.rows.apply(logits.reshape(B, H, T, S)).reshape(logits.shape)
+    weights = softmax(logits, inputs.sink)
     out = jnp.einsum("bgmts,bgsk->bgmtk", weights.astype(value.dtype), v, preferred_element_type=jnp.float32)
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K).astype(query.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, -1).astype(query.dtype)
+
+
+def softmax(logits: Float[Array, "B G M T S"], sink: Float[Array, " H"] | None) -> Float[Array, "B G M T S"]:
+    """The softmax over keys, with a logit per head more in its denominator."""
+    if sink is None:
+        return jax.nn.softmax(logits, axis=-1)
+    column = jnp.broadcast_to(sink.astype(jnp.float32).reshape(*logits.shape[1:3], 1, 1), (*logits.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([logits, column], axis=-1), axis=-1)[..., :-1]

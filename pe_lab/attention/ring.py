@@ -18,14 +18,22 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from pe_lab.attention.chunked import chunked_gradient, no_gradient
-from pe_lab.attention.key_block import MASKED, RESIDUALS, AttentionInputs, KeyBlockKernel, PartialAttention, merge
+from pe_lab.attention.gradient import Pair, gradient_of_inputs
+from pe_lab.attention.key_block import (
+    MASKED,
+    RESIDUALS,
+    AttentionInputs,
+    KeyBlockGradients,
+    PartialAttention,
+    merge,
+    with_sink,
+)
 
 
 class _Static(NamedTuple):
     axis: str
     size: int
-    partial: KeyBlockKernel
+    pair: Pair
 
 
 class _Visitor(NamedTuple):
@@ -35,6 +43,7 @@ class _Visitor(NamedTuple):
     value: Float[Array, "B G T K"]
     positions: Int[Array, "B T"] | None
     segments: Int[Array, "B T"] | None
+    key_bias: Float[Array, "B H T"] | None
 
 
 def ring_attention(
@@ -45,22 +54,25 @@ def ring_attention(
     *,
     axis: str,
     size: int,
-    partial: KeyBlockKernel,
+    pair: Pair,
 ) -> Float[Array, "B H T K"]:
     """This device's part of causal attention, inside a `shard_map` over mesh axis `axis` of `size` devices.
 
     Args:
       query, key, value: this device's tokens, in `parallel.balanced_order`; queries and keys rotated, queries scaled.
-      inputs: of these tokens: slope, positions, segments, window, and the chunk of the gradient (`chunked_gradient`).
+      inputs: of these tokens: slopes, biases, positions, segments, sinks, window and chunk.
       axis, size: of the mesh.
-      partial: computes attention to a block of keys.
+      pair: computes attention to a block of keys, and its gradient.
     """
-    return _ring(query, key, value, inputs, _Static(axis, size, partial))
+    sink, inputs = inputs.sink, replace(inputs, sink=None)
+    return with_sink(_ring(query, key, value, inputs, _Static(axis, size, pair)), sink, query.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring(query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs, static: _Static) -> jax.Array:
-    return _forward(query, key, value, inputs, static).out.astype(query.dtype)
+def _ring(
+    query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs, static: _Static
+) -> PartialAttention:
+    return _forward_rule(query, key, value, inputs, static)[0]
 
 
 def _halves(x: jax.Array, axis: int) -> list[jax.Array]:
@@ -78,7 +90,7 @@ def _visible_pairs(
     me = jax.lax.axis_index(static.axis)
     other = (me - step) % n
     starts = [(0, 0, (me - other) * half), (1, 0, (2 * n - 1 - me - other) * half), (1, 1, (other - me) * half)]
-    inputs = replace(inputs, key_positions=visitor.positions, key_segments=visitor.segments)
+    inputs = replace(inputs, key_positions=visitor.positions, key_segments=visitor.segments, key_bias=visitor.key_bias)
 
     def pair(i: int, j: int, start: jax.Array) -> AttentionInputs:
         halves = inputs.of_tokens(lambda x: _halves(x, 1)[i], lambda x: _halves(x, 1)[j])
@@ -101,7 +113,7 @@ def _forward(
         partials = list(partials)
         keys, values = _halves(visitor.key, 2), _halves(visitor.value, 2)
         for i, j, pair in _visible_pairs(inputs, visitor, static, step, query.shape):
-            found = static.partial(queries[i], keys[j], values[j], pair, wide=True)
+            found = static.pair.partial(queries[i], keys[j], values[j], pair, wide=True)
             partials[i] = merge([partials[i], found])
         return partials
 
@@ -113,7 +125,7 @@ def _forward(
     nothing = [
         PartialAttention(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], MASKED, jnp.float32)) for q in queries
     ]
-    visitor = _Visitor(key, value, inputs.key_positions, inputs.key_segments)
+    visitor = _Visitor(key, value, inputs.key_positions, inputs.key_segments, inputs.key_bias)
     (partials, visitor), _ = jax.lax.scan(step, (nothing, visitor), jnp.arange(static.size - 1))
     partials = visit(partials, visitor, jnp.asarray(static.size - 1))
     return PartialAttention(
@@ -123,36 +135,43 @@ def _forward(
 
 def _forward_rule(query, key, value, inputs, static):  # noqa: ANN001, ANN202
     out, logsumexp = _forward(query, key, value, inputs, static)
-    out, logsumexp = checkpoint_name((out.astype(query.dtype), logsumexp), RESIDUALS)
-    return out, (query, key, value, inputs, out, logsumexp)
+    found = PartialAttention(*checkpoint_name((out.astype(query.dtype), logsumexp), RESIDUALS))
+    return found, (query, key, value, inputs, *found)
 
 
-def _backward_rule(static, saved, d_out):  # noqa: ANN001, ANN202
+def _backward_rule(static, saved, d):  # noqa: ANN001, ANN202
     query, key, value, inputs, out, logsumexp = saved
-    inner = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
-    queries, logsumexps, inners, d_outs = (_halves(x, 2) for x in (query, logsumexp, inner, d_out))
+    inner = (d.out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d.logsumexp
+    queries, logsumexps, inners, d_outs = (_halves(x, 2) for x in (query, logsumexp, inner, d.out))
 
     def step(carry: Any, s: jax.Array) -> Any:
-        d_q, d_k, d_v, visitor = carry
-        d_q, d_k, d_v = list(d_q), list(d_k), list(d_v)
+        d_q, travelling, learned, visitor = carry
+        d_q, (d_k, d_v, d_bias) = list(d_q), (list(x) for x in travelling)
         following = _to_next_device(visitor, static)
         keys, values = _halves(visitor.key, 2), _halves(visitor.value, 2)
         for i, j, pair in _visible_pairs(inputs, visitor, static, s, query.shape):
             saved = logsumexps[i], inners[i], d_outs[i]
-            more = chunked_gradient(queries[i], keys[j], values[j], pair, *saved)
-            d_q[i], d_k[j], d_v[j] = d_q[i] + more[0], d_k[j] + more[1], d_v[j] + more[2]
+            more = static.pair.gradient(queries[i], keys[j], values[j], pair, *saved)
+            d_q[i], d_k[j], d_v[j] = d_q[i] + more.query, d_k[j] + more.key, d_v[j] + more.value
+            if more.key_bias is not None:
+                d_bias[j] = d_bias[j] + more.key_bias
+            learned = jax.tree.map(jnp.add, learned, (more.slope, more.distance_bias, more.bias))
         # Gradients of keys and values travel with them, and are back on their own device after a whole round.
-        d_k, d_v = _to_next_device((d_k, d_v), static)
-        return (d_q, d_k, d_v, following), None
+        travelling = _to_next_device((d_k, d_v, d_bias), static)
+        return (d_q, travelling, learned, following), None
 
     zeros = lambda x: [jnp.zeros(half.shape, jnp.float32) for half in _halves(x, 2)]  # noqa: E731
-    visitor = _Visitor(key, value, inputs.key_positions, inputs.key_segments)
-    start = (zeros(query), zeros(key), zeros(value), visitor)
-    (d_q, d_k, d_v, _), _ = jax.lax.scan(step, start, jnp.arange(static.size))
-    d_q, d_k, d_v = (jnp.concatenate(x, 2) for x in (d_q, d_k, d_v))
-    return (
-        d_q.astype(query.dtype), d_k.astype(key.dtype), d_v.astype(value.dtype), jax.tree.map(no_gradient, inputs)
-    )  # fmt: skip
+    visitor = _Visitor(key, value, inputs.key_positions, inputs.key_segments, inputs.key_bias)
+    travelling = (zeros(key), zeros(value), [] if inputs.key_bias is None else zeros(inputs.key_bias))
+    learned = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (inputs.slope, inputs.distance_bias, inputs.bias))
+    start = (zeros(query), travelling, learned, visitor)
+    (d_q, travelling, learned, _), _ = jax.lax.scan(step, start, jnp.arange(static.size))
+    d_q, d_k, d_v = (jnp.concatenate(x, 2) for x in (d_q, *travelling[:2]))
+    d_bias = jnp.concatenate(travelling[2], 2) if travelling[2] else None
+    slope, table, function = learned
+    found = KeyBlockGradients(d_q, d_k, d_v, slope, table, d_bias, function)
+    # Every device has a part of the gradient of what all share: `shard_map` adds them.
+    return d_q.astype(query.dtype), d_k.astype(key.dtype), d_v.astype(value.dtype), gradient_of_inputs(inputs, found)
 
 
 _ring.defvjp(_forward_rule, _backward_rule)

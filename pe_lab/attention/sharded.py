@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from pe_lab.attention.gradient import Pair
 from pe_lab.attention.key_block import AttentionInputs, Keys, Noise, Queries, Rotation
 from pe_lab.attention.ring import ring_attention
+from pe_lab.errors import UnsupportedError
 from pe_lab.parallel import current_mesh
 
 if TYPE_CHECKING:
@@ -34,12 +36,18 @@ def on_mesh(implementation: Implementation, query: Queries, key: Keys, value: Ke
         key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
     tokens = PartitionSpec(batch, length, heads, None)
 
+    if heads is not None and inputs.bias is not None:
+        raise UnsupportedError(
+            "attention: a bias that is a function of positions serves all heads at once, and this mesh shards them "
+            f"over {mesh.shape[heads]} devices: use mesh.tensor=1, or a relative bias."
+        )
     size = mesh.shape[length] if length is not None else 1
+    pair = Pair(implementation.partial, implementation.gradient)
 
     def ring(query: jax.Array, key: jax.Array, value: jax.Array, inputs: AttentionInputs) -> jax.Array:
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
         inputs = inputs.for_every_row(len(query))
-        out = ring_attention(q, k, v, inputs, axis=length, size=size, partial=implementation.partial)
+        out = ring_attention(q, k, v, inputs, axis=length, size=size, pair=pair)
         return out.transpose(0, 2, 1, 3)
 
     return jax.shard_map(
@@ -57,13 +65,20 @@ def input_specs(inputs: AttentionInputs, batch: Any, length: Any, heads: Any) ->
     def of_rows(x: jax.Array) -> PartitionSpec:  # [B or 1] or [B or 1, T]
         return PartitionSpec(batch if x.shape[0] > 1 else None, *[length] * (x.ndim - 1))
 
+    learned = ("slope", "rotation", "noise", "distance_bias", "key_bias", "bias", "sink")
+    key_bias = inputs.key_bias
+
     rotation = None
     if inputs.rotation is not None:
         rows = heads if inputs.rotation.fixed_freq.shape[0] > 1 else None
         rotation = Rotation(PartitionSpec(rows, None, None), PartitionSpec(rows, None))
     return replace(
-        jax.tree.map(of_rows, replace(inputs, slope=None, rotation=None, noise=None)),
+        jax.tree.map(of_rows, replace(inputs, **dict.fromkeys(learned))),
         slope=None if inputs.slope is None else PartitionSpec(heads),
+        distance_bias=None if inputs.distance_bias is None else PartitionSpec(heads, None),
+        key_bias=None if key_bias is None else PartitionSpec(batch if key_bias.shape[0] > 1 else None, heads, length),
+        bias=jax.tree.map(lambda _: PartitionSpec(), inputs.bias),
+        sink=None if inputs.sink is None else PartitionSpec(heads),
         rotation=rotation,
         noise=inputs.noise and Noise(PartitionSpec(heads), PartitionSpec(batch, length)),
     )

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
+from pe_lab.attention.hooks import encode, hook_inputs, key_bias, position_bias, sink
 from pe_lab.attention.key_block import FLOOR, MASKED, AttentionInputs, masked_logits, padded, scaled
 from pe_lab.attention.layer_encoding import LayerEncoding, check_heads, encode_keys, encode_queries
+from pe_lab.attention.reference import softmax
 from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.parallel import context_size
 
@@ -48,6 +50,7 @@ def attention_statistics(
     key: Float[Array, "B T G K"],
     encoding: LayerEncoding,
     *,
+    x: Float[Array, "B T D"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
     segments: Int[Array, "B T"] | None = None,
     window: int | None = None,
@@ -56,11 +59,13 @@ def attention_statistics(
 ) -> Statistics:
     """Statistics of the weights of `attention` for the same arguments, without a [T, T] array.
 
+    A sink has its part of the weights, as a key at distance 0.
+
     Every query has one online softmax (Milakov & Gimelshein 2018) over the blocks of visible keys. Sums of weights, of
     weighted logits and of weighted distances are relative to the highest logit so far.
 
     Args:
-      query, key, encoding, positions, segments, window: as in `attention`: not rotated, not scaled.
+      query, key, encoding, x, positions, segments, window: as in `attention`: not rotated, not scaled.
       queries: indices of the Q queries to measure; time is linear in their number. None: all T.
       block: queries and keys in a block of logits.
 
@@ -70,12 +75,12 @@ def attention_statistics(
     Raises:
       ConfigError: a query outside the sequence (unless they are traced arrays), heads that do not divide, or rotations
         that fit no heads.
-      UnsupportedError: a mesh that shards sequences.
+      UnsupportedError: a mesh that shards sequences, or hooks that replace logits.
     """
     T = query.shape[1]
     refuse_sharded_sequences()
     queries = None if queries is None else checked_indices(queries, T, "queries")
-    return _statistics(query, key, encoding, positions, segments, queries, window, block)
+    return _statistics(query, key, encoding, x, positions, segments, queries, window, block)
 
 
 def attention_rows(
@@ -84,6 +89,7 @@ def attention_rows(
     encoding: LayerEncoding,
     *,
     rows: Indices,
+    x: Float[Array, "B T D"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
     segments: Int[Array, "B T"] | None = None,
     window: int | None = None,
@@ -95,7 +101,7 @@ def attention_rows(
     """
     refuse_sharded_sequences()
     rows = checked_indices(rows, query.shape[1], "rows")
-    return _rows(query, key, encoding, positions, segments, rows, window)
+    return _rows(query, key, encoding, x, positions, segments, rows, window)
 
 
 def refuse_sharded_sequences() -> None:
@@ -127,15 +133,16 @@ class _Tokens(NamedTuple):
       vectors: encoded; queries [B, G, M, T, K], scaled, where M share a key head; keys [B, G, T, K].
       index: [T] of the token in its sequence.
       positions, segments: [B or 1, T].
-      diagonal_bias, first: [B or 1, T] of queries only; `first` is the index of the first token of their segment.
+      first: [B or 1, T] of queries only: the index of the first token of their segment.
+      key_bias: [B, H, T] of keys only.
     """
 
     vectors: jax.Array
     index: jax.Array
     positions: jax.Array | None = None
     segments: jax.Array | None = None
-    diagonal_bias: jax.Array | None = None
     first: jax.Array | None = None
+    key_bias: jax.Array | None = None
 
     def each(self, f: Callable[[jax.Array, int], jax.Array]) -> _Tokens:
         """f(array, axis of the tokens) of every array."""
@@ -143,21 +150,35 @@ class _Tokens(NamedTuple):
 
 
 def _queries_and_keys(
-    query: jax.Array, key: jax.Array, encoding: LayerEncoding, positions: jax.Array | None, segments: jax.Array | None
+    query: jax.Array,
+    key: jax.Array,
+    encoding: LayerEncoding,
+    x: jax.Array | None,
+    positions: jax.Array | None,
+    segments: jax.Array | None,
 ) -> tuple[_Tokens, _Tokens]:
     """All tokens, encoded, scaled and rounded as in `attention`."""
     B, T, H, K = query.shape
-    check_heads(H, key.shape[2])
-    query = scaled(encode_queries(query, encoding, key.shape[2], positions), encoding.scale(K))
+    G, hooks = key.shape[2], encoding.hooks
+    check_heads(H, G)
+    if refused := hooks.having("logits"):
+        name = type(refused[0][1].encoding).__name__
+        raise UnsupportedError(f"The attention of {name} is not measured: it replaces all logits of a query.")
+    index = jnp.arange(T, dtype=jnp.int32)
+    at, bias_of_keys = index[None] if positions is None else positions, None
+    if hooks.hooks:
+        assert x is not None
+        inputs, _ = hook_inputs(hooks, x)
+        query, key = encode(hooks, query, key, at, inputs)
+        bias_of_keys = key_bias(hooks, inputs, H)
+    query = scaled(encode_queries(query, encoding, G, positions), encoding.scale(K))
     key = encode_keys(key, encoding, H, positions)
-    G, index = key.shape[2], jnp.arange(T, dtype=jnp.int32)
-    if positions is None:
-        positions = index[None]
-    queries = query.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
-    positions = positions if encoding.slope is not None else None
+    G = key.shape[2]
+    queries = query.reshape(B, T, G, H // G, -1).transpose(0, 2, 3, 1, 4)
+    used = at if encoding.slope is not None or hooks.having("bias") else None
     return (
-        _Tokens(queries, index, positions, segments, encoding.diagonal_bias, _first_of_segment(index, segments)),
-        _Tokens(key.transpose(0, 2, 1, 3), index, positions, segments),
+        _Tokens(queries, index, used, segments, _first_of_segment(index, segments)),
+        _Tokens(key.transpose(0, 2, 1, 3), index, used, segments, key_bias=bias_of_keys),
     )
 
 
@@ -177,35 +198,40 @@ def _first_of_segment(index: jax.Array, segments: jax.Array | None) -> Int[Array
 
 
 def _logits(
-    queries: _Tokens, keys: _Tokens, slope: jax.Array | None, window: int | None
+    queries: _Tokens, keys: _Tokens, encoding: LayerEncoding, window: int | None
 ) -> Float32[Array, "B G M T S"]:
     """The logit of every query with every key, MASKED for keys that it does not see."""
     distance = queries.index[:, None] - keys.index[None, :]
+    function, bias = position_bias(encoding.hooks), None
+    if function is not None:
+        num_heads = queries.vectors.shape[1] * queries.vectors.shape[2]
+        bias = function.block(queries.positions, keys.positions, num_heads)
     inputs = AttentionInputs(
-        slope=slope,
+        slope=encoding.slope,
         query_positions=queries.positions,
         key_positions=keys.positions,
         query_segments=queries.segments,
         key_segments=keys.segments,
-        diagonal_bias=queries.diagonal_bias,
+        key_bias=keys.key_bias,
         window=window,
     )
-    return masked_logits(queries.vectors, keys.vectors, distance, inputs)
+    return masked_logits(queries.vectors, keys.vectors, distance, inputs, bias=bias)
 
 
 @functools.partial(jax.jit, static_argnames="window")
-def _rows(query, key, encoding, positions, segments, rows, window):  # noqa: ANN001, ANN202
+def _rows(query, key, encoding, x, positions, segments, rows, window):  # noqa: ANN001, ANN202
     B, T, H = query.shape[:3]
-    queries, keys = _queries_and_keys(query, key, encoding, positions, segments)
+    queries, keys = _queries_and_keys(query, key, encoding, x, positions, segments)
     queries = queries.each(lambda x, axis: jnp.take(x, rows, axis))
-    logits = _logits(queries, keys, encoding.slope, window)
-    return jax.nn.softmax(logits, axis=-1).reshape(B, H, len(rows), T)
+    logits = _logits(queries, keys, encoding, window)
+    return softmax(logits, sink(encoding.hooks, H)).reshape(B, H, len(rows), T)
 
 
 @functools.partial(jax.jit, static_argnames=("window", "block"))
-def _statistics(query, key, encoding, positions, segments, queries, window, block):  # noqa: ANN001, ANN202
+def _statistics(query, key, encoding, x, positions, segments, queries, window, block):  # noqa: ANN001, ANN202
     B, T, H = query.shape[:3]
-    chosen, keys = _queries_and_keys(query, key, encoding, positions, segments)
+    chosen, keys = _queries_and_keys(query, key, encoding, x, positions, segments)
+    of_sink = sink(encoding.hooks, H)
     if queries is not None:
         chosen = chosen.each(lambda x, axis: jnp.take(x, queries, axis))
     Q = len(chosen.index)
@@ -224,7 +250,7 @@ def _statistics(query, key, encoding, positions, segments, queries, window, bloc
         def add_block(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             highest, found, weighted, sums = carry
             seen = keys.each(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, j * s, s, axis))
-            logits = _logits(asking, seen, encoding.slope, window)
+            logits = _logits(asking, seen, encoding, window)
             here = targets - j * s
             there = jnp.take_along_axis(logits, jnp.clip(here, 0, s - 1), axis=-1)
             found = jnp.where((here >= 0) & (here < s), there, found)
@@ -248,6 +274,9 @@ def _statistics(query, key, encoding, positions, segments, queries, window, bloc
             jnp.zeros(rows),
             jnp.zeros((*rows, 2)),
         )
+        if of_sink is not None:
+            highest = jnp.broadcast_to(of_sink.reshape(rows[1], rows[2], 1), rows)
+            start = (highest, *start[1:3], start[3].at[..., 0].set(1.0))
         lowest = first.min() if window is None else jnp.maximum(first.min(), own.min() - window + 1)
         highest, found, weighted, sums = jax.lax.fori_loop(
             jnp.maximum(lowest, 0) // s, own.max() // s + 1, add_block, start

@@ -12,13 +12,25 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention import CacheView, cached_attention, encode_keys, encode_queries
+from pe_lab.attention.hooks import (
+    CachedSizes,
+    cached_sizes,
+    distance_bias,
+    encode,
+    hook_features,
+    hook_inputs,
+    key_bias,
+    logits_of_rows,
+    output,
+)
 from pe_lab.attention.key_block import AttentionInputs, KeyBlockKernel, scaled
 from pe_lab.attention.kv_cache_kernel import KVCache, attend_to_cache, write_and_attend
 from pe_lab.config import ModelConfig
 from pe_lab.model.decoder import Model, layer_arrays
+from pe_lab.model.learned import learned_of_run, split_layers
 from pe_lab.model.shape import Run, runs
 from pe_lab.parallel import constrain, slots_are_sharded
-from pe_lab.positional import LayerStructure, Schedule
+from pe_lab.positional import HeadShape, LayerStructure, Schedule
 
 
 def cache_bytes_per_token(config: ModelConfig) -> int:
@@ -45,11 +57,12 @@ class CachedLayer:
       structure: the compiled part of the layer's positional encoding.
       slots: S; the whole capacity, with token p in slot p, or a ring.
       ring: a layer with a window has a ring of the window's size, with token p in slot p % S.
-      heads: of the cached keys: H if heads of a group rotate differently, else G. (Rotating keys of G heads per query
-        head on reading would need rotations of H heads, which are as large as the keys of H heads.)
+      heads: of the cached keys: H if heads of a group are encoded differently, else G. (Rotating keys of G heads per
+        query head on reading would need rotations of H heads, which are as large as the keys of H heads.)
       rotated: keys are cached rotated. False if the schedule follows the length: G unrotated heads are cached, and each
         reading rotates them by the present schedule. False also if a kernel rotates keys per query head as it reads
         them: the cache is then H / G times smaller.
+      sizes: what the layer's hooks need.
     """
 
     structure: LayerStructure
@@ -57,6 +70,7 @@ class CachedLayer:
     ring: bool
     heads: int
     rotated: bool
+    sizes: CachedSizes
 
 
 @dataclass(frozen=True)
@@ -69,10 +83,16 @@ class Layout:
 
 
 class Slots(NamedTuple):
-    """One layer of the pattern of a run, over the run's R repetitions. In the compute dtype."""
+    """One layer of the pattern of a run, over the run's R repetitions. Keys and values in the compute dtype.
+
+    `key_bias` and `sums` are of layers whose hooks have them, in float32: the bias of every slot, and the running sums
+    up to the last token.
+    """
 
     key: Float[Array, "R B heads S K"]
     value: Float[Array, "R B G S K"]
+    key_bias: Float[Array, "R B H S 1"] | None = None
+    sums: tuple[Float[Array, "R B *sums"], ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -119,41 +139,53 @@ def plan(
       kernel_rotates: a kernel reads caches, and it can rotate keys as it reads them.
     """
     found = []
+    shape = HeadShape(config.heads, config.kv_heads, config.head_dim, config.d_model)
+    sizes = {hooks: cached_sizes(hooks, shape) for hooks in {one.hooks for one in structure}}
     for one, follow in zip(structure, follows, strict=True):
         slots = capacity if one.window is None else min(capacity, one.window)
         split = one.rotates and one.heads == "split"
         rotated = not follow and not (split and kernel_rotates and _plain(one) and slots == capacity)
-        heads = config.heads if split and rotated else config.kv_heads
-        found.append(CachedLayer(one, slots, slots < capacity, heads, rotated))
+        of_hooks = sizes[one.hooks]
+        heads = config.heads if split and rotated else of_hooks.key_heads
+        found.append(CachedLayer(one, slots, slots < capacity, heads, rotated, of_hooks))
     repeated = runs(found) if scan else [Run(n, 1, 1) for n in range(len(found))]
     return Layout(capacity, tuple(found), tuple(repeated))
 
 
 def _plain(structure: LayerStructure) -> bool:
-    """Whether a kernel supports the layer's encoding: not noise, warps or a diagonal bias."""
-    return not structure.noisy and structure.warp is None and structure.diagonal_bias is None
+    """Whether a kernel supports the layer's encoding: not noise, and of hooks those that change only queries, keys and
+    outputs, or add a relative bias."""
+    features = hook_features(structure.hooks, positions=False)
+    return not structure.noisy and features <= {"distance bias"}
 
 
-def _kernel_serves(cached: CachedLayer, kv_heads: int, chunk: int) -> bool:
+def _kernel_serves(cached: CachedLayer, config: ModelConfig, chunk: int) -> bool:
     """Whether a kernel can attend to this layer's cache; to a ring, whose slots are out of order, only unmasked."""
-    if not _plain(cached.structure) or cached.heads != kv_heads:
+    structure = cached.structure
+    if not _plain(structure) or (cached.heads, cached.sizes.key_channels) != (config.kv_heads, config.head_dim):
         return False
-    return not cached.ring or (chunk == 1 and cached.rotated and not cached.structure.slopes)
+    by_distance = structure.slopes or hook_features(structure.hooks, positions=False)
+    return not cached.ring or (chunk == 1 and cached.rotated and not by_distance)
 
 
 def allocate(config: ModelConfig, layout: Layout, batch: int) -> Cache:
     """An empty cache for `batch` rows, sharded over the mesh like the heads and rows of activations."""
 
-    def empty(run: Run, heads: int, cached: CachedLayer) -> jax.Array:
-        zeros = jnp.zeros((run.repeats, batch, heads, cached.slots, config.head_dim), jnp.dtype(config.dtype))
+    def empty(run: Run, heads: int, cached: CachedLayer, channels: int, dtype: str) -> jax.Array:
+        zeros = jnp.zeros((run.repeats, batch, heads, cached.slots, channels), jnp.dtype(dtype))
         return constrain(zeros, *slot_axes(cached.ring))
 
-    found = tuple(
-        tuple(
-            Slots(empty(run, cached.heads, cached), empty(run, config.kv_heads, cached))
-            for cached in layout.layers[run.start : run.start + run.period]
+    def slots(run: Run, cached: CachedLayer) -> Slots:
+        sizes = cached.sizes
+        return Slots(
+            empty(run, cached.heads, cached, sizes.key_channels, config.dtype),
+            empty(run, config.kv_heads, cached, config.head_dim, config.dtype),
+            empty(run, config.heads, cached, 1, "float32") if sizes.key_bias else None,
+            tuple(jnp.zeros((run.repeats, batch, *shape), jnp.float32) for shape in sizes.sums),
         )
-        for run in layout.runs
+
+    found = tuple(
+        tuple(slots(run, cached) for cached in layout.layers[run.start : run.start + run.period]) for run in layout.runs
     )
     return Cache(found, layout)
 
@@ -166,6 +198,17 @@ def arrange(stacked: Any, found: Sequence[Run]) -> tuple[tuple[Any, ...], ...]:
         return jax.tree.map(lambda a: a[run.start + i : stop : run.period], stacked)
 
     return tuple(tuple(part(run, i) for i in range(run.period)) for run in found)
+
+
+def arrange_layers(layers: Any, layout: Layout) -> tuple[tuple[Any, ...], ...]:
+    """The parameters of all layers in the structure of a cache: of each layer its block's, and its encodings'."""
+    stacked, learned = split_layers(layers)
+    structure = [cached.structure for cached in layout.layers]
+    blocks = arrange(stacked, layout.runs)
+    return tuple(
+        tuple(zip(of_run, learned_of_run(learned, structure, run), strict=True))
+        for run, of_run in zip(layout.runs, blocks, strict=True)
+    )
 
 
 def slot_positions(cached: CachedLayer, counts: Int[Array, " B"]) -> Int[Array, "B S"]:
@@ -184,6 +227,8 @@ def write(
     key: Float[Array, "B C heads K"],
     value: Float[Array, "B C G K"],
     chunk: Chunk,
+    key_bias: Float[Array, "B H C"] | None = None,
+    sums: Sequence[Float[Array, "B C *sums"]] = (),
 ) -> Slots:
     """The slots after the new tokens of each row are written to repetition `at`; keys and values as they are cached.
 
@@ -207,8 +252,21 @@ def write(
         fresh = jnp.where((after >= 0)[:, None, :, None], taken, before)
         return jax.lax.dynamic_update_slice_in_dim(old, fresh[None], at, 0)
 
+    def put_sum(old: jax.Array, new: jax.Array) -> jax.Array:
+        """The sum up to the last real token; the former one where there is none."""
+        last = jnp.maximum(chunk.real - 1, 0)
+        latest = jnp.take_along_axis(new, last.reshape(-1, *[1] * (new.ndim - 1)), axis=1)[:, 0]
+        some = (chunk.real > 0).reshape(-1, *[1] * (latest.ndim - 1))
+        before = jax.lax.dynamic_index_in_dim(old, at, 0, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(old, jnp.where(some, latest, before), at, 0)
+
     axes = slot_axes(cached.ring)
-    return Slots(constrain(put(slots.key, key), *axes), constrain(put(slots.value, value), *axes))
+    return Slots(
+        constrain(put(slots.key, key), *axes),
+        constrain(put(slots.value, value), *axes),
+        None if key_bias is None else put(slots.key_bias, key_bias.swapaxes(1, 2)[..., None]),
+        tuple(put_sum(old, new) for old, new in zip(slots.sums, sums, strict=True)),
+    )
 
 
 def forward_chunk(
@@ -217,7 +275,7 @@ def forward_chunk(
     """The output of the last layer for new tokens, and the cache after they are written.
 
     Args:
-      params: {"token_embedder": as in the model, "layers": from `arrange`}.
+      params: {"token_embedder": as in the model, "layers": from `arrange_layers`}.
       cache: from `allocate`.
       schedule: the positional encoding, of the structure in the cache's layout.
       kernel: attends to caches; None: XLA does.
@@ -240,25 +298,39 @@ def forward_chunk(
     unrotated = {cached.slots: cached for cached in layout.layers if not cached.rotated}
     slot_tables = {slots: model.shared_tables(schedule, rotated_to(cached)) for slots, cached in unrotated.items()}
 
-    def layer(x: jax.Array, slots: Slots, cached: CachedLayer, block_params: Any, arrays: Any, at: Any) -> Any:
+    def layer(x: jax.Array, slots: Slots, cached: CachedLayer, layer_params: Any, arrays: Any, at: Any) -> Any:
         structure, ring = cached.structure, cached.ring
-        encoding = model.layer_encoding(arrays, structure, positions, tables)
-        by_kernel = kernel is not None and _kernel_serves(cached, model.config.kv_heads, C)
-        scale = jnp.float32(model.config.head_dim**-0.5) * encoding.logit_scale
+        block_params, learned = layer_params
+        encoding = model.layer_encoding(arrays, structure, positions, tables, learned)
+        hooks, config = encoding.hooks, model.config
+        by_kernel = kernel is not None and _kernel_serves(cached, config, C)
+        scale = jnp.float32(config.head_dim**-0.5) * encoding.logit_scale
         inputs = AttentionInputs(
             start=start,
             slope=encoding.slope,
+            distance_bias=distance_bias(hooks, layout.capacity, config.heads) if by_kernel else None,
             rotation=None if cached.rotated else encoding.rotation,
             window=structure.window,
         )
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Slots]:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, normed: jax.Array) -> tuple[jax.Array, Slots]:
+            rows = logits_of_rows(hooks, q)
+            before = [jax.lax.dynamic_index_in_dim(one, at, 0, keepdims=False) for one in slots.sums]
+            inputs_of_hooks, sums = hook_inputs(hooks, normed, before or None)
+            q, k = encode(hooks, q, k, positions, inputs_of_hooks)
+            bias_of_keys = key_bias(hooks, inputs_of_hooks, config.heads)
+            out, new = attend_encoded(q, k, v, rows, bias_of_keys, sums)
+            return output(hooks, inputs_of_hooks, out, v), new
+
+        def attend_encoded(q: Any, k: Any, v: Any, rows: Any, bias_of_keys: Any, sums: Any) -> tuple[jax.Array, Slots]:
             if by_kernel and sharded and not ring:
                 if cached.rotated:
-                    q = encode_queries(q, encoding, k.shape[2], positions)
+                    q = encode_queries(q, encoding, v.shape[2], positions)
                     k = encode_keys(k, encoding, q.shape[2], positions)
-                out, *new = write_and_attend(kernel, q, k, v, KVCache(*slots, at), scale, inputs)
-                return out, Slots(*new)
+                cache = KVCache(slots.key, slots.value, at)
+                out, *new = write_and_attend(kernel, q, k, v, cache, scale, inputs)
+                summed = write(slots, at, cached, k, v, chunk, None, sums).sums if sums else ()
+                return out, Slots(*new, sums=summed)
             slots_encoding = None
             if not cached.rotated:
                 at_slots = rotated_to(cached)
@@ -266,7 +338,7 @@ def forward_chunk(
             encoded = encode_keys(k, encoding, model.config.heads, positions)
 
             def written() -> Slots:
-                return write(slots, at, cached, encoded if cached.rotated else k, v, chunk)
+                return write(slots, at, cached, encoded if cached.rotated else k, v, chunk, bias_of_keys, sums)
 
             # If the cache is written before it is read, XLA updates it in place; else XLA copies it. But a chunk that
             # is written to a ring replaces tokens that its own queries still see: then the ring is read first.
@@ -278,10 +350,21 @@ def forward_chunk(
                 if ring:  # all tokens in it are visible
                     used, of_cache = jnp.minimum(used, cached.slots), replace(inputs, window=None)
                 queries = scaled(encode_queries(q, encoding, k.shape[2], positions), scale)
-                return attend_to_cache(kernel, queries, KVCache(*now, at), replace(of_cache, used=used)), now
+                cache = KVCache(now.key, now.value, at)
+                return attend_to_cache(kernel, queries, cache, replace(of_cache, used=used)), now
             used = jnp.minimum(chunk.counts.max(), cached.slots)
-            view = CacheView(*now, at, tokens_at[cached.slots], used, slots_encoding)
-            out = cached_attention(q, encoded, v, view, encoding, positions=positions, window=structure.window)
+            view = CacheView(now.key, now.value, at, tokens_at[cached.slots], used, slots_encoding, now.key_bias)
+            out = cached_attention(
+                q,
+                encoded,
+                v,
+                view,
+                encoding,
+                positions=positions,
+                window=structure.window,
+                key_bias=bias_of_keys,
+                rows=rows,
+            )
             return out, after or written()
 
         return model.block(block_params).attend_by(x, attend)
@@ -294,8 +377,8 @@ def forward_chunk(
 
         def group(x: Any, slots: Any, parts: Any, at: Any, pattern: Any = pattern) -> Any:
             new = []
-            for cached, one, (block_params, arrays) in zip(pattern, slots, parts, strict=True):
-                x, one = layer(x, one, cached, block_params, arrays, at)
+            for cached, one, (layer_params, arrays) in zip(pattern, slots, parts, strict=True):
+                x, one = layer(x, one, cached, layer_params, arrays, at)
                 new.append(one)
             return x, tuple(new)
 

@@ -15,13 +15,30 @@ from jaxtyping import Array, Float, Int, Shaped
 from pe_lab.attention import LayerEncoding, Rotation
 from pe_lab.attention.capabilities import Request
 from pe_lab.attention.dispatch import choose, layer_request
+from pe_lab.attention.hooks import Hooks, cached_sizes, index_positions
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
+from pe_lab.model.learned import (
+    check_learned,
+    init_encoding,
+    learned_encodings,
+    learned_of_run,
+    split_layers,
+)
 from pe_lab.model.loss import cross_entropy, weighted_cross_entropy
 from pe_lab.model.modules import Block, Embedder
 from pe_lab.model.shape import REMAT_POLICIES, Run, complete, runs
 from pe_lab.parallel import balanced_order, constrain, context_size, padded_length
-from pe_lab.positional import LayerStructure, Schedule, rotation_tables
+from pe_lab.positional import (
+    HeadShape,
+    Layer,
+    LayerStructure,
+    Parameter,
+    Schedule,
+    layer_hooks,
+    rotation_tables,
+)
+from pe_lab.positional.hooks import parameter_settings
 
 Params = dict[str, Any]
 
@@ -30,14 +47,17 @@ class Model:
     """A decoder of one shape: `init` makes parameters, and all other methods are pure functions of them.
 
     Parameters are nested dicts of float32 arrays: `token_embedder` (embedding, final norm) and `layers`, where every
-    array has a leading axis over the N layers.
+    array has a leading axis over the N layers; in `layers.positional` are those of encodings that have some, by the
+    names of `layer_hooks`, with a leading axis over the layers that have the encoding.
 
     Args:
       config: the shape.
       backward: gradients will be taken; False admits attention kernels that have none.
+      layers: the encodings whose parameters `init`, `axes` and `shapes` contain; () for none. All other methods read
+        the encodings from the schedule.
     """
 
-    def __init__(self, config: ModelConfig, backward: bool = True):
+    def __init__(self, config: ModelConfig, backward: bool = True, layers: Sequence[Layer] = ()):
         self.config, self.backward = complete(config), backward
         if "auto" in (config.remat, config.loss_chunks):
             raise ConfigError(
@@ -50,6 +70,23 @@ class Model:
             "token_embedder": _axes(embedder_state, ()),
             "layers": _axes(block_state, ("layers",)),
         }
+        self.learned = learned_encodings(layer_hooks(layers, self.config.heads)) if layers else {}
+        if self.learned:
+            self.axes["layers"]["positional"] = {
+                name: {field: ("layers", *one.axes) for field, one in settings.items()}
+                for name, settings in self.encoding_settings.items()
+            }
+
+    @functools.cached_property
+    def encoding_settings(self) -> dict[str, dict[str, Parameter]]:
+        """The parameters of `layers.positional` on one layer: shapes, axes, and how they are trained."""
+        return {name: parameter_settings(one, self.head_shape) for name, (one, _) in self.learned.items()}
+
+    @property
+    def head_shape(self) -> HeadShape:
+        """The sizes on which parameters of encodings depend."""
+        config = self.config
+        return HeadShape(config.heads, config.kv_heads, config.head_dim, config.d_model)
 
     def init(self, key: jax.Array) -> Params:
         """Random parameters from one key. They are equal on any mesh, because no key depends on a device."""
@@ -58,9 +95,15 @@ class Model:
             return nnx.to_pure_dict(nnx.state(Block(self.config, nnx.Rngs(params=key))))
 
         embedder_key, layers_key = jax.random.split(key)
+        layers = jax.vmap(block)(jax.random.split(layers_key, self.config.layers))
+        if self.learned:
+            layers["positional"] = {
+                name: init_encoding(name, encoding, at, key, self.head_shape, self.config.layers)
+                for name, (encoding, at) in self.learned.items()
+            }
         return {
             "token_embedder": nnx.to_pure_dict(nnx.state(Embedder(self.config, nnx.Rngs(params=embedder_key)))),
-            "layers": jax.vmap(block)(jax.random.split(layers_key, self.config.layers)),
+            "layers": layers,
         }
 
     @functools.cached_property
@@ -114,15 +157,17 @@ class Model:
                 f"channels, and the model has {config.heads} of {config.head_dim}."
             )
         tokens, positions, segments, places = _reordered(tokens, positions, segments)
-        at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+        at = jnp.asarray(index_positions(tokens.shape[1])) if positions is None else positions
         schedule = jax.tree.map(lambda a: jax.lax.stop_gradient(jnp.asarray(a)), schedule)
         x = self.embed(params, tokens)
         shared = self.shared_tables(schedule, at)  # outside the scan
-        data = (params["layers"], layer_arrays(schedule))
+        block_params, learned = split_layers(params["layers"])
+        check_learned(learned, schedule.structure)
+        data = (block_params, layer_arrays(schedule))
 
-        def layer(x: jax.Array, data: Any, structure: LayerStructure) -> jax.Array:
+        def layer(x: jax.Array, data: Any, learned: Any, structure: LayerStructure) -> jax.Array:
             block_params, arrays = data
-            encoding = self.layer_encoding(arrays, structure, at, shared)
+            encoding = self.layer_encoding(arrays, structure, at, shared, learned)
             return self.block(block_params)(x, encoding, positions, segments, structure.window, self.backward)
 
         policy = REMAT_POLICIES[config.remat]
@@ -130,14 +175,16 @@ class Model:
             pattern = schedule.structure[run.start : run.start + run.period]
 
             def group(x: jax.Array, data: Any, pattern: tuple[LayerStructure, ...] = pattern) -> jax.Array:
+                stacked, learned = data
                 for i, structure in enumerate(pattern):
-                    x = layer(x, jax.tree.map(lambda a, i=i: a[i], data), structure)
+                    x = layer(x, jax.tree.map(lambda a, i=i: a[i], stacked), learned[i], structure)
                 return x
 
             if policy is not None:
                 group = jax.checkpoint(group, policy=policy, prevent_cse=not config.scan)
             with jax.named_scope("layers"):
-                x = _repeat(group, x, data, run, config.scan)
+                of_run = tuple(learned_of_run(learned, schedule.structure, run))
+                x = _repeat(group, x, data, of_run, run, config.scan)
         return self.final_norm(params, x), places
 
     def final_norm(self, params: Params, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
@@ -159,6 +206,7 @@ class Model:
         structure: LayerStructure,
         positions: Int[Array, "#B T"],
         tables: tuple[jax.Array, jax.Array] | None = None,
+        learned: Mapping[str, Params] | None = None,
     ) -> LayerEncoding:
         """The positional encoding of one layer, for attention.
 
@@ -167,27 +215,25 @@ class Model:
           structure: the compiled part of its encoding.
           positions: of the tokens.
           tables: cos and sin, if they are computed already.
+          learned: the layer's part of `layers.positional`.
         """
         fixed_freq, gain, slope, logit_scale, noise, noise_sigma = arrays
-        cos, sin, diagonal_bias, rotation = None, None, None, None
+        cos, sin, rotation = None, None, None
         if structure.rotates:
             cos, sin = self.tables(fixed_freq, gain, structure, positions) if tables is None else tables
-            if structure.warp is None:
-                chosen = self._rows(structure)
-                rotation = Rotation(fixed_freq[chosen], gain[chosen])
-        if structure.diagonal_bias:
-            strength, length = structure.diagonal_bias
-            diagonal_bias = jnp.where(positions < length, jnp.float32(strength), 0)
+            chosen = self._rows(structure)
+            rotation = Rotation(fixed_freq[chosen], gain[chosen])
         slope = slope if structure.slopes else None
         noise, noise_sigma = (noise, noise_sigma) if structure.noisy else (None, None)
-        return LayerEncoding(cos, sin, slope, logit_scale, noise, noise_sigma, diagonal_bias, rotation)
+        hooks = Hooks(tuple((learned or {}).get(one.parameters, {}) for one in structure.hooks), structure.hooks)
+        return LayerEncoding(cos, sin, slope, logit_scale, noise, noise_sigma, hooks, rotation)
 
     def tables(
         self, fixed_freq: jax.Array, gain: jax.Array, structure: LayerStructure, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """cos and sin [B or 1, T, rows, R] with one row per layer, key head or query head, as the layer needs."""
         chosen = self._rows(structure)
-        return rotation_tables(fixed_freq[chosen], gain[chosen], positions, structure.warp)
+        return rotation_tables(fixed_freq[chosen], gain[chosen], positions)
 
     def shared_tables(self, schedule: Schedule, positions: Int[Array, "#B T"]) -> tuple[jax.Array, jax.Array] | None:
         """`tables` of all layers that rotate; None if the schedule does not say that they have the same rotation."""
@@ -207,7 +253,8 @@ class Model:
     ) -> Request:
         """The request of one layer for sequences of `length` tokens; `partial` as in `layer_request`."""
         config = self.config
-        heads = config.heads, config.kv_heads, config.head_dim
+        channels = cached_sizes(structure.hooks, self.head_shape).key_channels
+        heads = config.heads, config.kv_heads, max(config.head_dim, channels)
         backward = self.backward and not partial  # only KV caches request `partial`
         return layer_request(
             structure, heads, config.dtype, length, segments=segments, backward=backward, partial=partial
@@ -294,10 +341,8 @@ def _reordered(
         x = jnp.pad(x, ((0, 0), (0, whole - length)), mode="edge")[:, order]
         return constrain(x, "batch" if x.shape[0] == tokens.shape[0] else None, "length")
 
-    if positions is None:
-        positions = jnp.arange(length, dtype=jnp.int32)[None]
-    segments = None if segments is None else arranged(segments)
-    return arranged(tokens), arranged(positions), segments, np.argsort(order)[:length]
+    positions, segments = (None if x is None else arranged(x) for x in (positions, segments))
+    return arranged(tokens), positions, segments, np.argsort(order)[:length]
 
 
 def layer_arrays(schedule: Schedule) -> tuple[jax.Array, ...]:
@@ -312,10 +357,14 @@ def layer_arrays(schedule: Schedule) -> tuple[jax.Array, ...]:
     )
 
 
-def _repeat(group: Any, x: jax.Array, data: Any, run: Run, scan: bool) -> jax.Array:
-    """Applies `group` (one period of layers) `run.repeats` times to the run's part of the stacked `data`."""
+def _repeat(group: Any, x: jax.Array, data: Any, learned: Any, run: Run, scan: bool) -> jax.Array:
+    """Applies `group` (one period of layers) `run.repeats` times to the run's part of the stacked `data`.
+
+    `learned` is stacked over the run's repetitions (`learned_of_run`).
+    """
     stop = run.start + run.period * run.repeats
     part = jax.tree.map(lambda a: a[run.start : stop].reshape(run.repeats, run.period, *a.shape[1:]), data)
+    part = (part, learned)
     if scan and run.repeats > 1:
         return jax.lax.scan(lambda x, d: (group(x, d), None), x, part)[0]
     # The gradient of a split is one concatenation; that of indexing would be a sum of N arrays of the full size.

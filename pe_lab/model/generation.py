@@ -263,7 +263,7 @@ def with_shared_rotation(schedule: Schedule) -> Schedule:
     `Schedule.generalize` does not set it, so that forward passes share a compilation.
     """
     rotating = [n for n, one in enumerate(schedule.structure) if one.rotates]
-    kinds = {(one.heads, one.warp) for one in schedule.structure if one.rotates}
+    kinds = {one.heads for one in schedule.structure if one.rotates}
     fixed_freq, gain = np.asarray(schedule.fixed_freq)[rotating], np.asarray(schedule.gain)[rotating]
     alike = len(kinds) == 1 and bool((fixed_freq == fixed_freq[:1]).all() and (gain == gain[:1]).all())
     return dataclasses.replace(schedule, same_rotation=alike)

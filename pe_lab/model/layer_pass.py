@@ -16,6 +16,7 @@ from pe_lab.attention.statistics import refuse_sharded_sequences
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model.decoder import Model, Params, layer_arrays
+from pe_lab.model.learned import learned_of_layer, split_layers
 from pe_lab.positional import LayerStructure, Schedule
 
 
@@ -24,6 +25,7 @@ class LayerView(NamedTuple):
 
     Attributes:
       x: the input of the layer, the residual stream.
+      normed: the input of its attention, after the norm.
       query, key, value: projected and normalized, not rotated, not scaled.
       encoding: the positional encoding of the layer.
       positions, segments: of the tokens; None: counted from 0, one document.
@@ -34,6 +36,7 @@ class LayerView(NamedTuple):
     """
 
     x: Float[Array, "B T D"]
+    normed: Float[Array, "B T D"]
     query: Float[Array, "B T H K"]
     key: Float[Array, "B T G K"]
     value: Float[Array, "B T G K"]
@@ -87,7 +90,7 @@ def layer_pass(
     jax.eval_shape(functools.partial(model.hidden, schedule=schedule), params, tokens, positions, segments)
     chosen = checked_layers(model.config.layers, layers)
     positions, segments = (None if x is None else jnp.asarray(x) for x in (positions, segments))
-    stacked = (params["layers"], layer_arrays(jax.tree.map(jnp.asarray, schedule)))
+    stacked = _stacked(params, schedule)
     data = jax.tree.map(jnp.asarray, data)
     return _layers(model, params, tokens, schedule.structure, stacked, measure, chosen, positions, segments, data)
 
@@ -112,10 +115,11 @@ def advance(
       model, params, schedule, positions, segments: as `Model.hidden` takes them.
     """
     positions, segments = (None if x is None else jnp.asarray(x) for x in (positions, segments))
-    stacked = (params["layers"], layer_arrays(jax.tree.map(jnp.asarray, schedule)))
+    stacked = _stacked(params, schedule)
     x = jnp.array(x)  # a copy, because each layer's program reuses its input's memory
     for n in range(start, stop):
-        x, _ = _layer(model, schedule.structure[n], None, x, stacked, jnp.int32(n), positions, segments, None)
+        learned = learned_of_layer(params["layers"], schedule.structure, n)
+        x, _ = _layer(model, schedule.structure[n], None, x, stacked, learned, jnp.int32(n), positions, segments, None)
     return x
 
 
@@ -134,7 +138,8 @@ def _layers(model, params, tokens, structure, stacked, measure, chosen, position
     x = embed(model, params, jnp.asarray(tokens))
     for n in range(chosen[-1] + 1):
         used = measure if n in chosen else None
-        x, found = _layer(model, structure[n], used, x, stacked, jnp.int32(n), positions, segments, data)
+        learned = learned_of_layer(params["layers"], structure, n)
+        x, found = _layer(model, structure[n], used, x, stacked, learned, jnp.int32(n), positions, segments, data)
         if used is not None:
             yield n, jax.device_get(found)
 
@@ -145,6 +150,10 @@ def embed(model: Model, params: Params, tokens: Int[jax.Array, "B T"]) -> Float[
     return model.embed(params, tokens)
 
 
+def _stacked(params: Params, schedule: Schedule) -> tuple[Params, tuple[jax.Array, ...]]:
+    return split_layers(params["layers"])[0], layer_arrays(jax.tree.map(jnp.asarray, schedule))
+
+
 # Each layer's output replaces its input in memory, whatever the depth of the model.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _layer(
@@ -153,6 +162,7 @@ def _layer(
     measure: Measure | None,
     x: Float[jax.Array, "B T D"],
     stacked: tuple[Params, tuple[jax.Array, ...]],
+    learned: dict[str, Params],
     n: Int[jax.Array, ""],
     positions: Int[jax.Array, "#B T"] | None,
     segments: Int[jax.Array, "B T"] | None,
@@ -161,15 +171,15 @@ def _layer(
     """The output of layer n, and what was measured in it."""
     params, arrays = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, n, keepdims=False), stacked)
     at = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
-    encoding = model.layer_encoding(arrays, structure, at)
+    encoding = model.layer_encoding(arrays, structure, at, learned=learned)
     chunk, window = model.config.attention_chunk, structure.window
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-        common = dict(positions=positions, segments=segments, window=window)
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, normed: jax.Array) -> tuple[jax.Array, Any]:
+        common = dict(x=normed, positions=positions, segments=segments, window=window)
         out = attention(q, k, v, encoding, implementation=model.config.attention, chunk=chunk, backward=False, **common)
         if measure is None:
             return out, None
-        view = LayerView(x, q, k, v, encoding, positions, segments, window, params, n, chunk)
+        view = LayerView(x, normed, q, k, v, encoding, positions, segments, window, params, n, chunk)
         return out, measure(view, data)
 
     return model.block(params).attend_by(x, attend)

@@ -208,18 +208,22 @@ class Block(nnx.Module):
             backward=backward,
         )
 
-        def named(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+        def named(q: jax.Array, k: jax.Array, v: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
             with jax.named_scope("attend"):
-                return attend(q, k, v), None
+                return attend(q, k, v, x=x), None
 
         return self.attend_by(x, named)[0]
 
     def attend_by(
         self, x: Float[Array, "B T D"], attend: Callable[..., tuple[jax.Array, Any]]
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The layer with another attention: `attend(q, k, v)` returns its output and a second result (a KV cache)."""
+        """The layer with another attention: `attend(q, k, v, x)` returns its output and a second result (a KV cache).
+
+        Its x is the input of the projections.
+        """
         with jax.named_scope("attention"):
-            attended, result = attend(*self.attention.queries_keys_values(self.attention_norm(x)))
+            normed = self.attention_norm(x)
+            attended, result = attend(*self.attention.queries_keys_values(normed), normed)
             attended = self.attention.project_out(attended)
         if not self.parallel:
             x, attended = constrain(x + attended, "batch", "length", "activation_embed"), None

@@ -19,10 +19,9 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention.dispatch import cache_kernel
 from pe_lab.attention.key_block import KeyBlockKernel
 from pe_lab.config import ModelConfig
-from pe_lab.model.cache import Cache, Chunk, Layout, allocate, arrange, forward_chunk, plan
+from pe_lab.model.cache import Cache, Chunk, Layout, allocate, arrange_layers, forward_chunk, plan
 from pe_lab.model.decoder import Model, Params
 from pe_lab.model.sampling import Draw, choose
-from pe_lab.model.shape import Run
 from pe_lab.parallel import AxisRules, check_memory, put, use_mesh
 from pe_lab.positional import LayerStructure, Schedule
 
@@ -32,7 +31,7 @@ class Weights:
     """Parameters for decoding: in the compute dtype, and grouped by the runs of layers."""
 
     params: Params
-    runs: dict[tuple[Run, ...], Any] = field(default_factory=dict)
+    runs: dict[Any, Any] = field(default_factory=dict)
 
 
 class Programs:
@@ -152,8 +151,8 @@ class Programs:
         dtype = jnp.dtype(self.model.config.dtype)
 
         def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            # Norms multiply in float32.
-            if any("norm" in part.key for part in path) or x.dtype == dtype:
+            # Norms multiply in float32, and encodings choose their own precision.
+            if any(part.key == "positional" or "norm" in part.key for part in path) or x.dtype == dtype:
                 return x
             return x.astype(dtype)
 
@@ -161,15 +160,16 @@ class Programs:
 
     def arranged(self, weights: Weights, layout: Layout) -> Any:
         """The parameters in the structure of a cache, for `forward_chunk`."""
-        if layout.runs not in weights.runs:
+        key = (layout.runs, tuple(cached.structure.hooks for cached in layout.layers))
+        if key not in weights.runs:
             stacked = weights.params["layers"]
             if self._on_cpu:
                 # Slices of numpy arrays are views, which JAX uses in place: there is no second copy of the weights.
-                views = arrange(jax.tree.map(np.asarray, stacked), layout.runs)
-                weights.runs[layout.runs] = jax.tree.map(jax.device_put, views)
+                views = arrange_layers(jax.tree.map(np.asarray, stacked), layout)
+                weights.runs[key] = jax.tree.map(jax.device_put, views)
             else:
-                weights.runs[layout.runs] = arrange(stacked, layout.runs)
-        return {"token_embedder": weights.params["token_embedder"], "layers": weights.runs[layout.runs]}
+                weights.runs[key] = arrange_layers(stacked, layout)
+        return {"token_embedder": weights.params["token_embedder"], "layers": weights.runs[key]}
 
     def layout(self, structure: Sequence[LayerStructure], follows: Sequence[bool], capacity: int) -> Layout:
         """The layout of a cache for sequences of at most `capacity` tokens; see `cache.plan`."""

@@ -14,20 +14,19 @@ from pe_lab.positional.denoising import (
 )
 from pe_lab.positional.encodings import (
     Alibi,
-    Encoding,
     NoPE,
-    NotebookBias,
-    NotebookYarn,
     PartialRope,
     Rope,
     alibi_slopes,
-    follows_length,
     frequencies,
 )
+from pe_lab.positional.hooks import HOOKS, Encoding, HeadShape, LayerHooks, Parameter, has
 from pe_lab.positional.layers import Bands, Beta, Drop, Gaussian, HeadEdit, Layer, Pattern, Rescale, Uniform
 from pe_lab.positional.layouts import CANONICAL, Layout, channel_order, from_canonical, to_canonical
+from pe_lab.positional.notebook import NotebookBias, NotebookYarn
 from pe_lab.positional.patterns import drop, layers, pattern, read_with, rescale, rnope_swa, smollm3, swan
-from pe_lab.positional.rotation import Warp, angles, apply_p_rope, apply_rope, rotate, rotation_tables
+from pe_lab.positional.registry import import_encodings, register
+from pe_lab.positional.rotation import angles, apply_p_rope, apply_rope, rotate, rotation_tables
 from pe_lab.positional.scalings import (
     NTK,
     PI,
@@ -40,4 +39,4 @@ from pe_lab.positional.scalings import (
     Scaling,
     Yarn,
 )
-from pe_lab.positional.schedule import LayerStructure, Schedule, build_schedule, describe
+from pe_lab.positional.schedule import LayerStructure, Schedule, build_schedule, describe, layer_hooks

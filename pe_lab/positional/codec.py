@@ -6,13 +6,15 @@ import dataclasses
 import math
 import numbers
 import re
+from collections import ChainMap
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pe_lab.config import register_descriptions
 from pe_lab.errors import ConfigError, did_you_mean
-from pe_lab.positional.encodings import ENCODINGS, Alibi, NoPE, NotebookBias, NotebookYarn, PartialRope, Rope
+from pe_lab.positional.encodings import PartialRope, Rope
 from pe_lab.positional.layers import HEAD_KINDS, Beta, Drop, HeadEdit, Layer, Pattern, Rescale
+from pe_lab.positional.registry import ENCODINGS, registered_name
 from pe_lab.positional.scalings import SCALINGS
 
 _ROPE_KEYS = ("base", "fraction")
@@ -29,13 +31,14 @@ def parse(text: str) -> Layer:
       `/logit_scale=1.2`   a factor on the logits
       `/beta=0.412@1024`   DroPE's 1 + 0.412 ln(n / 1024)
       `/heads=0-3,6:nope`  another encoding for some query heads
+      `/with=NAME:key=...` an encoding that acts beside it, such as a learned bias or a temperature; any number of them
 
     Raises:
       ConfigError: names the text, the part that is not valid, and what is allowed.
     """
     head, *tail = text.strip().split("/")
     options: dict[str, Any] = {}
-    edits = []
+    edits, extras = [], []
     for item in tail:
         key, _, value = item.partition("=")
         field = "logit_scale" if key == "beta" else key
@@ -52,12 +55,14 @@ def parse(text: str) -> Layer:
         elif key == "heads" and ":" in value:
             chosen, _, encoding = value.partition(":")
             edits.append({"heads": numbers_and_ranges(chosen, f"'{text}'"), "to": _encoding(encoding, text)})
+        elif key == "with" and value:
+            extras.append(_encoding(value, text))
         else:
             raise ConfigError(
-                f"'{text}': after '/' give window=TOKENS, logit_scale=X, beta=C@LENGTH or heads=0-3:ENCODING, not "
-                f"'{item}'."
+                f"'{text}': after '/' give window=TOKENS, logit_scale=X, beta=C@LENGTH, heads=0-3:ENCODING or "
+                f"with=ENCODING, not '{item}'."
             )
-    return build(Layer, {"encoding": _encoding(head, text), "heads": edits, **options}, text)
+    return build(Layer, {"encoding": _encoding(head, text), "heads": edits, "extras": extras, **options}, text)
 
 
 def _encoding(part: str, text: str) -> dict[str, Any]:
@@ -70,7 +75,7 @@ def _encoding(part: str, text: str) -> dict[str, Any]:
             raise ConfigError(f"'{text}': the kind is {name}, before the colon; leave '{item}' out.")
         if key in values:
             raise ConfigError(f"'{text}': {key} is given twice; give it once.")
-        values[key] = value if key == "scaling" else _number(value, text, item)
+        values[key] = value if key == "scaling" or _is_word(name, key) else _number(value, text, item)
     if values.get("scaling") == "none":
         del values["scaling"]
     if name in SCALINGS:
@@ -88,6 +93,20 @@ def _encoding(part: str, text: str) -> dict[str, Any]:
         raise ConfigError(f"'{text}': there is no scaling '{scaling}'. {did_you_mean(scaling, list(SCALINGS))}")
     own = {key: values.pop(key) for key in _ROPE_KEYS if key in values}
     return {"kind": name, **own, "scaling": {"kind": scaling, **values}}
+
+
+def _is_word(name: str, key: str) -> bool:
+    """Whether a field of an encoding is a word, not a number."""
+    fields = dataclasses.fields(ENCODINGS[name]) if name in ENCODINGS else ()
+    return any(f.name == key and _declared(f).partition("[")[0] in ("str", "Literal") for f in fields)
+
+
+def _declared(field: dataclasses.Field[Any]) -> str:
+    """The type of a field as it is written, with or without `from __future__ import annotations`."""
+    kind = field.type
+    return (
+        kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind)
+    )
 
 
 _WORDS = {"true": True, "false": False, "none": None}
@@ -131,7 +150,7 @@ def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
             allowed = [*fields, *(_ROPE_KEYS if kind in SCALINGS.values() else ())]
             advice = did_you_mean(key, allowed) if allowed else "It takes nothing."
             raise ConfigError(f"'{where}': {kind.__name__} has no '{key}'. {advice}")
-        ready[key] = _of_type(str(fields[key].type), value, where, f"{kind.__name__}.{key}")
+        ready[key] = _of_type(_declared(fields[key]), value, where, f"{kind.__name__}.{key}")
     required = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
     if required:
         raise ConfigError(f"'{where}': {kind.__name__} needs {', '.join(required)}.")
@@ -143,6 +162,7 @@ _DESCRIPTIONS: dict[str, Mapping[str, type]] = {"Encoding": ENCODINGS, "HeadKind
 _LISTS = {
     "float": "a list of numbers; a text cannot hold one",
     "int": "a list of whole numbers",
+    "Encoding": "a list of encodings, each written {'kind': ...}",
     "HeadEdit": "a list of edits, each written {'heads': [0], 'to': {'kind': ...}}",
     "Any": "a list of layers",
 }
@@ -211,7 +231,7 @@ def description_from_json(value: Mapping[str, Any]) -> Any:
     """A `Layer`, an encoding, a pattern or an edit from the JSON of `config.to_json`, also of earlier versions."""
     if value.get("kind", "Layer") == "Layer":
         return from_json(value)
-    return kind_from_json(value, {**ENCODINGS, **_EDITS}, str(dict(value)))
+    return kind_from_json(value, ChainMap(_EDITS, ENCODINGS), str(dict(value)))
 
 
 # Layer, HeadEdit and Beta have no kind: their place and their keys identify them.
@@ -230,7 +250,7 @@ def label(layer: Layer) -> str:
         text += f" / logit scale {layer.logit_scale:g}"
     for edit in layer.heads:
         text += f" / heads {ranges(edit.heads)}: {_name(edit.to)}"
-    return text
+    return text + "".join(f" / with {_name(extra)}" for extra in layer.extras)
 
 
 def label_layers(layers: Sequence[Layer]) -> str:
@@ -286,12 +306,7 @@ def family(layer: Layer) -> str:
     """The usual name of a model with such layers: RoPE, p-RoPE, Partial RoPE, NoPE or ALiBi."""
     encoding = layer.encoding
     if isinstance(encoding, Rope):
-        return "RoPE" if encoding.fraction == 1 else f"p-RoPE {encoding.fraction:g}"
-    names = {
-        PartialRope: "Partial RoPE",
-        NoPE: "NoPE",
-        Alibi: "ALiBi",
-        NotebookYarn: "the notebook's YaRN",
-        NotebookBias: "the notebook's bias",
-    }
-    return names[type(encoding)]
+        name = "RoPE" if encoding.fraction == 1 else f"p-RoPE {encoding.fraction:g}"
+    else:
+        name = encoding.display_name or registered_name(encoding)
+    return " + ".join([name, *(extra.display_name or registered_name(extra) for extra in layer.extras)])

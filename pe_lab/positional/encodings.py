@@ -1,4 +1,4 @@
-"""Positional encodings as small frozen descriptions, and the pure function that makes frequencies of one.
+"""The encodings of the papers as small frozen descriptions, and the frequencies of any encoding.
 
 All functions here run on the host, in float64. `schedule.py` lays out the arrays of a model; `scalings.py` has the
 scalings of rotary frequencies.
@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from pe_lab.errors import ConfigError
-from pe_lab.positional.scalings import SCALINGS, Checked, Limits, Scaling, require
+from pe_lab.positional.hooks import Encoding
+from pe_lab.positional.registry import ENCODINGS, register
+from pe_lab.positional.scalings import SCALINGS, Scaling, require
 
 
-class _Rotary(Checked):
+class _Rotary(Encoding):
     """Base of the encodings with a scaling."""
 
+    relative = True
+
+    base: float
     scaling: Scaling | None
 
     def __post_init__(self) -> None:
@@ -29,7 +33,25 @@ class _Rotary(Checked):
             f"{type(self).__name__}.scaling is {self.scaling!r}; give None or one of {names}(...).",
         )
 
+    @property
+    def follows_length(self) -> bool:
+        return self.scaling is not None and self.scaling.dynamic
 
+    def _spectrum(self, head_dim: int, dim: int, kept: int, length: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """The frequencies of `dim` channels, of which the first `kept` pairs rotate, in a head of head_dim."""
+        inv_freq, gain = np.zeros(head_dim // 2), np.ones(head_dim // 2)
+        if kept == 0:
+            return inv_freq, gain
+        spectrum, factor = self.base ** (-2.0 * np.arange(dim // 2) / dim), 1.0
+        if self.scaling is not None:
+            spectrum, factor = self.scaling.scale(spectrum, self.base, dim, length)
+        inv_freq[:kept] = spectrum[:kept]
+        # The attention factor multiplies cos and sin of the whole rotary width, unrotated pairs of p-RoPE included.
+        gain[: dim // 2] = factor
+        return inv_freq, gain
+
+
+@register("rope")
 @dataclass(frozen=True)
 class Rope(_Rotary):
     """Rotary embedding (Su et al. 2021) with an optional scaling.
@@ -42,13 +64,19 @@ class Rope(_Rotary):
     fraction: float = 1.0
     scaling: Scaling | None = None
 
+    def frequencies(self, head_dim: int, length: int | None) -> tuple[np.ndarray, np.ndarray]:
+        return self._spectrum(head_dim, head_dim, int(self.fraction * head_dim // 2), length)
 
+
+@register("partial_rope")
 @dataclass(frozen=True)
 class PartialRope(_Rotary):
     """Rotary embedding on the first channels only: `fraction` of head_dim, made even by rounding up.
 
     The spectrum is that of a head as wide as the rotated part: w_i = base^(-2i/r).
     """
+
+    display_name = "Partial RoPE"
 
     base: float = 10000.0
     fraction: float = 0.25
@@ -58,67 +86,30 @@ class PartialRope(_Rotary):
         channels = int(head_dim * self.fraction)
         return channels + channels % 2
 
+    def frequencies(self, head_dim: int, length: int | None) -> tuple[np.ndarray, np.ndarray]:
+        dim = self.rotated_channels(head_dim)
+        return self._spectrum(head_dim, dim, dim // 2, length)
 
+
+@register("nope")
 @dataclass(frozen=True)
-class NoPE:
+class NoPE(Encoding):
     """No positional encoding: order enters only through the causal mask."""
 
+    display_name = "NoPE"
+    relative = True
 
+
+@register("alibi")
 @dataclass(frozen=True)
-class Alibi:
+class Alibi(Encoding):
     """A penalty of slope * distance on the logits, with one slope per head (Press et al. 2022)."""
 
+    display_name = "ALiBi"
+    relative = True
 
-@dataclass(frozen=True)
-class NotebookYarn(Checked):
-    """The notebook's "YaRN": RoPE with position n replaced by n * m(n).
-
-    m goes from `alpha` to `beta` linearly over `blend` tokens on either side of `original_length`. There is no ramp
-    over frequencies, and scores depend on more than the distance. Only for comparison with the notebook; `Yarn` is
-    YaRN.
-    """
-
-    base: float = 10000.0
-    alpha: float = 0.85
-    beta: float = 1.25
-    original_length: int = 128
-    blend: int = 16
-
-    limits: ClassVar[Limits] = dict.fromkeys(
-        ("alpha", "beta"), (lambda x: 0 < x <= 16, "it must be above 0 and at most 16.")
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            0 < self.blend <= self.original_length and self.blend == int(self.blend),
-            f"NotebookYarn.blend is {self.blend}; it must lie in [1, original_length], which is "
-            f"{self.original_length}, and be whole.",
-        )
-
-
-@dataclass(frozen=True)
-class NotebookBias(Checked):
-    """The notebook's "NoPE": `strength` added to the diagonal of the logits, at positions below `original_length`.
-
-    There is no other encoding. Only for comparison with the notebook; `NoPE` is NoPE.
-    """
-
-    strength: float = 2.0
-    original_length: int = 128
-
-    limits: ClassVar[Limits] = {"strength": (math.isfinite, "it must be finite.")}
-
-
-Encoding = Rope | PartialRope | NoPE | Alibi | NotebookYarn | NotebookBias
-ENCODINGS: dict[str, type] = {
-    "rope": Rope,
-    "partial_rope": PartialRope,
-    "nope": NoPE,
-    "alibi": Alibi,
-    "notebook_yarn": NotebookYarn,
-    "notebook_bias": NotebookBias,
-}
+    def slopes(self, num_heads: int) -> np.ndarray:
+        return alibi_slopes(num_heads)
 
 
 def frequencies(encoding: Encoding, head_dim: int, length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -127,48 +118,36 @@ def frequencies(encoding: Encoding, head_dim: int, length: int | None = None) ->
     Args:
       encoding: the description.
       head_dim: K, channels per head; even.
-      length: tokens of the sequence, for scalings that depend on it (see `follows_length`); None is the training
-        length or less.
+      length: tokens of the sequence, for scalings that depend on it (see `Encoding.follows_length`); None is the
+        training length or less.
 
     Returns:
       `inv_freq` [R] in radians per position and `gain` [R], the amplitude of the pair after rotation; float64,
       R = K / 2. Pair r is channels r and r + R. Frequency 0 leaves the pair unrotated.
 
     Raises:
-      ConfigError: an odd head_dim, no encoding, or a scaling that does not fit the rotated width.
+      ConfigError: an odd head_dim, no encoding, a scaling that does not fit the rotated width, or arrays of an encoding
+        that have another shape or are not finite.
     """
     require(head_dim > 0 and head_dim % 2 == 0, f"head_dim is {head_dim}; it must be even and positive.")
     require(length is None or length > 0, f"length is {length}; it must be a positive number of tokens, or None.")
-    pairs = head_dim // 2
-    inv_freq, gain = np.zeros(pairs), np.ones(pairs)
-    if isinstance(encoding, Rope):
-        dim, kept = head_dim, int(encoding.fraction * head_dim // 2)
-    elif isinstance(encoding, PartialRope):
-        dim = encoding.rotated_channels(head_dim)
-        kept = dim // 2
-    elif isinstance(encoding, NotebookYarn):
-        dim, kept = head_dim, pairs
-    elif isinstance(encoding, NoPE | Alibi | NotebookBias):
-        return inv_freq, gain
-    else:
+    if not isinstance(encoding, Encoding):
         names = ", ".join(kind.__name__ for kind in ENCODINGS.values())
         raise ConfigError(f"{encoding!r} is not a positional encoding; use one of {names}.")
-    if kept == 0:
-        return inv_freq, gain
-    spectrum, factor = encoding.base ** (-2.0 * np.arange(dim // 2) / dim), 1.0
-    scaling = getattr(encoding, "scaling", None)
-    if scaling is not None:
-        spectrum, factor = scaling.scale(spectrum, encoding.base, dim, length)
-    inv_freq[:kept] = spectrum[:kept]
-    # The attention factor multiplies cos and sin of the whole rotary width, unrotated pairs of p-RoPE included.
-    gain[: dim // 2] = factor
+    found = encoding.frequencies(head_dim, length)
+    name, wanted = type(encoding).__name__, (head_dim // 2,)
+    require(
+        isinstance(found, tuple) and len(found) == 2,
+        f"{name}.frequencies returned a {type(found).__name__}; it must return inv_freq and gain, [{wanted[0]}] each.",
+    )
+    inv_freq, gain = (np.asarray(array, np.float64) for array in found)
+    for what, array in (("inv_freq", inv_freq), ("gain", gain)):
+        require(
+            array.shape == wanted and bool(np.isfinite(array).all()),
+            f"{name}.frequencies returned {what} of shape {list(array.shape)}; for heads of {head_dim} channels it must "
+            f"return [{wanted[0]}] finite numbers.",
+        )
     return inv_freq, gain
-
-
-def follows_length(encoding: object) -> bool:
-    """Whether the frequencies of an encoding depend on the sequence's length (dynamic NTK, dynamic YaRN, LongRoPE)."""
-    scaling = getattr(encoding, "scaling", None)
-    return scaling is not None and scaling.dynamic
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:

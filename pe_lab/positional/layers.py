@@ -5,22 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from pe_lab.config import OMIT_DEFAULT
 from pe_lab.errors import ConfigError
-from pe_lab.positional.encodings import (
-    ENCODINGS,
-    Encoding,
-    NoPE,
-    NotebookBias,
-    NotebookYarn,
-    PartialRope,
-    Rope,
-    follows_length,
-)
+from pe_lab.positional.encodings import NoPE
+from pe_lab.positional.hooks import Encoding, has
+from pe_lab.positional.registry import ENCODINGS
 from pe_lab.positional.scalings import SCALINGS, Checked, Limits, Scaling, require, stretch
 
 
@@ -66,7 +60,8 @@ class Gaussian(Checked):
 
 
 HeadKind = Encoding | Bands | Uniform | Gaussian
-HEAD_KINDS: dict[str, type] = {**ENCODINGS, "bands": Bands, "uniform": Uniform, "gaussian": Gaussian}
+# With the encodings that will be registered later.
+HEAD_KINDS: Mapping[str, type] = ChainMap({"bands": Bands, "uniform": Uniform, "gaussian": Gaussian}, ENCODINGS)
 
 
 @dataclass(frozen=True)
@@ -84,9 +79,8 @@ class HeadEdit:
         object.__setattr__(self, "heads", tuple(int(h) for h in self.heads))
         require(bool(self.heads), "HeadEdit.heads is empty; name at least one query head.")
         require(
-            isinstance(self.to, HeadKind) and not isinstance(self.to, NotebookYarn | NotebookBias),
-            f"HeadEdit.to is {self.to!r}; a head can have an encoding (the notebook's are whole layers'), Bands, "
-            "Uniform or Gaussian.",
+            isinstance(self.to, HeadKind),
+            f"HeadEdit.to is {self.to!r}; a head can have an encoding, Bands, Uniform or Gaussian.",
         )
 
 
@@ -119,12 +113,14 @@ class Layer:
       window: the number of tokens that a query attends to, itself included; None is all. Static: a change recompiles.
       logit_scale: factor on the attention logits, a number or `Beta(...)`.
       heads: edits of single query heads.
+      extras: encodings that act on all heads beside `encoding`, in this order: a bias, a temperature, a gated output.
     """
 
     encoding: Encoding
     window: int | None = None
     logit_scale: float | Beta = 1.0
     heads: tuple[HeadEdit, ...] = field(default=(), metadata=OMIT_DEFAULT)
+    extras: tuple[Encoding, ...] = field(default=(), metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or self.window % 1):
@@ -133,11 +129,31 @@ class Layer:
         if not isinstance(scale, Beta) and not (isinstance(scale, numbers.Real) and 0 < scale < math.inf):
             raise ConfigError(f"Layer.logit_scale is {self.logit_scale}; it must be above 0 and finite, or Beta(...).")
         object.__setattr__(self, "heads", tuple(self.heads))
-        if self.heads and isinstance(self.encoding, NotebookYarn | NotebookBias):
-            raise ConfigError(
-                f"Layer.heads: {type(self.encoding).__name__} is a whole layer's, and no head of it can have another "
-                "encoding. Leave heads out, or choose another encoding."
+        object.__setattr__(self, "extras", tuple(self.extras))
+        for extra in self.extras:
+            require(isinstance(extra, Encoding), f"Layer.extras: {extra!r} is no encoding.")
+            own = [hook for hook in ("frequencies", "slopes") if has(extra, hook)]
+            require(
+                not own,
+                f"Layer.extras: {type(extra).__name__} has {' and '.join(own)} of its own, so that it can only be the "
+                "layer's encoding. Make the others extras of it.",
             )
+        acting = [one for _, one in self.acting() if has(one, "init")]
+        twice = [one for n, one in enumerate(acting) if one in acting[:n]]
+        require(not twice, f"Layer: {twice and type(twice[0]).__name__} acts on it twice; name it once.")
+
+    def acting(self, num_heads: int = 0) -> list[tuple[tuple[int, ...], Encoding]]:
+        """The encodings of the layer, each with the query heads that it acts on; () is all."""
+        own = set(range(num_heads))
+        edits = [(edit.heads, edit.to) for edit in self.heads if isinstance(edit.to, Encoding)]
+        of_heads: list[tuple[tuple[int, ...], Encoding]] = []
+        for n, (heads, to) in enumerate(edits):
+            later = {h for others, _ in edits[n + 1 :] for h in others}
+            of_heads.append((tuple(h for h in sorted(set(heads)) if h not in later), to))
+            own -= set(heads)
+        heads = tuple(sorted(own)) if edits else ()
+        found = [(heads, self.encoding)] if heads or not edits or not num_heads else []
+        return [*found, *((h, to) for h, to in of_heads if h), *(((), extra) for extra in self.extras)]
 
     def scale_at(self, length: int | None) -> float:
         """The logit scale for sequences of `length` tokens."""
@@ -147,8 +163,13 @@ class Layer:
     def follows_length(self) -> bool:
         """Whether the layer's arrays depend on the sequence's length."""
         return isinstance(self.logit_scale, Beta) or any(
-            follows_length(e) for e in (self.encoding, *(edit.to for edit in self.heads))
+            getattr(one, "follows_length", False) for one in (self.encoding, *(edit.to for edit in self.heads))
         )
+
+    @property
+    def exact_cache(self) -> bool:
+        """Whether decoding with a KV cache equals a pass over the whole sequence."""
+        return all(encoding.exact_cache for _, encoding in self.acting())
 
 
 @dataclass(frozen=True)
@@ -161,16 +182,24 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Drop:
-    """DroPE's drop as an edit: the chosen layers (None: all) lose their encoding and head edits, and keep windows."""
+    """DroPE's drop as an edit: the chosen layers (None: all) lose their encoding and head edits, and keep windows.
+
+    `extras`: they lose their extras too.
+    """
 
     layers: tuple[int, ...] | None = None
+    extras: bool = field(default=False, metadata=OMIT_DEFAULT)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", None if self.layers is None else tuple(self.layers))
 
     def apply(self, before: Sequence[Layer]) -> tuple[Layer, ...]:
         """The layers after the drop; `ConfigError` for a layer that does not exist."""
-        return _edit("drop", before, self.layers, lambda layer: dataclasses.replace(layer, encoding=NoPE(), heads=()))
+
+        def dropped(layer: Layer) -> Layer:
+            return dataclasses.replace(layer, encoding=NoPE(), heads=(), extras=() if self.extras else layer.extras)
+
+        return _edit("drop", before, self.layers, dropped)
 
 
 @dataclass(frozen=True)
@@ -189,7 +218,7 @@ class Rescale:
         """The layers with the scaling; `ConfigError` where none of the chosen ones rotates."""
         after = _edit("rescale", before, self.layers, self._scaled_layer)
         chosen = before if self.layers is None else [before[n] for n in self.layers]
-        rotary = any(isinstance(layer.encoding, Rope | PartialRope) for layer in chosen)
+        rotary = any(hasattr(layer.encoding, "scaling") for layer in chosen)
         require(
             rotary or after != tuple(before), "rescale: none of these layers is rotary; there is nothing to rescale."
         )
@@ -200,9 +229,7 @@ class Rescale:
         return dataclasses.replace(layer, encoding=self._scaled(layer.encoding), heads=heads)
 
     def _scaled(self, encoding: Any) -> Any:
-        if isinstance(encoding, Rope | PartialRope):
-            return dataclasses.replace(encoding, scaling=self.scaling)
-        return encoding
+        return dataclasses.replace(encoding, scaling=self.scaling) if hasattr(encoding, "scaling") else encoding
 
 
 def _edit(

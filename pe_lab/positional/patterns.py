@@ -9,7 +9,8 @@ from typing import Any
 
 from pe_lab.errors import ConfigError
 from pe_lab.positional.codec import description_from_json, parse
-from pe_lab.positional.encodings import Encoding, NoPE, Rope
+from pe_lab.positional.encodings import NoPE, Rope
+from pe_lab.positional.hooks import Encoding
 from pe_lab.positional.layers import Beta, Drop, Layer, Pattern, Rescale
 from pe_lab.positional.scalings import SCALINGS
 
@@ -19,9 +20,12 @@ def pattern(items: Sequence[Any], cut: bool = False) -> Pattern:
     return Pattern(tuple(items), cut)
 
 
-def drop(layers: Sequence[int] | None = None) -> Drop:
-    """For a phase's `positional`: the layers of the phase before without their encoding; None is all layers."""
-    return Drop(None if layers is None else tuple(layers))
+def drop(layers: Sequence[int] | None = None, extras: bool = False) -> Drop:
+    """For a phase's `positional`: the layers of the phase before without their encoding; None is all layers.
+
+    `extras`: without their extras too.
+    """
+    return Drop(None if layers is None else tuple(layers), extras)
 
 
 def rescale(scaling: Any, layers: Sequence[int] | None = None) -> Rescale:

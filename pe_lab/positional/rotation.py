@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ def fixed_point_frequencies(inv_freq: np.ndarray) -> np.ndarray:
     return np.stack([high.astype(np.uint32), np.floor(low * 2.0**32).astype(np.uint32)], axis=-1)
 
 
-def _multiply_high(a: jax.Array, b: jax.Array) -> jax.Array:
+def multiply_high(a: jax.Array, b: jax.Array) -> jax.Array:
     """The upper 32 bits of the 64-bit product of two uint32."""
     a_high, a_low, b_high, b_low = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
     middle = a_high * b_low + ((a_low * b_low) >> 16)
@@ -57,55 +56,18 @@ def angles(fixed_freq: UInt32[Array, "*rows R 2"], positions: Int[Array, "B T"])
     """
     position = positions.astype(jnp.uint32).reshape(positions.shape + (1,) * (fixed_freq.ndim - 1))
     high, low = fixed_freq[..., 0], fixed_freq[..., 1]
-    fraction = position * high + _multiply_high(position, low)  # wraps at 2^32, one full rotation
+    fraction = position * high + multiply_high(position, low)  # wraps at 2^32, one full rotation
     signed = jax.lax.bitcast_convert_type(fraction, jnp.int32).astype(jnp.float32)
     return signed * jnp.float32(2 * math.pi / 2**32)
-
-
-class Warp(NamedTuple):
-    """The notebook's "YaRN": position n is replaced by n * m(n).
-
-    m is alpha up to `length` - `blend`, beta from `length` + `blend` on, and linear between them.
-    """
-
-    alpha: float
-    beta: float
-    length: int
-    blend: int
-
-
-def warped_angles(
-    fixed_freq: UInt32[Array, "*rows R 2"], positions: Int[Array, "B T"], warp: Warp
-) -> Float[Array, "B T *rows R"]:
-    """Rotation angles at warped positions, float32, exact to 1e-6 rad at positions below 2^27 outside the blend.
-
-    Within the blend the multiplier is a float32 (1e-7 of a position near `length`).
-    """
-    position = positions.astype(jnp.uint32)
-    blended = jnp.clip((positions - (warp.length - warp.blend)) / jnp.float32(2 * warp.blend), 0, 1)
-    between = positions * (warp.alpha * (1 - blended) + warp.beta * blended)
-    whole, rest = between.astype(jnp.uint32), between - jnp.floor(between)
-    for multiplier, here in ((warp.alpha, blended == 0), (warp.beta, blended == 1)):
-        # In fixed point: a float32 product would lose the fraction of a large position. The multiplier's fraction has
-        # two words; the product of the lower word carries into the upper.
-        high, low = (np.uint32(word) for word in divmod(int(multiplier % 1 * 2**64), 2**32))
-        upper = position * high
-        fraction = upper + _multiply_high(position, jnp.full_like(position, low))
-        carried = _multiply_high(position, jnp.full_like(position, high)) + (fraction < upper).astype(jnp.uint32)
-        whole = jnp.where(here, position * np.uint32(int(multiplier)) + carried, whole)
-        rest = jnp.where(here, fraction.astype(jnp.float32) * jnp.float32(2.0**-32), rest)
-    step = fixed_freq[..., 0].astype(jnp.float32) * jnp.float32(2 * math.pi / 2**32)
-    return angles(fixed_freq, whole.astype(jnp.int32)) + rest.reshape(rest.shape + (1,) * (fixed_freq.ndim - 1)) * step
 
 
 def rotation_tables(
     fixed_freq: UInt32[Array, "*rows R 2"],
     gain: Float[Array, "*rows R"],
     positions: Int[Array, "B T"],
-    warp: Warp | None = None,
 ) -> tuple[Float[Array, "B T *rows R"], Float[Array, "B T *rows R"]]:
     """cos and sin of every pair's angle at every position, times the pair's gain; float32."""
-    angle = angles(fixed_freq, positions) if warp is None else warped_angles(fixed_freq, positions, warp)
+    angle = angles(fixed_freq, positions)
     return jnp.cos(angle) * gain, jnp.sin(angle) * gain
 
 

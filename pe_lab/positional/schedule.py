@@ -14,10 +14,12 @@ import numpy as np
 from jaxtyping import Float, UInt32
 
 from pe_lab.errors import ConfigError
-from pe_lab.positional.codec import label, ranges_by
-from pe_lab.positional.encodings import Alibi, NotebookBias, NotebookYarn, alibi_slopes, frequencies
+from pe_lab.positional.codec import label, ranges, ranges_by
+from pe_lab.positional.encodings import frequencies
+from pe_lab.positional.hooks import HOOKS, Encoding, LayerHooks, has, has_hooks
 from pe_lab.positional.layers import Bands, Gaussian, Layer, Uniform
-from pe_lab.positional.rotation import Warp, fixed_point_frequencies
+from pe_lab.positional.registry import registered_name
+from pe_lab.positional.rotation import fixed_point_frequencies
 from pe_lab.terminal import table
 
 LARGEST = 2**23  # layers times heads times channels of a schedule; the largest models have 2^21
@@ -36,7 +38,7 @@ class LayerStructure:
       heads: `shared`: all heads have the same rotation; `grouped`: groups of query heads have different ones; `split`:
         heads of one group have different ones, so keys are rotated once per query head.
       noisy: DoPE replaces queries and keys of some heads by noise.
-      warp, diagonal_bias: of the notebook's encodings; diagonal_bias is (strength, length).
+      hooks: the encodings that are more than frequencies and slopes.
     """
 
     rotates: bool = False
@@ -44,8 +46,7 @@ class LayerStructure:
     window: int | None = None
     heads: Literal["shared", "grouped", "split"] = "shared"
     noisy: bool = False
-    warp: Warp | None = None
-    diagonal_bias: tuple[float, int] | None = None
+    hooks: tuple[LayerHooks, ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -153,12 +154,13 @@ def build_schedule(
     parts = zip(*(known[layer] for layer in layers), strict=True)
     inv_freq, gain, slope, noise, sigma = map(np.stack, parts)
     fixed_freq = fixed_point_frequencies(inv_freq)
+    hooks = layer_hooks(layers, num_heads)
     structure = [
         _structure(layer, *parts, num_kv_heads)
-        for layer, *parts in zip(layers, fixed_freq, gain, slope, noise, strict=True)
+        for layer, *parts in zip(layers, fixed_freq, gain, slope, noise, hooks, strict=True)
     ]
     rotating = [n for n, s in enumerate(structure) if s.rotates]
-    alike = {(fixed_freq[n].tobytes(), gain[n].tobytes(), noise[n].tobytes(), structure[n].warp) for n in rotating}
+    alike = {(fixed_freq[n].tobytes(), gain[n].tobytes(), noise[n].tobytes()) for n in rotating}
     return Schedule(
         inv_freq.astype(np.float32),
         gain.astype(np.float32),
@@ -180,8 +182,7 @@ def _layer_arrays(
     Its encoding gives those of all heads, which its edits of single heads change, in order.
     """
     inv_freq, gain = (np.tile(array, (num_heads, 1)) for array in frequencies(layer.encoding, head_dim, length))
-    slopes = alibi_slopes(num_heads)
-    slope = slopes.copy() if isinstance(layer.encoding, Alibi) else np.zeros(num_heads)
+    slope = _slopes(layer.encoding, num_heads)
     noise, sigma = np.zeros(num_heads, np.uint32), np.zeros(num_heads)
     for edit in layer.heads:
         at = list(edit.heads)
@@ -197,18 +198,56 @@ def _layer_arrays(
             noise[at], sigma[at] = edit.to.seed, edit.to.sigma or 0.0
         else:
             inv_freq[at], gain[at] = frequencies(edit.to, head_dim, length)
-            slope[at] = slopes[at] if isinstance(edit.to, Alibi) else 0.0
+            slope[at] = _slopes(edit.to, num_heads)[at]
             noise[at] = 0
     if len(np.unique(sigma[noise != 0])) > 1:
         raise ConfigError(f"{where}: its Gaussian heads have different sigmas; a layer can have one.")
     return inv_freq, gain, slope, noise, sigma
 
 
+def _slopes(encoding: Encoding, num_heads: int) -> np.ndarray:
+    slope = np.array(encoding.slopes(num_heads), np.float64)
+    if slope.shape != (num_heads,) or not np.isfinite(slope).all():
+        raise ConfigError(
+            f"{type(encoding).__name__}.slopes returned shape {list(slope.shape)}; it must return [{num_heads}] finite "
+            "numbers, one for each head."
+        )
+    return slope
+
+
+def layer_hooks(layers: Sequence[Layer], num_heads: int) -> list[tuple[LayerHooks, ...]]:
+    """The encodings with hooks of every layer, and the names of their parameters.
+
+    Layers with the same description share an entry of `layers.positional`, which is stacked over them. Its name is that
+    of the encoding; another description of an encoding has a number after it, by its first layer (`t5_2`).
+    """
+    names: dict[Encoding, str] = {}
+    found = []
+    for layer in layers:
+        of_layer = []
+        for heads, encoding in layer.acting(num_heads):
+            if not has_hooks(encoding):
+                continue
+            if has(encoding, "init") and encoding not in names:
+                name = registered_name(encoding)
+                others = sum(registered_name(one) == name for one in names)
+                names[encoding] = f"{name}_{others + 1}" if others else name
+            of_layer.append(LayerHooks(encoding, names.get(encoding), heads))
+        found.append(tuple(of_layer))
+    return found
+
+
 def _structure(
-    layer: Layer, fixed_freq: np.ndarray, gain: np.ndarray, slope: np.ndarray, noise: np.ndarray, num_kv_heads: int
+    layer: Layer,
+    fixed_freq: np.ndarray,
+    gain: np.ndarray,
+    slope: np.ndarray,
+    noise: np.ndarray,
+    hooks: tuple[LayerHooks, ...],
+    num_kv_heads: int,
 ) -> LayerStructure:
     """The structure that one layer's arrays [H, ...] need."""
-    encoding, noisy = layer.encoding, bool(noise.any())
+    noisy = bool(noise.any())
     rotation = np.concatenate([fixed_freq.astype(np.float64), gain[..., None]], axis=-1)  # [H, R, 3]
     groups = rotation.reshape(num_kv_heads, -1, *rotation.shape[1:])
     heads: Literal["shared", "grouped", "split"] = "split"  # noise is drawn per query head
@@ -216,13 +255,8 @@ def _structure(
         heads = "shared"
     elif not noisy and (groups == groups[:, :1]).all():
         heads = "grouped"
-    warp = diagonal_bias = None
-    if isinstance(encoding, NotebookYarn):
-        warp = Warp(encoding.alpha, encoding.beta, encoding.original_length, encoding.blend)
-    if isinstance(encoding, NotebookBias):
-        diagonal_bias = (encoding.strength, encoding.original_length)
     rotates = bool(fixed_freq.any() or (gain != 1).any() or noisy)
-    return LayerStructure(rotates, bool(slope.any()), layer.window, heads, noisy, warp, diagonal_bias)
+    return LayerStructure(rotates, bool(slope.any()), layer.window, heads, noisy, hooks)
 
 
 def describe(schedule: Schedule, layers: Sequence[Layer] | None = None) -> str:
@@ -282,8 +316,7 @@ def _range(values: np.ndarray) -> str:
 def _other(structure: LayerStructure, noisy_heads: int, sigma: float) -> str:
     """The properties of a layer that most encodings do not have."""
     parts = [f"{noisy_heads} heads are noise" + (f" of sigma {sigma:g}" if sigma else "")] if noisy_heads else []
-    if structure.warp:
-        parts.append(f"positions times {structure.warp.alpha:g} .. {structure.warp.beta:g}")
-    if structure.diagonal_bias:
-        parts.append("{:+g} on the diagonal below {}".format(*structure.diagonal_bias))
+    for encoding, _, heads in structure.hooks:
+        where = f" on heads {ranges(heads)}" if heads else ""
+        parts.append(f"{registered_name(encoding)}: {', '.join(hook for hook in HOOKS if has(encoding, hook))}{where}")
     return ", ".join(parts)

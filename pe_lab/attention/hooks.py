@@ -1,0 +1,226 @@
+"""The hooks of one layer's encodings, applied to its queries, keys, logits and outputs; every result is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pe_lab.attention.bias import PositionBias, on_heads
+from pe_lab.attention.key_block import MASKED, LogitsOfRows
+from pe_lab.errors import ConfigError
+from pe_lab.parallel import balanced_order, context_size
+from pe_lab.positional import Encoding, HeadShape, LayerHooks, has
+from pe_lab.positional.hooks import parameter_settings
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Hooks:
+    """The encodings with hooks of one layer, and the parameters of each ({} for none). A pytree: `hooks` is static."""
+
+    params: tuple[Any, ...] = ()
+    hooks: tuple[LayerHooks, ...] = field(default=(), metadata={"static": True})
+
+    def having(self, hook: str) -> Iterable[tuple[int, LayerHooks, Any]]:
+        """The number, the description and the parameters of those that have a hook."""
+        return [
+            (n, one, params)
+            for n, (one, params) in enumerate(zip(self.hooks, self.params, strict=True))
+            if has(one.encoding, hook)
+        ]
+
+
+def hook_features(hooks: Sequence[LayerHooks], positions: bool) -> set[str]:
+    """What hooks require of an implementation; `positions`: those of tokens are not their indices."""
+    found = set()
+    for encoding, _, _ in hooks:
+        if has(encoding, "bias"):
+            found.add("distance bias" if encoding.relative and not positions else "position bias")
+        for hook, feature in (("key_bias", "key bias"), ("logits", "logit functions"), ("sink", "sinks")):
+            if has(encoding, hook):
+                found.add(feature)
+    return found
+
+
+def _wrong(encoding: Encoding, hook: str, found: Any, wanted: str) -> ConfigError:
+    shapes = [list(jnp.shape(x)) for x in found] if isinstance(found, tuple) else list(jnp.shape(found))
+    return ConfigError(f"{type(encoding).__name__}.{hook} returned shape {shapes}; it must return {wanted}.")
+
+
+def index_positions(length: int) -> Int[np.ndarray, "1 T"]:
+    """The positions of tokens that are their indices: 0, 1, 2, ... in the order of a context axis."""
+    parts = context_size()
+    order = np.arange(length) if parts == 1 else balanced_order(length, parts)
+    return np.asarray(order, np.int32)[None]
+
+
+def hook_inputs(
+    hooks: Hooks, x: Float[Array, "B T D"], before: Sequence[Float[Array, "B *sums"]] | None = None
+) -> tuple[list[Array], list[Float[Array, "B T *sums"]]]:
+    """What each encoding takes for x: x itself, or its running sum; and the running sums.
+
+    Args:
+      before: the sums up to the token before, of those encodings that have one; None: x begins with the first token.
+    """
+    inputs: list[Array] = [x] * len(hooks.hooks)
+    sums = []
+    parts, length = context_size(), x.shape[1]
+    for n, one, params in hooks.having("running_sum"):
+        terms = jnp.asarray(one.encoding.running_sum(params, x))
+        if terms.ndim < 2 or terms.shape[:2] != x.shape[:2]:
+            raise _wrong(one.encoding, "running_sum", terms, f"[B, T, ...], with B {x.shape[0]} and T {length}")
+        terms = terms.astype(jnp.float32)
+        if before is not None:
+            terms = terms.at[:, 0].add(before[len(sums)])
+            total = jnp.cumsum(terms, axis=1)
+        elif parts > 1:
+            order = np.asarray(balanced_order(length, parts))
+            total = jnp.cumsum(terms[:, np.argsort(order)], axis=1)[:, order]
+        else:
+            total = jnp.cumsum(terms, axis=1)
+        inputs[n] = total
+        sums.append(total)
+    return inputs, sums
+
+
+def encode(
+    hooks: Hooks,
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B T G K"],
+    positions: Int[Array, "#B T"],
+    inputs: Sequence[Array],
+) -> tuple[Float[Array, "B T H any"], Float[Array, "B T heads any"]]:
+    """Queries and keys after all `encode` hooks; keys of H heads where a hook acts on a part of a group."""
+    H, G = query.shape[2], key.shape[2]
+    for n, (encoding, _, heads), params in hooks.having("encode"):
+        found = encoding.encode(params, query, key[:, :, :: key.shape[2] // G], positions, inputs[n])
+        wanted = f"queries [B, T, {H}, K] and keys [B, T, {G}, K] of one K, with B, T {list(query.shape[:2])}"
+        if not isinstance(found, tuple) or len(found) != 2 or any(jnp.ndim(one) != 4 for one in found):
+            raise _wrong(encoding, "encode", found, wanted)
+        q, k = (one.astype(query.dtype) for one in found)
+        if q.shape[:3] != query.shape[:3] or k.shape[:3] != (*query.shape[:2], G) or q.shape[3] != k.shape[3]:
+            raise _wrong(encoding, "encode", found, wanted)
+        if not heads:
+            query, key = q, k
+            continue
+        if q.shape[3] != query.shape[3]:
+            raise ConfigError(
+                f"{type(encoding).__name__}.encode changes the channels of a head from {query.shape[3]} to "
+                f"{q.shape[3]}; it cannot act on some heads of a layer alone."
+            )
+        chosen = _chosen(heads, H)
+        query = jnp.where(jnp.asarray(chosen)[:, None], q, query)
+        if found[1] is key:
+            continue
+        if key.shape[2] == G and not _splits(chosen, G):
+            key = jnp.where(jnp.asarray(chosen.reshape(G, -1)[:, 0])[:, None], k, key)
+        else:
+            repeated = (jnp.repeat(one, H // one.shape[2], axis=2) for one in (k, key))
+            key = jnp.where(jnp.asarray(chosen)[:, None], *repeated)
+    return query, key
+
+
+def _chosen(heads: tuple[int, ...], num_heads: int) -> np.ndarray:
+    return np.isin(np.arange(num_heads), heads)
+
+
+def _splits(chosen: np.ndarray, kv_heads: int) -> bool:
+    groups = chosen.reshape(kv_heads, -1)
+    return bool((groups != groups[:, :1]).any())
+
+
+def position_bias(hooks: Hooks, relative: bool | None = None) -> PositionBias | None:
+    """The `bias` hooks as a function of positions; `relative`: only those that are so, or are not."""
+    found = [(one, p) for _, one, p in hooks.having("bias") if relative in (None, one.encoding.relative)]
+    return PositionBias(tuple(p for _, p in found), tuple(one for one, _ in found)) if found else None
+
+
+def distance_bias(hooks: Hooks, length: int, num_heads: int) -> Float[Array, "H D"] | None:
+    """The relative `bias` hooks as a table by distance, for sequences of `length` tokens."""
+    function = position_bias(hooks, relative=True)
+    if function is None:
+        return None
+    distances = jnp.arange(length, dtype=jnp.int32)[None]
+    return function.block(distances, jnp.zeros((1, 1), jnp.int32), num_heads)[0, :, :, 0]
+
+
+def key_bias(hooks: Hooks, inputs: Sequence[Array], num_heads: int) -> Float[Array, "B H S"] | None:
+    """The sum of the `key_bias` hooks, float32."""
+    total = None
+    for n, (encoding, _, heads), params in hooks.having("key_bias"):
+        found = jnp.asarray(encoding.key_bias(params, inputs[n]))
+        wanted = (inputs[n].shape[0], num_heads, inputs[n].shape[1])
+        if found.shape != wanted:
+            raise _wrong(encoding, "key_bias", found, f"[B, H, S], which is {list(wanted)}")
+        found = on_heads(found.astype(jnp.float32).swapaxes(0, 1), heads, num_heads).swapaxes(0, 1)
+        total = found if total is None else total + found
+    return total
+
+
+def logits_of_rows(hooks: Hooks, query: Float[Array, "B T H K"]) -> LogitsOfRows | None:
+    """The `logits` hooks, for queries that are neither encoded nor scaled."""
+    found = hooks.having("logits")
+    return LogitsOfRows(query, tuple(p for _, _, p in found), tuple(one for _, one, _ in found)) if found else None
+
+
+def sink(hooks: Hooks, num_heads: int) -> Float[Array, " H"] | None:
+    """The `sink` hooks as one logit per head."""
+    total = None
+    for _, (encoding, _, heads), params in hooks.having("sink"):
+        found = jnp.asarray(encoding.sink(params))
+        if found.shape != (num_heads,):
+            raise _wrong(encoding, "sink", found, f"[H], which is [{num_heads}]")
+        found = found.astype(jnp.float32)
+        if heads:
+            found = jnp.where(jnp.asarray(_chosen(heads, num_heads)), found, MASKED)
+        total = found if total is None else jnp.logaddexp(total, found)
+    return total
+
+
+def output(
+    hooks: Hooks, inputs: Sequence[Array], out: Float[Array, "B T H K"], value: Float[Array, "B T G K"]
+) -> Float[Array, "B T H K"]:
+    """The output of attention after all `output` hooks."""
+    for n, (encoding, _, heads), params in hooks.having("output"):
+        found = jnp.asarray(encoding.output(params, inputs[n], out, value))
+        if found.shape != out.shape:
+            raise _wrong(encoding, "output", found, f"[B, T, H, K], which is {list(out.shape)}")
+        found = found.astype(out.dtype)
+        out = jnp.where(jnp.asarray(_chosen(heads, out.shape[2]))[:, None], found, out) if heads else found
+    return out
+
+
+@dataclass(frozen=True)
+class CachedSizes:
+    """What a KV cache holds of a layer beside values: channels and heads of keys, the key bias, and running sums."""
+
+    key_channels: int
+    key_heads: int
+    key_bias: bool
+    sums: tuple[tuple[int, ...], ...]  # the shape of each, without batch and tokens
+
+
+def cached_sizes(hooks: tuple[LayerHooks, ...], shape: HeadShape) -> CachedSizes:
+    """The sizes that a layer's hooks need of a KV cache; nothing is computed."""
+    if not hooks:
+        return CachedSizes(shape.head_dim, shape.num_kv_heads, False, ())
+
+    def arrays(params: Any, q: Array, k: Array, x: Array) -> tuple[Array, list[Array], Array | None]:
+        bound = Hooks(params, hooks)
+        inputs, sums = hook_inputs(bound, x, [jnp.zeros(())] * len(hooks))
+        _, key = encode(bound, q, k, jnp.zeros((1, 1), jnp.int32), inputs)
+        return key, sums, key_bias(bound, inputs, shape.num_heads)
+
+    H, G, K, D = shape
+    float32 = lambda *axes: jax.ShapeDtypeStruct(axes, jnp.float32)  # noqa: E731
+    params = tuple(
+        {name: one.value for name, one in parameter_settings(hook.encoding, shape).items()} for hook in hooks
+    )
+    key, sums, bias = jax.eval_shape(arrays, params, float32(1, 1, H, K), float32(1, 1, G, K), float32(1, 1, D))
+    return CachedSizes(key.shape[3], key.shape[2], bias is not None, tuple(one.shape[2:] for one in sums))

@@ -1,0 +1,202 @@
+"""What a positional encoding is: a frozen dataclass whose methods are hooks, pure functions of parameters and arrays.
+
+A class overrides the hooks that it has; a hook that it does not override costs nothing. `register` (in `registry`)
+gives it the name by which recipes, texts and checkpoints know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pe_lab.errors import ConfigError
+from pe_lab.positional.scalings import Checked
+
+Params = Mapping[str, Array]
+
+
+class HeadShape(NamedTuple):
+    """The sizes that the parameters of an encoding may depend on."""
+
+    num_heads: int  # H
+    num_kv_heads: int  # G
+    head_dim: int  # K
+    d_model: int  # D
+
+
+class Parameter(NamedTuple):
+    """The initial value of a learned array of an encoding, and how it is trained.
+
+    Attributes:
+      value: float32, of one layer.
+      axes: the logical name of each axis (`heads`, `kv_heads`, `head_dim`, `embed`, `vector`, `mlp`, ...), by which it
+        is sharded; None for an axis that is never sharded.
+      learning_rate: factor on the optimizer's rate.
+      decay: whether weight decay acts on it.
+    """
+
+    value: Float[Array, "*axes"]
+    axes: tuple[str | None, ...]
+    learning_rate: float = 1.0
+    decay: bool = False
+
+
+class Encoding(Checked):
+    """Base of all positional encodings.
+
+    B batch, T queries, S keys, H query heads, G key-value heads, K channels of a head, R = K / 2, D of the model. In
+    hooks, `x` [B, T, D] is the input of the layer's attention, after its norm; for an encoding with `running_sum`, it
+    is that sum instead.
+
+    Attributes:
+      display_name: in tables and figures; "": the registered name.
+      relative: for equal hidden states, the logit of a query and a key depends on positions through their distance
+        alone. A `bias` that is relative is computed once per distance, and kernels take it as a table.
+      content: the encoding depends on the hidden states x, not only on positions.
+      exact_cache: a token's encoded key, key bias and output do not depend on later tokens or on the length, so that
+        decoding with a KV cache is exact. False: every new token takes a pass over the whole sequence.
+    """
+
+    display_name: ClassVar[str] = ""
+    relative: ClassVar[bool] = False
+    content: ClassVar[bool] = False
+    exact_cache: ClassVar[bool] = True
+
+    # Of the schedule: computed on the host, in float64, and outside the gradient.
+
+    def frequencies(self, head_dim: int, length: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """inv_freq [R], radians per position in [0, 2 pi), and gain [R], the amplitude of a pair after rotation."""
+        return np.zeros(head_dim // 2), np.ones(head_dim // 2)
+
+    def slopes(self, num_heads: int) -> np.ndarray:
+        """[H]: the penalty on a logit per token of distance."""
+        return np.zeros(num_heads)
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether `frequencies` depends on the length of the sequence."""
+        return False
+
+    # Of parameters and arrays: traced by JAX, and differentiated.
+
+    def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
+        """The parameters of one layer; those that change no function at their initial value let surgery add them."""
+        return {}
+
+    def running_sum(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T *sums"]:
+        """A term per token. Its float32 sum over all tokens up to and including each takes the place of x in hooks.
+
+        A KV cache keeps the sum of the last token, so that a hook with a running sum is exact under a cache.
+        """
+        raise NotImplementedError
+
+    def encode(
+        self,
+        params: Params,
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B T G K"],
+        positions: Int[Array, "#B T"],
+        x: Float[Array, "B T D"],
+    ) -> tuple[Float[Array, "B T H any"], Float[Array, "B T G any"]]:
+        """Queries and keys of any equal number of channels; the logits are their products over sqrt(K)."""
+        raise NotImplementedError
+
+    def bias(
+        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
+    ) -> Float[Array, "H T S"]:
+        """Added to the logits of a block of queries and keys; at a key after its query, any finite number."""
+        raise NotImplementedError
+
+    def key_bias(self, params: Params, x: Float[Array, "B S D"]) -> Float[Array, "B H S"]:
+        """Added to all logits of a key."""
+        raise NotImplementedError
+
+    def logits(
+        self, params: Params, q: Float[Array, "B T H K"], logits: Float[Array, "B H T S"]
+    ) -> Float[Array, "B H T S"]:
+        """New logits of some queries against all keys, those that a query does not see at -1e30; no kernel has it."""
+        raise NotImplementedError
+
+    def sink(self, params: Params) -> Float[Array, " H"]:
+        """A logit per head in the denominator of the softmax, which takes weight from all keys."""
+        raise NotImplementedError
+
+    def output(
+        self,
+        params: Params,
+        x: Float[Array, "B T D"],
+        out: Float[Array, "B T H K"],
+        value: Float[Array, "B T G K"],
+    ) -> Float[Array, "B T H K"]:
+        """The output of attention, before its projection; `value` is that of the same tokens."""
+        raise NotImplementedError
+
+
+Hook = Literal["running_sum", "encode", "bias", "key_bias", "logits", "sink", "output"]
+HOOKS: tuple[Hook, ...] = ("running_sum", "encode", "bias", "key_bias", "logits", "sink", "output")
+
+
+def has(encoding: Encoding, hook: str) -> bool:
+    """Whether a class overrides a hook."""
+    return getattr(type(encoding), hook) is not getattr(Encoding, hook)
+
+
+def has_hooks(encoding: Any) -> bool:
+    """Whether an encoding is more than frequencies and slopes."""
+    return isinstance(encoding, Encoding) and any(has(encoding, hook) for hook in HOOKS)
+
+
+class LayerHooks(NamedTuple):
+    """An encoding with hooks, on one layer. Static: part of the layer's structure.
+
+    Attributes:
+      encoding: the description.
+      parameters: its key in the parameters' `layers.positional`; None: it has none.
+      heads: the query heads it acts on; (): all.
+    """
+
+    encoding: Encoding
+    parameters: str | None = None
+    heads: tuple[int, ...] = ()
+
+
+def initial(encoding: Encoding, shape: HeadShape, key: Array) -> dict[str, Parameter]:
+    """The parameters of one layer, checked.
+
+    Raises:
+      ConfigError: names the encoding and what `init` returned.
+    """
+    name = type(encoding).__name__
+    found = encoding.init(key, shape)
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{name}.init returned {type(found).__name__}; it must return a dict of Parameter(...).")
+    for field, parameter in found.items():
+        if not isinstance(parameter, Parameter):
+            raise ConfigError(
+                f"{name}.init: '{field}' is a {type(parameter).__name__}; give Parameter(value, axes), with the "
+                "logical name of each axis, or None for one that is not sharded."
+            )
+        axes, rank = parameter.axes, jnp.ndim(parameter.value)
+        if not isinstance(axes, tuple) or len(axes) != rank or not all(a is None or isinstance(a, str) for a in axes):
+            raise ConfigError(
+                f"{name}.init: '{field}' has shape {list(jnp.shape(parameter.value))} and axes {axes!r}; give one "
+                f"name, or None, for each of the {rank} axes, such as ('heads', None)."
+            )
+    return dict(found)
+
+
+def parameter_settings(encoding: Encoding, shape: HeadShape) -> dict[str, Parameter]:
+    """`initial` with `jax.ShapeDtypeStruct`s for values: nothing is computed."""
+    settings: dict[str, Parameter] = {}
+
+    def values(key: Array) -> dict[str, Array]:
+        settings.update(initial(encoding, shape, key))
+        return {name: jnp.asarray(one.value, jnp.float32) for name, one in settings.items()}
+
+    shapes = jax.eval_shape(values, jax.random.key(0))
+    return {name: settings[name]._replace(value=shapes[name]) for name in settings}
