@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
@@ -50,7 +51,7 @@ def encode_queries(
     H = query.shape[2]
     if encoding.cos is not None and encoding.sin is not None:
         cos, sin = encoding.cos, encoding.sin
-        _check_rows(cos.shape[2], kv_heads, H)
+        _check_rotation(cos, query, kv_heads, H)
         if cos.shape[2] not in (1, H):
             cos, sin = jnp.repeat(cos, H // kv_heads, axis=2), jnp.repeat(sin, H // kv_heads, axis=2)
         query = rotate(query, cos, sin)
@@ -76,7 +77,7 @@ def encode_keys(
             key = jnp.repeat(key, num_heads // G, axis=2)
         elif num_heads == G and cos.shape[2] not in (1, G):
             cos, sin = (jnp.repeat(x, G // cos.shape[2], axis=2) for x in (cos, sin))
-        _check_rows(cos.shape[2], G, num_heads)
+        _check_rotation(cos, key, G, num_heads)
         key = rotate(key, cos, sin)
     if encoding.noise is None:
         return key
@@ -91,8 +92,14 @@ def check_heads(num_heads: int, kv_heads: int) -> None:
         raise ConfigError(f"attention: {num_heads} query heads do not divide into {kv_heads} key-value heads.")
 
 
-def _check_rows(rows: int, kv_heads: int, num_heads: int) -> None:
+def _check_rotation(cos: jax.Array, x: jax.Array, kv_heads: int, num_heads: int) -> None:
+    rows, channels = cos.shape[2], 2 * cos.shape[3]
     if rows not in (1, kv_heads, num_heads):
         raise ConfigError(
             f"attention: {rows} rows of rotations fit neither {kv_heads} key heads nor {num_heads} query heads."
+        )
+    if x.shape[3] != channels:
+        raise ConfigError(
+            f"attention: a hook of this layer makes heads of {x.shape[3]} channels, and the layer's rotation is for "
+            f"{channels}. Give the layer no rotation (nope) beside that hook."
         )
