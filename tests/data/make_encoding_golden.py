@@ -1,20 +1,20 @@
-"""Writes encoding_golden.npz: what other people's code says of encodings and attention changes since the papers.
+r"""Writes encoding_golden.npz: what other people's code says of encodings and attention changes since the papers.
 
     python3.11 -m venv /tmp/v && /tmp/v/bin/pip install torch==2.13.0 transformers==5.23.0 numpy==2.4.6 einops==0.8.2 \
         triton==3.9.0 PoPE-pytorch==0.2.1 x-transformers==2.31.10 fla-core==0.6.0 flash-linear-attention==0.6.0
     /tmp/v/bin/python tests/data/make_encoding_golden.py --sources=DIR
 
-DIR has a checkout of each repository of `SOURCES` under the repository's name, at the commit named there; only the
-file named there is read, and its SHA-256 is compared. Where a file cannot be imported (it wants CUDA, a GPU kernel or the
+DIR has a checkout of each repository of `SOURCES` under the repository's name, at the commit named there; only the file
+named there is read, and its SHA-256 is compared. Where a file cannot be imported (it wants CUDA, a GPU kernel or the
 rest of its package), the classes named below are taken out of it as they are and run with what they ask for given.
 Everything runs on a CPU in float64: where code names torch.float or Tensor.float, `in_float64` replaces it.
 
-Inputs are rounded to float32 and stored so; outputs are float64. All schemes read the same `q` [B, T, H, K],
-`k` and `v` [B, T, G, K], `x` [B, T, D] and `positions` [B, T] (used by PoPE alone; elsewhere positions are 0 .. T-1), unless
-they have inputs of their own. Query head h reads key head h // (H / G). `NAME/...` holds a scheme's parameters under plain
-names, what it computes first (`bias` [H, T, T] or [B, H, T, T], `encoded_q`, `encoded_k`), and `output` [B, T, H, K], the
-causal attention's. A bias is right at j <= i only. Matrices are [in, out]. "Plain attention" below is `attention`, here,
-in numpy.
+Inputs are rounded to float32 and stored so; outputs are float64. All schemes read the same `q` [B, T, H, K], `k` and
+`v` [B, T, G, K], `x` [B, T, D] and `positions` [B, T] (used by PoPE alone; elsewhere positions are 0 .. T-1), unless
+they have inputs of their own. Query head h reads key head h // (H / G). `NAME/...` holds a scheme's parameters under
+plain names, what it computes first (`bias` [H, T, T] or [B, H, T, T], `encoded_q`, `encoded_k`), and `output` [B, T, H,
+K], the causal attention's. A bias is right at j <= i only. Matrices are [in, out]. "Plain attention" below is
+`attention`, here, in numpy.
 
 ssmax: softmax(s ln(n) z), n = i + 1 (Nakanishi 2025, arXiv 2501.19399, eq. 2). The query's factor is by
     soda-inria/tabicl, src/tabicl/_model/ssmax.py, `SSMax`, called query by query, since its n is one number; then plain
@@ -23,21 +23,22 @@ llama4: transformers, `Llama4TextAttention` of a layer without rotation; project
     `scales` at `scale_positions` is what it does to a query of ones under the default configuration (8192, 0.1).
 xpos: microsoft/torchscale, torchscale/component/xpos_relative_position.py, `XPOS` (Sun et al. 2022, arXiv 2212.10554):
     neighbouring channels are a pair, and exponents are centred; then plain attention.
-fope: TsinghuaC3I/Fourier-Position-Embedding, olmo/model.py, `FourierEmbedding` with the settings of its configs
-    (arXiv 2412.17739, eq. 11 to 13), halves as pairs; coefficients are the same within a group of heads. It has sin = cos = 1
+fope: TsinghuaC3I/Fourier-Position-Embedding, olmo/model.py, `FourierEmbedding` with the settings of its configs (arXiv
+    2412.17739, eq. 11 to 13), halves as pairs; coefficients are the same within a group of heads. It has sin = cos = 1
     on the pairs without a series, `encoded_*`; `paper_encoded_*` has eq. 13's cos = 1, sin = 0 there, by numpy.
     "fope_wide/" has more frequencies than pairs (fourier_dim 32). Plain attention.
-clipped_rope: hrlics/CoPE, modeling_cope.py, `LlamaRotaryEmbedding` (arXiv 2602.05258) clips 20 pairs:
-    `inv_freq_K` at head_dim K with base and length for which exactly these have a wavelength beyond the length. That
-    count by wavelength is of ml-explore/mlx-lm's pull request 1387, which was not merged: `*_auto` are by numpy.
-pope: PoPE-pytorch, `PoPE` and `apply_pope_to_qk` (Gopalakrishnan et al. 2025, arXiv 2509.10534, eq. 3 to 10): cos and sin
-    parts are neighbours. `bias` [G, K] has values outside [-2 pi, 0], which are clamped. Logits times K^-0.5, as in its
-    `flash_attn_with_pope`; plain attention, since its grouped heads are in another order.
+clipped_rope: hrlics/CoPE, modeling_cope.py, `LlamaRotaryEmbedding` (arXiv 2602.05258) clips 20 pairs: `inv_freq_K` at
+    head_dim K with base and length for which exactly these have a wavelength beyond the length. That count by
+    wavelength is of ml-explore/mlx-lm's pull request 1387, which was not merged: `auto_*` are by numpy.
+pope: PoPE-pytorch, `PoPE` and `apply_pope_to_qk` (Gopalakrishnan et al. 2025, arXiv 2509.10534, eq. 3 to 10): cos and
+    sin parts are neighbours. `bias` [G, K] has values outside [-2 pi, 0], which are clamped. Logits times K^-0.5, as in
+    its `flash_attn_with_pope`; plain attention, since its grouped heads are in another order.
 selective_rope: timurcarstensen/selective-rope, src/selective_rope/modules/rotary.py, `SelectiveRoPE` (Movahedi et al.
-    2026, arXiv 2511.17388) without Triton. fla's `l2_norm` and `ShortConvolution`, which run on GPUs only, are
-    replaced by their formulas in torch. One angle a head for q and k: as many key heads as heads (own `k`, `v`).
-    Variants: "selective_rope/" as its language models; "_gated/" phase gate and bias; "_difference/" without convolution.
-t5: transformers, `T5Attention.compute_bias` of a decoder (Raffel et al. 2020); `buckets` of distances 0 .. 200. Plain attention.
+    2026, arXiv 2511.17388) without Triton. fla's `l2_norm` and `ShortConvolution`, which run on GPUs only, are replaced
+    by their formulas in torch. One angle a head for q and k: as many key heads as heads (own `k`, `v`). Variants:
+    "selective_rope/" as its language models; "_gated/" phase gate and bias; "_difference/" without convolution.
+t5: transformers, `T5Attention.compute_bias` of a decoder (Raffel et al. 2020); `buckets` of distances 0 .. 200. Plain
+    attention.
 kerple_log, kerple_power, learned_alibi: chijames/KERPLE, megatron/mpu/layers.py, `ParallelKerpleLog`,
     `ParallelKerplePower` with "kerple_power_ap_" and "kerple_power_a_" (Chi et al. 2022, arXiv 2205.09921). Parameters
     [H] are as stored; some are out of range, and the code clamps them. Plain attention.
@@ -46,11 +47,12 @@ fire: the listing in the appendix of Li et al. 2023 (arXiv 2310.04418) as in mcl
 forgetting: gates by the formula of zhixuan-lin/forgetting-transformer (Lin et al. 2025, arXiv 2503.02130),
     model/forgetting_transformer/modeling_forgetting_transformer.py, `ForgettingAttentionLayer` "full"; `output` by fla,
     fla/ops/forgetting_attn/naive.py, `naive_forgetting_attn`; `bias` by numpy.
-cope: contextual position encoding (Golovneva et al. 2024, arXiv 2405.18719). `listing_*`: x-transformers, `CoPE`, which is
-    the paper's appendix B: position logits are added to scaled logits. `repository_*`: facebookresearch/RAM,
+cope: contextual position encoding (Golovneva et al. 2024, arXiv 2405.18719). `listing_*`: x-transformers, `CoPE`, which
+    is the paper's appendix B: position logits are added to scaled logits. `repository_*`: facebookresearch/RAM,
     projects/cope/src/cope/context_position.py, `ContextPosSelfAttn`, where they are added before scaling; its
     --cope-nodiv must give the listing's.
-gated: transformers, `Qwen3NextAttention` without rotation and norms (Qiu et al. 2025, arXiv 2505.06708). `gate` [D, H, K].
+gated: transformers, `Qwen3NextAttention` without rotation and norms (Qiu et al. 2025, arXiv 2505.06708). `gate` [D, H,
+    K].
 xsa: numpy, from Zhai 2026 (arXiv 2603.09078): y minus its projection on the token's own value.
 sink: transformers, gpt_oss `eager_attention_forward`.
 """
@@ -61,6 +63,7 @@ import hashlib
 import json
 import math
 import platform
+from collections.abc import MutableMapping
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,7 +219,7 @@ def attention(q, k, v, bias=0.0):
 
 
 def ssmax(sources, shared, random):
-    (SSMax,) = definitions(sources, "soda-inria/tabicl", "SSMax", _logn=lambda n, *_: torch.tensor(math.log(n)))
+    _, SSMax = definitions(sources, "soda-inria/tabicl", "_logn", "SSMax")
     module = SSMax(H)
     scale = random.uniform(0.1, 1.5, H)
     module.scales.data = torch.tensor(scale)
@@ -291,7 +294,11 @@ def fope(sources, shared, random, fourier_dim=0):
 
     names = ("BufferCache", "_non_meta_init_device", "RotaryEmbedding", "FourierEmbedding")
     BufferCache, *_, FourierEmbedding = definitions(
-        sources, "TsinghuaC3I/Fourier-Position-Embedding", *names, ModelConfig=ModelConfig, MutableMapping=dict_base()
+        sources,
+        "TsinghuaC3I/Fourier-Position-Embedding",
+        *names,
+        ModelConfig=ModelConfig,
+        MutableMapping=MutableMapping,
     )
     head_dim, length, base = 16, 64, 1e4
     rope = {"rope_theta": base, "rope_init_distribution": "exponential", "rope_init_upper_freq": 1.0}
@@ -340,13 +347,6 @@ def fope(sources, shared, random, fourier_dim=0):
     held |= {"paper_encoded_q": paper(q), "paper_encoded_k": paper(k)}
     logits = logits_of(held["encoded_q"], held["encoded_k"]) * head_dim**-0.5
     return {**held, "output": attended(logits, v)}
-
-
-def dict_base():
-    """A MutableMapping that can be subscripted and adds nothing: BufferCache is a dict."""
-    from collections.abc import MutableMapping
-
-    return MutableMapping
 
 
 def fope_wide(sources, shared, random):
