@@ -18,7 +18,7 @@ K], the causal attention's. A bias is right at j <= i only. Matrices are [in, ou
 
 ssmax: softmax(s ln(n) z), n = i + 1 (Nakanishi 2025, arXiv 2501.19399, eq. 2). The query's factor is by
     soda-inria/tabicl, src/tabicl/_model/ssmax.py, `SSMax`, called query by query, since its n is one number; then plain
-    attention. The author's code is not public.
+    attention. No code of the author was found.
 llama4: transformers, `Llama4TextAttention` of a layer without rotation; projections give q, k and v, floor_scale 4.
     `scales` at `scale_positions` is what it does to a query of ones under the default configuration (8192, 0.1).
 xpos: microsoft/torchscale, torchscale/component/xpos_relative_position.py, `XPOS` (Sun et al. 2022, arXiv 2212.10554):
