@@ -22,6 +22,10 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged or does not fit: give another one."""
 
 
+class EncodingError(ConfigError):
+    """An encoding is not registered, or has changed since a checkpoint was written: import the former one."""
+
+
 class StoreError(UserError):
     """An object store is not there, refuses, or does not answer: check the bucket, the rights, the network."""
 

@@ -42,7 +42,7 @@ class _Weights:
     heads: tuple[int, ...]
 
     def __call__(self, view: LayerView, queries: jax.Array) -> jax.Array:
-        common = dict(positions=view.positions, segments=view.segments, window=view.window)
+        common = dict(x=view.normed, positions=view.positions, segments=view.segments, window=view.window)
         rows = attention_rows(view.query, view.key, view.encoding, rows=queries, **common)
         return rows[:, list(self.heads)]
 
@@ -57,8 +57,9 @@ def _unrotated(view: LayerView, data: Any) -> tuple[jax.Array, ...]:
 
 def _rotated(view: LayerView, data: Any) -> tuple[jax.Array, ...]:
     H, G = view.query.shape[2], view.key.shape[2]
-    query = encode_queries(view.query, view.encoding, G, view.positions)
-    return query, encode_keys(view.key, view.encoding, H, view.positions), view.value
+    query, key = hook_encoded(view)
+    query = encode_queries(query, view.encoding, G, view.positions)
+    return query, encode_keys(key, view.encoding, H, view.positions), view.value
 
 
 class Inspection:
@@ -143,7 +144,7 @@ class Inspection:
     def initialized(self: LanguageModel, seed: int) -> LanguageModel:
         """The same shape and encodings with random weights, those that training starts from with this seed."""
         checkpoint = self.checkpoint
-        params = jax.jit(Model(checkpoint.model).init)(jax.random.key(seed))
+        params = jax.jit(Model(checkpoint.model, hooks=self.schedule.hooks).init)(jax.random.key(seed))
         metadata = {**checkpoint.metadata, "id": f"init-{seed}-{checkpoint.metadata['id']}", "lineage": []}
         return dataclasses.replace(
             self, checkpoint=dataclasses.replace(checkpoint, params=params, metadata=metadata, step=0)

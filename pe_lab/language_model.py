@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention.dispatch import choose
 from pe_lab.checkpoints import Checkpoint, open_checkpoint
 from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
-from pe_lab.checkpoints.surgery import change, write_child
+from pe_lab.checkpoints.surgery import carried_parameters, change, write_child
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError
@@ -333,13 +333,18 @@ class LanguageModel(Inspection):
         """The same weights under another encoding.
 
         Args:
-          description: as in `positional.read_with`: an encoding, a layer, a string, one per layer, or an edit.
+          description: as in `positional.read_with`: an encoding, a layer, a string, one per layer, or an edit. An
+            encoding with parameters that the weights do not have begins with its initial ones.
           logit_scale: DroPE's beta on every layer: a number, or `Beta(...)`, which depends on the length.
         """
         described = read_with(description, self.layers, self.training_length)
         if logit_scale is not None:
             described = tuple(dataclasses.replace(layer, logit_scale=logit_scale) for layer in described)
-        return dataclasses.replace(self, layers=described)
+        params, _ = carried_parameters(self.checkpoint, described)
+        checkpoint = self.checkpoint
+        if params is not checkpoint.params:
+            checkpoint = dataclasses.replace(checkpoint, params=params, layers=described)
+        return dataclasses.replace(self, checkpoint=checkpoint, layers=described)
 
     def with_fitted_scale(self) -> LanguageModel:
         """The same weights with the logit scale that `pe_lab.evaluate --suite=beta` fitted and stored beside them."""

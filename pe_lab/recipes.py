@@ -102,10 +102,11 @@ def _recipe_module(path: Path) -> types.ModuleType:
     package = types.ModuleType(f"pe_lab_recipes_{hashlib.sha256(str(path.parent.resolve()).encode()).hexdigest()[:8]}")
     package.__path__ = [str(path.parent.resolve())]
     sys.modules.setdefault(package.__name__, package)
-    spec = importlib.util.spec_from_file_location(f"{package.__name__}.{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"{package.__name__}.{path.stem}", path.resolve())
     if spec is None or spec.loader is None:
         raise ConfigError(f"--config: '{path}' is not a Python file. Recipes are, such as configs/drope_laptop.py.")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 

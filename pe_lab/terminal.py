@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import errno
 import functools
+import importlib
 import os
 import re
 import signal
@@ -145,6 +146,27 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (--help lists the options)")
 
 
+ENCODINGS = "PE_LAB_ENCODINGS"  # files and modules of encodings, for the processes that a command starts
+
+
+def import_encodings(reference: str) -> str:
+    """Imports the encodings of a file or a module, also in the processes that this one starts."""
+    # By name, because every command has this option and this module is beneath all others.
+    importlib.import_module("pe_lab.positional").import_encodings(reference)
+    before = os.environ.get(ENCODINGS, "").split(os.pathsep)
+    if reference.endswith(".py"):
+        reference = os.path.abspath(reference)
+    os.environ[ENCODINGS] = os.pathsep.join(filter(None, dict.fromkeys([*before, reference])))
+    return reference
+
+
+class _Encodings(argparse.Action):
+    """`--encodings=FILE`, which imports it before the command looks at anything else."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        import_encodings(values)
+
+
 def argument_parser(
     command: str, description: str, epilog: str | None = None, **options: Any
 ) -> argparse.ArgumentParser:
@@ -153,13 +175,23 @@ def argument_parser(
     `parse_args` raises `ConfigError` for a bad command line.
     """
     own_lines = "\n" in description + (epilog or "")
-    return _Parser(
+    parser = _Parser(
         prog=f"python -m pe_lab.{command}",
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter if own_lines else argparse.HelpFormatter,
         **options,
     )
+    parser.add_argument(
+        "--encodings",
+        action=_Encodings,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="a Python file, or a module, that registers positional encodings; may be repeated",
+    )
+    for reference in filter(None, os.environ.get(ENCODINGS, "").split(os.pathsep)):
+        import_encodings(reference)
+    return parser
 
 
 def console(quiet: bool = False, stderr: bool = False) -> Any:

@@ -104,6 +104,7 @@ class _Measure:
     def _bias_and_gradients(self, view: LayerView) -> tuple[jax.Array, ...]:
         x, attention, encoding = view.x.astype(jnp.float32), view.params["attention"], view.encoding
         B, H, G = x.shape[0], view.query.shape[2], view.key.shape[2]
+        refuse_hooks(encoding.hooks, "The gradient of the positional bias is measured")
 
         def encode(weights: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
             block = self.model.block({**view.params, "attention": {**attention, **weights}})
@@ -160,7 +161,6 @@ def _biases(
         key_positions=positions,
         query_segments=view.segments,
         key_segments=view.segments,
-        diagonal_bias=encoding.diagonal_bias,
         window=view.window,
     )
     keys = key.transpose(0, 2, 1, 3)

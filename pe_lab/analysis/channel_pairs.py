@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from pe_lab.attention import LayerEncoding, attention
+from pe_lab.attention.hooks import refuse_hooks
 from pe_lab.attention.layer_encoding import encode_keys, encode_queries
 from pe_lab.attention.statistics import ArrayLike
 from pe_lab.language_model import LanguageModel, Tokens
@@ -82,6 +83,7 @@ def by_pair(x: Float[jax.Array, "... K"], y: Float[jax.Array, "... K"]) -> Float
 
 def measure_frequency_use(view: LayerView, data: Any) -> tuple[jax.Array, ...]:
     encoding, H, G = view.encoding, view.query.shape[2], view.key.shape[2]
+    refuse_hooks(encoding.hooks, "The use of frequencies is measured")
     query = encode_queries(view.query, encoding, G, view.positions)
     keys = encode_keys(view.key, encoding, H, view.positions)
     common = dict(positions=view.positions, segments=view.segments, window=view.window)
@@ -147,6 +149,7 @@ def logit_bounds(lm: LanguageModel, tokens: Tokens, layers: Sequence[int] | None
 
 def measure_logit_bounds(view: LayerView, data: Any) -> tuple[jax.Array, ...]:
     B, T, H, K = view.query.shape
+    refuse_hooks(view.encoding.hooks, "Bounds of logits are measured")
     query = encode_queries(view.query, view.encoding, view.key.shape[2], view.positions)
     query = query.astype(jnp.float32) * view.encoding.scale(K)
     key = encode_keys(view.key, view.encoding, H, view.positions)

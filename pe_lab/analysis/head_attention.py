@@ -135,7 +135,7 @@ class _Measure:
 
     def __call__(self, view: LayerView, data: Any) -> tuple[jax.Array, ...]:
         sampled, shares, asked = data
-        common = dict(positions=view.positions, segments=view.segments, window=view.window)
+        common = dict(x=view.normed, positions=view.positions, segments=view.segments, window=view.window)
         every = None if self.length == self.padded else jnp.arange(self.length)
         found = attention_statistics(view.query, view.key, view.encoding, queries=every, block=view.block, **common)
         means = [getattr(found, name).mean(-1) for name in Heads._fields[:6]]
@@ -189,7 +189,13 @@ class _Measure:
         at, source, needle = asked
         # Each sequence has queries of its own; a batch has one sequence for each device.
         rows = [
-            attention_rows(view.query[b : b + 1], view.key[b : b + 1], view.encoding, rows=at[b], **common)
+            attention_rows(
+                view.query[b : b + 1],
+                view.key[b : b + 1],
+                view.encoding,
+                rows=at[b],
+                **{**common, "x": view.normed[b : b + 1]},
+            )
             for b in range(B)
         ]
         rows = jnp.concatenate(rows)  # [B, H, Q, T]

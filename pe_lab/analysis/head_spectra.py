@@ -166,8 +166,9 @@ def gram(x: Float[Array, "B T heads K"], lengths: Int[Array, " B"], block: int) 
 
 def _grams(view: LayerView, lengths: Int[Array, " B"]) -> tuple[jax.Array, ...]:
     H, G = view.query.shape[2], view.key.shape[2]
-    query = encode_queries(view.query, view.encoding, G, view.positions)
-    key = encode_keys(view.key, view.encoding, H, view.positions)
+    query, key = hook_encoded(view)
+    query = encode_queries(query, view.encoding, G, view.positions)
+    key = encode_keys(key, view.encoding, H, view.positions)
     return tuple(gram(x, lengths, view.block) for x in (view.query, view.key, query, key))
 
 

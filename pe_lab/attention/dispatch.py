@@ -47,9 +47,7 @@ class Implementation:
     kernel: bool = False
 
 
-def _pallas(
-    partial: KeyBlockKernel, gradient: KeyBlockGradient | None, platform: str, compiler: str
-) -> Implementation:
+def _pallas(partial: KeyBlockKernel, gradient: KeyBlockGradient | None, platform: str, compiler: str) -> Implementation:
     capabilities = Capabilities(
         honours=KERNEL_FEATURES,
         dtypes=("float32", "bfloat16"),

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pe_lab.attention.bias import PositionBias, on_heads
 from pe_lab.attention.key_block import MASKED, LogitsOfRows
-from pe_lab.errors import ConfigError
+from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.parallel import balanced_order, context_size
 from pe_lab.positional import Encoding, HeadShape, LayerHooks, has
 from pe_lab.positional.hooks import parameter_settings
@@ -34,6 +34,13 @@ class Hooks:
             for n, (one, params) in enumerate(zip(self.hooks, self.params, strict=True))
             if has(one.encoding, hook)
         ]
+
+
+def refuse_hooks(hooks: Hooks, what: str) -> None:
+    """Raises an `UnsupportedError` for a measurement that knows rotations and slopes only."""
+    if hooks.hooks:
+        names = ", ".join(type(one.encoding).__name__ for one in hooks.hooks)
+        raise UnsupportedError(f"{what} of layers that rotate or have none; it does not know what {names} computes.")
 
 
 def hook_features(hooks: Sequence[LayerHooks], positions: bool) -> set[str]:

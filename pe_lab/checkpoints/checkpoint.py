@@ -10,7 +10,7 @@ from typing import Any
 from pe_lab.checkpoints.locating import FORMAT
 from pe_lab.config import ModelConfig, to_json
 from pe_lab.model import Params
-from pe_lab.positional import CANONICAL, Layer, Layout
+from pe_lab.positional import CANONICAL, Layer, Layout, sources
 from pe_lab.storage import AnyPath
 
 
@@ -31,6 +31,7 @@ def metadata_of(
         "model": to_json(model),
         "layout": dataclasses.asdict(layout),
         "layers": to_json(layers),
+        "encodings": sources(encoding for layer in layers for _, encoding in layer.acting()),
         **more,
     }
 

@@ -275,6 +275,12 @@ def _write_layers(family: Family, model: ModelConfig, layers: Sequence[Layer], t
                 f"layer {n} has heads that differ ({len(layer.heads)} edits), which transformers cannot express. "
                 "Nearest: the same layer with one encoding for all heads."
             )
+        if layer.extras:
+            names = ", ".join(type(extra).__name__ for extra in layer.extras)
+            raise UnsupportedError(
+                f"layer {n} has {names} beside its encoding, which no architecture that pe_lab exports computes. "
+                "Nearest: the same layer without extras."
+            )
         if layer.logit_scale != 1.0:
             raise ValueError(f"layer {n} has a logit scale; fold it into the weights first")
         if not isinstance(layer.encoding, Rope | PartialRope | NoPE):

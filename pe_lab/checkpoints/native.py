@@ -32,10 +32,10 @@ from pe_lab.checkpoints.source import Source, blocks, check_finite, nested, shar
 from pe_lab.checkpoints.store import Store, templates
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.config import ModelConfig, from_dict
-from pe_lab.errors import CheckpointError, ConfigError
+from pe_lab.errors import CheckpointError, ConfigError, EncodingError
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
-from pe_lab.positional import Layout, from_json
+from pe_lab.positional import Layer, Layout, check_sources, from_json, layer_hooks
 from pe_lab.storage import AnyPath, kvstore
 from pe_lab.storage.manifest import manifest_of
 
@@ -60,12 +60,15 @@ class NativeSource(Source):
         try:
             config = from_dict(ModelConfig, self.metadata["model"], "model")
             # The attention of the training machine may not exist on this one.
-            self._model = Model(dataclasses.replace(config, attention="auto"))
-            self.layers = tuple(from_json(layer) for layer in self.metadata["layers"])
+            config = dataclasses.replace(config, attention="auto")
+            self.layers = self._layers()
+            self._model = Model(config, hooks=layer_hooks(self.layers, config.heads))
             self._layout = Layout(**self.metadata.get("layout", {}))
             self.dtype = np.dtype(self.metadata.get("weights_dtype", "float32"))
             if not isinstance(self._layout.rotated, int | None):
                 raise TypeError(f"layout.rotated is {self._layout.rotated!r:.60}")
+        except EncodingError:
+            raise
         except (ConfigError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The metadata of the checkpoint '{self.path}' are damaged ({first_line(error)})."
@@ -81,6 +84,11 @@ class NativeSource(Source):
         self._verified = False  # whether its files have been compared with its manifest
         saved = tokenizer_directory(self.path)
         self.tokenizer = f"saved:{saved}" if saved else ""
+
+    def _layers(self) -> tuple[Layer, ...]:
+        """The encodings; `EncodingError` for those whose module is not imported, or has changed."""
+        check_sources(self.metadata.get("encodings", {}), f"The checkpoint '{self.path}'")
+        return tuple(from_json(layer) for layer in self.metadata["layers"])
 
     def _damaged(self, error: Exception) -> CheckpointError:
         return CheckpointError(f"The checkpoint '{self.path}' is damaged ({first_line(error)}). {_ADVICE}")
@@ -196,7 +204,7 @@ def write_checkpoint(
       CheckpointError: the source cannot be read completely.
     """
     model = source.model
-    shapes = leaf_paths(Model(model).shapes)
+    shapes = leaf_paths(Model(model, hooks=layer_hooks(source.layers, model.heads)).shapes)
     params = {leaf: _Piecewise(source, leaf, tuple(s.shape)) for leaf, s in shapes.items()}
     handler = _PiecewiseHandler(done)
     ocp.type_handlers.register_type_handler(_Piecewise, handler, override=True)

@@ -14,12 +14,14 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pe_lab.attention import LayerEncoding
+from pe_lab.attention.hooks import encode, hook_inputs
 from pe_lab.attention.key_block import AttentionInputs
 from pe_lab.attention.reference import visible
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
 from pe_lab.model.decoder import layer_arrays
+from pe_lab.model.learned import learned_of_layer, split_layers
 from pe_lab.positional import LayerStructure, Schedule, rotate
 
 Batch = Mapping[str, Any]  # tokens, targets, weights [B, T]; segments and positions where documents are masked
@@ -75,7 +77,8 @@ def change_qk_norm(
         raise ConfigError(f"The model's qk_norm is '{kind}' already; there is nothing to change.")
     if init == "ones" and kind == "none":
         raise ConfigError("qk_norm_init is ones, and no QK-norm is added. Leave it out, or add a QK-norm.")
-    before, after = Model(config), Model(dataclasses.replace(config, qk_norm=kind))
+    hooks = schedule.hooks
+    before, after = Model(config, hooks=hooks), Model(dataclasses.replace(config, qk_norm=kind), hooks=hooks)
     placed, replicated = shardings
     bare = jax.jit(functools.partial(_with_norms_of, before, after, init), out_shardings=placed)(params)
     sums = np.stack(_logit_sums(before, params, after, bare, schedule, batch, replicated))  # [N, H, 3]
@@ -163,19 +166,30 @@ def _logit_sums(
 
     @functools.partial(jax.jit, static_argnums=0, out_shardings=(None, replicated))
     def layer(
-        structure: LayerStructure, x: jax.Array, old: Params, new: Params, arrays: tuple[jax.Array, ...]
+        structure: LayerStructure,
+        x: jax.Array,
+        old: Params,
+        new: Params,
+        arrays: tuple[jax.Array, ...],
+        learned: dict[str, Params],
     ) -> tuple[jax.Array, jax.Array]:
-        encoding, block = before.layer_encoding(arrays, structure, positions), before.block(old)
+        encoding = before.layer_encoding(arrays, structure, positions, learned=learned)
+        block = before.block(old)
         read = block.attention_norm(x)
-        pairs = [b.attention.queries_keys_values(read)[:2] for b in (block, after.block(new))]
+        inputs, _ = hook_inputs(encoding.hooks, read)
+        pairs = [
+            encode(encoding.hooks, *b.attention.queries_keys_values(read)[:2], positions, inputs)
+            for b in (block, after.block(new))
+        ]
         sums = _compare_logits(*pairs, encoding, segments, structure.window)
         return block(x, encoding, positions, segments, structure.window), sums
 
     schedule = jax.tree.map(jnp.asarray, schedule)
     x, found = jax.jit(before.embed)(params, batch["tokens"]), []
     for n, structure in enumerate(schedule.structure):
-        at = jax.tree.map(lambda a, n=n: a[n], (params["layers"], changed["layers"], layer_arrays(schedule)))
-        x, sums = layer(structure, x, *at)
+        old, new = (split_layers(one["layers"])[0] for one in (params, changed))
+        at = jax.tree.map(lambda a, n=n: a[n], (old, new, layer_arrays(schedule)))
+        x, sums = layer(structure, x, *at, learned_of_layer(params["layers"], schedule.structure, n))
         found.append(np.asarray(sums, np.float64))
     return found
 
@@ -189,7 +203,8 @@ def _compare_logits(
 ) -> Float[Array, "H 3"]:
     """See `_logit_sums`; one head at a time, so that the largest array is [B, T, T]."""
     T, H = old[0].shape[1:3]
-    seen = visible(T, AttentionInputs(query_segments=segments, key_segments=segments, window=window))
+    distance = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
+    seen = visible(distance, AttentionInputs(query_segments=segments, key_segments=segments, window=window))
 
     def encoded(x: jax.Array) -> jax.Array:
         """Queries or keys, rotated, float32, [H, B, T, K]."""

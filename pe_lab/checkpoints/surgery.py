@@ -13,7 +13,9 @@ from pe_lab.checkpoints.locating import DIRECTORY
 from pe_lab.checkpoints.store import Store
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
-from pe_lab.positional import Layer, label
+from pe_lab.model import Model, Params
+from pe_lab.model.learned import carried
+from pe_lab.positional import Layer, label, layer_hooks
 from pe_lab.positional.codec import ranges
 from pe_lab.storage import AnyPath, new_directory
 
@@ -59,6 +61,13 @@ def lineage_entry(what: str, checkpoint_id: str, path: str, step: int) -> dict[s
     return {"id": checkpoint_id, "what": what, "path": path, "step": step}
 
 
+def carried_parameters(parent: Checkpoint, layers: Sequence[Layer]) -> tuple[Params, str]:
+    """The parent's parameters for these layers (see `model.learned.carried`), and what was done in words."""
+    config = parent.model
+    before, after = (layer_hooks(one, config.heads) for one in (parent.layers, layers))
+    return carried(parent.params, before, after, Model(config, hooks=after))
+
+
 def write_child(
     parent: Checkpoint,
     layers: tuple[Layer, ...],
@@ -93,10 +102,12 @@ def write_child(
         "tokens": parent.metadata.get("tokens", 0),
         "lineage": [*parent.metadata["lineage"], entry],
     }
+    params, learned = carried_parameters(parent, layers)
+    entry["what"] = "; ".join(filter(None, [what, learned]))
     with new_directory(directory) as building:
         store = Store(building / DIRECTORY)
         try:
-            store.save(0, parent.params, None, metadata_of(parent.model, layers, **metadata))
+            store.save(0, params, None, metadata_of(parent.model, layers, **metadata))
             store.wait()
         finally:
             store.close()

@@ -31,11 +31,10 @@ from pe_lab.model.shape import REMAT_POLICIES, Run, complete, runs
 from pe_lab.parallel import balanced_order, constrain, context_size, padded_length
 from pe_lab.positional import (
     HeadShape,
-    Layer,
+    LayerHooks,
     LayerStructure,
     Parameter,
     Schedule,
-    layer_hooks,
     rotation_tables,
 )
 from pe_lab.positional.hooks import parameter_settings
@@ -53,11 +52,11 @@ class Model:
     Args:
       config: the shape.
       backward: gradients will be taken; False admits attention kernels that have none.
-      layers: the encodings whose parameters `init`, `axes` and `shapes` contain; () for none. All other methods read
-        the encodings from the schedule.
+      hooks: those of every layer (`Schedule.hooks`, `layer_hooks`), whose parameters `init`, `axes` and `shapes`
+        contain. All other methods read the encodings from the schedule.
     """
 
-    def __init__(self, config: ModelConfig, backward: bool = True, layers: Sequence[Layer] = ()):
+    def __init__(self, config: ModelConfig, backward: bool = True, hooks: Sequence[tuple[LayerHooks, ...]] = ()):
         self.config, self.backward = complete(config), backward
         if "auto" in (config.remat, config.loss_chunks):
             raise ConfigError(
@@ -70,7 +69,7 @@ class Model:
             "token_embedder": _axes(embedder_state, ()),
             "layers": _axes(block_state, ("layers",)),
         }
-        self.learned = learned_encodings(layer_hooks(layers, self.config.heads)) if layers else {}
+        self.learned = learned_encodings(hooks)
         if self.learned:
             self.axes["layers"]["positional"] = {
                 name: {field: ("layers", *one.axes) for field, one in settings.items()}

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pe_lab.attention import LayerEncoding, attention
+from pe_lab.attention.hooks import encode, hook_inputs
 from pe_lab.attention.statistics import refuse_sharded_sequences
 from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
@@ -47,6 +48,13 @@ class LayerView(NamedTuple):
     params: Params
     number: Int[Array, ""]
     block: int
+
+
+def hook_encoded(view: LayerView) -> tuple[Float[Array, "B T H any"], Float[Array, "B T heads any"]]:
+    """The queries and keys of a layer after the `encode` hooks of its encodings, neither rotated nor scaled."""
+    positions = jnp.arange(view.x.shape[1], dtype=jnp.int32)[None] if view.positions is None else view.positions
+    inputs, _ = hook_inputs(view.encoding.hooks, view.normed)
+    return encode(view.encoding.hooks, view.query, view.key, positions, inputs)
 
 
 Measure = Callable[[LayerView, Any], Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,12 @@ import numpy as np
 from pe_lab.errors import ConfigError
 from pe_lab.model.shape import Run
 from pe_lab.positional import Encoding, HeadShape, LayerHooks, LayerStructure
+from pe_lab.positional.codec import ranges
 from pe_lab.positional.hooks import initial
+from pe_lab.positional.registry import registered_name
+
+if TYPE_CHECKING:
+    from pe_lab.model.decoder import Model
 
 Params = dict[str, Any]
 
@@ -88,3 +93,68 @@ def init_encoding(
     salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 2**31
     keys = jax.random.split(jax.random.fold_in(key, salt), num_layers)
     return jax.vmap(of_layer)(keys[np.asarray(layers)])
+
+
+def carried(
+    params: Params,
+    before: Sequence[tuple[LayerHooks, ...]],
+    after: Sequence[tuple[LayerHooks, ...]],
+    model: Model,
+    seed: int = 0,
+    shardings: Any = None,
+) -> tuple[Params, str]:
+    """The parameters of a child whose layers have other encodings than its parent's.
+
+    A layer keeps the parameters of an encoding that it had, by its registered name, if they have the same shapes; those
+    of an encoding that is new to it are initialized, and those that no layer has any more are left out.
+
+    Args:
+      params: of the parent.
+      before, after: the hooks of every layer of both.
+      model: the child's, with `after` as its hooks.
+      seed: of the initial parameters.
+      shardings: of the child's parameters; None: where the compiler puts them.
+
+    Returns:
+      the child's parameters, and what was done in words; "" for nothing.
+    """
+    if learned_encodings(before) == model.learned:
+        return params, ""
+    old = split_layers(params["layers"])[1]
+    fresh: dict[str, list[int]] = {}
+
+    def former(n: int, name: str) -> str | None:
+        """The key of the parameters that layer n of the parent has of an encoding with the same name and shapes."""
+        encoding, _ = model.learned[name]
+        wanted = {field: one.value.shape for field, one in model.encoding_settings[name].items()}
+        for one, key, _ in before[n]:
+            same = key is not None and registered_name(one) == registered_name(encoding)
+            if same and {field: leaf.shape[1:] for field, leaf in old[key].items()} == wanted:
+                return key
+        return None
+
+    places = {key: layers for key, (_, layers) in learned_encodings(before).items()}
+    moves: dict[str, list[tuple[int, str, int]]] = {name: [] for name in model.learned}  # to place, from key, at place
+    for name, (_, layers) in model.learned.items():
+        for i, n in enumerate(layers):
+            key = former(n, name)
+            if key is None:
+                fresh.setdefault(name, []).append(n)
+            else:
+                moves[name].append((i, key, places[key].index(n)))
+
+    def child(params: Params) -> Params:
+        blocks, old = split_layers(params["layers"])
+        learned = {}
+        for name, (encoding, layers) in model.learned.items():
+            new = init_encoding(name, encoding, layers, jax.random.key(seed), model.head_shape, len(after))
+            for i, key, at in moves[name]:
+                new = jax.tree.map(lambda a, b, i=i, at=at: a.at[i].set(b[at]), new, old[key])
+            learned[name] = new
+        return {**params, "layers": {**blocks, **({"positional": learned} if learned else {})}}
+
+    found = jax.jit(child, out_shardings=shardings)(params)
+    dropped = sorted(set(places) - {key for moved in moves.values() for _, key, _ in moved})
+    words = [f"parameters of {name} initialized on layers {ranges(at)}" for name, at in fresh.items()]
+    words += [f"those of {name} left out" for name in dropped]
+    return found, "; ".join(words)

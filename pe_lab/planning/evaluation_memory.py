@@ -93,7 +93,7 @@ def compile_evaluation(model: Model, schedule: Schedule, length: int, mesh: Mesh
     Raises:
       OutOfMemory: the compiler found no layout that fits the chip.
     """
-    evaluated = Model(dataclasses.replace(model.config, remat="none"), backward=False)
+    evaluated = Model(dataclasses.replace(model.config, remat="none"), backward=False, hooks=schedule.hooks)
 
     def losses(params, tokens, targets, schedule):  # noqa: ANN001, ANN202
         with use_mesh(mesh, AxisRules()):

@@ -179,7 +179,7 @@ def _lower(plan: Plan, phase: PhaseNumbers) -> tuple[Any, float]:
     """The lowered train step of a phase, and when that began."""
     mesh = make_mesh(plan.config.mesh, topology_devices(plan.topology))
     config = phase.plan.config
-    optimizer = make_optimizer(config.optimizer, config.steps, phase.model.axes)
+    optimizer = make_optimizer(config.optimizer, config.steps, phase.model.axes, learned=phase.model.encoding_settings)
     inputs = step_inputs(phase.model, optimizer, config, phase.plan.schedule, plan.config.data.segments)
     start = time.perf_counter()
     options = plan.config.compiler_options

@@ -144,8 +144,8 @@ def frequencies(encoding: Encoding, head_dim: int, length: int | None = None) ->
     for what, array in (("inv_freq", inv_freq), ("gain", gain)):
         require(
             array.shape == wanted and bool(np.isfinite(array).all()),
-            f"{name}.frequencies returned {what} of shape {list(array.shape)}; for heads of {head_dim} channels it must "
-            f"return [{wanted[0]}] finite numbers.",
+            f"{name}.frequencies returned {what} of shape {list(array.shape)}; for heads of {head_dim} channels it "
+            f"must return [{wanted[0]}] finite numbers.",
         )
     return inv_freq, gain
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from pe_lab.config import register_kind
-from pe_lab.errors import ConfigError, UserError
+from pe_lab.errors import ConfigError, EncodingError, UserError
 from pe_lab.positional.hooks import HOOKS, Encoding
 
 Kind = TypeVar("Kind", bound=type[Encoding])
@@ -85,8 +85,8 @@ def register(name: str, *, same_as: tuple[str, ...] | str = ()) -> Callable[[Kin
 
 def _place(kind: type) -> tuple[str, str]:
     """A class's name and its file, by which a module that is read twice is the same."""
-    module = sys.modules.get(kind.__module__)
-    return kind.__qualname__, str(getattr(module, "__file__", None) or kind.__module__)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__qualname__, kind.__module__ if file is None else str(Path(file).resolve())
 
 
 def _check_signatures(name: str, kind: type[Encoding]) -> None:
@@ -172,7 +172,7 @@ def sources(encodings: Iterable[Encoding]) -> dict[str, dict[str, str]]:
 
 
 def check_sources(recorded: Mapping[str, Mapping[str, str]], where: str) -> None:
-    """Raises a `ConfigError` if an encoding of a checkpoint is not registered, or has another source by now.
+    """Raises an `EncodingError` if an encoding of a checkpoint is not registered, or has another source by now.
 
     Args:
       recorded: as `sources` returns them.
@@ -181,14 +181,14 @@ def check_sources(recorded: Mapping[str, Mapping[str, str]], where: str) -> None
     for name, source in recorded.items():
         file, module = source.get("file", ""), source.get("module", "")
         if name not in ENCODINGS:
-            raise ConfigError(
+            raise EncodingError(
                 f"{where} uses the encoding '{name}', which is not registered: it comes from the module {module}"
                 f"{f' ({file})' if file else ''}. Import it first: --encodings={file or module + '.py'}, or "
                 "pe_lab.load(..., encodings=...)."
             )
         now, then = _sources[ENCODINGS[name]], source.get("digest", "")
         if then and now.digest and now.digest != then and then not in _equal_sources.get(name, ()):
-            raise ConfigError(
+            raise EncodingError(
                 f"{where} was made with another source of the encoding '{name}': its digest was {then}, and that of "
                 f"{now.file or now.module} is {now.digest}. Bring the former source back; or, if both compute the "
                 f"same, write @register('{name}', same_as='{then}')."

@@ -80,6 +80,11 @@ class Schedule:
     def num_layers(self) -> int:
         return len(self.structure)
 
+    @property
+    def hooks(self) -> tuple[tuple[LayerHooks, ...], ...]:
+        """The encodings with hooks of every layer."""
+        return tuple(one.hooks for one in self.structure)
+
     def _repr_html_(self) -> str:
         """The table of `describe` for notebooks, with the frequencies of each range of layers as a strip of grey."""
         header, rows, first = _described(self, None)

@@ -110,7 +110,9 @@ def train_phase(
 
         ledger.open()
         policy = skip_policy(config.stability)
-        optimizer = make_optimizer(phase.config.optimizer, steps, model.axes, phase.config.extensions)
+        optimizer = make_optimizer(
+            phase.config.optimizer, steps, model.axes, phase.config.extensions, model.encoding_settings
+        )
         shardings = make_shardings(model, optimizer, run.mesh, run.rules, policy)
         schedule = jax.device_put(phase.schedule, shardings.replicated)
 

@@ -64,7 +64,7 @@ def _estimator(
     model: Model, phase: PhaseConfig, schedule: Schedule, segments: bool, mesh: Mesh, rules: AxisRules
 ) -> Callable[[ModelConfig], Estimate]:
     """A function from a config that differs from the model's at most in `remat` and `loss_chunks`."""
-    optimizer = make_optimizer(phase.optimizer, phase.steps, model.axes)
+    optimizer = make_optimizer(phase.optimizer, phase.steps, model.axes, learned=model.encoding_settings)
     shardings = make_shardings(model, optimizer, mesh, rules)
     state, batch, _ = step_inputs(model, optimizer, phase, schedule, segments)
 
@@ -164,7 +164,7 @@ def choose_settings(
     remats = _REMATS if config.remat == "auto" else (config.remat,)
     chunks = [2**n for n in range(8) if 2**n <= tokens] if config.loss_chunks == "auto" else [config.loss_chunks]
     options = [dataclasses.replace(config, remat=remat, loss_chunks=n) for remat in remats for n in chunks]
-    estimate = _estimator(Model(options[0]), phase, schedule, segments, mesh, rules)
+    estimate = _estimator(Model(options[0], hooks=schedule.hooks), phase, schedule, segments, mesh, rules)
     needed = {option: estimate(option).total for option in options}
     for option in sorted(options, key=lambda option: _extra_seconds(option, phase, mesh, chip)):
         if not chip.memory or needed[option] <= MARGIN * chip.memory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import optax
 
 from pe_lab.config import ExtensionConfig, OptimizerConfig
 from pe_lab.errors import ConfigError
+from pe_lab.positional import Parameter
 from pe_lab.training.muon import add_cautious_decay, is_matrix, scale_by_muon
 
 
@@ -125,22 +126,48 @@ def group(path: tuple[Any, ...], axes: tuple[str, ...]) -> str:
 
 
 def make_optimizer(
-    config: OptimizerConfig, steps: int, axes: Any, extensions: Sequence[ExtensionConfig] = ()
+    config: OptimizerConfig,
+    steps: int,
+    axes: Any,
+    extensions: Sequence[ExtensionConfig] = (),
+    learned: Mapping[str, Mapping[str, Parameter]] | None = None,
 ) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW, or Muon for the matrices of the layers and AdamW for the rest.
 
-    The weight decay is decoupled, and multiplied by the learning rate of its group. `axes` is `Model.axes`, the others
-    are as for `learning_rate`.
+    The weight decay is decoupled, and multiplied by the learning rate of its group. Parameters of encodings have the
+    rates and the decay that their encodings choose.
+
+    Args:
+      config, steps, extensions: as for `learning_rate`.
+      axes: `Model.axes`.
+      learned: `Model.encoding_settings`.
     """
 
     def by_parameter(function: Callable[..., Any]) -> Any:
         return jax.tree_util.tree_map_with_path(function, axes, is_leaf=lambda x: isinstance(x, tuple))
 
+    def of_encoding(path: tuple[Any, ...]) -> Parameter | None:
+        names = [str(getattr(key, "key", key)) for key in path]
+        return learned[names[2]][names[3]] if learned and names[:2] == ["layers", "positional"] else None
+
     def decayed(path: tuple[Any, ...], axes: tuple[str, ...]) -> bool:
+        if (own := of_encoding(path)) is not None:
+            return own.decay
         embeds = group(path, axes) in ("embedding", "head")
         return decays(path, axes) and (config.decay_embeddings or not embeds)
 
-    mask, groups = by_parameter(decayed), by_parameter(group)
+    of_group = {
+        "matrix": 1.0,
+        "embedding": config.embedding_multiplier,
+        "head": config.head_multiplier,
+        "vector": config.vector_multiplier,
+    }
+
+    def multiplier(path: tuple[Any, ...], axes: tuple[str, ...]) -> float:
+        own = of_encoding(path)
+        return of_group[group(path, axes)] if own is None else own.learning_rate
+
+    mask, multipliers = by_parameter(decayed), by_parameter(multiplier)
     clip = optax.clip_by_global_norm(config.clip_norm)
     adam = dict(b1=config.b1, b2=config.b2, eps=config.epsilon)
     rate, decay = learning_rate(config, steps, extensions), config.weight_decay
@@ -154,17 +181,11 @@ def make_optimizer(
         }
         labels = by_parameter(lambda path, _: "muon" if is_matrix(path) else "adamw")
         chained = optax.chain(clip, optax.partition(parts, labels), optax.scale_by_learning_rate(rate))
-    multipliers = {
-        "matrix": 1.0,
-        "embedding": config.embedding_multiplier,
-        "head": config.head_multiplier,
-        "vector": config.vector_multiplier,
-    }
-    if set(multipliers.values()) == {1.0}:
+    if set(jax.tree.leaves(multipliers)) == {1.0}:
         return chained
 
     def update(updates: optax.Updates, state: Any, params: Any = None) -> tuple[optax.Updates, Any]:
         updates, state = chained.update(updates, state, params)
-        return jax.tree.map(lambda u, name: multipliers[name] * u, updates, groups), state
+        return jax.tree.map(jnp.multiply, multipliers, updates), state
 
     return optax.GradientTransformation(chained.init, update)  # with the state of `chained`, whatever the multipliers

@@ -17,7 +17,7 @@ from pe_lab.checkpoints import is_external, open_source
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in, stored_metadata
 from pe_lab.checkpoints.source import Source
 from pe_lab.checkpoints.surgery import check_same_shape
-from pe_lab.config import Config, ModelConfig, PhaseConfig, check_bounds
+from pe_lab.config import Config, PhaseConfig, check_bounds
 from pe_lab.data.held_out import validation_batches
 from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import Pipeline, build_pipeline
@@ -210,16 +210,17 @@ def phase_models(
 ) -> tuple[Model, ...]:
     """The model of each phase, with `remat` and `loss_chunks` chosen for the mesh and its chips where they are "auto".
 
-    Phases with the same QK-norm and settings share one. Raises `ConfigError` as `choose_settings`.
+    Phases with the same QK-norm, settings and learned encodings share one. Raises `ConfigError` as `choose_settings`.
     """
-    known: dict[ModelConfig, Model] = {}
+    known: dict[Any, Model] = {}
     models = []
     for phase in phases:
         shape = dataclasses.replace(config.model, vocab_size=vocab_size, qk_norm=phase.qk_norm)
         shape = choose_settings(shape, phase.config, phase.schedule, config.data.segments, mesh, rules, chip, must_fit)
-        if shape not in known:
-            known[shape] = Model(shape)
-        models.append(known[shape])
+        hooks = phase.schedule.hooks
+        if (shape, hooks) not in known:
+            known[shape, hooks] = Model(shape, hooks=hooks)
+        models.append(known[shape, hooks])
     return tuple(models)
 
 

@@ -19,10 +19,11 @@ from pe_lab.checkpoints.locating import DIRECTORY, FORMER, first_line
 from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.store import Store, templates
 from pe_lab.checkpoints.surgery import NOTHING, change, check_same_shape, lineage_entry
-from pe_lab.errors import CheckpointError, DataError, StoreError
+from pe_lab.errors import CheckpointError, DataError, EncodingError, StoreError
 from pe_lab.identity import change_text, changed, may_change
 from pe_lab.model import Model, Params
-from pe_lab.positional import Schedule
+from pe_lab.model.learned import carried
+from pe_lab.positional import Schedule, check_sources, layer_hooks
 from pe_lab.storage import AnyPath, exists, read_bytes, write_file
 from pe_lab.training.extension import extension_text
 from pe_lab.training.logs import checkpoint_metadata
@@ -83,6 +84,16 @@ def start_phase(
         _check_same_data(run, phase, parent)
     check_same_shape(parent.model, model.config, f"The checkpoint '{parent.path}'", bool(phase.config.qk_norm))
     params, what = parent.params, change(parent.layers, phase.layers)
+    params, learned = carried(
+        params,
+        layer_hooks(parent.layers, model.config.heads),
+        schedule.hooks,
+        model,
+        run.config.seed,
+        shardings.state.params if parent.model.qk_norm == model.config.qk_norm else None,
+    )
+    what = "; ".join(filter(None, [what, learned]))
+    parent = dataclasses.replace(parent, params=params)
     if parent.model.qk_norm != model.config.qk_norm:
         params, changed = _change_qk_norm(run, phase, parent, shardings, schedule)
         what = changed if what == NOTHING else f"{what}; {changed}"
@@ -113,10 +124,11 @@ def _resume(
             if step in without_manifest:
                 raise CheckpointError("It has no manifest.")
             metadata = store.metadata(step)
+            check_sources(metadata.get("encodings", {}), f"Checkpoint {step} of {phase.name}")
             changes = _changes(run, phase, metadata)
             wanted = template.optimizer if step else None
             params, optimizer = store.restore(step, template.params, wanted, run.config.checkpoint.verify)
-        except StoreError:
+        except (EncodingError, StoreError):
             raise  # it tells nothing of the checkpoint
         except Exception as error:
             reason = first_line(error)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pe_lab.attention.hooks import CachedSizes
 from pe_lab.config import ModelConfig
 from pe_lab.model import Model
 from pe_lab.model import cache as module
@@ -54,7 +55,7 @@ def test_the_cache_is_grouped_as_the_layers_are():
 
 
 def kept(slots: int, capacity: int) -> CachedLayer:
-    return CachedLayer(LayerStructure(), slots, slots < capacity, 2, True)
+    return CachedLayer(LayerStructure(), slots, slots < capacity, 2, True, CachedSizes(4, 2, False, ()))
 
 
 def test_slot_positions():
@@ -110,6 +111,6 @@ def test_one_layer_of_many_is_written(heads):
     counts = np.asarray([5, 9], np.int32)
     chunk = Chunk(np.zeros((2, 1), np.int32), counts[:, None], counts, np.ones(2, np.int32))
     after = write(slots, 1, layout.layers[0], key, value, chunk)
-    for leaf in after:
+    for leaf in (after.key, after.value):
         written = np.asarray(leaf).sum((2, 4)) != 0  # repetition, row, slot
         assert np.argwhere(written).tolist() == [[1, 0, 5], [1, 1, 9]]

@@ -64,7 +64,7 @@ def retrieval_scores(lm: LanguageModel, sequences: Sequences) -> Float32[np.ndar
 
 def _on_source(view: LayerView, data: Any) -> Float32[jax.Array, "B H"]:
     B, Q = data["at"].shape
-    common = dict(positions=view.positions, segments=view.segments, window=view.window)
+    common = dict(x=view.normed, positions=view.positions, segments=view.segments, window=view.window)
     rows = attention_rows(view.query, view.key, view.encoding, rows=data["at"].reshape(-1), **common)
     rows = jnp.stack([rows[b, :, b * Q : (b + 1) * Q] for b in range(B)])  # those of a sequence's own questions
     return jnp.take_along_axis(rows, data["source"][:, None, :, None], axis=-1).mean((2, 3))

@@ -109,7 +109,7 @@ def groups_of(session: Session, measured: Sequence[Mapping[str, np.ndarray]]) ->
         chosen = session.layers(first.lm)
         schedule = first.at(session.length).schedule_for(session.length)
         arrays_of = (schedule.inv_freq, schedule.alibi_slope, schedule.noise)  # a structure may be more general
-        encoded = any(np.any(x) for x in arrays_of) or any(s.diagonal_bias for s in schedule.structure)
+        encoded = any(np.any(x) for x in arrays_of) or any(s.hooks for s in schedule.structure)
         stacked = {key: np.stack([one[key] for _, _, one in members]) for key in arrays}
         if random:
             seeds = "initialization 0" if len(members) == 1 else f"initializations 0 to {len(members) - 1}"

@@ -20,6 +20,7 @@ from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.model import Model, Params
 from pe_lab.model.cache import cache_bytes
 from pe_lab.model.chunked_forward import ChunkedForward
+from pe_lab.model.learned import split_layers
 from pe_lab.model.loss import LOGITS, tokens_per_device, vocabulary_chunks
 from pe_lab.parallel import (
     AxisRules,
@@ -117,7 +118,12 @@ class Forward:
         if mesh is None:
             return params
         if mesh.shape["tensor"] > 1:
-            return jax.tree.map(put, params, shardings(Model(self.config), mesh, AxisRules()))
+            blocks, learned = split_layers(params["layers"])
+            bare = {**params, "layers": blocks}
+            placed = jax.tree.map(put, bare, shardings(Model(self.config), mesh, AxisRules()))
+            if learned:  # of encodings: small, and replicated
+                placed["layers"]["positional"] = put(learned, NamedSharding(mesh, PartitionSpec()))
+            return placed
         return put(params, NamedSharding(mesh, PartitionSpec()))
 
     def losses(self, params: Params, batch: Batch, layers: Sequence[Layer]) -> Float32[np.ndarray, "n T"]:
