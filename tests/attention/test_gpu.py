@@ -62,6 +62,8 @@ FEATURES = {
     "shared": {"rotation": "shared"},
     "split": {"rotation": "split"},
     "few": {"T": 3, "start": (-1, 130)},
+    "distance bias": {"distance_bias": 33},
+    "key bias": {"key_bias": 2},
 }
 
 
