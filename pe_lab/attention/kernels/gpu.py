@@ -34,9 +34,7 @@ PROGRAMS = 2 * 132  # programs that keep an H100 busy: two for each multiprocess
 MOST_SPLITS = 128  # the merge of splits is unrolled
 
 
-def tiles(
-    H: int, G: int, T: int, S: int, K: int, itemsize: int, alone: bool = False, distances: bool = False
-) -> Tiles:
+def tiles(H: int, G: int, T: int, S: int, K: int, itemsize: int, alone: bool = False, distances: bool = False) -> Tiles:
     """The block sizes for T queries of H heads against S keys of G heads.
 
     Args:
@@ -94,7 +92,8 @@ def gpu_key_block(
         layer, key, value = 0, key[None], value[None]
     G, S = key.shape[2:4]
     rotations = check_block(H, key, value, inputs)
-    cut = tiles(H, G, T, S, K, query.dtype.itemsize, alone=rotations not in (0, 1, G), distances=inputs.distance_bias is not None)
+    alone, distances = rotations not in (0, 1, G), inputs.distance_bias is not None
+    cut = tiles(H, G, T, S, K, query.dtype.itemsize, alone, distances)
     groups, length = H // cut.heads, cut.heads * T
     row_blocks, key_blocks = pl.cdiv(length, cut.rows), pl.cdiv(S, cut.keys)
     visited = key_blocks if inputs.window is None else min(key_blocks, (inputs.window + cut.rows - 2) // cut.keys + 2)

@@ -1,4 +1,4 @@
-"""Gradients of pe_lab's attention kernel for NVIDIA GPUs (Pallas, compiled by Triton), as in FlashAttention-2 (Dao 2023).
+"""Gradients of pe_lab's attention kernel for NVIDIA GPUs (Pallas, compiled by Triton): FlashAttention-2 (Dao 2023).
 
 Three kernels recompute the weights of blocks from the logsumexp of all keys, which the forward pass returned:
 
@@ -124,9 +124,7 @@ def gpu_key_block_gradient(
     d_key_bias = of_keys.get("d_key_bias")
     if d_key_bias is not None and inputs.key_bias.shape[0] == 1:
         d_key_bias = d_key_bias.sum(0, keepdims=True)
-    return KeyBlockGradients(
-        of_queries["d_query"], of_keys["d_key"], of_keys["d_value"], d_slope, d_table, d_key_bias
-    )
+    return KeyBlockGradients(of_queries["d_query"], of_keys["d_key"], of_keys["d_value"], d_slope, d_table, d_key_bias)
 
 
 def _run(

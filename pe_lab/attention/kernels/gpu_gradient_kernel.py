@@ -86,7 +86,7 @@ class _Block(NamedTuple):
 
 
 class _Program:
-    """A program's arrays by name, and what its loops share. Arrays of heads have an axis for them if there are several."""
+    """A program's arrays by name, and what its loops share. Arrays have an axis for heads if there are several."""
 
     def __init__(self, static: Static, names: tuple[str, ...], refs: tuple[Any, ...], keys_down: bool):
         self.static, self.keys_down = static, keys_down
@@ -278,7 +278,9 @@ def key_gradient(static: Static, names: tuple[str, ...], *refs: Any) -> None:
         end = jnp.minimum(end, before(last_key + window - start + rows - 1))
         whole_to = jnp.minimum(whole_to, before(first_key + window - start))
     if some_unused:
-        end, whole_to = jnp.where(first_key < program.used, end, 0), jnp.where(last_key < program.used, whole_to, 0)
+        # None, if no key is used; no whole ones, if not all are. (A choice of two integers does not lower in JAX 0.10.)
+        end = end * jnp.clip(program.used - first_key, 0, 1)
+        whole_to = whole_to * jnp.clip(program.used - last_key, 0, 1)
     begin = jnp.minimum(begin, end)
     whole_from = jnp.clip(whole_from, begin, end)
     whole_to = jnp.clip(whole_to, whole_from, end)
