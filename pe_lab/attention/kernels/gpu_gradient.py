@@ -41,21 +41,39 @@ Blocks = dict[str, tuple[jax.Array, pl.BlockSpec]]  # a kernel's arrays and thei
 
 
 def gradient_tiles(T: int, S: int, K: int, itemsize: int, window: int | None, distances: bool) -> dict[str, Static]:
-    """The block sizes of the three kernels, by name: queries, keys, distances."""
-    half, wide = itemsize < 4, filled(K)
-    square = min(64, 8192 // wide) if half else min(32, 4096 // wide)
-    sizes = {
-        "queries": (min(128, 16384 // wide), min(64, 8192 // wide), 8, 2),
-        "keys": (32 if wide > 64 else 64, min(128, 16384 // wide), 8, 2),
-        "distances": (square, square, 4 if wide < 256 else 8, 2),
-    }
-    if not half:
-        rows, keys = min(32, 4096 // wide), min(32, 4096 // wide)
-        sizes |= {"queries": (rows, keys, 8, 2), "keys": (keys, rows, 8, 2)}
+    """The block sizes of the three kernels, by name: queries, keys and distances.
 
-    def of(rows: int, keys: int, warps: int, stages: int) -> Static:
+    Shared memory contains the blocks that a program keeps (queries and gradients of outputs, or keys and values), two
+    stages of those that it loops over, and with `distances`, which says that there is a bias by distance, a block of
+    float32 biases. In KiB, with such a bias, compiled by Triton 3.9 for sm_90:
+
+        wide         32   64  128  256
+        16 bits      64   96  160  100    queries: 128 rows, 64 at 256; 64 keys, 16 at 256 (32 without such a bias)
+                     41   64   72   70    keys: 128, 128, 64, 32; 32 rows (64 up to 64 channels without such a bias)
+                     32   64  128   64    distances: blocks of 64 by 64, 32 by 32 at 256
+        32 bits           28   52         queries: 32 rows, 16 at 256; 16 keys (as many as rows without such a bias)
+                          44   76         keys: 32, 16 at 256; as many rows
+                          32   64         distances: blocks of 32 by 32, 16 by 16 at 256
+
+    A program may have 163 KiB on an A100 and 227 KiB on an H100. 256 threads have 255 registers each. A program of keys
+    has two sums of keys * wide / 256 registers (32 to 64 each) and two blocks of logits (8 to 32 each), and addresses
+    of biases take two registers for each logit: larger blocks spill. At 256 channels, 64 keys would allow the H100's
+    wide matrix instructions, but spill a hundred registers.
+    """
+    half, wide = itemsize < 4, filled(K)
+    if half:
+        of_queries = min(128, 16384 // wide), 16 if distances and wide > 128 else min(64, 8192 // wide)
+        of_keys = 32 if distances or wide > 64 else 64, min(128, 8192 // wide)
+        side = min(64, 8192 // wide)
+    else:
+        side = min(32, 4096 // wide)
+        of_queries, of_keys = (side, min(side, 16) if distances else side), (side, side)
+    warps = 4 if wide < 256 else 8
+    sizes = {"queries": (*of_queries, 8), "keys": (*of_keys, 8), "distances": (side, side, warps)}
+
+    def of(rows: int, keys: int, warps: int) -> Static:
         at_most = lambda size, tokens: min(size, max(16, pl.next_power_of_2(tokens)))  # noqa: E731
-        return Static(at_most(rows, T), at_most(keys, S), warps, stages, T, S, K, window)
+        return Static(at_most(rows, T), at_most(keys, S), warps, 2, T, S, K, window)
 
     found = {name: of(*size) for name, size in sizes.items()}
     side = min(found["distances"].rows, found["distances"].keys)

@@ -97,7 +97,11 @@ def distance_bias(
 
 
 def key_sections(
-    first_query: jax.Array, last_query: jax.Array, used: jax.Array | int, window: int | None, size: int
+    first_query: jax.Array | int,
+    last_query: jax.Array | int,
+    used: jax.Array | int,
+    window: int | None,
+    size: int,
 ) -> tuple[jax.Array | int, jax.Array | int, jax.Array, jax.Array]:
     """The blocks of keys that queries see: the first one, the end, and between them a range that all queries see whole.
 
