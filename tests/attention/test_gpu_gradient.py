@@ -12,6 +12,7 @@ import pytest
 from jax import export
 from key_blocks import LINES, QUICK, Case, an_h100, error, request
 
+from pe_lab.attention.kernels import gpu_gradient_kernel
 from pe_lab.attention.kernels.gpu_gradient import gpu_key_block_gradient, gradient_tiles
 from pe_lab.attention.kernels.gpu_gradient_kernel import distance_gradient
 from pe_lab.attention.kernels.gpu_kernel import filled
@@ -128,6 +129,40 @@ def test_everything_at_once_in_16_bits(heads):
 )
 def test_distances_of_any_table(case):
     check(dataclasses.replace(case, H=2, G=1))
+
+
+@pytest.mark.parametrize("K", [80, pytest.param(64, marks=pytest.mark.slow)])
+def test_nothing_beyond_an_array_is_read(K, monkeypatch):
+    """Beyond an array the interpreter has NaN: here, one NaN makes the whole block NaN."""
+
+    def load(ref, *, mask, other):
+        found = plgpu_load(ref, mask=mask, other=other)
+        is_number = jnp.issubdtype(found.dtype, jnp.floating)
+        return jnp.where(jnp.isnan(found).any(), jnp.nan, found) if is_number else found
+
+    plgpu_load = gpu_gradient_kernel.plgpu.load
+    monkeypatch.setattr(gpu_gradient_kernel.plgpu, "load", load)
+    biases = dict(distance_bias=30, key_bias=2)
+    check(Case(2, 40, 100, 4, 2, K, start=(30, 60), used=(41, 99), slopes=True, segments=True, **biases))
+
+
+def test_nothing_beyond_an_array_is_written(monkeypatch):
+    """Here, a store writes how many numbers of its block are stored."""
+
+    def store(ref, value, *, mask):
+        count = value.size if mask is None else jnp.broadcast_to(mask, value.shape).sum()
+        plgpu_store(ref, jnp.full_like(value, count), mask=mask)
+
+    plgpu_store = gpu_gradient_kernel.plgpu.store
+    monkeypatch.setattr(gpu_gradient_kernel.plgpu, "store", store)
+    asked = request(Case(T=40, K=80, slopes=True, key_bias=1))
+    found = interpreted(asked)
+    assert {cut.rows for cut in gradient_tiles(40, 40, 80, 4, None, False).values()} == {32}
+    there = np.repeat([32, 8], [32, 8])
+    for one in (found.query, found.key, found.value):
+        np.testing.assert_array_equal(one[0, 0], np.repeat(there[:, None] * 80, 80, axis=1))
+    np.testing.assert_array_equal(found.key_bias[0, 0], there)
+    assert found.slope[0] == 32 * 32 + 8 * 8
 
 
 def test_queries_that_see_nothing_have_no_gradient():

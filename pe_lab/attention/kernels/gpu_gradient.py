@@ -51,9 +51,9 @@ def gradient_tiles(T: int, S: int, K: int, itemsize: int, window: int | None, di
         16 bits      64   96  160  100    queries: 128 rows, 64 at 256; 64 keys, 16 at 256 (32 without such a bias)
                      41   64   72   70    keys: 128, 128, 64, 32; 32 rows (64 up to 64 channels without such a bias)
                      32   64  128   64    distances: blocks of 64 by 64, 32 by 32 at 256
-        32 bits           28   52         queries: 32 rows, 16 at 256; 16 keys (as many as rows without such a bias)
-                          44   76         keys: 32, 16 at 256; as many rows
-                          32   64         distances: blocks of 32 by 32, 16 by 16 at 256
+        32 bits           28   52   66    queries: 32 rows, 16 at 256; 16 keys (as many as rows without such a bias)
+                          44   76   67    keys: 32, 16 at 256; as many rows
+                          32   64   64    distances: blocks of 32 by 32, 16 by 16 at 256
 
     A program may have 163 KiB on an A100 and 227 KiB on an H100. 256 threads have 255 registers each. A program of keys
     has two sums of keys * wide / 256 registers (32 to 64 each) and two blocks of logits (8 to 32 each), and addresses
