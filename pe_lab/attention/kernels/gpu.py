@@ -51,8 +51,10 @@ def tiles(H: int, G: int, T: int, S: int, K: int, itemsize: int, alone: bool = F
 
     A program may have 163 KiB on an A100 and 227 KiB on an H100. With 16 rows, two programs of at most 100 KiB fit on
     an H100. 256 threads have 255 registers each. With rotated keys at K = 128, they need 64 for sums, 32 for logits,
-    32 for the rotations of a block's positions and 32 for keys; larger blocks spill. Products of float32 do not use
-    tensor cores, whose TF32 keeps 10 bits; they are unrolled over threads and need small blocks.
+    32 for the rotations of a block's positions and 32 for keys; larger blocks spill. With `distances`, a stage also has
+    a float32 bias for each logit in shared memory: with 128 keys and three stages, 240 KiB at 64 channels. Two stages
+    of 64 keys take 56, 80, 128 and 104 KiB (Triton 3.9, sm_90), in 32 bits 16 keys at most 50 KiB. Products of float32
+    do not use tensor cores, whose TF32 keeps 10 bits; they are unrolled over threads and need small blocks.
     """
     half, wide = itemsize < 4, filled(K)
     most = (128 if wide <= 128 else 64) if half else min(32, 4096 // wide)
