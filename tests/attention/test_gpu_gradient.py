@@ -12,6 +12,7 @@ import pytest
 from jax import export
 from key_blocks import LINES, QUICK, Case, an_h100, error, request
 
+from pe_lab.attention.bias import PositionBias
 from pe_lab.attention.kernels import gpu_gradient_kernel
 from pe_lab.attention.kernels.gpu_gradient import gpu_key_block_gradient, gradient_tiles
 from pe_lab.attention.kernels.gpu_gradient_kernel import distance_gradient
@@ -179,7 +180,7 @@ def test_what_the_forward_pass_alone_takes_is_refused():
     for refused in (
         {"rotation": rotation},
         {"rotation": rotation, "noise": noise},
-        {"diagonal_bias": jnp.ones((1, 16))},
+        {"bias": PositionBias((), ())},
     ):
         asked.inputs = AttentionInputs(**refused)
         with pytest.raises(UnsupportedError):

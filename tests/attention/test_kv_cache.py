@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pe_lab.attention import CacheView, LayerEncoding, attention, cached_attention, encode_keys, kv_cache_kernel
 from pe_lab.attention.hooks import Hooks
 from pe_lab.errors import UserError
+from pe_lab.positional import LayerHooks, NotebookBias
 
 B, H, G, K, SLOTS = 2, 4, 2, 8, 20
 LENGTHS = np.asarray([13, 5])  # cached tokens of each row
@@ -51,7 +52,7 @@ def cached(q, k, v, past_key, past_value, at, used, row, slots_row, positions, w
 
 @functools.partial(jax.jit, static_argnames="window")
 def whole(q, k, v, row, positions, window):
-    return attention(q, k, v, row, positions=positions, window=window)
+    return attention(q, k, v, row, x=q[:, :, 0], positions=positions, window=window)
 
 
 encoded = jax.jit(encode_keys, static_argnums=2)

@@ -132,10 +132,11 @@ def arguments_of(case: dict, length: int = T) -> tuple[dict, LayerEncoding, dict
     if "bias" in case:
         diagonal = Hooks(({"w": jnp.asarray(np.float32(case["bias"][0]))},), (LayerHooks(Diagonal(), "w"),))
         row = row._replace(hooks=diagonal)
+        case["bias"] = case["bias"][0][np.asarray(positions)]
     arrays = {"slope": "slope", "logit_scale": "beta"}
     row = row._replace(**{name: jnp.asarray(np.float32(case[of])) for name, of in arrays.items() if of in case})
     other = {name: jnp.asarray(np.int32(case[name])) for name in ("positions", "segments") if name in case}
-    return case, row, other | {"window": case.get("window"), "x": jnp.zeros((1, length, 8))}
+    return case, row, other | {"window": case.get("window"), "x": jnp.zeros((B, length, 8)) if "bias" in case else None}
 
 
 @pytest.mark.parametrize("case", CASES.items(), ids=lambda case: case[0])
