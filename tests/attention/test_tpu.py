@@ -53,6 +53,8 @@ FEATURES = {
     "shared": dict(rotation="shared"),
     "split": dict(rotation="split"),
     "few": dict(T=3, start=(-1, 290)),
+    "distance bias": dict(distance_bias=150),
+    "key bias": dict(key_bias=2),
 }
 
 
@@ -107,6 +109,8 @@ def test_random_shapes_and_features(data):
             slopes=draw(st.booleans()),
             segments=draw(st.booleans()),
             rotation=draw(st.sampled_from(["", "shared", "grouped", "split"])),
+            distance_bias=draw(st.sampled_from([0, 1, 128, 2000])),
+            key_bias=draw(st.sampled_from([0, 1])),
             seed=draw(st.integers(0, 99)),
         ),
     )  # fmt: skip

@@ -68,6 +68,8 @@ def test_all_features_at_once_compile(chip, K, dtype):
             key_segments=shape(2, S),
             rotation=Rotation(shape(H, K // 2, 2, dtype=jnp.uint32), shape(H, K // 2, dtype=jnp.float32)),
             noise=Noise(shape(H, dtype=jnp.uint32), shape(2, S, dtype=jnp.float32)) if T != 5 else None,
+            distance_bias=shape(H, 300, dtype=jnp.float32),
+            key_bias=shape(2 if T == 5 else 1, H, S, dtype=jnp.float32),
             window=300,
         )
         texts = shape(2, H, T, K, dtype=dtype), *[shape(3, 2, G, S, K, dtype=dtype)] * 2

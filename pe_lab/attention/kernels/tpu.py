@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
 from pe_lab.attention.kernels.tpu_kernel import Static, Tiles, kernel, key_block
+from pe_lab.attention.kernels.tpu_toeplitz import padded_table, table_block
 from pe_lab.attention.key_block import AttentionInputs, PartialAttention, block_rotations, check_block
 
 LANES = 128
@@ -197,6 +198,21 @@ def _arrays(
         seeds = jax.lax.bitcast_convert_type(inputs.noise.seeds, jnp.int32)
         arrays["noise seed"] = seeds, pl.BlockSpec(memory_space=pltpu.SMEM)
         arrays["noise size"] = inputs.noise.size.astype(jnp.float32)[:, None], row_of_keys
+    if inputs.distance_bias is not None:
+        table = padded_table(inputs.distance_bias, cut.heads, Tq, Tk)
+
+        def first(b: Any, g: Any, i: Any, j: Any, *s: Any) -> Any:
+            return s[0][b] + i * Tq - seen(b, i, j, *s) * Tk
+
+        arrays["distance bias"] = table, table_block(table, Tq, Tk, lambda b, g, *_: g, first)
+    if inputs.key_bias is not None:
+        bias = inputs.key_bias.astype(jnp.float32)
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, key_blocks * Tk - bias.shape[2])))
+        row = (lambda b: b) if bias.shape[0] > 1 else (lambda b: 0)
+        arrays["key bias"] = (
+            bias.reshape(-1, groups, cut.heads, key_blocks * Tk),
+            pl.BlockSpec((None, None, cut.heads, Tk), lambda b, g, i, j, *s: (row(b), g, 0, seen(b, i, j, *s))),
+        )
     pairs = {"segments": (inputs.query_segments, inputs.key_segments)}
     if inputs.slope is not None:
         pairs["positions"] = (inputs.query_positions, inputs.key_positions)
