@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
 from pe_lab.attention.kernels.tpu_kernel import Static, Tiles, kernel, key_block
-from pe_lab.attention.kernels.tpu_toeplitz import padded_table, table_block
+from pe_lab.attention.kernels.tpu_toeplitz import fetched, padded_table, part
 from pe_lab.attention.key_block import AttentionInputs, PartialAttention, block_rotations, check_block
 
 LANES = 128
@@ -201,10 +201,10 @@ def _arrays(
     if inputs.distance_bias is not None:
         table = padded_table(inputs.distance_bias, cut.heads, Tq, Tk)
 
-        def first(b: Any, g: Any, i: Any, j: Any, *s: Any) -> Any:
-            return s[0][b] + i * Tq - seen(b, i, j, *s) * Tk
+        def of_table(b: Any, g: Any, i: Any, j: Any, *s: Any) -> tuple[Any, ...]:
+            return g, part(table, s[0][b] + i * Tq - seen(b, i, j, *s) * Tk, Tq, Tk), 0, 0
 
-        arrays["distance bias"] = table, table_block(table, Tq, Tk, lambda b, g, *_: g, first)
+        arrays["distance bias"] = table, pl.BlockSpec(fetched(table, Tq, Tk), of_table)
     if inputs.key_bias is not None:
         bias = inputs.key_bias.astype(jnp.float32)
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, key_blocks * Tk - bias.shape[2])))

@@ -53,21 +53,17 @@ def _begin(first: Int[Array, ""], queries: int, keys: int) -> Any:
     return jnp.maximum(first - keys + _up(queries + keys), 0)
 
 
-def table_block(
-    table: Float[Array, "groups parts heads 128"], queries: int, keys: int, group: Any, first: Any
-) -> pl.BlockSpec:
-    """The block of a padded table that a kernel fetches; `group` and `first` are functions of the grid's indices."""
-    count, heads = table.shape[1:3]
-    fetched = width(queries, keys) // LANES
+def fetched(table: Float[Array, "groups parts heads 128"], queries: int, keys: int) -> tuple[Any, ...]:
+    """The shape of the block of a padded table that a block of logits needs."""
+    parts = width(queries, keys) // LANES
+    return pl.Squeezed(), pl.Element(parts), pl.Element(table.shape[2]), pl.Element(LANES)
 
-    def part(*at: Any) -> Any:
-        # Beyond the last part, all entries are the last one: the block's place in the part does not matter.
-        return jnp.minimum(jax.lax.div(_begin(first(*at), queries, keys), LANES), count - fetched)
 
-    return pl.BlockSpec(
-        (pl.Squeezed(), pl.Element(fetched), pl.Element(heads), pl.Element(LANES)),
-        lambda *at: (group(*at), part(*at), 0, 0),
-    )
+def part(table: Float[Array, "groups parts heads 128"], first: Int[Array, ""], queries: int, keys: int) -> Any:
+    """The first of the parts that a block of logits needs; `first` as in `place`."""
+    # Beyond the last part, all entries are the last one: the block's place in the part does not matter.
+    last = table.shape[1] - width(queries, keys) // LANES
+    return jnp.minimum(jax.lax.div(_begin(first, queries, keys), LANES), last)
 
 
 def _rolled_by_row(x: Float[Array, "8 W"], left: bool) -> Float[Array, "8 W"]:
