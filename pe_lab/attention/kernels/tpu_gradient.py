@@ -277,9 +277,10 @@ def _by_distance(
         return jnp.concatenate([near, jnp.zeros((sums.shape[0], entries - 1 - near.shape[1])), far], axis=1)
 
     def of_row(sums: jax.Array, first: jax.Array) -> jax.Array:
-        # Where `first` is far from 0, the slice is all padding.
+        # Where `first` is far from 0, the slice is all padding. A negative index would count from the end.
         around = jnp.pad(sums, ((0, 0), (entries, entries)))
-        table = jax.lax.dynamic_slice_in_dim(around, entries - first, entries, axis=1)
+        at = jnp.clip(entries - first, 0, sums.shape[1] + entries)
+        table = jax.lax.dynamic_slice_in_dim(around, at, entries, axis=1)
         farther = jnp.where(first + jnp.arange(sums.shape[1]) >= entries, sums, 0).sum(1)
         return table.at[:, -1].add(farther)
 
