@@ -123,6 +123,10 @@ def test_a_million_tokens_from_the_first_key_angles_still_hold():
     check(case)
 
 
+def test_all_rows_may_share_the_start_and_the_number_of_used_keys():
+    check(Case(B=3, T=5, S=40, start=(30,), used=(33,)))
+
+
 def test_parts_merge_to_the_whole_and_empty_parts_stay_empty():
     asked = request(Case(T=100, H=2, G=2, K=32), garbage=False)
     halves = []

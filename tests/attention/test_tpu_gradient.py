@@ -98,6 +98,10 @@ def test_biases_by_distance_of_blocks_anywhere(entries, window):
     check(Case(B=1, T=200, S=300, start=(3000,), distance_bias=entries, window=window), block=128)
 
 
+def test_all_rows_may_share_the_start_and_the_number_of_used_keys():
+    check(Case(B=3, T=5, S=40, start=(30,), used=(33,)))
+
+
 def test_a_whole_sequence_has_biases_by_distance_of_blocks_on_and_under_the_diagonal():
     check(Case(T=300, distance_bias=200, K=128), block=128)
 

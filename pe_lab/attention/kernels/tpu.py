@@ -98,7 +98,8 @@ def tpu_key_block(
     arrays = _arrays(query, key, value, inputs, static)
     groups, rows, query_blocks = H // cut.heads, cut.rows, -(-T // cut.queries)
     start = jnp.zeros(B, jnp.int32) if inputs.start is None else jnp.broadcast_to(inputs.start, (B,)).astype(jnp.int32)
-    used = jnp.full(B, S, jnp.int32) if inputs.used is None else jnp.minimum(inputs.used, S).astype(jnp.int32)
+    used = S if inputs.used is None else jnp.minimum(inputs.used, S)
+    used = jnp.broadcast_to(jnp.asarray(used, jnp.int32), (B,))
     # Grid: rows of the batch, groups of heads, blocks of queries, blocks of keys.
     across, along = (1, rows) if cut.few else (cut.heads, cut.queries)
     length = rows if cut.few else T

@@ -80,7 +80,8 @@ def tpu_key_block_gradient(
     channels_first = K % LANES != 0
     static = Static(size, -(-T // size), -(-S // size), H // G, inputs.window, channels_first)
     start = jnp.zeros(B, jnp.int32) if inputs.start is None else jnp.broadcast_to(inputs.start, (B,)).astype(jnp.int32)
-    used = jnp.full(B, S, jnp.int32) if inputs.used is None else jnp.minimum(inputs.used, S).astype(jnp.int32)
+    used = S if inputs.used is None else jnp.minimum(inputs.used, S)
+    used = jnp.broadcast_to(jnp.asarray(used, jnp.int32), (B,))
     # The first block-diagonal with visible pairs: that of the smallest distance of at least 0.
     diagonal = jnp.maximum(-((start + size - 1) // size), 1 - static.key_blocks)
     scalars = Scalars(start, used, diagonal)
