@@ -34,7 +34,8 @@ from pe_lab.terminal import command
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LENGTHS = (2**13, 2**15, 2**17, 2**20)
-SHORTER = LENGTHS[:3]  # of biases by distance and of gradients
+SHORTER = LENGTHS[:3]  # of these kinds:
+SHORT = ("distance bias", "gradient", "gradient, distance bias")
 HEADS = {64: (14, 2), 128: (8, 2)}  # of 64 channels those of drope_16b
 KINDS = {
     "whole sequence": "pallas_tpu, whole sequence",
@@ -144,7 +145,7 @@ def everything(
     """All of them, one after another."""
     for head_dim in head_dims:
         for kind in kinds:
-            for length in SHORTER if kind in ("distance bias", "gradient", "gradient, distance bias") else LENGTHS:
+            for length in SHORTER if kind in SHORT else LENGTHS:
                 for chip in chips:
                     yield compile_one(chip, kind, head_dim, length)
 
