@@ -36,9 +36,9 @@ def test_every_length_and_head_compiles_with_the_memory_on_the_page(chip):
     column = 4 + list(attention_compile.CHIPS).index(chip)
     for one in found:
         assert 0 < one.vmem < 16 * 2**20  # the smallest default limit of a chip
-        # No copies: only logsumexps, which XLA lays out as 8 numbers per token and key head, or those of a gradient and
-        # its inner products, of 16 heads. A bias by distance adds its table, and its gradient 8 bytes for every head and
-        # token in sums by distance, and a sum of these.
+        # No copies: only logsumexps, which XLA lays out as 8 numbers per token and key head; of a gradient also its
+        # inner products. A bias by distance adds its table, and its gradient sums by distance: 8 bytes per head and
+        # token, and the sums of neighbouring block-diagonals.
         assert one.hbm < 16 * 2**20 + (384 if one.kind == "gradient, distance bias" else 128) * one.length
         row = f"| {attention_compile.KINDS[one.kind]} | {one.head_dim} | {one.length:,} |"
         lines = [line for line in page.splitlines() if line.startswith(row)]
