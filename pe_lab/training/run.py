@@ -24,6 +24,7 @@ from pe_lab.data.pipeline import Pipeline, build_pipeline
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, UserError
 from pe_lab.model import Model, complete, least_parameters
+from pe_lab.model.encoding_check import require_causal
 from pe_lab.parallel import AxisRules, balanced_order, check_batch, check_memory, make_mesh, use_mesh
 from pe_lab.parallel.topology import Chip, chip_of
 from pe_lab.positional import Layer, Schedule, build_schedule, layers
@@ -153,6 +154,7 @@ def open_run(config: Config, workdir: str | AnyPath, devices: Sequence[Any] | No
         except UserError as error:
             raise type(error)(f"{phase.where}.sequence_length: {error}") from None
         attention_of(model, phase, config, mesh, rules)
+        require_causal(phase.layers)
         if phase.index in parents:
             _check_parent(config, phase, parents[phase.index], vocab_size)
             if not phase.config.other_tokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pe_lab.analysis.studies import (
+    check,
     dope,
     frequency_use,
     head_entropy,
@@ -16,5 +17,17 @@ from pe_lab.analysis.studies import (
 )
 from pe_lab.analysis.study import Study
 
-MODULES = (frequency_use, heads, logit_bounds, head_entropy, dope, positional_bias, phase, theory, layers, knock_out)
+MODULES = (
+    check,
+    frequency_use,
+    heads,
+    logit_bounds,
+    head_entropy,
+    dope,
+    positional_bias,
+    phase,
+    theory,
+    layers,
+    knock_out,
+)
 STUDIES: dict[str, Study] = {module.STUDY.name: module.STUDY for module in MODULES}

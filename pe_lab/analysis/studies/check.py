@@ -1,0 +1,156 @@
+"""Whether encodings are what they say: `pe_lab.model.encoding_check` on one encoding, or on every registered one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from pe_lab.analysis.study import Findings, Study, TextTable
+from pe_lab.attention.capabilities import Request
+from pe_lab.attention.dispatch import IMPLEMENTATIONS, layer_request, reasons_against
+from pe_lab.errors import ConfigError
+from pe_lab.model.encoding_check import CONFIG, Check, check, cost
+from pe_lab.positional import HOOKS, Layer, build_schedule, has, label, layers
+from pe_lab.positional.registry import ENCODINGS
+from pe_lab.storage import write_file
+from pe_lab.terminal import Progress, console
+
+# Columns: of the table in docs/encodings.md too.
+HEADER = (
+    "encoding", "hooks", "causal", "relative", "static", "exact under a cache", "packed = separate",
+    "sharded = whole", "bfloat16 gradients", "kernels that train it", "parameters", "cost",
+)  # fmt: skip
+KERNELS = ("splash", "cudnn", "tokamax", "pallas_tpu", "pallas_gpu", "chunked", "dense", "reference")
+MARKERS = "<!-- checked -->\n", "<!-- end of checked -->"
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--positional",
+        action="append",
+        metavar="TEXT",
+        help="an encoding, such as rope/with=t5; may be repeated (default: every registered one)",
+    )
+    parser.add_argument("--no-cost", action="store_true", help="leave out the time of a training step")
+    parser.add_argument("--write", metavar="FILE", help="write the table into a Markdown file, between its markers")
+
+
+def default_layers() -> list[Layer]:
+    """A layer with each registered encoding, as far as it needs no settings."""
+    found = []
+    for kind in ENCODINGS.values():
+        required = [f for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
+        if not required:
+            found.append(Layer(kind()))
+    return found
+
+
+def kernels_of(layer: Layer) -> list[str]:
+    """The implementations of attention that train a layer, each on its own platform: bfloat16, heads of 64 channels."""
+    found = []
+    structure = build_schedule((layer,), 8, 4, 64).structure[0]
+    for name in KERNELS:
+        platforms = IMPLEMENTATIONS[name].capabilities.platforms
+        # Whether a package is installed here says nothing about the encoding.
+        one: Request = layer_request(structure, (8, 4, 64), "bfloat16", 4096, backward=True, partial=False)
+        against = reasons_against(name, one._replace(platform=platforms[0]))
+        if not [reason for reason in against if "installed" not in reason and "does not work with" not in reason]:
+            found.append(name)
+    return found
+
+
+def _kernels_text(layer: Layer) -> str:
+    names = kernels_of(layer)
+    return "all" if len(names) == len(KERNELS) else ", ".join(names)
+
+
+def row(layer: Layer, found: Sequence[Check], with_cost: bool) -> tuple[str, ...]:
+    """One line of the table. A claim that its check did not show has an exclamation mark."""
+    by_name = {one.name: one for one in found}
+
+    def cell(name: str) -> str:
+        one = by_name[name]
+        if one.found is None:
+            return "–"
+        return ("yes" if one.found else "no") + ("!" if one.fails else "")
+
+    acting = [encoding for _, encoding in layer.acting()]
+    hooks = [h for h in ("frequencies", "slopes", *HOOKS) if any(has(one, h) for one in acting)]
+    ratio, parameters = cost(layer) if with_cost else (float("nan"), 0)
+    return (
+        label(layer),
+        ", ".join(hooks) or "–",
+        *(cell(name) for name in ("causal", "relative", "static", "cached", "packed", "sharded", "bfloat16")),
+        _kernels_text(layer),
+        f"{parameters:,}" if with_cost else "–",
+        f"{ratio:.2f}" if with_cost else "–",
+    )
+
+
+def failures(layer: Layer, found: Sequence[Check]) -> list[str]:
+    """A sentence for each claim that does not hold."""
+    return [
+        f"{label(layer)}: {one.name} FAILS: it {'says so' if one.claimed else 'must be'}, and the check finds "
+        f"{one.detail or 'otherwise'}."
+        for one in found
+        if one.fails
+    ]
+
+
+def _run(arguments: argparse.Namespace) -> Findings:
+    with contextlib.suppress(RuntimeError):  # devices are known already
+        jax.config.update("jax_num_cpu_devices", 2)  # to shard a sequence
+    if arguments.positional:
+        chosen = [layer for text in arguments.positional for layer in layers(text, text.count("+") + 1)]
+    else:
+        chosen = default_layers()
+    rows, sentences, metadata = [], [], []
+    with Progress(console(), "check", len(chosen)) as progress:
+        for n, layer in enumerate(chosen, 1):
+            found = check(layer)
+            rows.append(row(layer, found, not arguments.no_cost))
+            sentences += failures(layer, found)
+            metadata.append({"encoding": label(layer), "checks": [dataclasses.asdict(one) for one in found]})
+            progress.update(n, label(layer))
+    if not sentences:
+        sentences = [f"{len(chosen)} encodings are what they say."]
+    sentences.append(
+        "cost: the time of a training step of one layer over that with RoPE, on this machine; parameters: of a layer "
+        "of 8 heads and d_model 512. kernels: bfloat16, heads of 64 channels, each on its own platform."
+    )
+    if arguments.write:
+        write_table(Path(arguments.write), rows)
+    settings = {"layers": CONFIG.layers, "heads": CONFIG.heads, "kv_heads": CONFIG.kv_heads, "checked": metadata}
+    numbers = {
+        f"{n}/holds": np.array([one["found"] is not False for one in each["checks"]]) for n, each in enumerate(metadata)
+    }
+    shapes = {str(n): each["encoding"] for n, each in enumerate(metadata)}
+    table = TextTable("Encodings, checked on a model of two layers", HEADER, tuple(rows), words=len(HEADER))
+    return Findings(tuple(sentences), (table,), (), numbers, shapes, settings)
+
+
+def write_table(path: Path, rows: Sequence[Sequence[str]]) -> None:
+    """Replaces the table of a Markdown file; `ConfigError` if it has no place for one."""
+    text = path.read_text() if path.is_file() else ""
+    start, end = (text.find(marker) for marker in MARKERS)
+    if start < 0 or end < start:
+        raise ConfigError(f"--write: '{path}' has no lines '{MARKERS[0].strip()}' and '{MARKERS[1]}'.")
+    lines = ["| " + " | ".join(cells) + " |" for cells in (HEADER, *rows)]
+    table = "\n".join([lines[0], "|" + "---|" * len(HEADER), *lines[1:]])
+    write_file(path, f"{text[: start + len(MARKERS[0])]}{table}\n{text[end:]}".encode())
+
+
+STUDY = Study(
+    "check",
+    "whether encodings are what they say: causal, relative, exact under a cache, ...; and what they cost",
+    "pe_lab.positional.hooks",
+    _options,
+    _run,
+    models=False,
+)
