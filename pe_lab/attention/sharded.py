@@ -38,7 +38,7 @@ def on_mesh(
         key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
     tokens = PartitionSpec(batch, length, heads, None)
 
-    if heads is not None and inputs.bias is not None:
+    if heads is not None and mesh.shape[heads] > 1 and inputs.bias is not None:
         raise UnsupportedError(
             "attention: a bias that is a function of positions serves all heads at once, and this mesh shards them "
             f"over {mesh.shape[heads]} devices: use mesh.tensor=1, or a relative bias."
