@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from pe_lab.positional.encodings import alibi_slopes
 from pe_lab.positional.hooks import Encoding, HeadShape, Parameter, Params
 from pe_lab.positional.registry import register
 from pe_lab.positional.scalings import Limits, require
-from pe_lab.positional.schemes.starts import START, Start, bounded, normal, uniform
+from pe_lab.positional.schemes.starts import START, bounded, normal, uniform
 
 
 def distances(queries: Int[Array, " T"], keys: Int[Array, " S"]) -> Int[Array, "T S"]:
@@ -42,7 +42,7 @@ class T5Bias(Encoding):
 
     buckets: int = 32
     max_distance: int = 128
-    start: Start = "published"
+    start: Literal["published", "unchanged"] = "published"
 
     limits: ClassVar[Limits] = START | {
         "buckets": (lambda x: 2 <= x < 2**16 and x % 2 == 0, "give an even number from 2."),
@@ -87,7 +87,7 @@ class LearnedAlibi(Encoding):
     display_name = "learned ALiBi"
     relative = True
 
-    start: Start = "published"
+    start: Literal["published", "unchanged"] = "published"
 
     limits: ClassVar[Limits] = START
 
@@ -119,7 +119,7 @@ class KerpleLog(Encoding):
     relative = True
 
     least: float = 0.01
-    start: Start = "published"
+    start: Literal["published", "unchanged"] = "published"
 
     limits: ClassVar[Limits] = _KERPLE
 
@@ -150,7 +150,7 @@ class KerplePower(Encoding):
     relative = True
 
     least: float = 0.01
-    start: Start = "published"
+    start: Literal["published", "unchanged"] = "published"
 
     limits: ClassVar[Limits] = _KERPLE
 
@@ -194,7 +194,7 @@ class Fire(Encoding):
     initial_c: float = 0.1
     width: int = 32
     depth: int = 1
-    start: Start = "published"
+    start: Literal["published", "unchanged"] = "published"
 
     limits: ClassVar[Limits] = START | {
         "initial_length": (lambda x: 0 < x < math.inf, "it must be a number of tokens above 0."),

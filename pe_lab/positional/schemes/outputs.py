@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from pe_lab.positional.hooks import Encoding, HeadShape, Parameter, Params
 from pe_lab.positional.registry import register
 from pe_lab.positional.scalings import Limits
-from pe_lab.positional.schemes.starts import START, Start, normal
+from pe_lab.positional.schemes.starts import START, normal
 
 
 @register("gated_output")
@@ -34,7 +34,7 @@ class GatedOutput(Encoding):
     content = True
 
     per: Literal["channel", "head"] = "channel"
-    start: Start = "published"
+    start: Literal["published", "unchanged"] = "published"
 
     limits: ClassVar[Limits] = START | {"per": (lambda x: x in ("channel", "head"), "it must be channel or head.")}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from pe_lab.positional.hooks import Encoding, HeadShape, Parameter, Params
 from pe_lab.positional.registry import register
 from pe_lab.positional.scalings import Limits
 from pe_lab.positional.schemes.spectra import complex_product, rope_spectrum
-from pe_lab.positional.schemes.starts import START, Start, normal
+from pe_lab.positional.schemes.starts import START, normal
 
 _LIMITS: Limits = START | {
     "rank": (lambda x: 1 <= x < 2**20 and x == int(x), "give a whole number from 1."),
@@ -57,7 +57,7 @@ class SelectiveRope(Encoding):
     convolution: int = 1
     log_bias: bool = False
     gate: bool = False
-    start: Start = "published"
+    start: Literal["published", "unchanged"] = "published"
 
     limits: ClassVar[Limits] = _LIMITS
 
@@ -117,7 +117,7 @@ class ContentRotation(Encoding):
     rank: int = 32
     base: float = 500000.0
     temperature: float = 1.0
-    start: Start = "published"
+    start: Literal["published", "unchanged"] = "published"
 
     limits: ClassVar[Limits] = _LIMITS
 
@@ -135,7 +135,9 @@ class ContentRotation(Encoding):
         return _rotated(q, k, _phi(params, _units(params, x)), self.base, self.temperature)
 
 
-def _projection(key: Array, shape: HeadShape, rank: int, start: Start) -> dict[str, Parameter]:
+def _projection(
+    key: Array, shape: HeadShape, rank: int, start: Literal["published", "unchanged"]
+) -> dict[str, Parameter]:
     H, G, K, D = shape
     if D % H:
         raise ConfigError(

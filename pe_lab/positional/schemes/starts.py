@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pe_lab.positional.scalings import Limits
 
+# Of the field `start`, whose type codec.py reads as it is written: Literal["published", "unchanged"].
 # `published`: the authors' initial values. `unchanged`: values at which the scheme changes no function, so that surgery
 # can add it to a trained model.
-Start = Literal["published", "unchanged"]
 START: Limits = {"start": (lambda x: x in ("published", "unchanged"), "it must be published or unchanged.")}
 
 DEVIATION = 0.02  # standard deviation of the initial weights of language models
