@@ -5,7 +5,8 @@ and in memory.
     python -m benchmarks.attention --tiny --ours-only                         # a GPU's parts, interpreted: do they run?
 
 Parts on a GPU: `forward`, TFLOP/s of whole texts; `backward`, of training; `decode`, bytes/s of the cache that one
-query reads; `train`, the step of configs/drope_16b.py's model. On a CPU: `speed`, `memory`, and `kernels`: are ours,
+query reads; `gradient`, forward and backward pass of pe_lab's kernel, with and without a bias by distance; `train`, the
+step of configs/drope_16b.py's model. On a CPU: `speed`, `memory`, and `kernels`: are ours,
 interpreted, right? All sides get the same arrays; before anything is timed, outputs of some queries are compared with
 a reference in float64, and what is off is not timed (exit status 1). Sides take turns. The peer is torch in a process
 of its own (another Python, perhaps: `--peer-python`, or the environment's PE_LAB_PEER).
@@ -43,8 +44,9 @@ if platforms is None:
     os.environ.pop("JAX_PLATFORMS", None)  # `train_step.py` says cpu; JAX has read it before, the peer has not
 
 import attention_cpu
+import attention_gradient
 import attention_kernels as kernels
-from attention_tables import decode_table, flops_table, wrong
+from attention_tables import decode_table, flops_table, gradient_table, wrong
 from attention_train import train_step
 
 from benchmarks.document import Place
@@ -53,11 +55,12 @@ from pe_lab.parallel import keep_freed_memory, start_processes
 from pe_lab.terminal import command
 from pe_lab.training.machine import machine, versions
 
-PARTS = {"gpu": ("forward", "backward", "decode", "train"), "cpu": ("speed", "memory", "kernels")}
+PARTS = {"gpu": ("forward", "backward", "gradient", "decode", "train"), "cpu": ("speed", "memory", "kernels")}
 LENGTHS = {"gpu": (2048, 4096, 8192, 16384, 32768, 65536, 131072), "cpu": (512, 1024, 2048, 4096, 8192)}
 SMALL = 1000  # tokens of a text whose queries are all compared; no multiple of any block
 CACHES = [(B, S) for S in (8192, 32768, 131072) for B in (1, 8)]
 TRAINED = (1024, 4096)
+GRADIENTS = (2048, 8192, 32768)
 BACKWARD_UP_TO = 4096  # tokens, on a CPU
 
 
@@ -91,6 +94,9 @@ class Report:
         if self.path:
             Path(self.path).write_text(json.dumps(self.found, indent=1) + "\n")
         self.tables.append(table)
+        if self.path:
+            text = "\n\n".join(table.markdown() for table in self.tables)
+            Path(self.path).with_suffix(".md").write_text(f"`{self.found['command']}`\n\n{text}\n")
         if self.place:
             about, release = self.found["machine"], self.found["versions"]
             used = ", ".join(f"{name} {release[name]}" for name in ("python", "jax", "torch") if name in release)
@@ -128,6 +134,12 @@ def accelerator(args: argparse.Namespace, plan: Plan, report: Report, python: st
                 results.append({"case": case._asdict(), "auto": kernels.taken(case, backward=True), "rows": rows})
             title = f"TFLOP/s, forward and backward (3.5 times as many counted), B T = {tokens:,}; "
             report.add("backward", results, flops_table(title + shape, results, 3.5, limits["matmul"], tiny))
+        if "gradient" in args.parts:
+            small = Case(1, SMALL, SMALL, H, G, K, "bfloat16")
+            cases = texts((48,)) if tiny else [small, *texts(GRADIENTS)]
+            results = [{"case": case._asdict(), "rows": attention_gradient.training(case, plan)} for case in cases]
+            title = f"TFLOP/s, forward and backward (3.5 times as many counted), B T = {tokens:,} or B = 1; {shape}"
+            report.add("gradient", results, gradient_table(title, results))
         if "decode" in args.parts:
             cases = [Case(B, 1, S, H, G, K, "bfloat16") for B, S in ([(1, 96), (2, 96)] if tiny else CACHES)]
             results = [{"case": case._asdict(), "rows": kernels.decode(case, plan)} for case in cases]

@@ -20,7 +20,8 @@ from attention_tools import Contestant, Plan, compare, measure, tell, turn_of
 from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, Rotation, attention
 from pe_lab.attention.capabilities import Request
 from pe_lab.attention.chunked import chunked_key_block
-from pe_lab.attention.dispatch import choose, whole_sequence
+from pe_lab.attention.dispatch import choose
+from pe_lab.attention.gradient import Pair, whole_sequence
 from pe_lab.attention.kernels.external import cudnn_attention, tokamax_attention
 from pe_lab.attention.kernels.gpu import gpu_key_block
 from pe_lab.attention.kernels.tpu import tpu_key_block
@@ -54,8 +55,8 @@ def runs(tiny: bool) -> dict[str, Run]:
     if not tiny:
         return {name: IMPLEMENTATIONS[name].run for name in (OURS, "cudnn", "tokamax", "chunked")}
     return {
-        OURS: whole_sequence(functools.partial(gpu_key_block, interpret=True)),
-        "pallas_tpu": whole_sequence(functools.partial(tpu_key_block, interpret=True)),
+        OURS: whole_sequence(Pair(functools.partial(gpu_key_block, interpret=True), None)),
+        "pallas_tpu": whole_sequence(Pair(functools.partial(tpu_key_block, interpret=True), None)),
         "cudnn": functools.partial(cudnn_attention, implementation="xla"),
         "tokamax": functools.partial(tokamax_attention, implementation=("xla",)),
         "chunked": lambda q, k, v, inputs: IMPLEMENTATIONS["chunked"].run(q, k, v, replace(inputs, chunk=32)),

@@ -116,6 +116,28 @@ def flops_table(title: str, results: list[dict[str, Any]], factor: float, matmul
     return Table(title, table.rows, notes + failures(results))
 
 
+def gradient_table(title: str, results: list[dict[str, Any]]) -> Table:
+    """TFLOP/s of the forward and the backward pass, a column a case, and what a bias by distance costs.
+
+    Args:
+      results: each {"case", "rows"}.
+    """
+
+    def rate(result: dict[str, Any], row: dict[str, Any]) -> float:
+        return 3.5 * Case(**result["case"]).flops / row["seconds"] / 1e12
+
+    table = _Columns(results, [f"{r['case']['S']:,}" for r in results], "tokens")
+    table.add_all(rate)
+    names = dict.fromkeys(name for result in results for name in result["rows"] if name.startswith(f"{OURS},"))
+    for name in names:
+        table.add(f"{name} / without", lambda r, name=name: speedup(r["rows"], [name], [OURS]))
+    for peer in ("cudnn", "chunked"):
+        table.add(f"{OURS} / {peer}", lambda r, peer=peer: speedup(r["rows"], [OURS], [peer]))
+    biased = [f"{name}, a bias for every distance" for name in (OURS, "chunked")]
+    table.add(f"{biased[0]} / chunked's", lambda r: speedup(r["rows"], biased[:1], biased[1:]))
+    return Table(title, table.rows, [errors(results), *failures(results)])
+
+
 def decode_table(title: str, results: list[dict[str, Any]], copy: float, auto: str, tiny: bool) -> Table:
     """GB/s of reading the cache once, for one query per sequence, and the ratio of the dispatcher's choice to a copy.
 

@@ -49,7 +49,7 @@ def attention(
     Args:
       query, key, value: not rotated, not scaled; G divides H.
       encoding: of this layer.
-      x: the input of the layer's attention, which hooks take.
+      x: the input of the layer's attention; None where no hook takes it.
       positions: token positions, for ALiBi's distances and for hooks; None: the indices, from 0 on.
       segments: document of each token; a query sees only keys of its own document.
       window: a query sees the last `window` tokens, itself included; None sees all.
@@ -73,7 +73,7 @@ def attention(
         at = jnp.asarray(index_positions(T)) if positions is None else positions
     rows = logits_of_rows(hooks, query)
     if hooks.hooks:
-        assert x is not None
+        x = jnp.zeros((B, T, 0), query.dtype) if x is None else x
         inputs_of_hooks, _ = hook_inputs(hooks, x)
         query, key = encode(hooks, query, key, at, inputs_of_hooks)
     structure = LayerStructure(

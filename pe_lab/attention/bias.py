@@ -72,7 +72,7 @@ def _place(extended: jax.Array, first: jax.Array, t: int, s: int) -> jax.Array:
     return jnp.clip(first + t + 1, 0, extended.shape[1] - (t + s - 1))
 
 
-def _toeplitz(part: Float[Array, "H t+s-1"], t: int, s: int) -> Float[Array, "H t s"]:
+def _toeplitz(part: Float[Array, "H distances"], t: int, s: int) -> Float[Array, "H t s"]:
     """Entry [a, b] is part[a - b + s - 1]: every row is the row before, shifted by one.
 
     A flat array that repeats with period L, cut into rows of L - 1, shifts each row by one. This is a copy, where

@@ -24,8 +24,10 @@ from pe_lab.attention.key_block import (
     KeyBlockGradients,
     Keys,
     OnlineSoftmax,
+    Outputs,
     PartialAttention,
     Queries,
+    Values,
     masked_logits,
     padded,
 )
@@ -33,7 +35,7 @@ from pe_lab.attention.rows import attention_by_rows
 from pe_lab.errors import UnsupportedError
 
 
-def chunked_attention(query: Queries, key: Keys, value: Keys, inputs: AttentionInputs) -> Queries:
+def chunked_attention(query: Queries, key: Keys, value: Values, inputs: AttentionInputs) -> Outputs:
     """`reference_attention`, one [chunk, chunk] block of logits at a time; blocks without visible keys are skipped."""
     if inputs.rows is not None:
         return attention_by_rows(query, key, value, inputs)
@@ -43,7 +45,7 @@ def chunked_attention(query: Queries, key: Keys, value: Keys, inputs: AttentionI
 def chunked_key_block(
     query: Float[Array, "B H T K"],
     key: Float[Array, "*layers B G S K"],
-    value: Float[Array, "*layers B G S K"],
+    value: Float[Array, "*layers B G S V"],
     inputs: AttentionInputs,
     *,
     layer: Int[Array, ""] | int | None = None,
@@ -196,11 +198,11 @@ def _partial(
 def chunked_gradient(
     q: Float[Array, "B H T K"],
     k: Float[Array, "B G S K"],
-    v: Float[Array, "B G S K"],
+    v: Float[Array, "B G S V"],
     inputs: AttentionInputs,
     logsumexp: Float[Array, "B H T"],
     inner: Float[Array, "B H T"],
-    d_out: Float[Array, "B H T K"],
+    d_out: Float[Array, "B H T V"],
 ) -> KeyBlockGradients:
     """The gradients that come from one block of keys; float32.
 

@@ -12,15 +12,17 @@ from pe_lab.attention.key_block import (
     MASKED,
     AttentionInputs,
     Keys,
+    Outputs,
     PartialAttention,
     Queries,
+    Values,
     heads_of_groups,
     with_sink,
 )
 from pe_lab.attention.reference import added_to_logits, visible
 
 
-def dense_attention(query: Queries, key: Keys, value: Keys, inputs: AttentionInputs) -> Queries:
+def dense_attention(query: Queries, key: Keys, value: Values, inputs: AttentionInputs) -> Outputs:
     """The softmax over all logits at once; arguments as in `reference_attention`.
 
     Of [T, T] arrays, only the weights are kept for the gradient. JAX derives a gradient that transposes [T, T] arrays

@@ -14,6 +14,7 @@ from pe_lab.attention.gradient import Pair, whole_sequence
 from pe_lab.attention.hooks import hook_features
 from pe_lab.attention.kernels import external
 from pe_lab.attention.kernels.gpu import gpu_key_block
+from pe_lab.attention.kernels.gpu_gradient import gpu_key_block_gradient
 from pe_lab.attention.kernels.tpu import tpu_key_block
 from pe_lab.attention.key_block import KeyBlockGradient, KeyBlockKernel
 from pe_lab.attention.reference import reference_attention
@@ -79,7 +80,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "cudnn": Implementation("NVIDIA's kernel, through jax.nn", external.cudnn_attention, external.CUDNN, kernel=True),
     "tokamax": Implementation("OpenXLA's kernels", external.tokamax_attention, external.TOKAMAX, kernel=True),
     "pallas_tpu": _pallas(tpu_key_block, None, "tpu", "Mosaic"),
-    "pallas_gpu": _pallas(gpu_key_block, None, "gpu", "Triton"),
+    "pallas_gpu": _pallas(gpu_key_block, gpu_key_block_gradient, "gpu", "Triton"),
 }
 
 # The fastest first.

@@ -20,8 +20,10 @@ from pe_lab.attention.key_block import (
     KeyBlockGradients,
     KeyBlockKernel,
     Keys,
+    Outputs,
     PartialAttention,
     Queries,
+    Values,
     with_sink,
 )
 from pe_lab.errors import UnsupportedError
@@ -39,7 +41,7 @@ class Pair(NamedTuple):
 def attend(
     query: Float[Array, "B H T K"],
     key: Float[Array, "B G S K"],
-    value: Float[Array, "B G S K"],
+    value: Float[Array, "B G S V"],
     inputs: AttentionInputs,
     pair: Pair,
     wide: bool = False,
@@ -77,8 +79,8 @@ attend.defvjp(_forward_rule, _backward_rule)
 
 
 def rotated_keys(
-    key: Float[Array, "B G S K"], value: Float[Array, "B G S K"], inputs: AttentionInputs
-) -> tuple[Float[Array, "B heads S K"], Float[Array, "B heads S K"]]:
+    key: Float[Array, "B G S K"], value: Float[Array, "B G S V"], inputs: AttentionInputs
+) -> tuple[Float[Array, "B heads S K"], Float[Array, "B heads S V"]]:
     """Keys rotated by their index, and their values; of H heads where the heads of a group rotate differently."""
     assert inputs.rotation is not None
     positions = jnp.arange(key.shape[2], dtype=jnp.int32)[None]
@@ -110,7 +112,7 @@ def no_gradient(x: jax.Array) -> jax.Array | np.ndarray:
 def whole_sequence(pair: Pair) -> Callable[..., jax.Array]:
     """Attention of whole sequences, [B, T, H, K] as `reference_attention`, by a pair of kernels for a block of keys."""
 
-    def run(query: Queries, key: Keys, value: Keys, inputs: AttentionInputs) -> Queries:
+    def run(query: Queries, key: Keys, value: Values, inputs: AttentionInputs) -> Outputs:
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (query, key, value))
         sink, inputs = inputs.sink, replace(inputs.for_every_row(query.shape[0]), sink=None)
         found = attend(q, k, v, inputs, pair)

@@ -15,7 +15,9 @@ from pe_lab.errors import ConfigError, UnsupportedError
 from pe_lab.positional import LayerHooks, angles
 
 Queries = Float[Array, "B T H K"]  # of whole sequences
-Keys = Float[Array, "B T G K"]  # and values
+Keys = Float[Array, "B T G K"]
+Values = Float[Array, "B T G V"]  # V is K, but where a hook changes the channels of queries and keys
+Outputs = Float[Array, "B T H V"]
 
 MASKED = -1e30  # the logit of an invisible key: finite, so that a block without any visible key has no NaN
 RESIDUALS = "attention"  # the name under which rematerialization may keep the output and the logsumexp

@@ -50,7 +50,7 @@ class CacheView(NamedTuple):
 def cached_attention(
     query: Float[Array, "B C H K"],
     key: Float[Array, "B C heads K"],
-    value: Float[Array, "B C G K"],
+    value: Float[Array, "B C G V"],
     cache: CacheView,
     encoding: LayerEncoding,
     *,
@@ -59,7 +59,7 @@ def cached_attention(
     block: int = 512,
     key_bias: Float[Array, "B H C"] | None = None,
     rows: LogitsOfRows | None = None,
-) -> Float[Array, "B C H K"]:
+) -> Float[Array, "B C H V"]:
     """Attention of C new tokens of each row to the cached tokens and, causally, to each other.
 
     The result is that of `attention` for the last C tokens of a sequence. An online softmax runs over blocks of the
@@ -198,7 +198,7 @@ def _logits(q: Float[Array, "B G M C K"], k: Float[Array, "B heads S K"]) -> Flo
     return logits.reshape(B, G, M, C, k.shape[2])
 
 
-def _weighted(weights: Float[Array, "B G M C S"], v: Float[Array, "B G S K"]) -> Float[Array, "B G M C K"]:
+def _weighted(weights: Float[Array, "B G M C S"], v: Float[Array, "B G S V"]) -> Float[Array, "B G M C V"]:
     B, G, M, C, S = weights.shape
     weights = weights.reshape(B, G, M * C, S).astype(v.dtype)
     out = jnp.einsum("bgts,bgsk->bgtk", weights, v, preferred_element_type=jnp.float32)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pe_lab.attention.bias import extended, toeplitz_block
-from pe_lab.attention.key_block import MASKED, AttentionInputs, Keys, Queries, heads_of_groups
+from pe_lab.attention.key_block import MASKED, AttentionInputs, Keys, Outputs, Queries, Values, heads_of_groups
 
 
 def visible(distance: Int[Array, "T S"], inputs: AttentionInputs) -> Bool[Array, "#B T S"]:
@@ -23,7 +23,7 @@ def visible(distance: Int[Array, "T S"], inputs: AttentionInputs) -> Bool[Array,
 
 def added_to_logits(
     distance: Int[Array, "T S"], first: Int[Array, ""] | int, num_heads: int, inputs: AttentionInputs
-) -> Float[Array, "#B H T S"] | None:
+) -> Float[Array, "#B H #T S"] | None:
     """The sum of ALiBi's penalties and of all biases, for queries of which the first has the index `first`."""
     T, S = distance.shape
     terms = []
@@ -43,7 +43,7 @@ def added_to_logits(
     return sum(terms) if terms else None
 
 
-def reference_attention(query: Queries, key: Keys, value: Keys, inputs: AttentionInputs) -> Queries:
+def reference_attention(query: Queries, key: Keys, value: Values, inputs: AttentionInputs) -> Outputs:
     """softmax(q k^T - slope * distance + biases) v over visible keys, with [B, H, T, T] float32 logits.
 
     Args:
@@ -54,8 +54,12 @@ def reference_attention(query: Queries, key: Keys, value: Keys, inputs: Attentio
 
 
 def attention_to_all(
-    query: Queries, key: Keys, value: Keys, inputs: AttentionInputs, first: Int[Array, ""] | int
-) -> Queries:
+    query: Queries,
+    key: Float[Array, "B S G K"],
+    value: Float[Array, "B S G V"],
+    inputs: AttentionInputs,
+    first: Int[Array, ""] | int,
+) -> Outputs:
     """`reference_attention` of some queries, of which the first has the index `first`, to all keys."""
     B, T, H, K = query.shape
     S, G = key.shape[1:3]

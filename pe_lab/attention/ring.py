@@ -49,13 +49,13 @@ class _Visitor(NamedTuple):
 def ring_attention(
     query: Float[Array, "B H T K"],
     key: Float[Array, "B G T K"],
-    value: Float[Array, "B G T K"],
+    value: Float[Array, "B G T V"],
     inputs: AttentionInputs,
     *,
     axis: str,
     size: int,
     pair: Pair,
-) -> Float[Array, "B H T K"]:
+) -> Float[Array, "B H T V"]:
     """This device's part of causal attention, inside a `shard_map` over mesh axis `axis` of `size` devices.
 
     Args:

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pe_lab.attention.key_block import AttentionInputs, Keys, Queries, padded
+from pe_lab.attention.key_block import AttentionInputs, Keys, Outputs, Queries, Values, padded
 from pe_lab.attention.reference import attention_to_all
 
 
-def attention_by_rows(query: Queries, key: Keys, value: Keys, inputs: AttentionInputs) -> Queries:
+def attention_by_rows(query: Queries, key: Keys, value: Values, inputs: AttentionInputs) -> Outputs:
     """`reference_attention`, one block of queries against all keys at a time.
 
     A block's logits are computed again for the gradient, so that memory is that of [chunk, T] logits.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pe_lab.attention.gradient import Pair
-from pe_lab.attention.key_block import AttentionInputs, Keys, Noise, Queries, Rotation
+from pe_lab.attention.key_block import AttentionInputs, Keys, Noise, Outputs, Queries, Rotation, Values
 from pe_lab.attention.ring import ring_attention
 from pe_lab.errors import UnsupportedError
 from pe_lab.parallel import current_mesh
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from pe_lab.attention.dispatch import Implementation
 
 
-def on_mesh(implementation: Implementation, query: Queries, key: Keys, value: Keys, inputs: AttentionInputs) -> Queries:
+def on_mesh(
+    implementation: Implementation, query: Queries, key: Keys, value: Values, inputs: AttentionInputs
+) -> Outputs:
     """Attention of whole sequences on the mesh that is being traced for; without a mesh, on one device.
 
     Arguments as in `reference_attention`. Rows and heads are independent, and each device computes its own. Where the

@@ -167,7 +167,7 @@ def _queries_and_keys(
     index = jnp.arange(T, dtype=jnp.int32)
     at, bias_of_keys = index[None] if positions is None else positions, None
     if hooks.hooks:
-        assert x is not None
+        x = jnp.zeros((B, T, 0), query.dtype) if x is None else x
         inputs, _ = hook_inputs(hooks, x)
         query, key = encode(hooks, query, key, at, inputs)
         bias_of_keys = key_bias(hooks, inputs, H)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hooked import DIAGONAL
 
 from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, attention
 from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
@@ -31,7 +32,7 @@ def run(implementation, q, k, v, row, **arrays):
 def test_a_self_bias_is_added_to_a_tokens_logit_with_itself(implementation):
     q, k, v = (draw(B, T, 2, K, seed=i) for i in range(3))
     bias = np.where(np.arange(T) < 11, 2.5, 0.0).astype(np.float32)[None]
-    out = run(implementation, q, k, v, LayerEncoding(diagonal_bias=jnp.asarray(bias)))
+    out = run(implementation, q, k, v, DIAGONAL, x=draw(B, T, 8))
     wide = [np.asarray(x, np.float64) for x in (q, k, v)]
     logits = np.einsum("bthk,bshk->bhts", *wide[:2]) / K**0.5 + np.diag(bias[0])
     logits = np.where(np.tri(T), logits, -np.inf)
@@ -44,11 +45,10 @@ def test_a_self_bias_is_added_to_a_tokens_logit_with_itself(implementation):
 @pytest.mark.parametrize("implementation", [name for name in HERE if name != "reference"])
 def test_gradients_under_a_self_bias_are_the_references(implementation):
     q, k, v = (draw(B, T, 2, K, seed=i) for i in range(3))
-    bias = jnp.asarray(np.linspace(0, 3, T, dtype=np.float32)[None])
 
     def gradients(name):
         def loss(q, k, v):
-            return (attention(q, k, v, LayerEncoding(diagonal_bias=bias), implementation=name, chunk=8) ** 2).sum()
+            return (attention(q, k, v, DIAGONAL, x=q[:, :, 0], implementation=name, chunk=8) ** 2).sum()
 
         return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
 

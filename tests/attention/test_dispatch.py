@@ -5,8 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hooked import FEATURE_OF, Function, Sink, Table, hooked
 
 from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, attention
+from pe_lab.attention.bias import PositionBias
 from pe_lab.attention.capabilities import FEATURES, Capabilities, Request, refusals
 from pe_lab.attention.dispatch import choose, layer_request, order
 from pe_lab.attention.kernels import external
@@ -34,7 +36,7 @@ def plain(monkeypatch):
     ("row", "arrays", "what"),
     [
         (LayerEncoding(slope=jnp.ones(4)), {}, "slopes"),
-        (LayerEncoding(diagonal_bias=jnp.ones((1, T))), {}, "diagonal bias"),
+        (hooked(Sink()), {"x": jnp.ones((1, T, 8))}, "sinks"),
         (LayerEncoding(), {"window": 5}, "windows"),
         (LayerEncoding(slope=jnp.ones(4)), {"window": 5}, "slopes and no windows"),
     ],
@@ -74,12 +76,13 @@ GPU = Request(platform="gpu", length=8192)
         (TPU._replace(backward=True), "splash"),
         (TPU._replace(needs=frozenset({"segments", "windows"})), "splash"),
         (TPU._replace(needs=frozenset({"slopes"})), "pallas_tpu"),
-        (TPU._replace(needs=frozenset({"slopes"}), backward=True), "chunked"),
-        (TPU._replace(needs=frozenset({"diagonal bias"})), "chunked"),
+        (TPU._replace(needs=frozenset({"slopes", "key bias", "sinks"}), backward=True), "pallas_tpu"),
+        (TPU._replace(needs=frozenset({"distance bias", "segments"}), backward=True), "pallas_tpu"),
+        (TPU._replace(needs=frozenset({"position bias"})), "chunked"),
         (TPU._replace(length=2**20), "pallas_tpu"),
         (TPU._replace(split_heads=True), "pallas_tpu"),
         (TPU._replace(partial=True), "pallas_tpu"),
-        (TPU._replace(partial=True, backward=True), "chunked"),
+        (TPU._replace(partial=True, backward=True), "pallas_tpu"),
         (TPU._replace(length=128), "dense"),
         (TPU._replace(length=128, needs=frozenset({"segments"})), "dense"),
         (GPU, "cudnn"),
@@ -87,7 +90,8 @@ GPU = Request(platform="gpu", length=8192)
         (GPU._replace(dtype="float32"), "pallas_gpu"),
         (GPU._replace(head_dim=256), "pallas_gpu"),
         (GPU._replace(needs=frozenset({"segments"})), "pallas_gpu"),
-        (GPU._replace(needs=frozenset({"segments"}), backward=True), "chunked"),
+        (GPU._replace(needs=frozenset({"segments"}), backward=True), "pallas_gpu"),
+        (GPU._replace(needs=frozenset({"distance bias"}), backward=True), "pallas_gpu"),
         (GPU._replace(split_heads=True), "pallas_gpu"),
         (GPU._replace(head_dim=20), "chunked"),
         (Request(length=8192), "chunked"),
@@ -136,8 +140,8 @@ def test_every_platform_has_an_order_of_its_implementations():
         ("splash", TPU._replace(length=2**20), "'splash' reads at most [0-9,]+ tokens, and these are 1,048,576"),
         (
             "chunked",
-            Request(partial=True, needs=frozenset({"diagonal bias"})),
-            "no diagonal bias for a sequence on several",
+            Request(partial=True, needs=frozenset({"logit functions"})),
+            "no logit functions for a sequence on several",
         ),
     ],
 )
@@ -154,17 +158,21 @@ def test_implementations_honour_the_features_in_the_table(name, feature):
         "slopes": dict(encoding=LayerEncoding(slope=jnp.linspace(0.1, 1, 4))),
         "segments": dict(encoding=LayerEncoding(), segments=jnp.asarray([[1] * 9 + [2] * 12])),
         "windows": dict(encoding=LayerEncoding(), window=4),
-        "diagonal bias": dict(encoding=LayerEncoding(diagonal_bias=jnp.full((1, T), 2.0))),
+        **{of: dict(encoding=hooked(one), x=draw(1, T, 8, seed=9)) for one, of in FEATURE_OF.items()},
     }[feature]
-    assert feature in IMPLEMENTATIONS[name].capabilities.honours
+    if feature not in IMPLEMENTATIONS[name].capabilities.honours:
+        assert (name, feature) == ("dense", "logit functions")
+        with pytest.raises(UnsupportedError, match="'dense' has no logit functions"):
+            attention(q, k, v, implementation=name, **settings)
+        return
     out = attention(q, k, v, implementation=name, chunk=8, **settings)
     np.testing.assert_allclose(out, attention(q, k, v, implementation="reference", **settings), atol=2e-6)
     assert np.abs(out - attention(q, k, v, LayerEncoding(), implementation=name, chunk=8)).max() > 0.05
 
 
-def test_a_kernel_refuses_a_diagonal_bias_itself():
-    one, bias = draw(1, T, 4, K), AttentionInputs(diagonal_bias=jnp.ones((1, T)))
-    with pytest.raises(UnsupportedError, match="attention has no diagonal bias"):
+def test_a_kernel_refuses_a_function_itself():
+    one, bias = draw(1, T, 4, K), AttentionInputs(bias=PositionBias((), ()))
+    with pytest.raises(UnsupportedError, match="no function of logits"):
         IMPLEMENTATIONS["pallas_tpu"].run(one, one, one, bias)
 
 
@@ -174,7 +182,11 @@ def test_a_kernel_refuses_a_diagonal_bias_itself():
         (LayerStructure(), {}),
         (LayerStructure(slopes=True, window=5), dict(needs={"slopes", "windows"})),
         (LayerStructure(rotates=True, heads="split"), dict(split_heads=True)),
-        (LayerStructure(rotates=True, heads="grouped", diagonal_bias=(1.0, 9)), dict(needs={"diagonal bias"})),
+        (
+            LayerStructure(rotates=True, heads="grouped", hooks=hooked(Table()).hooks.hooks),
+            dict(needs={"distance bias"}),
+        ),
+        (LayerStructure(hooks=hooked(Function(), Sink()).hooks.hooks), dict(needs={"position bias", "sinks"})),
     ],
 )
 def test_the_request_of_a_layer(structure, features):

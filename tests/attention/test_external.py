@@ -274,7 +274,9 @@ def test_only_features_that_are_not_honoured_are_refused(attend, capabilities, s
         "slopes": AttentionInputs(slope=jnp.ones(4)),
         "segments": AttentionInputs(query_segments=segments, key_segments=segments),
         "windows": AttentionInputs(window=2),
-        "diagonal bias": AttentionInputs(diagonal_bias=jnp.ones((1, 5))),
+        "distance bias": AttentionInputs(distance_bias=jnp.ones((4, 5))),
+        "key bias": AttentionInputs(key_bias=jnp.ones((1, 4, 5))),
+        "sinks": AttentionInputs(sink=jnp.ones(4)),
     }
     assert capabilities.honours <= requests.keys()
     for name, inputs in requests.items():

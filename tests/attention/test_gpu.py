@@ -62,6 +62,8 @@ FEATURES = {
     "shared": {"rotation": "shared"},
     "split": {"rotation": "split"},
     "few": {"T": 3, "start": (-1, 130)},
+    "distance bias": {"distance_bias": 33},
+    "key bias": {"key_bias": 2},
 }
 
 
@@ -72,6 +74,13 @@ ALONE = [pytest.param((name,), marks=pytest.mark.slow) for name in FEATURES]  # 
 def test_features_alone_and_together(names):
     changes = {name: value for feature in names for name, value in FEATURES[feature].items()}
     check(dataclasses.replace(BASE, **changes))
+
+
+# The table has one entry, ends within the keys (blocks beyond it load one entry), or is longer than the keys.
+@pytest.mark.parametrize("entries", [1, 40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("T", [3, 70])
+def test_distances_of_any_table(entries, T):
+    check(dataclasses.replace(BASE, T=T, start=(-1, 130), distance_bias=entries, key_bias=1), splits=2)
 
 
 @pytest.mark.parametrize("heads", [(6, 3), (4, 1)])
@@ -97,6 +106,8 @@ def test_random_cases(data):
         slopes=draw(st.booleans()),
         segments=draw(st.booleans()),
         rotation=draw(st.sampled_from(["", "shared", "grouped", "split"])),
+        distance_bias=draw(st.sampled_from([0, 1, 30, 300])),
+        key_bias=draw(st.sampled_from([0, 1, 2])),
         seed=draw(st.integers(0, 9)),
     )  # fmt: skip
     check(case, splits=draw(st.integers(1, 3)))
@@ -206,16 +217,17 @@ def test_rotations_are_right_at_every_position():
 
 
 def test_tiles_fit():
-    for K, itemsize, T, M in itertools.product(
-        (32, 64, 80, 96, 128, 160, 256), (2, 4), (1, 3, 16, 100, 4096), (1, 4, 7)
+    for K, itemsize, T, M, distances in itertools.product(
+        (32, 64, 80, 96, 128, 160, 256), (2, 4), (1, 3, 16, 100, 4096), (1, 4, 7), (False, True)
     ):
-        cut = tiles(2 * M, 2, T, 2**20, K, itemsize)
+        cut = tiles(2 * M, 2, T, 2**20, K, itemsize, distances=distances)
         assert M % cut.heads == 0
         assert cut.heads == 1 or cut.heads * T <= cut.rows
         assert {bin(inputs).count("1") for inputs in (cut.rows, cut.keys)} == {1}
         assert min(cut.rows, cut.keys) >= 16
         wide = 1 << (K - 1).bit_length()
         size = itemsize * wide * (cut.rows + 2 * cut.stages * cut.keys) + 2048
+        size += 4 * cut.rows * cut.keys * (cut.stages - 1) if distances else 0
         assert size <= 163 * 1024  # an A100's
         if cut.rows == 16:
             assert 2 * size <= 227 * 1024  # two programs on an H100
@@ -240,6 +252,9 @@ KINDS = {
     "segments, window": dict(segments=True, window=4096, T=LONG, S=LONG),
     "chunk": dict(T=512, S=LONG, bounds=True, rotation=1),
     "decode": dict(T=1, S=LONG, bounds=True),
+    "biases": dict(distances=4000, key_bias=1),
+    "biases, few distances": dict(K=64, T=LONG, S=LONG, distances=128, key_bias=1),
+    "biases, decode": dict(B=2, T=1, S=LONG, bounds=True, distances=LONG, key_bias=2),
     "decode rotated": dict(T=1, S=LONG, bounds=True, rotation=1),
     "decode split float32": dict(T=1, S=LONG, bounds=True, rotation=8, dtype=jnp.float32),
     "decode, everything": dict(
@@ -250,7 +265,7 @@ KINDS = {
 
 
 def shapes(B=1, T=4000, S=4000, H=8, G=2, K=128, dtype=jnp.bfloat16, rotation=0, bounds=False, slopes=False,
-           positions=False, segments=False, window=None, **settings):  # fmt: skip
+           positions=False, segments=False, window=None, distances=0, key_bias=0, **settings):  # fmt: skip
     """A call's arguments as shapes, and its settings."""
     of = jax.ShapeDtypeStruct
     whole = functools.partial(of, dtype=jnp.int32)
@@ -262,6 +277,8 @@ def shapes(B=1, T=4000, S=4000, H=8, G=2, K=128, dtype=jnp.bfloat16, rotation=0,
         of((H,), jnp.float32) if slopes else None,
         *([whole((B, T)), whole((B, S))] if positions else [None] * 2),
         *([whole((B, T)), whole((B, S))] if segments else [None] * 2),
+        distance_bias=of((H, distances), jnp.float32) if distances else None,
+        key_bias=of((key_bias, H, S), jnp.float32) if key_bias else None,
         rotation=fixed_freq if rotation else None,
         window=window,
     )
@@ -282,6 +299,18 @@ def test_lowers_for_cuda(kind):
     query = arguments[0]
     assert [x.shape for x in exported.out_avals] == [query.shape, query.shape[:3]]
     assert exported.out_avals[0].dtype == query.dtype
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("head_dim", range(32, 257, 16))
+def test_biases_lower_for_cuda_at_any_head_dim(head_dim, dtype):
+    for rotation in (0, 1):
+        KINDS["here"] = dict(
+            K=head_dim, dtype=jnp.dtype(dtype), distances=128, key_bias=1, rotation=rotation, bounds=True
+        )
+        test_lowers_for_cuda("here")
+    del KINDS["here"]
 
 
 @pytest.mark.parametrize(

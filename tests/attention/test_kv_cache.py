@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pe_lab.attention import CacheView, LayerEncoding, attention, cached_attention, encode_keys, kv_cache_kernel
+from pe_lab.attention.hooks import Hooks
 from pe_lab.errors import UserError
+from pe_lab.positional import LayerHooks, NotebookBias
 
 B, H, G, K, SLOTS = 2, 4, 2, 8, 20
 LENGTHS = np.asarray([13, 5])  # cached tokens of each row
@@ -36,8 +38,8 @@ def row_at(kind: str, positions) -> LayerEncoding:
         row = row._replace(logit_scale=jnp.float32(1.7))
     if kind == "noise":
         row = row._replace(noise=jnp.asarray([0, 9, 0, 3], jnp.uint32))
-    if kind == "diagonal bias":
-        row = row._replace(diagonal_bias=jnp.where(jnp.asarray(positions) < 7, 2.0, 0.0))
+    if kind == "position bias":
+        row = row._replace(hooks=Hooks(({},), (LayerHooks(NotebookBias(2.0, 7)),)))
     return row
 
 
@@ -50,7 +52,7 @@ def cached(q, k, v, past_key, past_value, at, used, row, slots_row, positions, w
 
 @functools.partial(jax.jit, static_argnames="window")
 def whole(q, k, v, row, positions, window):
-    return attention(q, k, v, row, positions=positions, window=window)
+    return attention(q, k, v, row, x=q[:, :, 0], positions=positions, window=window)
 
 
 encoded = jax.jit(encode_keys, static_argnums=2)
@@ -94,7 +96,7 @@ def both(kind, window=None, block=6, rotated=True, garbage=0.0, order=None, capa
     return np.asarray(out), take(np.asarray(full))
 
 
-KINDS = ["none", "shared", "grouped", "split", "slopes", "scale", "noise", "diagonal bias"]
+KINDS = ["none", "shared", "grouped", "split", "slopes", "scale", "noise", "position bias"]
 
 
 @pytest.mark.parametrize(

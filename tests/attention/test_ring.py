@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, attention
+from pe_lab.attention.gradient import Pair
 from pe_lab.attention.kernels.tpu import tpu_key_block
 from pe_lab.attention.key_block import AttentionInputs
 from pe_lab.attention.ring import ring_attention
@@ -129,7 +130,7 @@ def test_a_kernel_in_the_ring():
 
     def part(q, k, v, positions):
         inputs = AttentionInputs(slope=slope, query_positions=positions, key_positions=positions, window=50)
-        return ring_attention(q, k, v, inputs, axis="context", size=4, partial=kernel)
+        return ring_attention(q, k, v, inputs, axis="context", size=4, pair=Pair(kernel, None))
 
     found = jax.jit(
         jax.shard_map(

@@ -11,7 +11,7 @@ from jax import export
 from key_blocks import an_h100
 
 from pe_lab.attention import IMPLEMENTATIONS, LayerEncoding, Rotation, attention
-from pe_lab.attention.dispatch import whole_sequence
+from pe_lab.attention.gradient import Pair, whole_sequence
 from pe_lab.attention.kernels.gpu import gpu_key_block
 from pe_lab.attention.kernels.tpu import tpu_key_block
 from pe_lab.attention.key_block import AttentionInputs, Noise
@@ -36,7 +36,7 @@ def interpreted(monkeypatch):
         monkeypatch.setitem(
             IMPLEMENTATIONS,
             name,
-            dataclasses.replace(one, run=whole_sequence(kernel), partial=kernel, capabilities=capabilities),
+            dataclasses.replace(one, run=whole_sequence(Pair(kernel, None)), partial=kernel, capabilities=capabilities),
         )
 
 

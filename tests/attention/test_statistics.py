@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hooked import Diagonal
 
 from pe_lab.attention import LayerEncoding, attention
+from pe_lab.attention.hooks import Hooks
 from pe_lab.attention.noise import KEYS, QUERIES, replace_heads_by_noise
 from pe_lab.attention.statistics import Statistics, attention_rows, attention_statistics
 from pe_lab.errors import UserError
-from pe_lab.positional import alibi_slopes
+from pe_lab.positional import LayerHooks, alibi_slopes
 
 B, H, G, K = 2, 4, 2, 8
 FREQUENCIES = np.array([1.0, 0.3, 0.1, 0.01])
@@ -106,7 +108,7 @@ CASES = {
     "groups that rotate differently": dict(rows=[1, 0]),
     "heads that rotate differently": dict(rows=[1, 0, 0.5, 2]),
     "segments": dict(segments=PACKED),
-    "diagonal bias": dict(bias=np.linspace(-3, 3, T)[None]),
+    "a bias by position": dict(bias=np.linspace(-3, 3, T)[None]),
     "everything": dict(
         rows=[1, 0, 0.5, 2],
         positions=RESTARTED,
@@ -127,10 +129,14 @@ def arguments_of(case: dict, length: int = T) -> tuple[dict, LayerEncoding, dict
     if rows is not None:
         row = rotations(FREQUENCIES * np.array(rows)[:, None], positions, case.get("gain", 1.0))
         case["inv_freq"] = spread(rows)
-    arrays = {"slope": "slope", "logit_scale": "beta", "diagonal_bias": "bias"}
+    if "bias" in case:
+        diagonal = Hooks(({"w": jnp.asarray(np.float32(case["bias"][0]))},), (LayerHooks(Diagonal(), "w"),))
+        row = row._replace(hooks=diagonal)
+        case["bias"] = case["bias"][0][np.asarray(positions)]
+    arrays = {"slope": "slope", "logit_scale": "beta"}
     row = row._replace(**{name: jnp.asarray(np.float32(case[of])) for name, of in arrays.items() if of in case})
     other = {name: jnp.asarray(np.int32(case[name])) for name in ("positions", "segments") if name in case}
-    return case, row, other | {"window": case.get("window")}
+    return case, row, other | {"window": case.get("window"), "x": jnp.zeros((B, length, 8)) if "bias" in case else None}
 
 
 @pytest.mark.parametrize("case", CASES.items(), ids=lambda case: case[0])

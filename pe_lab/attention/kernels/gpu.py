@@ -34,8 +34,12 @@ PROGRAMS = 2 * 132  # programs that keep an H100 busy: two for each multiprocess
 MOST_SPLITS = 128  # the merge of splits is unrolled
 
 
-def tiles(H: int, G: int, T: int, S: int, K: int, itemsize: int, alone: bool = False) -> Tiles:
-    """The block sizes for T queries of H heads against S keys of G heads; `alone`: rotated keys serve one query head.
+def tiles(H: int, G: int, T: int, S: int, K: int, itemsize: int, alone: bool = False, distances: bool = False) -> Tiles:
+    """The block sizes for T queries of H heads against S keys of G heads.
+
+    Args:
+      alone: rotated keys serve one query head.
+      distances: logits have a bias by distance.
 
     Shared memory contains queries and `stages` blocks of keys and values; rotated keys reuse a place that is free by
     then. That is itemsize * wide * (rows + 2 * stages * keys) bytes at most, and 2 KiB of small arrays; `wide` is K
@@ -47,8 +51,10 @@ def tiles(H: int, G: int, T: int, S: int, K: int, itemsize: int, alone: bool = F
 
     A program may have 163 KiB on an A100 and 227 KiB on an H100. With 16 rows, two programs of at most 100 KiB fit on
     an H100. 256 threads have 255 registers each. With rotated keys at K = 128, they need 64 for sums, 32 for logits,
-    32 for the rotations of a block's positions and 32 for keys; larger blocks spill. Products of float32 do not use
-    tensor cores, whose TF32 keeps 10 bits; they are unrolled over threads and need small blocks.
+    32 for the rotations of a block's positions and 32 for keys; larger blocks spill. With `distances`, a stage also has
+    a float32 bias for each logit in shared memory: with 128 keys and three stages, 240 KiB at 64 channels. Two stages
+    of 64 keys take 56, 80, 128 and 104 KiB (Triton 3.9, sm_90), in 32 bits 16 keys at most 50 KiB. Products of float32
+    do not use tensor cores, whose TF32 keeps 10 bits; they are unrolled over threads and need small blocks.
     """
     half, wide = itemsize < 4, filled(K)
     most = (128 if wide <= 128 else 64) if half else min(32, 4096 // wide)
@@ -56,9 +62,11 @@ def tiles(H: int, G: int, T: int, S: int, K: int, itemsize: int, alone: bool = F
     heads = max(n for n in range(1, shared + 1) if shared % n == 0 and (n * T <= min(FEW, most) or n == 1))
     rows = min(most, max(16, pl.next_power_of_2(heads * T)))
     keys = min(128, 8192 // wide) if half else min(64, 4096 // wide)
+    if distances:
+        keys = min(keys, 64 if half else 16)
     keys = min(keys, max(16, pl.next_power_of_2(S)))
     warps = 8 if rows == 128 or rows * wide >= (8192 if half else 1024) else 4
-    return Tiles(heads, rows, keys, warps, 3 if half else 2)
+    return Tiles(heads, rows, keys, warps, 3 if half and not distances else 2)
 
 
 def gpu_key_block(
@@ -86,7 +94,8 @@ def gpu_key_block(
         layer, key, value = 0, key[None], value[None]
     G, S = key.shape[2:4]
     rotations = check_block(H, key, value, inputs)
-    cut = tiles(H, G, T, S, K, query.dtype.itemsize, alone=rotations not in (0, 1, G))
+    alone, distances = rotations not in (0, 1, G), inputs.distance_bias is not None
+    cut = tiles(H, G, T, S, K, query.dtype.itemsize, alone, distances)
     groups, length = H // cut.heads, cut.heads * T
     row_blocks, key_blocks = pl.cdiv(length, cut.rows), pl.cdiv(S, cut.keys)
     visited = key_blocks if inputs.window is None else min(key_blocks, (inputs.window + cut.rows - 2) // cut.keys + 2)
@@ -100,7 +109,7 @@ def gpu_key_block(
     # last queries see most keys: they begin first, so that no long program runs alone at the end.
     at_rows = lambda i, p, g, b: (p, b, g, row_blocks - 1 - i, 0)  # noqa: E731
     at_sums = lambda *at: at_rows(*at)[:-1]  # noqa: E731
-    _ignore_triton_deprecation()
+    ignore_triton_deprecation()
     out, logsumexp = pl.pallas_call(
         functools.partial(kernel, static, tuple(arrays)),
         grid=(row_blocks, splits, groups, B),
@@ -127,7 +136,7 @@ def gpu_key_block(
     return merged if wide else merged._replace(out=merged.out.astype(query.dtype))
 
 
-def _ignore_triton_deprecation() -> None:
+def ignore_triton_deprecation() -> None:
     """Suppresses JAX 0.12's warning about Triton at each compilation; see the head of this file."""
     # The warning is raised when the surrounding program is lowered, after a context manager here would have ended.
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
@@ -181,6 +190,17 @@ def _arrays(
         if heads > 1:
             slope = jnp.repeat(slope, T, axis=1)
         arrays["slope"] = slope, pl.BlockSpec((None, 1 if heads == 1 else cut.rows), lambda i, p, g, b: (g, 0))
+    some = None if heads == 1 else heads
+    if inputs.distance_bias is not None:
+        table = inputs.distance_bias.astype(jnp.float32).reshape(groups, heads, -1)
+        arrays["distance bias"] = table, pl.BlockSpec((None, some, table.shape[2]), lambda i, p, g, b: (g, 0, 0))
+    if inputs.key_bias is not None:
+        bias = inputs.key_bias.astype(jnp.float32)
+        every = bias.shape[0] == 1
+        arrays["key bias"] = (
+            bias.reshape(bias.shape[0], groups, heads, -1),
+            pl.BlockSpec((None, None, some, all_keys), lambda i, p, g, b: (0 if every else b, g, 0, 0)),
+        )
     if inputs.noise is not None:
         seeds = jax.lax.bitcast_convert_type(inputs.noise.seeds, jnp.int32)[:, None]
         arrays["noise seed"] = seeds, pl.BlockSpec((None, 1), lambda i, p, g, b: (g, 0))
