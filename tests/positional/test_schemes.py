@@ -313,7 +313,17 @@ SCHEMES = [
     LearnedSink(),
     function(apply_p_rope, rope_percentage=0.75),
 ]
-SHAPE = dict(d_model=32, d_ff=64, heads=4, kv_heads=2, head_dim=8, vocab_size=64, attention_chunk=8, dtype="float32")
+SHAPE = dict(
+    d_model=32,
+    d_ff=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    vocab_size=64,
+    attention_chunk=8,
+    dtype="float32",
+    init_std=0.4,
+)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 24)).astype(np.int32)
 TARGETS = np.roll(TOKENS, -1, 1)
 
