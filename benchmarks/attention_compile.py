@@ -2,8 +2,9 @@
 
     python -m benchmarks.attention_compile --write docs/attention.md
 
-VMEM is what the compiler says that the kernel allocates: compiled once more under a limit too small for it. HBM is what
-the program needs beside its arguments and its result. No time is measured: there is no TPU.
+VMEM is what the compiler says that the kernel allocates, or the largest of a gradient's kernels: compiled once more
+under a limit too small for it. HBM is what the program needs beside its arguments and its result; XLA may keep some of
+that in VMEM. No time is measured: there is no TPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.document import Place
-from pe_lab.attention.kernels import external, tpu
+from pe_lab.attention.kernels import external, tpu, tpu_gradient
 from pe_lab.attention.key_block import AttentionInputs, Rotation, scaled
 from pe_lab.errors import UserError
 from pe_lab.parallel.ahead_of_time import NoCompiler, libtpu_version, topology_devices
@@ -33,11 +34,16 @@ from pe_lab.terminal import command
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LENGTHS = (2**13, 2**15, 2**17, 2**20)
+SHORTER = LENGTHS[:3]  # of these kinds:
+SHORT = ("distance bias", "gradient", "gradient, distance bias")
 HEADS = {64: (14, 2), 128: (8, 2)}  # of 64 channels those of drope_16b
 KINDS = {
     "whole sequence": "pallas_tpu, whole sequence",
     "rotating": "pallas_tpu, keys rotated per query head",
     "decode": "pallas_tpu, one token against a cache",
+    "distance bias": "pallas_tpu, with a bias by distance",
+    "gradient": "pallas_tpu, gradient",
+    "gradient, distance bias": "pallas_tpu, gradient with a bias by distance",
     "splash": "splash, whole sequence",
 }
 TOO_SMALL = 2**20  # bytes of VMEM with which no kernel compiles
@@ -76,7 +82,13 @@ def _arguments(kind: str, head_dim: int, length: int, place: Any) -> tuple[Any, 
         inputs = AttentionInputs(
             rotation=Rotation(shape(H, head_dim // 2, 2, dtype=jnp.uint32), shape(H, head_dim // 2, dtype=jnp.float32))
         )
+    if kind.endswith("distance bias"):
+        inputs = AttentionInputs(distance_bias=shape(H, length, dtype=jnp.float32))  # of each distance its own
     texts = shape(1, H, queries, head_dim), shape(1, G, length, head_dim), shape(1, G, length, head_dim)
+    if kind.startswith("gradient"):
+        each = shape(1, H, length, dtype=jnp.float32)  # the logsumexp, and the inner product of output and gradient
+        # A new function, as below: of the same one, JAX would keep the program with the old limit of VMEM.
+        return lambda *of: tpu_gradient.tpu_key_block_gradient(*of), (*texts, inputs, each, each, texts[0])
     return lambda q, k, v, inputs: tpu.tpu_key_block(q, k, v, inputs).out, (*texts, inputs)
 
 
@@ -112,7 +124,7 @@ def _vmem(kind: str, lowered: Any) -> int:
         # Of splash the limit is the compiler's, for all of a program: copies into VMEM may be what is refused.
         options = {"xla_tpu_scoped_vmem_limit_kib": str(limit // 1024)} if kind == "splash" else None
         try:
-            with mock.patch.object(tpu, "VMEM", limit):
+            with mock.patch.object(tpu, "VMEM", limit), mock.patch.object(tpu_gradient, "VMEM", limit):
                 lowered().compile(compiler_options=options)
             return asked
         except jax.errors.JaxRuntimeError as error:
@@ -129,12 +141,11 @@ def everything(
     chips: Sequence[str] = tuple(CHIPS),
     kinds: Sequence[str] = tuple(KINDS),
     head_dims: Sequence[int] = tuple(HEADS),
-    lengths: Sequence[int] = LENGTHS,
 ) -> Iterator[Compiled]:
     """All of them, one after another."""
     for head_dim in head_dims:
         for kind in kinds:
-            for length in lengths:
+            for length in SHORTER if kind in SHORT else LENGTHS:
                 for chip in chips:
                     yield compile_one(chip, kind, head_dim, length)
 

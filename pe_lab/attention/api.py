@@ -74,7 +74,7 @@ def attention(
     rows = logits_of_rows(hooks, query)
     if hooks.hooks:
         x = jnp.zeros((B, T, 0), query.dtype) if x is None else x
-        inputs_of_hooks, _ = hook_inputs(hooks, x)
+        inputs_of_hooks, _ = hook_inputs(hooks, x, segments=segments)
         query, key = encode(hooks, query, key, at, inputs_of_hooks)
     structure = LayerStructure(
         rotates=encoding.cos is not None,

@@ -16,6 +16,7 @@ from pe_lab.attention.kernels import external
 from pe_lab.attention.kernels.gpu import gpu_key_block
 from pe_lab.attention.kernels.gpu_gradient import gpu_key_block_gradient
 from pe_lab.attention.kernels.tpu import tpu_key_block
+from pe_lab.attention.kernels.tpu_gradient import tpu_key_block_gradient
 from pe_lab.attention.key_block import KeyBlockGradient, KeyBlockKernel
 from pe_lab.attention.reference import reference_attention
 from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
@@ -79,7 +80,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "splash": Implementation("JAX's kernel", external.splash_attention, external.SPLASH, kernel=True),
     "cudnn": Implementation("NVIDIA's kernel, through jax.nn", external.cudnn_attention, external.CUDNN, kernel=True),
     "tokamax": Implementation("OpenXLA's kernels", external.tokamax_attention, external.TOKAMAX, kernel=True),
-    "pallas_tpu": _pallas(tpu_key_block, None, "tpu", "Mosaic"),
+    "pallas_tpu": _pallas(tpu_key_block, tpu_key_block_gradient, "tpu", "Mosaic"),
     "pallas_gpu": _pallas(gpu_key_block, gpu_key_block_gradient, "gpu", "Triton"),
 }
 

@@ -68,12 +68,16 @@ def index_positions(length: int) -> Int[np.ndarray, "1 T"]:
 
 
 def hook_inputs(
-    hooks: Hooks, x: Float[Array, "B T D"], before: Sequence[Float[Array, "B *sums"]] | None = None
+    hooks: Hooks,
+    x: Float[Array, "B T D"],
+    before: Sequence[Float[Array, "B *sums"]] | None = None,
+    segments: Int[Array, "B T"] | None = None,
 ) -> tuple[list[Array], list[Float[Array, "B T *sums"]]]:
     """What each encoding takes for x: x itself, or its running sum; and the running sums.
 
     Args:
       before: the sums up to the token before, of those encodings that have one; None: x begins with the first token.
+      segments: document of each token; a sum begins with its document.
     """
     inputs: list[Array] = [x] * len(hooks.hooks)
     sums = []
@@ -85,15 +89,27 @@ def hook_inputs(
         terms = terms.astype(jnp.float32)
         if before is not None:
             terms = terms.at[:, 0].add(before[len(sums)])
-            total = jnp.cumsum(terms, axis=1)
-        elif parts > 1:
+        if parts > 1:
             order = np.asarray(balanced_order(length, parts))
-            total = jnp.cumsum(terms[:, np.argsort(order)], axis=1)[:, order]
+            back = np.argsort(order)
+            documents = None if segments is None else segments[:, back]
+            total = _summed(terms[:, back], documents)[:, order]
         else:
-            total = jnp.cumsum(terms, axis=1)
+            total = _summed(terms, segments)
         inputs[n] = total
         sums.append(total)
     return inputs, sums
+
+
+def _summed(terms: Float[Array, "B T *sums"], segments: Int[Array, "B T"] | None) -> Float[Array, "B T *sums"]:
+    """Sums over all tokens up to and including each, from the beginning of its document on."""
+    total = jnp.cumsum(terms, axis=1)
+    if segments is None:
+        return total
+    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    first = jax.lax.cummax(jnp.where(begins, jnp.arange(terms.shape[1]), 0), axis=1)
+    earlier = jnp.take_along_axis(total - terms, first.reshape(*first.shape, *[1] * (terms.ndim - 2)), axis=1)
+    return total - earlier
 
 
 def encode(
@@ -220,7 +236,7 @@ def cached_sizes(hooks: tuple[LayerHooks, ...], shape: HeadShape) -> CachedSizes
 
     def arrays(params: Any, q: Array, k: Array, x: Array) -> tuple[Array, list[Array], Array | None]:
         bound = Hooks(params, hooks)
-        inputs, sums = hook_inputs(bound, x, [jnp.zeros(())] * len(hooks))
+        inputs, sums = hook_inputs(bound, x)
         _, key = encode(bound, q, k, jnp.zeros((1, 1), jnp.int32), inputs)
         return key, sums, key_bias(bound, inputs, shape.num_heads)
 

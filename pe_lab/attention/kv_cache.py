@@ -106,7 +106,7 @@ def cached_attention(
     seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     own = jnp.where(seen, own, MASKED)
     if rows is not None:
-        return _by_rows(own, q, value, cache, biased, rows, positions, window, of_sink).astype(query.dtype)
+        return _by_rows(own, q, value, cache, biased, slope, rows, positions, window, of_sink).astype(query.dtype)
     highest = own.max(-1)
     weights = jnp.exp(own - highest[..., None])
     start = OnlineSoftmax(highest, weights.sum(-1), _weighted(weights, value.transpose(0, 2, 1, 3)))
@@ -147,6 +147,7 @@ def _by_rows(
     value: Float[Array, "B C G V"],
     cache: CacheView,
     biased: Callable[..., jax.Array],
+    slope: Float[Array, "G M 1 1"] | None,
     rows: LogitsOfRows,
     positions: Int[Array, "#B C"],
     window: int | None,
@@ -162,7 +163,10 @@ def _by_rows(
     seen = (at >= 0)[:, None] & (distance > 0)
     if window is not None:
         seen &= distance < window
-    earlier = jnp.where(seen[:, None, None], biased(_logits(q, k), at, of_slots), MASKED)
+    earlier = biased(_logits(q, k), at, of_slots)
+    if slope is not None:
+        earlier -= slope * distance[:, None, None].astype(jnp.float32)
+    earlier = jnp.where(seen[:, None, None], earlier, MASKED)
     logits = jnp.concatenate([earlier, own], -1).reshape(B, G * M, C, -1)
     # A function may depend on the order of keys: those of a ring of slots are not in the order of positions.
     order = jnp.argsort(jnp.broadcast_to(at, (B, slots)), axis=1)

@@ -123,7 +123,10 @@ def _forward(
         return (visit(partials, visitor, s), following), None
 
     nothing = [
-        PartialAttention(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], MASKED, jnp.float32)) for q in queries
+        PartialAttention(
+            jnp.zeros((*q.shape[:3], value.shape[3]), jnp.float32), jnp.full(q.shape[:3], MASKED, jnp.float32)
+        )
+        for q in queries
     ]
     visitor = _Visitor(key, value, inputs.key_positions, inputs.key_segments, inputs.key_bias)
     (partials, visitor), _ = jax.lax.scan(step, (nothing, visitor), jnp.arange(static.size - 1))

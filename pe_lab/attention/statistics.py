@@ -168,7 +168,7 @@ def _queries_and_keys(
     at, bias_of_keys = index[None] if positions is None else positions, None
     if hooks.hooks:
         x = jnp.zeros((B, T, 0), query.dtype) if x is None else x
-        inputs, _ = hook_inputs(hooks, x)
+        inputs, _ = hook_inputs(hooks, x, segments=segments)
         query, key = encode(hooks, query, key, at, inputs)
         bias_of_keys = key_bias(hooks, inputs, H)
     query = scaled(encode_queries(query, encoding, G, positions), encoding.scale(K))

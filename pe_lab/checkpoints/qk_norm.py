@@ -176,7 +176,7 @@ def _logit_sums(
         encoding = before.layer_encoding(arrays, structure, positions, learned=learned)
         block = before.block(old)
         read = block.attention_norm(x)
-        inputs, _ = hook_inputs(encoding.hooks, read)
+        inputs, _ = hook_inputs(encoding.hooks, read, segments=segments)
         pairs = [
             encode(encoding.hooks, *b.attention.queries_keys_values(read)[:2], positions, inputs)
             for b in (block, after.block(new))

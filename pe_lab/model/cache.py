@@ -225,7 +225,7 @@ def write(
     at: jax.Array | int,
     cached: CachedLayer,
     key: Float[Array, "B C heads K"],
-    value: Float[Array, "B C G K"],
+    value: Float[Array, "B C G V"],
     chunk: Chunk,
     key_bias: Float[Array, "B H C"] | None = None,
     sums: Sequence[Float[Array, "B C *sums"]] = (),

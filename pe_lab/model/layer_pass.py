@@ -53,7 +53,7 @@ class LayerView(NamedTuple):
 def hook_encoded(view: LayerView) -> tuple[Float[Array, "B T H any"], Float[Array, "B T heads any"]]:
     """The queries and keys of a layer after the `encode` hooks of its encodings, neither rotated nor scaled."""
     positions = jnp.arange(view.x.shape[1], dtype=jnp.int32)[None] if view.positions is None else view.positions
-    inputs, _ = hook_inputs(view.encoding.hooks, view.normed)
+    inputs, _ = hook_inputs(view.encoding.hooks, view.normed, segments=view.segments)
     return encode(view.encoding.hooks, view.query, view.key, positions, inputs)
 
 

@@ -131,7 +131,8 @@ def source_of(kind: Any) -> Source:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """A short digest; "" of nothing."""
+    return text and hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _used_source(text: str, kind: Any) -> str:
@@ -144,6 +145,8 @@ def _used_source(text: str, kind: Any) -> str:
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 defined[node.id] = statement
     used, left = {}, [kind.__qualname__.partition(".")[0]]
+    if left[0] not in defined:  # a class that a function makes
+        return ""
     while left:
         name = left.pop()
         if name in defined and name not in used:

@@ -53,6 +53,8 @@ FEATURES = {
     "shared": dict(rotation="shared"),
     "split": dict(rotation="split"),
     "few": dict(T=3, start=(-1, 290)),
+    "distance bias": dict(distance_bias=150),
+    "key bias": dict(key_bias=2),
 }
 
 
@@ -107,6 +109,8 @@ def test_random_shapes_and_features(data):
             slopes=draw(st.booleans()),
             segments=draw(st.booleans()),
             rotation=draw(st.sampled_from(["", "shared", "grouped", "split"])),
+            distance_bias=draw(st.sampled_from([0, 1, 128, 2000])),
+            key_bias=draw(st.sampled_from([0, 1])),
             seed=draw(st.integers(0, 99)),
         ),
     )  # fmt: skip
@@ -117,6 +121,10 @@ def test_a_million_tokens_from_the_first_key_angles_still_hold():
     """A query at position 2^20: the sum of two angles loses no precision."""
     case = Case(T=1, S=2**20, start=(2**20 - 1,), rotation="shared", H=1, window=64)
     check(case)
+
+
+def test_all_rows_may_share_the_start_and_the_number_of_used_keys():
+    check(Case(B=3, T=5, S=40, start=(30,), used=(33,)))
 
 
 def test_parts_merge_to_the_whole_and_empty_parts_stay_empty():

@@ -1,4 +1,4 @@
-"""The TPU kernel, compiled by the real compiler for three generations of chips, up to a million tokens."""
+"""The TPU kernels, compiled by the real compiler for three generations of chips, up to a million tokens."""
 
 import functools
 import sys
@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pe_lab.attention.kernels.tpu import tpu_key_block
+from pe_lab.attention.kernels.tpu_gradient import tpu_key_block_gradient
 from pe_lab.attention.key_block import AttentionInputs, Noise, Rotation
 from pe_lab.parallel.ahead_of_time import libtpu_version, topology_devices
 from pe_lab.parallel.topology import parse_topology
@@ -23,20 +24,22 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not libtpu_version(), reason="libtpu is for Linux alone"),
 ]
-KERNEL_KINDS = ("whole sequence", "rotating", "decode")
+KERNEL_KINDS = tuple(kind for kind in attention_compile.KINDS if kind != "splash")
 
 
 @pytest.mark.parametrize("chip", attention_compile.CHIPS)
 def test_every_length_and_head_compiles_with_the_memory_on_the_page(chip):
     found = list(attention_compile.everything([chip], kinds=KERNEL_KINDS))
-    assert len(found) == 3 * 2 * 4 and {one.length for one in found} == {2**13, 2**15, 2**17, 2**20}
+    assert len(found) == 3 * 2 * 4 + 3 * 2 * 3 and {one.length for one in found} == {2**13, 2**15, 2**17, 2**20}
     assert not [one for one in found if one.refused], found
     page = (ROOT / "docs/attention.md").read_text(encoding="utf-8")
     column = 4 + list(attention_compile.CHIPS).index(chip)
     for one in found:
         assert 0 < one.vmem < 16 * 2**20  # the smallest default limit of a chip
-        # No copies: only logsumexps, which XLA lays out as 8 numbers per token and key head.
-        assert one.hbm < 16 * 2**20 + 128 * one.length
+        # No copies: only logsumexps, which XLA lays out as 8 numbers per token and key head; of a gradient also its
+        # inner products. A bias by distance adds its table, and its gradient sums by distance: 8 bytes per head and
+        # token, and the sums of neighbouring block-diagonals.
+        assert one.hbm < 16 * 2**20 + (384 if one.kind == "gradient, distance bias" else 128) * one.length
         row = f"| {attention_compile.KINDS[one.kind]} | {one.head_dim} | {one.length:,} |"
         lines = [line for line in page.splitlines() if line.startswith(row)]
         assert len(lines) == 1, row
@@ -45,10 +48,8 @@ def test_every_length_and_head_compiles_with_the_memory_on_the_page(chip):
         assert float(hbm.replace(",", "")) == pytest.approx(one.hbm / 2**20, rel=0.1, abs=1), lines[0]
 
 
-@pytest.mark.parametrize("chip", attention_compile.CHIPS)
-@pytest.mark.parametrize("K", [32, 48, 80, 96, 256])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_all_features_at_once_compile(chip, K, dtype):
+def _lowered(chip, function, arguments):
+    """A function lowered for a chip; arguments are made by a function of shapes."""
     device = topology_devices(parse_topology(attention_compile.CHIPS[chip]))[0]
     mesh = Mesh(np.array([device]), ("one",))
     place = NamedSharding(mesh, PartitionSpec())
@@ -56,23 +57,57 @@ def test_all_features_at_once_compile(chip, K, dtype):
     def shape(*dims, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=place)
 
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(function).lower(*arguments(shape))
+
+
+def _inputs(shape, H, T, S, **more):
+    """All features that forward and gradient have."""
+    return AttentionInputs(
+        start=shape(2),
+        used=shape(2),
+        slope=shape(H, dtype=jnp.float32),
+        query_positions=shape(2, T),
+        key_positions=shape(2, S),
+        query_segments=shape(2, T),
+        key_segments=shape(2, S),
+        distance_bias=shape(H, 300, dtype=jnp.float32),
+        key_bias=shape(2 if T == 5 else 1, H, S, dtype=jnp.float32),
+        window=300,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("chip", attention_compile.CHIPS)
+@pytest.mark.parametrize("K", [32, 48, 80, 96, 256])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_all_features_at_once_compile(chip, K, dtype):
     H, G, S = 6, 2, 1000
+
+    def arguments(shape, T):
+        rotation = Rotation(shape(H, K // 2, 2, dtype=jnp.uint32), shape(H, K // 2, dtype=jnp.float32))
+        noise = Noise(shape(H, dtype=jnp.uint32), shape(2, S, dtype=jnp.float32)) if T != 5 else None
+        keys = shape(3, 2, G, S, K, dtype=dtype)
+        return shape(2, H, T, K, dtype=dtype), keys, keys, _inputs(shape, H, T, S, rotation=rotation, noise=noise)
+
     for T in (1, 5, 200, 1000):
-        inputs = AttentionInputs(
-            start=shape(2),
-            used=shape(2),
-            slope=shape(H, dtype=jnp.float32),
-            query_positions=shape(2, T),
-            key_positions=shape(2, S),
-            query_segments=shape(2, T),
-            key_segments=shape(2, S),
-            rotation=Rotation(shape(H, K // 2, 2, dtype=jnp.uint32), shape(H, K // 2, dtype=jnp.float32)),
-            noise=Noise(shape(H, dtype=jnp.uint32), shape(2, S, dtype=jnp.float32)) if T != 5 else None,
-            window=300,
-        )
-        texts = shape(2, H, T, K, dtype=dtype), *[shape(3, 2, G, S, K, dtype=dtype)] * 2
-        compute = functools.partial(tpu_key_block, layer=1)
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            lowered = jax.jit(compute).lower(*texts, inputs)
+        lowered = _lowered(chip, functools.partial(tpu_key_block, layer=1), functools.partial(arguments, T=T))
         assert "tpu_custom_call" in lowered.as_text()
+        lowered.compile()
+
+
+@pytest.mark.parametrize("chip", attention_compile.CHIPS)
+@pytest.mark.parametrize("K", [48, 128, 256])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_gradient_of_all_features_at_once_compiles(chip, K, dtype):
+    H, G = 6, 2
+
+    def arguments(shape, T, S):
+        query, keys = shape(2, H, T, K, dtype=dtype), shape(2, G, S, K, dtype=dtype)
+        each = shape(2, H, T, dtype=jnp.float32)
+        return query, keys, keys, _inputs(shape, H, T, S), each, each, query
+
+    for T, S in ((5, 1000), (1000, 2000)):
+        lowered = _lowered(chip, tpu_key_block_gradient, functools.partial(arguments, T=T, S=S))
+        assert all(f"pe_lab_attention_gradient_{name}" in lowered.as_text() for name in ("query", "key", "diagonal"))
         lowered.compile()

@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
 from pe_lab.attention.kernels.tpu_kernel import Static, Tiles, kernel, key_block
+from pe_lab.attention.kernels.tpu_toeplitz import fetched, padded_table, part
 from pe_lab.attention.key_block import AttentionInputs, PartialAttention, block_rotations, check_block
 
 LANES = 128
@@ -97,7 +98,8 @@ def tpu_key_block(
     arrays = _arrays(query, key, value, inputs, static)
     groups, rows, query_blocks = H // cut.heads, cut.rows, -(-T // cut.queries)
     start = jnp.zeros(B, jnp.int32) if inputs.start is None else jnp.broadcast_to(inputs.start, (B,)).astype(jnp.int32)
-    used = jnp.full(B, S, jnp.int32) if inputs.used is None else jnp.minimum(inputs.used, S).astype(jnp.int32)
+    used = S if inputs.used is None else jnp.minimum(inputs.used, S)
+    used = jnp.broadcast_to(jnp.asarray(used, jnp.int32), (B,))
     # Grid: rows of the batch, groups of heads, blocks of queries, blocks of keys.
     across, along = (1, rows) if cut.few else (cut.heads, cut.queries)
     length = rows if cut.few else T
@@ -197,6 +199,21 @@ def _arrays(
         seeds = jax.lax.bitcast_convert_type(inputs.noise.seeds, jnp.int32)
         arrays["noise seed"] = seeds, pl.BlockSpec(memory_space=pltpu.SMEM)
         arrays["noise size"] = inputs.noise.size.astype(jnp.float32)[:, None], row_of_keys
+    if inputs.distance_bias is not None:
+        table = padded_table(inputs.distance_bias, cut.heads, Tq, Tk)
+
+        def of_table(b: Any, g: Any, i: Any, j: Any, *s: Any) -> tuple[Any, ...]:
+            return g, part(table, s[0][b] + i * Tq - seen(b, i, j, *s) * Tk, Tq, Tk), 0, 0
+
+        arrays["distance bias"] = table, pl.BlockSpec(fetched(table, Tq, Tk), of_table)
+    if inputs.key_bias is not None:
+        bias = inputs.key_bias.astype(jnp.float32)
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, key_blocks * Tk - bias.shape[2])))
+        row = (lambda b: b) if bias.shape[0] > 1 else (lambda b: 0)
+        arrays["key bias"] = (
+            bias.reshape(-1, groups, cut.heads, key_blocks * Tk),
+            pl.BlockSpec((None, None, cut.heads, Tk), lambda b, g, i, j, *s: (row(b), g, 0, seen(b, i, j, *s))),
+        )
     pairs = {"segments": (inputs.query_segments, inputs.key_segments)}
     if inputs.slope is not None:
         pairs["positions"] = (inputs.query_positions, inputs.key_positions)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pe_lab.attention.kernels.tpu_toeplitz import place, toeplitz
 from pe_lab.attention.key_block import FLOOR, MASKED
 from pe_lab.attention.noise import KEYS, gaussian
 
@@ -71,7 +72,7 @@ def key_block(static: Static, b: Any, i: Any, j: Any, start_ref: Any, used_ref: 
 
 def _rotated(key: jax.Array, coarse: jax.Array, fine: jax.Array, axis: int) -> jax.Array:
     """A block of keys, rotated by their positions; channels along `axis`; coarse [2, K], fine [2, *key.shape]."""
-    cos_at, sin_at = (x if axis else _down(x) for x in (coarse[0:1], coarse[1:2]))
+    cos_at, sin_at = (x if axis else down(x) for x in (coarse[0:1], coarse[1:2]))
     cos = cos_at * fine[0] - sin_at * fine[1]
     sin = sin_at * fine[0] + cos_at * fine[1]
     wide = key.astype(jnp.float32)
@@ -79,7 +80,7 @@ def _rotated(key: jax.Array, coarse: jax.Array, fine: jax.Array, axis: int) -> j
     return (wide * cos + jnp.concatenate([-second, first], axis) * sin).astype(key.dtype)
 
 
-def _down(row: jax.Array) -> jax.Array:
+def down(row: jax.Array) -> jax.Array:
     """[1, n] as [n, 1]."""
     return jnp.transpose(jnp.broadcast_to(row, (8, row.shape[1])))[:, :1]
 
@@ -111,7 +112,7 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
         position = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 1 - static.channels)
         channel = jax.lax.broadcasted_iota(jnp.int32, shape, static.channels)
         size = ref["noise size"][...]
-        size = size if static.channels_first else _down(size)
+        size = size if static.channels_first else down(size)
 
         def drawn() -> jax.Array:
             return (size * gaussian(seed, KEYS, position, channel)).astype(ref["key"].dtype)
@@ -128,13 +129,23 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
         if not static.split_heads:
             return product(rotated(0), q, against)
         of = [jax.lax.slice_in_dim(q, m * cut.queries, (m + 1) * cut.queries, axis=axis) for m in range(cut.heads)]
-        parts = [product(encoded(m, rotated), of[m], against) for m in range(cut.heads)]
+        return side_by_side(lambda m: product(encoded(m, rotated), of[m], against))
+
+    def side_by_side(of_head: Any) -> jax.Array:
+        """An array [keys, queries] of each head, in the order of logits."""
+        parts = [of_head(m) for m in range(cut.heads)]
         if cut.rows > cut.heads * cut.queries:
             parts.append(jnp.zeros((cut.keys, cut.rows - cut.heads * cut.queries), jnp.float32))
-        return jnp.concatenate(parts, axis=1)
+        return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
     def add_block(masked: bool) -> None:
         s = logits()
+        if "distance bias" in ref:
+            table, begin = ref["distance bias"], place(first_query - first_key, cut.queries, cut.keys)
+            s += side_by_side(lambda m: toeplitz(table, m, begin, cut.queries, cut.keys))
+        if "key bias" in ref:
+            bias, shape = ref["key bias"], (cut.keys, cut.queries)
+            s += side_by_side(lambda m: jnp.broadcast_to(down(bias[m : m + 1, :]), shape))
         if masked or "slope" in ref:
             key_index = first_key + jax.lax.broadcasted_iota(jnp.int32, s.shape, 0)
             query_index = first_query + jax.lax.broadcasted_iota(jnp.int32, s.shape, 1) % cut.queries
@@ -142,7 +153,7 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
         if "slope" in ref:
             far = distance
             if "query positions" in ref:
-                far = ref["query positions"][...] - _down(ref["key positions"][...])
+                far = ref["query positions"][...] - down(ref["key positions"][...])
             s -= ref["slope"][...] * far.astype(jnp.float32)
         v = ref["value"][...]
         if masked:
@@ -150,7 +161,7 @@ def kernel(static: Static, names: tuple[str, ...], start_ref: Any, used_ref: Any
             if window is not None:
                 seen &= distance < window
             if "query segments" in ref:
-                seen &= ref["query segments"][...] == _down(ref["key segments"][...])
+                seen &= ref["query segments"][...] == down(ref["key segments"][...])
             s = jnp.where(seen, s, MASKED)
             # The weights of keys beyond `used` are 0, but 0 times NaN is NaN.
             shape = (1, cut.keys) if static.channels_first else (cut.keys, 1)

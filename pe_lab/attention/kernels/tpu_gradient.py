@@ -1,0 +1,288 @@
+"""The gradient of attention to a block of keys on TPUs (Pallas, compiled by Mosaic), with memory linear in the length.
+
+Logits are computed again from their logsumexp, as in FlashAttention-2 (Dao 2023, algorithm 2), by up to three kernels:
+
+- queries: a block of them walks over its keys. The gradient of ALiBi's slope is summed on the way.
+- keys and values: a block of them walks over its queries, of all query heads that share it. So is that of key biases.
+- a bias by distance: all blocks of logits on one block-diagonal have equal distances. A program adds up their gradients
+  in VMEM, and sums the result along its diagonals. There are no atomic additions, so results do not vary.
+
+All have keys down and queries across, as the forward kernel; its docstring says why. A block is of one query head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pe_lab.attention.kernels.tpu_gradient_kernel import (
+    WALKS,
+    Scalars,
+    Static,
+    Step,
+    diagonal_kernel,
+    key_kernel,
+    query_kernel,
+)
+from pe_lab.attention.kernels.tpu_toeplitz import LANES, SUBLANES, fetched, padded_table, part
+from pe_lab.attention.key_block import MASKED, AttentionInputs, KeyBlockGradients, check_block, padded
+from pe_lab.errors import UnsupportedError
+
+BLOCK = 512  # queries and keys of a block of logits
+VMEM = 64 * 2**20  # the kernels' limit in bytes; a v5e, v5p or v6e core has at least this much
+
+# An array, the shape of its block (empty: all of it, as scalars), and the block's index at a step of the grid.
+Input = tuple[jax.Array, tuple[Any, ...], Callable[[Step, Scalars], tuple[Any, ...]]]
+# A shape, that of its block, and the block's index from the first three indices of the grid.
+Output = tuple[tuple[int, ...], tuple[Any, ...], Callable[[Any, Any, Any], tuple[Any, ...]]]
+
+
+def tpu_key_block_gradient(
+    query: Float[Array, "B H T K"],
+    key: Float[Array, "B G S K"],
+    value: Float[Array, "B G S K"],
+    inputs: AttentionInputs,
+    logsumexp: Float[Array, "B H T"],
+    inner: Float[Array, "B H T"],
+    d_out: Float[Array, "B H T K"],
+    *,
+    block: int | None = None,
+    interpret: bool = False,
+) -> KeyBlockGradients:
+    """The gradients that come from a block of keys (Dao 2023, algorithm 2).
+
+    Args:
+      query: rotated and scaled; G divides H.
+      key, value: rotated; any T and S; K even.
+      inputs: rows may start at different places.
+      logsumexp: of the logits of all keys, of which these are a part; MASKED for queries without visible keys.
+      inner: as in `key_block.KeyBlockGradient`.
+      d_out: the gradient of the output of the whole attention; multiplied in the dtype of values.
+      block: queries and keys of a block of logits, a multiple of 128; by default 512, or fewer for fewer tokens.
+      interpret: run on any platform, slowly.
+
+    Raises:
+      UnsupportedError: keys are to be rotated or replaced by noise, or there is a diagonal bias.
+    """
+    B, H, T, K = query.shape
+    G, S = key.shape[1:3]
+    if inputs.rotation is not None or inputs.noise is not None:
+        raise UnsupportedError("pallas_tpu: no gradient of keys that the kernel rotates or replaces by noise.")
+    check_block(H, key[None], value[None], inputs)
+    size = block or min(BLOCK, -(-max(T, S) // LANES) * LANES)
+    channels_first = K % LANES != 0
+    static = Static(size, -(-T // size), -(-S // size), H // G, inputs.window, channels_first)
+    start = jnp.zeros(B, jnp.int32) if inputs.start is None else jnp.broadcast_to(inputs.start, (B,)).astype(jnp.int32)
+    used = S if inputs.used is None else jnp.minimum(inputs.used, S)
+    used = jnp.broadcast_to(jnp.asarray(used, jnp.int32), (B,))
+    # The first block-diagonal with visible pairs: that of the smallest distance of at least 0.
+    diagonal = jnp.maximum(-((start + size - 1) // size), 1 - static.key_blocks)
+    scalars = Scalars(start, used, diagonal)
+    arrays = _arrays(query, key, value, inputs, logsumexp, inner, d_out.astype(value.dtype), static)
+    run = functools.partial(_run, static, scalars, arrays, interpret)
+
+    def of_tokens(heads: int, blocks: int) -> Output:
+        """Gradients of queries, keys or values, in whole blocks."""
+        if channels_first:
+            return (B, heads, K, blocks * size), (None, None, K, size), lambda b, x, n: (b, x, 0, n)
+        return (B, heads, blocks * size, K), (None, None, size, K), lambda b, x, n: (b, x, n, 0)
+
+    def tokens_first(x: jax.Array, length: int) -> jax.Array:
+        return (x.swapaxes(2, 3) if channels_first else x)[:, :, :length]
+
+    outputs = [of_tokens(H, static.query_blocks)]
+    if inputs.slope is not None:
+        outputs.append(((B, H, 1, size), (None, None, 1, size), lambda b, head, _: (b, head, 0, 0)))
+    steps = static.visited(static.key_blocks)
+    d_query, *d_slope = run(query_kernel, (B, H, static.query_blocks, steps), outputs, [(K, size)])
+
+    outputs, scratch = [of_tokens(G, static.key_blocks)] * 2, []
+    if inputs.key_bias is not None:
+        shape = B, G, static.shared, static.key_blocks * size
+        outputs.append((shape, (None, None, static.shared, size), lambda b, g, j: (b, g, 0, j)))
+        scratch.append((size, LANES))
+    steps = static.shared * static.visited(static.query_blocks)
+    d_key, d_value, *d_key_bias = run(key_kernel, (B, G, static.key_blocks, steps), outputs, scratch)
+
+    d_distance_bias = d_bias = None
+    if inputs.distance_bias is not None:
+        count = static.diagonals(late=inputs.start is not None)
+        shape, steps = (B, H, -(-count // SUBLANES) * SUBLANES, 2 * size), min(static.query_blocks, static.key_blocks)
+        output = shape, (None, None, SUBLANES, 2 * size), lambda b, head, n: (b, head, jax.lax.div(n, SUBLANES), 0)
+        (sums,) = run(diagonal_kernel, (B, H, count, steps), [output], [(size, size)])
+        first = None if inputs.start is None else start + (diagonal - 1) * size
+        d_distance_bias = _by_distance(sums[:, :, :count], first, inputs.distance_bias.shape[1])
+    if inputs.key_bias is not None:
+        d_bias = d_key_bias[0].reshape(B, H, -1)[:, :, :S]
+        d_bias = d_bias.sum(0, keepdims=True) if inputs.key_bias.shape[0] == 1 else d_bias
+    return KeyBlockGradients(
+        tokens_first(d_query, T),
+        tokens_first(d_key, S),
+        tokens_first(d_value, S),
+        d_slope[0].sum((0, 2, 3)) if d_slope else None,
+        d_distance_bias,
+        d_bias,
+    )
+
+
+def _run(
+    static: Static,
+    scalars: Scalars,
+    arrays: dict[str, Input],
+    interpret: bool,
+    kernel: Callable[..., None],
+    grid: tuple[int, ...],
+    outputs: Sequence[Output],
+    scratch: Sequence[tuple[int, int]],
+) -> Sequence[jax.Array]:
+    """The results of a kernel over a grid."""
+    walk = functools.partial(WALKS[kernel], static)
+
+    def spec(block: tuple[Any, ...], index: Callable[[Step, Scalars], tuple[Any, ...]]) -> pl.BlockSpec:
+        if not block:
+            return pl.BlockSpec(memory_space=pltpu.SMEM)
+        return pl.BlockSpec(block, lambda *at: index(walk(*at), Scalars(*at[4:])))
+
+    name = kernel.__name__.removesuffix("_kernel")
+    query, key = arrays["query"][0], arrays["key"][0]
+    B, H, _, _ = query.shape
+    pairs = B * H * static.query_blocks * static.block * static.visited(static.key_blocks) * static.block // 2
+    K = query.shape[2 if static.channels_first else 3]
+    return pl.pallas_call(
+        functools.partial(kernel, static, tuple(arrays)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=grid,
+            in_specs=[spec(block, index) for _, block, index in arrays.values()],
+            out_specs=[pl.BlockSpec(block, lambda *at, index=index: index(*at[:3])) for _, block, index in outputs],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _, _ in outputs],
+        compiler_params=pltpu.CompilerParams(
+            # Slopes and sums by distance are in one block of the result for several steps of the third axis.
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=VMEM,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=(8 if kernel is key_kernel else 4 if kernel is diagonal_kernel else 6) * pairs * K,
+            bytes_accessed=2 * (query.size + key.size) * query.dtype.itemsize,
+            transcendentals=pairs,
+        ),
+        name=f"pe_lab_attention_gradient_{name}",
+        interpret=interpret,
+    )(*scalars, *(array for array, _, _ in arrays.values()))
+
+
+def _arrays(
+    query: Float[Array, "B H T K"],
+    key: Float[Array, "B G S K"],
+    value: Float[Array, "B G S K"],
+    inputs: AttentionInputs,
+    logsumexp: Float[Array, "B H T"],
+    inner: Float[Array, "B H T"],
+    d_out: Float[Array, "B H T K"],
+    static: Static,
+) -> dict[str, Input]:
+    """The arrays that all kernels read, by name, in whole blocks."""
+    K, size = query.shape[3], static.block
+
+    def tokens(x: jax.Array, of_keys: bool) -> Input:
+        x = padded(x, 2, size)
+
+        def index(step: Step, _: Scalars) -> tuple[Any, ...]:
+            head = jax.lax.div(step.head, static.shared) if of_keys else step.head
+            block = step.key_block if of_keys else step.query_block
+            return (step.b, head, 0, block) if static.channels_first else (step.b, head, block, 0)
+
+        if static.channels_first:
+            return x.swapaxes(2, 3), (None, None, K, size), index
+        return x, (None, None, size, K), index
+
+    def heads(x: jax.Array, of_keys: bool) -> Input:
+        """An array [rows, H, tokens] in groups of 8 heads: a block of one head would take as much memory as 8."""
+        x = padded(padded(x.astype(jnp.float32), 2, size), 1, SUBLANES)
+        x = x.reshape(x.shape[0], -1, SUBLANES, x.shape[2])
+
+        def index(step: Step, _: Scalars) -> tuple[Any, ...]:
+            block = step.key_block if of_keys else step.query_block
+            return step.b if x.shape[0] > 1 else 0, jax.lax.div(step.head, SUBLANES), 0, block
+
+        return x, (None, None, SUBLANES, size), index
+
+    def row(x: jax.Array, of_keys: bool) -> Input:
+        """Integers [rows, tokens]."""
+        x = padded(x.astype(jnp.int32), 1, size)[:, None]
+
+        def index(step: Step, _: Scalars) -> tuple[Any, ...]:
+            return step.b if x.shape[0] > 1 else 0, 0, step.key_block if of_keys else step.query_block
+
+        return x, (None, 1, size), index
+
+    # Padded queries get weight 0: with a logsumexp of 0, their weights could overflow.
+    T = logsumexp.shape[2]
+    logsumexp = jnp.pad(logsumexp, ((0, 0), (0, 0), (0, -T % size)), constant_values=-MASKED)
+    arrays = {
+        "query": tokens(query, False),
+        "key": tokens(key, True),
+        "value": tokens(value, True),
+        "d_out": tokens(d_out, False),
+        "logsumexp": heads(logsumexp, False),
+        "inner": heads(inner, False),
+    }
+    if inputs.slope is not None:
+        arrays["slope"] = inputs.slope.astype(jnp.float32), (), lambda *_: ()
+    if inputs.distance_bias is not None:
+        table = padded_table(inputs.distance_bias, 1, size, size)
+
+        def of_table(step: Step, scalars: Scalars) -> tuple[Any, ...]:
+            first = scalars.start[step.b] + (step.query_block - step.key_block) * size
+            return step.head, part(table, first, size, size), 0, 0
+
+        arrays["distance bias"] = table, fetched(table, size, size), of_table
+    if inputs.key_bias is not None:
+        arrays["key bias"] = heads(inputs.key_bias, True)
+    pairs = {"segments": (inputs.query_segments, inputs.key_segments)}
+    if inputs.slope is not None:
+        pairs["positions"] = (inputs.query_positions, inputs.key_positions)
+    for what, (queries, keys) in pairs.items():
+        if queries is not None and keys is not None:
+            arrays[f"query {what}"], arrays[f"key {what}"] = row(queries, False), row(keys, True)
+    return arrays
+
+
+def _by_distance(
+    sums: Float[Array, "B H diagonals both"], first: Int[Array, " B"] | None, entries: int
+) -> Float[Array, "H D"]:
+    """The gradient of a table of biases from the sums by distance of block-diagonals.
+
+    Args:
+      sums: entry n of block-diagonal m is that of the distance `first` + m * block + n, with blocks of both / 2.
+      first: of each row; None: the first block-diagonal is that of queries and keys of the same index.
+      entries: D; larger distances have the last one.
+    """
+    # The end of each block-diagonal has the same distances as the begin of the next one.
+    begin, end = jnp.split(sums, 2, axis=3)
+    ends = [(0, 0), (0, 0)]
+    sums = jnp.pad(begin, (*ends, (0, 1), (0, 0))) + jnp.pad(end, (*ends, (1, 0), (0, 0)))
+    sums, size = sums.reshape(*sums.shape[:2], -1), begin.shape[3]
+    if first is None:
+        sums = sums.sum(0)[:, size:]
+        near, far = sums[:, : entries - 1], sums[:, entries - 1 :].sum(1, keepdims=True)
+        return jnp.concatenate([near, jnp.zeros((sums.shape[0], entries - 1 - near.shape[1])), far], axis=1)
+
+    def of_row(sums: jax.Array, first: jax.Array) -> jax.Array:
+        # Where `first` is far from 0, the slice is all padding. A negative index would count from the end.
+        around = jnp.pad(sums, ((0, 0), (entries, entries)))
+        at = jnp.clip(entries - first, 0, sums.shape[1] + entries)
+        table = jax.lax.dynamic_slice_in_dim(around, at, entries, axis=1)
+        farther = jnp.where(first + jnp.arange(sums.shape[1]) >= entries, sums, 0).sum(1)
+        return table.at[:, -1].add(farther)
+
+    return jax.vmap(of_row)(sums, first).sum(0)
