@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import math
 import os
@@ -9,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from pe_lab.config import OMIT_DEFAULT
 from pe_lab.errors import ConfigError, EncodingError
 from pe_lab.positional.hooks import Encoding, Params
-from pe_lab.positional.registry import import_encodings, register, source_of
+from pe_lab.positional.registry import register, source_of
 from pe_lab.positional.scalings import require
 
 Settings = tuple[tuple[str, Any], ...]
@@ -140,24 +143,42 @@ def _is_importable(module: str) -> bool:
 
 
 def _found(name: str, digest: str) -> Callable[..., Any]:
-    """The function of a name; `EncodingError` if it is not there, or its source is not the recorded one."""
+    """The function of a name, from modules that are imported already: a checkpoint names it, and must not run code.
+
+    Raises:
+      EncodingError: it is not there, or its source is not the recorded one.
+    """
     if (name, digest) in _known:
         return _known[name, digest]
     module, _, attribute = name.rpartition(":")
-    try:
-        found: Any = import_encodings(module) if module.endswith(".py") else importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ConfigError) as error:
+    if module.partition(".")[0] == "pe_lab" and not module.endswith(".py"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    other = ""
+    for one in _modules(module):
+        found = functools.reduce(lambda at, part: getattr(at, part, None), attribute.split("."), one)
+        if not callable(found):
+            continue
+        now = source_of(found).digest if digest else ""
+        if now == digest:
+            _known[name, digest] = found
+            return found
+        other = now
+    if other:
         raise EncodingError(
-            f"The encoding is the function {name}, which is not found: {error}. Run where it can be imported, or give "
-            "the layers another encoding."
-        ) from None
-    now = source_of(found).digest if digest else ""
-    if now and now != digest:
-        raise EncodingError(
-            f"The encoding is the function {name}, whose source had the digest {digest} and now has {now}. Bring the "
+            f"The encoding is the function {name}, whose source had the digest {digest} and now has {other}. Bring the "
             "former source back, or give the layers the present function."
         )
-    _known[name, digest] = found
-    return found
+    raise EncodingError(
+        f"The encoding is the function {name}, which is not imported. Import it first: --encodings={module}, or "
+        "pe_lab.load(..., encodings=...)."
+    )
+
+
+def _modules(name: str) -> list[ModuleType]:
+    """The imported modules of a name or of a file, which may have moved."""
+    if not name.endswith(".py"):
+        return [sys.modules[name]] if name in sys.modules else []
+    files = [(one, getattr(one, "__file__", None)) for one in list(sys.modules.values())]
+    same = [(one, Path(file)) for one, file in files if file and Path(file).name == Path(name).name]
+    return [one for one, _ in sorted(same, key=lambda pair: pair[1].resolve() != Path(name).resolve())]

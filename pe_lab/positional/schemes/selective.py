@@ -30,8 +30,8 @@ class SelectiveRope(Encoding):
     """Selective RoPE (Movahedi et al. 2025, arXiv 2511.17388): each token adds its own angle to the rotation.
 
     u = x in H slices of unit length; phi = W2 W1 u [G, R]; the angle of pair r of the token at t is
-    `temperature` base^(-2r / K) times the sum of phi over the tokens up to t. The sum is a float32 `running_sum`, so
-    that decoding is exact. Parameters: `down` [H, D / H, rank], `up` [rank, G, R].
+    `temperature` base^(-2r / K) times the sum of phi over the tokens of the document up to t. The sum is a float32
+    `running_sum`, so that decoding is exact. Parameters: `down` [H, D / H, rank], `up` [rank, G, R].
 
     Deviations: no convolution unless asked for; the query heads of a group share the angles of their key head; biases
     do not decay.
