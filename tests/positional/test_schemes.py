@@ -279,7 +279,7 @@ def test_a_gradient_passes_where_a_parameter_is_at_its_bound():
         return jnp.sum(q[:, 2] * k[:, 0])
 
     at_bound, within = (jax.grad(total)(jnp.full((1, 4), start)) for start in (0.0, -1e-4))
-    np.testing.assert_allclose(at_bound, within, rtol=1e-3)  # jnp.clip gives half of it
+    np.testing.assert_allclose(at_bound, within, rtol=1e-2, atol=5e-4)  # jnp.clip gives half of it
     assert np.abs(at_bound).max() > 0.1
 
     def slopes(value):
@@ -355,8 +355,12 @@ EXACT = [one for one in SCHEMES if one.exact_cache]
 GROUPS = [tuple(EXACT[n : n + 7]) for n in range(0, len(EXACT), 7)]
 
 
-@pytest.mark.parametrize("encodings", GROUPS, ids=lambda group: "-".join(type(one).__name__ for one in group))
-def test_models_have_gradients_and_equal_losses_in_chunks_and_with_a_cache(encodings):
+def names(group):
+    return "-".join(type(one).__name__ for one in group)
+
+
+@pytest.mark.parametrize("encodings", GROUPS, ids=names)
+def test_models_have_finite_gradients_and_equal_losses_in_chunks(encodings):
     batch = {"tokens": jnp.asarray(TOKENS), "targets": jnp.asarray(TARGETS)}
     model, schedule = model_of(encodings, "reference")
     params = model.init(jax.random.key(1))
@@ -380,7 +384,21 @@ def test_models_have_gradients_and_equal_losses_in_chunks_and_with_a_cache(encod
     chunked, _ = model_of(encodings, "chunked")
     by_chunks = jax.jit(lambda p: chunked.token_loss(p, batch, schedule))(moved)
     np.testing.assert_allclose(by_chunks, losses, rtol=2e-5, atol=2e-5)
-    cached = ChunkedForward(model.config, chunk=8).losses(moved, TOKENS, TARGETS, schedule)
+
+
+# What a cache holds beside keys and values: keys of other channels, running sums, biases of keys, logits of all keys.
+HELD = (PoPE(), SelectiveRope(rank=4), ForgettingGate(), ContextualPosition(4))
+
+
+@pytest.mark.parametrize(
+    "encodings", [HELD, *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS)], ids=names
+)
+def test_losses_with_a_cache_are_those_of_the_whole_sequence(encodings):
+    model, schedule = model_of(encodings, "reference")
+    params = perturbed(model.init(jax.random.key(1)))
+    batch = {"tokens": jnp.asarray(TOKENS), "targets": jnp.asarray(TARGETS)}
+    losses = jax.jit(lambda p: model.token_loss(p, batch, schedule))(params)
+    cached = ChunkedForward(model.config, chunk=8).losses(params, TOKENS, TARGETS, schedule)
     np.testing.assert_allclose(cached, losses, rtol=2e-5, atol=2e-5)
 
 
