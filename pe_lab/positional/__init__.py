@@ -20,6 +20,7 @@ from pe_lab.positional.encodings import (
     alibi_slopes,
     frequencies,
 )
+from pe_lab.positional.function import Function, function
 from pe_lab.positional.hooks import HOOKS, Encoding, HeadShape, LayerHooks, Parameter, has
 from pe_lab.positional.layers import Bands, Beta, Drop, Gaussian, HeadEdit, Layer, Pattern, Rescale, Uniform
 from pe_lab.positional.layouts import CANONICAL, Layout, channel_order, from_canonical, to_canonical
@@ -40,3 +41,24 @@ from pe_lab.positional.scalings import (
     Yarn,
 )
 from pe_lab.positional.schedule import LayerStructure, Schedule, build_schedule, describe, layer_hooks
+from pe_lab.positional.schemes import (
+    XSA,
+    ClippedRope,
+    ContentRotation,
+    ContextualPosition,
+    Fire,
+    FoPE,
+    ForgettingGate,
+    GatedOutput,
+    GatedXSA,
+    KerpleLog,
+    KerplePower,
+    LearnedAlibi,
+    LearnedSink,
+    Llama4Temperature,
+    PoPE,
+    SelectiveRope,
+    SSMax,
+    T5Bias,
+    XPos,
+)

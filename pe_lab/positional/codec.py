@@ -73,9 +73,12 @@ def _encoding(part: str, text: str) -> dict[str, Any]:
         key, _, value = item.partition("=")
         if key == "kind":
             raise ConfigError(f"'{text}': the kind is {name}, before the colon; leave '{item}' out.")
-        if key in values:
+        if key in values or key in values.get("settings", {}):
             raise ConfigError(f"'{text}': {key} is given twice; give it once.")
-        values[key] = value if key == "scaling" or _is_word(name, key) else _number(value, text, item)
+        if _is_setting(name, key):
+            values.setdefault("settings", {})[key] = _setting(value)
+        else:
+            values[key] = value if key == "scaling" or _is_word(name, key) else _number(value, text, item)
     if values.get("scaling") == "none":
         del values["scaling"]
     if name in SCALINGS:
@@ -99,6 +102,24 @@ def _is_word(name: str, key: str) -> bool:
     """Whether a field of an encoding is a word, not a number."""
     fields = dataclasses.fields(ENCODINGS[name]) if name in ENCODINGS else ()
     return any(f.name == key and _declared(f).partition("[")[0] in ("str", "Literal") for f in fields)
+
+
+def _is_setting(name: str, key: str) -> bool:
+    """Whether a key of a text is an argument of a function, not a field of the encoding."""
+    fields = {f.name: _declared(f) for f in dataclasses.fields(ENCODINGS[name])} if name in ENCODINGS else {}
+    return fields.get("settings") == "Settings" and (key not in fields or key == "settings")
+
+
+def _setting(value: str) -> Any:
+    """A number, true, false or none; else the text itself."""
+    if value.lower() in _WORDS:
+        return _WORDS[value.lower()]
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    return value
 
 
 def _declared(field: dataclasses.Field[Any]) -> str:
@@ -187,6 +208,11 @@ def _of_type(declared: str, value: Any, where: str, name: str) -> Any:
         return items
     if declared in _DESCRIPTIONS and (isinstance(value, Mapping) or declared != "Scaling"):
         return kind_from_json(value, _DESCRIPTIONS[declared], where)
+    if declared == "Settings":
+        pairs = list(value.items()) if isinstance(value, Mapping) else value
+        if not isinstance(pairs, Sequence) or not all(isinstance(one, Sequence) and len(one) == 2 for one in pairs):
+            raise wrong("arguments by name: [['NAME', value], ...]")
+        return tuple((key, one) for key, one in pairs)
     if declared == "HeadEdit":
         if not isinstance(value, Mapping):
             raise wrong(_LISTS[declared])
@@ -267,7 +293,9 @@ def _name(kind: Any) -> str:
     shown = []
     for f in dataclasses.fields(kind):
         value = getattr(kind, f.name)
-        if f.name != "scaling" and (f.name == "base" or f.default is dataclasses.MISSING or value != f.default):
+        if f.name not in ("scaling", "digest") and (
+            f.name == "base" or f.default is dataclasses.MISSING or value != f.default
+        ):
             shown.append(f"{f.name}={_short(value)}")
     text = f"{name}({', '.join(shown)})" if shown else name
     scaling = getattr(kind, "scaling", None)
@@ -275,9 +303,11 @@ def _name(kind: Any) -> str:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, tuple) and value and all(isinstance(one, tuple) and len(one) == 2 for one in value):
+        return ", ".join(f"{name}={_short(one)}" for name, one in value)
     if isinstance(value, tuple):
         return f"{_short(value[0])} .. {_short(value[-1])} [{len(value)}]" if value else "[]"
-    if isinstance(value, str | bool):
+    if value is None or isinstance(value, str | bool):
         return str(value)
     # %g rounds to six digits: 1048576 would become 1.04858e+06.
     return f"{value:g}" if float(f"{value:g}") == value else f"{value!r}"

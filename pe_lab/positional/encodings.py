@@ -17,7 +17,7 @@ from pe_lab.positional.registry import ENCODINGS, register
 from pe_lab.positional.scalings import SCALINGS, Scaling, require
 
 
-class _Rotary(Encoding):
+class Rotary(Encoding):
     """Base of the encodings with a scaling."""
 
     relative = True
@@ -53,7 +53,7 @@ class _Rotary(Encoding):
 
 @register("rope")
 @dataclass(frozen=True)
-class Rope(_Rotary):
+class Rope(Rotary):
     """Rotary embedding (Su et al. 2021) with an optional scaling.
 
     `fraction` < 1 is p-RoPE (Barbero et al. 2024): the full spectrum over head_dim, of which the lowest frequencies
@@ -70,7 +70,7 @@ class Rope(_Rotary):
 
 @register("partial_rope")
 @dataclass(frozen=True)
-class PartialRope(_Rotary):
+class PartialRope(Rotary):
     """Rotary embedding on the first channels only: `fraction` of head_dim, made even by rounding up.
 
     The spectrum is that of a head as wide as the rotated part: w_i = base^(-2i/r).

@@ -71,7 +71,7 @@ def register(name: str, *, same_as: tuple[str, ...] | str = ()) -> Callable[[Kin
             )
         _check_signatures(name, kind)
         if is_external(kind):
-            source = _source_of(kind)
+            source = source_of(kind)
             if before is not None and source.digest and _sources[before] == source:
                 return before  # the module was read again, and instances of both are to be equal
             _sources[kind] = source
@@ -117,7 +117,8 @@ def is_external(kind: type) -> bool:
     return kind.__module__.partition(".")[0] != "pe_lab"
 
 
-def _source_of(kind: type) -> Source:
+def source_of(kind: Any) -> Source:
+    """Where a class or a function comes from."""
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)
     if file is None or not Path(file).is_file():
@@ -134,8 +135,8 @@ def _digest(text: str) -> str:
     return text and hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _used_source(text: str, kind: type) -> str:
-    """The statements of a module that a class consists of and, directly or not, names; without docstrings."""
+def _used_source(text: str, kind: Any) -> str:
+    """The statements of a module that a class or a function consists of and, directly or not, names; no docstrings."""
     defined: dict[str, ast.stmt] = {}
     for statement in _bare(ast.parse(text)).body:
         for node in [statement] if isinstance(statement, ast.ClassDef | ast.FunctionDef) else ast.walk(statement):

@@ -30,7 +30,8 @@ from pe_lab.analysis.theory.rotary import (
 )
 from pe_lab.analysis.theory.swaps import CASES, attending_sequence, breaking_swaps, first_swap, predicted_distance
 from pe_lab.positional import NoPE, NotebookYarn, Rope, apply_rope, frequencies
-from pe_lab.positional.rotation import Warp, fixed_point_frequencies, warped_angles
+from pe_lab.positional.notebook import warped_angles
+from pe_lab.positional.rotation import fixed_point_frequencies
 
 INV_FREQ = frequencies(Rope(BASE), HEAD_DIM)[0]
 
@@ -269,9 +270,8 @@ def test_printed_formulas_by_hand():
 
 def test_the_notebooks_yarn_is_pe_labs():
     scheme, at = NotebookYarn(), np.array([0, 3, 111, 112, 120, 128, 143, 144, 5000])
-    warp = Warp(scheme.alpha, scheme.beta, scheme.original_length, scheme.blend)
     fixed = jnp.asarray(fixed_point_frequencies(INV_FREQ))
-    angle = np.asarray(warped_angles(fixed, jnp.asarray(at)[None], warp))[0]
+    angle = np.asarray(warped_angles(fixed, jnp.asarray(at)[None], scheme))[0]
     exact = np.multiply.outer(notebook.warped(at, scheme), INV_FREQ)
     np.testing.assert_allclose(np.exp(1j * angle), np.exp(1j * exact), atol=1e-4)
 

@@ -22,7 +22,6 @@ from pe_lab.positional import (
     Rope,
     Yarn,
     alibi_slopes,
-    follows_length,
     frequencies,
 )
 
@@ -115,15 +114,17 @@ def test_what_does_not_rotate_has_no_frequency_and_no_gain(encoding):
     assert (inv_freq == 0).all() and (gain == 1).all()
 
 
-def test_the_notebooks_yarn_turns_as_rope_does_and_warps_positions_instead():
-    warped = frequencies(NotebookYarn(5e5, alpha=0.5, beta=3.0), 64)
-    np.testing.assert_array_equal(warped, frequencies(Rope(5e5), 64))
+def test_the_notebooks_yarn_has_ropes_spectrum_and_warps_positions_instead():
+    encoding = NotebookYarn(5e5, alpha=0.5, beta=3.0)
+    np.testing.assert_array_equal(encoding.spectrum(64), frequencies(Rope(5e5), 64)[0])
+    inv_freq, gain = frequencies(encoding, 64)  # of the schedule's rotation, which it does not use
+    assert not inv_freq.any() and (gain == 1).all()
 
 
 @pytest.mark.parametrize("encoding", [NoPE(), Alibi(), NotebookYarn(), NotebookBias(), Rope(), PartialRope()], ids=repr)
 @pytest.mark.parametrize("length", [1, 128, 1 << 20])
 def test_what_has_no_scaling_does_not_read_the_length(encoding, length):
-    assert not follows_length(encoding)
+    assert not encoding.follows_length
     np.testing.assert_array_equal(frequencies(encoding, 64, length), frequencies(encoding, 64))
 
 

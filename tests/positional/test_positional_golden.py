@@ -226,20 +226,19 @@ def test_published_p_rope(case):
 @pytest.mark.parametrize("case", tensors("notebook_ntk") + tensors("notebook_yarn"), ids=name_of)
 def test_what_the_notebook_publishes(case):
     x, theirs = arrays(case)  # [T, K], pairs of neighbouring channels, positions 0, 1, ...
+    layout, at = Layout("interleaved"), jnp.arange(len(x))[None]
+    inputs = jnp.asarray(to_canonical(x, layout))[None, :, None]
     names = {"scaling": "factor", "N_train": "original_length"}
     settings = {names.get(name, name): value for name, value in case["settings"].items()}
     base = settings.pop("base", 10000.0)
     if case["scheme"] == "notebook_ntk":
         encoding = Rope(base, scaling=NotebookNTK(**settings))
+        schedule = build_schedule([Layer(encoding)], num_heads=1, num_kv_heads=1, head_dim=case["head_dim"])
+        fixed_freq, gain = jnp.asarray(schedule.fixed_freq[0]), jnp.asarray(schedule.gain[0])
+        encoded = rotate(inputs, *rotation_tables(fixed_freq, gain, at))
     else:
-        encoding = NotebookYarn(base, **settings)
-    schedule = build_schedule([Layer(encoding)], num_heads=1, num_kv_heads=1, head_dim=case["head_dim"])
-    fixed_freq, gain = jnp.asarray(schedule.fixed_freq[0]), jnp.asarray(schedule.gain[0])
-    cos, sin = rotation_tables(fixed_freq, gain, jnp.arange(len(x))[None], schedule.structure[0].warp)
-    layout = Layout("interleaved")
-    ours = from_canonical(
-        np.asarray(rotate(jnp.asarray(to_canonical(x, layout))[None, :, None], cos, sin))[0, :, 0], layout
-    )
+        encoded, _ = NotebookYarn(base, **settings).encode({}, inputs, inputs, at, inputs[:, :, 0])
+    ours = from_canonical(np.asarray(encoded)[0, :, 0], layout)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-6)
     assert np.abs(ours - x).max() > 1
 

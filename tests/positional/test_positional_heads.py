@@ -20,6 +20,7 @@ from pe_lab.positional import (
     Gaussian,
     HeadEdit,
     Layer,
+    LayerHooks,
     LayerStructure,
     LongRope,
     NoPE,
@@ -28,7 +29,6 @@ from pe_lab.positional import (
     PartialRope,
     Rope,
     Uniform,
-    Warp,
     Yarn,
     alibi_slopes,
     build_schedule,
@@ -225,9 +225,9 @@ def test_the_length_reaches_scalings_edits_and_betas():
 
 
 def test_the_notebooks_two_are_constants_of_the_program():
-    warped, biased = schedule_of([Layer(NotebookYarn(blend=8)), Layer(NotebookBias(1.5, 64))]).structure
-    assert warped == LayerStructure(rotates=True, warp=Warp(0.85, 1.25, 128, 8))
-    assert biased == LayerStructure(diagonal_bias=(1.5, 64))
+    encodings = NotebookYarn(blend=8), NotebookBias(1.5, 64)
+    structures = schedule_of([Layer(one) for one in encodings]).structure
+    assert structures == tuple(LayerStructure(hooks=(LayerHooks(one),)) for one in encodings)
 
 
 @pytest.mark.parametrize(
@@ -235,10 +235,15 @@ def test_the_notebooks_two_are_constants_of_the_program():
     [(NotebookYarn(), Rope()), (NotebookYarn(), PartialRope()), (NotebookBias(), NoPE()), (NotebookBias(), Rope())],
     ids=repr,
 )
-def test_an_encoding_on_some_heads_of_a_notebooks_layer_is_refused(encoding, to):
-    """Warp and bias are the whole layer's: Rope() would be a warped one, and NoPE() have a bias."""
-    with pytest.raises(UserError):
-        edited([0], to, encoding)
+def test_the_other_heads_of_a_notebooks_layer_keep_its_encoding(encoding, to):
+    """Each has the heads that it acts on: Rope() is not warped, and NoPE() has no bias."""
+    schedule = edited([0, 2], to, encoding)
+    assert schedule.structure[0].hooks == (LayerHooks(encoding, None, (1, *range(3, H))),)
+    inv_freq, _ = frequencies(to, K)
+    np.testing.assert_array_equal(schedule.fixed_freq[0, 0], fixed_point_frequencies(inv_freq))
+    assert not schedule.fixed_freq[0, 1].any()
+    (hooks,) = edited([0, 2], encoding, to).structure[0].hooks
+    assert hooks == LayerHooks(encoding, None, (0, 2))
 
 
 # The table of a schedule.
@@ -264,13 +269,13 @@ def test_describe_has_a_column_for_other_properties_only_where_there_are_some():
     assert rows[1]["heads"] == "split"
 
 
-def test_describe_tells_warps_and_biases():
+def test_describe_names_encodings_with_hooks_and_their_hooks():
     described = [Layer(NotebookYarn()), Layer(NotebookBias()), Layer(NotebookBias(-0.5, 64))]
     rows = table(describe(schedule_of(described), described))
     assert [row["other"] for row in rows] == [
-        "positions times 0.85 .. 1.25",
-        "+2 on the diagonal below 128",
-        "-0.5 on the diagonal below 64",
+        "notebook_yarn: encode",
+        "notebook_bias: bias",
+        "notebook_bias: bias",
     ]
     assert [row["encoding"] for row in rows] == [
         "notebook_yarn(base=10000)",

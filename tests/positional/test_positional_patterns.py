@@ -125,7 +125,7 @@ def test_swan_without_a_coefficient_scales_nothing_at_any_length():
         (["rope", 3], 4, "3 does not describe a layer; give an encoding, a Layer, or a text like 'rope'"),
         (None, 4, "None does not describe a layer"),
         (PI(2.0), 4, "PI(factor=2.0) does not describe a layer"),
-        (["rope", drop()], 4, "Drop(layers=None) does not describe a layer"),
+        (["rope", drop()], 4, "Drop(layers=None, extras=False) does not describe a layer"),
         (["rope", pattern(["nope"])], 4, "Pattern(items=('nope',), cut=False) does not describe a layer"),
         (pattern(["rope", "nop"], cut=True), 3, "there is no encoding 'nop'"),
         (["drop"], 4, "there is no encoding 'drop'"),
@@ -159,7 +159,7 @@ MIXED = tuple(
         ENCODINGS[n % 6],
         None if n % 3 else 64 + n,
         Beta(0.1, 64 + n) if n % 5 == 0 else 1.0 + n / 64,
-        () if isinstance(ENCODINGS[n % 6], NotebookYarn) else HEADS,
+        HEADS,
     )
     for n in range(24)
 )

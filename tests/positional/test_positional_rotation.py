@@ -25,7 +25,6 @@ from pe_lab.positional import (
     NTKByParts,
     PartialRope,
     Rope,
-    Warp,
     Yarn,
     angles,
     apply_p_rope,
@@ -35,7 +34,8 @@ from pe_lab.positional import (
     rotate,
     rotation_tables,
 )
-from pe_lab.positional.rotation import fixed_point_frequencies, warped_angles
+from pe_lab.positional.notebook import warped_angles
+from pe_lab.positional.rotation import fixed_point_frequencies
 from pe_lab.positional.scalings import SCALINGS
 
 BOUND = 5e-7  # radians; a float32 near pi is itself only good to 1.2e-7
@@ -464,14 +464,10 @@ def test_the_gradient_of_a_bfloat16_rotation_is_bfloat16_and_that_of_the_tables_
 jit_warped = jax.jit(warped_angles, static_argnums=2)
 
 
-def warp_of(encoding):
-    return Warp(encoding.alpha, encoding.beta, encoding.original_length, encoding.blend)
-
-
 def warped_and_true(encoding, at):
     """Our angles and n * m(n) * w in float64 around the circle, as errors [T, R]; and the multipliers [T]."""
-    at, (inv_freq, _) = np.array(at), frequencies(encoding, 64)
-    ours = jit_warped(fixed_point_frequencies(inv_freq), at[None], warp_of(encoding))[0]
+    at, inv_freq = np.array(at), encoding.spectrum(64)
+    ours = jit_warped(fixed_point_frequencies(inv_freq), at[None], encoding)[0]
     assert ours.dtype == jnp.float32
     start = encoding.original_length - encoding.blend
     blended = np.clip((at - start) / (2 * encoding.blend), 0, 1)
@@ -513,12 +509,8 @@ def test_warped_angles_are_right_below_within_and_above_the_blend(alpha, beta, l
 def warped_scores(encoding, at):
     """The logits of one query and one key at pairs of positions `at` [B, 2]."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 1, 64)), jnp.float32).repeat(len(at), 0)
-    inv_freq, gain = frequencies(encoding, 64)
-    cos, sin = jax.jit(rotation_tables, static_argnums=3)(
-        fixed_point_frequencies(inv_freq), gain.astype(np.float32), np.array(at, np.int32), warp_of(encoding)
-    )
-    result = rotate(x, cos[:, :, None], sin[:, :, None])
-    return np.asarray(jnp.einsum("bhk,bhk->b", result[:, 0], result[:, 1]))
+    query, key = encoding.encode({}, x, x, jnp.asarray(at, jnp.int32), x[:, :, 0])
+    return np.asarray(jnp.einsum("bhk,bhk->b", query[:, 0], key[:, 1]))
 
 
 def test_the_notebooks_yarn_does_not_depend_on_the_distance_alone():
@@ -535,10 +527,8 @@ def test_the_notebooks_yarn_does_not_depend_on_the_distance_alone():
 
 def test_a_warp_of_one_is_rope():
     encoding, at = NotebookYarn(alpha=1.0, beta=1.0), np.array([[0, 1, 111, 112, 113, 128, 144, 145, 4096, 2**20]])
-    fixed_freq = fixed_point_frequencies(frequencies(encoding, 64)[0])
-    np.testing.assert_allclose(
-        jit_warped(fixed_freq, at, warp_of(encoding)), jit_angles(fixed_freq, at), rtol=0, atol=1e-6
-    )
+    fixed_freq = fixed_point_frequencies(encoding.spectrum(64))
+    np.testing.assert_allclose(jit_warped(fixed_freq, at, encoding), jit_angles(fixed_freq, at), rtol=0, atol=1e-6)
 
 
 def test_apply_p_rope_refuses_another_head_dim(x):

@@ -22,7 +22,6 @@ from pe_lab.positional import (
     PartialRope,
     Rope,
     Yarn,
-    follows_length,
     frequencies,
 )
 from pe_lab.positional.scalings import SCALINGS
@@ -73,9 +72,9 @@ DYNAMIC = [
 
 def test_every_scheme_is_here_and_says_whether_it_reads_the_length():
     assert {type(s) for s in STATIC + DYNAMIC} == set(SCALINGS.values())
-    assert not any(follows_length(Rope(scaling=s)) for s in STATIC)
-    assert all(follows_length(kind(scaling=s)) for s in DYNAMIC for kind in (Rope, PartialRope))
-    assert not follows_length(Rope())
+    assert not any(Rope(scaling=s).follows_length for s in STATIC)
+    assert all(kind(scaling=s).follows_length for s in DYNAMIC for kind in (Rope, PartialRope))
+    assert not Rope().follows_length
 
 
 # The lengths that models are asked for: below training, at it, just above, far above.

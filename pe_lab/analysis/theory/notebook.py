@@ -48,9 +48,14 @@ def warped(positions: Distances, scheme: Scheme) -> Float[np.ndarray, " T"]:
     return n * ((1 - blended) * scheme.alpha + blended * scheme.beta)
 
 
+def spectrum(scheme: Scheme, head_dim: int) -> Float[np.ndarray, " R"]:
+    """The frequencies that a scheme rotates by, in radians per position."""
+    return scheme.spectrum(head_dim) if isinstance(scheme, NotebookYarn) else frequencies(scheme, head_dim)[0]
+
+
 def encoded(x: Float[np.ndarray, "... K"], positions: Distances, scheme: Scheme) -> Float[np.ndarray, "T K"]:
     """Queries or keys, rotated as the scheme does in float64."""
-    return rotated(x, frequencies(scheme, x.shape[-1])[0], warped(positions, scheme))
+    return rotated(x, spectrum(scheme, x.shape[-1]), warped(positions, scheme))
 
 
 def own_position_is_largest(
@@ -161,7 +166,7 @@ def at_distance_accuracy(scheme: Scheme, positions: Int[np.ndarray, " Q"], dista
 
     The key is made with the angles of a scheme at the training length, and keys of all 64 nearest tokens compete.
     """
-    ones, inv_freq = np.ones(HEAD_DIM), frequencies(scheme, HEAD_DIM)[0]
+    ones, inv_freq = np.ones(HEAD_DIM), spectrum(scheme, HEAD_DIM)
     within = warped(np.array([distance, 0]), scheme)
     key = channels(pairs(ones) * np.exp(1j * (within[0] - within[1]) * inv_freq))
     back = np.arange(64)

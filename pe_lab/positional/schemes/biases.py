@@ -1,0 +1,234 @@
+"""Learned biases on logits by distance: T5's buckets, KERPLE's kernels, learned slopes, and FIRE's network.
+
+d = i - j is the distance of a query at position i and a key at j.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pe_lab.positional.encodings import alibi_slopes
+from pe_lab.positional.hooks import Encoding, HeadShape, Parameter, Params
+from pe_lab.positional.registry import register
+from pe_lab.positional.scalings import Limits, require
+from pe_lab.positional.schemes.starts import START, bounded, normal, uniform
+
+
+def distances(queries: Int[Array, " T"], keys: Int[Array, " S"]) -> Int[Array, "T S"]:
+    """The distance of each query and key; 0 at a key after its query, which no query sees."""
+    return jnp.maximum(queries[:, None] - keys[None, :], 0)
+
+
+@register("t5")
+@dataclass(frozen=True)
+class T5Bias(Encoding):
+    """T5's bias (Raffel et al. 2020, arXiv 1910.10683): one learned number for each head and bucket of distances.
+
+    With n buckets, distances below n / 2 have their own; those up to `max_distance` share the rest, whose edges grow
+    geometrically; all beyond share the last. `table` [buckets, H] starts with deviation D^-0.5.
+
+    Deviations: T5 shares one table among all layers, and does not divide logits by sqrt(K).
+    """
+
+    display_name = "T5's bias"
+    relative = True
+
+    buckets: int = 32
+    max_distance: int = 128
+    start: Literal["published", "unchanged"] = "published"
+
+    limits: ClassVar[Limits] = START | {
+        "buckets": (lambda x: 2 <= x < 2**16 and x % 2 == 0, "give an even number from 2."),
+        "max_distance": (lambda x: 1 <= x < 2**24 and x == int(x), "give a whole number of tokens."),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.max_distance > self.buckets // 2,
+            f"T5Bias.max_distance is {self.max_distance}; it must be above buckets / 2, which is {self.buckets // 2}.",
+        )
+
+    def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
+        table = normal(key, 0, self.buckets, shape.num_heads, deviation=shape.d_model**-0.5)
+        return {"table": Parameter(table * float(self.start == "published"), (None, "heads"))}
+
+    def bucket_of(self) -> np.ndarray:
+        """[max_distance + 1]: the bucket of each distance; those beyond have the last one's."""
+        exact = self.buckets // 2
+        distance = np.arange(1, self.max_distance + 1)
+        far = np.log(distance / exact) / math.log(self.max_distance / exact) * (self.buckets - exact)
+        # The rounding of a logarithm must not move a distance that is an edge.
+        bucket = np.where(distance < exact, distance, exact + np.floor(far + 1e-9))
+        return np.concatenate([[0], np.minimum(bucket, self.buckets - 1)]).astype(np.int32)
+
+    def bias(
+        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
+    ) -> Float[Array, "H T S"]:
+        distance = jnp.minimum(distances(query_positions, key_positions), self.max_distance)
+        return params["table"].T[:, jnp.asarray(self.bucket_of())[distance]]
+
+
+@register("learned_alibi")
+@dataclass(frozen=True)
+class LearnedAlibi(Encoding):
+    """ALiBi with learned slopes (Press et al. 2022, arXiv 2108.12409, section 3): -m d, with `slopes` m [H] >= 0.
+
+    `unchanged`: m starts at 0 instead of ALiBi's slopes. KERPLE's code has bounds of 0.01 and a uniform start.
+    """
+
+    display_name = "learned ALiBi"
+    relative = True
+
+    start: Literal["published", "unchanged"] = "published"
+
+    limits: ClassVar[Limits] = START
+
+    def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
+        slopes = alibi_slopes(shape.num_heads) * float(self.start == "published")
+        return {"slopes": Parameter(jnp.asarray(slopes, jnp.float32), ("heads",))}
+
+    def bias(
+        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
+    ) -> Float[Array, "H T S"]:
+        distance = distances(query_positions, key_positions).astype(jnp.float32)
+        return -bounded(params["slopes"], 0.0)[:, None, None] * distance
+
+
+# Of both kernels of KERPLE: the bound below r1 and r2. A trained r1 may go down to it, and starts at 0 if `unchanged`.
+_KERPLE: Limits = START | {"least": (lambda x: 0 <= x < 1, "it must lie in [0, 1).")}
+
+
+@register("kerple_log")
+@dataclass(frozen=True)
+class KerpleLog(Encoding):
+    """KERPLE's logarithmic kernel (Chi et al. 2022, arXiv 2205.09921): -r1 ln(1 + r2 d), learned `r1` and `r2` [H].
+
+    r1 starts uniform in [0, 2], r2 in [0, 1]. Both are used as `least` where they are below it, and their gradients
+    pass: the authors clamp parameters in place. `unchanged` with least=0: the bias starts at 0.
+    """
+
+    display_name = "KERPLE (log)"
+    relative = True
+
+    least: float = 0.01
+    start: Literal["published", "unchanged"] = "published"
+
+    limits: ClassVar[Limits] = _KERPLE
+
+    def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
+        H, published = shape.num_heads, float(self.start == "published")
+        return {
+            "r1": Parameter(uniform(key, 0, 0.0, 2.0, H) * published, ("heads",)),
+            "r2": Parameter(uniform(key, 1, 0.0, 1.0, H), ("heads",)),
+        }
+
+    def bias(
+        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
+    ) -> Float[Array, "H T S"]:
+        distance = distances(query_positions, key_positions).astype(jnp.float32)
+        r1, r2 = (bounded(params[name], self.least)[:, None, None] for name in ("r1", "r2"))
+        return -r1 * jnp.log1p(r2 * distance)
+
+
+@register("kerple_power")
+@dataclass(frozen=True)
+class KerplePower(Encoding):
+    """KERPLE's power kernel (Chi et al. 2022, arXiv 2205.09921): -r1 d^r2, learned `r1` and `r2` [H], r2 at most 2.
+
+    r1 starts uniform in [0, 1], r2 in [0, 2]; bounds and `unchanged` as for `KerpleLog`.
+    """
+
+    display_name = "KERPLE (power)"
+    relative = True
+
+    least: float = 0.01
+    start: Literal["published", "unchanged"] = "published"
+
+    limits: ClassVar[Limits] = _KERPLE
+
+    def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
+        H, published = shape.num_heads, float(self.start == "published")
+        return {
+            "r1": Parameter(uniform(key, 0, 0.0, 1.0, H) * published, ("heads",)),
+            "r2": Parameter(uniform(key, 1, 0.0, 2.0, H), ("heads",)),
+        }
+
+    def bias(
+        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
+    ) -> Float[Array, "H T S"]:
+        distance = distances(query_positions, key_positions).astype(jnp.float32)
+        r1 = bounded(params["r1"], self.least)[:, None, None]
+        r2 = bounded(params["r2"], self.least, 2.0)[:, None, None]
+        # At d = 0 the power is 0, and the gradient of d^r2 would be 0 times -inf.
+        log = jnp.log(jnp.maximum(distance, 1.0))
+        return -r1 * jnp.where(distance > 0, jnp.exp(r2 * log), 0.0)
+
+
+@register("fire")
+@dataclass(frozen=True)
+class Fire(Encoding):
+    """FIRE (Li et al. 2023, arXiv 2310.04418): a small network of a distance in parts of the query's position.
+
+    bias = MLP(psi(d) / (psi(max(i, |l L|)) + 1e-6)), psi(x) = ln(|c x| + 1), i the query's position, c = `c` and
+    l = `length_multiplier` learned scalars. The MLP has `depth` hidden layers of `width` and ReLUs, one for all heads:
+    `w1`, `b1`, ..., the last [width, H]. It depends on i and d. Each layer has its own; FIRE-S shares one.
+
+    Attributes:
+      initial_length: L.
+      initial_c: where c starts.
+      width, depth: of the hidden layers; one in the paper's listing.
+      start: `unchanged`: the last layer is 0.
+    """
+
+    display_name = "FIRE"
+
+    initial_length: float = 512.0
+    initial_c: float = 0.1
+    width: int = 32
+    depth: int = 1
+    start: Literal["published", "unchanged"] = "published"
+
+    limits: ClassVar[Limits] = START | {
+        "initial_length": (lambda x: 0 < x < math.inf, "it must be a number of tokens above 0."),
+        "initial_c": (lambda x: 0 < x < math.inf, "it must be finite and above 0."),
+        "width": (lambda x: 1 <= x < 2**16 and x == int(x), "give a whole number from 1."),
+        "depth": (lambda x: 1 <= x <= 8 and x == int(x), "give a whole number from 1 to 8."),
+    }
+
+    def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
+        found = {
+            "c": Parameter(jnp.asarray(self.initial_c, jnp.float32), ()),
+            "length_multiplier": Parameter(jnp.ones(()), ()),
+        }
+        sizes = [1, *[self.width] * self.depth, shape.num_heads]
+        for n, (inner, outer) in enumerate(zip(sizes, sizes[1:], strict=False)):
+            # PyTorch's start of a linear layer, and of its bias.
+            last = n == self.depth
+            bound = inner**-0.5 * float(not last or self.start == "published")
+            axis = "heads" if last else None
+            found[f"w{n + 1}"] = Parameter(uniform(key, 2 * n, -bound, bound, inner, outer), (None, axis))
+            found[f"b{n + 1}"] = Parameter(uniform(key, 2 * n + 1, -bound, bound, outer), (axis,))
+        return found
+
+    def bias(
+        self, params: Params, query_positions: Int[Array, " T"], key_positions: Int[Array, " S"]
+    ) -> Float[Array, "H T S"]:
+        def psi(x: jax.Array) -> jax.Array:
+            return jnp.log1p(jnp.abs(params["c"] * x))
+
+        distance = distances(query_positions, key_positions).astype(jnp.float32)
+        threshold = jnp.abs(params["length_multiplier"] * self.initial_length)
+        whole = psi(jnp.maximum(query_positions.astype(jnp.float32), threshold)) + 1e-6
+        x = (psi(distance) / whole[:, None])[..., None]
+        for n in range(1, self.depth + 1):
+            x = jax.nn.relu(jnp.einsum("tsi,io->tso", x, params[f"w{n}"], precision="highest") + params[f"b{n}"])
+        out = jnp.einsum("tsi,ih->hts", x, params[f"w{self.depth + 1}"], precision="highest")
+        return out + params[f"b{self.depth + 1}"][:, None, None]
