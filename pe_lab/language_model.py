@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import html
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,12 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention.dispatch import choose
 from pe_lab.checkpoints import Checkpoint, open_checkpoint
 from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
-from pe_lab.checkpoints.surgery import carried_parameters, change, write_child
+from pe_lab.checkpoints.surgery import change, with_layers, write_child
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError
 from pe_lab.inspection import Inspection
-from pe_lab.model import Decoder, Model, Request, Sampling, Schedules, Statistics, Weights, complete
+from pe_lab.model import Decoder, ForwardPasses, Model, Request, Sampling, Schedules, Statistics, Weights, complete
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import (
     Beta,
@@ -34,6 +34,7 @@ from pe_lab.positional import (
     build_schedule,
     describe,
     drop,
+    import_encodings,
     label_layers,
     read_with,
 )
@@ -43,24 +44,7 @@ Tokens = str | Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
 Prompt = Any  # a string, token ids [n], or several of either with any lengths
 
 
-class _Compiled:
-    """The forward passes of one model shape, compiled once for every schedule of one structure."""
-
-    def __init__(self, config: ModelConfig):
-        self.traces = 0
-        model = Model(config, backward=False)
-
-        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-            def traced(*args: Any) -> Any:
-                self.traces += 1
-                return function(*args)
-
-            return jax.jit(traced)
-
-        self.apply, self.token_loss = counted(model.apply), counted(model.token_loss)
-
-
-_compiled = functools.cache(_Compiled)
+_compiled = functools.cache(ForwardPasses)
 _decoder = functools.cache(Decoder)
 _weights: dict[int, Weights] = {}  # in the form that decoding reads, by the id of a checkpoint that is alive
 
@@ -95,7 +79,7 @@ class LanguageModel(Inspection):
         config = self.config
         return (
             f"LanguageModel('{self.checkpoint.path}', step {self.checkpoint.step}, "
-            f"{Model(config).num_parameters:,} parameters, {config.layers} layers, {config.heads} heads on "
+            f"{Model(config, hooks=self.schedule.hooks).num_parameters:,} parameters, {config.layers} layers, {config.heads} heads on "
             f"{config.kv_heads} of {config.head_dim} channels, {label_layers(self.layers)}, "
             f"trained on {self.training_length:,} tokens)"
         )
@@ -340,11 +324,7 @@ class LanguageModel(Inspection):
         described = read_with(description, self.layers, self.training_length)
         if logit_scale is not None:
             described = tuple(dataclasses.replace(layer, logit_scale=logit_scale) for layer in described)
-        params, _ = carried_parameters(self.checkpoint, described)
-        checkpoint = self.checkpoint
-        if params is not checkpoint.params:
-            checkpoint = dataclasses.replace(checkpoint, params=params, layers=described)
-        return dataclasses.replace(self, checkpoint=checkpoint, layers=described)
+        return dataclasses.replace(self, checkpoint=with_layers(self.checkpoint, described), layers=described)
 
     def with_fitted_scale(self) -> LanguageModel:
         """The same weights with the logit scale that `pe_lab.evaluate --suite=beta` fitted and stored beside them."""
@@ -378,7 +358,9 @@ class LanguageModel(Inspection):
         return write_child(self.checkpoint, self.layers, directory, change(self.checkpoint.layers, self.layers), saved)
 
 
-def load(path: str | AnyPath, *, dtype: str | None = None, mesh: Mesh | None = None) -> LanguageModel:
+def load(
+    path: str | AnyPath, *, dtype: str | None = None, mesh: Mesh | None = None, encodings: Any = None
+) -> LanguageModel:
     """Opens a checkpoint: a run (its last phase), a phase or one step; a Hugging Face directory; a GGUF file.
 
     Args:
@@ -386,11 +368,13 @@ def load(path: str | AnyPath, *, dtype: str | None = None, mesh: Mesh | None = N
       dtype: the compute dtype, float32 or bfloat16. None: the config's; on a CPU, which has no 16-bit arithmetic,
         float32; for external checkpoints elsewhere, bfloat16.
       mesh: the devices that hold the weights; None is the first device.
+      encodings: a module, or its path or name, that registers encodings of the checkpoint.
 
     Raises:
       CheckpointError: no checkpoint there, a damaged one, or one that pe_lab cannot read.
     """
     hide_absent_tpu()
+    import_encodings(encodings)
     checkpoint = open_checkpoint(path, mesh=mesh)
     if dtype is None:
         accelerated = "bfloat16" if checkpoint.converted else checkpoint.model.dtype

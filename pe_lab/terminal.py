@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import errno
 import functools
-import importlib
 import os
 import re
 import signal
@@ -147,12 +146,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 ENCODINGS = "PE_LAB_ENCODINGS"  # files and modules of encodings, for the processes that a command starts
+_import: list[Callable[[str], Any]] = []  # how: `pe_lab.positional` says it
+
+
+def imports_encodings(function: Callable[[str], Any]) -> None:
+    """Gives every command `--encodings=FILE`, whose file this function imports."""
+    _import[:] = [function]
 
 
 def import_encodings(reference: str) -> str:
     """Imports the encodings of a file or a module, also in the processes that this one starts."""
-    # By name, because every command has this option and this module is beneath all others.
-    importlib.import_module("pe_lab.positional").import_encodings(reference)
+    _import[0](reference)
     before = os.environ.get(ENCODINGS, "").split(os.pathsep)
     if reference.endswith(".py"):
         reference = os.path.abspath(reference)
@@ -182,6 +186,8 @@ def argument_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter if own_lines else argparse.HelpFormatter,
         **options,
     )
+    if not _import:  # a command without encodings
+        return parser
     parser.add_argument(
         "--encodings",
         action=_Encodings,

@@ -68,6 +68,12 @@ def carried_parameters(parent: Checkpoint, layers: Sequence[Layer]) -> tuple[Par
     return carried(parent.params, before, after, Model(config, hooks=after))
 
 
+def with_layers(checkpoint: Checkpoint, layers: tuple[Layer, ...]) -> Checkpoint:
+    """The checkpoint with the parameters that these layers need; itself if it has them."""
+    params, _ = carried_parameters(checkpoint, layers)
+    return checkpoint if params is checkpoint.params else dataclasses.replace(checkpoint, params=params, layers=layers)
+
+
 def write_child(
     parent: Checkpoint,
     layers: tuple[Layer, ...],

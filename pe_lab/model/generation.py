@@ -37,6 +37,9 @@ def chunks(length: int) -> list[tuple[int, int]]:
     return found
 
 
+WHOLE = 64  # tokens: passes over whole sequences have lengths of its multiples, for few compilations
+
+
 class Decoder(Programs):
     """Continues prompts with a KV cache."""
 
@@ -173,12 +176,14 @@ class _Batch:
     def _advance(self, token: jax.Array) -> jax.Array:
         """Starts the next step on `token` of each row; returns the token after it."""
         with self._timed("decode_seconds"):
-            if any(self._schedules.follows):
-                length = len(self._prompts[0]) + len(self._new)
+            exact = exact_cache(self._schedule)
+            if any(self._schedules.follows) or not exact:
+                length = max(map(len, self._prompts)) + len(self._new)
                 schedule = self._schedules.at(length)
-                if not same(schedule, self._schedule):
+                if not exact or not same(schedule, self._schedule):
                     self._stale += 1
-                    if schedule.structure != self._schedule.structure or self._stale == self._request.refresh:
+                    other = not exact or schedule.structure != self._schedule.structure
+                    if other or self._stale == self._request.refresh:
                         self._statistics.refreshes += 1
                         new = np.stack([fetch(t) for t in self._new], axis=1)
                         sequences = [np.concatenate(pair) for pair in zip(self._prompts, new, strict=True)]
@@ -207,6 +212,15 @@ class _Batch:
         programs, config = self._programs, self._programs.model.config
         lengths = np.asarray([len(one) for one in sequences], np.int32)
         self._schedule, self._placed, self._stale = schedule, self._place(schedule), 0
+        if not exact_cache(schedule):  # without a cache: a pass over the whole sequences
+            size = min(self._capacity, -(-int(lengths.max()) // WHOLE) * WHOLE)
+            tokens = part_of(sequences, 0, size)
+            with self._compiling():
+                token = programs.whole(
+                    self._weights.params, tokens, programs.place(lengths), self._rows, self._draw, self._placed
+                )
+            self._new.append(token)
+            return token
         layout = programs.layout(schedule.structure, self._schedules.follows, self._capacity)
         self._params = programs.arranged(self._weights, layout)
         self._lengths = programs.place(lengths)
@@ -249,6 +263,11 @@ class _Batch:
         yield
         spent = time.perf_counter() - start - (statistics.compile_seconds - compiling)
         setattr(statistics, what, getattr(statistics, what) + spent)
+
+
+def exact_cache(schedule: Schedule) -> bool:
+    """Whether all encodings with hooks say that decoding with a KV cache equals passes over whole sequences."""
+    return all(hook.encoding.exact_cache for hooks in schedule.hooks for hook in hooks)
 
 
 def same(a: Schedule, b: Schedule) -> bool:

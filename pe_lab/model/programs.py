@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention.dispatch import cache_kernel
 from pe_lab.attention.key_block import KeyBlockKernel
 from pe_lab.config import ModelConfig
+from pe_lab.errors import UnsupportedError
 from pe_lab.model.cache import Cache, Chunk, Layout, allocate, arrange_layers, forward_chunk, plan
 from pe_lab.model.decoder import Model, Params
 from pe_lab.model.sampling import Draw, choose
@@ -72,6 +73,7 @@ class Programs:
         self._allocate = jax.jit(make, static_argnums=(0, 1), out_shardings=self._device)
         self.prefill = jax.jit(self._prefill, donate_argnames=("cache",))
         self.first = jax.jit(self._choose)
+        self.whole = jax.jit(self._whole)
         self.next = jax.jit(self._step, donate_argnames=("cache",))
 
     def allocate(self, layout: Layout, rows: int) -> Cache:
@@ -124,6 +126,24 @@ class Programs:
         self.traces["choose", last.shape[0], draw.kind] += 1
         return choose(self._logits(params, last), draw, rows, lengths)
 
+    def _whole(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        rows: Int[Array, " B"],
+        draw: Draw,
+        schedule: Schedule,
+    ) -> Int[Array, " B"]:
+        """`_choose` after a pass over whole sequences, for encodings that are not exact under a cache."""
+        self.traces["whole", *tokens.shape] += 1
+        x = self.model.hidden(params, tokens, None, None, schedule)
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        logits = jnp.einsum(
+            "bd,vd->bv", last, self.model.unembedding(params).astype(x.dtype), preferred_element_type=jnp.float32
+        )
+        return choose(logits, draw, rows, lengths)
+
     def _logits(self, params: Any, last: Float[Array, "B D"]) -> Float[Array, "B V"]:
         x = self.model.final_norm(params, last)
         weights = self.model.unembedding(params).astype(x.dtype)
@@ -172,7 +192,18 @@ class Programs:
         return {"token_embedder": weights.params["token_embedder"], "layers": weights.runs[key]}
 
     def layout(self, structure: Sequence[LayerStructure], follows: Sequence[bool], capacity: int) -> Layout:
-        """The layout of a cache for sequences of at most `capacity` tokens; see `cache.plan`."""
+        """The layout of a cache for sequences of at most `capacity` tokens; see `cache.plan`.
+
+        Raises:
+          UnsupportedError: an encoding says that it is not exact under a cache.
+        """
+        for one in structure:
+            for hook in one.hooks:
+                if not hook.encoding.exact_cache:
+                    raise UnsupportedError(
+                        f"{type(hook.encoding).__name__} is not exact under a KV cache: sequences are computed in one "
+                        "pass. Use shorter sequences, or more memory."
+                    )
         return plan(self.model.config, structure, follows, capacity, self.scan, kernel_rotates=self.kernel is not None)
 
     @contextlib.contextmanager
@@ -217,3 +248,20 @@ def outputs_at(
     place, C = at - start, x.shape[1]
     here = jnp.take_along_axis(x, jnp.clip(place, 0, C - 1)[..., None], axis=1)
     return jnp.where(((place >= 0) & (place < C))[..., None], here, before)
+
+
+class ForwardPasses:
+    """The forward passes of one model shape, compiled once for every schedule of one structure."""
+
+    def __init__(self, config: ModelConfig):
+        self.traces = 0
+        model = Model(config, backward=False)
+
+        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+            def traced(*args: Any) -> Any:
+                self.traces += 1
+                return function(*args)
+
+            return jax.jit(traced)
+
+        self.apply, self.token_loss = counted(model.apply), counted(model.token_loss)

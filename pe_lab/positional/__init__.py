@@ -62,3 +62,6 @@ from pe_lab.positional.schemes import (
     T5Bias,
     XPos,
 )
+from pe_lab.terminal import imports_encodings
+
+imports_encodings(import_encodings)

@@ -55,6 +55,7 @@ class Encoding(Checked):
 
     Attributes:
       display_name: in tables and figures; "": the registered name.
+      stands_alone: it can be all that a layer has; False for what adds to others: a temperature, a gate, a sink.
       relative: for equal hidden states, the logit of a query and a key depends on positions through their distance
         alone. A `bias` that is relative is computed once per distance, and kernels take it as a table.
       content: the encoding depends on the hidden states x, not only on positions.
@@ -63,6 +64,7 @@ class Encoding(Checked):
     """
 
     display_name: ClassVar[str] = ""
+    stands_alone: ClassVar[bool] = True
     relative: ClassVar[bool] = False
     content: ClassVar[bool] = False
     exact_cache: ClassVar[bool] = True

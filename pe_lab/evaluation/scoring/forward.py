@@ -121,8 +121,7 @@ class Forward:
             blocks, learned = split_layers(params["layers"])
             bare = {**params, "layers": blocks}
             placed = jax.tree.map(put, bare, shardings(Model(self.config), mesh, AxisRules()))
-            if learned:  # of encodings: small, and replicated
-                placed["layers"]["positional"] = put(learned, NamedSharding(mesh, PartitionSpec()))
+            placed["layers"] |= {"positional": put(learned, NamedSharding(mesh, PartitionSpec()))} if learned else {}
             return placed
         return put(params, NamedSharding(mesh, PartitionSpec()))
 

@@ -30,6 +30,7 @@ class GatedOutput(Encoding):
     """
 
     display_name = "gated output"
+    stands_alone = False
     relative = True
     content = True
 
@@ -66,6 +67,7 @@ class XSA(Encoding):
     """
 
     display_name = "XSA"
+    stands_alone = False
     relative = True
 
     def output(
@@ -87,6 +89,7 @@ class GatedXSA(Encoding):
     """
 
     display_name = "gated XSA"
+    stands_alone = False
     relative = True
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
@@ -121,6 +124,7 @@ class LearnedSink(Encoding):
     """
 
     display_name = "sink"
+    stands_alone = False
     relative = True
 
     initial: float = 0.0

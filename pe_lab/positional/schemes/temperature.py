@@ -34,6 +34,7 @@ class SSMax(Encoding):
     """
 
     display_name = "SSMax"
+    stands_alone = False
 
     original_length: int = 1024
     initial: float | None = None
@@ -74,6 +75,7 @@ class Llama4Temperature(Encoding):
     """
 
     display_name = "Llama 4's temperature"
+    stands_alone = False
 
     attn_scale: float = 0.1
     floor_scale: int = 8192
