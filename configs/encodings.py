@@ -3,8 +3,8 @@
 Paper: the budget is that of "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings"
 (DroPE), appendix C.1; the schemes are those of docs/encodings.md, each with its own paper.
 
-Arguments: scheme=NAME, a registered encoding, or a text such as 'rope/with=t5' (in quotes if it has a comma); size=494m
-(or laptop). Encodings that only add to others are put beside RoPE: ssmax means rope/with=ssmax. An encoding of your own:
+Arguments: scheme=NAME, a registered encoding, or a text such as 'rope/with=t5' (in quotes if it has a comma);
+size=494m (or laptop). Encodings that add to others are put beside RoPE: ssmax means rope/with=ssmax. Your own:
   python -m pe_lab.train --config=configs/encodings.py:scheme=mine,size=laptop --encodings=mine.py
 
 Prepare: as for configs/table1.py.

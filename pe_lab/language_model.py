@@ -77,9 +77,10 @@ class LanguageModel(Inspection):
 
     def __repr__(self) -> str:
         config = self.config
+        count = Model(config, hooks=self.schedule.hooks).num_parameters
         return (
             f"LanguageModel('{self.checkpoint.path}', step {self.checkpoint.step}, "
-            f"{Model(config, hooks=self.schedule.hooks).num_parameters:,} parameters, {config.layers} layers, {config.heads} heads on "
+            f"{count:,} parameters, {config.layers} layers, {config.heads} heads on "
             f"{config.kv_heads} of {config.head_dim} channels, {label_layers(self.layers)}, "
             f"trained on {self.training_length:,} tokens)"
         )

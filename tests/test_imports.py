@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from pe_lab.positional.registry import ENCODINGS
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pe_lab"
 
@@ -283,3 +285,20 @@ def test_the_scan_catches(text: str) -> None:
 @pytest.mark.parametrize("text", ["runs/work/a", "~/work/x", "gs://bucket/work/x", "network/working", "a /workdir"])
 def test_the_scan_lets_pass(text: str) -> None:
     assert forbidden(text) == []
+
+
+def test_attention_and_model_know_no_encoding_by_name() -> None:
+    """What an encoding computes, it computes in its hooks."""
+    kinds = {kind.__name__ for kind in ENCODINGS.values() if kind.__module__.startswith("pe_lab.")}
+    assert {"Rope", "Alibi", "T5Bias", "NotebookYarn"} <= kinds and len(kinds) > 20
+    found = []
+    for file in [*(PACKAGE / "attention").rglob("*.py"), *(PACKAGE / "model").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [getattr(node, "id", ""), getattr(node, "attr", "")]
+            if isinstance(node, ast.ImportFrom):
+                names += [one.name for one in node.names]
+            if isinstance(node, ast.Compare):  # a registered name as a text
+                texts = [node.left, *node.comparators]
+                found += [f"{file.name}: {one.value}" for one in texts if getattr(one, "value", 0) in [*ENCODINGS]]
+            found += [f"{file.relative_to(ROOT)}: {name}" for name in names if name in kinds]
+    assert found == []

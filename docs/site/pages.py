@@ -22,6 +22,7 @@ NAVIGATION = {
         "docs/recipes.md",
         "docs/data.md",
         "docs/sweeps.md",
+        "docs/your-own-encoding.md",
         "docs/reports.md",
         "docs/checkpoints.md",
         "docs/evaluation.md",

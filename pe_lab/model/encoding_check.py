@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.model.decoder import Model, Params, layer_arrays
 from pe_lab.model.learned import learned_of_layer
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
-from pe_lab.positional import Layer, Rope, Schedule, build_schedule, label
+from pe_lab.positional import Layer, Schedule, build_schedule, label
 from pe_lab.positional.registry import is_external
 
 LENGTH, SHIFT = 24, 1000  # tokens of a sequence; how far positions are moved
@@ -232,38 +231,3 @@ def require_causal(layers: tuple[Layer, ...]) -> None:
                 f"The encoding '{label(layer)}' is not causal: the output of a token depends on later ones (the "
                 f"largest gradient is {found.detail}, expected 0). pe_lab.analyze --study=check shows more."
             )
-
-
-def cost(layer: Layer, length: int = 512, repeats: int = 5) -> tuple[float, int]:
-    """The time of a training step of one layer over that with RoPE, on this machine, and the parameters of a layer.
-
-    The median of ratios of steps that follow each other: 8 heads of 64 channels, float32, `length` tokens.
-    """
-    config = dataclasses.replace(
-        CONFIG, vocab_size=64, layers=1, d_model=512, d_ff=64, heads=8, kv_heads=8, head_dim=64, attention="auto",
-        attention_chunk=256,
-    )  # fmt: skip
-    steps = []
-    for one in (layer, Layer(Rope())):
-        schedule = build_schedule((one,), config.heads, config.kv_heads, config.head_dim)
-        model = Model(config, hooks=schedule.hooks)
-        params = jax.jit(model.init)(jax.random.key(0))
-        tokens = jnp.zeros((1, length), jnp.int32)
-        batch = {"tokens": tokens, "targets": tokens, "weights": jnp.ones(tokens.shape)}
-        step = jax.jit(jax.grad(functools.partial(_loss, model, schedule)))
-        jax.block_until_ready(step(params, batch))
-        steps.append((step, params, batch, model))
-    ratios = []
-    for _ in range(repeats):
-        seconds = []
-        for step, params, batch, _ in steps:
-            start = time.perf_counter()
-            jax.block_until_ready(step(params, batch))
-            seconds.append(time.perf_counter() - start)
-        ratios.append(seconds[0] / seconds[1])
-    bare = Model(config).num_parameters
-    return float(np.median(ratios)), steps[0][3].num_parameters - bare
-
-
-def _loss(model: Model, schedule: Schedule, params: Params, batch: Any) -> jax.Array:
-    return model.loss_sum(params, batch, schedule)

@@ -70,13 +70,13 @@ def register(name: str, *, same_as: tuple[str, ...] | str = ()) -> Callable[[Kin
                 f"{' of '.join(_place(kind))} another one."
             )
         _check_signatures(name, kind)
+        _equal_sources[name] = (same_as,) if isinstance(same_as, str) else tuple(same_as)
         if is_external(kind):
             source = source_of(kind)
             if before is not None and source.digest and _sources[before] == source:
                 return before  # the module was read again, and instances of both are to be equal
             _sources[kind] = source
         ENCODINGS[name] = kind
-        _equal_sources[name] = (same_as,) if isinstance(same_as, str) else tuple(same_as)
         register_kind(name, kind)
         return kind
 

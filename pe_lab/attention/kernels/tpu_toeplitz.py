@@ -67,7 +67,7 @@ def part(table: Float[Array, "groups parts heads 128"], first: Int[Array, ""], q
 
 
 def _rolled_by_row(x: Float[Array, "8 W"], left: bool) -> Float[Array, "8 W"]:
-    """Row r of 8, rotated by r lanes."""
+    """Line r of 8, rotated by r lanes."""
     row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
     for bit in (1, 2, 4):
         x = jnp.where((row & bit) != 0, pltpu.roll(x, x.shape[1] - bit if left else bit, 1), x)
