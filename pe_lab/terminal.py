@@ -38,6 +38,7 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
                 stream.reconfigure(errors="backslashreplace")
         if argv is None:
             _shell.append(True)
+        encodings = os.environ.get(ENCODINGS, "")
         try:
             return main(sys.argv[1:] if argv is None else list(argv))
         except (UserError, TrainingDiverged, SilentCorruption, SaveFailed) as error:
@@ -57,6 +58,8 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
                 threading.excepthook = sys.unraisablehook = lambda *_: None
             print(f"error: {shortened(str(reason))}", file=sys.stderr)
             return 2
+        finally:
+            os.environ[ENCODINGS] = encodings
 
     return wrapper
 
@@ -145,30 +148,29 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (--help lists the options)")
 
 
-ENCODINGS = "PE_LAB_ENCODINGS"  # files and modules of encodings, for the processes that a command starts
-_import: list[Callable[[str], Any]] = []  # how: `pe_lab.positional` says it
+ENCODINGS = "PE_LAB_ENCODINGS"  # files and modules of encodings, for this process and those that it starts
+_importers: list[Callable[[str], Any]] = []
 
 
-def imports_encodings(function: Callable[[str], Any]) -> None:
-    """Gives every command `--encodings=FILE`, whose file this function imports."""
-    _import[:] = [function]
-
-
-def import_encodings(reference: str) -> str:
-    """Imports the encodings of a file or a module, also in the processes that this one starts."""
-    _import[0](reference)
-    before = os.environ.get(ENCODINGS, "").split(os.pathsep)
-    if reference.endswith(".py"):
-        reference = os.path.abspath(reference)
-    os.environ[ENCODINGS] = os.pathsep.join(filter(None, dict.fromkeys([*before, reference])))
-    return reference
+def import_encodings_by(function: Callable[[str], Any]) -> None:
+    """Imports the encodings that `--encodings` named so far by this function, and those that it will name."""
+    _importers[:] = [function]
+    for reference in filter(None, os.environ.get(ENCODINGS, "").split(os.pathsep)):
+        function(reference)
 
 
 class _Encodings(argparse.Action):
-    """`--encodings=FILE`, which imports it before the command looks at anything else."""
+    """`--encodings=FILE`. A command may import `pe_lab.positional`, which reads the file, before or after."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        import_encodings(values)
+        if values.endswith(".py"):
+            values = os.path.abspath(values)
+            if not os.path.isfile(values):
+                raise ConfigError(f"--encodings: there is no file '{values}'.")
+        before = os.environ.get(ENCODINGS, "").split(os.pathsep)
+        os.environ[ENCODINGS] = os.pathsep.join(filter(None, dict.fromkeys([*before, values])))
+        for function in _importers:
+            function(values)
 
 
 def argument_parser(
@@ -186,8 +188,6 @@ def argument_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter if own_lines else argparse.HelpFormatter,
         **options,
     )
-    if not _import:  # a command without encodings
-        return parser
     parser.add_argument(
         "--encodings",
         action=_Encodings,
@@ -195,8 +195,6 @@ def argument_parser(
         metavar="FILE",
         help="a Python file, or a module, that registers positional encodings; may be repeated",
     )
-    for reference in filter(None, os.environ.get(ENCODINGS, "").split(os.pathsep)):
-        import_encodings(reference)
     return parser
 
 

@@ -62,6 +62,6 @@ from pe_lab.positional.schemes import (
     T5Bias,
     XPos,
 )
-from pe_lab.terminal import imports_encodings
+from pe_lab.terminal import import_encodings_by
 
-imports_encodings(import_encodings)
+import_encodings_by(import_encodings)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from key_blocks import LINES, QUICK, Case, error, request
 
-from pe_lab.attention.chunked import chunked_key_block
+from pe_lab.attention.chunked import chunked_gradient, chunked_key_block
 from pe_lab.attention.key_block import MASKED
 
 BASE = Case(B=2, T=70, S=150, H=4, G=2, K=16, start=(-3, 75))
@@ -21,6 +21,8 @@ FEATURES = {
     "shared": dict(rotation="shared"),
     "split": dict(rotation="split"),
     "few": dict(T=3, start=(-1, 130)),
+    "distance bias": dict(distance_bias=90),
+    "key bias": dict(key_bias=2),
 }
 
 
@@ -34,3 +36,21 @@ def test_features_together(names):
     unseen = asked.logsumexp <= MASKED
     assert (np.asarray(found.logsumexp)[unseen] == np.float32(MASKED)).all()
     np.testing.assert_allclose(np.asarray(found.logsumexp)[~unseen], asked.logsumexp[~unseen], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("distance bias", "window", "segments"), ("key bias", "slopes", "positions"), ("distance bias", "key bias")],
+    ids=" ".join,
+)
+def test_gradients_together(names):
+    """Of queries, keys, values, slopes and both biases, from one block of keys; 2 s in all."""
+    changes = {name: value for feature in names for name, value in FEATURES[feature].items()}
+    asked = request(dataclasses.replace(BASE, start=(75, 75), **changes))
+    inputs = dataclasses.replace(asked.inputs, chunk=32)
+    saved = asked.backward
+    run = jax.jit(chunked_gradient, compiler_options=QUICK)
+    found = run(asked.query, asked.key, asked.value, inputs, saved.logsumexp, saved.inner, saved.d_out)
+    for name, got, wanted in zip(saved.wanted._fields, found, saved.wanted, strict=False):
+        assert (got is None) == (wanted is None), name
+        assert got is None or error(got, wanted) < 1e-5, name

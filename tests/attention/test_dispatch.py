@@ -135,7 +135,7 @@ def test_every_platform_has_an_order_of_its_implementations():
         ("cudnn", GPU._replace(head_dim=20), "'cudnn' takes heads of .*, and these have 20. Choose one of auto, ref"),
         ("pallas_gpu", GPU._replace(head_dim=20), "takes heads of 32 to 256, in steps of 16 channels, and these have"),
         ("cudnn", GPU._replace(dtype="float32"), "'cudnn' computes in .*, and this is float32"),
-        ("pallas_tpu", TPU._replace(backward=True), "'pallas_tpu' has no gradient, which training needs"),
+        ("pallas_tpu", TPU._replace(needs=frozenset({"position bias"})), "'pallas_tpu' has no position bias, which"),
         ("splash", TPU._replace(partial=True), "'splash' gives no partial results, from which KV caches and seq"),
         ("splash", TPU._replace(length=2**20), "'splash' reads at most [0-9,]+ tokens, and these are 1,048,576"),
         (

@@ -11,6 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from key_blocks import LINES, QUICK, Case, error, request
 
+from pe_lab.attention.bias import PositionBias
 from pe_lab.attention.kernels.tpu_gradient import tpu_key_block_gradient
 from pe_lab.attention.key_block import AttentionInputs, Noise, Rotation
 from pe_lab.errors import UnsupportedError
@@ -148,7 +149,7 @@ def test_what_has_no_gradient_is_refused():
     for inputs in (
         AttentionInputs(rotation=rotation),
         AttentionInputs(noise=Noise(jnp.zeros(2, jnp.uint32), jnp.ones((1, 4)))),
-        AttentionInputs(diagonal_bias=jnp.zeros((1, 4))),
+        AttentionInputs(bias=PositionBias((), ())),
     ):
         with pytest.raises(UnsupportedError):
             tpu_key_block_gradient(

@@ -87,7 +87,7 @@ def gpu_key_block(
         an equal part of the visible blocks. None: as many as keep an H100 busy.
 
     Raises:
-      UnsupportedError: a diagonal bias, or noise without a rotation of H rows.
+      UnsupportedError: functions of logits, or noise without a rotation of H rows.
     """
     B, H, T, K = query.shape
     if layer is None:

@@ -74,7 +74,7 @@ def tpu_key_block(
       interpret: run on any platform, slowly.
 
     Raises:
-      UnsupportedError: a diagonal bias, or noise without a rotation of H rows.
+      UnsupportedError: functions of logits, or noise without a rotation of H rows.
     """
     B, H, T, K = query.shape
     if layer is None:

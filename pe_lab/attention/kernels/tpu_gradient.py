@@ -69,7 +69,7 @@ def tpu_key_block_gradient(
       interpret: run on any platform, slowly.
 
     Raises:
-      UnsupportedError: keys are to be rotated or replaced by noise, or there is a diagonal bias.
+      UnsupportedError: keys are to be rotated or replaced by noise, or there are functions of logits.
     """
     B, H, T, K = query.shape
     G, S = key.shape[1:3]
