@@ -15,6 +15,7 @@ import jax
 
 from pe_lab import storage
 from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.positional.registry import external_files
 from pe_lab.recipes import split_overrides
 from pe_lab.sweeps import (
     Runner,
@@ -35,7 +36,7 @@ from pe_lab.sweeps.results import shown, write_results
 from pe_lab.sweeps.running import exit_status
 from pe_lab.sweeps.slurm import Slurm
 from pe_lab.sweeps.table import TRAINING, VALIDATION
-from pe_lab.terminal import LiveText, argument_parser, command, console, leave, positive
+from pe_lab.terminal import LiveText, argument_parser, command, console, leave, pass_on_encodings, positive
 
 PASSED_ON = ("evaluate.", "slurm-", "ray-")  # --evaluate.lengths=1x,2x is --lengths=1x,2x of pe_lab.evaluate
 
@@ -113,6 +114,8 @@ def main(argv: Sequence[str]) -> int:
         overrides,
         evaluation,
     )
+    for file in external_files():  # of a recipe: the evaluation of a cell does not read it
+        pass_on_encodings(file)
     summarize(sweep, [], baseline=args.baseline)  # refuses a baseline that is none before anything is trained
     losses = (VALIDATION, TRAINING)
     if args.metric and args.metric not in losses and evaluation is None and not storage.exists(sweep.directory / FILE):

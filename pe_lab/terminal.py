@@ -159,6 +159,12 @@ def import_encodings_by(function: Callable[[str], Any]) -> None:
         function(reference)
 
 
+def pass_on_encodings(reference: str) -> None:
+    """Lets the processes that a command starts import a file or a module of encodings."""
+    before = os.environ.get(ENCODINGS, "").split(os.pathsep)
+    os.environ[ENCODINGS] = os.pathsep.join(filter(None, dict.fromkeys([*before, reference])))
+
+
 class _Encodings(argparse.Action):
     """`--encodings=FILE`. A command may import `pe_lab.positional`, which reads the file, before or after."""
 
@@ -167,8 +173,7 @@ class _Encodings(argparse.Action):
             values = os.path.abspath(values)
             if not os.path.isfile(values):
                 raise ConfigError(f"--encodings: there is no file '{values}'.")
-        before = os.environ.get(ENCODINGS, "").split(os.pathsep)
-        os.environ[ENCODINGS] = os.pathsep.join(filter(None, dict.fromkeys([*before, values])))
+        pass_on_encodings(values)
         for function in _importers:
             function(values)
 

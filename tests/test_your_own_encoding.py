@@ -93,10 +93,10 @@ def test_an_encoding_of_a_recipe_through_everything(tmp_path):
     train = [sys.executable, "-m", "pe_lab.train", "--config=mine.py", "--workdir=run"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     killed = subprocess.Popen(train, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
-    for _ in range(600):
-        if (tmp_path / "run" / "pretrain" / "checkpoints" / "200").exists():
+    for _ in range(1200):
+        if any((tmp_path / "run" / "pretrain" / "checkpoints").glob("[0-9]*00")) or killed.poll() is not None:
             break
-        time.sleep(0.1)
+        time.sleep(0.05)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
     shown = run(tmp_path, "train", "--config=mine.py", "--workdir=run")

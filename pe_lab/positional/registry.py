@@ -175,6 +175,11 @@ def sources(encodings: Iterable[Encoding]) -> dict[str, dict[str, str]]:
     return {name: dataclasses.asdict(_sources[kind]) for name, kind in sorted(kinds.items())}
 
 
+def external_files() -> list[str]:
+    """The files of all registered encodings that are not pe_lab's own."""
+    return sorted({source.file for source in _sources.values()} - {""})
+
+
 def check_sources(recorded: Mapping[str, Mapping[str, str]], where: str) -> None:
     """Raises an `EncodingError` if an encoding of a checkpoint is not registered, or has another source by now.
 
