@@ -4,17 +4,20 @@ Paper: the budget is that of "Extending the Context of Pretrained LLMs by Droppi
 (DroPE), appendix C.1; the schemes are those of docs/encodings.md, each with its own paper.
 
 Arguments: scheme=NAME, a registered encoding, or a text such as 'rope/with=t5' (in quotes if it has a comma);
-size=494m (or laptop). Encodings that add to others are put beside RoPE: ssmax means rope/with=ssmax. Your own:
-  python -m pe_lab.train --config=configs/encodings.py:scheme=mine,size=laptop --encodings=mine.py
+size=494m (or laptop). Encodings that add to others are put beside RoPE: ssmax means rope/with=ssmax. One of your own
+has its name here, and its file is given by --encodings=FILE (docs/your-own-encoding.md).
 
 Prepare: as for configs/table1.py.
 
 Train:
   python -m pe_lab.train --config=configs/encodings.py:scheme=fire
+  python -m pe_lab.train --config=configs/encodings.py:scheme=t5,size=laptop
   python -m pe_lab.sweep --config=configs/encodings.py:scheme=rope,size=laptop --seeds=3
 
 Cost of each: that of configs/table1.py, 5.42e19 FLOPs and 191 v5e chip-hours at 40% MFU, times the cost of the encoding
-over RoPE's (docs/encodings.md). size=laptop: about 6 minutes on two CPU cores, times the same.
+over RoPE's (docs/encodings.md). Does it fit?
+  python -m pe_lab.plan --config=configs/encodings.py:scheme=fire --topology=v5e:16x16
+size=laptop: about 6 minutes on two CPU cores, times the same.
 Expected: no paper has all of them at this size. Table 1's RoPE has validation perplexity 21.72.
 
 RoPE's base is that of the table's model (1e6; 200 at laptop size, where windows have 64 tokens), and lengths in the

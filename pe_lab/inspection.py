@@ -16,7 +16,7 @@ from pe_lab.attention.layer_encoding import encode_keys, encode_queries
 from pe_lab.attention.statistics import ArrayLike, attention_rows, checked_indices
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model
-from pe_lab.model.layer_pass import LayerView, Measure, forward_model, layer_pass
+from pe_lab.model.layer_pass import LayerView, Measure, forward_model, hook_encoded, layer_pass
 from pe_lab.parallel import AxisRules, use_mesh
 from pe_lab.positional import HeadEdit, Layer
 from pe_lab.positional.codec import parse

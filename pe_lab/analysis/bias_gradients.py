@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pe_lab.attention.hooks import refuse_hooks
 from pe_lab.attention.key_block import FLOOR, AttentionInputs, masked_logits, padded
 from pe_lab.attention.layer_encoding import LayerEncoding, encode_keys, encode_queries
 from pe_lab.config import ModelConfig

@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention.layer_encoding import encode_keys, encode_queries
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.language_model import LanguageModel, Tokens
-from pe_lab.model.layer_pass import LayerView, checked_layers
+from pe_lab.model.layer_pass import LayerView, checked_layers, hook_encoded
 
 INDICATORS = ("query", "key", "both")
 STAGES = ("pre_ntk", "post_ntk", "post_rope")

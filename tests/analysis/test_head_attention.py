@@ -205,7 +205,7 @@ def _view(query, key):
     schedule = jax.tree.map(jnp.asarray, build_schedule([Layer(Rope(100.0))], H, G, K))
     arrays = tuple(a[0] for a in layer_arrays(schedule))
     encoding = model.layer_encoding(arrays, schedule.structure[0], jnp.arange(query.shape[1])[None])
-    return module.LayerView(None, jnp.asarray(query), key, key, encoding, None, None, None, {}, jnp.int32(0), 32)
+    return module.LayerView(None, None, jnp.asarray(query), key, key, encoding, None, None, None, {}, jnp.int32(0), 32)
 
 
 def test_padding_does_not_count():
@@ -296,7 +296,7 @@ def test_memory_is_linear_in_the_length(measure):
         stacked = (lm.checkpoint.params["layers"], layer_arrays(jax.tree.map(jnp.asarray, schedule)))
         x = shape(1, length, 32, dtype=jnp.float32)
         lowered = module._layer.lower(
-            model, schedule.structure[0], function, x, stacked, jnp.int32(0), None, None, data
+            model, schedule.structure[0], function, x, stacked, {}, jnp.int32(0), None, None, data
         )
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
