@@ -93,7 +93,7 @@ def test_an_encoding_of_a_recipe_through_everything(tmp_path):
     train = [sys.executable, "-m", "pe_lab.train", "--config=mine.py", "--workdir=run"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     killed = subprocess.Popen(train, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
-    for _ in range(1200):
+    for _ in range(6000):
         if any((tmp_path / "run" / "pretrain" / "checkpoints").glob("[0-9]*00")) or killed.poll() is not None:
             break
         time.sleep(0.05)

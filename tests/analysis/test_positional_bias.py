@@ -221,7 +221,9 @@ def test_memory_is_linear_in_the_length():
     def needed(length: int) -> int:
         x = jax.ShapeDtypeStruct((1, length, D), jnp.float32)
         stacked = (lm.checkpoint.params["layers"], layer_arrays(jax.tree.map(jnp.asarray, schedule)))
-        traced = module._layer.lower(model, schedule.structure[0], measure, x, stacked, {}, jnp.int32(0), None, None, None)
+        traced = module._layer.lower(
+            model, schedule.structure[0], measure, x, stacked, {}, jnp.int32(0), None, None, None
+        )
         return traced.compile().memory_analysis().temp_size_in_bytes
 
     half, whole = needed(2048), needed(4096)
