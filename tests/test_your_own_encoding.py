@@ -112,9 +112,7 @@ def test_an_encoding_of_a_recipe_through_everything(tmp_path):
     assert "uses the encoding 'leaky_gate', which is not registered" in refused and "--encodings=" in refused
     mine = "--encodings=mine.py"
     run(tmp_path, "generate", "--from=run/pretrain", mine, "--prompt=ab", "--max-new-tokens=8")
-    evaluated = run(
-        tmp_path, "evaluate", "--from=run/pretrain", mine, "--suite=perplexity", "--lengths=16,64", "--tokens=256"
-    )
+    evaluated = run(tmp_path, "evaluate", "--from=run/pretrain", mine, "--suite=needles", "--lengths=16,64")
     assert "64 (4x)" in evaluated and "leaky_gate" in evaluated
     run(tmp_path, "report", "run")  # reads files alone
     assert "leaky_gate" in (tmp_path / "run" / "report.html").read_text()

@@ -71,10 +71,8 @@ def test_a_child_carries_initializes_and_leaves_out():
     old, new = params["layers"]["positional"], found["layers"]["positional"]
     np.testing.assert_array_equal(new["t5"]["table"], old["t5"]["table"][np.array([0, 1, 3])])
     assert set(new) == {"t5", "t5_2", "ssmax"} and new["t5_2"]["table"].shape == (1, 8, 2)
-    assert (
-        what
-        == "parameters of t5_2 initialized on layers 2; parameters of ssmax initialized on layers 3; those of sink left out"
-    )
+    initialized = [f"parameters of {name} initialized on layers {n}" for name, n in (("t5_2", 2), ("ssmax", 3))]
+    assert what == "; ".join([*initialized, "those of sink left out"])
     same, nothing = carried(params, before, before, parent)
     assert same is params and nothing == ""
     dropped, what = carried(params, before, layer_hooks(layers("nope", 4), 2), model_of("nope"))
