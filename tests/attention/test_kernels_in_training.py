@@ -1,4 +1,4 @@
-"""pe_lab's kernels, interpreted, as training calls them: gradients of attention with hooks, on one device and a ring."""
+"""pe_lab's kernels, interpreted, as training calls them: gradients of attention with hooks, also on a ring."""
 
 import dataclasses
 import functools
@@ -62,9 +62,8 @@ def gradients(name, split, segments=None, order=None):
         q, k, v, x, params = given
         row = encoding._replace(hooks=dataclasses.replace(encoding.hooks, params=params))
         out = attention(q, k, v, row, x=x, segments=segments, window=50, implementation=name, chunk=32)
-        return (
-            out * jnp.cos(jnp.arange(out.size).reshape(2, T, H, K)[:, np.arange(T) if order is None else order])
-        ).sum()
+        weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return (out * (weights if order is None else weights[:, order])).sum()
 
     return jax.jit(jax.value_and_grad(loss))(given)
 
