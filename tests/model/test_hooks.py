@@ -12,7 +12,7 @@ import pytest
 
 from pe_lab.config import MeshConfig, ModelConfig
 from pe_lab.errors import UserError
-from pe_lab.model import Model
+from pe_lab.model import Decoder, Model, Request, Schedules
 from pe_lab.model.chunked_forward import ChunkedForward
 from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Encoding, Layer, Parameter, build_schedule, layer_hooks, layers, register
@@ -147,6 +147,33 @@ def test_on_meshes(name, mesh):
     expected = loss_and_gradient(model, schedule, params)
     with use_mesh(make_mesh(MeshConfig(**mesh), jax.devices()[: int(np.prod(list(mesh.values())))]), AxisRules()):
         assert_close(loss_and_gradient(model, schedule, params), expected, 5e-5)
+
+
+@register("looks_two_back")
+@dataclass(frozen=True)
+class LooksTwoBack(Encoding):
+    """Keys with a part of the token two before, which a chunk does not have: not exact under a cache."""
+
+    content = True
+    exact_cache = False
+
+    def encode(self, params, q, k, positions, x):
+        return q, k + jnp.pad(k, ((0, 0), (2, 0), (0, 0), (0, 0)))[:, :-2]
+
+
+def test_decoding_without_an_exact_cache_takes_whole_passes():
+    """Every token is the likeliest of a pass over all tokens before it; chunks against a cache are refused."""
+    model, schedule, params = model_of("rope/with=looks_two_back")
+    params["token_embedder"]["embedding"] *= 50.0
+    prompts = [np.asarray(TOKENS[0, :9]), np.asarray(TOKENS[1, :5])]
+    made = Decoder(model.config)
+    ended = made.generate(made.prepare(params), prompts, Schedules.fixed(schedule), Request(max_new_tokens=4))
+    for prompt, ending in zip(prompts, ended, strict=True):
+        text = [*map(int, prompt), *ending.ids]
+        logits = model.apply(params, jnp.asarray([text]), None, None, schedule)
+        assert ending.ids == np.asarray(logits[0, len(prompt) - 1 : -1].argmax(-1)).tolist()
+    with pytest.raises(UserError, match="LooksTwoBack is not exact under a KV cache"):
+        ChunkedForward(model.config, chunk=8).losses(params, np.asarray(TOKENS), np.asarray(TOKENS), schedule)
 
 
 # --- Bad hooks ---
