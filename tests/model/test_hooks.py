@@ -101,7 +101,11 @@ def assert_close(found, wanted, tolerance=2e-5):
         assert np.abs(a - b).max() <= tolerance * max(1.0, np.abs(b).max()), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("name", SETS)
+FAST = ("on some heads", "a function of rows")  # with every hook, and with those that few have
+SLOWER = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SETS]
+
+
+@pytest.mark.parametrize("name", SLOWER)
 def test_chunked_and_scanned_equal_the_reference(name):
     model, schedule, params = model_of(SETS[name])
     found = loss_and_gradient(model, schedule, params)
@@ -111,7 +115,7 @@ def test_chunked_and_scanned_equal_the_reference(name):
     assert_close(found, loss_and_gradient(reference, schedule, params))
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", SLOWER)
 def test_chunks_against_a_cache_equal_one_pass(name):
     model, schedule, params = model_of(SETS[name])
     targets = np.roll(np.asarray(TOKENS), -1, 1)
@@ -131,6 +135,7 @@ def test_packed_documents_equal_separate_ones():
         )
 
 
+@pytest.mark.slow
 def test_dense_equals_chunked():
     model, schedule, params = model_of(SETS["beside rope"])
     dense, _, _ = model_of(SETS["beside rope"], attention="dense")
