@@ -106,6 +106,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--config is missing: which recipe is to be trained? --table needs --workdir alone.")
     evaluation = _evaluation(args.evaluate, passed_on["evaluate."])
     runner = _runner(args, passed_on) if not args.dry_run else None
+    before = set(external_files())
     sweep = make_sweep(
         args.config,
         [parse_axis(text) for text in args.grid],
@@ -114,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
         overrides,
         evaluation,
     )
-    for file in external_files():  # of a recipe: the evaluation of a cell does not read it
+    for file in set(external_files()) - before:  # of the recipe: the evaluation of a cell does not read it
         pass_on_encodings(file)
     summarize(sweep, [], baseline=args.baseline)  # refuses a baseline that is none before anything is trained
     losses = (VALIDATION, TRAINING)

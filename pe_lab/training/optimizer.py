@@ -97,7 +97,7 @@ def _extended(config: OptimizerConfig, steps: int, extensions: Sequence[Extensio
     return lambda step: jnp.where(step < last.at, before(step), after(step - origin))
 
 
-def decays(path: tuple[Any, ...], axes: tuple[str, ...]) -> bool:
+def decays(path: tuple[Any, ...], axes: tuple[str | None, ...]) -> bool:
     """Whether weight decay acts on a parameter: on matrices, not on norms' scales or biases."""
     name = str(getattr(path[-1], "key", path[-1]))
     # The bias of a projection to heads and the scale of a flat QK-norm have two axes, so names are checked too.
@@ -114,7 +114,7 @@ def last_at_peak(config: OptimizerConfig, steps: int, extensions: Sequence[Exten
     return steps - int((steps - start) * config.decay_fraction) + 1  # the first step of the decay has the peak
 
 
-def group(path: tuple[Any, ...], axes: tuple[str, ...]) -> str:
+def group(path: tuple[Any, ...], axes: tuple[str | None, ...]) -> str:
     """The learning-rate group of a parameter: matrix, embedding, head or vector (norms and biases).
 
     An embedding that is also the head is an embedding.
@@ -150,7 +150,7 @@ def make_optimizer(
         names = [str(getattr(key, "key", key)) for key in path]
         return learned[names[2]][names[3]] if learned and names[:2] == ["layers", "positional"] else None
 
-    def decayed(path: tuple[Any, ...], axes: tuple[str, ...]) -> bool:
+    def decayed(path: tuple[Any, ...], axes: tuple[str | None, ...]) -> bool:
         if (own := of_encoding(path)) is not None:
             return own.decay
         embeds = group(path, axes) in ("embedding", "head")
@@ -163,7 +163,7 @@ def make_optimizer(
         "vector": config.vector_multiplier,
     }
 
-    def multiplier(path: tuple[Any, ...], axes: tuple[str, ...]) -> float:
+    def multiplier(path: tuple[Any, ...], axes: tuple[str | None, ...]) -> float:
         own = of_encoding(path)
         return of_group[group(path, axes)] if own is None else own.learning_rate
 
