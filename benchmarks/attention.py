@@ -6,10 +6,10 @@ and in memory.
 
 Parts on a GPU: `forward`, TFLOP/s of whole texts; `backward`, of training; `decode`, bytes/s of the cache that one
 query reads; `gradient`, forward and backward pass of pe_lab's kernel, with and without a bias by distance; `train`, the
-step of configs/drope_16b.py's model. On a CPU: `speed`, `memory`, and `kernels`: are ours,
-interpreted, right? All sides get the same arrays; before anything is timed, outputs of some queries are compared with
-a reference in float64, and what is off is not timed (exit status 1). Sides take turns. The peer is torch in a process
-of its own (another Python, perhaps: `--peer-python`, or the environment's PE_LAB_PEER).
+step of configs/drope_16b.py's model. On a CPU: `speed`, `memory`, `learned`: both with a learned bias by distance, and
+`kernels`: are ours, interpreted, right? All sides get the same arrays; before anything is timed, outputs of some
+queries are compared with a reference in float64, and what is off is not timed (exit status 1). Sides take turns. The
+peer is torch in a process of its own (another Python, perhaps: `--peer-python`, or the environment's PE_LAB_PEER).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ if platforms is None:
 import attention_cpu
 import attention_gradient
 import attention_kernels as kernels
+import attention_learned
 from attention_tables import decode_table, flops_table, gradient_table, wrong
 from attention_train import train_step
 
@@ -55,7 +56,10 @@ from pe_lab.parallel import keep_freed_memory, start_processes
 from pe_lab.terminal import command
 from pe_lab.training.machine import machine, versions
 
-PARTS = {"gpu": ("forward", "backward", "gradient", "decode", "train"), "cpu": ("speed", "memory", "kernels")}
+PARTS = {
+    "gpu": ("forward", "backward", "gradient", "decode", "train"),
+    "cpu": ("speed", "memory", "learned", "kernels"),
+}
 LENGTHS = {"gpu": (2048, 4096, 8192, 16384, 32768, 65536, 131072), "cpu": (512, 1024, 2048, 4096, 8192)}
 SMALL = 1000  # tokens of a text whose queries are all compared; no multiple of any block
 CACHES = [(B, S) for S in (8192, 32768, 131072) for B in (1, 8)]
@@ -159,6 +163,9 @@ def cpu(args: argparse.Namespace, plan: Plan, report: Report) -> None:
     if "memory" in args.parts:
         report.add("memory", *attention_cpu.memory(args.heads, args.kv_heads))
         report.add("reading", *attention_cpu.reading())
+    if "learned" in args.parts:
+        report.add("learned", *attention_learned.speed(plan, args.lengths))
+        report.add("learned_memory", *attention_learned.memory())
     if "kernels" in args.parts:
         look = dataclasses.replace(plan, tiny=True, timed=False, peer=None)
         report.add("kernels", *attention_cpu.interpreted(look))
@@ -257,7 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     start_processes()
     platform = jax.default_backend()
     complete(args, platform)
-    place = Place(args.write, "tiny" if args.tiny else platform) if args.write else None
+    name = "tiny" if args.tiny else "learned" if args.parts == ["learned"] else platform
+    place = Place(args.write, name) if args.write else None
     python = None if args.ours_only else find_peer_python(args.peer_python)
     plan = Plan(args.rounds, turn=0.05 if platform == "gpu" else 0.3, only=args.only)
     plan.backends = ("flash", "cudnn") if platform == "gpu" or args.tiny else ("grouped", "repeated")

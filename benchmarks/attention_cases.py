@@ -55,6 +55,13 @@ def chosen_rows(case: Case, most: int = 16) -> list[int]:
     return sorted({0, 1, case.T // 2, case.T - 1, *map(int, between)})
 
 
+def bias_table(case: Case, size: int) -> np.ndarray:
+    """[H, size] biases that fall slowly with the distance, another curve for each head; float32."""
+    rng = np.random.default_rng(size)
+    fall = np.log1p(np.arange(size)) * np.linspace(0.1, 0.5, case.H)[:, None]
+    return (0.3 * rng.standard_normal((case.H, size)) - fall).astype(np.float32)
+
+
 def head_frequencies(H: int, K: int) -> np.ndarray:
     """[H, K / 2] radians a position, other ones for every head: RoPE's, slowed down from head to head."""
     return 10000.0 ** (-np.arange(K // 2) / (K // 2)) / np.linspace(1, 2, H)[:, None]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_cases import Case, error
+from attention_cases import Case, bias_table, error
 from attention_kernels import OURS, placed, rounded, runs
 from attention_tools import Contestant, Plan, compare
 
@@ -95,12 +95,8 @@ def entries(case: Case, tiny: bool) -> list[Entry]:
 
 
 def table_of(case: Case, size: int) -> jax.Array | None:
-    """[H, size] biases that fall slowly with the distance, another curve for each head."""
-    if not size:
-        return None
-    rng = np.random.default_rng(size)
-    fall = np.log1p(np.arange(size)) * np.linspace(0.1, 0.5, case.H)[:, None]
-    return jnp.asarray(0.3 * rng.standard_normal((case.H, size)) - fall, jnp.float32)
+    """A table of so many entries for each head; None for no entries."""
+    return jnp.asarray(bias_table(case, size)) if size else None
 
 
 def right_answer(given: list[np.ndarray], table: np.ndarray | None, last: int) -> list[np.ndarray]:

@@ -9,22 +9,25 @@ import contextlib
 import json
 import math
 import os
+import resource
 import sys
 import time
 from typing import Any
 
 import numpy as np
 import torch
-from attention_cases import Case, arrays
+from attention_cases import Case, arrays, bias_table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+BIAS = "bias "
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 class Attention:
     """Answers of one device. `how`: flash or cudnn (with grouped heads), grouped (torch chooses), or repeated: the
-    same with a key head for every query head, which are made before anything is timed."""
+    same with a key head for every query head, which are made before anything is timed; with `BIAS` before it, the same
+    with a learned bias for every distance: as products and a softmax, as a mask, or by flex_attention."""
 
     def __init__(self, job: dict):
         torch.set_num_threads(job["threads"])
@@ -32,38 +35,68 @@ class Attention:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(f"torch {torch.__version__} sees no GPU")
         self._made: tuple = (None, None)
+        self._places: tuple = ()
         self._calls: dict = {}
 
     def tensors(self, case: Case, how: str) -> list:
         """Queries, keys and values as they lie in a model [B, T, H, K], viewed as [B, H, T, K]; on a CPU as torch likes
-        them best, heads first."""
-        key = (case, how == "repeated")
+        them best, heads first. With a bias, its table [H, T]."""
+        biased = how.startswith(BIAS)
+        key = (case, how == "repeated" or biased, biased)
         if self._made[0] != key:
             self._made = (None, None)  # first away with the old ones
             made = [torch.from_numpy(x).to(self.device, getattr(torch, case.dtype)) for x in arrays(case)]
             made = [x.transpose(1, 2) for x in made]
-            if how == "repeated":
+            if key[1]:
                 made[1:] = [x.repeat_interleave(case.H // case.G, 1) for x in made[1:]]
             if self.device == "cpu":
                 made = [x.contiguous() for x in made]
+            if biased:
+                made.append(torch.from_numpy(bias_table(case, case.T)).to(self.device))
+                places = torch.arange(case.T, device=self.device)
+                self._places = ((places[:, None] - places).clamp(0), places[:, None] < places)
             self._made = (key, made)
         return self._made[1]
 
-    def attend(self, query: Any, key: Any, value: Any, how: str, causal: bool = True) -> Any:
+    def attend(self, query: Any, key: Any, value: Any, table: Any = None, *, how: str, causal: bool = True) -> Any:
+        if table is not None:
+            return self.biased(query, key, value, table, how.removeprefix(BIAS))
         return scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=how != "repeated")
+
+    def biased(self, query: Any, key: Any, value: Any, table: Any, how: str) -> Any:
+        distance, later = self._places
+        if how == "flex":
+            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+            T = len(distance)
+            causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=self.device)
+
+            def add(logit: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+                return logit + table[h, (i - j).clamp(0)]
+
+            return torch.compile(flex_attention)(query, key, value, score_mod=add, block_mask=causal)
+        bias = table[:, distance].masked_fill(later, -math.inf)
+        if how == "sdpa":
+            return scaled_dot_product_attention(query, key, value, attn_mask=bias[None])
+        return torch.softmax(query @ key.mT * query.shape[-1] ** -0.5 + bias, -1) @ value
+
+    def peak(self, asked: dict) -> dict:
+        """Bytes of the process's memory at most, so far."""
+        return {"bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
     def rows(self, asked: dict) -> dict:
         """What `TorchPeer.rows` says, as base64."""
         case, how = Case(*asked["case"]), asked["how"]
-        query, key, value = self.tensors(case, how)
+        given, what = self.tensors(case, how), asked["what"]
         with self.backend(how):
-            if asked["what"] == "out":
-                out = self.attend(query, key, value, how, case.T == case.S)
+            if what == "out":
+                out = self.attend(*given, how=how, causal=case.T == case.S).detach()
             else:
-                leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
-                self.attend(*leaves, how).backward(query)
-                out = leaves[0].grad
-        chosen = out.detach().transpose(1, 2)[:, asked["rows"]].float().cpu().numpy()
+                leaves = [x.detach().clone().requires_grad_() for x in given]
+                self.attend(*leaves, how=how).backward(given[0])
+                out = leaves[3 if what == "table gradient" else 0].grad
+        out = out if what == "table gradient" else out.transpose(1, 2)
+        chosen = out[:, asked["rows"]].float().cpu().numpy()
         return {"rows": base64.b64encode(np.ascontiguousarray(chosen).tobytes()).decode()}
 
     def backend(self, how: str) -> contextlib.AbstractContextManager:
@@ -95,16 +128,16 @@ class Attention:
         return (time.perf_counter() - start) / calls, (time.process_time() - cpu) / calls
 
     def call(self, case: Case, how: str, what: str, layers: int) -> Any:
-        query, key, value = self.tensors(case, how)
+        query, key, value = (given := self.tensors(case, how))[:3]
         if what == "forward":
-            return torch.inference_mode()(lambda: self.attend(query, key, value, how))
-        if what == "backward":
-            leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+            return torch.inference_mode()(lambda: self.attend(*given, how=how))
+        if what in ("backward", "biased"):
+            leaves = [x.detach().clone().requires_grad_() for x in given]
 
             def both() -> None:
                 for leaf in leaves:
                     leaf.grad = None
-                self.attend(*leaves, how).backward(query)
+                self.attend(*leaves, how=how).backward(query)
 
             return both
         # Caches of several layers, so that none is found in the processor's own cache; each layer's output is the
@@ -115,7 +148,7 @@ class Attention:
         def through() -> None:
             out = query
             for k, v in caches:
-                out = self.attend(out, k, v, how, causal=False)
+                out = self.attend(out, k, v, how=how, causal=False)
 
         through = torch.no_grad()(through)
         if self.device == "cpu":

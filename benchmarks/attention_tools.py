@@ -108,13 +108,14 @@ class TorchPeer(Peer):
         return self.ask({"steps": steps})
 
     def rows(self, case: Case, how: str, rows: Sequence[int], what: str = "out") -> np.ndarray:
-        """[B, rows, H, K] float32: outputs of some queries, or `what`="gradient": theirs, the output's being them."""
+        """[B, rows, H, K] float32: outputs of some queries, or `what`="gradient": theirs, the output's being them; with
+        "table gradient", that of a bias, [H, rows], at these distances."""
         answer = self.ask({"do": "rows", "case": case, "how": how, "rows": list(rows), "what": what})
-        shape = (case.B, len(rows), case.H, case.K)
+        shape = (case.H, len(rows)) if what == "table gradient" else (case.B, len(rows), case.H, case.K)
         return np.frombuffer(base64.b64decode(answer["rows"]), np.float32).reshape(shape)
 
     def turn(self, case: Case, how: str, what: str, seconds: float, layers: int = 1) -> Turn:
-        """`what`: forward, backward (with the forward pass) or decode (through `layers` caches)."""
+        """`what`: forward, backward or biased (with the forward pass), or decode (through `layers` caches)."""
         asked = {"do": "time", "case": case, "how": how, "what": what, "turn": seconds, "layers": layers}
         self.ask(asked)  # compiles, and finds out how many calls fill a turn
         return lambda: Spent(**self.ask(asked))
@@ -194,7 +195,7 @@ def compare(
     """One row a contestant, torch's backends included: `error`, then its `summary`, or `failure`, which says why not.
 
     Args:
-      what: forward, backward or decode. A call goes through so many `layers`; times are those of one.
+      what: forward, backward, biased or decode. A call goes through so many `layers`; times are those of one.
       torch_is_off: the error of a backend of torch.
     """
     tell(f"  {what}: {case}")
