@@ -200,6 +200,7 @@ def test_the_batch_of_the_parity_check_never_changes():
 
 
 @pytest.mark.usefixtures("compilations_kept")
+@pytest.mark.slow
 def test_a_phase_starts_from_a_hugging_face_directory(tmp_path):
     shape = dict(layers=2, d_model=16, d_ff=32, heads=2, kv_heads=2, qk_norm="none", dtype="float32")
     memory = Memory(ModelConfig(vocab_size=384, **shape), (Layer(Rope(500.0)),) * 2, 16)

@@ -50,6 +50,7 @@ def test_logits_are_the_same(earlier, phase):
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_evaluation_measures_the_same(earlier):
     """About 10 s."""
     assert pe_lab.evaluate.main(["--from=run", "--suite=perplexity"]) == 0

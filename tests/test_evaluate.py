@@ -59,6 +59,7 @@ def test_a_phase_or_a_step_means_that_checkpoint_of_its_run(run):
     assert locate(run).paths == (str(run / "pretrain" / "checkpoints" / "3"), str(step))
 
 
+@pytest.mark.slow
 def test_every_kept_checkpoint_is_measured(run, tmp_path, capsys):
     run = shutil.copytree(run, tmp_path / "run", symlinks=True)
     data = from_dict(DataConfig, open_checkpoint(run / "pretrain").metadata["config"]["data"])
@@ -87,6 +88,7 @@ def test_every_kept_checkpoint_is_measured(run, tmp_path, capsys):
         assert main([*argv, f"--steps={steps}"]) == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_weights_under_another_encoding_are_rows_of_their_own(run, tmp_path, capsys):
     """Beside those of the model as it is, not instead of them."""
     out = tmp_path / "out"
@@ -141,6 +143,7 @@ def test_external_models_have_directories_of_their_own(tmp_path, monkeypatch):
     assert locate("hf:exports/demo").root == Path("runs/exports-demo")  # not the trained run of that name
 
 
+@pytest.mark.slow
 def test_a_child_of_surgery_keeps_its_own_rows(run, tmp_path, capsys):
     parent = open_checkpoint(run / "pretrain")
     what = "rope(base=10000) -> nope on layers 0-1"

@@ -39,6 +39,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_needles_of_two_models_under_two_variants(run, tmp_path, capsys):
     out = tmp_path / "out"
     argv = [f"--from={run / 'pretrain'},{run / 'recalibrate'}", "--suite=niah:standard", "--haystack=noise",

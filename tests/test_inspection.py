@@ -37,6 +37,7 @@ def test_attention_weights_are_those_of_float64(lm):
     np.testing.assert_allclose(one, found[:1, :1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_hidden_states_are_the_inputs_of_layers(lm):
     """The last layer and the head, applied to its input by hand, are the model's logits."""
     hidden = lm.hidden_states(TOKENS)
@@ -81,6 +82,7 @@ def test_heads_can_have_encodings_of_their_own(lm):
     assert lm.with_heads(0, [1], "uniform").layers[0].heads[0].to == Uniform()
 
 
+@pytest.mark.slow
 def test_random_weights_have_the_shape_and_are_those_of_the_seed(lm):
     one, same, other = lm.initialized(3), lm.initialized(3), lm.initialized(4)
     assert one.layers == lm.layers and one.checkpoint.step == 0

@@ -390,6 +390,7 @@ def test_a_sharded_sequence_is_not_gathered(recipe):
     assert not [row for row in traffic if row.kind == "all-gather" and "context" in row.axes]
 
 
+@pytest.mark.slow
 def test_auto_is_the_fastest_that_fits():
     auto = {"model.remat": "auto", "model.loss_chunks": "auto"}
     model = _plan(**auto).phases[0].model.config

@@ -169,6 +169,7 @@ def test_up_to_the_training_length_a_scaling_is_marked_as_the_model_as_trained(d
     assert "nothing is changed up to the training length" in rows["RoPE + YaRN"][0]
 
 
+@pytest.mark.slow
 def test_scores_of_several_checkpoints_are_drawn_against_tokens_trained(tmp_path):
     run = make_run(tmp_path)
     for suite, name in (("needles", "accuracy"), ("perplexity", "nll")):
@@ -357,6 +358,7 @@ def test_slow_frequencies_are_marked_where_there_are_some(demo_page, tmp_path):
     assert "Stretched" in (page := page_of(fast)) and "1 rotation in training" not in page
 
 
+@pytest.mark.slow
 def test_several_runs_are_compared_and_each_has_its_section(tmp_path, capsys):
     runs = [make_run(tmp_path / "runs", name) for name in ("one", "two")]
     assert main([str(run) for run in runs]) == 0
@@ -435,6 +437,7 @@ def test_a_place_that_cannot_be_written_is_an_error(tmp_path, capsys):
     assert "cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_training_length_is_marked_where_it_is_in_sight(tmp_path):
     run = make_run(tmp_path)
     path = run / "evaluation" / "needles.jsonl"

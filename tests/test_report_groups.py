@@ -126,6 +126,7 @@ def test_scores_are_means_with_t_intervals_over_seeds(two_groups):
     assert cell.stderr * 1.959964 == pytest.approx(half)  # comparisons are as careful as the interval
 
 
+@pytest.mark.slow
 def test_a_task_of_two_groups_has_a_chart_with_their_means(tmp_path):
     made = []
     for name, layers, level in (("small", 3, 0.5), ("large", 4, 0.7)):

@@ -113,6 +113,7 @@ def test_the_opening_compares_with_the_best_variant_and_names_both(tmp_path):
     assert "DroPE, paper's β finds" in found.opening and "DroPE, paper's β finds" in found.headline
 
 
+@pytest.mark.slow
 def test_several_runs_without_a_dropped_model_have_a_whole_headline(tmp_path):
     rope = {key: value for key, value in WINNING.items() if key[0] == "RoPE"}
     runs = read_runs([make_run(tmp_path, name, methods=rope) for name in ("one", "two")])

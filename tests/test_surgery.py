@@ -150,6 +150,7 @@ def test_metadata_is_plain_json(run):
 # --- QK-norm ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_qk_norm_is_removed_and_added_with_the_change_in_loss(run, tmp_path, capsys):
     """The tiny recipe has one per head; its needles are the text that constants are fitted on."""
     before = fingerprint(run)

@@ -151,6 +151,7 @@ def command(run, out, *more):
             "--sequences=1", "--samples=9", f"--out={out}", "--positional=ntk:factor=2", *more]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_goes_on_and_its_table_is_right(run, tmp_path, capsys, counts):
     argv = command(run, tmp_path / "out", "--grid=method=all-nope;rank=full;heads=1,2")
     assert analyze.main([*argv, "--dry-run"]) == 0

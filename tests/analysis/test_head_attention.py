@@ -190,6 +190,7 @@ def test_logit_bounds_are_the_products_of_norms(case):
         close(tokens[:, :, 2, 1:], full[:, :, index[1:], index[:-1]][..., :7], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_aligned_queries_and_keys_reach_the_bound():
     """Theorem 5.3's construction: equal queries and keys are aligned with themselves, and with nothing else."""
     view = dense.language_model((Layer(Rope(100.0)),)).layer_pass(dense.tokens(40), _raw)[0]

@@ -204,6 +204,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(study_figures, "render", lambda figure, form: b"")
 
 
+@pytest.mark.slow
 def test_from_scores_to_surgery(run, tmp_path, capsys):
     out = tmp_path / "out"
     argv = ["--study=head_entropy", f"--from={run / 'pretrain'}", "--length=2x", "--sequences=2", f"--out={out}",

@@ -155,6 +155,7 @@ def test_two_pairs_complete_no_cycle_where_the_paper_states_five(tmp_path, capsy
     assert study["about"]["source"].startswith("DroPE, section 4.1")
 
 
+@pytest.mark.slow
 def test_a_recipe_is_as_the_study_of_schedules_reads_it(tmp_path):
     recipe = f"--config={ROOT}/configs/drope_laptop.py"
     assert main(["--study=phase", recipe, f"--out={tmp_path}", "--methods=pi", "--target=2x"]) == 0
@@ -164,6 +165,7 @@ def test_a_recipe_is_as_the_study_of_schedules_reads_it(tmp_path):
     assert f"numbers/inv_freq_PI_{2 * length}" in numbers
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_studied_beside_its_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"

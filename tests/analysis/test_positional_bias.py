@@ -152,8 +152,11 @@ PLACES = dict(segments=PACKED, positions=np.concatenate([[[*range(90), 0, *range
 
 @pytest.mark.parametrize(
     ("layers", "qk_norm", "length"),
-    [(PLAIN, "none", T), (SPLIT, "head", LONG), (PLAIN[:1], "flat", T)],
-    ids=["five encodings", "packed, per query head", "flat QK-norm"],
+    [
+        pytest.param(PLAIN, "none", T, id="five encodings", marks=pytest.mark.slow),
+        pytest.param(SPLIT, "head", LONG, id="packed, per query head", marks=pytest.mark.slow),
+        pytest.param(PLAIN[:1], "flat", T, id="flat QK-norm"),
+    ],
 )
 def test_it_is_what_all_weights_and_finite_differences_say(layers, qk_norm, length):
     lm, ids = language_model(layers, qk_norm=qk_norm), tokens(length, 2 if length == LONG else 1)

@@ -118,6 +118,7 @@ def test_the_ring_beside_other_axes(shape):
         np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_kernel_in_the_ring():
     """The TPU kernel computes the partial results of the ring, interpreted."""
     mesh = make_mesh(MeshConfig(data=1, context=4), jax.devices()[:4])

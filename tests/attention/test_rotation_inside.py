@@ -80,7 +80,8 @@ def test_keys_are_not_repeated(name):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("tensor", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.slow
 def test_on_a_mesh_each_device_has_its_heads(tensor):
     """With 4 devices for 2 key heads, keys, rotations and seeds are sharded per query head."""
     q, k, v, row = request_of([0, 7, 0, 9])

@@ -84,7 +84,8 @@ def test_features_alone_and_together(names):
     check(_case(names), block=128)
 
 
-@pytest.mark.parametrize("K", [pytest.param(64, marks=pytest.mark.slow), 128])
+@pytest.mark.slow
+@pytest.mark.parametrize("K", [64, 128])
 def test_all_features_in_bfloat16(K):
     check(_case(ALL, dtype="bfloat16", K=K), block=128)
 

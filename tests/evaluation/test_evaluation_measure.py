@@ -197,6 +197,7 @@ def test_what_is_measured_is_not_measured_again(whole, data):
     assert not any(forward.traces for forward in again.forwards.values())
 
 
+@pytest.mark.slow
 def test_other_settings_other_weights_and_again_are_measured_anew(data, tmp_path):
     plan = dict(suites=("needles",), methods=("as trained",), lengths=(16,))
     rope = subjects(data)[:1]

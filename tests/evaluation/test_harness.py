@@ -105,8 +105,8 @@ def untimed(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "error"), [
-    (CHOICES, KeyboardInterrupt), (QUESTIONS, RuntimeError),
-    *(pytest.param(name, RuntimeError, marks=pytest.mark.slow) for name in (PASSAGES, "local_group")),
+    (CHOICES, KeyboardInterrupt),
+    *(pytest.param(name, RuntimeError, marks=pytest.mark.slow) for name in (QUESTIONS, PASSAGES, "local_group")),
 ])  # fmt: skip
 def test_a_task_that_was_interrupted_goes_on_where_it_was(name, error, tasks, tmp_path, small_batches, counted, capsys):
     with counted() as undisturbed:
@@ -177,6 +177,7 @@ def test_answers_of_other_requests_are_not_taken(tasks, tmp_path, counted):
 # Lines
 
 
+@pytest.mark.slow
 def test_a_document_is_a_line(tasks, tmp_path):
     rows = run(tasks, [CHOICES, WORDS, PASSAGES, QUESTIONS], tmp_path, max_length=48)
     found = lines(tmp_path / "samples" / "lm_eval.jsonl")

@@ -58,7 +58,8 @@ def test_packed_documents_are_read_in_one_pass():
     assert chunked.traces["losses", T] == 1
 
 
-@pytest.mark.parametrize("rows", [1, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2, 3])
 def test_fewer_sequences_than_devices_are_sharded_over_them(rows, monkeypatch):
     monkeypatch.setattr(forwards, "SHARD_FROM", 64)
     batch = sequences(rows)

@@ -138,6 +138,7 @@ def test_another_variant_another_haystack_and_another_seed_are_other_samples(tmp
     assert len(other.asked) == 2
 
 
+@pytest.mark.slow
 def test_the_model_itself_answers_as_generate_does(tmp_path, counts):
     lm = model()
     made = Prompted(variants(lm), [task()], (600,), 3, 42, tmp_path)

@@ -111,6 +111,7 @@ RING += [("windowed", FAST, 4)]
 
 
 @pytest.mark.parametrize(("kind", "T", "parts"), RING)
+@pytest.mark.slow
 def test_on_a_ring_of_devices(kind, T, parts):
     model, params, tokens = setting(T)
     mesh = make_mesh(MeshConfig(data=1, context=parts), jax.devices()[:parts])
@@ -165,6 +166,7 @@ def test_token_by_token(kind, T):
 
 
 @cases("heads apart")
+@pytest.mark.slow
 def test_token_by_token_by_the_kernel(kind, T):
     """With the interpreted TPU kernel, which attends to the cache."""
     decoder = Decoder(config_of(T), kernel=functools.partial(tpu_key_block, interpret=True))
@@ -173,6 +175,7 @@ def test_token_by_token_by_the_kernel(kind, T):
 
 
 @cases("windowed")
+@pytest.mark.slow
 def test_token_by_token_from_a_cache_on_several_devices(kind, T):
     mesh = make_mesh(MeshConfig(data=1, context=4), jax.devices()[:4])
     _, params, _ = setting(T)

@@ -359,7 +359,9 @@ def names(group):
     return "-".join(type(one).__name__ for one in group)
 
 
-@pytest.mark.parametrize("encodings", GROUPS, ids=names)
+@pytest.mark.parametrize(
+    "encodings", [*(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS[:2]), GROUPS[2]], ids=names
+)
 def test_models_have_finite_gradients_and_equal_losses_in_chunks(encodings):
     batch = {"tokens": jnp.asarray(TOKENS), "targets": jnp.asarray(TARGETS)}
     model, schedule = model_of(encodings, "reference")
@@ -402,6 +404,7 @@ def test_losses_with_a_cache_are_those_of_the_whole_sequence(encodings):
     np.testing.assert_allclose(cached, losses, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_convolution_is_refused_with_a_cache_as_it_declares():
     (encoding,) = (one for one in SCHEMES if not one.exact_cache)
     model, schedule = model_of([encoding] * 2, "reference")

@@ -76,6 +76,7 @@ def train(directory, name: str, *more: str) -> None:
     assert pe_lab.train.main(command(directory, f"--workdir={directory / name}", *more)) == 0
 
 
+@pytest.mark.slow
 def test_an_extension_and_a_new_batch_size_are_one_history(copy):
     """The tokens are what was read: 6 steps of 8 windows, then 2 of 16. About 2 s."""
     last = "--config.phases.1"

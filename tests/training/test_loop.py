@@ -167,6 +167,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     assert find_checkpoints(tmp_path / "run") == []  # step 2 would have been saved, and be worth nothing
 
 
+@pytest.mark.slow
 def test_a_phase_can_start_from_any_checkpoint(config, whole, tmp_path):
     source = whole / "pretrain" / "checkpoints" / "8"
     before = fingerprint(whole)

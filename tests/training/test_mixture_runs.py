@@ -30,6 +30,7 @@ def mixed(directory, weights, epochs=1, batch=8, limit=0, **source):
     return tiny(directory, phases=repr([phase]), data__packing="best_fit", **data)
 
 
+@pytest.mark.slow
 def test_a_run_of_epochs_counts_the_tokens_of_each_source(tmp_path, capsys):
     settings = mixed(tmp_path / "recipe", {"a": [[0, 1], [4, 3]]}, epochs={"a": 1}, when_dry="repeat")
     train(settings, tmp_path / "run")

@@ -87,7 +87,7 @@ def test_decay_is_for_matrices(qk_norm):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("decay_embeddings", [True, False])
+@pytest.mark.parametrize("decay_embeddings", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_three_steps_are_those_of_adamw_by_hand(decay_embeddings):
     """With a rate for each group, which is also that of its decay."""
     config = OptimizerConfig(

@@ -97,6 +97,7 @@ def test_a_qk_norm_stays_with_the_phases_after(config):
         plan_phases(with_phases(config, first, dataclasses.replace(second, qk_norm="flatt")))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_qk_norm_needs_the_phases_own(trained, tmp_path):  # noqa: F811
     config = tiny(tmp_path / "recipe", model__qk_norm="none")
     phase = dataclasses.replace(config.phases[1], init_from=str(trained / "pretrain"), steps=3)

@@ -126,6 +126,7 @@ def leaves(state):
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_skipped_is_that_of_no_policy_and_a_skipped_one_changes_nothing():
     schedule = build_schedule(layers(Rope(), 2), 2, 2, 8)
     plain, one = compiled(None)

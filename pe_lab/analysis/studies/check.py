@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ import numpy as np
 from pe_lab.analysis.study import Findings, Study, TextTable
 from pe_lab.attention.capabilities import Request
 from pe_lab.attention.dispatch import IMPLEMENTATIONS, layer_request, reasons_against
+from pe_lab.config import ModelConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
-from pe_lab.model.encoding_check import CONFIG, Check, check
+from pe_lab.model.encoding_check import CONFIG, LENGTH, Check, check
 from pe_lab.positional import HOOKS, Layer, Rope, Schedule, build_schedule, has, label, layers
 from pe_lab.positional.registry import ENCODINGS
 from pe_lab.storage import write_file
@@ -46,14 +47,16 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write", metavar="FILE", help="write the table into a Markdown file, between its markers")
 
 
-def default_layers() -> list[Layer]:
-    """A layer with each registered encoding, as far as it needs no settings."""
-    found = []
-    for kind in ENCODINGS.values():
-        required = [f for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
-        if not required:
-            found.append(Layer(kind()))
-    return found
+def default_layers() -> tuple[list[Layer], list[str]]:
+    """A layer with each registered encoding, and the names of those that need settings which only their user knows."""
+    found, left = [], []
+    for name, kind in ENCODINGS.items():
+        required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
+        if set(required) <= {"original_length"}:
+            found.append(Layer(kind(**dict.fromkeys(required, LENGTH))))
+        else:
+            left.append(name)
+    return found, left
 
 
 def kernels_of(layer: Layer) -> list[str]:
@@ -107,26 +110,31 @@ def cost(layer: Layer, length: int = 512, repeats: int = 5) -> tuple[float, int]
         CONFIG, vocab_size=64, layers=1, d_model=512, d_ff=64, heads=8, kv_heads=8, head_dim=64, attention="auto",
         attention_chunk=256,
     )  # fmt: skip
-    steps = []
-    for one in (layer, Layer(Rope())):
-        schedule = build_schedule((one,), config.heads, config.kv_heads, config.head_dim)
-        model = Model(config, hooks=schedule.hooks)
-        params = jax.jit(model.init)(jax.random.key(0))
-        tokens = jnp.zeros((1, length), jnp.int32)
-        batch = {"tokens": tokens, "targets": tokens, "weights": jnp.ones(tokens.shape)}
-        step = jax.jit(jax.grad(functools.partial(_loss, model, schedule)))
-        jax.block_until_ready(step(params, batch))
-        steps.append((step, params, batch, model))
+    model, step = _training_step(layer, config, length)
+    _, with_rope = _training_step(Layer(Rope()), config, length)
     ratios = []
     for _ in range(repeats):
         seconds = []
-        for step, params, batch, _ in steps:
+        for one in (step, with_rope):
             start = time.perf_counter()
-            jax.block_until_ready(step(params, batch))
+            jax.block_until_ready(one())
             seconds.append(time.perf_counter() - start)
         ratios.append(seconds[0] / seconds[1])
     bare = Model(config).num_parameters
-    return float(np.median(ratios)), steps[0][3].num_parameters - bare
+    return float(np.median(ratios)), model.num_parameters - bare
+
+
+@functools.cache
+def _training_step(layer: Layer, config: ModelConfig, length: int) -> tuple[Model, Callable[[], Any]]:
+    """A model of one layer, and its gradient as a call without arguments, compiled."""
+    schedule = build_schedule((layer,), config.heads, config.kv_heads, config.head_dim)
+    model = Model(config, hooks=schedule.hooks)
+    params = jax.tree.map(lambda x: jnp.full(x.shape, 0.02, x.dtype), model.shapes)  # values take no time
+    tokens = jnp.zeros((1, length), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens, "weights": jnp.ones(tokens.shape)}
+    step = functools.partial(jax.jit(jax.grad(functools.partial(_loss, model, schedule))), params, batch)
+    jax.block_until_ready(step())
+    return model, step
 
 
 def _loss(model: Model, schedule: Schedule, params: Params, batch: Any) -> jax.Array:
@@ -146,10 +154,11 @@ def failures(layer: Layer, found: Sequence[Check]) -> list[str]:
 def _run(arguments: argparse.Namespace) -> Findings:
     with contextlib.suppress(RuntimeError):  # devices are known already
         jax.config.update("jax_num_cpu_devices", 2)  # to shard a sequence
+    left: list[str] = []
     if arguments.positional:
         chosen = [layer for text in arguments.positional for layer in layers(text, text.count("+") + 1)]
     else:
-        chosen = default_layers()
+        chosen, left = default_layers()
     rows, sentences, metadata = [], [], []
     with Progress(console(), "check", len(chosen)) as progress:
         for n, layer in enumerate(chosen, 1):
@@ -160,6 +169,8 @@ def _run(arguments: argparse.Namespace) -> Findings:
             progress.update(n, label(layer))
     if not sentences:
         sentences = [f"{len(chosen)} encodings are what they say."]
+    if left:
+        sentences.append(f"Not checked, because they need settings (--positional): {', '.join(left)}.")
     sentences.append(
         "cost: the time of a training step of one layer over that with RoPE, on this machine; parameters: of a layer "
         "of 8 heads and d_model 512. kernels: bfloat16, heads of 64 channels, each on its own platform."
