@@ -64,7 +64,7 @@ test-slow: $(STAMP) ## the slow tests (ARGS=... goes to pytest)
 	$(SLOW_TESTS) $(ARGS)
 
 # In seconds of one worker: two workers take about half of it.
-SLOW_BUDGET ?= 1800
+SLOW_BUDGET ?= 1400
 test-ci: $(STAMP) ## the slow tests of what changed, and others in rotation, as many as SLOW_BUDGET seconds hold
 	files=$$($(PY) tests/slow_budget.py $(SLOW_BUDGET)) && $(SLOW_TESTS) $(ARGS) $$files
 

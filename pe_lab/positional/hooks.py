@@ -40,7 +40,7 @@ class Parameter(NamedTuple):
       decay: whether weight decay acts on it.
     """
 
-    value: Float[Array, "*axes"]
+    value: Float[Array, "..."]
     axes: tuple[str | None, ...]
     learning_rate: float = 1.0
     decay: bool = False

@@ -101,7 +101,7 @@ def row(layer: Layer, found: Sequence[Check], with_cost: bool) -> tuple[str, ...
     )
 
 
-def cost(layer: Layer, length: int = 512, repeats: int = 5) -> tuple[float, int]:
+def cost(layer: Layer, length: int = 512, repeats: int = 25) -> tuple[float, int]:
     """The time of a training step of one layer over that with RoPE, on this machine, and the parameters of a layer.
 
     The median of ratios of steps that follow each other: 8 heads of 64 channels, float32, `length` tokens.
