@@ -276,6 +276,7 @@ def test_patterns_of_all_kinds(scan, seen):
 SHALLOW = dataclasses.replace(TINY, layers=1)  # where what is tested is not the depth
 
 
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_batch(seen):
     schedules = schedules_of(SHALLOW, SCHEMES["rope"])
     prompts = prompts_of(SHALLOW, 40, 1, 7)
@@ -397,6 +398,7 @@ def counted(described, new=24, prompt=24, refresh=1):
     return statistics.refreshes
 
 
+@pytest.mark.slow
 def test_a_text_is_read_again_only_when_its_schedule_is_another(seen):
     assert counted(SCHEMES["longrope"]) == 1  # on crossing, once
     assert counted(SCHEMES["longrope"], prompt=40) == 0

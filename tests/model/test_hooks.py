@@ -105,7 +105,8 @@ FAST = ("a function of rows",)  # and every other hook
 SLOWER = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SETS]
 
 
-@pytest.mark.parametrize("name", SLOWER)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETS)
 def test_chunked_and_scanned_equal_the_reference(name):
     model, schedule, params = model_of(SETS[name])
     found = loss_and_gradient(model, schedule, params)

@@ -359,9 +359,8 @@ def names(group):
     return "-".join(type(one).__name__ for one in group)
 
 
-@pytest.mark.parametrize(
-    "encodings", [*(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS[:2]), GROUPS[2]], ids=names
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("encodings", GROUPS, ids=names)
 def test_models_have_finite_gradients_and_equal_losses_in_chunks(encodings):
     batch = {"tokens": jnp.asarray(TOKENS), "targets": jnp.asarray(TARGETS)}
     model, schedule = model_of(encodings, "reference")
