@@ -26,10 +26,8 @@ from pe_lab.parallel import AxisRules, make_mesh, use_mesh
 from pe_lab.positional import Layer, Schedule, build_schedule, label
 from pe_lab.positional.registry import is_external
 
-LENGTH, SHIFT = (
-    24,
-    20_000,
-)  # tokens of a sequence; how far positions are moved: farther than a step of any temperature
+LENGTH = 24  # tokens of a sequence
+SHIFT = 20_000  # how far positions are moved: across two steps of a temperature by floor(n / 8192)
 TOLERANCE = 2e-4  # of float32 outputs of size 1, after two layers
 CONFIG = ModelConfig(
     vocab_size=2 * LENGTH, layers=2, d_model=64, d_ff=64, heads=4, kv_heads=2, head_dim=16, dtype="float32",

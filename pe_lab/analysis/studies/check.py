@@ -124,7 +124,7 @@ def cost(layer: Layer, length: int = 512, repeats: int = 25) -> tuple[float, int
     return float(np.median(ratios)), model.num_parameters - bare
 
 
-@functools.cache
+@functools.lru_cache(maxsize=2)  # RoPE's stays
 def _training_step(layer: Layer, config: ModelConfig, length: int) -> tuple[Model, Callable[[], Any]]:
     """A model of one layer, and its gradient as a call without arguments, compiled."""
     schedule = build_schedule((layer,), config.heads, config.kv_heads, config.head_dim)
