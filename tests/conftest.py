@@ -3,7 +3,6 @@
 import gc
 import importlib.metadata
 import os
-import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -27,7 +26,6 @@ _missing = [f"{name}={value}" for name, value in _flags.items() if name not in (
 os.environ["XLA_FLAGS"] = " ".join([*filter(None, [_flags_before]), *_missing])
 
 import jax  # noqa: E402
-import jaxtyping  # noqa: E402
 
 # XLA has read its flags once something is compiled. Then they go, so that a command which a test starts finds
 # the machine as its user would.
@@ -42,14 +40,9 @@ else:
 gc.freeze()
 gc.set_threshold(200_000, 20, 100)
 
-PACKAGE = pathlib.Path(__file__).parent.parent / "pe_lab"
-# A page calls one function of three lines thousands of times: checking its annotations took three quarters of the time
-# of the page's tests. Of `analysis`, modules with arrays are checked.
-packages = [path.stem for path in PACKAGE.iterdir() if path.stem not in ("__init__", "__pycache__", "analysis", "page")]
-arrays = [path for path in (PACKAGE / "analysis").rglob("*.py") if "jaxtyping" in path.read_text("utf-8")]
-checked = [f"pe_lab.{name}" for name in packages]
-checked += [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in arrays]
-jaxtyping.install_import_hook(checked, "type_checks.check")
+import type_checks  # noqa: E402
+
+type_checks.install(["pe_lab"])
 
 from pe_lab.attention.key_block import AttentionInputs  # noqa: E402
 from pe_lab.model.cache import Cache  # noqa: E402
@@ -64,3 +57,8 @@ for pytree in (AttentionInputs, Cache, Schedule):
 def pytest_configure(config):
     # Of Flax's own annotations.
     config.addinivalue_line("filterwarnings", "ignore::beartype.roar.BeartypeDecorHintPep585DeprecationWarning")
+
+
+def pytest_unconfigure():
+    # pytest looks for cycles five times at its end: in a heap of this size, for a second each.
+    gc.freeze()
