@@ -26,6 +26,8 @@ _missing = [f"{name}={value}" for name, value in _flags.items() if name not in (
 os.environ["XLA_FLAGS"] = " ".join([*filter(None, [_flags_before]), *_missing])
 
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
 
 # XLA has read its flags once something is compiled. Then they go, so that a command which a test starts finds
 # the machine as its user would.
@@ -57,6 +59,15 @@ for pytree in (AttentionInputs, Cache, Schedule):
 def pytest_configure(config):
     # Of Flax's own annotations.
     config.addinivalue_line("filterwarnings", "ignore::beartype.roar.BeartypeDecorHintPep585DeprecationWarning")
+
+
+@pytest.fixture
+def as_users_run_it():
+    """Without the checks of annotations, which would speak before our own messages."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def pytest_unconfigure():

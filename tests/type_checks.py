@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import inspect
 import re
 import typing
@@ -13,7 +14,7 @@ import jaxtyping
 from beartype import BeartypeConf, beartype
 
 # An int is a float where a float is asked for, as in every other Python (PEP 484).
-_check = beartype(conf=BeartypeConf(is_pep484_tower=True))
+_check = beartype(conf=BeartypeConf(is_pep484_tower=True, violation_type=TypeError))
 _jaxtyped = jaxtyping.jaxtyped
 
 
@@ -26,11 +27,24 @@ def jaxtyped(*, typechecker: Callable) -> Callable:
     """`jaxtyping.jaxtyped` where there are shapes to compare; elsewhere beartype alone, which takes next to no time."""
 
     def decorate(target: Any) -> Any:
-        if inspect.isclass(target) or needs_shapes(target):
+        if inspect.isclass(target) or not target.__module__.startswith("pe_lab.") or needs_shapes(target):
             return _jaxtyped(typechecker=typechecker)(target)
-        return check(target)
+        return _unless_disabled(target, check(target))
 
     return decorate
+
+
+def _unless_disabled(function: Callable, checked: Callable) -> Callable:
+    """As jaxtyping does: a test that disables the checks passes arguments of any type."""
+    if checked is function:
+        return function
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        __tracebackhide__ = True
+        return (function if jaxtyping.config.jaxtyping_disable else checked)(*arguments, **named)
+
+    return call
 
 
 def needs_shapes(function: Callable) -> bool:

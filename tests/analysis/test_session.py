@@ -150,6 +150,7 @@ def test_random_initializations_have_the_shape_and_not_the_weights(trained, text
     assert a.shape == b.shape and np.abs(a - b).max() > 0.1 * a.mean()
 
 
+@pytest.mark.usefixtures("as_users_run_it")  # of a variant, only what names it
 def test_names_tell_variants_apart():
     class Subject:
         run, path = "r", "pretrain/checkpoints/8"

@@ -4,7 +4,6 @@ import json
 import math
 
 import jax
-import jaxtyping
 import numpy as np
 import pytest
 from head_scores import KEY, QUERY, H, K, N, R, edited, schedule_of, scores_of
@@ -36,16 +35,6 @@ from pe_lab.positional import (
     select_heads,
     to_json,
 )
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Without the test suite's checks of annotations, which would speak before our own messages."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
-
 
 # Choosing heads by their scores.
 

@@ -5,7 +5,6 @@ Scalings are in test_positional_scalings.py.
 
 import math
 
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -147,15 +146,6 @@ def test_alibi_slopes_are_distinct_penalties(heads):
     slopes = alibi_slopes(heads)
     assert len(set(slopes)) == heads
     assert (slopes > 0).all() and (slopes < 1).all()
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Without the test suite's checks of annotations, which would speak before our own messages."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 NAN = float("nan")

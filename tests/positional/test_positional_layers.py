@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jaxtyping
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,15 +44,6 @@ from pe_lab.positional.scalings import SCALINGS
 
 # The tests' check of annotations looks at a random item of a tuple, also while a strategy builds a description.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the .random. module inside strategies")
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Without the test suite's checks of annotations, which would speak before our own messages."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 FACTOR, LENGTH = st.floats(1, 1e30), st.integers(2, 1 << 30)

@@ -2,7 +2,6 @@
 
 import json
 
-import jaxtyping
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -232,15 +231,6 @@ def test_an_edit_with_nothing_before_it_says_what_to_do(edit):
     assert message.startswith("rescale(...)" if isinstance(edit, Rescale) else "drop(...)")
     assert "edits the layers of the phase or checkpoint before, and there is none" in message
     assert "Give this phase its own encodings, or an init_from whose checkpoint exists" in message
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Without the test suite's checks of annotations, which would speak before our own messages."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -442,15 +441,6 @@ def test_p_rope_is_scaled_as_the_full_spectrum_and_then_cut(scaling):
     np.testing.assert_array_equal(kept[0][:8], full[0][:8])
     assert (kept[0][8:] == 0).all()
     np.testing.assert_array_equal(kept[1], full[1])
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Without the test suite's checks of annotations, which would speak before our own messages."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 NAN = float("nan")

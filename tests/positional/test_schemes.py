@@ -7,7 +7,6 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -463,15 +462,6 @@ def test_json_and_text_round_trip(encoding):
 
 def _spectral(encoding):
     return isinstance(encoding, ClippedRope | XPos)
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Without the test suite's checks of annotations, which would speak before our own messages."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.mark.usefixtures("as_users_run_it")
