@@ -101,10 +101,6 @@ def assert_close(found, wanted, tolerance=2e-5):
         assert np.abs(a - b).max() <= tolerance * max(1.0, np.abs(b).max()), jax.tree_util.keystr(path)
 
 
-FAST = ("a function of rows",)  # and every other hook
-SLOWER = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SETS]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETS)
 def test_chunked_and_scanned_equal_the_reference(name):
@@ -116,7 +112,10 @@ def test_chunked_and_scanned_equal_the_reference(name):
     assert_close(found, loss_and_gradient(reference, schedule, params))
 
 
-@pytest.mark.parametrize("name", SLOWER)
+# The fast one has every hook.
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "a function of rows")) for n in SETS]
+)
 def test_chunks_against_a_cache_equal_one_pass(name):
     model, schedule, params = model_of(SETS[name])
     targets = np.roll(np.asarray(TOKENS), -1, 1)

@@ -33,6 +33,7 @@ HEADER = (
     "sharded = whole", "bfloat16 gradients", "kernels that train it", "parameters", "cost",
 )  # fmt: skip
 KERNELS = ("splash", "cudnn", "tokamax", "pallas_tpu", "pallas_gpu", "chunked", "dense", "reference")
+EXAMPLES = {"function": {"name": "pe_lab.positional:apply_p_rope", "settings": {"rope_percentage": 0.75}}}
 MARKERS = "<!-- checked -->\n", "<!-- end of checked -->"
 
 
@@ -52,8 +53,11 @@ def default_layers() -> tuple[list[Layer], list[str]]:
     found, left = [], []
     for name, kind in ENCODINGS.items():
         required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
-        if set(required) <= {"original_length"}:
-            found.append(Layer(kind(**dict.fromkeys(required, LENGTH))))
+        given: dict[str, Any] = dict(EXAMPLES.get(name, {}))
+        if "original_length" in required:
+            given["original_length"] = LENGTH
+        if set(required) <= set(given):
+            found.append(Layer(kind(**given)))
         else:
             left.append(name)
     return found, left
