@@ -33,7 +33,7 @@ HEADER = (
     "sharded = whole", "bfloat16 gradients", "kernels that train it", "parameters", "cost",
 )  # fmt: skip
 KERNELS = ("splash", "cudnn", "tokamax", "pallas_tpu", "pallas_gpu", "chunked", "dense", "reference")
-EXAMPLES = {"function": {"name": "pe_lab.positional:apply_p_rope", "settings": {"rope_percentage": 0.75}}}
+EXAMPLES = {"function": {"name": "pe_lab.positional:apply_p_rope", "settings": (("rope_percentage", 0.75),)}}
 MARKERS = "<!-- checked -->\n", "<!-- end of checked -->"
 
 
