@@ -294,13 +294,15 @@ def run_page(page: str, part: str = "1/1") -> int:
     from pe_lab.recipes import split_overrides
 
     failed = 0
+    files = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.py")]
     names: dict[str, Any] = {"small": split_overrides(quick_training("configs/table1.py:size=laptop"))[1]}
     for block in part_of(page, part):
         steps: Iterator[tuple[str, Any]]
         if block.language == "shell":
             steps = iter([(f"{s.where}: {s.line}", s) for s in statements(block)])
-        else:
-            steps = iter([(f"{page}:{block.line}: python", block)] if block.language == "python" else [])
+        else:  # a file that a page shows whole is run by the lines that name it
+            runs = block.language == "python" and block.code not in files
+            steps = iter([(f"{page}:{block.line}: python", block)] if runs else [])
         for title, step in steps:
             print(title, flush=True)
             began = time.monotonic()

