@@ -53,11 +53,14 @@ def measured_costs() -> dict[str, float]:
 
 
 def choose(costs: dict[str, float], urgent: set[str], budget: float, commit: str) -> tuple[list[str], list[str]]:
-    """(files to run, files left out): urgent files first, each in an order drawn from `commit`, while they fit."""
+    """(files to run, files left out): urgent files first, each in an order drawn from `commit`, while they fit.
+
+    A file stays with one of two workers: one above half of the budget would take longer than the budget allows for.
+    """
     order = sorted(costs, key=lambda f: (f not in urgent, hashlib.sha256(f"{commit} {f}".encode()).digest()))
     chosen, spent = [], 0.0
     for file in order:
-        if spent + costs[file] <= budget:
+        if spent + costs[file] <= budget and costs[file] <= budget / 2:
             chosen.append(file)
             spent += costs[file]
     return chosen, [file for file in order if file not in chosen]
