@@ -1,8 +1,9 @@
-"""Chooses files of slow tests that fit a budget: `python tests/slow_budget.py SECONDS` prints their names.
+"""Chooses slow tests that fit a budget: `python tests/slow_budget.py SECONDS` prints arguments of pytest, one a line.
 
 Files are chosen whole, since their tests share fixtures: first those that a change concerns, then others in an order
-drawn from the commit, so that over many commits all of them run. The report on stderr lists what runs and what is left
-out. tests/slow_costs.json holds the measured seconds of each slow test; `make test-all` writes it (pytest-split).
+drawn from the commit, so that over many commits all of them run. Of a file with more than half of the budget, which one
+of two workers would run alone, a part is chosen. The report on stderr lists what runs and what is left out.
+tests/slow_costs.json holds the measured seconds of each slow test; `make test-all` writes it (pytest-split).
 
 A file is concerned if it changed, or if it names a changed module of pe_lab, a changed recipe, a changed launcher or a
 changed helper of the tests. Changed means: since $CI_BASE, or since the last commit that is at least four hours older
@@ -30,39 +31,53 @@ def main(budget: float) -> None:
     commit, changed = git("rev-parse", "HEAD").strip(), changed_files()
     urgent = {file for file in costs if concerns(changed, file, (ROOT / file).read_text(encoding="utf-8"))}
     chosen, left = choose(costs, urgent, budget, commit)
+    spent = sum(sum(tests.values()) for tests in chosen.values())
     print(
-        f"slow tests: {sum(costs[f] for f in chosen):.0f} of {budget:.0f} s in {len(chosen)} of {len(costs)} files; "
+        f"slow tests: {spent:.0f} of {budget:.0f} s in {len(chosen)} of {len(costs)} files; "
         f"{len(changed)} changed files concern {len(urgent)}",
         file=sys.stderr,
     )
-    for what, files in (("runs", chosen), ("left out", left)):
-        for file in files:
-            print(f"  {what:8} {costs[file]:5.0f} s  {file}{' (changed)' * (file in urgent)}", file=sys.stderr)
+    for what, files in (("runs", chosen), ("left out", {file: costs[file] for file in left})):
+        for file, tests in files.items():
+            part = f" ({len(tests)} of {len(costs[file])} tests)" * (len(tests) < len(costs[file]))
+            said = f"  {what:8} {sum(tests.values()):5.0f} s  {file}{part}{' (changed)' * (file in urgent)}"
+            print(said, file=sys.stderr)
     print("\n".join(chosen))
+    for file, tests in chosen.items():  # what was never measured runs; what is no more is no error
+        print("".join(f"--deselect={test}\n" for test in costs[file] if test not in tests), end="")
 
 
-def measured_costs() -> dict[str, float]:
-    """Seconds by file, of the files that have slow tests."""
-    measured: dict[str, float] = {}
+def measured_costs() -> dict[str, dict[str, float]]:
+    """Seconds by file and test, of the files that have slow tests."""
+    measured: dict[str, dict[str, float]] = {}
     for test, seconds in json.loads(COSTS.read_text()).items():
-        file = test.partition("::")[0]
-        measured[file] = measured.get(file, 0.0) + seconds
+        measured.setdefault(test.partition("::")[0], {})[test] = seconds
     files = (path.relative_to(ROOT).as_posix() for path in sorted(Path(__file__).parent.rglob("test_*.py")))
     slow = (file for file in files if "mark.slow" in (ROOT / file).read_text(encoding="utf-8"))
-    return {file: measured.get(file, UNKNOWN_SECONDS) for file in slow}
+    return {file: measured.get(file, {file: UNKNOWN_SECONDS}) for file in slow}
 
 
-def choose(costs: dict[str, float], urgent: set[str], budget: float, commit: str) -> tuple[list[str], list[str]]:
-    """(files to run, files left out): urgent files first, each in an order drawn from `commit`, while they fit.
+def choose(
+    costs: dict[str, dict[str, float]], urgent: set[str], budget: float, commit: str
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """(tests to run by file, files left out): urgent files first, in an order drawn from `commit`, while they fit."""
 
-    A file stays with one of two workers: one above half of the budget would take longer than the budget allows for.
-    """
-    order = sorted(costs, key=lambda f: (f not in urgent, hashlib.sha256(f"{commit} {f}".encode()).digest()))
-    chosen, spent = [], 0.0
+    def drawn(name: str) -> bytes:
+        return hashlib.sha256(f"{commit} {name}".encode()).digest()
+
+    order = sorted(costs, key=lambda file: (file not in urgent, drawn(file)))
+    chosen: dict[str, dict[str, float]] = {}
+    left = budget
     for file in order:
-        if spent + costs[file] <= budget and costs[file] <= budget / 2:
-            chosen.append(file)
-            spent += costs[file]
+        tests, room = costs[file], min(left, budget / 2)
+        whole = sum(tests.values()) <= budget / 2
+        part: dict[str, float] = {}
+        for test in sorted(tests, key=drawn):
+            if sum(part.values()) + tests[test] <= room:
+                part[test] = tests[test]
+        if part and (not whole or len(part) == len(tests)):
+            chosen[file] = part
+            left -= sum(part.values())
     return chosen, [file for file in order if file not in chosen]
 
 
