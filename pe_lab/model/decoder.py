@@ -344,7 +344,7 @@ def _reordered(
     return arranged(tokens), positions, segments, np.argsort(order)[:length]
 
 
-def layer_arrays(schedule: Schedule) -> tuple[jax.Array, ...]:
+def layer_arrays(schedule: Schedule) -> tuple[jax.Array | np.ndarray, ...]:
     """The arrays of a schedule that `Model.layer_encoding` reads, stacked over layers."""
     return (
         schedule.fixed_freq,

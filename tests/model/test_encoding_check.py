@@ -47,7 +47,7 @@ class ByContent(SaysAll):
 @register("key_before")
 @dataclass(frozen=True)
 class KeyBefore(SaysAll):
-    """Keys with a part of the token before: another document's, or one that a chunk does not have."""
+    """Keys with a part of the token before: another document's, or one that a chunk or a shard does not have."""
 
     def encode(self, params, q, k, positions, x):
         return q, k + jnp.pad(k, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
@@ -109,8 +109,8 @@ def test_only_a_refusal_leaves_the_sharded_pass_unmeasured(monkeypatch):
         ("says_all", set()),
         ("by_thousands", {"relative"}),
         ("by_content", {"static"}),
-        ("key_before", {"cached", "packed"}),
-        ("key_after", {"causal", "cached", "packed"}),
+        ("key_before", {"cached", "packed", "sharded"}),
+        ("key_after", {"causal", "cached", "packed", "sharded"}),
         ("root_of_zero", {"bfloat16"}),
     ],
 )
