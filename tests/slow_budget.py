@@ -73,7 +73,8 @@ def choose(
         whole = sum(tests.values()) <= budget / 2
         part: dict[str, float] = {}
         for test in sorted(tests, key=drawn):
-            if sum(part.values()) + tests[test] <= room:
+            # One test of more than half of the budget runs alone of its file, or it would never run.
+            if sum(part.values()) + tests[test] <= (room if part else left):
                 part[test] = tests[test]
         if part and (not whole or len(part) == len(tests)):
             chosen[file] = part
