@@ -1,4 +1,4 @@
-"""Corpora: the standard library, files of text and records on disks and stores, the hub, TensorFlow Datasets."""
+"""Corpora: the standard library, English prose, files of text and records on disks and stores, the hub, TensorFlow Datasets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pe_lab.config import SourceConfig
 from pe_lab.data.sources.columnar import ArrowFiles, ParquetFiles
 from pe_lab.data.sources.files import JsonLines, TextFiles
 from pe_lab.data.sources.hub import open_hub
+from pe_lab.data.sources.prose import open_prose
 from pe_lab.data.sources.records import Records
 from pe_lab.data.sources.source import Document, InputShard, Source
 from pe_lab.data.sources.standard_library import StandardLibrary
@@ -14,9 +15,10 @@ from pe_lab.data.sources.tensorflow import TensorFlowDataset
 from pe_lab.errors import ConfigError, did_you_mean
 
 OF_FILES = {"text": TextFiles, "jsonl": JsonLines, "parquet": ParquetFiles, "arrow": ArrowFiles}
-KINDS = ("stdlib", *OF_FILES, "hf", "tfds")
+OF_THIS_MACHINE = ("stdlib", "prose")
+KINDS = (*OF_THIS_MACHINE, *OF_FILES, "hf", "tfds")
 OPTIONS = {"hf": ("revision",), "tfds": ("data_dir",)}
-FORMS = "stdlib, text:GLOB, jsonl:GLOB, parquet:GLOB, arrow:GLOB, hf:ORG/NAME[:CONFIG][/SPLIT] or tfds:NAME[/SPLIT]"
+FORMS = "stdlib, prose, text:GLOB, jsonl:GLOB, parquet:GLOB, arrow:GLOB, hf:ORG/NAME[:CONFIG][/SPLIT] or tfds:NAME[/SPLIT]"
 
 
 def open_source(config: SourceConfig) -> Source:
@@ -37,14 +39,16 @@ def open_source(config: SourceConfig) -> Source:
             f"data source {config.source!r}: unknown kind {kind!r}. "
             f"{did_you_mean(kind, (*KINDS, 'needles', 'prepared'))} Use {FORMS}, prepared:DIR or needles."
         )
-    if bool(where) == (kind == "stdlib"):
+    if bool(where) == (kind in OF_THIS_MACHINE):
         raise ConfigError(f"data source {config.source!r} is incomplete. Use {FORMS}.")
-    if kind in ("stdlib", "text") and (config.template or config.chat):
+    if kind in (*OF_THIS_MACHINE, "text") and (config.template or config.chat):
         setting = "template" if config.template else "chat"
         raise ConfigError(f"data source {config.source!r} has no columns; leave its {setting} out.")
     if kind == "stdlib":
         return StandardLibrary()
     records = Records(config)
+    if kind == "prose":
+        return open_prose(config.source, records)
     if kind == "hf":
         return open_hub(config, where, records)
     if kind == "tfds":
