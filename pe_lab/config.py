@@ -1,27 +1,18 @@
-"""The config of a run as frozen dataclasses: defaults, checks of keys, types and bounds, JSON."""
+"""The config of a run as frozen dataclasses, with their defaults and bounds."""
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pe_lab.errors import ConfigError, UserError, did_you_mean
-
-INT32 = 2**31 - 1  # counts of steps and tokens are int32 on the devices
-SEED = 2**32 - 1  # of a random key
-OMIT_DEFAULT = {"omit_default": True}  # metadata of a field that JSON has only where it is not the default
-
-
-def number(default: float | str | tuple[int, ...], least: float, most: float) -> Any:
-    """A numeric field: its default, and the bounds, ends included, that `check_bounds` enforces.
-
-    The bounds exclude what no machine can hold or no formula means, not what is unwise.
-    """
-    return field(default=default, metadata={"bounds": (least, most)})
+# The codec is a part of this module for all others.
+from pe_lab.config_codec import INT32, OMIT_DEFAULT, SEED, number
+from pe_lab.config_codec import check_bounds as check_bounds
+from pe_lab.config_codec import from_dict as from_dict
+from pe_lab.config_codec import register_descriptions as register_descriptions
+from pe_lab.config_codec import register_kind as register_kind
+from pe_lab.config_codec import to_json as to_json
 
 
 @dataclass(frozen=True)
@@ -54,6 +45,12 @@ class ModelConfig:
     attention: str = "auto"  # or a name that `python -m pe_lab.attention` lists
     attention_chunk: int = number(512, 1, 2**20)  # query and key block of the chunked attention, in tokens
     loss_chunks: int | Literal["auto"] = number(1, 1, 2**20)  # parts of a device's tokens, one loss after another
+
+    @staticmethod
+    def of_earlier_versions(value: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of a recipe or checkpoint; versions with one kind of QK-norm had a bool."""
+        norm = value.get("qk_norm")
+        return {**value, "qk_norm": "head" if norm else "none"} if isinstance(norm, bool) else dict(value)
 
 
 @dataclass(frozen=True)
@@ -94,9 +91,7 @@ class MeshConfig:
     fsdp: int = number(1, -1, 2**20)
     tensor: int = number(1, -1, 2**20)
     context: int = number(1, -1, 2**20)  # shards sequences along their length
-    slices: int = number(
-        0, 0, 2**20
-    )  # TPU slices that the data-center network joins, along data; 0: as many as the devices say
+    slices: int = number(0, 0, 2**20)  # TPU slices that a data-center network joins, along data; 0: the devices say
 
 
 @dataclass(frozen=True)
@@ -131,8 +126,7 @@ class OptimizerConfig:
     weight_decay: float = number(0.1, 0, 1000)  # on matrices only
     decay_embeddings: bool = True  # False: no weight decay on the embedding and the head
     clip_norm: float = number(1.0, 0, 10**30)
-    # At `train --extend`: the schedule of the new length, the last rate, or a warm-up and a decay over the
-    # added steps. auto: rewarm for cosine, stretch for the others.
+    # At `train --extend`: the new length's schedule, the last rate, or a new warm-up and decay (auto: of cosine).
     on_extend: Literal["auto", "stretch", "hold", "rewarm"] = "auto"
     embedding_multiplier: float = number(1.0, 0, 10**6)  # learning rate of the embedding, over `learning_rate`
     head_multiplier: float = number(1.0, 0, 10**6)  # of an output embedding that is not tied
@@ -150,6 +144,26 @@ class ExtensionConfig:
 
 
 @dataclass(frozen=True)
+class DistillConfig:
+    """A teacher of a phase, and the weights of the parts of its loss (model/distillation.py)."""
+
+    teacher: str = "init"  # init: the checkpoint that the phase starts from, before its edits; or another, hf:DIR, ...
+    cross_entropy: float = number(1.0, 0, 10**6)  # with the targets
+    logits: float = number(1.0, 0, 10**6)  # KL(teacher || student)
+    hidden: float = number(0.0, 0, 10**6)  # |student - teacher|^2 / |teacher|^2 of each layer's output
+    attention: float = number(0.0, 0, 10**6)  # the same of each attention's output
+
+
+@dataclass(frozen=True)
+class PathConfig:
+    """A gradual change of the encoding: over the first steps of a phase the schedule moves from another to its own."""
+
+    start: Any = "init"  # init: the layers that the phase starts from; or an encoding, as `positional`
+    until: float = number(1.0, 0, 1)  # the share of the steps after which the phase's own encoding is reached
+    how: Literal["scale", "pairs", "layers"] = "scale"  # all frequencies shrink; pair by pair; or layer by layer
+
+
+@dataclass(frozen=True)
 class PhaseConfig:
     """A phase of training. It starts from the last checkpoint of the previous phase, unless `init_from` is set."""
 
@@ -160,9 +174,7 @@ class PhaseConfig:
     positional: Any = "rope"  # an encoding, its text ("rope:base=10000"), a list for the layers, or an edit
     qk_norm: str = ""  # model.qk_norm from this phase on; "" keeps the previous one
     qk_norm_init: Literal["matched", "ones"] = "matched"  # scales of an added norm: fitted to the logits, or 1 (DroPE)
-    random_positions: int = number(
-        0, 0, INT32
-    )  # each step draws its positions below this number (Ruoss et al. 2023); 0: 0, 1, 2, ...
+    random_positions: int = number(0, 0, INT32)  # a step draws its positions below this (Ruoss et al. 2023); 0: none
     init_from: str = ""  # a checkpoint, hf:DIR, gguf:FILE, or "random"; "": the previous phase's last, else random
     other_tokenizer: bool = False  # whether init_from may have been trained with another tokenizer than the data's
     sequence_length: int = number(1024, 1, INT32)
@@ -170,6 +182,8 @@ class PhaseConfig:
     accumulate: int = number(1, 1, INT32)  # micro-batches a step
     optimizer: OptimizerConfig = OptimizerConfig()
     extensions: tuple[ExtensionConfig, ...] = ()  # in the order in which they were made
+    distill: DistillConfig | None = field(default=None, metadata=OMIT_DEFAULT)  # learn from another model too
+    path: PathConfig | None = field(default=None, metadata=OMIT_DEFAULT)  # change the encoding gradually
 
 
 @dataclass(frozen=True)
@@ -213,16 +227,10 @@ class StabilityConfig:
 
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"  # of a loss or a gradient norm that is NaN or infinite
     on_spike: Literal["warn", "skip", "rewind"] = "warn"
-    spike_sigma: float = number(
-        6.0, 0.1, 1e6
-    )  # a spike is this many standard deviations above the mean of the last accepted steps
-    window: int = number(
-        128, 4, 2**20
-    )  # accepted steps that mean and deviation are taken of; no spike is seen before half as many
+    spike_sigma: float = number(6.0, 0.1, 1e6)  # a spike is so many deviations above the last accepted steps' mean
+    window: int = number(128, 4, 2**20)  # accepted steps that both are taken of; no spike is seen before half as many
     rewind_batches: int = number(1, 1, INT32)  # left out at a rewind: the spike's batch, and others before it
-    replay_every: int = number(
-        0, 0, INT32
-    )  # steps between two whose gradients are computed twice and compared; 0: never
+    replay_every: int = number(0, 0, INT32)  # steps between two whose gradients are computed twice; 0: never
 
 
 @dataclass(frozen=True)
@@ -263,136 +271,3 @@ class Config:
     stability: StabilityConfig = StabilityConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     notes: Notes = Notes()
-
-
-# Keys of other training stacks, for the hint about an unknown key.
-_ALIASES = {
-    "lr": "learning_rate",
-    "wd": "weight_decay",
-    "warmup": "warmup_steps",
-    "grad_clip": "clip_norm",
-    "max_grad_norm": "clip_norm",
-    "bs": "batch_size",
-    "seq_len": "sequence_length",
-    "max_steps": "steps",
-    "num_steps": "steps",
-    "gradient_accumulation_steps": "accumulate",
-    "hidden_size": "d_model",
-    "intermediate_size": "d_ff",
-    "n_layers": "layers",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-}
-
-
-def from_dict(kind: type, value: Any, where: str = "config") -> Any:
-    """A frozen dataclass (`Config`, `ModelConfig`, ...) from nested dicts, checking every key and every type."""
-    if isinstance(value, kind):
-        return value
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} is {value!r}; it must be a set of keys: {', '.join(typing.get_type_hints(kind))}.")
-    hints = typing.get_type_hints(kind)
-    if kind is ModelConfig and isinstance(value.get("qk_norm"), bool):
-        # Recipes and checkpoints of versions with one kind of QK-norm have a bool.
-        value = {**value, "qk_norm": "head" if value["qk_norm"] else "none"}
-    for key in value:
-        if key not in hints:
-            known = _ALIASES[key] if _ALIASES.get(key) in hints else str(key)
-            raise ConfigError(f"{where} has no key '{key}'. {did_you_mean(known, list(hints))}")
-    made = kind(**{key: _convert(hints[key], item, f"{where}.{key}") for key, item in value.items()})
-    check_bounds(made, where)
-    return made
-
-
-def check_bounds(config: Any, where: str) -> None:
-    """`ConfigError` for a number in a config, or in a part of one, that is outside the bounds of its field."""
-    for declared in dataclasses.fields(config):
-        given = getattr(config, declared.name)
-        least, most = declared.metadata.get("bounds", (None, None))
-        for i, value in enumerate(given) if isinstance(given, tuple) else ((None, given),):
-            name = f"{where}.{declared.name}" + (f"[{i}]" if i is not None else "")
-            if dataclasses.is_dataclass(type(value)) and declared.type != "Any":
-                check_bounds(value, name)
-            # A word such as "auto" has no bounds.
-            elif least is not None and not isinstance(value, str | Mapping) and not least <= value <= most:
-                limit = f"at most {most:,}" if value > most else f"at least {least}"
-                raise ConfigError(f"{name} is {value}; it must be {'positive' if value < least == 1 else limit}.")
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    if hint is Any:
-        if isinstance(value, list | tuple):
-            return [_convert(hint, item, f"{where}[{i}]") for i, item in enumerate(value)]
-        try:
-            return _read_description(value) if isinstance(value, Mapping) else value
-        except UserError as error:
-            raise type(error)(f"{where}: {error}") from None
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        kind, literal = typing.get_args(hint)
-        if typing.get_origin(literal) is not Literal:
-            return _convert(literal if isinstance(value, Mapping) else kind, value, where)
-        (word,) = typing.get_args(literal)
-        if isinstance(value, str) and value != word:
-            raise ConfigError(f"{where} is {value!r}; it must be {word!r} or of type {kind.__name__}.")
-        return value if value == word else _convert(kind, value, where)
-    if typing.get_origin(hint) is Literal:
-        if value not in (allowed := typing.get_args(hint)):
-            raise ConfigError(f"{where} is {value!r}. {did_you_mean(str(value), allowed)}")
-        return value
-    if typing.get_origin(hint) is tuple:
-        item = typing.get_args(hint)[0]
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{where} is {value!r}; it must be a list.")
-        return tuple(_convert(item, v, f"{where}[{i}]") for i, v in enumerate(value))
-    if typing.get_origin(hint) is not None:  # Mapping[str, Any]
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} is {value!r}; it must be a set of keys and values.")
-        return dict(value)
-    if dataclasses.is_dataclass(hint):
-        return from_dict(typing.cast(type, hint), value, where)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        # An int may be too large for a float; no bounds contain it.
-        return float(max(min(value, 10**300), -(10**300)))
-    # 1e3 is how people write a thousand steps.
-    if hint is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ConfigError(f"{where} is {value!r}; it must be of type {hint.__name__}.")
-    return value
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Back to plain data
-
-
-# Positional encodings, patterns and edits are dataclasses of `pe_lab.positional`, which registers them here.
-_KINDS: dict[type, str] = {}
-_read_description: Callable[[Mapping[str, Any]], Any] = dict
-
-
-def register_descriptions(kinds: Mapping[str, type], read: Callable[[Mapping[str, Any]], Any]) -> None:
-    """Lets configs hold dataclasses from outside: `kinds` by their names in JSON, and the function that reads them."""
-    global _read_description
-    for name, kind in kinds.items():
-        register_kind(name, kind)
-    _read_description = read
-
-
-def register_kind(name: str, kind: type) -> None:
-    """Gives a dataclass its name in JSON."""
-    _KINDS[kind] = name
-
-
-def to_json(value: Any) -> Any:
-    """A config, a part of one, or a description as plain JSON; registered kinds become {"kind": name, fields}."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            f.name: to_json(getattr(value, f.name))
-            for f in dataclasses.fields(value)
-            if not (f.metadata.get("omit_default") and getattr(value, f.name) == f.default)
-        }
-        return {"kind": _KINDS[type(value)], **fields} if type(value) in _KINDS else fields
-    if isinstance(value, Mapping):
-        return {key: to_json(item) for key, item in value.items()}
-    return [to_json(item) for item in value] if isinstance(value, list | tuple) else value

@@ -42,7 +42,7 @@ def load_config(
     """
     name, _, arg = reference.partition(":")
     with _explained(name):
-        module = _recipe_module(_find_recipe(Path(name)))
+        module = load_module(_find_recipe(Path(name)))
     get_config = getattr(module, "get_config", None)
     if not callable(get_config):
         raise ConfigError(f"--config: '{name}' defines no get_config(arg).")
@@ -97,8 +97,8 @@ def _find_recipe(path: Path) -> Path:
     )
 
 
-def _recipe_module(path: Path) -> types.ModuleType:
-    """The module of a recipe, which may import other recipes of its directory: `from .table1 import get_config`."""
+def load_module(path: Path) -> types.ModuleType:
+    """The module of a recipe or a study, which may import others of its directory: `from .table1 import get_config`."""
     package = types.ModuleType(f"pe_lab_recipes_{hashlib.sha256(str(path.parent.resolve()).encode()).hexdigest()[:8]}")
     package.__path__ = [str(path.parent.resolve())]
     sys.modules.setdefault(package.__name__, package)

@@ -18,7 +18,6 @@ from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.positional.registry import external_files
 from pe_lab.recipes import split_overrides
 from pe_lab.sweeps import (
-    Runner,
     Sweep,
     load_sweep,
     make_sweep,
@@ -29,16 +28,12 @@ from pe_lab.sweeps import (
     summarize,
 )
 from pe_lab.sweeps.cells import FILE
-from pe_lab.sweeps.local import Local
 from pe_lab.sweeps.progress import Board, cost, counts, failures
-from pe_lab.sweeps.ray import Ray
 from pe_lab.sweeps.results import shown, write_results
+from pe_lab.sweeps.runners import make_runner, split_passed_on
 from pe_lab.sweeps.running import exit_status
-from pe_lab.sweeps.slurm import Slurm
 from pe_lab.sweeps.table import TRAINING, VALIDATION
 from pe_lab.terminal import LiveText, argument_parser, command, console, leave, pass_on_encodings, positive
-
-PASSED_ON = ("evaluate.", "slurm-", "ray-")  # --evaluate.lengths=1x,2x is --lengths=1x,2x of pe_lab.evaluate
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,22 +72,6 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def split_passed_on(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, str]]]:
-    """Splits a command line into the other arguments and the options of pe_lab.evaluate, SLURM and Ray."""
-    rest: list[str] = []
-    found: dict[str, dict[str, str]] = {prefix: {} for prefix in PASSED_ON}
-    for item in argv:
-        prefix = next((one for one in PASSED_ON if item.startswith(f"--{one}")), None)
-        if prefix is None:
-            rest.append(item)
-            continue
-        name, equals, value = item.removeprefix(f"--{prefix}").partition("=")
-        if not name or (not value and (equals or prefix != "evaluate.")):
-            raise ConfigError(f"{item}: give a value, as in --{prefix}{name or 'NAME'}=VALUE.")
-        found[prefix][name] = value
-    return rest, found
-
-
 @command
 def main(argv: Sequence[str]) -> int:
     rest, overrides = split_overrides(argv)
@@ -105,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     if not args.config:
         raise ConfigError("--config is missing: which recipe is to be trained? --table needs --workdir alone.")
     evaluation = _evaluation(args.evaluate, passed_on["evaluate."])
-    runner = _runner(args, passed_on) if not args.dry_run else None
+    runner = make_runner(args.on, args.jobs, passed_on) if not args.dry_run else None
     before = set(external_files())
     sweep = make_sweep(
         args.config,
@@ -152,18 +131,6 @@ def _evaluation(suites: str | None, options: dict[str, str]) -> list[str] | None
         parse_suites(suites)
     given = [f"--suite={suites}"] if suites else []
     return given + [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
-
-
-def _runner(args: argparse.Namespace, passed_on: dict[str, dict[str, str]]) -> Runner:
-    kinds = {"local": "", "slurm": "slurm-", "ray": "ray-"}
-    if args.on not in kinds:
-        raise ConfigError(f"--on='{args.on}': there is no such place. {did_you_mean(args.on, [*kinds])}")
-    for prefix in ("slurm-", "ray-"):
-        if passed_on[prefix] and kinds[args.on] != prefix:
-            raise ConfigError(f"--{prefix}{next(iter(passed_on[prefix]))} is an option of --on={prefix[:-1]}.")
-    if args.on == "slurm":
-        return Slurm(passed_on["slurm-"], args.jobs)
-    return Ray(passed_on["ray-"], args.jobs) if args.on == "ray" else Local(args.jobs)
 
 
 def _print_table(args: argparse.Namespace, overrides: dict[str, str]) -> int:

@@ -21,9 +21,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pe_lab"
 
 COMMANDS = {"train", "prepare", "surgery", "convert", "generate", "evaluate", "analyze", "plan", "report", "verify"}
-COMMANDS |= {"sweep"}
+COMMANDS |= {"sweep", "study"}
 LEVELS: list[set[str]] = [
     {"errors"},
+    {"config_codec"},
     {"config", "storage", "terminal"},
     {"positional", "parallel", "recipes", "identity"},
     {"attention"},
@@ -34,6 +35,7 @@ LEVELS: list[set[str]] = [
     {"analysis"},
     {"page", "planning"},  # planning compiles the programs of training and of evaluation
     {"sweeps"},  # starts train and evaluate as processes, and makes the page of its cells
+    {"studies"},  # runs sweeps, and judges what came of them
     COMMANDS,
     {"__main__"},
 ]

@@ -147,6 +147,21 @@ class Model:
         None instead of places: the tokens are in order. Losses are reordered after they are computed, because devices
         exchange less data for losses than for hidden states.
         """
+        x, _, places = self.streams(params, tokens, positions, segments, schedule, collect=False)
+        return x, places
+
+    def streams(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "#B T"] | None,
+        segments: Int[Array, "B T"] | None,
+        schedule: Schedule,
+        collect: bool = True,
+    ) -> tuple[Float[Array, "B places D"], Any, Int[np.ndarray, " T"] | None]:
+        """`hidden_in_order`, and between its two results those of `Block` for all layers, stacked: (layers' outputs
+        [N, B, places, D], attention's outputs [N, B, places, H, K]); None without `collect`.
+        """
         config = self.config
         if schedule.num_layers != config.layers:
             raise ConfigError(f"The schedule has {schedule.num_layers} layers and the model {config.layers}.")
@@ -164,27 +179,30 @@ class Model:
         check_learned(learned, schedule.structure)
         data = (block_params, layer_arrays(schedule))
 
-        def layer(x: jax.Array, data: Any, learned: Any, structure: LayerStructure) -> jax.Array:
+        def layer(x: jax.Array, data: Any, learned: Any, structure: LayerStructure) -> tuple[jax.Array, jax.Array]:
             block_params, arrays = data
             encoding = self.layer_encoding(arrays, structure, at, shared, learned)
             return self.block(block_params)(x, encoding, positions, segments, structure.window, self.backward)
 
-        policy = REMAT_POLICIES[config.remat]
+        policy, collected = REMAT_POLICIES[config.remat], []
         for run in runs(schedule.structure):
             pattern = schedule.structure[run.start : run.start + run.period]
 
-            def group(x: jax.Array, data: Any, pattern: tuple[LayerStructure, ...] = pattern) -> jax.Array:
-                stacked, learned = data
+            def group(x: jax.Array, data: Any, pattern: tuple[LayerStructure, ...] = pattern) -> tuple[jax.Array, Any]:
+                (stacked, learned), found = data, []
                 for i, structure in enumerate(pattern):
-                    x = layer(x, jax.tree.map(lambda a, i=i: a[i], stacked), learned[i], structure)
-                return x
+                    x, attended = layer(x, jax.tree.map(lambda a, i=i: a[i], stacked), learned[i], structure)
+                    found.append((x, attended))
+                return x, jax.tree.map(lambda *each: jnp.stack(each), *found) if collect else None
 
             if policy is not None:
                 group = jax.checkpoint(group, policy=policy, prevent_cse=not config.scan)
             with jax.named_scope("layers"):
                 of_run = tuple(learned_of_run(learned, schedule.structure, run))
-                x = _repeat(group, x, data, of_run, run, config.scan)
-        return self.final_norm(params, x), places
+                x, found = _repeat(group, x, data, of_run, run, config.scan)
+            collected.append(found)
+        streams = jax.tree.map(lambda *each: jnp.concatenate(each), *collected)
+        return self.final_norm(params, x), streams, places
 
     def final_norm(self, params: Params, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """The input of the unembedding, from the output of the last layer."""
@@ -298,7 +316,7 @@ class Model:
         x, places = self.hidden_in_order(
             params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule
         )
-        targets = _in_order(batch["targets"], x.shape[1], places)
+        targets = in_order(batch["targets"], x.shape[1], places)
         loss = cross_entropy(x, self.unembedding(params), targets, chunks)
         return loss if places is None else loss[:, places]
 
@@ -310,11 +328,11 @@ class Model:
         x, places = self.hidden_in_order(
             params, batch["tokens"], batch.get("positions"), batch.get("segments"), schedule
         )
-        targets, weights = (_in_order(batch[name], x.shape[1], places) for name in ("targets", "weights"))
+        targets, weights = (in_order(batch[name], x.shape[1], places) for name in ("targets", "weights"))
         return weighted_cross_entropy(x, self.unembedding(params), targets, weights, self.config.loss_chunks)
 
 
-def _in_order(values: Shaped[Array, "B T"], length: int, places: Int[np.ndarray, " T"] | None) -> Array:
+def in_order(values: Shaped[Array, "B T"], length: int, places: Int[np.ndarray, " T"] | None) -> Array:
     """`values` of tokens, at their places in a sequence of `length`; 0 elsewhere."""
     if places is None:
         return values
@@ -356,22 +374,24 @@ def layer_arrays(schedule: Schedule) -> tuple[jax.Array | np.ndarray, ...]:
     )
 
 
-def _repeat(group: Any, x: jax.Array, data: Any, learned: Any, run: Run, scan: bool) -> jax.Array:
+def _repeat(group: Any, x: jax.Array, data: Any, learned: Any, run: Run, scan: bool) -> tuple[jax.Array, Any]:
     """Applies `group` (one period of layers) `run.repeats` times to the run's part of the stacked `data`.
 
-    `learned` is stacked over the run's repetitions (`learned_of_run`).
+    `learned` is stacked over the run's repetitions (`learned_of_run`). What `group` returns beside x is stacked.
     """
     stop = run.start + run.period * run.repeats
     part = jax.tree.map(lambda a: a[run.start : stop].reshape(run.repeats, run.period, *a.shape[1:]), data)
     part = (part, learned)
     if scan and run.repeats > 1:
-        return jax.lax.scan(lambda x, d: (group(x, d), None), x, part)[0]
+        x, found = jax.lax.scan(group, x, part)
+        return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)
     # The gradient of a split is one concatenation; that of indexing would be a sum of N arrays of the full size.
     leaves, tree = jax.tree.flatten(part)
-    pieces = [jax.lax.split(jnp.asarray(leaf), (1,) * run.repeats) for leaf in leaves]
+    pieces, found = [jax.lax.split(jnp.asarray(leaf), (1,) * run.repeats) for leaf in leaves], []
     for i in range(run.repeats):
-        x = group(x, jax.tree.unflatten(tree, [p[i][0] for p in pieces]))
-    return x
+        x, one = group(x, jax.tree.unflatten(tree, [p[i][0] for p in pieces]))
+        found.append(one)
+    return x, jax.tree.map(lambda *each: jnp.concatenate(each), *found)
 
 
 def _axes(state: Any, leading: tuple[str, ...]) -> Params:

@@ -122,33 +122,60 @@ def weighted_cross_entropy(
     if chunks < 1:
         raise ConfigError(f"model.loss_chunks is {chunks}; it must be positive.")
     with jax.named_scope("loss"):
-        return _weighted(hidden, unembedding, targets, weights, chunks)
+        return _weighted(hidden, unembedding, targets, weights, None, (chunks, 1.0, 0.0))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _weighted(hidden, unembedding, targets, weights, chunks):  # noqa: ANN001, ANN202
-    return _on_mesh(hidden, unembedding, targets, weights, chunks, gradient=False)
+class Teacher(NamedTuple):
+    """What a teacher says of a batch: the output of its final norm, and its output embedding; neither has a gradient."""
+
+    hidden: Float[Array, "B T Dt"]
+    unembedding: Float[Array, "V Dt"]
 
 
-def _forward_rule(hidden, unembedding, targets, weights, chunks):  # noqa: ANN001, ANN202
-    loss, d_hidden, d_unembedding = _on_mesh(hidden, unembedding, targets, weights, chunks, gradient=True)
-    return loss, (d_hidden, d_unembedding)
+def distillation_loss(
+    hidden: Float[Array, "B T D"],
+    unembedding: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    teacher: Teacher,
+    cross_entropy: float,
+    logits: float,
+    chunks: int = 1,
+) -> Float[Array, ""]:
+    """The sum over tokens of weight times `cross_entropy` * CE + `logits` * KL(teacher || student), in nats; float32.
+
+    CE is the cross-entropy with the targets, KL the divergence of the student's distribution from the teacher's (Hinton
+    et al. 2015, at temperature 1). Computed in chunks with its gradient, as `weighted_cross_entropy`: no logits of
+    either model are kept.
+    """
+    with jax.named_scope("loss"):
+        return _weighted(hidden, unembedding, targets, weights, teacher, (chunks, cross_entropy, logits))
 
 
-def _backward_rule(chunks, saved, d_loss):  # noqa: ANN001, ANN202
-    d_hidden, d_unembedding = saved
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _weighted(hidden, unembedding, targets, weights, teacher, how):  # noqa: ANN001, ANN202
+    return _on_mesh(hidden, unembedding, targets, weights, teacher, how, gradient=False)
+
+
+def _forward_rule(hidden, unembedding, targets, weights, teacher, how):  # noqa: ANN001, ANN202
+    loss, d_hidden, d_unembedding = _on_mesh(hidden, unembedding, targets, weights, teacher, how, gradient=True)
+    return loss, (d_hidden, d_unembedding, jax.tree.map(jnp.zeros_like, teacher))
+
+
+def _backward_rule(how, saved, d_loss):  # noqa: ANN001, ANN202
+    d_hidden, d_unembedding, no_teacher = saved
     nothing = np.zeros(d_hidden.shape[:2], jax.dtypes.float0)
     no_weights = jnp.zeros(d_hidden.shape[:2], jnp.float32)
-    return d_hidden * d_loss.astype(d_hidden.dtype), d_unembedding * d_loss, nothing, no_weights
+    return d_hidden * d_loss.astype(d_hidden.dtype), d_unembedding * d_loss, nothing, no_weights, no_teacher
 
 
 _weighted.defvjp(_forward_rule, _backward_rule)
 
 
-def _on_mesh(hidden, unembedding, targets, weights, chunks, gradient):  # noqa: ANN001, ANN202
+def _on_mesh(hidden, unembedding, targets, weights, teacher, how, gradient):  # noqa: ANN001, ANN202
     current = current_mesh()
     if current is None or current[0].size == 1:
-        return _local(hidden, unembedding, targets, weights, _Axes(), chunks, gradient)
+        return _local(hidden, unembedding, targets, weights, teacher, _Axes(), how, gradient)
     mesh, rules = current
     tokens = rules.spec(("batch", "length", None), hidden.shape, mesh, "hidden states")
     table = rules.spec(("vocab", "embed"), unembedding.shape, mesh, "unembedding")
@@ -156,19 +183,19 @@ def _on_mesh(hidden, unembedding, targets, weights, chunks, gradient):  # noqa: 
     axes = _Axes(*(sharding_axes(mesh, *parts) for parts in (tokens[:2], table[1:], table[:1])))
     by_token = PartitionSpec(*tokens[:2])
     return jax.shard_map(
-        functools.partial(_local, axes=axes, chunks=chunks, gradient=gradient),
+        functools.partial(_local, axes=axes, how=how, gradient=gradient),
         mesh=mesh,
-        in_specs=(tokens, table, by_token, by_token),
+        in_specs=(tokens, table, by_token, by_token, None if teacher is None else Teacher(tokens, table)),
         out_specs=(PartitionSpec(), tokens, table) if gradient else PartitionSpec(),
         check_vma=False,
-    )(hidden, unembedding, targets, weights)
+    )(hidden, unembedding, targets, weights, teacher)
 
 
-def _local(hidden, unembedding, targets, weights, axes, chunks, gradient):  # noqa: ANN001, ANN202
+def _local(hidden, unembedding, targets, weights, teacher, axes, how, gradient):  # noqa: ANN001, ANN202
     """Loss, and with `gradient` the gradients of hidden states and unembedding, on one device's part of the mesh."""
-    table = unembedding.astype(hidden.dtype)
-    if axes.embed:
-        table = jax.lax.all_gather(table, axes.embed, axis=1, tiled=True)
+    chunks, of_targets, of_teacher = how
+    table = _gathered(unembedding, hidden.dtype, axes)
+    teacher_table = None if teacher is None else _gathered(teacher.unembedding, teacher.hidden.dtype, axes)
     (V, D), count = table.shape, targets.size
     first = jax.lax.axis_index(axes.vocab) * V if axes.vocab else 0
     size = -(-count // chunks)
@@ -180,24 +207,33 @@ def _local(hidden, unembedding, targets, weights, axes, chunks, gradient):  # no
 
     def step(carry, chunk):  # noqa: ANN001, ANN202
         loss, d_table = carry
-        x, target, weight = chunk
-        logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=jnp.float32)
-        highest = _over(jax.lax.pmax, logits.max(-1), axes.vocab)
-        total = _over(jax.lax.psum, jnp.exp(logits - highest[:, None]).sum(-1), axes.vocab)
+        x, target, weight, x_teacher = chunk
+        logits, logsumexp = _logits(x, table, axes)
         hit = _is_target(target - first, V)
         at_target = _over(jax.lax.psum, jnp.where(hit, logits, 0).sum(-1), axes.vocab)
-        logsumexp = highest + jnp.log(total)
-        loss += ((logsumexp - at_target) * weight).sum()
+        if teacher is None:
+            of_token = logsumexp - at_target
+        else:
+            known, known_sum = _logits(x_teacher, teacher_table, axes)
+            likely = jnp.exp(known - known_sum[:, None])
+            divergence = _over(jax.lax.psum, (likely * (known - logits)).sum(-1), axes.vocab) + logsumexp - known_sum
+            of_token = of_targets * (logsumexp - at_target) + of_teacher * divergence
+        loss += (of_token * weight).sum()
         if not gradient:
             return (loss, d_table), None
-        d_logits = ((jnp.exp(logits - logsumexp[:, None]) - hit) * weight[:, None]).astype(x.dtype)
+        d_logits = jnp.exp(logits - logsumexp[:, None])
+        if teacher is None:
+            d_logits = d_logits - hit
+        else:
+            d_logits = of_targets * (d_logits - hit) + of_teacher * (d_logits - likely)
+        d_logits = (d_logits * weight[:, None]).astype(x.dtype)
         d_x = jnp.einsum("nv,vd->nd", d_logits, table, preferred_element_type=jnp.float32).astype(x.dtype)
         # [D, V], the transpose of the result: XLA on a CPU would else transpose d_logits, the largest array.
         d_table += jnp.einsum("nd,nv->dv", x, d_logits, preferred_element_type=jnp.float32)
         return (loss, d_table), _over(jax.lax.psum, d_x, axes.vocab)
 
     start = jnp.zeros(()), jnp.zeros((D, V) if gradient else ())
-    parts = split(hidden), split(targets), split(weights)
+    parts = split(hidden), split(targets), split(weights), None if teacher is None else split(teacher.hidden)
     if chunks == 1:
         (loss, d_table), d_hidden = step(start, jax.tree.map(lambda x: x[0], parts))
     else:
@@ -215,6 +251,20 @@ def _local(hidden, unembedding, targets, weights, axes, chunks, gradient):  # no
     # Without the barrier, the compiler reduces the sum after the backward pass of all layers, and keeps it until then.
     d_hidden, d_table = jax.lax.optimization_barrier((d_hidden, d_table))
     return loss, d_hidden, d_table.T.astype(unembedding.dtype)
+
+
+def _gathered(table: jax.Array, dtype: jnp.dtype, axes: _Axes) -> jax.Array:
+    """An output embedding in the compute dtype, gathered over the axes that shard D."""
+    table = table.astype(dtype)
+    return jax.lax.all_gather(table, axes.embed, axis=1, tiled=True) if axes.embed else table
+
+
+def _logits(x: jax.Array, table: jax.Array, axes: _Axes) -> tuple[jax.Array, jax.Array]:
+    """The logits of this device's part of the vocabulary, and their logsumexp over all of it."""
+    logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=jnp.float32)
+    highest = _over(jax.lax.pmax, logits.max(-1), axes.vocab)
+    total = _over(jax.lax.psum, jnp.exp(logits - highest[:, None]).sum(-1), axes.vocab)
+    return logits, highest + jnp.log(total)
 
 
 def _over(collective, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:  # noqa: ANN001

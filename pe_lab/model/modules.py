@@ -195,7 +195,8 @@ class Block(nnx.Module):
         segments: Int[Array, "B T"] | None,
         window: int | None,
         backward: bool = True,
-    ) -> Float[Array, "B T D"]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T H K"]]:
+        """The output of the layer, and that of its attention before the output projection."""
         config = self.attention.config
         attend = functools.partial(
             attention,
@@ -208,11 +209,12 @@ class Block(nnx.Module):
             backward=backward,
         )
 
-        def named(q: jax.Array, k: jax.Array, v: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        def named(q: jax.Array, k: jax.Array, v: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
             with jax.named_scope("attend"):
-                return attend(q, k, v, x=x), None
+                attended = attend(q, k, v, x=x)
+                return attended, attended
 
-        return self.attend_by(x, named)[0]
+        return self.attend_by(x, named)
 
     def attend_by(
         self, x: Float[Array, "B T D"], attend: Callable[..., tuple[jax.Array, Any]]

@@ -112,6 +112,15 @@ class Flops(NamedTuple):
     full: float
     causal: float
 
+    @property
+    def forward(self) -> Flops:
+        """Those of a forward pass: a third of a train step's."""
+        return Flops(self.full / 3, self.causal / 3)
+
+    def plus(self, other: Flops) -> Flops:
+        """Both together."""
+        return Flops(self.full + other.full, self.causal + other.causal)
+
 
 def train_flops_per_token(
     config: ModelConfig, sequence_length: int, structure: Sequence[LayerStructure] | None = None

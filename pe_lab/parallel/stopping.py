@@ -63,6 +63,17 @@ class StopRequests:
         if handler:
             self._agree = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)
 
+    def requested(self, step: int) -> bool:
+        """Whether to stop after a step of the run's, counted through all phases and rewinds; alike on all processes."""
+        if jax.process_count() == 1:
+            return self.received is not None
+        from jax.experimental import multihost_utils
+
+        # `jax.distributed` catches SIGTERM on any host, and agrees on a step that all of them reach; it may lie in the
+        # next phase. It is reached once; a rewind may come in between.
+        self.agreed |= multihost_utils.reached_preemption_sync_point(step)
+        return self.agreed
+
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
         reading, writing = os.pipe()

@@ -17,6 +17,7 @@ from pe_lab.data.shards import METADATA_FILE, read_metadata
 from pe_lab.data.tokenizers import load_tokenizer, training_size
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Flops, Model, train_flops_per_token
+from pe_lab.model.distillation import learns
 from pe_lab.parallel import AxisRules, check_batch, make_mesh
 from pe_lab.parallel.ahead_of_time import compiler_name, topology_devices
 from pe_lab.parallel.topology import CHIPS, Topology, placeholder_mesh
@@ -94,6 +95,8 @@ def make_plan(config: Config, topology: Topology) -> Plan:
     numbers = []
     for phase, model in zip(phases, models, strict=True):
         flops = train_flops_per_token(model.config, phase.config.sequence_length, phase.schedule.structure)
+        if learns(phase.config.distill):  # a teacher of the model's own shape
+            flops = flops.plus(flops.forward)
         memory = estimate_memory(model, phase.config, phase.schedule, config.data.segments, mesh, AxisRules())
         names = ", ".join(dict.fromkeys(label(layer) for layer in phase.layers))
         optimizer, products = phase.config.optimizer, 0.0

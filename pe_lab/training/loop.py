@@ -24,6 +24,7 @@ from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests
 from pe_lab.positional import Schedule, describe, label
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import Progress, console
+from pe_lab.training.inputs import StepInputs, step_inputs_of
 from pe_lab.training.ledger import Ledger
 from pe_lab.training.logs import (
     PhaseLogs,
@@ -65,7 +66,7 @@ class _Work:
     ledger: Ledger
     stops: StopRequests
     shardings: Shardings
-    schedule: Schedule
+    inputs: StepInputs
     train_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
     validate: Callable[[Params], dict[str, float]]
     replay: Replay | None
@@ -133,7 +134,10 @@ def train_phase(
         if phase.config.random_positions:
             positions = RandomPositions(phase.config.random_positions, (config.seed, phase.index))
             out.print(f"positions drawn below {phase.config.random_positions:,}, anew each step")
+        inputs = step_inputs_of(run, phase, previous, schedule, shardings, out.print)
+        flops = flops.plus(inputs.flops)
         how = (model, optimizer, run.mesh, run.rules, phase.config.accumulate, positions, config.compiler_options)
+        every = config.stability.replay_every
         work = _Work(
             run,
             phase,
@@ -144,10 +148,10 @@ def train_phase(
             ledger,
             stops,
             shardings,
-            schedule,
-            compile_train_step(*how, policy),
+            inputs,
+            compile_train_step(*how, policy, inputs.distilled),
             _validation(run, phase, shardings, schedule),
-            Replay(config.stability.replay_every, *how, out.print) if config.stability.replay_every else None,
+            Replay(every, *how, out.print, inputs.distilled) if every else None,
             out,
         )
         rewinds = Rewinds()
@@ -242,10 +246,11 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
             with work.profiler.begin(step + 1), ledger.time("compile") if first else contextlib.nullcontext():
                 with times.wait("input"):
                     batch = place_batch(next(pipeline), work.shardings.batch)
+                    schedule = work.inputs.at(step)
                 if work.replay is not None:
-                    work.replay.check(step + 1, state, batch, work.schedule)
+                    work.replay.check(step + 1, state, batch, schedule)
                 with times.dispatch():
-                    state, metrics = work.train_step(state, batch, work.schedule)
+                    state, metrics = work.train_step(state, batch, schedule)
                 pipeline.read_ahead()
                 if first:
                     jax.block_until_ready(metrics)  # the first step compiles: its time is no measure of speed
@@ -281,7 +286,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                 logs.write("metrics", record | pipeline.tokens_read())
                 validated = validation_text(losses)
 
-            stopping = _stop_requested(work)
+            stopping = work.stops.requested(work.profiler.trained)
             due = step % config.checkpoint.every_steps == 0 or step in config.checkpoint.milestones
             if due or step == steps or stopping:
                 settle()
@@ -301,7 +306,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
         if step == steps:
             work.out.print(f"{phase.name}: complete at step {steps}, loss {last['loss']:.4f}{validated}")
             write_phase(run, phase, work.flops, work.peak, lineage, "complete", started, time.perf_counter() - began)
-            stopping = _stop_requested(work)  # requested while the last checkpoint was written
+            stopping = work.stops.requested(work.profiler.trained)  # requested while the last checkpoint was written
     if stopping:
         raise Stopped(f"stopped at step {step} of {steps} of phase '{phase.name}', saved; run it again to continue")
 
@@ -385,16 +390,3 @@ def _validation(
         return {"validation_loss": float(total / weight), **losses} if weight else {}
 
     return validate
-
-
-def _stop_requested(work: _Work) -> bool:
-    """Whether to stop after this step, alike on all processes."""
-    if jax.process_count() == 1:
-        return work.stops.received is not None
-    from jax.experimental import multihost_utils
-
-    # `jax.distributed` catches SIGTERM on any host, and agrees on a step that all of them reach. The steps count
-    # through all phases and rewinds: that step may lie in the next phase.
-    # It is reached once; a rewind may come in between.
-    work.stops.agreed |= multihost_utils.reached_preemption_sync_point(work.profiler.trained)
-    return work.stops.agreed

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from pe_lab.config import ModelConfig, PhaseConfig
 from pe_lab.errors import ConfigError
 from pe_lab.model import Model, Params
+from pe_lab.model.distillation import learns
 from pe_lab.parallel import AxisRules
 from pe_lab.parallel.topology import GIB, Chip
 from pe_lab.positional import Schedule
@@ -78,6 +79,10 @@ def _estimator(
     moments = bytes_of(state.optimizer, shardings.state.optimizer)
     gradients = parameters * (2 if phase.accumulate > 1 else 1)
     inputs = bytes_of(batch, dict.fromkeys(batch, shardings.batch))
+    if learns(phase.distill):  # a teacher of the same shape, and what it computes
+        kept = model.config.layers if phase.distill.hidden or phase.distill.attention else 1
+        width = np.dtype(model.config.dtype).itemsize
+        inputs += parameters + kept * 2 * _tokens(phase, mesh) * model.config.d_model * width
     iteration = 0
     if phase.optimizer.name == "muon":
         iteration = newton_schulz_bytes(phase.optimizer.muon, model.shapes, model.axes, mesh.size)

@@ -16,8 +16,7 @@ from pe_lab.errors import SilentCorruption
 from pe_lab.model import Model
 from pe_lab.parallel import AxisRules, use_mesh
 from pe_lab.parallel.compiler import compiler_options
-from pe_lab.positional import Schedule
-from pe_lab.training.step import BATCH_AXES, Batch, RandomPositions, TrainState, gradients, make_shardings
+from pe_lab.training.step import BATCH_AXES, Batch, Loss, RandomPositions, TrainState, gradients, make_shardings
 
 
 class Replay:
@@ -38,6 +37,7 @@ class Replay:
         positions: RandomPositions | None,
         options: Mapping[str, Any],
         show: Callable[[str], None],
+        distilled: tuple[Loss, Any] | None = None,
     ):
         self._every, self._mesh, self._show = every, mesh, show
         self._names = [
@@ -45,18 +45,19 @@ class Replay:
             for path, _ in jax.tree_util.tree_leaves_with_path(model.shapes)
         ]
         shardings = make_shardings(model, optimizer, mesh, rules)
+        loss, of_schedule = distilled or (model, shardings.replicated)
         everywhere = PartitionSpec(mesh.axis_names)
         specs = jax.tree.map(lambda sharding: sharding.spec, shardings.state.params)
         self.alone = all(size == 1 for axis, size in mesh.shape.items() if axis != "data")
         batch_spec = rules.spec(BATCH_AXES)
 
-        def checksums(params: Any, batch: Batch, schedule: Schedule, step: jax.Array) -> jax.Array:
+        def checksums(params: Any, batch: Batch, schedule: Any, step: jax.Array) -> jax.Array:
             if positions is not None:
                 batch = positions.replace(batch, step)
             if self.alone:
 
-                def of_device(params: Any, batch: Batch, schedule: Schedule) -> jax.Array:
-                    return _checksums(gradients(model, accumulate, params, batch, schedule)[1])
+                def of_device(params: Any, batch: Batch, schedule: Any) -> jax.Array:
+                    return _checksums(gradients(loss, accumulate, params, batch, schedule)[1])
 
                 return jax.shard_map(
                     of_device,
@@ -66,12 +67,12 @@ class Replay:
                     check_vma=False,
                 )(params, batch, schedule)
             with use_mesh(mesh, rules):
-                grads = gradients(model, accumulate, params, batch, schedule)[1]
+                grads = gradients(loss, accumulate, params, batch, schedule)[1]
             return jax.shard_map(_checksums, mesh=mesh, in_specs=(specs,), out_specs=everywhere, check_vma=False)(grads)
 
         self._checksums = jax.jit(
             checksums,
-            in_shardings=(shardings.state.params, shardings.batch, shardings.replicated, shardings.replicated),
+            in_shardings=(shardings.state.params, shardings.batch, of_schedule, shardings.replicated),
             out_shardings=NamedSharding(mesh, everywhere),
             compiler_options=compiler_options(mesh.devices.flat[0], accumulate, options),
         )
@@ -80,7 +81,7 @@ class Replay:
         self._agreed = 0  # the last step that was checked
         self._timed = False
 
-    def check(self, step: int, state: TrainState, batch: Batch, schedule: Schedule) -> None:
+    def check(self, step: int, state: TrainState, batch: Batch, schedule: Any) -> None:
         """Computes the gradients of a step twice, if it is due.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,13 @@ class RandomPositions(NamedTuple):
         return {**batch, "positions": jnp.broadcast_to(drawn, batch["tokens"].shape)}
 
 
+class Loss(Protocol):
+    """What a step trains: a `Model`, or the loss of one that learns from a teacher (`model.distillation`)."""
+
+    def loss_sum(self, params: Params, batch: Batch, schedule: Any) -> jax.Array:
+        """The sum over tokens of weight times loss; `schedule` is the step's argument of that name."""
+
+
 class TrainState(NamedTuple):
     """The state that a train step updates."""
 
@@ -64,9 +71,7 @@ def init_state(
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), history)
 
 
-def gradients(
-    model: Model, accumulate: int, params: Params, batch: Batch, schedule: Schedule
-) -> tuple[jax.Array, Params]:
+def gradients(model: Loss, accumulate: int, params: Params, batch: Batch, schedule: Any) -> tuple[jax.Array, Params]:
     """The weighted sum of the loss over a batch, and its gradient, in `accumulate` micro-batches."""
     gradient = jax.value_and_grad(model.loss_sum)
     if accumulate == 1:
@@ -84,12 +89,12 @@ def gradients(
 
 
 def train_step(
-    model: Model,
+    model: Loss,
     optimizer: optax.GradientTransformation,
     accumulate: int,
     state: TrainState,
     batch: Batch,
-    schedule: Schedule,
+    schedule: Any,
     policy: SkipPolicy | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update on the mean loss per unit of weight over the whole batch.
@@ -182,22 +187,26 @@ def compile_train_step(
     random_positions: RandomPositions | None = None,
     options: Mapping[str, Any] | None = None,
     policy: SkipPolicy | None = None,
+    distilled: tuple[Loss, Any] | None = None,
 ) -> Any:
     """The jitted step: (state, batch, schedule) -> (state, metrics). The old state is donated.
 
-    `options` of the recipe override those of `parallel.compiler`.
+    Args:
+      options: of the recipe; they override those of `parallel.compiler`.
+      distilled: the loss of a model with a teacher, and the shardings of what it takes in place of the schedule.
     """
     shardings = make_shardings(model, optimizer, mesh, rules, policy)
+    loss, of_schedule = distilled or (model, shardings.replicated)
 
-    def step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(state: TrainState, batch: Batch, schedule: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         if random_positions is not None:
             batch = random_positions.replace(batch, state.step)
         with use_mesh(mesh, rules):
-            return train_step(model, optimizer, accumulate, state, batch, schedule, policy)
+            return train_step(loss, optimizer, accumulate, state, batch, schedule, policy)
 
     return jax.jit(
         step,
-        in_shardings=(shardings.state, shardings.batch, shardings.replicated),
+        in_shardings=(shardings.state, shardings.batch, of_schedule),
         out_shardings=(shardings.state, shardings.replicated),
         donate_argnums=0,
         compiler_options=compiler_options(mesh.devices.flat[0], accumulate, options or {}),

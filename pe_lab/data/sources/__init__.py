@@ -1,4 +1,4 @@
-"""Corpora: the standard library, English prose, files of text and records on disks and stores, the hub, TensorFlow Datasets."""
+"""Corpora: the standard library, prose, files of text and records on disks and stores, the hub, TensorFlow Datasets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ OF_FILES = {"text": TextFiles, "jsonl": JsonLines, "parquet": ParquetFiles, "arr
 OF_THIS_MACHINE = ("stdlib", "prose")
 KINDS = (*OF_THIS_MACHINE, *OF_FILES, "hf", "tfds")
 OPTIONS = {"hf": ("revision",), "tfds": ("data_dir",)}
-FORMS = "stdlib, prose, text:GLOB, jsonl:GLOB, parquet:GLOB, arrow:GLOB, hf:ORG/NAME[:CONFIG][/SPLIT] or tfds:NAME[/SPLIT]"
+FORMS = (
+    "stdlib, prose, text:GLOB, jsonl:GLOB, parquet:GLOB, arrow:GLOB, hf:ORG/NAME[:CONFIG][/SPLIT] or tfds:NAME[/SPLIT]"
+)
 
 
 def open_source(config: SourceConfig) -> Source:

@@ -177,7 +177,9 @@ def is_prose(paragraph: str) -> bool:
 
 def rfc_paragraphs(text: str) -> Iterator[str]:
     """The paragraphs of an RFC, each on one line, without the headers and footers of pages."""
-    pages = re.split(r"\n*[^\n]*\[Page [0-9ivx]+\][^\n]*\n+\f?[ \t]*(?:\n*RFC [0-9]+ [^\n]*\n)?", text.replace("\r", ""))
+    pages = re.split(
+        r"\n*[^\n]*\[Page [0-9ivx]+\][^\n]*\n+\f?[ \t]*(?:\n*RFC [0-9]+ [^\n]*\n)?", text.replace("\r", "")
+    )
     joined = ""
     for page in pages:
         page = page.strip("\n\f")
@@ -193,8 +195,32 @@ def rfc_paragraphs(text: str) -> Iterator[str]:
 class _Paragraphs(html.parser.HTMLParser):
     """Collects the text of an HTML page by paragraphs."""
 
-    ENDS = frozenset("p li dd dt h1 h2 h3 h4 h5 h6 div td th br blockquote table ul ol dl section body".split())
-    LEFT_OUT = frozenset("script style pre nav header footer head title".split())
+    ENDS = frozenset(
+        [
+            "p",
+            "li",
+            "dd",
+            "dt",
+            "h1",
+            "h2",
+            "h3",
+            "h4",
+            "h5",
+            "h6",
+            "div",
+            "td",
+            "th",
+            "br",
+            "blockquote",
+            "table",
+            "ul",
+            "ol",
+            "dl",
+            "section",
+            "body",
+        ]
+    )
+    LEFT_OUT = frozenset(["script", "style", "pre", "nav", "header", "footer", "head", "title"])
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,132 @@
+"""A model of 0.5M parameters on English prose and needles, on which the studies test the papers' claims in minutes.
+
+Papers: DroPE (Gelberg et al. 2025), p-RoPE (Barbero et al. 2024), Partial RoPE (Khan et al. 2026), DoPE (Xiong et al.
+2025); studies/ has the claims, docs/claims.md what came of them.
+Command: python -m pe_lab.train --config=configs/claims.py:method=rope
+         python -m pe_lab.train --config=configs/claims.py:method=nope,from=runs/claims_rope
+         python -m pe_lab.study drop_beats_scaling --jobs=2
+
+Arguments: method=rope (or nope, alibi, p_rope_75, p_rope_25, partial_rope_10, rnope_swa, swan, ssmax, smollm3, or any
+text that --positional of pe_lab.surgery takes, such as 'rope:base=500+nope'); layers=8; from=RUN, the checkpoint that a
+recalibration starts from; steps, rate, warmup; qk_norm=none (head); needles=0.5, their share of the sequences; distill
+and path, the keys of a phase as key=value joined by semicolons, such as distill='logits=1;hidden=1'; size=laptop (quick).
+
+Cost: 3.6 MFLOPs a token with 8 layers; a seed takes about ten minutes on one CPU core.
+Expected: docs/claims.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from pe_lab.positional import Alibi, NoPE, PartialRope, Rope, rnope_swa, smollm3, swan
+from pe_lab.recipes import phase, recipe_arguments
+
+LENGTH = 128
+# The share of pairs that rotate less than once in a window is the one that base 10,000 has at 2,048 tokens.
+BASE = 125.0
+PRETRAIN, RECALIBRATE = 5_000, 1_000
+WINDOW = 32  # of the layers with windows, in RNoPE-SWA and SWAN: a quarter, as 256 of 1,024
+
+
+def encoding(method: str) -> Any:
+    """The `positional` of a method, or of a text."""
+    known = {
+        "rope": Rope(base=BASE),
+        "nope": NoPE(),
+        "alibi": Alibi(),
+        "p_rope_75": Rope(base=BASE, fraction=0.75),
+        "p_rope_25": Rope(base=BASE, fraction=0.25),
+        "partial_rope_10": PartialRope(base=BASE, fraction=0.125),
+        "rnope_swa": rnope_swa(WINDOW, base=BASE),
+        "swan": swan(WINDOW, LENGTH, base=BASE),
+        "smollm3": smollm3(base=BASE),
+        "ssmax": f"rope:base={BASE:g}/with=ssmax",
+    }
+    return known.get(method, method)
+
+
+def keys_of(text: str) -> dict[str, Any]:
+    """The keys of `a=1;b=x`."""
+    pairs = (item.partition("=")[::2] for item in text.split(";") if item)
+    return {key: float(value) if value.replace(".", "", 1).isdigit() else value for key, value in pairs}
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """`arg`: method=rope,layers=8, or others of the docstring's."""
+    arguments = recipe_arguments(
+        arg,
+        method="rope",
+        layers="8",
+        steps="0",
+        rate="3e-3",
+        warmup="0",
+        qk_norm=("", "none", "head"),
+        needles="0.5",
+        distill="none",
+        path="none",
+        size=("laptop", "quick"),
+        **{"from": "random"},
+    )
+    start, quick = arguments["from"], arguments["size"] == "quick"
+    steps = int(arguments["steps"]) or (PRETRAIN if start == "random" else RECALIBRATE)
+    steps = min(steps, 20) if quick else steps
+    share = float(arguments["needles"])
+
+    config = ConfigDict()
+    config.name = f"claims_{''.join(c if c.isalnum() else '_' for c in arguments['method'])}"
+    config.notes = dict(
+        paper="the claims of docs/claims.md at the scale of a laptop",
+        command="python -m pe_lab.train --config=configs/claims.py" + (f":{arg}" if arg else ""),
+        cost="about ten minutes on a CPU core with 8 layers and 5,000 steps",
+        expected="docs/claims.md",
+    )
+    # The usual init_std of 0.02 suits widths near 1000, where it is about 1 / sqrt(width).
+    config.model = dict(
+        layers=int(arguments["layers"]),
+        d_model=64,
+        d_ff=192,
+        heads=2,
+        kv_heads=2,
+        qk_norm="none",
+        init_std=0.1,
+        dtype="float32",
+        scan=False,
+    )
+    needles = dict(facts="symbol", pairs=8, queries=8, keys=16, values=16, filler_symbols=16)
+    needles |= dict(answer_weight=8.0, filler_weight=0.02)
+    prose = "stdlib" if quick else "prose"
+    config.data = dict(
+        sources=[
+            dict(source=prose, name="prose", weight=1 - share),
+            dict(source="needles", weight=share, options=needles),
+        ],
+        tokenizer="sentencepiece:train:1024",
+    )
+    made = phase(
+        name="pretrain" if start == "random" else "recalibrate",
+        steps=steps,
+        positional=encoding(arguments["method"]),
+        init_from=start,
+        sequence_length=LENGTH,
+        batch_size=8,
+        qk_norm=arguments["qk_norm"],
+        optimizer=dict(
+            learning_rate=float(arguments["rate"]),
+            warmup_steps=int(arguments["warmup"]) or max(1, steps // 50),
+            weight_decay=0.05,
+        ),
+    )
+    for key in ("distill", "path"):
+        if arguments[key] != "none":
+            made[key] = keys_of(arguments[key])
+    config.phases = [made]
+    quarters = [steps * n // 4 for n in (1, 2, 3)] if start == "random" and not quick else []
+    config.checkpoint = dict(every_steps=max(steps // 2, 1), milestones=quarters, keep=1)
+    config.log = dict(every_steps=10, validate_every_steps=max(steps // 20, 1), validation_batches=32, trackers=[])
+    config.evaluation = dict(factors=[1, 2, 4, 8], tokens=32768, fit_tokens=8192, needle_windows=64)
+    if quick:
+        config.evaluation = dict(factors=[1, 2], tokens=512, fit_tokens=512, needle_windows=2)
+    return config

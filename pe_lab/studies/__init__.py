@@ -1,0 +1,5 @@
+"""Studies: claims of papers, the runs that test them, and verdicts with intervals over seeds."""
+
+from pe_lab.studies.measures import losses, scores, together
+from pe_lab.studies.study import Arm, Study, load_studies, load_study
+from pe_lab.studies.verdict import Criterion, judge

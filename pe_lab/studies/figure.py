@@ -1,0 +1,111 @@
+"""The figure of a study: its numbers by length, with intervals over seeds, and the differences that decide."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from pe_lab.page.figure_style import OKABE_ITO, look, render
+from pe_lab.results.records import as_dict, mappings
+from pe_lab.studies.results import Point, point
+from pe_lab.studies.verdict import CONFIRMED, REFUTED
+
+COLOURS = {CONFIRMED: "#009E73", REFUTED: "#D55E00"}
+
+
+def draw(result: Mapping[str, Any], form: str) -> bytes:
+    """The figure of a result as the bytes of a `png` or `svg` file."""
+    from matplotlib.figure import Figure
+
+    curves = {panel: as_dict(lines) for panel, lines in as_dict(result.get("curves")).items()}
+    criteria = mappings(result["criteria"])
+    rows = -(-len(curves) // 2)
+    height = 0.42 + 0.42 * len(criteria)
+    with look():
+        figure = Figure(figsize=(7, 2.7 * rows + height + 0.9), layout="constrained")
+        parts = figure.subfigures(2, 1, height_ratios=[2.7 * rows, height + 0.9]) if curves else (None, figure)
+        if curves:
+            panels = list(parts[0].subplots(rows, min(2, len(curves)), squeeze=False).flatten())
+            for axis, (panel, lines) in zip(panels, curves.items(), strict=False):
+                _draw_curves(axis, result, panel, lines)
+            for empty in panels[len(curves) :]:
+                empty.remove()
+        _draw_differences(parts[1].subplots(), criteria)
+        return render(figure, form)
+
+
+def _draw_curves(axis: Any, result: Mapping[str, Any], panel: str, lines: Mapping[str, str]) -> None:
+    """A line for each term against what stands for {x} in it, or a point for each term without {x}."""
+    plain = {label: term for label, term in lines.items() if "{x}" not in term}
+    for n, (label, term) in enumerate(one for one in lines.items() if "{x}" in one[1]):
+        found = {x: at for x in _places(result, term) if (at := point(result, term.replace("{x}", f"{x:g}")))}
+        if found:
+            _errorbar(axis, list(found), list(found.values()), n, label)
+    if plain:
+        found = {label: at for label, term in plain.items() if (at := point(result, term))}
+        for n, (x, at) in enumerate(enumerate(found.values())):
+            _errorbar(axis, [x], [at], n, None)
+        axis.set_xticks(range(len(found)), [textwrap.fill(label, 14) for label in found], fontsize=7)
+        axis.set_xlim(-0.5, len(found) - 0.5)
+    else:
+        places = sorted({x for term in lines.values() for x in _places(result, term)})
+        if places and places[-1] > 2 * max(places[0], 1e-9):
+            axis.set_xscale("log", base=2)
+        axis.set_xticks(places, [f"{x:g}" for x in places])
+        axis.minorticks_off()
+        axis.legend(fontsize=6.5)
+    axis.set_title(panel, fontsize=9)
+
+
+def _errorbar(axis: Any, x: list[float], points: list[Point], n: int, label: str | None) -> None:
+    bars = [0.0 if math.isnan(at.high) else at.high - at.mean for at in points]
+    axis.errorbar(
+        x,
+        [at.mean for at in points],
+        yerr=bars,
+        label=label,
+        color=OKABE_ITO[n % len(OKABE_ITO)],
+        marker="os^DvP*"[n % 7],
+        markersize=4,
+        linewidth=1.2,
+        capsize=2.5,
+    )
+
+
+def _places(result: Mapping[str, Any], term: str) -> list[float]:
+    """The numbers that stand for {x} in a term, of the metrics that the result has."""
+    arm_form, _, metric_form = term.partition(": ")
+    found = set()
+    for arm, metrics in as_dict(result["values"]).items():
+        for metric in as_dict(metrics):
+            whole, form = f"{arm}: {metric}", f"{arm_form}: {metric_form}"
+            head, _, tail = form.partition("{x}")
+            middle = whole[len(head) : len(whole) - len(tail)]
+            if whole.startswith(head) and whole.endswith(tail) and len(whole) > len(head) + len(tail):
+                try:
+                    found.add(float(middle))
+                except ValueError:
+                    continue
+    return sorted(found)
+
+
+def _draw_differences(axis: Any, criteria: list[dict[str, Any]]) -> None:
+    """Each criterion's difference with its interval; to the right of 0 the claim holds."""
+    for n, one in enumerate(reversed(criteria)):
+        mean, low, high = (float("nan") if one[key] is None else float(one[key]) for key in ("mean", "low", "high"))
+        scale = max(abs(v) for v in (mean, low, high, one["by"], one["tolerance"]) if not math.isnan(v)) or 1.0
+        colour = COLOURS.get(one["outcome"], "#777777")
+        axis.plot([low / scale, high / scale], [n, n], color=colour, linewidth=2)
+        axis.plot([mean / scale], [n], "o", color=colour, markersize=5)
+        threshold = (one["by"] or -one["tolerance"]) / scale
+        axis.plot([threshold, threshold], [n - 0.3, n + 0.3], color="#999999", linewidth=1)
+        text = f"{mean:+.3g}" + ("" if math.isnan(low) else f" [{low:+.3g}, {high:+.3g}]")
+        axis.text(1.08, n, text, fontsize=7, va="center", clip_on=False)
+    axis.axvline(0, color="#444444", linewidth=0.8)
+    axis.set_yticks(range(len(criteria)), [textwrap.fill(one["text"], 46) for one in reversed(criteria)], fontsize=7)
+    axis.set_ylim(-0.7, len(criteria) - 0.3)
+    axis.set_xlim(-1.05, 1.05)
+    axis.set_xticks([0], ["0"])
+    axis.set_xlabel("against the claim    |    for the claim", fontsize=8)

@@ -1,0 +1,128 @@
+"""The pages of all studies: docs/claims.md, and one HTML page."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pe_lab.page.markup import Markup, element
+from pe_lab.page.stylesheet import CSS
+from pe_lab.results.formatting import count
+from pe_lab.results.records import as_dict, mappings
+from pe_lab.studies.figure import draw
+from pe_lab.studies.results import effect, leading, rule_changes
+
+BEGIN, END = "<!-- made by `python -m pe_lab.study --write`: do not edit below -->", "<!-- end of what is made -->"
+HEADER = ("claim", "paper", "verdict", "deciding difference, with 95% interval", "seeds", "minutes")
+
+
+def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A row of texts for each result, under `HEADER`."""
+    rows = []
+    for result in results:
+        one = leading(result)
+        rows.append(
+            [
+                result["claim"],
+                result["paper"],
+                result["verdict"],
+                f"{one['text']}: {effect(one)}",
+                str(len(result["seeds"])),
+                f"{result['minutes']:.0f}",
+            ]
+        )
+    return rows
+
+
+def markdown(results: Sequence[Mapping[str, Any]], figures: str) -> str:
+    """The generated part of docs/claims.md; `figures` is the directory of the figures, as the page links to it."""
+    header = ["| " + " | ".join(("study", *HEADER)) + " |", "|" + "---|" * (1 + len(HEADER))]
+    rows = [
+        "| " + " | ".join(map(_escaped, (f"[{result['study']}](#{result['study'].replace('_', '-')})", *row))) + " |"
+        for result, row in zip(results, table_rows(results), strict=True)
+    ]
+    return "\n".join([*header, *rows, "", *(_section(result, figures) for result in results)])
+
+
+def _section(result: Mapping[str, Any], figures: str) -> str:
+    name = result["study"]
+    lines = [f"## {name.replace('_', '-')}", "", f"**{result['claim']}** ({result['paper']})", ""]
+    lines += [f"Verdict at {result['size']} size: **{result['verdict']}**.", ""]
+    lines += ["| criterion | rule | difference [95% interval] | outcome |", "|---|---|---|---|"]
+    for one in mappings(result["criteria"]):
+        cells = (one["text"], f"`{one['rule']}`", effect(one), one["outcome"])
+        lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
+    lines += ["", f"![{name}]({figures}/{name}.png)", ""]
+    lines += ["| arm | parameters | tokens | FLOPs | minutes a seed | at paper size |", "|---|---|---|---|---|---|"]
+    for arm, about in as_dict(result["arms"]).items():
+        paper = f"`{about['paper']}`" if about["paper"] else "–"
+        cells = (
+            arm,
+            count(about["parameters"]),
+            count(about["tokens"]),
+            f"{about['flops']:.2g}",
+            f"{about['seconds'] / 60:.1f}",
+            paper,
+        )
+        lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
+    lines += ["", "```shell", result["command"], "```", ""]
+    if result["tried"]:
+        lines += [" ".join(result["tried"].split()), ""]
+    if (changes := rule_changes(result)) > 0:
+        lines += [f"The rule was changed after a run, {changes} time{'s' * (changes > 1)}:", ""]
+        for one in mappings(result["history"]):
+            lines.append(f"- {one['time'][:10]}, then {one['verdict']}: {'; '.join(one['rule'])}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def with_generated(page: str, generated: str) -> str:
+    """A page with the part between its marks replaced; the marks are added at its end where it has none."""
+    if BEGIN not in page:
+        page = f"{page.rstrip()}\n\n{BEGIN}\n{END}\n"
+    head, _, rest = page.partition(BEGIN)
+    return f"{head}{BEGIN}\n\n{generated.strip()}\n\n{END}{rest.partition(END)[2]}"
+
+
+def html_page(results: Sequence[Mapping[str, Any]]) -> str:
+    """All results as one HTML document that refers to nothing outside itself."""
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width,initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", "pe_lab: the claims"),
+        element("link", rel="icon", href="data:,"),
+        element("style", Markup(CSS)),
+    )
+    rows = [element("tr", *(element("td", cell) for cell in row)) for row in table_rows(results)]
+    table = element("table", element("tr", *(element("th", cell) for cell in HEADER)), *rows)
+    sections = [_html_section(result) for result in results]
+    when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
+    footer = element("footer", f"Made by pe_lab.study on {when}.")
+    body = element("body", element("h1", "The claims of the papers, tested"), table, *sections, footer)
+    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+def _html_section(result: Mapping[str, Any]) -> Markup:
+    picture = base64.b64encode(draw(result, "png")).decode()
+    rows = [
+        element("tr", *(element("td", cell) for cell in (one["text"], one["rule"], effect(one), one["outcome"])))
+        for one in mappings(result["criteria"])
+    ]
+    header = element("tr", *(element("th", cell) for cell in ("criterion", "rule", "difference", "outcome")))
+    return element(
+        "section",
+        element("h2", f"{result['claim']} ({result['paper']}): {result['verdict']}"),
+        element("img", src=f"data:image/png;base64,{picture}", alt=result["claim"], style="max-width:100%"),
+        element("table", header, *rows),
+        element("pre", result["command"]),
+        element("p", " ".join(str(result["tried"]).split())),
+        id=result["study"],
+    )

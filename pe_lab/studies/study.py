@@ -1,0 +1,159 @@
+"""A study: a claim of a paper, the runs that test it, what is measured of them, and the rule of the verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.recipes import load_module
+from pe_lab.storage import AnyPath
+from pe_lab.studies.measures import scores
+from pe_lab.studies.verdict import Criterion
+
+SIZES = ("laptop", "paper", "quick")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One recipe of a study; trained once for each seed.
+
+    Attributes:
+      name: of its numbers in criteria, and of its runs. One name means the same recipe in all studies, which share the
+        runs.
+      laptop: the recipe with its argument, as --config takes it; `{parent}` is the run of the parent with the same seed.
+      parent: the arm that it starts from; None: random weights.
+      paper: the recipe at the paper's size; "" if there is none.
+    """
+
+    name: str
+    laptop: str
+    parent: Arm | None = None
+    paper: str = ""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9_.]+", self.name):
+            raise ConfigError(f"arm {self.name!r}: a name has lower-case letters, digits, dots and underscores.")
+        if ("{parent}" in self.laptop) != (self.parent is not None):
+            raise ConfigError(f"arm {self.name!r}: {{parent}} in its recipe and `parent` go together.")
+
+    @property
+    def depth(self) -> int:
+        """How many arms it is built on."""
+        return 0 if self.parent is None else 1 + self.parent.depth
+
+    def reference(self, size: str, directory: AnyPath, seed: int) -> str:
+        """The recipe with its argument for a size and a seed, whose runs are in `directory`.
+
+        Raises:
+          ConfigError: there is no recipe of this size.
+        """
+        text = self.paper if size == "paper" else self.laptop
+        if not text:
+            raise ConfigError(f"arm '{self.name}' has no recipe at paper size.")
+        if size == "quick":
+            text += ",size=quick" if ":" in text else ":size=quick"
+        return text.replace("{parent}", str(directory / self.parent.cell(seed))) if self.parent else text
+
+    def cell(self, seed: int) -> str:
+        """The name of its run's directory."""
+        return f"{self.name}__seed={seed}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a file in studies/ defines as STUDY.
+
+    Attributes:
+      claim: the sentence that is tested, as the paper says it.
+      paper: where it is: paper, table, figure or section.
+      arms: what is trained; the arms that they start from need not be listed.
+      criteria: the rule, written before the runs.
+      evaluation: options of `pe_lab.evaluate` for each arm; None: it is not evaluated.
+      measure: the numbers of one run, {metric: value}, from its directory; by default those of its evaluation.
+      curves: the terms "ARM: METRIC" of the figure, with {x} for the length's factor: {panel: {label: term}}.
+      tried: what else was tried, at which settings, and what came of it.
+      name: of the file; set when it is loaded.
+    """
+
+    claim: str
+    paper: str
+    arms: tuple[Arm, ...]
+    criteria: tuple[Criterion, ...]
+    evaluation: tuple[str, ...] | None = ()
+    measure: Callable[[AnyPath], Mapping[str, float]] = scores
+    curves: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    tried: str = ""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        known = {arm.name for arm in self.arms}
+        for criterion in self.criteria:
+            for term in (criterion.of, *criterion.over):
+                if (arm := term.partition(": ")[0]) not in known:
+                    raise ConfigError(f"criterion '{criterion.text}': {did_you_mean(arm, [*known])}")
+        if not self.criteria or len(known) < len(self.arms):
+            raise ConfigError("a study needs criteria, and arms with names of their own.")
+
+    @property
+    def all_arms(self) -> tuple[Arm, ...]:
+        """The arms and those that they start from, parents first."""
+        found: dict[str, Arm] = {}
+        for arm in self.arms:
+            chain = [arm]
+            while (parent := chain[-1].parent) is not None:
+                chain.append(parent)
+            for one in reversed(chain):
+                if found.setdefault(one.name, one) != one:
+                    raise ConfigError(f"study '{self.name}': two arms are called '{one.name}'.")
+        return tuple(found.values())
+
+    @property
+    def rule(self) -> list[str]:
+        """The criteria in words, as the history of results keeps them."""
+        return [criterion.rule for criterion in self.criteria]
+
+
+def studies_directory() -> Path:
+    """The directory of the studies: inside the package where a wheel installed it, beside it in a checkout."""
+    package = Path(__file__).parent
+    inside = package / "files"
+    return inside if inside.is_dir() else package.parent.parent / "studies"
+
+
+def study_names(directory: Path | None = None) -> list[str]:
+    """The names of the studies there are."""
+    files = sorted((directory or studies_directory()).glob("*.py"))
+    return [file.stem for file in files if re.search("^STUDY = ", file.read_text(), re.MULTILINE)]
+
+
+def load_study(name: str) -> Study:
+    """The study of `studies/NAME.py`, or of a file of one's own, `PATH.py`.
+
+    Raises:
+      ConfigError: there is no such study, or its file does not define one.
+    """
+    path = Path(name) if name.endswith(".py") else studies_directory() / f"{name}.py"
+    if not path.is_file():
+        raise ConfigError(f"There is no study '{name}'. {did_you_mean(name, study_names())} Or give a file, PATH.py.")
+    study = getattr(load_module(path), "STUDY", None)
+    if not isinstance(study, Study):
+        raise ConfigError(f"'{path}' defines no STUDY = Study(...). See docs/claims.md.")
+    return dataclasses.replace(study, name=path.stem)
+
+
+def load_studies(names: Sequence[str]) -> list[Study]:
+    """Several studies, whose arms of one name are one recipe.
+
+    Raises:
+      ConfigError: two of them mean different recipes by one name.
+    """
+    found, arms = [load_study(name) for name in names], {}
+    for study in found:
+        for arm in study.all_arms:
+            if arms.setdefault(arm.name, arm) != arm:
+                raise ConfigError(f"study '{study.name}': another study has an arm '{arm.name}' with another recipe.")
+    return found

@@ -1,0 +1,182 @@
+"""`python -m pe_lab.study NAME`: tests a claim: trains what is missing, measures, and gives a verdict with intervals."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from pe_lab import storage
+from pe_lab.errors import ConfigError
+from pe_lab.recipes import split_overrides
+from pe_lab.results.formatting import count
+from pe_lab.studies import page
+from pe_lab.studies.figure import draw
+from pe_lab.studies.results import (
+    effect,
+    make_result,
+    read_result,
+    read_results,
+    results_directory,
+    write_result,
+)
+from pe_lab.studies.running import OutOfTime, collect, costs, failed, flops_left, make_levels, train, unfinished
+from pe_lab.studies.study import SIZES, Study, load_studies, study_names
+from pe_lab.sweeps import parse_seeds
+from pe_lab.sweeps.progress import Board, short
+from pe_lab.sweeps.runners import make_runner, split_passed_on
+from pe_lab.terminal import LiveText, argument_parser, command, console, leave, positive, table
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of this command."""
+    made = argument_parser(
+        "study",
+        "Tests a claim: trains the runs of studies/NAME.py that are missing, evaluates them, and writes a table, a figure "
+        "and a verdict. Run it again to continue. Without a name it lists the studies.",
+        "Any key of all recipes can be set: --config.phases.0.steps=100",
+    )
+    add = made.add_argument
+    add("names", nargs="*", metavar="NAME", help="of studies/NAME.py, or a file of your own, PATH.py")
+    add("--all", action="store_true", help="all studies, those with the fewest FLOPs left first")
+    add("--size", default="laptop", choices=SIZES, help="laptop (default), paper, or quick: to see that it works")
+    add("--seeds", help="how many, or which: 3 is 0,1,2 (default 3)")
+    add("--budget", type=duration, help="stop after this time, as in 2h or 30m; the same command continues")
+    add("--workdir", help="where the runs are, which studies share (default: runs/studies/SIZE)")
+    add(
+        "--out",
+        help="where results are written (default: --workdir's results; studies/results holds the committed ones)",
+    )
+    add("--dry-run", action="store_true", help="list the runs and what they cost, and train nothing")
+    add("--retry", action="store_true", help="train runs again that have failed")
+    add("--jobs", type=positive, help="runs at once (default: one for each GPU or TPU chip, or two cores)")
+    add("--on", default="local", help="local, slurm (an array; --slurm-time=24:00:00 ...) or ray (--ray-address=...)")
+    add(
+        "--write",
+        metavar="PAGE.md",
+        help="write the table of all results in --out to a page, as docs/claims.md, and exit",
+    )
+    add("--report", metavar="PAGE.html", help="write all results in --out as one HTML page, and exit")
+    return made
+
+
+def duration(text: str) -> float:
+    """The seconds of `2h`, `30m` or `90s`."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([hms])", text.strip())
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"'{text}' is no time; write it as 2h, 30m or 90s")
+    return float(found[1]) * {"h": 3600.0, "m": 60.0, "s": 1.0}[found[2]]
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    rest, overrides = split_overrides(argv)
+    rest, passed_on = split_passed_on(rest)
+    args = parser().parse_args(rest)
+    jax.config.update("jax_platforms", "cpu")  # the runs need the devices; this process only plans and reads
+    out = console()
+    if args.write or args.report:
+        return _write_pages(args)
+    if not args.names and not args.all:
+        out.print(_listed())
+        return 0
+    if args.names and args.all:
+        raise ConfigError("--all is all studies: leave the names out.")
+    studies = load_studies(args.names or study_names())
+    seeds = parse_seeds(args.seeds or "3")
+    directory = storage.path("--workdir", args.workdir or f"runs/studies/{args.size}")
+    if args.size == "paper":
+        studies = [study for study in studies if args.names or all(arm.paper for arm in study.all_arms)]
+    planned = [(study, make_levels(study, args.size, seeds, directory, overrides)) for study in studies]
+    planned.sort(key=lambda one: flops_left(one[1]))
+    if args.dry_run:
+        for study, levels in planned:
+            out.print(f"{study.name}: {study.claim}\n{_costs(levels)}")
+        return 0
+    runner = make_runner(args.on, args.jobs, passed_on)
+    where = storage.path("--out", args.out or directory / "results")
+    deadline = time.monotonic() + args.budget if args.budget else None
+    status = 0
+    for study, levels in planned:
+        left = sum(len(unfinished(level)) for level in levels)
+        out.print(f"{study.name}: {study.claim} ({left} runs to train in {directory})")
+        try:
+            with LiveText(out) as live:
+                line = shlex.join(["python", "-m", "pe_lab.study", *argv])
+                states, stopped = train(study, levels, runner, args.retry, line, Board(out, live), deadline)
+        except OutOfTime:
+            out.print(f"{study.name}: the budget is spent; the runs have saved, and the same command continues")
+            return os.EX_TEMPFAIL
+        for state in failed(states):
+            log = directory / "logs" / f"{state.cell.name}.log"
+            out.print(f"FAILED {short(state)}: {state.error} (log: {log}); --retry trains it again")
+        if stopped:
+            return os.EX_TEMPFAIL
+        if failed(states):
+            status = 1
+            continue
+        out.print(_conclude(study, levels, args, seeds, where))
+    return status
+
+
+def _conclude(
+    study: Study, levels: Sequence, args: argparse.Namespace, seeds: Sequence[int], where: storage.AnyPath
+) -> str:
+    """Measures, judges, writes result and figure; the text of both for the terminal."""
+    values = collect(study, levels, console().print)
+    again = f"python -m pe_lab.study {study.name} --size={args.size} --seeds={args.seeds or 3}"
+    result = make_result(study, args.size, seeds, values, costs(levels), again, read_result(study.name, where))
+    path = write_result(result, where)
+    figures = storage.write_files({where / f"{study.name}.{form}": draw(result, form) for form in ("png", "svg")})
+    rows = [[one["text"], effect(one), one["outcome"]] for one in result["criteria"]]
+    shown = table(["criterion", "difference [95% interval]", "outcome"], rows, words=1)
+    return f"{shown}\n{study.name}: {result['verdict'].upper()}. {path} and {figures[0].name}"
+
+
+def _costs(levels: Sequence) -> str:
+    known = costs(levels)
+    rows = []
+    for level in levels:
+        left = {cell.name for cell in unfinished(level)}
+        for arm in dict.fromkeys(cell.setting["arm"] for cell in level.cells):
+            cells = [cell for cell in level.cells if cell.setting["arm"] == arm]
+            about = known[arm]
+            done = sum(cell.name not in left for cell in cells)
+            shown = [count(about["parameters"]), count(about["tokens"]), f"{about['flops']:.2e}"]
+            rows.append([arm, f"{done} of {len(cells)}", *shown, cells[0].reference])
+    return table(["arm", "trained", "parameters", "tokens", "FLOPs a seed", "recipe"], rows, words=1)
+
+
+def _listed() -> str:
+    """The studies there are, with their claims and committed verdicts."""
+    names = study_names()
+    found = {one["study"]: one["verdict"] for one in read_results()}
+    rows = [[study.name, study.paper, found.get(study.name, "not run"), study.claim] for study in load_studies(names)]
+    return table(["study", "paper", "verdict", "claim"], rows, words=4)
+
+
+def _write_pages(args: argparse.Namespace) -> int:
+    where = Path(args.out) if args.out else results_directory()
+    results = read_results(where)
+    if not results:
+        raise ConfigError(f"'{where}' has no results. Run a study with --out={where} first.")
+    if args.write:
+        path = Path(args.write)
+        figures = os.path.relpath(where, path.parent)
+        before = path.read_text() if path.is_file() else "# Claims\n"
+        storage.write_file(path, page.with_generated(before, page.markdown(results, figures)))
+        print(f"Wrote {path}: {len(results)} studies.")
+    if args.report:
+        path = storage.write_file(Path(args.report), page.html_page(results))
+        print(f"Wrote {path}; open it in a browser.")
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,30 @@
+"""The arms that several studies share: each is trained once for each seed, whatever the number of studies that use it."""
+
+from __future__ import annotations
+
+from pe_lab.studies import Arm
+
+RECIPE = "configs/claims.py"
+LENGTHS = (2, 4, 8)  # beyond the training length
+SCALINGS = ("PI", "NTK", "YaRN", "cropped")
+
+
+def trained(name: str, arguments: str, paper: str = "") -> Arm:
+    """An arm from random weights."""
+    return Arm(name, f"{RECIPE}:{arguments}", paper=paper)
+
+
+def child(name: str, parent: Arm, arguments: str, paper: str = "") -> Arm:
+    """An arm that starts from the last checkpoint of another one."""
+    return Arm(name, f"{RECIPE}:from={{parent}},{arguments}", parent, paper)
+
+
+ROPE = trained("rope", "method=rope", "configs/table1.py:method=rope")
+NOPE = trained("nope", "method=nope", "configs/table1.py:method=nope")
+# Recalibrated for a fifth of the pretraining's steps. The paper's share is an eighth (2,000 of 16,000 steps).
+DROPE = child("drope", ROPE, "method=nope,qk_norm=head", "configs/drope_smollm.py:model=360m")
+
+
+def scaled(metric: str) -> tuple[str, ...]:
+    """RoPE as it was trained and under each scaling, the terms of a comparison."""
+    return (f"rope: {metric}", *(f"rope: {metric} {name}" for name in SCALINGS))
