@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pe_lab import storage
+from pe_lab.analysis.drop_choice import SEQUENCES, choose_layers, session_of
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
@@ -25,7 +26,7 @@ from pe_lab.errors import CheckpointError, ConfigError, DataError, UserError
 from pe_lab.parallel import start_processes
 from pe_lab.positional import DOPE, Beta, Layer, build_schedule, denoise_by, describe, drop, read_scores, read_with
 from pe_lab.positional.codec import numbers_and_ranges
-from pe_lab.terminal import argument_parser, bounded, command
+from pe_lab.terminal import argument_parser, bounded, command, positive
 
 FIT_WINDOWS, FIT_LENGTH = 8, 1024  # windows to fit a QK-norm's constants on, and the most tokens of each
 
@@ -41,7 +42,13 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--to", required=True, help="a new directory for the child")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--drop", action="store_true", help="remove the positional encoding (DroPE)")
+    what.add_argument(
+        "--drop",
+        nargs="?",
+        const="all",
+        choices=("all", "auto"),
+        help="remove the positional encoding (DroPE); auto: of as many layers as --budget pays for, by measured losses",
+    )
     what.add_argument(
         "--positional",
         help="another encoding: rope:base=10000; yarn:factor=4 rescales the old one; A+B is a pattern",
@@ -54,6 +61,12 @@ def parser() -> argparse.ArgumentParser:
         "--suite=beta",
     )
     parser.add_argument("--layers", help="layers to drop, such as 0,2,8-11; all by default (with --drop)")
+    budget = bounded(float, 0.0, 1e6)
+    parser.add_argument("--budget", type=budget, metavar="NATS", help="what --drop=auto may add to the loss (0.1)")
+    searches, help = ("greedy", "first-order"), "of --drop=auto: greedy (default), or by each layer's own cost"
+    parser.add_argument("--search", choices=searches, help=help)
+    parser.add_argument("--sequences", type=positive, metavar="N", help=f"to measure --drop=auto on ({SEQUENCES})")
+    parser.add_argument("--length", help="of these sequences, such as 2048 or 2x (the training length)")
     parser.add_argument(
         "--count", type=bounded(int, 1, 2**20), default=1, help="number of heads to denoise (with --mask-heads)"
     )
@@ -88,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
         choices=("matched", "ones"),
         help="scales of an added QK-norm: fitted to the logits (default), or 1 as in DroPE's code",
     )
-    parser.add_argument("--text", help="a text file to fit a QK-norm on, instead of the run's held-out text")
+    parser.add_argument("--text", help="a text file for --drop=auto or a QK-norm, instead of the run's held-out text")
     return parser
 
 
@@ -101,6 +114,11 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
     if noise and not (args.mask_heads and args.dope.startswith("gaussian")):
         raise ConfigError("--dope-seed and --dope-sigma go with --mask-heads and --dope=gaussian or gaussian-unit.")
     length = int(parent.metadata["training_length"])
+    for name in ("budget", "search", "sequences", "length"):
+        if args.drop != "auto" and getattr(args, name) is not None:
+            raise ConfigError(f"--{name} goes with --drop=auto.")
+    if args.drop == "auto":
+        return drop(chosen_layers(args)).apply(parent.layers)
     if args.drop:
         return drop(numbers_and_ranges(args.layers, "--layers") if args.layers else None).apply(parent.layers)
     if args.positional:
@@ -110,6 +128,24 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
         scores = read_scores(args.mask_heads, len(parent.layers), parent.model.heads, weights, str(parent.path))
         return denoise_by(args.dope, parent.layers, scores, args.count, args.order, length, **noise)
     return parent.layers
+
+
+def chosen_layers(args: argparse.Namespace) -> list[int]:
+    """The layers that `--drop=auto` drops; what is measured is kept beside `--to`, until the child is written."""
+    if args.layers:
+        raise ConfigError("--layers names the layers, and --drop=auto chooses them: leave one of them out.")
+    to = storage.path("--to", args.to)
+    budget = 0.1 if args.budget is None else args.budget
+    session = session_of(args.source, args.text, args.length, args.sequences or SEQUENCES, measured_at(to))
+    found = choose_layers(session, budget, args.search or "greedy")
+    if not found.layers:
+        raise ConfigError(f"No layer can be dropped for {budget:g} nats: the cheapest costs {found.costs[0][0]:.3g}.")
+    return sorted(found.layers)
+
+
+def measured_at(to: storage.AnyPath) -> storage.AnyPath:
+    """Where --drop=auto keeps what it measures."""
+    return to.parent / f".{to.name}.sensitivity"
 
 
 def logit_scale(parent: Checkpoint, text: str) -> Beta:
@@ -186,6 +222,7 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = load_tokenizer(parent.tokenizer) if parent.tokenizer else None
     saved = None if tokenizer is None else functools.partial(save_tokenizer, tokenizer)
     where = write_child(parent, after, to, what, saved)
+    storage.remove_tree(measured_at(to))
     print(describe(schedule, after))
     print(f"{where}: child of {parent.path}: {what}")
     return 0
