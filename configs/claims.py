@@ -8,7 +8,7 @@ Command: python -m pe_lab.train --config=configs/claims.py:method=rope
 
 Arguments: method=rope (or nope, alibi, p_rope_75, p_rope_25, partial_rope_10, rnope_swa, swan, ssmax, smollm3, or any
 text that --positional of pe_lab.surgery takes, such as 'rope:base=500+nope'); layers=8; from=RUN, the checkpoint that a
-recalibration starts from; steps, rate, warmup; qk_norm=none (head); needles=0.5, their share of the sequences; distill
+recalibration starts from, at=STEP, an earlier checkpoint of its pretraining; steps, rate, warmup; qk_norm=none (head); needles=0.25, their share of the sequences; distill
 and path, the keys of a phase as key=value joined by semicolons, such as distill='logits=1;hidden=1'; size=laptop (quick).
 
 Cost: 3.6 MFLOPs a token with 8 layers; a seed takes about ten minutes on one CPU core.
@@ -24,11 +24,15 @@ from ml_collections import ConfigDict
 from pe_lab.positional import Alibi, NoPE, PartialRope, Rope, rnope_swa, smollm3, swan
 from pe_lab.recipes import phase, recipe_arguments
 
-LENGTH = 128
+LENGTH = 256
 # The share of pairs that rotate less than once in a window is the one that base 10,000 has at 2,048 tokens.
-BASE = 125.0
-PRETRAIN, RECALIBRATE = 5_000, 1_000
-WINDOW = 32  # of the layers with windows, in RNoPE-SWA and SWAN: a quarter, as 256 of 1,024
+BASE = 500.0
+PRETRAIN, RECALIBRATE = 4_000, 1_000
+# Windows of 64 tokens first: within them needles are learned in 250 steps, where 8 layers at 128 tokens found none after
+# 1,500 (docs/log.md).
+SHORT, SHORT_STEPS = 64, 500
+TOKENS = 1024  # a step
+WINDOW = 64  # of the layers with windows, in RNoPE-SWA and SWAN: a quarter, as 256 of 1,024
 
 
 def encoding(method: str) -> Any:
@@ -64,9 +68,10 @@ def get_config(arg: str = "") -> ConfigDict:
         rate="3e-3",
         warmup="0",
         qk_norm=("", "none", "head"),
-        needles="0.5",
+        needles="0.25",
         distill="none",
         path="none",
+        at="",
         size=("laptop", "quick"),
         **{"from": "random"},
     )
@@ -90,12 +95,13 @@ def get_config(arg: str = "") -> ConfigDict:
         d_ff=192,
         heads=2,
         kv_heads=2,
+        scaled_residual_init=False,
         qk_norm="none",
         init_std=0.1,
         dtype="float32",
         scan=False,
     )
-    needles = dict(facts="symbol", pairs=8, queries=8, keys=16, values=16, filler_symbols=16)
+    needles = dict(facts="symbol", pairs=8, queries=8, keys=8, values=8, filler_symbols=16)
     needles |= dict(answer_weight=8.0, filler_weight=0.02)
     prose = "stdlib" if quick else "prose"
     config.data = dict(
@@ -109,9 +115,9 @@ def get_config(arg: str = "") -> ConfigDict:
         name="pretrain" if start == "random" else "recalibrate",
         steps=steps,
         positional=encoding(arguments["method"]),
-        init_from=start,
+        init_from=f"{start}/pretrain/checkpoints/{arguments['at']}" if arguments["at"] else start,
         sequence_length=LENGTH,
-        batch_size=8,
+        batch_size=TOKENS // LENGTH,
         qk_norm=arguments["qk_norm"],
         optimizer=dict(
             learning_rate=float(arguments["rate"]),
@@ -123,6 +129,20 @@ def get_config(arg: str = "") -> ConfigDict:
         if arguments[key] != "none":
             made[key] = keys_of(arguments[key])
     config.phases = [made]
+    if start == "random":
+        made.init_from = ""
+        short = phase(
+            name="short",
+            steps=min(SHORT_STEPS, steps),
+            positional=encoding(arguments["method"]),
+            weights={} if quick else {"prose": 0.5, "needles": 0.5},
+            sequence_length=SHORT,
+            batch_size=TOKENS // SHORT,
+            optimizer=dict(
+                learning_rate=float(arguments["rate"]), warmup_steps=10, schedule="constant", weight_decay=0.05
+            ),
+        )
+        config.phases = [short, made]
     quarters = [steps * n // 4 for n in (1, 2, 3)] if start == "random" and not quick else []
     config.checkpoint = dict(every_steps=max(steps // 2, 1), milestones=quarters, keep=1)
     config.log = dict(every_steps=10, validate_every_steps=max(steps // 20, 1), validation_batches=32, trackers=[])

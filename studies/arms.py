@@ -5,6 +5,7 @@ from __future__ import annotations
 from pe_lab.studies import Arm
 
 RECIPE = "configs/claims.py"
+STEPS, RECALIBRATE = 4000, 1000  # as the recipe has them
 LENGTHS = (2, 4, 8)  # beyond the training length
 SCALINGS = ("PI", "NTK", "YaRN", "cropped")
 
@@ -15,14 +16,21 @@ def trained(name: str, arguments: str, paper: str = "") -> Arm:
 
 
 def child(name: str, parent: Arm, arguments: str, paper: str = "") -> Arm:
-    """An arm that starts from the last checkpoint of another one."""
+    """An arm that starts from the last checkpoint of another one, or with `at=STEP` from an earlier one."""
     return Arm(name, f"{RECIPE}:from={{parent}},{arguments}", parent, paper)
 
 
 ROPE = trained("rope", "method=rope", "configs/table1.py:method=rope")
 NOPE = trained("nope", "method=nope", "configs/table1.py:method=nope")
-# Recalibrated for a fifth of the pretraining's steps. The paper's share is an eighth (2,000 of 16,000 steps).
+# Recalibrated for a quarter of the pretraining's steps.
 DROPE = child("drope", ROPE, "method=nope,qk_norm=head", "configs/drope_smollm.py:model=360m")
+# As many tokens as a pretraining, the last quarter of them after the drop.
+LATE_DROP = child(
+    "drop_late",
+    ROPE,
+    f"method=nope,at={STEPS * 3 // 4},steps={STEPS - STEPS * 3 // 4}",
+    "configs/drope_16b.py:from=runs/table1_rope/pretrain/checkpoints/14000",
+)
 
 
 def scaled(metric: str) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pe_lab.errors import DataError
+from pe_lab.errors import ConfigError, DataError
 from pe_lab.results.records import as_dict, as_list, digest, finite, mappings
 from pe_lab.storage import AnyPath, is_file, read_json, write_json
 from pe_lab.studies.study import Study, studies_directory
-from pe_lab.studies.verdict import CONFIRMED, OPEN, REFUTED, Judged, Values, judge, student
+from pe_lab.studies.verdict import CONFIRMED, OPEN, REFUTED, Judged, Values, judge, number, student
 
 VERDICTS = (CONFIRMED, REFUTED, OPEN)
 
@@ -139,9 +139,22 @@ class Point:
 
 def point(result: Mapping[str, Any], term: str) -> Point | None:
     """The number "ARM: METRIC" of a result over its seeds; None where no seed has it."""
-    arm, _, metric = term.partition(": ")
-    listed = [v for v in as_list(as_dict(as_dict(result["values"]).get(arm)).get(metric)) if v is not None]
-    return Point(*student([float(v) for v in listed], 0.95)) if listed else None
+    try:
+        listed = [*number(_values(result), term).values()]
+    except ConfigError:
+        return None
+    return Point(*student(listed, 0.95)) if listed else None
+
+
+def _values(result: Mapping[str, Any]) -> Values:
+    """The numbers of a result by arm, metric and seed."""
+    return {
+        arm: {
+            metric: {seed: float(v) for seed, v in zip(result["seeds"], as_list(listed), strict=False) if v is not None}
+            for metric, listed in as_dict(metrics).items()
+        }
+        for arm, metrics in as_dict(result["values"]).items()
+    }
 
 
 def effect(criterion: Mapping[str, Any], form: str = "+.3g") -> str:

@@ -12,7 +12,7 @@ from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.recipes import load_module
 from pe_lab.storage import AnyPath
 from pe_lab.studies.measures import scores
-from pe_lab.studies.verdict import Criterion
+from pe_lab.studies.verdict import Criterion, arms_in
 
 SIZES = ("laptop", "paper", "quick")
 
@@ -93,8 +93,9 @@ class Study:
         known = {arm.name for arm in self.arms}
         for criterion in self.criteria:
             for term in (criterion.of, *criterion.over):
-                if (arm := term.partition(": ")[0]) not in known:
-                    raise ConfigError(f"criterion '{criterion.text}': {did_you_mean(arm, [*known])}")
+                for arm in arms_in(term):
+                    if arm not in known:
+                        raise ConfigError(f"criterion '{criterion.text}': '{arm}'. {did_you_mean(arm, [*known])}")
         if not self.criteria or len(known) < len(self.arms):
             raise ConfigError("a study needs criteria, and arms with names of their own.")
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from pe_lab.errors import ConfigError
 
+MINUS = " - "  # between the two numbers of a difference
 CONFIRMED, REFUTED, OPEN = "confirmed", "refuted", "not settled"
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]  # {arm: {metric: {seed: value}}}
 
@@ -27,7 +28,7 @@ class Criterion:
 
     Attributes:
       text: the sentence.
-      of: "ARM: METRIC".
+      of: "ARM: METRIC", or the difference of two, "ARM: METRIC - ARM: METRIC".
       over: other such numbers, of which the best of each seed counts; none: `of` is compared with 0.
       lower: whether lower is better.
       by: the least mean difference that settles anything, in the metric's units.
@@ -42,7 +43,7 @@ class Criterion:
     tolerance: float = 0.0
 
     def __post_init__(self) -> None:
-        for term in (self.of, *self.over):
+        for term in (one for terms in (self.of, *self.over) for one in terms.split(MINUS)):
             if not all(part.strip() for part in term.partition(": ")[::2]):
                 raise ConfigError(f"criterion {self.text!r}: {term!r} must be 'ARM: METRIC'.")
         if self.by < 0 or self.tolerance < 0 or (self.by and self.tolerance):
@@ -80,12 +81,20 @@ class Judged:
     outcome: str
 
 
+def arms_in(term: str) -> list[str]:
+    """The arms that a term names."""
+    return [one.partition(": ")[0] for one in term.split(MINUS)]
+
+
 def number(values: Values, term: str) -> Mapping[int, float]:
-    """{seed: value} of "ARM: METRIC".
+    """{seed: value} of "ARM: METRIC", or of the difference "ARM: METRIC - ARM: METRIC" on the seeds of both.
 
     Raises:
       ConfigError: there is no such number; the message names those that the arm has.
     """
+    if MINUS in term:
+        first, second = (number(values, one) for one in term.split(MINUS, 1))
+        return {seed: first[seed] - second[seed] for seed in first if seed in second}
     arm, _, metric = term.partition(": ")
     if arm not in values:
         raise ConfigError(f"'{term}': no arm is called '{arm}'. Arms: {', '.join(values)}.")

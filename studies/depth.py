@@ -1,0 +1,35 @@
+"""The gap after a drop against the depth of the model: NoPE builds its positions over layers."""
+
+from pe_lab.studies import Criterion, Study, losses, scores, together
+
+from .arms import DROPE, ROPE, child, trained
+
+LOSS = "validation prose"
+DEPTHS = (2, 4, 16)  # and 8, the other studies' model
+ROPES = {d: trained(f"rope_{d}_layers", f"method=rope,layers={d}") for d in DEPTHS} | {8: ROPE}
+DROPES = {d: child(f"drope_{d}_layers", ROPES[d], f"method=nope,qk_norm=head,layers={d}") for d in DEPTHS} | {8: DROPE}
+ORDER = sorted(ROPES)
+
+
+def gap(layers: int) -> str:
+    """The loss that dropping costs, after recalibration."""
+    return f"{DROPES[layers].name}: {LOSS} - {ROPES[layers].name}: {LOSS}"
+
+
+STUDY = Study(
+    claim="The deeper the model, the less its loss grows at the training length by dropping and recalibrating.",
+    paper="none; DroPE's models have 24 and 32 layers",
+    arms=tuple(arm for d in ORDER for arm in (ROPES[d], DROPES[d])),
+    criteria=tuple(
+        Criterion(
+            f"the gap of {deeper} layers is below that of {d}, in nats",
+            gap(deeper),
+            (gap(d),),
+            lower=True,
+            by=0.01,
+        )
+        for d, deeper in zip(ORDER, ORDER[1:], strict=False)
+    ),
+    measure=together(scores, losses),
+    curves={"gap after the drop on prose, nats": {f"{d} layers": gap(d) for d in ORDER}},
+)

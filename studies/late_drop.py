@@ -1,0 +1,48 @@
+"""When to drop: the same number of tokens, of which the last part is without positions."""
+
+from pe_lab.studies import Criterion, Study, losses, scores, together
+
+from .arms import LATE_DROP, NOPE, ROPE, STEPS, child
+
+HALF = child(
+    "drop_half",
+    ROPE,
+    f"method=nope,at={STEPS // 2},steps={STEPS - STEPS // 2}",
+    "configs/drope_16b.py:from=runs/table1_rope/pretrain/checkpoints/8000",
+)
+LOSS = "validation prose"
+
+STUDY = Study(
+    claim="Of equally many tokens, a late drop is better than an early one, and both better than no positions from the "
+    "start: RoPE's head start pays.",
+    paper="DroPE, Table 6 and Figure 3",
+    arms=(ROPE, NOPE, HALF, LATE_DROP),
+    criteria=(
+        Criterion("NoPE from scratch is worse than RoPE", f"rope: {LOSS}", (f"nope: {LOSS}",), lower=True, by=0.01),
+        Criterion(
+            "dropped after half: better than NoPE", f"drop_half: {LOSS}", (f"nope: {LOSS}",), lower=True, by=0.01
+        ),
+        Criterion(
+            "dropped after three quarters: better than after half",
+            f"drop_late: {LOSS}",
+            (f"drop_half: {LOSS}",),
+            lower=True,
+            by=0.01,
+        ),
+    ),
+    measure=together(scores, losses),
+    curves={
+        "loss on prose at the training length, nats": {
+            "NoPE": f"nope: {LOSS}",
+            "dropped after half": f"drop_half: {LOSS}",
+            "after three quarters": f"drop_late: {LOSS}",
+            "RoPE, not dropped": f"rope: {LOSS}",
+        },
+        "needles found, by length": {
+            "NoPE": "nope: needles {x}x",
+            "dropped after half": "drop_half: needles {x}x",
+            "after three quarters": "drop_late: needles {x}x",
+            "RoPE": "rope: needles {x}x",
+        },
+    },
+)

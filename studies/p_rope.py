@@ -1,0 +1,38 @@
+"""p-RoPE: which share of the frequencies should rotate."""
+
+from pe_lab.studies import Criterion, Study, losses
+
+from .arms import NOPE, ROPE, trained
+
+P75 = trained("p_rope_75", "method=p_rope_75", "configs/p_rope.py:p=0.75")
+P25 = trained("p_rope_25", "method=p_rope_25", "configs/p_rope.py:p=0.25")
+LOSS = "validation prose"
+
+STUDY = Study(
+    claim="RoPE without its slowest quarter of frequencies (0.75-RoPE) is at least as good as RoPE; 0.25-RoPE is worse "
+    "than it, and better than NoPE.",
+    paper="p-RoPE, Table 2",
+    arms=(NOPE, P25, P75, ROPE),
+    criteria=(
+        Criterion(
+            "0.75-RoPE is at least as good as RoPE",
+            f"p_rope_75: {LOSS}",
+            (f"rope: {LOSS}",),
+            lower=True,
+            tolerance=0.01,
+        ),
+        Criterion(
+            "0.25-RoPE is worse than 0.75-RoPE", f"p_rope_75: {LOSS}", (f"p_rope_25: {LOSS}",), lower=True, by=0.005
+        ),
+        Criterion("0.25-RoPE is better than NoPE", f"p_rope_25: {LOSS}", (f"nope: {LOSS}",), lower=True, by=0.005),
+    ),
+    measure=losses,
+    curves={
+        "loss on prose, nats": {
+            "NoPE": f"nope: {LOSS}",
+            "0.25-RoPE": f"p_rope_25: {LOSS}",
+            "0.75-RoPE": f"p_rope_75: {LOSS}",
+            "RoPE": f"rope: {LOSS}",
+        }
+    },
+)

@@ -1,0 +1,62 @@
+"""QK-norm and the learning rate of recalibration."""
+
+from pe_lab.studies import Criterion, Study, losses
+
+from .arms import DROPE, ROPE, child
+
+LOSS = "validation prose"
+RATES = {"low": "3e-4", "mid": "3e-3", "high": "3e-2"}  # the paper's are 3e-5, 3e-4 and 1e-3, of a larger model
+PAPER = {"low": "3e-5", "mid": "3e-4", "high": "1e-3"}
+
+
+def arm(rate: str, norm: str):
+    if (rate, norm) == ("mid", "head"):
+        return DROPE
+    return child(
+        f"drope_{rate}_{norm}",
+        ROPE,
+        f"method=nope,qk_norm={norm},rate={RATES[rate]}",
+        f"configs/table11.py:rate={PAPER[rate]},qk_norm={norm}",
+    )
+
+
+WITH = {rate: arm(rate, "head") for rate in RATES}
+WITHOUT = {rate: arm(rate, "none") for rate in RATES}
+
+STUDY = Study(
+    claim="QK-norm lets recalibration use a high learning rate, at which a model without it becomes unstable, and so "
+    "reaches the best loss.",
+    paper="DroPE, Table 11",
+    arms=(*WITH.values(), *WITHOUT.values()),
+    criteria=(
+        Criterion(
+            "at the high rate, the loss with QK-norm is lower",
+            f"{WITH['high'].name}: {LOSS}",
+            (f"{WITHOUT['high'].name}: {LOSS}",),
+            lower=True,
+            by=0.02,
+        ),
+        Criterion(
+            "with QK-norm, the high rate is the best",
+            f"{WITH['high'].name}: {LOSS}",
+            tuple(f"{WITH[rate].name}: {LOSS}" for rate in ("low", "mid")),
+            lower=True,
+            by=0.005,
+        ),
+        Criterion(
+            "it is better than the best without QK-norm",
+            f"{WITH['high'].name}: {LOSS}",
+            tuple(f"{arm.name}: {LOSS}" for arm in WITHOUT.values()),
+            lower=True,
+            by=0.005,
+        ),
+    ),
+    evaluation=None,
+    measure=losses,
+    curves={
+        "loss on prose after recalibration, nats": {
+            **{f"{rate}, with": f"{WITH[rate].name}: {LOSS}" for rate in RATES},
+            **{f"{rate}, without": f"{WITHOUT[rate].name}: {LOSS}" for rate in RATES},
+        }
+    },
+)

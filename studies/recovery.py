@@ -1,0 +1,28 @@
+"""How soon the loss is back after a drop."""
+
+from pe_lab.studies import Criterion, Study, losses
+
+from .arms import DROPE, NOPE, ROPE
+
+LOSS = "validation prose"
+
+STUDY = Study(
+    claim="After a drop, a small share of the pretraining's tokens brings the loss at the training length back to "
+    "that of the model with RoPE.",
+    paper="DroPE, Figure 10 and Table 5, whose measure is multiple choice",
+    arms=(ROPE, DROPE, NOPE),
+    criteria=(
+        Criterion(
+            "a fifth of the tokens brings the loss within 0.05 nats of RoPE's",
+            f"drope: {LOSS}",
+            (f"rope: {LOSS}",),
+            lower=True,
+            tolerance=0.05,
+        ),
+        Criterion("and below that of NoPE from scratch", f"drope: {LOSS}", (f"nope: {LOSS}",), lower=True, by=0.01),
+    ),
+    measure=losses,
+    curves={
+        "loss on prose, nats": {"RoPE": f"rope: {LOSS}", "recalibrated": f"drope: {LOSS}", "NoPE": f"nope: {LOSS}"}
+    },
+)
