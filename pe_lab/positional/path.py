@@ -52,6 +52,10 @@ class SchedulePath:
             return (1 - share) * a + share * b
 
         inv_freq = between("inv_freq", moved)
+        # What has not moved, or has arrived, has its exact angles: `inv_freq` is rounded to float32.
+        exact = np.where(moved[..., None] < 1, self.start.fixed_freq, self.end.fixed_freq)
+        between_ends = ((moved > 0) & (moved < 1))[..., None]
+        fixed_freq = np.where(between_ends, fixed_point_frequencies(inv_freq), exact).astype(np.uint32)
         order = ("shared", "grouped", "split")
         structure = tuple(
             dataclasses.replace(
@@ -63,7 +67,7 @@ class SchedulePath:
             self.end,
             inv_freq=inv_freq.astype(np.float32),
             gain=between("gain", moved).astype(np.float32),
-            fixed_freq=fixed_point_frequencies(inv_freq),
+            fixed_freq=fixed_freq,
             alibi_slope=between("alibi_slope", by_head).astype(np.float32),
             logit_scale=between("logit_scale", by_layer).astype(np.float32),
             structure=structure,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,7 @@ class RandomPositions(NamedTuple):
         return {**batch, "positions": jnp.broadcast_to(drawn, batch["tokens"].shape)}
 
 
+@runtime_checkable
 class Loss(Protocol):
     """What a step trains: a `Model`, or the loss of one that learns from a teacher (`model.distillation`)."""
 
