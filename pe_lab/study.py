@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import shlex
@@ -93,23 +94,24 @@ def main(argv: Sequence[str]) -> int:
     directory = storage.path("--workdir", args.workdir or f"runs/studies/{args.size}")
     if args.size == "paper":
         studies = [study for study in studies if args.names or all(arm.paper for arm in study.all_arms)]
-    planned = [(study, make_levels(study, args.size, seeds, directory, overrides)) for study in studies]
-    planned.sort(key=lambda one: flops_left(one[1]))
+    plans = [functools.partial(make_levels, study, args.size, seeds, directory, overrides) for study in studies]
+    planned = [(study, plan, plan()) for study, plan in zip(studies, plans, strict=True)]
+    planned.sort(key=lambda one: flops_left(one[2]))
     if args.dry_run:
-        for study, levels in planned:
+        for study, _, levels in planned:
             out.print(f"{study.name}: {study.claim}\n{_costs(levels)}")
         return 0
     runner = make_runner(args.on, args.jobs, passed_on)
     where = storage.path("--out", args.out or directory / "results")
     deadline = time.monotonic() + args.budget if args.budget else None
     status = 0
-    for study, levels in planned:
+    for study, plan, levels in planned:
         left = sum(len(unfinished(level)) for level in levels)
         out.print(f"{study.name}: {study.claim} ({left} runs to train in {directory})")
         try:
             with LiveText(out) as live:
                 line = shlex.join(["python", "-m", "pe_lab.study", *argv])
-                states, stopped = train(study, levels, runner, args.retry, line, Board(out, live), deadline)
+                states, stopped = train(study, plan, runner, args.retry, line, Board(out, live), deadline, out.print)
         except OutOfTime:
             out.print(f"{study.name}: the budget is spent; the runs have saved, and the same command continues")
             return os.EX_TEMPFAIL
@@ -121,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
         if failed(states):
             status = 1
             continue
-        out.print(_conclude(study, levels, args, seeds, where))
+        out.print(_conclude(study, plan(), args, seeds, where))
     return status
 
 
@@ -150,6 +152,8 @@ def _costs(levels: Sequence) -> str:
             done = sum(cell.name not in left for cell in cells)
             shown = [count(about["parameters"]), count(about["tokens"]), f"{about['flops']:.2e}"]
             rows.append([arm, f"{done} of {len(cells)}", *shown, cells[0].reference])
+        for arm in dict.fromkeys(arm for arm, _ in level.edits):
+            rows.append([arm.name, "0", "?", "?", "?", f"{arm.laptop} after surgery {arm.surgery}"])
     return table(["arm", "trained", "parameters", "tokens", "FLOPs a seed", "recipe"], rows, words=1)
 
 

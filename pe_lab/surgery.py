@@ -23,9 +23,25 @@ from pe_lab.config import DataConfig, from_dict
 from pe_lab.data.held_out import validation_batches
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError, UserError
+from pe_lab.model.learned import learned_encodings
 from pe_lab.parallel import start_processes
-from pe_lab.positional import DOPE, Beta, Layer, build_schedule, denoise_by, describe, drop, read_scores, read_with
+from pe_lab.positional import (
+    DOPE,
+    Beta,
+    HeadEdit,
+    Layer,
+    NoPE,
+    Rope,
+    build_schedule,
+    denoise_by,
+    describe,
+    drop,
+    layer_hooks,
+    read_scores,
+    read_with,
+)
 from pe_lab.positional.codec import numbers_and_ranges
+from pe_lab.positional.schemes.gates import GatedRope, gates
 from pe_lab.terminal import argument_parser, bounded, command, positive
 
 FIT_WINDOWS, FIT_LENGTH = 8, 1024  # windows to fit a QK-norm's constants on, and the most tokens of each
@@ -46,8 +62,9 @@ def parser() -> argparse.ArgumentParser:
         "--drop",
         nargs="?",
         const="all",
-        choices=("all", "auto"),
-        help="remove the positional encoding (DroPE); auto: of as many layers as --budget pays for, by measured losses",
+        choices=("all", "auto", "gates"),
+        help="remove the positional encoding (DroPE); auto: of as many layers as --budget pays for, by measured losses; "
+        "gates: of the heads whose gates gated_rope has closed",
     )
     what.add_argument(
         "--positional",
@@ -63,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", help="layers to drop, such as 0,2,8-11; all by default (with --drop)")
     budget = bounded(float, 0.0, 1e6)
     parser.add_argument("--budget", type=budget, metavar="NATS", help="what --drop=auto may add to the loss (0.1)")
+    parser.add_argument("--most", type=positive, metavar="N", help="at most so many layers (with --drop=auto)")
     searches, help = ("greedy", "first-order"), "of --drop=auto: greedy (default), or by each layer's own cost"
     parser.add_argument("--search", choices=searches, help=help)
     parser.add_argument("--sequences", type=positive, metavar="N", help=f"to measure --drop=auto on ({SEQUENCES})")
@@ -114,9 +132,11 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
     if noise and not (args.mask_heads and args.dope.startswith("gaussian")):
         raise ConfigError("--dope-seed and --dope-sigma go with --mask-heads and --dope=gaussian or gaussian-unit.")
     length = int(parent.metadata["training_length"])
-    for name in ("budget", "search", "sequences", "length"):
+    for name in ("budget", "most", "search", "sequences", "length"):
         if args.drop != "auto" and getattr(args, name) is not None:
             raise ConfigError(f"--{name} goes with --drop=auto.")
+    if args.drop == "gates":
+        return gated_layers(parent)
     if args.drop == "auto":
         return drop(chosen_layers(args)).apply(parent.layers)
     if args.drop:
@@ -130,6 +150,27 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
     return parent.layers
 
 
+def gated_layers(parent: Checkpoint) -> tuple[Layer, ...]:
+    """The layers of a model with gates: RoPE on heads whose gate is open, at least 0.5, and nothing on the others."""
+    found = list(parent.layers)
+    hooks = layer_hooks(parent.layers, parent.model.heads)
+    for name, (encoding, at) in learned_encodings(hooks).items():
+        if isinstance(encoding, GatedRope):
+            values = np.asarray(gates(np.asarray(parent.params["layers"]["positional"][name]["gate"])))
+            for n, of_layer in zip(at, values, strict=True):
+                closed = tuple(int(h) for h in np.flatnonzero(of_layer < 0.5))
+                kept = dataclasses.replace(found[n], encoding=Rope(base=encoding.base))
+                if len(closed) == len(of_layer):
+                    kept = dataclasses.replace(kept, encoding=NoPE())
+                elif closed:
+                    kept = dataclasses.replace(kept, heads=(HeadEdit(closed, NoPE()),))
+                found[n] = kept
+                print(f"layer {n}: gates {', '.join(f'{g:.2f}' for g in of_layer)}")
+    if tuple(found) == parent.layers:
+        raise ConfigError(f"'{parent.path}' has no gates: train it with --positional=gated_rope first.")
+    return tuple(found)
+
+
 def chosen_layers(args: argparse.Namespace) -> list[int]:
     """The layers that `--drop=auto` drops; what is measured is kept beside `--to`, until the child is written."""
     if args.layers:
@@ -137,7 +178,7 @@ def chosen_layers(args: argparse.Namespace) -> list[int]:
     to = storage.path("--to", args.to)
     budget = 0.1 if args.budget is None else args.budget
     session = session_of(args.source, args.text, args.length, args.sequences or SEQUENCES, measured_at(to))
-    found = choose_layers(session, budget, args.search or "greedy")
+    found = choose_layers(session, budget, args.search or "greedy", args.most)
     if not found.layers:
         raise ConfigError(f"No layer can be dropped for {budget:g} nats: the cheapest costs {found.costs[0][0]:.3g}.")
     return sorted(found.layers)

@@ -45,7 +45,11 @@ class DropChoice(NamedTuple):
 
 
 def choose_layers(
-    session: Session, budget: float, search: Search = "greedy", show: Callable[[str], None] = print
+    session: Session,
+    budget: float,
+    search: Search = "greedy",
+    most: int | None = None,
+    show: Callable[[str], None] = print,
 ) -> DropChoice:
     """The most layers whose encodings can be dropped together for at most `budget` nats.
 
@@ -53,6 +57,7 @@ def choose_layers(
       session: of one model, with its sequences of text. What it has measured before is not measured again.
       budget: nats per token, at the sequences' length.
       search: see the module.
+      most: layers; None: all that have an encoding.
       show: prints a line for each layer of the order.
 
     Raises:
@@ -87,7 +92,7 @@ def choose_layers(
     by_cost = sorted(candidates, key=sensitivities.__getitem__)
     order: list[int] = []
     costs: list[tuple[float, float, float]] = []
-    while len(order) < len(candidates):
+    while len(order) < min(len(candidates), most or len(candidates)):
         if search == "greedy":
             left = [n for n in candidates if n not in order]
             (chosen,) = greedy_order(lambda _, tried: loss(order, tried, choosing).mean(-1), left, 1)

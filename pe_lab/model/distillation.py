@@ -52,6 +52,7 @@ class DistilledLoss:
 
     def __init__(self, model: Model, teacher: Model, config: DistillConfig):
         self.model, self.teacher, self.how = model, teacher, config
+        self.learned = model.learned  # what is trained, as `Loss` has it
         self.streams = bool(config.hidden or config.attention)
         names = ["vocab_size", *(["layers", "d_model", "heads", "head_dim"] if self.streams else [])]
         for name in names:

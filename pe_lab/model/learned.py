@@ -14,7 +14,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.model.shape import Run
 from pe_lab.positional import Encoding, HeadShape, LayerHooks, LayerStructure
 from pe_lab.positional.codec import ranges
-from pe_lab.positional.hooks import initial
+from pe_lab.positional.hooks import has, initial
 from pe_lab.positional.registry import registered_name
 
 if TYPE_CHECKING:
@@ -93,6 +93,17 @@ def init_encoding(
     salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 2**31
     keys = jax.random.split(jax.random.fold_in(key, salt), num_layers)
     return jax.vmap(of_layer)(keys[np.asarray(layers)])
+
+
+def penalized(learned: Mapping[str, tuple[Encoding, tuple[int, ...]]]) -> list[str]:
+    """The names of the encodings that add a penalty to the loss, of those with parameters."""
+    return [name for name, (encoding, _) in learned.items() if has(encoding, "penalty")]
+
+
+def penalty(learned: Mapping[str, tuple[Encoding, tuple[int, ...]]], params: Params) -> jax.Array:
+    """The sum of the penalties over layers, nats per token."""
+    of_encodings = params["layers"]["positional"]
+    return sum(jax.vmap(learned[name][0].penalty)(of_encodings[name]).sum() for name in penalized(learned))
 
 
 def carried(

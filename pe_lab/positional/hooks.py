@@ -138,6 +138,12 @@ class Encoding(Checked):
         """The output of attention, before its projection; `value` is that of the same tokens."""
         raise NotImplementedError
 
+    # Of training alone.
+
+    def penalty(self, params: Params) -> Float[Array, ""]:
+        """Nats per token that training adds to the loss for the parameters of one layer; not in the logged losses."""
+        raise NotImplementedError
+
 
 Hook = Literal["running_sum", "encode", "bias", "key_bias", "logits", "sink", "output"]
 HOOKS: tuple[Hook, ...] = ("running_sum", "encode", "bias", "key_bias", "logits", "sink", "output")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from pe_lab.errors import ConfigError, UserError
 from pe_lab.identity import config_hash
 from pe_lab.recipes import load_config
 from pe_lab.results.records import number
-from pe_lab.storage import AnyPath, exists, is_file, read_json, write_json
+from pe_lab.storage import AnyPath, exists, is_file, read_json, write_file, write_json
 from pe_lab.studies.study import Arm, Study, studies_directory
 from pe_lab.studies.verdict import Values
 from pe_lab.sweeps import Runner, Sweep, run_sweep
@@ -29,9 +32,15 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Level:
-    """Cells that need none of each other: their arms are built on equally many others."""
+    """Cells that need none of each other: their arms are built on equally many others.
+
+    Attributes:
+      sweep: of the cells whose config is known.
+      edits: (arm, seed) whose parent is to be edited before its config is known.
+    """
 
     sweep: Sweep
+    edits: tuple[tuple[Arm, int], ...] = ()
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -46,36 +55,58 @@ def make_levels(
     Raises:
       ConfigError: an arm has no recipe of this size, or its config is wrong.
     """
+    depths = sorted({arm.depth for arm in study.all_arms})
+    return [_make_level(study, depth, size, seeds, directory, overrides or {}) for depth in depths]
+
+
+def _make_level(
+    study: Study, depth: int, size: str, seeds: Sequence[int], directory: AnyPath, overrides: Mapping[str, str]
+) -> Level:
     from pe_lab.training.inheritance import inherit
 
-    by_depth: dict[int, list[Cell]] = {}
-    for arm in study.all_arms:
+    cells: list[Cell] = []
+    edits: list[tuple[Arm, int]] = []
+    for arm in (arm for arm in study.all_arms if arm.depth == depth):
         for seed in seeds:
+            if arm.surgery and not exists(arm.start(directory, seed)):
+                edits.append((arm, seed))
+                continue
             name, reference = arm.cell(seed), arm.reference(size, directory, seed)
-            keys = {**(overrides or {}), **dict.fromkeys(SEEDS, str(seed))}
+            keys = {**overrides, **dict.fromkeys(SEEDS, str(seed))}
             try:
                 config = load_config(reference, keys, functools.partial(inherit, workdir=directory / name))
             except UserError as error:
                 raise type(error)(f"arm '{arm.name}': {error}") from None
-            cell = Cell(name, {"arm": arm.name}, seed, reference, keys, config)
-            by_depth.setdefault(arm.depth, []).append(cell)
-    described = {"recipe": f"studies-{size}", "overrides": dict(overrides or {}), "grid": {"arm": []}, "seeds": []}
+            cells.append(Cell(name, {"arm": arm.name}, seed, reference, keys, config))
+    described = {"recipe": f"studies-{size}", "overrides": dict(overrides), "grid": {"arm": []}, "seeds": []}
     before = load_sweep(directory).cells if exists(directory / FILE) else ()
-    levels = []
-    for depth in sorted(by_depth):
-        cells = by_depth[depth]
-        known = {cell.name: cell for cell in before}
-        for cell in cells:
-            if cell.name in known and config_hash(known[cell.name].config) != config_hash(cell.config):
-                raise ConfigError(
-                    f"'{directory / cell.name}' is a run of arm '{cell.setting['arm']}' as it was before its recipe "
-                    "changed. Move it away, or give another --workdir."
-                )
-        names = frozenset(cell.name for cell in cells)
-        others = [cell for cell in before if cell.name not in names]
-        # The parents are evaluated too if the study lists them.
-        levels.append(Level(Sweep(directory, (*others, *cells), names, study.evaluation, described)))
-    return levels
+    known = {cell.name: cell for cell in before}
+    for cell in cells:
+        if cell.name in known and config_hash(known[cell.name].config) != config_hash(cell.config):
+            raise ConfigError(
+                f"'{directory / cell.name}' is a run of arm '{cell.setting['arm']}' as it was before its recipe changed. "
+                "Move it away, or give another --workdir."
+            )
+    names = frozenset(cell.name for cell in cells)
+    others = [cell for cell in before if cell.name not in names]
+    return Level(Sweep(directory, (*others, *cells), names, study.evaluation, described), tuple(edits))
+
+
+def _edit(level: Level, show: Callable[[str], None]) -> None:
+    """Edits the parents of a level's arms; `ConfigError` with the reason of one that fails."""
+    directory = level.sweep.directory
+    for arm, seed in level.edits:
+        assert arm.parent is not None
+        to = arm.start(directory, seed)
+        show(f"surgery {arm.surgery} for {arm.cell(seed)}")
+        line = ["-m", "pe_lab.surgery", f"--from={directory / arm.parent.cell(seed)}", f"--to={to}"]
+        done = subprocess.run(
+            [sys.executable, *line, *shlex.split(arm.surgery)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            reason = (done.stderr or done.stdout).strip().splitlines()[-1:] or [f"status {done.returncode}"]
+            raise ConfigError(f"arm '{arm.name}': surgery {arm.surgery}: {reason[0].removeprefix('error: ')}")
+        write_file(directory / "logs" / f"{arm.cell(seed)}.surgery.log", done.stdout)
 
 
 def unfinished(level: Level) -> list[Cell]:
@@ -85,16 +116,18 @@ def unfinished(level: Level) -> list[Cell]:
 
 def train(
     study: Study,
-    levels: Sequence[Level],
+    plan: Callable[[], list[Level]],
     runner: Runner | None,
     retry: bool,
     command: str,
     look: Callable[[Sequence[CellState]], None],
     deadline: float | None = None,
+    show: Callable[[str], None] = print,
 ) -> tuple[list[CellState], bool]:
     """Trains and evaluates all cells; returns the states of the last level that was begun, and whether it was stopped.
 
-    Arms that are only started from are trained, and not evaluated.
+    Arms that are only started from are trained, and not evaluated. `plan` makes the levels, anew after each, since what
+    surgery has made decides the configs that follow.
 
     Raises:
       OutOfTime: `deadline`, by time.monotonic(), has come; the cells have saved.
@@ -107,7 +140,11 @@ def train(
 
     listed = {arm.name for arm in study.arms}
     states: list[CellState] = []
-    for level in levels:
+    for depth in range(len(plan())):
+        level = plan()[depth]
+        if level.edits:
+            _edit(level, show)
+            level = plan()[depth]
         for evaluated in (False, True):
             names = frozenset(cell.name for cell in level.cells if (cell.setting["arm"] in listed) == evaluated)
             if not names:

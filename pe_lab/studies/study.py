@@ -24,17 +24,22 @@ class Arm:
     Attributes:
       name: of its numbers in criteria, and of its runs. One name means the same recipe in all studies, which share the
         runs.
-      laptop: the recipe with its argument, as --config takes it; `{parent}` is the run of the parent with the same seed.
+      laptop: the recipe with its argument, as --config takes it; `{parent}` is where it starts: the run of the parent
+        with the same seed, or what `surgery` made of it.
       parent: the arm that it starts from; None: random weights.
       paper: the recipe at the paper's size; "" if there is none.
+      surgery: options of `pe_lab.surgery`, which edits the parent's run of each seed first.
     """
 
     name: str
     laptop: str
     parent: Arm | None = None
     paper: str = ""
+    surgery: str = ""
 
     def __post_init__(self) -> None:
+        if self.surgery and self.parent is None:
+            raise ConfigError(f"arm {self.name!r}: surgery needs a parent.")
         if not re.fullmatch(r"[a-z0-9_.]+", self.name):
             raise ConfigError(f"arm {self.name!r}: a name has lower-case letters, digits, dots and underscores.")
         if ("{parent}" in self.laptop) != (self.parent is not None):
@@ -56,7 +61,12 @@ class Arm:
             raise ConfigError(f"arm '{self.name}' has no recipe at paper size.")
         if size == "quick":
             text += ",size=quick" if ":" in text else ":size=quick"
-        return text.replace("{parent}", str(directory / self.parent.cell(seed))) if self.parent else text
+        return text.replace("{parent}", str(self.start(directory, seed))) if self.parent else text
+
+    def start(self, directory: AnyPath, seed: int) -> AnyPath:
+        """Where it starts: the run of the parent, or its edited child."""
+        assert self.parent is not None
+        return directory / "edited" / self.cell(seed) if self.surgery else directory / self.parent.cell(seed)
 
     def cell(self, seed: int) -> str:
         """The name of its run's directory."""

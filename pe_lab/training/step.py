@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -12,6 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pe_lab.model import Model, Params
+from pe_lab.model.learned import penalized, penalty
 from pe_lab.parallel import AxisRules, use_mesh
 from pe_lab.parallel.compiler import compiler_options
 from pe_lab.positional import Schedule
@@ -50,6 +52,8 @@ class RandomPositions(NamedTuple):
 @runtime_checkable
 class Loss(Protocol):
     """What a step trains: a `Model`, or the loss of one that learns from a teacher (`model.distillation`)."""
+
+    learned: Mapping[str, Any]  # the encodings with parameters, see `learned_encodings`
 
     def loss_sum(self, params: Params, batch: Batch, schedule: Any) -> jax.Array:
         """The sum over tokens of weight times loss; `schedule` is the step's argument of that name."""
@@ -110,6 +114,8 @@ def train_step(
     total = jnp.where(total > 0, total, 1.0)  # a batch of chats may have no answer: its loss and gradient are 0
     loss, grads = gradients(model, accumulate, state.params, batch, schedule)
     grads = jax.tree.map(lambda g: g / total, grads)
+    if penalized(model.learned):
+        grads = jax.tree.map(jnp.add, grads, jax.grad(functools.partial(penalty, model.learned))(state.params))
     with jax.named_scope("optimizer"):
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)

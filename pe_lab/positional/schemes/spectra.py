@@ -203,7 +203,7 @@ class FoPE(Encoding):
 
 
 def complex_product(
-    x: Float[Array, "B T H K"], cos: Float[Array, "#B T H R"], sin: Float[Array, "#B T H R"]
+    x: Float[Array, "B T H K"], cos: Float[Array, "#B T #H R"], sin: Float[Array, "#B T #H R"]
 ) -> Float[Array, "B T H K"]:
     """Channels (r, r + R) of every head as complex numbers, times cos + i sin; float32, with gradients of all three.
 

@@ -1,0 +1,69 @@
+"""Which layers should lose their encoding: at equal tokens of recalibration."""
+
+from pe_lab.studies import Arm, Criterion, Study, losses, scores, together
+
+from .arms import DROPE, LENGTHS, RECIPE, ROPE, child
+
+LOSS = "validation prose"
+
+
+def edited(name: str, surgery: str) -> Arm:
+    """RoPE's run after surgery, recalibrated as it then is."""
+    return Arm(name, f"{RECIPE}:from={{parent}},method=kept,qk_norm=head", ROPE, surgery=surgery)
+
+
+ARMS = {
+    "the cheapest half": edited("drop_cheapest_half", "--drop=auto --budget=100 --most=4"),
+    "for 0.1 nats": edited("drop_for_0.1", "--drop=auto --budget=0.1"),
+    "all but every fourth": edited("drop_but_fourth", "--drop --layers=0-2,4-6"),
+    "the slow half of the pairs": child("p_rope_after", ROPE, "method='rope:base=500,fraction=0.5',qk_norm=head"),
+}
+PARTIAL = tuple(arm.name for arm in ARMS.values())
+
+STUDY = Study(
+    claim="Dropping some layers, chosen by what they cost, is better than dropping all: as good beyond the training length, "
+    "and better within it.",
+    paper="none; SmolLM3 drops every fourth layer, p-RoPE the slow pairs",
+    arms=(ROPE, DROPE, *ARMS.values()),
+    criteria=(
+        Criterion(
+            "the cheapest half: lower loss on prose than all dropped, in nats",
+            f"drop_cheapest_half: {LOSS}",
+            (f"drope: {LOSS}",),
+            lower=True,
+            by=0.01,
+        ),
+        *(
+            Criterion(
+                f"text at {x}x: the best partial drop is not worse than all dropped",
+                f"drop_cheapest_half: text {x}x",
+                (f"drope: text {x}x",),
+                lower=True,
+                tolerance=0.02,
+            )
+            for x in LENGTHS
+        ),
+        *(
+            Criterion(
+                f"needles at {x}x: the cheapest half finds as many as all dropped",
+                f"drop_cheapest_half: needles {x}x",
+                (f"drope: needles {x}x paper beta",),
+                tolerance=0.05,
+            )
+            for x in LENGTHS
+        ),
+    ),
+    measure=together(scores, losses),
+    curves={
+        "text loss in nats, by length": {
+            "all": "drope: text {x}x",
+            **{label: f"{arm.name}: text {{x}}x" for label, arm in ARMS.items()},
+            "RoPE + YaRN": "rope: text {x}x YaRN",
+        },
+        "needles found, by length": {
+            "all, paper's scale": "drope: needles {x}x paper beta",
+            **{label: f"{arm.name}: needles {{x}}x" for label, arm in ARMS.items()},
+            "RoPE + YaRN": "rope: needles {x}x YaRN",
+        },
+    },
+)
