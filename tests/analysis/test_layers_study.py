@@ -11,6 +11,7 @@ import pytest
 
 from pe_lab import analyze
 from pe_lab.analysis import losses as module
+from pe_lab.analysis.drop_choice import choose_layers
 from pe_lab.analysis.losses import Streams, bin_edges, by_bin, counted_targets, mean_loss, sequence_groups
 from pe_lab.analysis.sequences import Sequences
 from pe_lab.analysis.session import Session
@@ -21,6 +22,7 @@ from pe_lab.analysis.study import read_study, write_study
 from pe_lab.checkpoints import Checkpoint
 from pe_lab.config import ModelConfig
 from pe_lab.data.tokenizers import load_tokenizer
+from pe_lab.errors import ConfigError
 from pe_lab.evaluation.variants import Subject, Variant
 from pe_lab.language_model import LanguageModel
 from pe_lab.model import Model, complete
@@ -269,3 +271,49 @@ def test_bad_input_is_one_message(lm, tmp_path, monkeypatch, capsys, options, sa
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and says in captured.err
     assert not (tmp_path / "out" / "study.json").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers for a budget
+
+
+@pytest.mark.parametrize("search", ["greedy", "first-order"])
+def test_layers_for_a_budget_cost_what_whole_evaluations_say(lm, tmp_path, search):
+    """Sensitivities, the order and the prices, by evaluating each edited model whole."""
+    windows = np.random.default_rng(3).integers(0, 300, (8, T + 1)).astype(np.int32)
+
+    def whole(dropped, rows) -> np.ndarray:
+        edited = lm.with_positional(drop(dropped).apply((ROPE,) * 3)) if dropped else lm
+        logits = jax.nn.log_softmax(np.asarray(edited.logits(windows[rows, :-1])), -1)
+        return -np.take_along_axis(np.asarray(logits), windows[rows, 1:, None], -1)[..., 0].mean(-1)
+
+    choosing, pricing = slice(0, None, 2), slice(1, None, 2)
+    base = whole([], choosing).mean()
+    alone = {n: float(whole([n], choosing).mean() - base) for n in range(3)}
+    order: list[int] = []
+    while len(order) < 3:
+        left = [n for n in range(3) if n not in order]
+        cost = alone.get if search == "first-order" else lambda n: whole([*order, n], choosing).mean()  # noqa: B023
+        order.append(min(left, key=cost))
+    prices = [float((whole(order[: k + 1], pricing) - whole([], pricing)).mean()) for k in range(3)]
+
+    found = choose_layers(session(tmp_path, lm, sequences=text(windows)), 1e6, search, show=lambda line: None)
+    assert found.order == found.layers == tuple(order)
+    assert found.sensitivities == pytest.approx(alone, abs=2e-5)
+    assert [cost for cost, *_ in found.costs] == pytest.approx(prices, abs=2e-5)
+    assert all(low <= cost <= high for cost, low, high in found.costs)
+    between = (prices[0] + prices[1]) / 2
+    if prices[0] < between < prices[1]:
+        short = choose_layers(session(tmp_path, lm, sequences=text(windows)), between, search, show=lambda line: None)
+        assert short.layers == tuple(order[:1]) and len(short.order) == 2
+    most = choose_layers(session(tmp_path, lm, sequences=text(windows)), 1e6, search, 2, show=lambda line: None)
+    assert most.layers == tuple(order[:2])
+
+
+def test_layers_for_a_budget_need_encodings_and_sequences(lm, tmp_path):
+    layers = (Layer(NoPE()),) * 3
+    bare = dataclasses.replace(lm, checkpoint=dataclasses.replace(lm.checkpoint, layers=layers), layers=layers)
+    with pytest.raises(ConfigError, match="No layer of this model has an encoding"):
+        choose_layers(session(tmp_path, bare), 0.1)
+    with pytest.raises(ConfigError, match="2 sequences are too few"):
+        choose_layers(session(tmp_path, lm, sequences=text(TOKENS[:2])), 0.1)

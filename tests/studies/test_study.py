@@ -1,0 +1,197 @@
+"""`python -m pe_lab.study`: runs of arms, their order, verdicts, history and pages; the studies themselves. 20 s."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_runs import write_recipe
+
+from pe_lab.errors import ConfigError
+from pe_lab.studies import Arm, Criterion, Study, load_studies
+from pe_lab.studies.page import BEGIN, END, with_generated
+from pe_lab.studies.results import effect, point, read_results, rule_changes
+from pe_lab.studies.study import load_study, study_names
+from pe_lab.study import main
+from pe_lab.sweeps.cells import Cell
+
+STUDY = """
+from pe_lab.studies import Arm, Criterion, Study, losses
+
+BASE = Arm("base", "tiny.py", paper="tiny.py")
+CHILD = Arm("child", "again.py:{parent}", BASE)
+STUDY = Study(
+    claim="A child is better.",
+    paper="none",
+    arms=(BASE, CHILD),
+    criteria=(Criterion("lower loss", "child: validation", ("base: validation",), lower=True, by=0.01),),
+    evaluation=None,
+    measure=losses,
+    curves={"loss": {"base": "base: validation", "child": "child: validation"}},
+    tried="Other settings.",
+)
+"""
+AGAIN = """
+from tiny import get_config as tiny
+
+
+def get_config(arg=""):
+    config = tiny()
+    config.phases = config.phases[1:]
+    config.phases[0]["init_from"] = arg
+    return config
+"""
+# Writes what a run of the recipes would; `child` runs are better, and need their parents to be there.
+STAND_IN = """
+import json, pathlib, sys
+run, start = pathlib.Path(sys.argv[1]), sys.argv[2]
+child, seed = run.name.startswith("child"), int(run.name[-1])
+if child and not pathlib.Path(start, "run.json").exists():
+    sys.exit("error: no parent")
+if pathlib.Path("broken").exists() and seed == 1:
+    sys.exit("error: out of luck")
+phases = (("recalibrate", 6),) if child else (("pretrain", 8), ("recalibrate", 6))
+for name, steps in phases:
+    (run / name).mkdir(parents=True, exist_ok=True)
+    info = {"phase": name, "steps": steps, "tokens_per_step": 128, "status": "complete"}
+    (run / name / "phase.json").write_text(json.dumps(info))
+    loss = (2.0 if child else 3.0) + seed / 100
+    (run / name / "metrics.jsonl").write_text(json.dumps({"step": steps, "loss": loss, "validation_loss": loss}) + chr(10))
+    (run / name / "speed.jsonl").write_text(json.dumps({"step": steps, "seconds": 60.0}) + chr(10))
+(run / "run.json").write_text(json.dumps({"name": run.name, "config": {}}))
+"""
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path)
+    (tmp_path / "again.py").write_text(AGAIN.replace("from tiny", "from .tiny"))
+    (tmp_path / "better.py").write_text(STUDY)
+
+    def command(cell, where):
+        start = cell.config.phases[0].init_from or "-"
+        return [sys.executable, "-S", "-c", STAND_IN, str(where / cell.name), start]
+
+    monkeypatch.setattr(Cell, "command", command)
+    # The stand-in leaves no checkpoints, of which only an edit of the encodings would need one.
+    monkeypatch.setattr("pe_lab.training.run._layers_before", lambda phase, before: None)
+    monkeypatch.setattr("pe_lab.study.draw", lambda result, form: b"drawn elsewhere")
+    return tmp_path
+
+
+def test_a_study_is_run_continued_and_judged(study, capsys):
+    command = ["better.py", "--seeds=2", "--jobs=2"]
+    assert main([*command, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "base    0 of 2" in out and "child   0 of 2" in out
+    assert not (study / "runs").exists()
+
+    (study / "broken").touch()
+    assert main(command) == 1
+    assert "FAILED base__seed=1" in (out := capsys.readouterr().out) and "out of luck" in out
+    assert not (study / "runs/studies/laptop/child__seed=0").exists()  # its level waits for all parents
+
+    (study / "broken").unlink()
+    assert main([*command, "--retry"]) == 0
+    out = capsys.readouterr().out
+    assert "better: CONFIRMED" in out and "+1 [+1, +1]" in out
+    (result,) = read_results(study / "runs/studies/laptop/results")
+    assert result["seeds"] == [0, 1] and result["values"]["base"]["validation"] == [3.0, 3.01]
+    assert result["arms"]["base"]["seconds"] == 120 and result["minutes"] == pytest.approx(2 * 3)
+    assert result["command"] == "python -m pe_lab.study better --size=laptop --seeds=2"
+    assert effect(result["criteria"][0]) == "+1 [+1, +1]"
+    assert point(result, "child: validation").mean == pytest.approx(2.005)
+    assert point(result, "base: validation - child: validation").mean == pytest.approx(1.0)
+    assert point(result, "child: nothing") is None
+
+
+def test_a_rule_that_changes_after_a_run_is_in_the_history(study, capsys):
+    assert main(["better.py", "--seeds=2"]) == 0
+    path = study / "better.py"
+    path.write_text(path.read_text().replace("by=0.01", "by=2.0"))
+    assert main(["better.py", "--seeds=2"]) == 0
+    assert "better: NOT SETTLED" in capsys.readouterr().out
+    (result,) = read_results(study / "runs/studies/laptop/results")
+    assert rule_changes(result) == 1
+    assert [one["verdict"] for one in result["history"]] == ["confirmed", "not settled"]
+    assert main(["--out=runs/studies/laptop/results", "--write=claims.md", "--report=claims.html"]) == 0
+    page = (study / "claims.md").read_text()
+    assert "The rule was changed after a run, 1 time:" in page and "by at least 0.01" in page
+    assert "| [better](#better) | A child is better. | none | not settled | lower loss: +1 [+1, +1] | 2 | 6 |" in page
+    assert "![better](runs/studies/laptop/results/better.png)" in page and "Other settings." in page
+    assert "A child is better." in (study / "claims.html").read_text()
+
+
+def test_a_changed_recipe_is_not_taken_for_the_run_that_is_there(study):
+    assert main(["better.py", "--seeds=1,"]) == 0
+    again = study / "again.py"
+    again.write_text(again.read_text().replace("config.phases[1:]", "config.phases[1:]\n    config.model.layers = 4"))
+    assert main(["better.py", "--seeds=1,"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nothing"], "There is no study 'nothing'."),
+        (["better.py", "--all"], "--all is all studies"),
+        (["better.py", "--budget=long"], "'long' is no time"),
+        (["better.py", "--size=paper"], "arm 'child' has no recipe at paper size"),
+        (["better.py", "--seeds=0"], "--seeds=0: it is the number of seeds"),
+        (["--write=claims.md", "--out=empty"], "'empty' has no results"),
+        (["tiny.py"], "defines no STUDY"),
+    ],
+)
+def test_bad_input_is_one_message(study, capsys, argv, message):
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+    assert not (study / "runs").exists()
+
+
+def test_the_generated_part_of_a_page_is_replaced():
+    once = with_generated("# Title\n\nText.\n", "one")
+    assert once.startswith("# Title\n\nText.\n\n" + BEGIN) and once.endswith(END + "\n")
+    assert with_generated(once, "two") == once.replace("one", "two")
+
+
+def test_arms_and_studies_refuse_what_makes_no_sense():
+    base = Arm("a", "x.py")
+    with pytest.raises(ConfigError, match="lower-case letters"):
+        Arm("A b", "x.py")
+    with pytest.raises(ConfigError, match="go together"):
+        Arm("b", "x.py:{parent}")
+    with pytest.raises(ConfigError, match="surgery needs a parent"):
+        Arm("b", "x.py", surgery="--drop")
+    with pytest.raises(ConfigError, match="'c'. Did you mean|'c'. Allowed: a"):
+        Study("c", "p", (base,), (Criterion("t", "c: m", by=1.0),))
+    with pytest.raises(ConfigError, match="two arms are called 'a'"):
+        child = Arm("b", "x.py:{parent}", Arm("a", "y.py"))
+        Study("c", "p", (base, child), (Criterion("t", "a: m", by=1.0),)).all_arms  # noqa: B018
+
+
+def test_every_study_loads_and_their_arms_agree():
+    names = study_names()
+    assert {"drop_needles", "late_drop", "p_rope", "distillation"} <= set(names)
+    for study in load_studies(names):
+        assert study.claim.endswith(".") and study.paper
+    assert load_study("p_rope").rule[0] == "p_rope_75: validation prose < rope: validation prose + 0.01"
+
+
+def test_committed_results_follow_from_their_numbers_and_rules():
+    """A result whose verdict its own numbers do not give, or whose study has another rule now, is out of date."""
+    from pe_lab.studies.verdict import judge
+
+    for result in read_results():
+        study = load_study(result["study"])
+        values = {
+            arm: {m: dict(zip(result["seeds"], v, strict=True)) for m, v in metrics.items()}
+            for arm, metrics in result["values"].items()
+        }
+        kept = {
+            arm: {m: {s: v for s, v in found.items() if v is not None} for m, found in metrics.items()}
+            for arm, metrics in values.items()
+        }
+        assert judge(study.criteria, kept)[1] == result["verdict"], result["study"]
+        assert result["history"][-1]["rule"] == study.rule, result["study"]
+        json.dumps(result, allow_nan=False)
+        assert (Path(__file__).parents[2] / "studies/results" / f"{result['study']}.png").is_file()
