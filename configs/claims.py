@@ -8,11 +8,11 @@ Train:
   python -m pe_lab.train --config=configs/claims.py:method=nope,from=runs/claims_rope
   python -m pe_lab.study drop_needles --jobs=2
 
-Arguments: method=rope, or nope, alibi, p_rope_75, p_rope_25, partial_rope_10, rnope_swa, swan, ssmax, smollm3; kept, the
-encodings of the checkpoint; or a text as --positional of pe_lab.surgery takes it. from=RUN recalibrates a checkpoint,
-with at=STEP an earlier one of its pretraining. layers=8, steps, rate, warmup, qk_norm=none, needles=0.25 (their share
-of the sequences). distill and path are keys of the phase, joined by semicolons: distill='logits=1;hidden=1'.
-size=laptop (or quick, which reads no prose).
+Arguments: method=rope, or nope, alibi, p_rope_75, p_rope_25, partial_rope_10, rnope_swa, swan, ssmax, smollm3; kept,
+the encodings of the checkpoint; or a text as --positional of pe_lab.surgery takes it. from=RUN recalibrates a
+checkpoint, with at=STEP an earlier one of its pretraining. layers=8, steps, rate, warmup, qk_norm=none, needles=0.25
+(their share of the sequences). distill and path are keys of the phase, joined by semicolons:
+distill='logits=1;hidden=1'. size=laptop (or quick, which reads no prose).
 
 Cost: 4.5 MFLOPs a token with 8 layers, 20 TFLOPs a pretraining: 5 to 15 minutes on one CPU core.
 Expected: docs/claims.md.
@@ -31,8 +31,8 @@ LENGTH = 256
 # The share of pairs that rotate less than once in a window is the one that base 10,000 has at 2,048 tokens.
 BASE = 500.0
 PRETRAIN, RECALIBRATE = 4_000, 1_000
-# Windows of 64 tokens first: within them needles are learned in 250 steps, where 8 layers at 128 tokens found none after
-# 1,500 (docs/log.md).
+# Windows of 64 tokens first: in them needles are learned in 250 steps, where 8 layers at 128 tokens had found none
+# after 1,500 (docs/log.md).
 SHORT, SHORT_STEPS = 64, 500
 TOKENS = 1024  # a step
 WINDOW = 64  # of the layers with windows, in RNoPE-SWA and SWAN: a quarter, as 256 of 1,024
@@ -133,6 +133,7 @@ def get_config(arg: str = "") -> ConfigDict:
     for key in ("distill", "path"):
         if arguments[key] != "none":
             made[key] = keys_of(arguments[key])
+    config.mesh = dict(data=1)  # a run is one of many, on a device of its own
     config.phases = [made]
     if start == "random":
         made.init_from = ""

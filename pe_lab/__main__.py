@@ -12,7 +12,7 @@ from pe_lab.terminal import command, leave
 
 COMMANDS = (
     *("train", "plan", "prepare", "evaluate", "report", "analyze", "surgery", "convert", "generate", "verify"),
-    *("sweep",),
+    *("sweep", "study"),
 )
 
 

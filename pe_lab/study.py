@@ -1,4 +1,4 @@
-"""`python -m pe_lab.study NAME`: tests a claim: trains what is missing, measures, and gives a verdict with intervals."""
+"""`python -m pe_lab.study NAME`: tests a claim: trains what is missing, measures, and judges with intervals."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line of this command."""
     made = argument_parser(
         "study",
-        "Tests a claim: trains the runs of studies/NAME.py that are missing, evaluates them, and writes a table, a figure "
-        "and a verdict. Run it again to continue. Without a name it lists the studies.",
+        "Tests a claim: trains the runs of studies/NAME.py that are missing, evaluates them, and writes a table, a "
+        "figure and a verdict. Run it again to continue. Without a name it lists the studies.",
         "Any key of all recipes can be set: --config.phases.0.steps=100",
     )
     add = made.add_argument

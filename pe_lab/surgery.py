@@ -63,8 +63,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         const="all",
         choices=("all", "auto", "gates"),
-        help="remove the positional encoding (DroPE); auto: of as many layers as --budget pays for, by measured losses; "
-        "gates: of the heads whose gates gated_rope has closed",
+        help="remove the positional encoding (DroPE); auto: of as many layers as --budget pays for, by measured "
+        "losses; gates: of the heads whose gates gated_rope has closed",
     )
     what.add_argument(
         "--positional",

@@ -10,8 +10,8 @@ SSMAX = trained("ssmax", "method=ssmax", "configs/encodings.py:scheme=ssmax")
 OTHERS = ("rnope_swa", "swan", "ssmax")
 
 STUDY = Study(
-    claim="At the same budget a dropped model is at least as good beyond the training length as RNoPE-SWA, SWAN and SSMax, "
-    "which are trained with their encodings from the start.",
+    claim="At the same budget a dropped model is at least as good beyond the training length as RNoPE-SWA, SWAN and "
+    "SSMax, which are trained with their encodings from the start.",
     paper="DroPE, Table 1, for RNoPE-SWA; SWAN-GPT and SSMax came after it",
     arms=(ROPE, LATE_DROP, RNOPE, SWAN, SSMAX),
     criteria=tuple(

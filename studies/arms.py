@@ -1,4 +1,4 @@
-"""The arms that several studies share: each is trained once for each seed, whatever the number of studies that use it."""
+"""The arms that several studies share: each is trained once for each seed, however many studies use it."""
 
 from __future__ import annotations
 

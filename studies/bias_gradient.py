@@ -31,8 +31,8 @@ def gradients(directory) -> dict[str, float]:
 
 
 STUDY = Study(
-    claim="At initialization the gradient of the positional bias is smaller in NoPE than in RoPE, the more so in deeper "
-    "layers.",
+    claim="At initialization the gradient of the positional bias is smaller in NoPE than in RoPE, the more so in "
+    "deeper layers.",
     paper="DroPE, Figure 4",
     arms=(ROPE,),
     criteria=tuple(

@@ -18,8 +18,8 @@ ARMS = {
 }
 
 STUDY = Study(
-    claim="At equal FLOPs, the teacher's counted, a dropped model recovers further when the model before the drop teaches "
-    "it than by cross-entropy alone.",
+    claim="At equal FLOPs, the teacher's counted, a dropped model recovers further when the model before the drop "
+    "teaches it than by cross-entropy alone.",
     paper="none",
     arms=(ROPE, DROPE, *ARMS.values()),
     criteria=(

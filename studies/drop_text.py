@@ -5,8 +5,8 @@ from pe_lab.studies import Criterion, Study
 from .arms import DROPE, LENGTHS, ROPE, scaled
 
 STUDY = Study(
-    claim="A model that is dropped and recalibrated predicts text beyond its training length better than the same model "
-    "with RoPE under PI, NTK, YaRN or a cropped context.",
+    claim="A model that is dropped and recalibrated predicts text beyond its training length better than the same "
+    "model with RoPE under PI, NTK, YaRN or a cropped context.",
     paper="DroPE, Tables 1 and 10, on perplexity, which they leave out",
     arms=(ROPE, DROPE),
     criteria=tuple(

@@ -21,8 +21,8 @@ ARMS = {
 PARTIAL = tuple(arm.name for arm in ARMS.values())
 
 STUDY = Study(
-    claim="Dropping some layers, chosen by what they cost, is better than dropping all: as good beyond the training length, "
-    "and better within it.",
+    claim="Dropping some layers, chosen by what they cost, is better than dropping all: as good beyond the training "
+    "length, and better within it.",
     paper="none; SmolLM3 drops every fourth layer, p-RoPE the slow pairs",
     arms=(ROPE, DROPE, *ARMS.values()),
     criteria=(

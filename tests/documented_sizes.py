@@ -63,6 +63,7 @@ QUICK = {
     "pe_lab.generate": {"--max-new-tokens": "4"},
     "pe_lab.prepare": {"--limit-documents": "20"},
     "pe_lab.sweep": {"--seeds": "1"},
+    "pe_lab.study": {"--seeds": "2", "--size": "quick", "--jobs": "1"},
     "pe_lab.plan": {"--explain": None, "--json": None, "--against": None},
 }
 # In Python: two small cells; layers that the stand-in for SmolLM2 has.
@@ -73,6 +74,7 @@ ADDED = {
     "pe_lab.plan": ["--no-compile"],  # tests/planning/test_tpu_steps.py compiles, for minutes
     "pe_lab.convert": ["--parity=off"],  # needs torch; tests/checkpoints compares logits with transformers
     "pe_lab.generate": ["--max-new-tokens=4"],
+    "pe_lab.study": ["--size=quick"],
 }
 
 

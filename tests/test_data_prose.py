@@ -117,6 +117,17 @@ def test_a_package_comes_from_the_first_mirror_that_has_it(mirror):
         prose.download(PACKAGE, (f"{address}/first",))
 
 
+def test_the_machines_own_mirrors_come_first(tmp_path):
+    (tmp_path / "sources.list.d").mkdir()
+    (tmp_path / "sources.list").write_text(
+        "deb [arch=amd64] http://one.example/debian bookworm main # and not/debian\n"
+    )
+    deb822 = "Types: deb\nURIs: https://two.example/debian/\nSuites: bookworm\n"
+    (tmp_path / "sources.list.d/two.sources").write_text(deb822 + "URIs: http://three.example/ubuntu\n")
+    assert prose.mirrors(tmp_path) == ("http://one.example/debian", "https://two.example/debian", *prose.MIRRORS)
+    assert prose.mirrors(tmp_path / "none") == prose.MIRRORS
+
+
 def test_a_package_that_was_changed_is_refused(mirror):
     address, served = mirror
     served[f"/pool/{PACKAGE.path}"] = CONTENT[:-1] + b"x"

@@ -31,6 +31,7 @@ NAVIGATION = {
         "launch/README.md",
     ],
     "Reference": [
+        "docs/claims.md",
         "docs/encodings.md",
         "docs/attention.md",
         "reference/commands.md",

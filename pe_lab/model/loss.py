@@ -126,7 +126,7 @@ def weighted_cross_entropy(
 
 
 class Teacher(NamedTuple):
-    """What a teacher says of a batch: the output of its final norm, and its output embedding; neither has a gradient."""
+    """The output of a teacher's final norm, and its output embedding; neither has a gradient."""
 
     hidden: Float[Array, "B T Dt"]
     unembedding: Float[Array, "V Dt"]

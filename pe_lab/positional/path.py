@@ -38,8 +38,8 @@ class SchedulePath:
         for n, (a, b) in enumerate(zip(self.start.structure, self.end.structure, strict=True)):
             if (a.window, a.hooks, a.noisy) != (b.window, b.hooks, b.noisy):
                 raise ConfigError(
-                    f"There is no gradual way for layer {n}: its window, its noise or its encodings with hooks change, and "
-                    "only frequencies, gains, slopes and logit scales can move."
+                    f"There is no gradual way for layer {n}: its window, its noise or its encodings with hooks change, "
+                    "and only frequencies, gains, slopes and logit scales can move."
                 )
 
     def at(self, t: float) -> Schedule:
@@ -87,5 +87,5 @@ class SchedulePath:
 
 
 def in_turn(t: float, place: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
-    """How far things have moved that move one after another, by their places among `count`: one ends, the next begins."""
+    """How far each of `count` things has moved at `t`, by its place: one begins when the one before has arrived."""
     return np.clip(t * count - np.asarray(place), 0.0, 1.0)

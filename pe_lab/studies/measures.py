@@ -28,8 +28,8 @@ def together(*measures: Measure) -> Measure:
 def scores(directory: AnyPath) -> dict[str, float]:
     """The numbers of `pe_lab.evaluate` for the last checkpoint: `text 4x`, `needles 4x YaRN`, `niah:standard 2x`.
 
-    Texts are the loss in nats per token, the mean over the sources; needles and prompted tasks the share found. A number
-    of a method other than as trained has its name at the end.
+    Texts are the loss in nats per token, the mean over the sources; needles and prompted tasks the share found. At the
+    end is the name of a method other than as trained.
     """
     (run,) = read_runs([directory])
     last, found = run.phases[-1].name, {}
@@ -69,7 +69,7 @@ def validation_names(phase: Phase) -> list[str]:
 
 
 def tokens_until(phase: Phase, name: str, target: float) -> float:
-    """The tokens after which a logged loss is at most `target`, between two logged points by a line; infinity if never."""
+    """The tokens after which a logged loss is at most `target`, interpolated; infinity if it never is."""
     before = None
     for tokens, value in phase.series(name):
         if value <= target:

@@ -67,7 +67,7 @@ def _section(result: Mapping[str, Any], figures: str) -> str:
             paper,
         )
         lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
-    lines += ["", "```shell", result["command"], "```", ""]
+    lines += ["", f"Command: `{result['command']}`", ""]
     if result["tried"]:
         lines += [" ".join(result["tried"].split()), ""]
     if (changes := rule_changes(result)) > 0:

@@ -170,7 +170,7 @@ def rule_changes(result: Mapping[str, Any]) -> int:
 
 
 def leading(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The criterion that stands for a study in a table: of those that decided the verdict, that of the median effect."""
+    """The criterion that stands for a study in a table: the median one of those that decided the verdict."""
     found = mappings(result["criteria"])
     decided = [one for one in found if one["outcome"] == result["verdict"]] or found
     middle = statistics.median_low([float(one["mean"] or 0.0) for one in decided])

@@ -84,7 +84,7 @@ def _make_level(
     for cell in cells:
         if cell.name in known and config_hash(known[cell.name].config) != config_hash(cell.config):
             raise ConfigError(
-                f"'{directory / cell.name}' is a run of arm '{cell.setting['arm']}' as it was before its recipe changed. "
+                f"'{directory / cell.name}' is a run of arm '{cell.setting['arm']}' from before its recipe changed. "
                 "Move it away, or give another --workdir."
             )
     names = frozenset(cell.name for cell in cells)
@@ -180,10 +180,8 @@ def collect(study: Study, levels: Sequence[Level], show: Callable[[str], None] =
             if cell.setting["arm"] not in listed or cell.name in left:
                 continue
             run = level.sweep.directory / cell.name
-            if study.measure is scores:
-                found = scores(run)
-            else:
-                found = _measured(study, cell, run, level.sweep.directory, show)
+            cheap = study.measure is scores
+            found = scores(run) if cheap else _measured(study, cell, run, level.sweep.directory, show)
             for metric, value in found.items():
                 values[cell.setting["arm"]].setdefault(metric, {})[int(cell.seed or 0)] = float(value)
     return values

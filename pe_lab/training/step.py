@@ -200,7 +200,7 @@ def compile_train_step(
 
     Args:
       options: of the recipe; they override those of `parallel.compiler`.
-      distilled: the loss of a model with a teacher, and the shardings of what it takes in place of the schedule.
+      distilled: the loss of a model with a teacher, and the shardings of what replaces the schedule.
     """
     shardings = make_shardings(model, optimizer, mesh, rules, policy)
     loss, of_schedule = distilled or (model, shardings.replicated)

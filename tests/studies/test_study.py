@@ -56,7 +56,8 @@ for name, steps in phases:
     info = {"phase": name, "steps": steps, "tokens_per_step": 128, "status": "complete"}
     (run / name / "phase.json").write_text(json.dumps(info))
     loss = (2.0 if child else 3.0) + seed / 100
-    (run / name / "metrics.jsonl").write_text(json.dumps({"step": steps, "loss": loss, "validation_loss": loss}) + chr(10))
+    logged = {"step": steps, "loss": loss, "validation_loss": loss}
+    (run / name / "metrics.jsonl").write_text(json.dumps(logged) + chr(10))
     (run / name / "speed.jsonl").write_text(json.dumps({"step": steps, "seconds": 60.0}) + chr(10))
 (run / "run.json").write_text(json.dumps({"name": run.name, "config": {}}))
 """

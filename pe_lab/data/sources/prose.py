@@ -1,8 +1,8 @@
-"""The corpus `prose`: about 190 MB of English from documentation packages of Debian 12, downloaded at its first use.
+"""The corpus `prose`: 146 MB of English from documentation packages of Debian 12, downloaded at its first use.
 
 | package | licence | is |
 |---|---|---|
-| doc-rfc-informational | RFCs may be copied freely, kept intact; not in Debian's main section for that reason | 5,200 RFCs |
+| doc-rfc-... | RFCs may be copied freely, kept intact; therefore not in Debian's main section | 4,200 RFCs |
 | anarchism | GFDL 1.1 or later | a book-length FAQ of political philosophy |
 | debian-handbook | CC-BY-SA 3.0 or GPL 2 or later | a book on administration |
 | debian-reference-en | GPL 2 or later | a reference for users |
@@ -23,7 +23,7 @@ import re
 import tarfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -34,8 +34,9 @@ from pe_lab.errors import DataError, StoreError
 from pe_lab.storage import find_files, write_file
 from pe_lab.terminal import Progress, console
 
-# Mirrors drop a release some years after it, the archive of snapshots keeps all.
-MIRRORS = ("http://deb.debian.org/debian", "http://snapshot.debian.org/archive/debian/20231007T000000Z")
+# Beside the machine's own mirrors. Mirrors drop a release some years after it, the archive of snapshots keeps all.
+MIRRORS = ("http://ftp.debian.org/debian", "http://snapshot.debian.org/archive/debian/20231007T000000Z")
+APT = Path("/etc/apt")
 DIRECTORY = Path("data/prose")
 LEAST_CHARACTERS = 200  # of a document
 LEAST_LETTERS = 0.7  # share of letters and spaces of a paragraph: less is a table, a drawing or code
@@ -115,10 +116,24 @@ def open_prose(name: str, records: Records, directory: Path = DIRECTORY) -> Json
     return JsonLines(name, [file for path in files for file in find_files(f"data source {name!r}", str(path))], records)
 
 
-def download(package: Package, mirrors: tuple[str, ...] = MIRRORS) -> bytes:
-    """The bytes of a package, from the first mirror that has it."""
+def mirrors(apt: Path = APT) -> tuple[str, ...]:
+    """Debian mirrors: those that this machine's apt uses, if it has one, then `MIRRORS`."""
+    own = []
+    for file in (apt / "sources.list", *sorted((apt / "sources.list.d").glob("*"))):
+        if file.is_file():
+            own += re.findall(r"https?://[^\s\]]+/debian/?(?=\s|$)", file.read_text("utf-8", "replace"), re.MULTILINE)
+    return tuple(dict.fromkeys([*(one.rstrip("/") for one in own), *MIRRORS]))
+
+
+def download(package: Package, chosen: Sequence[str] | None = None) -> bytes:
+    """The bytes of a package, from the first mirror that has it.
+
+    Raises:
+      StoreError: none has it, or none can be reached.
+      DataError: it is not the package that its digest names.
+    """
     reasons = []
-    for mirror in mirrors:
+    for mirror in mirrors() if chosen is None else chosen:
         url = f"{mirror}/pool/{package.path}"
         try:
             with urllib.request.urlopen(url, timeout=60) as answer:

@@ -26,14 +26,14 @@ STRETCH = 0.1  # beyond 0 and 1, so that a gate reaches both
 class GatedRope(Encoding):
     """RoPE and NoPE mixed by a gate for each query head: logit = g (rotated q . rotated k) + (1 - g) (q . k).
 
-    g = clip(1.2 sigmoid(a) - 0.1, 0, 1) with a learned for each head, so that gates end at 0 or 1 exactly. Training adds
-    `penalty` nats per token for each open gate: a head keeps its rotation if that saves more. Queries and keys have 2K
-    channels. `pe_lab.surgery --drop=gates` then makes a model of it in which closed heads have no encoding and the others
-    have RoPE.
+    g = clip(1.2 sigmoid(a) - 0.1, 0, 1) with a learned for each head, so that a gate can be 0 or 1 exactly. Training
+    adds `penalty_per_head` nats per token for each open gate: a head keeps its rotation if that saves more. Queries and
+    keys have 2K channels. `pe_lab.surgery --drop=gates` then makes a model of it in which heads with a closed gate have
+    no encoding, and the others RoPE.
 
     Attributes:
       base: of RoPE.
-      penalty: nats per token for a whole gate; 0: none.
+      penalty_per_head: nats per token for an open gate; 0: none.
     """
 
     display_name = "gated RoPE"
