@@ -1,21 +1,25 @@
-"""Puts the recipes of configs/ into the wheel, as pe_lab/configs. Everything else is in pyproject.toml."""
+"""Puts the recipes of configs/ and the studies into the wheel. Everything else is in pyproject.toml."""
 
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
+# where in the package: which files
+BESIDE = {"configs": "configs/*.py", "studies/files": "studies/*.py", "studies/files/results": "studies/results/*.json"}
+
 
 class BuildWithRecipes(build_py):
-    """Copies the recipes beside the modules; an editable installation finds them in the checkout."""
+    """Copies what lies beside the package into it; an editable installation finds it in the checkout."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            target = Path(self.build_lib, "pe_lab", "configs")
-            self.mkpath(str(target))
-            for recipe in sorted(Path("configs").glob("*.py")):
-                self.copy_file(str(recipe), str(target / recipe.name))
+            for place, files in BESIDE.items():
+                target = Path(self.build_lib, "pe_lab", place)
+                self.mkpath(str(target))
+                for file in sorted(Path().glob(files)):
+                    self.copy_file(str(file), str(target / file.name))
 
 
 setup(cmdclass={"build_py": BuildWithRecipes})

@@ -1,0 +1,95 @@
+"""DoPE: heads chosen by their entropy and left without encoding, beyond the training length, without training."""
+
+import dataclasses
+
+import numpy as np
+
+import pe_lab
+from pe_lab.analysis.head_spectra import head_entropy
+from pe_lab.analysis.losses import Streams
+from pe_lab.analysis.sequences import symbol_windows, text_windows
+from pe_lab.evaluation.variants import Subject
+from pe_lab.positional import NTK, dope_by_all
+from pe_lab.studies import Criterion, Study
+
+from .arms import ROPE
+
+FACTOR, HEADS, WINDOWS = 4, 3, 32
+INDICATORS, RANKS, ORDERS = ("query", "key"), ("1", "8", "full"), ("ascending", "descending")
+
+
+def denoised(directory) -> dict[str, float]:
+    """Needles and text at 4x under NTK, as it is and with three heads of each selection without encoding."""
+    trained = pe_lab.load(directory)
+    length = FACTOR * trained.training_length
+    scaled = trained.with_positional(
+        [
+            dataclasses.replace(one, encoding=dataclasses.replace(one.encoding, scaling=NTK(FACTOR)))
+            for one in trained.layers
+        ]
+    )
+    subject = Subject(trained, "rope", str(directory))
+    asked = symbol_windows(subject, length, WINDOWS, 0)
+    text = text_windows(None, subject, length, WINDOWS)
+    # Heads are chosen on other text than that which is scored.
+    chosen_on = text_windows(None, subject, length, 2 * WINDOWS).tokens[1::2][:8]
+    needles, prose = Streams(scaled, asked.tokens), Streams(scaled, text.tokens)
+
+    def numbers(name, layers) -> dict[str, float]:
+        lm = dataclasses.replace(scaled, layers=layers)
+        right = needles.under(lm).scores(asked.questions.at, asked.questions.answers)[1]
+        return {
+            f"needles {name}": float(right.mean()),
+            f"text {name}": float(prose.under(lm).losses(text.targets).mean()),
+        }
+
+    found = numbers("NTK", scaled.layers)
+    rng = np.random.default_rng(0)
+    draws = [rng.permutation(len(scaled.layers) * scaled.config.heads)[:HEADS] for _ in range(8)]
+    selections = {"random": draws}
+    for indicator in INDICATORS:
+        spectra = head_entropy(scaled, chosen_on, indicator=indicator, stage="post_ntk")
+        for rank in RANKS:
+            order = np.argsort(spectra.score(rank).mean(0).ravel(), kind="stable")
+            for name, places in zip(ORDERS, (order[:HEADS], order[::-1][:HEADS]), strict=True):
+                selections[f"{indicator} {rank} {name}"] = [places]
+    for name, drawn in selections.items():
+        each = [
+            numbers(name, dope_by_all(scaled.layers, [divmod(int(p), scaled.config.heads) for p in places]))
+            for places in drawn
+        ]
+        found |= {key: float(np.mean([one[key] for one in each])) for key in each[0]}
+    return found
+
+
+SELECTIONS = [f"{indicator} {rank} {order}" for indicator in INDICATORS for rank in RANKS for order in ORDERS]
+
+STUDY = Study(
+    claim="Beyond the training length, taking the encoding of heads that are chosen by their truncated matrix entropy "
+    "improves retrieval under NTK, in either order.",
+    paper="DoPE, Table 1",
+    arms=(ROPE,),
+    criteria=tuple(
+        Criterion(
+            f"needles at 4x: heads by {name} find more than NTK alone",
+            f"rope: needles {name}",
+            ("rope: needles NTK",),
+            by=0.02,
+        )
+        for name in ("key 8 ascending", "key 8 descending")
+    ),
+    evaluation=None,
+    measure=denoised,
+    curves={
+        "needles found at 4x": {
+            "NTK": "rope: needles NTK",
+            "random": "rope: needles random",
+            **{name.replace("ending", ""): f"rope: needles {name}" for name in SELECTIONS if " 8 " in name},
+        },
+        "text loss at 4x, nats": {
+            "NTK": "rope: text NTK",
+            "random": "rope: text random",
+            **{name.replace("ending", ""): f"rope: text {name}" for name in SELECTIONS if " 8 " in name},
+        },
+    },
+)

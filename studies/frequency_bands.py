@@ -1,0 +1,88 @@
+"""What fast and slow rotations are for: the bands of a trained model, taken away one at a time."""
+
+import numpy as np
+
+import pe_lab
+from pe_lab.analysis.bias_gradients import PATTERNS, positional_bias
+from pe_lab.analysis.channel_pairs import frequency_use
+from pe_lab.analysis.losses import Streams
+from pe_lab.analysis.sequences import text_windows
+from pe_lab.evaluation.variants import Subject
+from pe_lab.positional import dope_by_parts
+from pe_lab.studies import Criterion, Study
+
+from .arms import ROPE
+
+WINDOWS, FACTOR = 16, 4
+MIDDLE = 500.0**-0.5  # radians per token that half of the pairs are faster than
+
+
+def bands(directory) -> dict[str, float]:
+    """Of heads without their fast or slow half of the pairs: the previous-token bias; norms; losses without rotation."""
+    lm = pe_lab.load(directory)
+    subject = Subject(lm, "rope", str(directory))
+    text = text_windows(None, subject, lm.training_length, WINDOWS)
+    everywhere = [(n, h) for n in range(len(lm.layers)) for h in range(lm.config.heads)]
+    length_of_middle = round(2 * np.pi / MIDDLE)
+    found = {}
+    for name, keep in (("fast", "slow"), ("slow", "fast")):
+        edited = lm.with_positional(dope_by_parts(lm.layers, everywhere, length_of_middle, keep))
+        bias = positional_bias(edited, text.tokens).bias.mean(0)[..., PATTERNS.index("previous token")]
+        found[f"previous-token bias without {name}"] = float(bias.max())
+    whole = positional_bias(lm, text.tokens).bias.mean(0)[..., PATTERNS.index("previous token")]
+    found["previous-token bias"] = float(whole.max())
+    used = frequency_use(lm, text.tokens)
+    norms = np.log10(used.query.mean((0, 1, 2)) * used.key.mean((0, 1, 2)))  # [R], from the fastest pair
+    quarter = len(norms) // 4
+    found |= {"norm fast": float(norms[:quarter].mean()), "norm slow": float(norms[-quarter:].mean())}
+    for factor in (1, FACTOR):
+        at = text_windows(None, subject, factor * lm.training_length, WINDOWS)
+        for name, fraction in (("all", 1.0), ("without slow", 0.75)):
+            losses = Streams(lm.with_positional(f"rope:base=500,fraction={fraction}"), at.tokens).losses(at.targets)
+            beyond = losses[:, lm.training_length :] if factor > 1 else losses
+            found[f"text {factor}x {name}"] = float(beyond.mean())
+    return found
+
+
+STUDY = Study(
+    claim="Fast rotations make positional heads, slow ones carry meaning in large norms; and slow rotations drift beyond "
+    "the training length, so that a model is better there without them.",
+    paper="p-RoPE, sections 4 to 6",
+    arms=(ROPE,),
+    criteria=(
+        Criterion(
+            "the most previous-token head loses more without the fast half of the pairs than without the slow half",
+            "rope: previous-token bias without slow",
+            ("rope: previous-token bias without fast",),
+            by=0.05,
+        ),
+        Criterion(
+            "norms of queries and keys are larger in the slowest quarter than in the fastest, log10",
+            "rope: norm slow",
+            ("rope: norm fast",),
+            by=0.05,
+        ),
+        Criterion(
+            "text beyond the training length, to 4x: lower loss without the rotation of the slowest quarter, in nats",
+            f"rope: text {FACTOR}x without slow",
+            (f"rope: text {FACTOR}x all",),
+            lower=True,
+            by=0.02,
+        ),
+    ),
+    evaluation=None,
+    measure=bands,
+    curves={
+        "previous-token bias of the most previous-token head": {
+            "all pairs": "rope: previous-token bias",
+            "without fast": "rope: previous-token bias without fast",
+            "without slow": "rope: previous-token bias without slow",
+        },
+        "text loss, nats": {
+            "1x": "rope: text 1x all",
+            "1x, slow unrotated": "rope: text 1x without slow",
+            "beyond, to 4x": "rope: text 4x all",
+            "beyond, slow unrotated": "rope: text 4x without slow",
+        },
+    },
+)
