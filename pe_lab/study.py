@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import re
 import shlex
@@ -91,21 +92,25 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--all is all studies: leave the names out.")
     studies = load_studies(args.names or study_names())
     seeds = parse_seeds(args.seeds or "3")
-    directory = storage.path("--workdir", args.workdir or f"runs/studies/{args.size}")
+    root = storage.path("--workdir", args.workdir or f"runs/studies/{args.size}")
     if args.size == "paper":
-        studies = [study for study in studies if args.names or all(arm.paper for arm in study.all_arms)]
-    plans = [functools.partial(make_levels, study, args.size, seeds, directory, overrides) for study in studies]
-    planned = [(study, plan, plan()) for study, plan in zip(studies, plans, strict=True)]
-    planned.sort(key=lambda one: flops_left(one[2]))
+        studies = [study for study in studies if args.names or study.recipes]
+    planned = []
+    for study in studies:
+        # Recipes at paper size are a study's own, and so are their runs.
+        directory = root / study.name if args.size == "paper" else root
+        plan = functools.partial(make_levels, study, args.size, seeds, directory, overrides)
+        planned.append((study, directory, plan, plan()))
+    planned.sort(key=lambda one: flops_left(one[3]))
     if args.dry_run:
-        for study, _, levels in planned:
+        for study, _, _, levels in planned:
             out.print(f"{study.name}: {study.claim}\n{_costs(levels)}")
         return 0
     runner = make_runner(args.on, args.jobs, passed_on)
-    where = storage.path("--out", args.out or directory / "results")
+    where = storage.path("--out", args.out or root / "results")
     deadline = time.monotonic() + args.budget if args.budget else None
     status = 0
-    for study, plan, levels in planned:
+    for study, directory, plan, levels in planned:
         left = sum(len(unfinished(level)) for level in levels)
         out.print(f"{study.name}: {study.claim} ({left} runs to train in {directory})")
         try:
@@ -150,7 +155,9 @@ def _costs(levels: Sequence) -> str:
             cells = [cell for cell in level.cells if cell.setting["arm"] == arm]
             about = known[arm]
             done = sum(cell.name not in left for cell in cells)
-            shown = [count(about["parameters"]), count(about["tokens"]), f"{about['flops']:.2e}"]
+            known_sizes = (about["parameters"], about["tokens"])
+            shown = ["?" if math.isnan(one) else count(one) for one in known_sizes]
+            shown.append("?" if math.isnan(about["flops"]) else f"{about['flops']:.2e}")
             rows.append([arm, f"{done} of {len(cells)}", *shown, cells[0].reference])
         for arm in dict.fromkeys(arm for arm, _ in level.edits):
             rows.append([arm.name, "0", "?", "?", "?", f"{arm.laptop} after surgery {arm.surgery}"])

@@ -4,9 +4,9 @@ from pe_lab.studies import Criterion, Study, losses, scores, together
 
 from .arms import LATE_DROP, LENGTHS, ROPE, trained
 
-RNOPE = trained("rnope_swa", "method=rnope_swa", "configs/table1.py:method=rnope_swa")
+RNOPE = trained("rnope_swa", "method=rnope_swa")
 SWAN = trained("swan", "method=swan")
-SSMAX = trained("ssmax", "method=ssmax", "configs/encodings.py:scheme=ssmax")
+SSMAX = trained("ssmax", "method=ssmax")
 OTHERS = ("rnope_swa", "swan", "ssmax")
 
 STUDY = Study(

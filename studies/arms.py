@@ -10,27 +10,22 @@ LENGTHS = (2, 4, 8)  # beyond the training length
 SCALINGS = ("PI", "NTK", "YaRN", "cropped")
 
 
-def trained(name: str, arguments: str, paper: str = "") -> Arm:
+def trained(name: str, arguments: str) -> Arm:
     """An arm from random weights."""
-    return Arm(name, f"{RECIPE}:{arguments}", paper=paper)
+    return Arm(name, f"{RECIPE}:{arguments}")
 
 
-def child(name: str, parent: Arm, arguments: str, paper: str = "") -> Arm:
+def child(name: str, parent: Arm, arguments: str) -> Arm:
     """An arm that starts from the last checkpoint of another one, or with `at=STEP` from an earlier one."""
-    return Arm(name, f"{RECIPE}:from={{parent}},{arguments}", parent, paper)
+    return Arm(name, f"{RECIPE}:from={{parent}},{arguments}", parent)
 
 
-ROPE = trained("rope", "method=rope", "configs/table1.py:method=rope")
-NOPE = trained("nope", "method=nope", "configs/table1.py:method=nope")
+ROPE = trained("rope", "method=rope")
+NOPE = trained("nope", "method=nope")
 # Recalibrated for a quarter of the pretraining's steps.
-DROPE = child("drope", ROPE, "method=nope,qk_norm=head", "configs/drope_smollm.py:model=360m")
+DROPE = child("drope", ROPE, "method=nope,qk_norm=head")
 # As many tokens as a pretraining, the last quarter of them after the drop.
-LATE_DROP = child(
-    "drop_late",
-    ROPE,
-    f"method=nope,at={STEPS * 3 // 4},steps={STEPS - STEPS * 3 // 4}",
-    "configs/drope_16b.py:from=runs/table1_rope/pretrain/checkpoints/14000",
-)
+LATE_DROP = child("drop_late", ROPE, f"method=nope,at={STEPS * 3 // 4},steps={STEPS - STEPS * 3 // 4}")
 
 
 def scaled(metric: str) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ STUDY = Study(
         )
         for x in LENGTHS
     ),
+    recipes={"rope": "configs/table1.py:method=rope", "drope": "configs/table1.py:method=drope"},
     curves={
         "needles found, by length": {
             "RoPE": "rope: needles {x}x",

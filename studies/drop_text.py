@@ -19,6 +19,7 @@ STUDY = Study(
         )
         for x in LENGTHS
     ),
+    recipes={"rope": "configs/table1.py:method=rope", "drope": "configs/table1.py:method=drope"},
     curves={
         "text loss in nats, by length": {
             "RoPE": "rope: text {x}x",

@@ -18,7 +18,7 @@ MIDDLE = 500.0**-0.5  # radians per token that half of the pairs are faster than
 
 
 def bands(directory) -> dict[str, float]:
-    """Of heads without their fast or slow half of the pairs: the previous-token bias; norms; losses without rotation."""
+    """The previous-token bias without the fast or slow half of the pairs; norms; losses without slow rotations."""
     lm = pe_lab.load(directory)
     subject = Subject(lm, "rope", str(directory))
     text = text_windows(None, subject, lm.training_length, WINDOWS)
@@ -45,8 +45,8 @@ def bands(directory) -> dict[str, float]:
 
 
 STUDY = Study(
-    claim="Fast rotations make positional heads, slow ones carry meaning in large norms; and slow rotations drift beyond "
-    "the training length, so that a model is better there without them.",
+    claim="Fast rotations make positional heads, slow ones carry meaning in large norms; and slow rotations drift "
+    "beyond the training length: a model is better there without them.",
     paper="p-RoPE, sections 4 to 6",
     arms=(ROPE,),
     criteria=(

@@ -4,12 +4,7 @@ from pe_lab.studies import Criterion, Study, losses, scores, together
 
 from .arms import LATE_DROP, NOPE, ROPE, STEPS, child
 
-HALF = child(
-    "drop_half",
-    ROPE,
-    f"method=nope,at={STEPS // 2},steps={STEPS - STEPS // 2}",
-    "configs/drope_16b.py:from=runs/table1_rope/pretrain/checkpoints/8000",
-)
+HALF = child("drop_half", ROPE, f"method=nope,at={STEPS // 2},steps={STEPS - STEPS // 2}")
 LOSS = "validation prose"
 
 STUDY = Study(
@@ -31,6 +26,12 @@ STUDY = Study(
         ),
     ),
     measure=together(scores, losses),
+    recipes={
+        "rope": "configs/drope_16b.py:drop=16000",
+        "nope": "configs/drope_16b.py:drop=0",
+        "drop_half": "configs/drope_16b.py:drop=8000",
+        "drop_late": "configs/drope_16b.py:drop=14000",
+    },
     curves={
         "loss on prose at the training length, nats": {
             "NoPE": f"nope: {LOSS}",

@@ -4,8 +4,8 @@ from pe_lab.studies import Criterion, Study, losses
 
 from .arms import NOPE, ROPE, trained
 
-P75 = trained("p_rope_75", "method=p_rope_75", "configs/p_rope.py:p=0.75")
-P25 = trained("p_rope_25", "method=p_rope_25", "configs/p_rope.py:p=0.25")
+P75 = trained("p_rope_75", "method=p_rope_75")
+P25 = trained("p_rope_25", "method=p_rope_25")
 LOSS = "validation prose"
 
 STUDY = Study(
@@ -27,6 +27,12 @@ STUDY = Study(
         Criterion("0.25-RoPE is better than NoPE", f"p_rope_25: {LOSS}", (f"nope: {LOSS}",), lower=True, by=0.005),
     ),
     measure=losses,
+    recipes={
+        "nope": "configs/p_rope.py:encoding=nope",
+        "p_rope_25": "configs/p_rope.py:encoding=0.25",
+        "p_rope_75": "configs/p_rope.py:encoding=0.75",
+        "rope": "configs/p_rope.py:encoding=rope",
+    },
     curves={
         "loss on prose, nats": {
             "NoPE": f"nope: {LOSS}",

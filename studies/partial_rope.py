@@ -6,7 +6,7 @@ from pe_lab.studies import Criterion, Study, losses, together
 from .arms import NOPE, ROPE, trained
 
 LOSS = "validation prose"
-PARTIAL = trained("partial_rope_10", "method=partial_rope_10", "configs/partial_rope.py:percent=10")
+PARTIAL = trained("partial_rope_10", "method=partial_rope_10")
 # Short runs at three times the rate of the others.
 HIGH = {
     method: trained(f"{name}_high_rate", f"method={method},rate=1e-2,steps=1000")

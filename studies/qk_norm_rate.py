@@ -1,6 +1,6 @@
 """QK-norm and the learning rate of recalibration."""
 
-from pe_lab.studies import Criterion, Study, losses
+from pe_lab.studies import Arm, Criterion, Study, losses
 
 from .arms import DROPE, ROPE, child
 
@@ -9,15 +9,11 @@ RATES = {"low": "3e-4", "mid": "3e-3", "high": "3e-2"}  # the paper's are 3e-5, 
 PAPER = {"low": "3e-5", "mid": "3e-4", "high": "1e-3"}
 
 
-def arm(rate: str, norm: str):
+def arm(rate: str, norm: str) -> Arm:
+    """The recalibration at a rate, with or without the norm."""
     if (rate, norm) == ("mid", "head"):
         return DROPE
-    return child(
-        f"drope_{rate}_{norm}",
-        ROPE,
-        f"method=nope,qk_norm={norm},rate={RATES[rate]}",
-        f"configs/table11.py:rate={PAPER[rate]},qk_norm={norm}",
-    )
+    return child(f"drope_{rate}_{norm}", ROPE, f"method=nope,qk_norm={norm},rate={RATES[rate]}")
 
 
 WITH = {rate: arm(rate, "head") for rate in RATES}
@@ -53,6 +49,11 @@ STUDY = Study(
     ),
     evaluation=None,
     measure=losses,
+    recipes={
+        arm.name: f"configs/table11.py:lr={PAPER[rate]},qk_norm={norm}"
+        for norm, arms in (("head", WITH), ("none", WITHOUT))
+        for rate, arm in arms.items()
+    },
     curves={
         "loss on prose after recalibration, nats": {
             **{f"{rate}, with": f"{WITH[rate].name}: {LOSS}" for rate in RATES},

@@ -57,7 +57,7 @@ def _section(result: Mapping[str, Any], figures: str) -> str:
     lines += ["", f"![{name}]({figures}/{name}.png)", ""]
     lines += ["| arm | parameters | tokens | FLOPs | minutes a seed | at paper size |", "|---|---|---|---|---|---|"]
     for arm, about in as_dict(result["arms"]).items():
-        paper = f"`{about['paper']}`" if about["paper"] else "–"
+        paper = ", ".join(filter(None, [f"`{about['paper']}`" if about["paper"] else "–", about.get("paper_cost")]))
         cells = (
             arm,
             count(about["parameters"]),

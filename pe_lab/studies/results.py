@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pe_lab.errors import ConfigError, DataError
+from pe_lab.errors import ConfigError, DataError, UserError
+from pe_lab.recipes import load_config
 from pe_lab.results.records import as_dict, as_list, digest, finite, mappings
 from pe_lab.storage import AnyPath, is_file, read_json, write_json
 from pe_lab.studies.study import Study, studies_directory
@@ -70,11 +71,13 @@ def make_result(
             "curves": {panel: dict(lines) for panel, lines in study.curves.items()},
             "arms": {
                 arm.name: {
-                    "recipe": arm.laptop if size != "paper" else arm.paper,
-                    "paper": arm.paper,
+                    "recipe": arm.laptop if size != "paper" else study.recipes[arm.name],
+                    "surgery": arm.surgery,
+                    "paper": study.recipes.get(arm.name, ""),
+                    "paper_cost": _paper_cost(study.recipes.get(arm.name, "")),
                     **{key: costs[arm.name][key] for key in ("parameters", "tokens", "flops", "seconds")},
                 }
-                for arm in study.all_arms
+                for arm in (study.all_arms if size != "paper" else study.arms)
             },
             "values": {
                 arm: {metric: [found.get(seed) for seed in seeds] for metric, found in metrics.items()}
@@ -84,6 +87,14 @@ def make_result(
             "versions": versions(),
         }
     )
+
+
+def _paper_cost(recipe: str) -> str:
+    """What the recipe at the paper's size says it costs; "" without one."""
+    try:
+        return load_config(recipe).notes.cost if recipe else ""
+    except UserError:  # it takes its model from a checkpoint that is not here
+        return ""
 
 
 def _criterion(judged: Judged) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 import shlex
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pe_lab.analysis.groups import SEEDS
+from pe_lab.config import Config
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.identity import config_hash
+from pe_lab.parallel.mesh import AXES
 from pe_lab.recipes import load_config
 from pe_lab.results.records import number
 from pe_lab.storage import AnyPath, exists, is_file, read_json, write_file, write_json
@@ -55,6 +58,11 @@ def make_levels(
     Raises:
       ConfigError: an arm has no recipe of this size, or its config is wrong.
     """
+    if size == "paper":  # each recipe is whole, from random weights or a published checkpoint
+        if not study.recipes:
+            raise ConfigError(f"study '{study.name}' has no recipes at paper size. --size=laptop has them.")
+        arms = tuple(Arm(arm.name, study.recipes[arm.name]) for arm in study.arms)
+        study = dataclasses.replace(study, arms=arms)
     depths = sorted({arm.depth for arm in study.all_arms})
     return [_make_level(study, depth, size, seeds, directory, overrides or {}) for depth in depths]
 
@@ -203,28 +211,39 @@ def _measured(
 
 
 def costs(levels: Sequence[Level]) -> dict[str, dict[str, float]]:
-    """{arm: parameters, tokens and FLOPs of one seed, and the mean seconds of its trained cells}."""
-    from pe_lab.parallel.topology import parse_topology
-    from pe_lab.planning.plan import make_plan
+    """{arm: parameters, tokens and FLOPs of one seed, and the mean seconds of its trained cells}.
 
+    What cannot be known yet, since data are not prepared, is NaN.
+    """
     found: dict[str, dict[str, Any]] = {}
     for level in levels:
         for cell in level.cells:
             arm = cell.setting["arm"]
             if arm not in found:
-                plan = make_plan(cell.config, parse_topology("cpu:1"))
-                found[arm] = {
-                    "parameters": plan.model.num_parameters,
-                    "tokens": sum(phase.tokens for phase in plan.phases),
-                    "flops": sum(phase.total_flops for phase in plan.phases),
-                    "seconds": [],
-                }
+                found[arm] = {**_planned(cell.config), "seconds": []}
             seconds = [_seconds(level.sweep.directory / cell.name / phase.name) for phase in cell.config.phases]
             if all(seconds):
                 found[arm]["seconds"].append(sum(seconds))
     for each in found.values():
         each["seconds"] = sum(each["seconds"]) / len(each["seconds"]) if each["seconds"] else 0.0
     return found
+
+
+def _planned(config: Config) -> dict[str, float]:
+    """Parameters, tokens and FLOPs of a run, on the fewest devices that its mesh divides."""
+    from pe_lab.parallel.topology import parse_topology
+    from pe_lab.planning.plan import make_plan
+
+    fixed = math.prod(max(getattr(config.mesh, axis), 1) for axis in AXES)
+    try:
+        plan = make_plan(config, parse_topology(f"h100:{fixed}" if fixed > 1 else "cpu:1"))
+    except UserError:
+        return dict.fromkeys(("parameters", "tokens", "flops"), math.nan)
+    return {
+        "parameters": plan.model.num_parameters,
+        "tokens": sum(phase.tokens for phase in plan.phases),
+        "flops": sum(phase.total_flops for phase in plan.phases),
+    }
 
 
 def _seconds(phase: AnyPath) -> float:

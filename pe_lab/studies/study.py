@@ -27,14 +27,12 @@ class Arm:
       laptop: the recipe with its argument, as --config takes it; `{parent}` is where it starts: the run of the parent
         with the same seed, or what `surgery` made of it.
       parent: the arm that it starts from; None: random weights.
-      paper: the recipe at the paper's size; "" if there is none.
       surgery: options of `pe_lab.surgery`, which edits the parent's run of each seed first.
     """
 
     name: str
     laptop: str
     parent: Arm | None = None
-    paper: str = ""
     surgery: str = ""
 
     def __post_init__(self) -> None:
@@ -51,14 +49,8 @@ class Arm:
         return 0 if self.parent is None else 1 + self.parent.depth
 
     def reference(self, size: str, directory: AnyPath, seed: int) -> str:
-        """The recipe with its argument for a size and a seed, whose runs are in `directory`.
-
-        Raises:
-          ConfigError: there is no recipe of this size.
-        """
-        text = self.paper if size == "paper" else self.laptop
-        if not text:
-            raise ConfigError(f"arm '{self.name}' has no recipe at paper size.")
+        """The recipe with its argument at laptop or quick size, for a seed, whose runs are in `directory`."""
+        text = self.laptop
         if size == "quick":
             text += ",size=quick" if ":" in text else ":size=quick"
         return text.replace("{parent}", str(self.start(directory, seed))) if self.parent else text
@@ -86,6 +78,7 @@ class Study:
       measure: the numbers of one run, {metric: value}, from its directory; by default those of its evaluation.
       curves: the terms "ARM: METRIC" of the figure, with {x} for the length's factor: {panel: {label: term}}.
       tried: what else was tried, at which settings, and what came of it.
+      recipes: {arm: recipe at the paper's size, whole}, for all arms or for none.
       name: of the file; set when it is loaded.
     """
 
@@ -97,6 +90,7 @@ class Study:
     measure: Callable[[AnyPath], Mapping[str, float]] = scores
     curves: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     tried: str = ""
+    recipes: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -106,6 +100,8 @@ class Study:
                 for arm in arms_in(term):
                     if arm not in known:
                         raise ConfigError(f"criterion '{criterion.text}': '{arm}'. {did_you_mean(arm, [*known])}")
+        if self.recipes and set(self.recipes) != known:
+            raise ConfigError(f"recipes at paper size are for all arms or for none: {', '.join(sorted(known))}.")
         if not self.criteria or len(known) < len(self.arms):
             raise ConfigError("a study needs criteria, and arms with names of their own.")
 

@@ -8,6 +8,8 @@ import pytest
 from tiny_runs import write_recipe
 
 from pe_lab.errors import ConfigError
+from pe_lab.model import preset
+from pe_lab.recipes import load_config
 from pe_lab.studies import Arm, Criterion, Study, load_studies
 from pe_lab.studies.page import BEGIN, END, with_generated
 from pe_lab.studies.results import effect, point, read_results, rule_changes
@@ -18,7 +20,7 @@ from pe_lab.sweeps.cells import Cell
 STUDY = """
 from pe_lab.studies import Arm, Criterion, Study, losses
 
-BASE = Arm("base", "tiny.py", paper="tiny.py")
+BASE = Arm("base", "tiny.py")
 CHILD = Arm("child", "again.py:{parent}", BASE)
 STUDY = Study(
     claim="A child is better.",
@@ -137,7 +139,7 @@ def test_a_changed_recipe_is_not_taken_for_the_run_that_is_there(study):
         (["nothing"], "There is no study 'nothing'."),
         (["better.py", "--all"], "--all is all studies"),
         (["better.py", "--budget=long"], "'long' is no time"),
-        (["better.py", "--size=paper"], "arm 'child' has no recipe at paper size"),
+        (["better.py", "--size=paper"], "study 'better' has no recipes at paper size"),
         (["better.py", "--seeds=0"], "--seeds=0: it is the number of seeds"),
         (["--write=claims.md", "--out=empty"], "'empty' has no results"),
         (["tiny.py"], "defines no STUDY"),
@@ -170,11 +172,20 @@ def test_arms_and_studies_refuse_what_makes_no_sense():
         Study("c", "p", (base, child), (Criterion("t", "a: m", by=1.0),)).all_arms  # noqa: B018
 
 
+def _with_shape(tree):
+    """A tree whose model comes from a checkpoint that is not here, with that of SmolLM2."""
+    if tree["phases"][0].get("init_from") and "layers" not in tree["model"]:
+        tree["model"] = preset("smollm2_135m") | tree["model"]
+    return tree
+
+
 def test_every_study_loads_and_their_arms_agree():
     names = study_names()
     assert {"drop_needles", "late_drop", "p_rope", "distillation"} <= set(names)
     for study in load_studies(names):
         assert study.claim.endswith(".") and study.paper
+        for recipe in study.recipes.values():
+            assert load_config(recipe, inherit=_with_shape).phases
     assert load_study("p_rope").rule[0] == "p_rope_75: validation prose < rope: validation prose + 0.01"
 
 
