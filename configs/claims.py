@@ -118,7 +118,7 @@ def get_config(arg: str = "") -> ConfigDict:
         name="pretrain" if start == "random" else "recalibrate",
         steps=steps,
         positional=encoding(arguments["method"]),
-        init_from=f"{start}/pretrain/checkpoints/{arguments['at']}" if arguments["at"] else start,
+        init_from=f"{start}/pretrain/checkpoints/{arguments['at']}" if arguments["at"] and not quick else start,
         sequence_length=LENGTH,
         batch_size=TOKENS // LENGTH,
         qk_norm=arguments["qk_norm"],

@@ -182,7 +182,7 @@ def _logit_sums(
             for b in (block, after.block(new))
         ]
         sums = _compare_logits(*pairs, encoding, segments, structure.window)
-        return block(x, encoding, positions, segments, structure.window), sums
+        return block(x, encoding, positions, segments, structure.window)[0], sums
 
     schedule = jax.tree.map(jnp.asarray, schedule)
     x, found = jax.jit(before.embed)(params, batch["tokens"]), []

@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_runs import write_recipe
+from tiny_runs import finish, start, write_recipe
 
+from pe_lab.checkpoints import open_source
 from pe_lab.errors import ConfigError
 from pe_lab.model import preset
+from pe_lab.positional import Layer, Rope
 from pe_lab.recipes import load_config
 from pe_lab.studies import Arm, Criterion, Study, load_studies
 from pe_lab.studies.page import BEGIN, END, with_generated
@@ -187,6 +189,41 @@ def test_every_study_loads_and_their_arms_agree():
         for recipe in study.recipes.values():
             assert load_config(recipe, inherit=_with_shape).phases
     assert load_study("p_rope").rule[0] == "p_rope_75: validation prose < rope: validation prose + 0.01"
+
+
+GATES = """
+from pe_lab.studies import Arm, Criterion, Study, losses, scores, together
+
+RECIPE = "configs/claims.py"
+ROPE = Arm("rope", f"{RECIPE}:method=rope,layers=2")
+GATED = Arm("gated", f"{RECIPE}:from={{parent}},layers=2,method='gated_rope:base=500,penalty_per_head=0.01'", ROPE)
+DROPPED = Arm("dropped", f"{RECIPE}:from={{parent}},layers=2,method=kept,qk_norm=head", GATED, surgery="--drop=gates")
+STUDY = Study(
+    claim="It runs.",
+    paper="none",
+    arms=(DROPPED,),
+    criteria=(Criterion("few needles", "dropped: needles 2x", lower=True, by=1.0),),
+    evaluation=("--suite=needles", "--lengths=2x", "--methods=as-trained"),
+    measure=together(scores, losses),
+    curves={"needles": {"found": "dropped: needles {x}x"}},
+)
+"""
+
+
+@pytest.mark.slow
+def test_a_study_runs_whole_at_quick_size(tmp_path):
+    """2 minutes: trains, closes gates, edits, evaluates, measures, judges, draws; real processes."""
+    (tmp_path / "gates.py").write_text(GATES)
+    argv = ["pe_lab.study", "gates.py", "--size=quick", "--seeds=1", "--jobs=1"]
+    (out,) = finish([start(argv, tmp_path)])
+    assert "surgery --drop=gates for dropped__seed=0" in out and "gates: NOT SETTLED" in out
+    quick = tmp_path / "runs/studies/quick"
+    (result,) = read_results(quick / "results")
+    assert {"needles 2x", "validation prose"} <= set(result["values"]["dropped"])
+    assert (quick / "results/gates.png").stat().st_size > 10_000
+    assert open_source(quick / "edited/dropped__seed=0").layers == (Layer(Rope(base=500.0)),) * 2  # 20 steps close none
+    (again,) = finish([start(argv, tmp_path)])
+    assert "(0 runs to train in runs/studies/quick)" in again
 
 
 def test_committed_results_follow_from_their_numbers_and_rules():
