@@ -25,7 +25,7 @@ from pe_lab.storage import AnyPath, exists, is_file, read_json, write_file, writ
 from pe_lab.studies.study import Arm, Study, studies_directory
 from pe_lab.studies.verdict import Values
 from pe_lab.sweeps import Runner, Sweep, run_sweep
-from pe_lab.sweeps.cells import FILE, Cell, load_sweep
+from pe_lab.sweeps.cells import FILE, LAST_PHASE, Cell, load_sweep
 from pe_lab.sweeps.state import COMPLETE, FAILED, CellState, is_trained, phases_of
 
 
@@ -97,7 +97,8 @@ def _make_level(
             )
     names = frozenset(cell.name for cell in cells)
     others = [cell for cell in before if cell.name not in names]
-    return Level(Sweep(directory, (*others, *cells), names, study.evaluation, described), tuple(edits))
+    evaluation = None if study.evaluation is None else (LAST_PHASE, *study.evaluation)
+    return Level(Sweep(directory, (*others, *cells), names, evaluation, described), tuple(edits))
 
 
 def _edit(level: Level, show: Callable[[str], None]) -> None:

@@ -74,7 +74,7 @@ class Study:
       paper: where it is: paper, table, figure or section.
       arms: what is trained; the arms that they start from need not be listed.
       criteria: the rule, written before the runs.
-      evaluation: options of `pe_lab.evaluate` for each arm; None: it is not evaluated.
+      evaluation: options of `pe_lab.evaluate` for the last phase of each arm; None: it is not evaluated.
       measure: the numbers of one run, {metric: value}, from its directory; by default those of its evaluation.
       curves: the terms "ARM: METRIC" of the figure, with {x} for the length's factor: {panel: {label: term}}.
       tried: what else was tried, at which settings, and what came of it.

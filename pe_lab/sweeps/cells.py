@@ -23,6 +23,7 @@ from pe_lab.storage import AnyPath, create_file, exists, json_object, read_bytes
 from pe_lab.sweeps.grid import Axis, axis, cell_name, product, with_arguments
 
 FILE, LOGS = "sweep.json", "logs"
+LAST_PHASE = "last phase"  # an option of `Sweep.evaluation`, not of the command
 SHOWN = 10  # errors of cells in one message
 
 
@@ -82,10 +83,11 @@ class Sweep:
         return digest(sorted(config_hash(cell.config) for cell in self.cells))
 
     def evaluate_command(self, cell: Cell) -> list[str]:
-        """The command that evaluates a cell."""
-        return [
-            sys.executable, "-m", "pe_lab.evaluate", f"--from={self.directory / cell.name}", *(self.evaluation or ())
-        ]  # fmt: skip
+        """The command that evaluates a cell: its run, or with `LAST_PHASE` among the options its last phase alone."""
+        options = [one for one in self.evaluation or () if one != LAST_PHASE]
+        run = self.directory / cell.name
+        subject = run / cell.config.phases[-1].name if LAST_PHASE in (self.evaluation or ()) else run
+        return [sys.executable, "-m", "pe_lab.evaluate", f"--from={subject}", *options]
 
 
 def make_sweep(

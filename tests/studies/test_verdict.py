@@ -9,6 +9,8 @@ import pytest
 from scipy import stats
 
 from pe_lab.errors import ConfigError
+from pe_lab.studies.results import read_results
+from pe_lab.studies.study import load_study
 from pe_lab.studies.verdict import CONFIRMED, OPEN, REFUTED, Criterion, differences_of, judge, student
 
 GAIN = Criterion("a gain", of="ours: loss", over=("one: loss", "other: loss"), lower=True, by=0.01)
@@ -104,3 +106,33 @@ def test_errors_name_what_is_missing():
         Criterion("bad", of="loss", by=0.1)
     with pytest.raises(ConfigError, match="`by` is missing"):
         Criterion("bad", of="a: loss")
+
+
+def test_committed_results_resampled_under_one_recipe_are_not_settled():
+    """The noise of real seeds: both arms of every criterion drawn from one arm's own deviations, 100 times."""
+    rng, drawn, settled = np.random.default_rng(0), 0, 0
+    for result in read_results():
+        study = load_study(result["study"])
+        deviations = {}
+        for arm, metrics in result["values"].items():
+            for metric, listed in metrics.items():
+                known = [v for v in listed if v is not None]
+                if len(known) > 2 and np.ptp(known) > 0:
+                    # Deviations from the mean of n are too small by the square root of (n - 1) / n.
+                    deviations[arm, metric] = (np.asarray(known) - np.mean(known)) * math.sqrt(
+                        len(known) / (len(known) - 1)
+                    )
+        rules = [one for one in study.criteria if not one.tolerance and one.over]
+        terms = {term for one in rules for term in (one.of, *one.over) if " - " not in term}
+        usable = [one for one in rules if all(tuple(t.split(": ", 1)) in deviations for t in (one.of, *one.over))]
+        if not usable:
+            continue
+        for _ in range(100):
+            values: dict = {}
+            for term in terms:
+                arm, metric = term.split(": ", 1)
+                noise = deviations[tuple(usable[0].of.split(": ", 1))]
+                values.setdefault(arm, {})[metric] = dict(enumerate(rng.choice(noise, 3) * rng.choice([-1, 1], 3)))
+            drawn += 1
+            settled += judge([usable[0]], values)[1] != OPEN
+    assert settled <= 0.05 * drawn + 3 * math.sqrt(0.0475 * drawn)
