@@ -80,7 +80,7 @@ def test_links_are_rewritten_for_the_site(repository):
 
 def test_every_key_of_a_config_is_in_the_table():
     table = generated.config()
-    assert "| `spike_sigma` | `float` | `6.0` | a spike is this many standard deviations above" in table
+    assert "| `spike_sigma` | `float` | `6.0` | a spike is so many deviations above" in table
     assert "| `layers` | `int` | `12` | 1 to 2,048 |" in table
     for kind in vars(config).values():
         if dataclasses.is_dataclass(kind) and kind.__module__ == config.__name__:

@@ -50,6 +50,7 @@ from pe_lab.positional.schemes import (
     FoPE,
     ForgettingGate,
     GatedOutput,
+    GatedRope,
     GatedXSA,
     KerpleLog,
     KerplePower,

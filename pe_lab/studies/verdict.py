@@ -4,7 +4,7 @@ A criterion is confirmed if the 95% interval of its difference (Student's t, pai
 is at least `by`, refuted if the interval lies below 0 and the mean is at most `-by`. A claim is confirmed if all of its
 criteria are, and refuted if one is, with intervals that Bonferroni's correction widens for their number. Otherwise it
 is not settled. So the same recipe under two names gets a verdict in fewer than 5 of 100 studies, however many criteria
-there are: tests/studies/test_verdict.py.
+there are: tests/studies/test_study_verdict.py.
 """
 
 from __future__ import annotations
