@@ -212,7 +212,7 @@ STUDY = Study(
 
 @pytest.mark.slow
 def test_a_study_runs_whole_at_quick_size(tmp_path):
-    """2 minutes: trains, closes gates, edits, evaluates, measures, judges, draws; real processes."""
+    """4 minutes: trains, makes gates, edits, evaluates, measures, judges, draws; real processes."""
     (tmp_path / "gates.py").write_text(GATES)
     argv = ["pe_lab.study", "gates.py", "--size=quick", "--seeds=1", "--jobs=1"]
     (out,) = finish([start(argv, tmp_path)])
