@@ -14,7 +14,7 @@ checkpoint, with at=STEP an earlier one of its pretraining. layers=8, steps, rat
 (their share of the sequences). distill and path are keys of the phase, joined by semicolons:
 distill='logits=1;hidden=1'. size=laptop (or quick, which reads no prose).
 
-Cost: 4.5 MFLOPs a token with 8 layers, 20 TFLOPs a pretraining: 5 to 15 minutes on one CPU core.
+Cost: 4.5 MFLOPs a token with 8 layers, 20 TFLOPs a pretraining: up to 25 minutes on one CPU core.
 Expected: docs/claims.md.
 """
 
@@ -46,6 +46,7 @@ def encoding(method: str) -> Any:
         "alibi": Alibi(),
         "p_rope_75": Rope(base=BASE, fraction=0.75),
         "p_rope_25": Rope(base=BASE, fraction=0.25),
+        # 4 of 32 channels: a tenth would be one pair
         "partial_rope_10": PartialRope(base=BASE, fraction=0.125),
         "rnope_swa": rnope_swa(WINDOW, base=BASE),
         "swan": swan(WINDOW, LENGTH, base=BASE),
@@ -88,7 +89,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.notes = dict(
         paper="the claims of docs/claims.md at the scale of a laptop",
         command="python -m pe_lab.train --config=configs/claims.py" + (f":{arg}" if arg else ""),
-        cost="about ten minutes on a CPU core with 8 layers and 5,000 steps",
+        cost="up to 25 minutes on a CPU core with 8 layers and 4,500 steps",
         expected="docs/claims.md",
     )
     # The usual init_std of 0.02 suits widths near 1000, where it is about 1 / sqrt(width).

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -28,7 +28,7 @@ from pe_lab.studies.results import (
     results_directory,
     write_result,
 )
-from pe_lab.studies.running import OutOfTime, collect, costs, failed, flops_left, make_levels, train, unfinished
+from pe_lab.studies.running import Level, OutOfTime, collect, costs, failed, flops_left, make_levels, train, unfinished
 from pe_lab.studies.study import SIZES, Study, load_studies, study_names
 from pe_lab.sweeps import parse_seeds
 from pe_lab.sweeps.progress import Board, short
@@ -83,7 +83,12 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(rest)
     jax.config.update("jax_platforms", "cpu")  # the runs need the devices; this process only plans and reads
     out = console()
+    if passed_on["evaluate."]:
+        option = next(iter(passed_on["evaluate."]))
+        raise ConfigError(f"--evaluate.{option}: a study's file says how its runs are evaluated.")
     if args.write or args.report:
+        if args.names or args.all:
+            raise ConfigError("--write and --report take all results that are in --out: leave the names out.")
         return _write_pages(args)
     if not args.names and not args.all:
         out.print(_listed())
@@ -128,17 +133,25 @@ def main(argv: Sequence[str]) -> int:
         if failed(states):
             status = 1
             continue
-        out.print(_conclude(study, plan(), args, seeds, where))
+        out.print(_conclude(study, plan(), args, seeds, where, overrides))
     return status
 
 
 def _conclude(
-    study: Study, levels: Sequence, args: argparse.Namespace, seeds: Sequence[int], where: storage.AnyPath
+    study: Study,
+    levels: Sequence[Level],
+    args: argparse.Namespace,
+    seeds: Sequence[int],
+    where: storage.AnyPath,
+    overrides: Mapping[str, str],
 ) -> str:
     """Measures, judges, writes result and figure; the text of both for the terminal."""
     values = collect(study, levels, console().print)
-    again = f"python -m pe_lab.study {study.name} --size={args.size} --seeds={args.seeds or 3}"
-    result = make_result(study, args.size, seeds, values, costs(levels), again, read_result(study.name, where))
+    named = next((one for one in args.names if Path(one).stem == study.name), study.name)
+    keys = [f"--config.{key}={value}" for key, value in overrides.items()]
+    line = ["python", "-m", "pe_lab.study", named, f"--size={args.size}", f"--seeds={args.seeds or 3}", *keys]
+    before = read_result(study.name, where)
+    result = make_result(study, args.size, seeds, values, costs(levels), shlex.join(line), before)
     path = write_result(result, where)
     figures = storage.write_files({where / f"{study.name}.{form}": draw(result, form) for form in ("png", "svg")})
     rows = [[one["text"], effect(one), one["outcome"]] for one in result["criteria"]]
@@ -146,7 +159,7 @@ def _conclude(
     return f"{shown}\n{study.name}: {result['verdict'].upper()}. {path} and {figures[0].name}"
 
 
-def _costs(levels: Sequence) -> str:
+def _costs(levels: Sequence[Level]) -> str:
     known = costs(levels)
     rows = []
     for level in levels:

@@ -135,6 +135,8 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
     for name in ("budget", "most", "search", "sequences", "length"):
         if args.drop != "auto" and getattr(args, name) is not None:
             raise ConfigError(f"--{name} goes with --drop=auto.")
+    if args.layers and args.drop in ("auto", "gates"):
+        raise ConfigError(f"--layers names the layers, and --drop={args.drop} chooses them: leave one of them out.")
     if args.drop == "gates":
         return gated_layers(parent)
     if args.drop == "auto":
@@ -158,12 +160,14 @@ def gated_layers(parent: Checkpoint) -> tuple[Layer, ...]:
         if isinstance(encoding, GatedRope):
             values = np.asarray(gates(np.asarray(parent.params["layers"]["positional"][name]["gate"])))
             for n, of_layer in zip(at, values, strict=True):
+                if found[n].encoding != encoding:  # beside another encoding, a closed gate takes nothing away
+                    continue
                 closed = tuple(int(h) for h in np.flatnonzero(of_layer < 0.5))
                 kept = dataclasses.replace(found[n], encoding=Rope(base=encoding.base))
                 if len(closed) == len(of_layer):
                     kept = dataclasses.replace(kept, encoding=NoPE())
                 elif closed:
-                    kept = dataclasses.replace(kept, heads=(HeadEdit(closed, NoPE()),))
+                    kept = dataclasses.replace(kept, heads=(*kept.heads, HeadEdit(closed, NoPE())))
                 found[n] = kept
                 print(f"layer {n}: gates {', '.join(f'{g:.2f}' for g in of_layer)}")
     if tuple(found) == parent.layers:
@@ -173,8 +177,6 @@ def gated_layers(parent: Checkpoint) -> tuple[Layer, ...]:
 
 def chosen_layers(args: argparse.Namespace) -> list[int]:
     """The layers that `--drop=auto` drops; what is measured is kept beside `--to`, until the child is written."""
-    if args.layers:
-        raise ConfigError("--layers names the layers, and --drop=auto chooses them: leave one of them out.")
     to = storage.path("--to", args.to)
     budget = 0.1 if args.budget is None else args.budget
     session = session_of(args.source, args.text, args.length, args.sequences or SEQUENCES, measured_at(to))

@@ -183,9 +183,26 @@ def test_a_text_to_fit_on(run, tmp_path, capsys):
     assert "on 128 tokens" in capsys.readouterr().out  # 8 windows of 16
 
 
+@pytest.mark.parametrize("search", ["greedy", "first-order"])
+def test_layers_are_dropped_for_a_budget(run, tmp_path, capsys, search):
+    """The prices are checked in tests/analysis/test_layers_study.py."""
+    text = tmp_path / "text.txt"
+    text.write_text("def needle(haystack): return haystack[3]\n" * 40)
+    chosen = ["--drop=auto", "--budget=1000", "--most=1", "--sequences=4", "--length=2x", f"--search={search}"]
+    assert main([f"--from={run}", f"--to={tmp_path / 'child'}", f"--text={text}", *chosen]) == 0
+    told = re.search(r"layer ([01]): 1 dropped cost", capsys.readouterr().out)
+    child = open_checkpoint(tmp_path / "child").layers
+    assert [layer.encoding for layer in child] == [NoPE() if n == int(told[1]) else Rope() for n in range(2)]
+    assert not (tmp_path / ".child.sensitivity").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--drop", "--budget=0.1"], "--budget goes with --drop=auto"),
+        (["--drop=auto", "--layers=0"], "--drop=auto chooses them"),
+        (["--drop=gates", "--layers=0"], "--drop=gates chooses them"),
+        (["--drop=gates"], "has no gates"),
         (["--add-qk-norm"], "qk_norm is 'head' already"),
         (["--add-qk-norm=heads"], "model.qk_norm is 'heads'"),
         (["--remove-qk-norm", "--text=nowhere.txt"], "'nowhere.txt' cannot be read"),

@@ -108,8 +108,8 @@ def choose_layers(
     return DropChoice(tuple(order[:within]), tuple(order), tuple(costs), sensitivities, float(whole.mean()))
 
 
-def session_of(source: str, text: str | None, length: int | None, sequences: int, out: AnyPath | None) -> Session:
+def session_of(source: str, text: str | None, length: str | None, sequences: int, out: AnyPath | None) -> Session:
     """A session of one checkpoint on held-out text, or on a text, which keeps what it measures in `out`."""
     given = dict(source=source, steps=None, methods=None, positional=[], init=None, again=False)
-    given |= dict(text=text, length=None if length is None else str(length), sequences=sequences)
+    given |= dict(text=text, length=length, sequences=sequences)
     return open_session("layers", argparse.Namespace(**given), out)

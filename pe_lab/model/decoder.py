@@ -159,8 +159,9 @@ class Model:
         schedule: Schedule,
         collect: bool = True,
     ) -> tuple[Float[Array, "B places D"], Any, Int[np.ndarray, " T"] | None]:
-        """`hidden_in_order`, and between its two results those of `Block` for all layers, stacked: (layers' outputs
-        [N, B, places, D], attention's outputs [N, B, places, H, K]); None without `collect`.
+        """`hidden_in_order` with a third result in the middle: what every layer gives, or None without `collect`.
+
+        It is (outputs of the layers [N, B, places, D], outputs of their attention [N, B, places, H, K]).
         """
         config = self.config
         if schedule.num_layers != config.layers:

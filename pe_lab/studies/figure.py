@@ -55,6 +55,8 @@ def _draw_curves(axis: Any, result: Mapping[str, Any], panel: str, lines: Mappin
             axis.set_xscale("log", base=2)
         axis.set_xticks(places, [f"{x:g}" for x in places])
         axis.minorticks_off()
+        if "by length" in panel:
+            axis.set_xlabel("length / training length", fontsize=8)
         axis.legend(fontsize=6.5)
     axis.set_title(panel, fontsize=9)
 
@@ -76,12 +78,11 @@ def _errorbar(axis: Any, x: list[float], points: list[Point], n: int, label: str
 
 def _places(result: Mapping[str, Any], term: str) -> list[float]:
     """The numbers that stand for {x} in a term, of the metrics that the result has."""
-    arm_form, _, metric_form = term.partition(": ")
     found = set()
+    head, _, tail = term.partition("{x}")
     for arm, metrics in as_dict(result["values"]).items():
         for metric in as_dict(metrics):
-            whole, form = f"{arm}: {metric}", f"{arm_form}: {metric_form}"
-            head, _, tail = form.partition("{x}")
+            whole = f"{arm}: {metric}"
             middle = whole[len(head) : len(whole) - len(tail)]
             if whole.startswith(head) and whole.endswith(tail) and len(whole) > len(head) + len(tail):
                 try:

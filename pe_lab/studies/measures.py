@@ -66,16 +66,3 @@ def validation_names(phase: Phase) -> list[str]:
     if not names:
         raise DataError(f"phase '{phase.name}' has logged no validation loss: lower log.validate_every_steps.")
     return list(names)
-
-
-def tokens_until(phase: Phase, name: str, target: float) -> float:
-    """The tokens after which a logged loss is at most `target`, interpolated; infinity if it never is."""
-    before = None
-    for tokens, value in phase.series(name):
-        if value <= target:
-            if before is None or before[1] == value:
-                return tokens
-            share = (before[1] - target) / (before[1] - value)
-            return before[0] + share * (tokens - before[0])
-        before = (tokens, value)
-    return math.inf

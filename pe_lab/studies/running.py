@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pe_lab.analysis.groups import SEEDS
@@ -22,7 +23,7 @@ from pe_lab.parallel.mesh import AXES
 from pe_lab.recipes import load_config
 from pe_lab.results.records import number
 from pe_lab.storage import AnyPath, exists, is_file, read_json, write_file, write_json
-from pe_lab.studies.study import Arm, Study, studies_directory
+from pe_lab.studies.study import Arm, Study
 from pe_lab.studies.verdict import Values
 from pe_lab.sweeps import Runner, Sweep, run_sweep
 from pe_lab.sweeps.cells import FILE, LAST_PHASE, Cell, load_sweep
@@ -135,8 +136,8 @@ def train(
 ) -> tuple[list[CellState], bool]:
     """Trains and evaluates all cells; returns the states of the last level that was begun, and whether it was stopped.
 
-    Arms that are only started from are trained, and not evaluated. `plan` makes the levels, anew after each, since what
-    surgery has made decides the configs that follow.
+    Arms that are only started from are trained, and not evaluated. `plan` makes the levels, and makes them
+    anew after surgery, whose children decide the configs that follow.
 
     Raises:
       OutOfTime: `deadline`, by time.monotonic(), has come; the cells have saved.
@@ -149,11 +150,12 @@ def train(
 
     listed = {arm.name for arm in study.arms}
     states: list[CellState] = []
-    for depth in range(len(plan())):
-        level = plan()[depth]
-        if level.edits:
-            _edit(level, show)
-            level = plan()[depth]
+    levels = plan()
+    for depth in range(len(levels)):
+        if levels[depth].edits:
+            _edit(levels[depth], show)
+            levels = plan()
+        level = levels[depth]
         for evaluated in (False, True):
             names = frozenset(cell.name for cell in level.cells if (cell.setting["arm"] in listed) == evaluated)
             if not names:
@@ -200,8 +202,7 @@ def _measured(
     study: Study, cell: Cell, run: AnyPath, directory: AnyPath, show: Callable[[str], None]
 ) -> Mapping[str, float]:
     path = directory / "measures" / study.name / f"{cell.name}.json"
-    source = studies_directory() / f"{study.name}.py"
-    code = hashlib.sha256(source.read_bytes()).hexdigest()[:12] if source.is_file() else ""
+    code = hashlib.sha256(Path(study.file).read_bytes()).hexdigest()[:12]
     key = [config_hash(cell.config), code]
     if is_file(path) and (known := read_json(path)).get("key") == key:
         return known["values"]
@@ -267,8 +268,3 @@ def flops_left(levels: Sequence[Level]) -> float:
     """The FLOPs of the cells that are not trained."""
     known = costs(levels)
     return sum(known[cell.setting["arm"]]["flops"] for level in levels for cell in unfinished(level))
-
-
-def arms_of(studies: Sequence[Study]) -> dict[str, Arm]:
-    """All arms by name."""
-    return {arm.name: arm for study in studies for arm in study.all_arms}

@@ -79,7 +79,7 @@ class Study:
       curves: the terms "ARM: METRIC" of the figure, with {x} for the length's factor: {panel: {label: term}}.
       tried: what else was tried, at which settings, and what came of it.
       recipes: {arm: recipe at the paper's size, whole}, for all arms or for none.
-      name: of the file; set when it is loaded.
+      name, file: its file's; set when it is loaded.
     """
 
     claim: str
@@ -92,6 +92,7 @@ class Study:
     tried: str = ""
     recipes: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
+    file: str = ""
 
     def __post_init__(self) -> None:
         known = {arm.name for arm in self.arms}
@@ -149,7 +150,7 @@ def load_study(name: str) -> Study:
     study = getattr(load_module(path), "STUDY", None)
     if not isinstance(study, Study):
         raise ConfigError(f"'{path}' defines no STUDY = Study(...). See docs/claims.md.")
-    return dataclasses.replace(study, name=path.stem)
+    return dataclasses.replace(study, name=path.stem, file=str(path))
 
 
 def load_studies(names: Sequence[str]) -> list[Study]:

@@ -104,7 +104,7 @@ def test_a_study_is_run_continued_and_judged(study, capsys):
     (result,) = read_results(study / "runs/studies/laptop/results")
     assert result["seeds"] == [0, 1] and result["values"]["base"]["validation"] == [3.0, 3.01]
     assert result["arms"]["base"]["seconds"] == 120 and result["minutes"] == pytest.approx(2 * 3)
-    assert result["command"] == "python -m pe_lab.study better --size=laptop --seeds=2"
+    assert result["command"] == "python -m pe_lab.study better.py --size=laptop --seeds=2"
     assert effect(result["criteria"][0]) == "+1 [+1, +1]"
     assert point(result, "child: validation").mean == pytest.approx(2.005)
     assert point(result, "base: validation - child: validation").mean == pytest.approx(1.0)
@@ -144,6 +144,8 @@ def test_a_changed_recipe_is_not_taken_for_the_run_that_is_there(study):
         (["better.py", "--size=paper"], "study 'better' has no recipes at paper size"),
         (["better.py", "--seeds=0"], "--seeds=0: it is the number of seeds"),
         (["--write=claims.md", "--out=empty"], "'empty' has no results"),
+        (["better.py", "--write=claims.md"], "leave the names out"),
+        (["better.py", "--evaluate.lengths=1x"], "--evaluate.lengths: a study's file says"),
         (["tiny.py"], "defines no STUDY"),
     ],
 )

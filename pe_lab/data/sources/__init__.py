@@ -15,8 +15,8 @@ from pe_lab.data.sources.tensorflow import TensorFlowDataset
 from pe_lab.errors import ConfigError, did_you_mean
 
 OF_FILES = {"text": TextFiles, "jsonl": JsonLines, "parquet": ParquetFiles, "arrow": ArrowFiles}
-OF_THIS_MACHINE = ("stdlib", "prose")
-KINDS = (*OF_THIS_MACHINE, *OF_FILES, "hf", "tfds")
+WITHOUT_ADDRESS = ("stdlib", "prose")
+KINDS = (*WITHOUT_ADDRESS, *OF_FILES, "hf", "tfds")
 OPTIONS = {"hf": ("revision",), "tfds": ("data_dir",)}
 FORMS = (
     "stdlib, prose, text:GLOB, jsonl:GLOB, parquet:GLOB, arrow:GLOB, hf:ORG/NAME[:CONFIG][/SPLIT] or tfds:NAME[/SPLIT]"
@@ -41,9 +41,9 @@ def open_source(config: SourceConfig) -> Source:
             f"data source {config.source!r}: unknown kind {kind!r}. "
             f"{did_you_mean(kind, (*KINDS, 'needles', 'prepared'))} Use {FORMS}, prepared:DIR or needles."
         )
-    if bool(where) == (kind in OF_THIS_MACHINE):
+    if bool(where) == (kind in WITHOUT_ADDRESS):
         raise ConfigError(f"data source {config.source!r} is incomplete. Use {FORMS}.")
-    if kind in (*OF_THIS_MACHINE, "text") and (config.template or config.chat):
+    if kind in (*WITHOUT_ADDRESS, "text") and (config.template or config.chat):
         setting = "template" if config.template else "chat"
         raise ConfigError(f"data source {config.source!r} has no columns; leave its {setting} out.")
     if kind == "stdlib":
