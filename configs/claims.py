@@ -155,5 +155,5 @@ def get_config(arg: str = "") -> ConfigDict:
     config.log = dict(every_steps=10, validate_every_steps=max(steps // 20, 1), validation_batches=32, trackers=[])
     config.evaluation = dict(factors=[1, 2, 4, 8], tokens=32768, fit_tokens=8192, needle_windows=64)
     if quick:
-        config.evaluation = dict(factors=[1, 2], tokens=512, fit_tokens=512, needle_windows=2)
+        config.evaluation = dict(factors=[1, 2, 4, 8], tokens=512, fit_tokens=512, needle_windows=2)
     return config

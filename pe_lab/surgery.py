@@ -13,7 +13,7 @@ import numpy as np
 
 from pe_lab import storage
 from pe_lab.analysis.drop_choice import SEQUENCES, choose_layers, session_of
-from pe_lab.checkpoints import open_checkpoint
+from pe_lab.checkpoints import is_external, open_checkpoint
 from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
 from pe_lab.checkpoints.qk_norm import change_qk_norm
@@ -140,7 +140,7 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
     if args.drop == "gates":
         return gated_layers(parent)
     if args.drop == "auto":
-        return drop(chosen_layers(args)).apply(parent.layers)
+        return drop(chosen_layers(parent, args)).apply(parent.layers)
     if args.drop:
         return drop(numbers_and_ranges(args.layers, "--layers") if args.layers else None).apply(parent.layers)
     if args.positional:
@@ -175,11 +175,13 @@ def gated_layers(parent: Checkpoint) -> tuple[Layer, ...]:
     return tuple(found)
 
 
-def chosen_layers(args: argparse.Namespace) -> list[int]:
+def chosen_layers(parent: Checkpoint, args: argparse.Namespace) -> list[int]:
     """The layers that `--drop=auto` drops; what is measured is kept beside `--to`, until the child is written."""
     to = storage.path("--to", args.to)
     budget = 0.1 if args.budget is None else args.budget
-    session = session_of(args.source, args.text, args.length, args.sequences or SEQUENCES, measured_at(to))
+    # A run is all its phases to an analysis, and its last checkpoint to surgery.
+    source = args.source if is_external(args.source) else str(parent.path)
+    session = session_of(source, args.text, args.length, args.sequences or SEQUENCES, measured_at(to))
     found = choose_layers(session, budget, args.search or "greedy", args.most)
     if not found.layers:
         raise ConfigError(f"No layer can be dropped for {budget:g} nats: the cheapest costs {found.costs[0][0]:.3g}.")

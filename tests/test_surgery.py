@@ -194,6 +194,9 @@ def test_layers_are_dropped_for_a_budget(run, tmp_path, capsys, search):
     child = open_checkpoint(tmp_path / "child").layers
     assert [layer.encoding for layer in child] == [NoPE() if n == int(told[1]) else Rope() for n in range(2)]
     assert not (tmp_path / ".child.sensitivity").exists()
+    # Of a run, the last phase's model is edited, which has no encoding left.
+    assert main([f"--from={run.parent}", f"--to={tmp_path / 'none'}", f"--text={text}", *chosen]) == 2
+    assert "No layer of this model has an encoding to drop" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
