@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -9,7 +10,7 @@ import pytest
 
 from pe_lab import plan as command
 from pe_lab import prepare
-from pe_lab.config import Config, from_dict
+from pe_lab.config import Config, DistillConfig, from_dict
 from pe_lab.errors import ConfigError
 from pe_lab.parallel import AxisRules, ahead_of_time
 from pe_lab.parallel.topology import GIB, parse_topology, placeholder_mesh
@@ -356,6 +357,23 @@ def test_compiles_for_virtual_cpus_the_step_that_trains(recipe, capsys, tmp_path
     assert compiled["arguments"] == pytest.approx(state + estimated["batch"], rel=0.05)
     assert compiled["aliased"] == pytest.approx(state, rel=0.01)
     assert numbers["fits"] is None  # a CPU device has no memory of its own
+
+
+@pytest.mark.parametrize("parts", [{"logits": 1.0}, {"logits": 1.0, "hidden": 1.0}], ids=["logits", "hidden"])
+def test_a_teacher_is_compiled_into_the_step(recipe, parts):
+    """Its parameters are arguments that come out nowhere, and its forward pass is computed. 10 s."""
+    config, found = load_config(recipe), []
+    for distill in (None, DistillConfig(**parts)):
+        phases = (config.phases[0], dataclasses.replace(config.phases[1], distill=distill))
+        plan = make_plan(dataclasses.replace(config, phases=phases), parse_topology("cpu:2"))
+        found.append((plan.phases[1], explain_phase(plan, plan.phases[1])))
+    (alone, (without, steps)), (taught, (compiled, its_steps)) = found
+    parameters = alone.memory.parameters
+    assert compiled.arguments - without.arguments == pytest.approx(parameters, rel=0.02)
+    assert compiled.aliased == without.aliased
+    assert taught.memory.batch - alone.memory.batch > parameters  # the estimate has the same, and the output of norms
+    # A forward pass is a third of a step; remat="full" computes another one either way.
+    assert its_steps.product_flops / steps.product_flops == pytest.approx(5 / 4, abs=0.06)
 
 
 @pytest.mark.slow

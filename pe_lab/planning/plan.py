@@ -17,7 +17,7 @@ from pe_lab.data.shards import METADATA_FILE, read_metadata
 from pe_lab.data.tokenizers import load_tokenizer, training_size
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Flops, Model, train_flops_per_token
-from pe_lab.model.distillation import learns
+from pe_lab.model.distillation import DistilledInputs, learns
 from pe_lab.parallel import AxisRules, check_batch, make_mesh
 from pe_lab.parallel.ahead_of_time import compiler_name, topology_devices
 from pe_lab.parallel.topology import CHIPS, Topology, placeholder_mesh
@@ -25,8 +25,9 @@ from pe_lab.planning.buffers import largest_buffers
 from pe_lab.planning.compiled_memory import Compiled, analyze, analyze_program
 from pe_lab.planning.hlo import parse
 from pe_lab.planning.report import StepReport, report_step
-from pe_lab.positional import label
+from pe_lab.positional import Layer, Rope, build_schedule, label
 from pe_lab.storage import AnyPath, is_file
+from pe_lab.training.inputs import distilled_loss
 from pe_lab.training.memory import Estimate, estimate_memory, step_inputs
 from pe_lab.training.muon import newton_schulz_flops
 from pe_lab.training.optimizer import make_optimizer
@@ -181,13 +182,22 @@ def explain_phase(plan: Plan, phase: PhaseNumbers) -> tuple[Compiled, StepReport
 def _lower(plan: Plan, phase: PhaseNumbers) -> tuple[Any, float]:
     """The lowered train step of a phase, and when that began."""
     mesh = make_mesh(plan.config.mesh, topology_devices(plan.topology))
-    config = phase.plan.config
-    optimizer = make_optimizer(config.optimizer, config.steps, phase.model.axes, learned=phase.model.encoding_settings)
-    inputs = step_inputs(phase.model, optimizer, config, phase.plan.schedule, plan.config.data.segments)
+    config, model = phase.plan.config, phase.model
+    optimizer = make_optimizer(config.optimizer, config.steps, model.axes, learned=model.encoding_settings)
+    state, batch, schedule = step_inputs(model, optimizer, config, phase.plan.schedule, plan.config.data.segments)
+    distilled = None
+    if config.distill is not None and learns(config.distill):
+        # The teacher's checkpoint is not opened: it has the model's shape, and the encoding before this phase.
+        index, shape = phase.plan.index, model.config
+        layers = plan.phases[index - 1].plan.layers if index else (Layer(Rope()),) * shape.layers
+        heads = shape.heads, shape.kv_heads, shape.head_dim
+        its = build_schedule(layers, *heads, config.sequence_length)
+        distilled = distilled_loss(model, shape, its, config.distill, mesh, AxisRules())
+        schedule = DistilledInputs(schedule, model.shapes, its)
     start = time.perf_counter()
-    options = plan.config.compiler_options
-    step = compile_train_step(phase.model, optimizer, mesh, AxisRules(), config.accumulate, options=options)
-    return step.lower(*inputs), start
+    options, rules = plan.config.compiler_options, AxisRules()
+    step = compile_train_step(model, optimizer, mesh, rules, config.accumulate, options=options, distilled=distilled)
+    return step.lower(state, batch, schedule), start
 
 
 def choose_phases(plan: Plan, chosen: str | None) -> list[PhaseNumbers]:

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pe_lab.checkpoints import open_checkpoint, open_source
 from pe_lab.checkpoints.surgery import FREE_FIELDS
+from pe_lab.config import DistillConfig, ModelConfig
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.model import Flops, Model, Params, train_flops_per_token
 from pe_lab.model.distillation import DistilledInputs, DistilledLoss, learns
+from pe_lab.parallel import AxisRules
 from pe_lab.positional import Schedule, build_schedule, layers
 from pe_lab.positional.path import SchedulePath
 from pe_lab.storage import AnyPath
@@ -94,16 +97,27 @@ def _with_teacher(found: StepInputs, run: Run, phase: PhasePlan, start: Any, sho
         shape = dataclasses.replace(its.model, **{name: getattr(model.config, name) for name in FREE_FIELDS})
         length = phase.config.sequence_length
         schedule = build_schedule(its.layers, shape.heads, shape.kv_heads, shape.head_dim, length)
-        teacher = Model(shape, backward=False, hooks=schedule.hooks)
-        loss = DistilledLoss(model, teacher, how)
-        replicated = found.shardings.replicated
-        placed = DistilledInputs(replicated, parameter_shardings(teacher, run.mesh, run.rules), replicated)
+        distilled = distilled_loss(model, shape, schedule, how, run.mesh, run.rules)
     except UserError as error:
         raise type(error)(f"{phase.where}.distill: {error}") from None
     show(f"{phase.name}: learns from {its.path} too")
     flops = train_flops_per_token(shape, length, schedule.structure).forward
-    schedule = jax.device_put(schedule, replicated)
-    return dataclasses.replace(found, distilled=(loss, placed), flops=flops, teacher=(its.params, schedule))
+    schedule = jax.device_put(schedule, found.shardings.replicated)
+    return dataclasses.replace(found, distilled=distilled, flops=flops, teacher=(its.params, schedule))
+
+
+def distilled_loss(
+    model: Model, shape: ModelConfig, schedule: Schedule, how: DistillConfig, mesh: Mesh, rules: AxisRules
+) -> tuple[DistilledLoss, DistilledInputs]:
+    """The loss of a model with a teacher of a shape and a schedule, and the shardings of its inputs.
+
+    Raises:
+      ConfigError: the teacher's shape does not fit.
+    """
+    teacher = Model(shape, backward=False, hooks=schedule.hooks)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    placed = DistilledInputs(replicated, parameter_shardings(teacher, mesh, rules), replicated)
+    return DistilledLoss(model, teacher, how), placed
 
 
 def _with_path(found: StepInputs, run: Run, phase: PhasePlan, start: Any, show: Callable[[str], None]) -> StepInputs:
