@@ -4,8 +4,10 @@ Paper: "Extending the Context of Pretrained LLMs by Dropping Their Positional Em
 appendix C.1 and the right column of Table 4. Reproduces SmolLM-360M-DroPE in three budgets (Figures 9 and 10,
 Tables 2, 5, 7 to 10) and SmolLM-1.7B-DroPE (Tables 3 and 5). SmolLM2-135M is not in the paper; it fits one GPU.
 
-Arguments: model=360m (or 1.7b, 135m), tokens=30b (or 60b, 120b; model=1.7b has 20b, model=135m has 1b),
-qk_norm=head (or flat, query_head, query_flat, none, the default of model=1.7b), from=CHECKPOINT, data=DIR.
+Arguments: model=360m (or 1.7b, 135m), tokens=30b (or 60b, 120b; model=1.7b has 20b, model=135m 210m or 1b),
+qk_norm=head (or flat, query_head, query_flat, none, the default of model=1.7b), from=CHECKPOINT, data=DIR,
+distill=none (or logits, hidden: logits and hidden states): the model before the drop is its teacher, which is not in
+the paper.
 
 Prepare (models and tokenizers are huggingface.co/HuggingFaceTB/SmolLM-360M, SmolLM-1.7B and SmolLM2-135M; 36M
 documents are about 36B tokens; tokens=60b takes 70M, and tokens=120b 140M out of sample/350BT):
@@ -21,6 +23,8 @@ Train:
   python -m pe_lab.train --config=configs/drope_smollm.py:model=360m,tokens=120b
   python -m pe_lab.train --config=configs/drope_smollm.py:model=1.7b
   python -m pe_lab.train --config=configs/drope_smollm.py:model=135m
+  python -m pe_lab.train --config=configs/drope_smollm.py:model=135m,distill=hidden
+  python -m pe_lab.train --config=configs/drope_smollm.py:model=135m,tokens=1b
   python -m pe_lab.train --config=configs/drope_smollm.py:model=135m,from=runs/smollm2_135m,data=data/my-text
 
 Cost at 40% MFU, in v5e chip-hours:
@@ -29,8 +33,9 @@ Cost at 40% MFU, in v5e chip-hours:
   360m    60b (60K steps)             649   2.5 hours
   360m    120b (120K steps)          1298   5.1 hours
   1.7b    20b (19,073 steps)          809   3.2 hours
+  135m    210m (400 steps)            1.9   22 minutes on an H200, 30 with a teacher (computed, not run)
   135m    1b (2K steps)               9.3
-On 256 chips a batch is 2 windows each; on 8 GPUs it is 64: --config.phases.0.accumulate=4 (8 for the 1.7B). On
+A teacher costs a third more. On 256 chips a batch is 2 windows each; on 8 GPUs it is 64: --config.phases.0.accumulate=4 (8 for the 1.7B). On
 fewer, also --config.mesh.fsdp=1. Does it fit?
   python -m pe_lab.plan --config=configs/drope_smollm.py:model=360m --topology=v5e:16x16
   python -m pe_lab.plan --config=configs/drope_smollm.py:model=1.7b --topology=v5e:16x16
@@ -71,7 +76,7 @@ from pe_lab.recipes import phase, recipe_arguments
 BUDGETS = {
     "360m": {"30b": (30_000, "324"), "60b": (60_000, "649"), "120b": (120_000, "1298")},
     "1.7b": {"20b": (19_073, "809")},
-    "135m": {"1b": (2_000, "9.3")},
+    "135m": {"210m": (400, "1.9"), "1b": (2_000, "9.3")},
 }
 EXPECTED = {
     "360m": "needles at 2x / 4x / 8x 74.92 / 55.0 / 52.2; LongBench MultiFieldQA 29.33, MuSiQue 7.93",
@@ -84,7 +89,9 @@ def get_config(arg: str = "") -> ConfigDict:
     """`arg`: model=360m,tokens=30b, or others of the docstring's."""
     kinds = ("", "head", "flat", "query_head", "query_flat", "none")
     sizes = ("", *(tokens for budget in BUDGETS.values() for tokens in budget))
-    arguments = recipe_arguments(arg, model=tuple(BUDGETS), tokens=sizes, qk_norm=kinds, data="", **{"from": ""})
+    free = {"data": "", "from": ""}
+    teachers = ("none", "logits", "hidden")
+    arguments = recipe_arguments(arg, model=tuple(BUDGETS), tokens=sizes, qk_norm=kinds, distill=teachers, **free)
     size = arguments["model"]
     tokens = arguments["tokens"] or next(iter(BUDGETS[size]))
     if tokens not in BUDGETS[size]:
@@ -104,7 +111,8 @@ def get_config(arg: str = "") -> ConfigDict:
     else:
         config.model = preset("smollm2_135m", remat="auto", loss_chunks="auto")
         fsdp, start, text = 1, "runs/smollm2_135m", "data/fineweb-edu-smollm2"
-        window, optimizer = dict(sequence_length=8192, batch_size=64, accumulate=8), optimizer | dict(warmup_steps=70)
+        window = dict(sequence_length=8192, batch_size=64, accumulate=8)
+        optimizer["warmup_steps"] = max(20, steps * 7 // 200)
     config.mesh = dict(data=-1, fsdp=fsdp)
     config.data = dict(prepared=arguments["data"] or text, segments=False)
     adamw = dict(schedule="cosine", b1=0.9, b2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0)
@@ -119,6 +127,10 @@ def get_config(arg: str = "") -> ConfigDict:
             **window,
         )
     ]
+    if arguments["distill"] != "none":
+        config.name += f"_{arguments['distill']}"
+        hours = f"{float(hours) * 4 / 3:.1f}"  # the teacher's forward pass
+        config.phases[0].distill = dict(teacher="init", logits=1.0, hidden=float(arguments["distill"] == "hidden"))
     milestones = [2000 * 2**n for n in range(6)] if size == "360m" else []  # 2.1B to 67B tokens
     config.checkpoint = dict(every_steps=500 if size == "135m" else 2000, milestones=milestones)
     config.log = dict(every_steps=10)

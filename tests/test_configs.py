@@ -125,6 +125,13 @@ def test_finetuning_on_chats():
     assert not _load("finetune.py").data.segments
 
 
+def test_finetuning_with_a_teacher():
+    config = _load("finetune.py:from=runs/half,teacher=runs/smollm2,data=prose")
+    (phase,) = config.phases
+    assert (phase.init_from, phase.distill.teacher, phase.distill.hidden) == ("runs/half", "runs/smollm2", 1.0)
+    assert config.data.sources[0].source == "prose" and _load("finetune.py").phases[0].distill is None
+
+
 _traced: set[object] = set()  # programs that an earlier reference has had already
 
 

@@ -124,7 +124,8 @@ def test_a_branch_needs_a_drop_of_table_6():
         ("drope_smollm.py:model=360m,tokens=120b", "125.83", "head"),
         ("drope_smollm.py:model=1.7b", "20.00", "none"),  # QK-norm was for the 360M only
         ("drope_llama2.py", "20.00", "none"),
-        ("drope_smollm.py:model=135m", "1.05", "head"),
+        ("drope_smollm.py:model=135m", "0.21", "head"),
+        ("drope_smollm.py:model=135m,tokens=1b", "1.05", "head"),
     ],
 )
 def test_recalibrations_have_the_papers_budgets(reference, billions, norm):
@@ -144,6 +145,9 @@ def test_recalibrations_take_other_checkpoints_data_and_norms():
     assert (phase.init_from, config.data.prepared, phase.qk_norm) == ("runs/other", "data/mine", "query_flat")
     llama = _load("drope_llama2.py:from=runs/other,data=data/mine")
     assert (llama.phases[0].init_from, llama.data.prepared) == ("runs/other", "data/mine")
+    assert phase.distill is None
+    taught = _only(_load("drope_smollm.py:model=135m,distill=logits")).distill
+    assert (taught.teacher, taught.logits, taught.hidden) == ("init", 1, 0)
     for arg, message in (("model=1.7b,tokens=30b", "on 20b tokens, not 30b"), ("tokens=1b", "30b or 60b or 120b")):
         with pytest.raises(UserError, match=message):
             _load(f"drope_smollm.py:{arg}")
