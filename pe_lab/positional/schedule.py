@@ -104,6 +104,7 @@ class Schedule:
     ) -> Schedule:
         """The same encoding with a more general structure: every layer rotates, by angle 0 where it did not.
 
+        A layer whose hook encodes queries and keys keeps its own: the hook may make wider heads than a rotation is for.
         Schedules with the same windows that are generalized with the same arguments share one compilation. `heads`,
         `slopes` and `noisy` are added to the structure that this schedule needs. Noise is drawn per query head, so
         `noisy` implies split heads.
@@ -114,7 +115,7 @@ class Schedule:
         structure = tuple(
             dataclasses.replace(
                 s,
-                rotates=True,
+                rotates=s.rotates or not any(has(one.encoding, "encode") for one in s.hooks),
                 slopes=s.slopes or slopes,
                 noisy=s.noisy or noisy,
                 heads=max(s.heads, heads, key=order.index),

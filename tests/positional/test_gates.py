@@ -56,6 +56,14 @@ def test_gates_at_their_ends_are_the_encodings(params, gate, layer):
     np.testing.assert_allclose(found, logits([layer] * 2, plain(params)), rtol=1e-4, atol=1e-5)
 
 
+def test_a_general_schedule_computes_the_same(params):
+    """As a loaded model has it; its heads of 2K channels take no rotation by angle 0."""
+    schedule, weights = build_schedule(GATED, 2, 1, 8), with_gates(params, [0.3, 0.8])
+    for general in (schedule.generalize(), schedule.generalize("split", slopes=True)):
+        found = MODEL.apply(weights, TOKENS, None, None, general)
+        np.testing.assert_allclose(found, logits(GATED, weights), rtol=1e-5, atol=1e-5)
+
+
 def test_a_gate_mixes_the_logits_of_attention():
     rng = np.random.default_rng(1)
     q, k = (jnp.asarray(rng.normal(size=(1, 6, 2, 8)), jnp.float32) for _ in range(2))
