@@ -16,6 +16,8 @@ from tiny_runs import REPOSITORY, start
 COLABS = sorted((REPOSITORY / "colabs").glob("*.ipynb"))
 QUICKSTART = REPOSITORY / "colabs/quickstart.ipynb"
 INSIDE = REPOSITORY / "colabs/inside.ipynb"
+CLAIMS = REPOSITORY / "colabs/claims.ipynb"
+DROP = REPOSITORY / "colabs/drop_your_model.ipynb"
 PATIENCE = 400  # seconds for one process
 
 each_notebook = pytest.mark.parametrize("path", COLABS, ids=lambda path: path.name)
@@ -29,7 +31,7 @@ def nodes(path: Path) -> Iterator[ast.AST]:
 
 
 def test_no_notebook_is_missing():
-    assert COLABS == [INSIDE, QUICKSTART]
+    assert COLABS == [CLAIMS, DROP, INSIDE, QUICKSTART]
 
 
 @each_notebook
@@ -90,6 +92,34 @@ def test_the_inside_of_a_model_is_shown(quick_run, monkeypatch):
     notebook = execute(INSIDE, quick_run, 5, monkeypatch)
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("<table" in output.get("data", {}).get("text/html", "") for output in shown)  # the schedule
+
+
+@pytest.mark.slow
+def test_claims_are_shown_and_one_is_measured_again(tmp_path, monkeypatch):
+    """2 minutes: trains a run at quick size."""
+    monkeypatch.setenv("PE_LAB_STUDIES", str(tmp_path / "studies"))
+    notebook = execute(CLAIMS, tmp_path, 3, monkeypatch)
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    table = next(text for o in shown if "| study |" in (text := o.get("data", {}).get("text/markdown", "")))
+    assert len(table.splitlines()) == 2 + len(list((REPOSITORY / "studies/results").glob("*.json")))
+    # The committed numbers are of the same initial weights, and of other text.
+    now = json.loads((tmp_path / "studies/results/bias_gradient.json").read_text())["values"]["rope"]
+    committed = json.loads((REPOSITORY / "studies/results/bias_gradient.json").read_text())["values"]["rope"]
+    assert now["ratio previous token"][0] == pytest.approx(committed["ratio previous token"][0], abs=0.1)
+
+
+@pytest.mark.slow
+def test_half_of_a_model_is_dropped_and_distilled(quick_run, tmp_path, monkeypatch):
+    """2 minutes: sensitivity, surgery, four steps with a teacher, and a comparison."""
+    settings = dict(MODEL=quick_run / "pretrain", TEXT="stdlib", LENGTH=32, STEPS=4, OUT=tmp_path / "out")
+    for name, value in settings.items():
+        monkeypatch.setenv(f"PE_LAB_{name}", str(value))
+    notebook = execute(DROP, quick_run, 2, monkeypatch)
+    printed = [o.text for cell in notebook.cells for o in cell.get("outputs", []) if o.output_type == "stream"]
+    assert any("1 of 3 layers cost least" in text for text in printed)
+    assert any("half dropped, distilled, YaRN" in text and "0.000" in text for text in printed)
+    history = json.loads((tmp_path / "out/distilled/finetune/phase.json").read_text())["lineage"]
+    assert any("-> nope on layer" in one["what"] for one in history)
 
 
 @pytest.mark.slow
