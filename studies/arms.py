@@ -27,6 +27,19 @@ DROPE = child("drope", ROPE, "method=nope,qk_norm=head")
 # As many tokens as a pretraining, the last quarter of them after the drop.
 LATE_DROP = child("drop_late", ROPE, f"method=nope,at={STEPS * 3 // 4},steps={STEPS - STEPS * 3 // 4}")
 
+# As many more steps as those below have, with all of its encoding.
+ROPE_LONGER = child("rope_longer", ROPE, "method=kept,qk_norm=head")
+
+
+def edited(name: str, surgery: str) -> Arm:
+    """RoPE's run after surgery, recalibrated as it then is."""
+    return Arm(name, f"{RECIPE}:from={{parent}},method=kept,qk_norm=head", ROPE, surgery=surgery)
+
+
+CHEAPEST_HALF = edited("drop_cheapest_half", "--drop=auto --budget=100 --most=4")
+FOR_A_TENTH = edited("drop_for_0.1", "--drop=auto --budget=0.1")
+BUT_FOURTH = edited("drop_but_fourth", "--drop --layers=0-2,4-6")
+
 
 def scaled(metric: str) -> tuple[str, ...]:
     """RoPE as it was trained and under each scaling, the terms of a comparison."""

@@ -1,24 +1,17 @@
 """Which layers should lose their encoding: at equal tokens of recalibration."""
 
-from pe_lab.studies import Arm, Criterion, Study, losses, scores, together
+from pe_lab.studies import Criterion, Study, losses, scores, together
 
-from .arms import DROPE, LENGTHS, RECIPE, ROPE, child
+from .arms import BUT_FOURTH, CHEAPEST_HALF, DROPE, FOR_A_TENTH, LENGTHS, ROPE, child
 
 LOSS = "validation prose"
 
-
-def edited(name: str, surgery: str) -> Arm:
-    """RoPE's run after surgery, recalibrated as it then is."""
-    return Arm(name, f"{RECIPE}:from={{parent}},method=kept,qk_norm=head", ROPE, surgery=surgery)
-
-
 ARMS = {
-    "the cheapest half": edited("drop_cheapest_half", "--drop=auto --budget=100 --most=4"),
-    "for 0.1 nats": edited("drop_for_0.1", "--drop=auto --budget=0.1"),
-    "all but every fourth": edited("drop_but_fourth", "--drop --layers=0-2,4-6"),
+    "the cheapest half": CHEAPEST_HALF,
+    "for 0.1 nats": FOR_A_TENTH,
+    "all but every fourth": BUT_FOURTH,
     "the slow half of the pairs": child("p_rope_after", ROPE, "method='rope:base=500,fraction=0.5',qk_norm=head"),
 }
-PARTIAL = tuple(arm.name for arm in ARMS.values())
 
 STUDY = Study(
     claim="Dropping some layers, chosen by what they cost, is better than dropping all: as good beyond the training "
