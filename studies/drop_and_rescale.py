@@ -41,6 +41,6 @@ STUDY = Study(
         for under, end in ((", under YaRN", " YaRN"), (", not rescaled", ""))
         for name, metric in (("text loss in nats", "text"), ("needles found", "needles"))
     },
-    tried="The rule was written when seed 0 of drop_for_0.1, drop_cheapest_half and drop_but_fourth had been seen, and of "
-    "rope, without the further steps: text at 8x under YaRN 3.276, 3.309, 3.426 and 3.309.",
+    tried="The rule was written when seed 0 of drop_for_0.1, drop_cheapest_half and drop_but_fourth had been seen, and "
+    "rope without the further steps: text at 8x under YaRN 3.276, 3.309, 3.426 and 3.309.",
 )

@@ -47,7 +47,8 @@ def _draw_curves(axis: Any, result: Mapping[str, Any], panel: str, lines: Mappin
         found = {label: at for label, term in plain.items() if (at := point(result, term))}
         for n, (x, at) in enumerate(enumerate(found.values())):
             _errorbar(axis, [x], [at], n, None)
-        axis.set_xticks(range(len(found)), [textwrap.fill(label, 14) for label in found], fontsize=7)
+        width = max(7, 56 // max(len(found), 1))
+        axis.set_xticks(range(len(found)), [textwrap.fill(label, width) for label in found], fontsize=7)
         axis.set_xlim(-0.5, len(found) - 0.5)
     else:
         places = sorted({x for term in lines.values() for x in _places(result, term)})
@@ -58,6 +59,8 @@ def _draw_curves(axis: Any, result: Mapping[str, Any], panel: str, lines: Mappin
         if "by length" in panel:
             axis.set_xlabel("length / training length", fontsize=8)
         axis.legend(fontsize=6.5)
+    if panel.startswith("needles found"):  # a share; intervals by Student's t may go beyond 0 and 1
+        axis.set_ylim(-0.05, 1.05)
     axis.set_title(panel, fontsize=9)
 
 
