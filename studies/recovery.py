@@ -2,15 +2,19 @@
 
 from pe_lab.studies import Criterion, Study, losses
 
-from .arms import DROPE, NOPE, ROPE
+from .arms import DROPE, NOPE, RECALIBRATE, ROPE, STEPS, child
 
 LOSS = "validation prose"
+BY_STEPS = {
+    steps: child(f"drope_{steps}", ROPE, f"method=nope,qk_norm=head,steps={steps}")
+    for steps in (STEPS // 16, STEPS // 8, STEPS // 2, STEPS)
+} | {RECALIBRATE: DROPE}
 
 STUDY = Study(
     claim="After a drop, a small share of the pretraining's tokens brings the loss at the training length back to "
     "that of the model with RoPE.",
     paper="DroPE, Figure 10 and Table 5, whose measure is multiple choice",
-    arms=(ROPE, DROPE, NOPE),
+    arms=(ROPE, *BY_STEPS.values(), NOPE),
     criteria=(
         Criterion(
             "a fifth of the tokens brings the loss within 0.05 nats of RoPE's",
@@ -21,8 +25,13 @@ STUDY = Study(
         ),
         Criterion("and below that of NoPE from scratch", f"drope: {LOSS}", (f"nope: {LOSS}",), lower=True, by=0.01),
     ),
+    evaluation=None,
     measure=losses,
     curves={
-        "loss on prose, nats": {"RoPE": f"rope: {LOSS}", "recalibrated": f"drope: {LOSS}", "NoPE": f"nope: {LOSS}"}
+        "loss on prose, nats": {
+            "RoPE": f"rope: {LOSS}",
+            **{f"after {100 * n / STEPS:.3g}% more": f"{BY_STEPS[n].name}: {LOSS}" for n in sorted(BY_STEPS)},
+            "NoPE": f"nope: {LOSS}",
+        },
     },
 )
