@@ -35,8 +35,8 @@ Cost at 40% MFU, in v5e chip-hours:
   1.7b    20b (19,073 steps)          809   3.2 hours
   135m    210m (400 steps)            1.9   22 minutes on an H200, 30 with a teacher (computed, not run)
   135m    1b (2K steps)               9.3
-A teacher costs a third more. On 256 chips a batch is 2 windows each; on 8 GPUs it is 64: --config.phases.0.accumulate=4 (8 for the 1.7B). On
-fewer, also --config.mesh.fsdp=1. Does it fit?
+A teacher costs a third more. On 256 chips a batch is 2 windows each; on 8 GPUs it is 64:
+--config.phases.0.accumulate=4 (8 for the 1.7B). On fewer, also --config.mesh.fsdp=1. Does it fit?
   python -m pe_lab.plan --config=configs/drope_smollm.py:model=360m --topology=v5e:16x16
   python -m pe_lab.plan --config=configs/drope_smollm.py:model=1.7b --topology=v5e:16x16
   python -m pe_lab.plan --config=configs/drope_smollm.py:model=135m --topology=h100:1

@@ -193,7 +193,7 @@ def _lower(plan: Plan, phase: PhaseNumbers) -> tuple[Any, float]:
         heads = shape.heads, shape.kv_heads, shape.head_dim
         its = build_schedule(layers, *heads, config.sequence_length)
         distilled = distilled_loss(model, shape, its, config.distill, mesh, AxisRules())
-        schedule = DistilledInputs(schedule, model.shapes, its)
+        schedule = DistilledInputs(schedule, distilled[0].teacher.shapes, its)
     start = time.perf_counter()
     options, rules = plan.config.compiler_options, AxisRules()
     step = compile_train_step(model, optimizer, mesh, rules, config.accumulate, options=options, distilled=distilled)
