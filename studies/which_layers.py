@@ -28,7 +28,7 @@ STUDY = Study(
         ),
         *(
             Criterion(
-                f"text at {x}x: the best partial drop is not worse than all dropped",
+                f"text at {x}x: the cheapest half is not worse than all dropped",
                 f"drop_cheapest_half: text {x}x",
                 (f"drope: text {x}x",),
                 lower=True,

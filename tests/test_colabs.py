@@ -117,7 +117,7 @@ def test_half_of_a_model_is_dropped_and_distilled(quick_run, tmp_path, monkeypat
     notebook = execute(DROP, quick_run, 2, monkeypatch)
     printed = [o.text for cell in notebook.cells for o in cell.get("outputs", []) if o.output_type == "stream"]
     assert any("1 of 3 layers cost least" in text for text in printed)
-    assert any("half dropped, distilled, YaRN" in text and "0.000" in text for text in printed)
+    assert any("half dropped, distilled, YaRN" in text for text in printed)
     history = json.loads((tmp_path / "out/distilled/finetune/phase.json").read_text())["lineage"]
     assert any("-> nope on layer" in one["what"] for one in history)
 

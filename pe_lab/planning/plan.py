@@ -187,7 +187,8 @@ def _lower(plan: Plan, phase: PhaseNumbers) -> tuple[Any, float]:
     state, batch, schedule = step_inputs(model, optimizer, config, phase.plan.schedule, plan.config.data.segments)
     distilled = None
     if config.distill is not None and learns(config.distill):
-        # The teacher's checkpoint is not opened: it has the model's shape, and the encoding before this phase.
+        # The teacher's checkpoint is not opened: it has the model's shape, and the encoding before this phase,
+        # or RoPE.
         index, shape = phase.plan.index, model.config
         layers = plan.phases[index - 1].plan.layers if index else (Layer(Rope()),) * shape.layers
         heads = shape.heads, shape.kv_heads, shape.head_dim

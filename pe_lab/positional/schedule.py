@@ -104,7 +104,7 @@ class Schedule:
     ) -> Schedule:
         """The same encoding with a more general structure: every layer rotates, by angle 0 where it did not.
 
-        A layer whose hook encodes queries and keys keeps its own: the hook may make wider heads than a rotation is for.
+        A layer whose hook encodes queries and keys rotates only if it did: the hook may make heads of more channels.
         Schedules with the same windows that are generalized with the same arguments share one compilation. `heads`,
         `slopes` and `noisy` are added to the structure that this schedule needs. Noise is drawn per query head, so
         `noisy` implies split heads.
