@@ -104,7 +104,8 @@ class Schedule:
     ) -> Schedule:
         """The same encoding with a more general structure: every layer rotates, by angle 0 where it did not.
 
-        A layer whose hook encodes queries and keys rotates only if it did: the hook may make heads of more channels.
+        A layer whose hook encodes queries and keys rotates only if it did, or for noise: the hook may make heads of
+        more channels than a rotation is for.
         Schedules with the same windows that are generalized with the same arguments share one compilation. `heads`,
         `slopes` and `noisy` are added to the structure that this schedule needs. Noise is drawn per query head, so
         `noisy` implies split heads.
@@ -115,7 +116,7 @@ class Schedule:
         structure = tuple(
             dataclasses.replace(
                 s,
-                rotates=s.rotates or not any(has(one.encoding, "encode") for one in s.hooks),
+                rotates=s.rotates or noisy or not any(has(one.encoding, "encode") for one in s.hooks),
                 slopes=s.slopes or slopes,
                 noisy=s.noisy or noisy,
                 heads=max(s.heads, heads, key=order.index),
