@@ -136,8 +136,7 @@ def train(
 ) -> tuple[list[CellState], bool]:
     """Trains and evaluates all cells; returns the states of the last level that was begun, and whether it was stopped.
 
-    Arms that are only started from are trained, and not evaluated. `plan` makes the levels, and makes them
-    anew after surgery, whose children decide the configs that follow.
+    Arms that are only started from are trained, and not evaluated. `plan` makes the levels.
 
     Raises:
       OutOfTime: `deadline`, by time.monotonic(), has come; the cells have saved.
@@ -150,12 +149,12 @@ def train(
 
     listed = {arm.name for arm in study.arms}
     states: list[CellState] = []
-    levels = plan()
-    for depth in range(len(levels)):
-        if levels[depth].edits:
-            _edit(levels[depth], show)
-            levels = plan()
-        level = levels[depth]
+    for depth in range(len(plan())):
+        # Planned anew each time: the configs of this level take over what only trained parents have.
+        level = plan()[depth]
+        if level.edits:
+            _edit(level, show)
+            level = plan()[depth]
         for evaluated in (False, True):
             names = frozenset(cell.name for cell in level.cells if (cell.setting["arm"] in listed) == evaluated)
             if not names:
