@@ -29,6 +29,7 @@ LATE_DROP = child("drop_late", ROPE, f"method=nope,at={STEPS * 3 // 4},steps={ST
 
 # As many more steps as those below have, with all of its encoding.
 ROPE_LONGER = child("rope_longer", ROPE, "method=kept,qk_norm=head")
+SLOW_HALF = child("p_rope_after", ROPE, "method='rope:base=500,fraction=0.5',qk_norm=head")
 
 
 def edited(name: str, surgery: str) -> Arm:

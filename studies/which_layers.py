@@ -2,7 +2,7 @@
 
 from pe_lab.studies import Criterion, Study, losses, scores, together
 
-from .arms import BUT_FOURTH, CHEAPEST_HALF, DROPE, FOR_A_TENTH, LENGTHS, ROPE, child
+from .arms import BUT_FOURTH, CHEAPEST_HALF, DROPE, FOR_A_TENTH, LENGTHS, ROPE, SLOW_HALF
 
 LOSS = "validation prose"
 
@@ -10,7 +10,7 @@ ARMS = {
     "the cheapest half": CHEAPEST_HALF,
     "for 0.1 nats": FOR_A_TENTH,
     "all but every fourth": BUT_FOURTH,
-    "the slow half of the pairs": child("p_rope_after", ROPE, "method='rope:base=500,fraction=0.5',qk_norm=head"),
+    "the slow half of the pairs": SLOW_HALF,
 }
 
 STUDY = Study(
