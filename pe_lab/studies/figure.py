@@ -52,12 +52,14 @@ def _draw_curves(axis: Any, result: Mapping[str, Any], panel: str, lines: Mappin
         axis.set_xlim(-0.5, len(found) - 0.5)
     else:
         places = sorted({x for term in lines.values() for x in _places(result, term)})
-        if places and places[-1] > 2 * max(places[0], 1e-9):
+        if places and 0 < 2 * places[0] < places[-1]:  # a layer's number may be 0
             axis.set_xscale("log", base=2)
         axis.set_xticks(places, [f"{x:g}" for x in places])
         axis.minorticks_off()
         if "by length" in panel:
             axis.set_xlabel("length / training length", fontsize=8)
+        elif "by layer" in panel:
+            axis.set_xlabel("layer", fontsize=8)
         axis.legend(fontsize=6.5)
     if panel.startswith("needles found"):  # a share; intervals by Student's t may go beyond 0 and 1
         axis.set_ylim(-0.05, 1.05)

@@ -7,14 +7,16 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pe_lab.page.markup import Markup, element
+from pe_lab.page.markup import Markup, element, folded
 from pe_lab.page.stylesheet import CSS
 from pe_lab.results.formatting import count
 from pe_lab.results.records import as_dict, mappings
 from pe_lab.studies.figure import draw
 from pe_lab.studies.results import effect, leading, rule_changes
+from pe_lab.studies.verdict import CONFIRMED, OPEN, REFUTED
 
 BEGIN, END = "<!-- made by `python -m pe_lab.study --write`: do not edit below -->", "<!-- end of what is made -->"
+LOOKS = {CONFIRMED: "win", REFUTED: "loss", OPEN: "soft"}  # verdict: colour of the stylesheet
 HEADER = ("claim", "paper", "verdict", "deciding difference, with 95% interval", "seeds", "minutes")
 
 
@@ -101,28 +103,67 @@ def html_page(results: Sequence[Mapping[str, Any]]) -> str:
         element("link", rel="icon", href="data:,"),
         element("style", Markup(CSS)),
     )
-    rows = [element("tr", *(element("td", cell) for cell in row)) for row in table_rows(results)]
-    table = element("table", element("tr", *(element("th", cell) for cell in HEADER)), *rows)
-    sections = [_html_section(result) for result in results]
+    verdicts = [result["verdict"] for result in results]
+    counts = [element("div", element("dt", name), element("dd", str(verdicts.count(name)))) for name in LOOKS]
+    top = element(
+        "header",
+        element("p", "pe_lab study", class_="kicker"),
+        element("h1", "The claims of the papers, tested"),
+        element("dl", counts, class_="summary"),
+    )
+    rows = [_html_row(result, row) for result, row in zip(results, table_rows(results), strict=True)]
+    main = element("main", element("h2", "Verdicts"), _html_table(HEADER, rows), *map(_html_section, results))
     when = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     footer = element("footer", f"Made by pe_lab.study on {when}.")
-    body = element("body", element("h1", "The claims of the papers, tested"), table, *sections, footer)
-    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+    return f"<!doctype html>\n{element('html', head, element('body', top, main, footer), lang='en')}\n"
+
+
+def _html_row(result: Mapping[str, Any], row: Sequence[str]) -> Markup:
+    """A row of the table at the top, whose claim leads to its section."""
+    claim, paper, verdict, *rest, seeds, minutes = row
+    link = element("a", claim, href=f"#{result['study']}")
+    cells = [element("td", link, class_="text", style="min-width:36ch"), _html_text(paper)]
+    cells += [_html_verdict(verdict), *map(_html_text, rest), element("td", seeds), element("td", minutes)]
+    return element("tr", cells)
+
+
+def _html_text(words: str) -> Markup:
+    return element("td", words, class_="text")
+
+
+def _html_verdict(verdict: str) -> Markup:
+    return element("td", element("b", verdict, style=f"color:var(--{LOOKS[verdict]})"), class_="text")
+
+
+def _html_table(header: Sequence[str], rows: Sequence[Markup]) -> Markup:
+    named = element("tr", *(element("th", cell, class_="text") for cell in header))
+    return element("div", element("table", element("thead", named), element("tbody", *rows)), class_="scroll")
 
 
 def _html_section(result: Mapping[str, Any]) -> Markup:
     picture = base64.b64encode(draw(result, "png")).decode()
     rows = [
-        element("tr", *(element("td", cell) for cell in (one["text"], one["rule"], effect(one), one["outcome"])))
+        element("tr", _html_text(one["text"]), _html_text(effect(one)), _html_verdict(one["outcome"]))
         for one in mappings(result["criteria"])
     ]
-    header = element("tr", *(element("th", cell) for cell in ("criterion", "rule", "difference", "outcome")))
+    rules = element("ul", *(element("li", element("code", one["rule"])) for one in mappings(result["criteria"])))
+    about = f"{result['study']} · {result['paper']} · {_scope(result)} · "
+    verdict = element("b", result["verdict"], style=f"color:var(--{LOOKS[result['verdict']]})")
+    tried = " ".join(str(result["tried"]).split())
     return element(
         "section",
-        element("h2", f"{result['claim']} ({result['paper']}): {result['verdict']}"),
+        element("h2", result["claim"]),
+        element("p", about, verdict, class_="kicker"),
         element("img", src=f"data:image/png;base64,{picture}", alt=result["claim"], style="max-width:100%"),
-        element("table", header, *rows),
-        element("pre", result["command"]),
-        element("p", " ".join(str(result["tried"]).split())),
+        _html_table(("criterion", "difference, with 95% interval", "outcome"), rows),
+        element("pre", result["command"], class_="command"),
+        element("p", tried) if tried else None,
+        folded("The rule", rules),
         id=result["study"],
     )
+
+
+def _scope(result: Mapping[str, Any]) -> str:
+    """Its seeds and size in words."""
+    seeds = len(result["seeds"])
+    return f"{seeds} seed{'s' * (seeds != 1)} at {result['size']} size"
