@@ -85,6 +85,18 @@ def test_the_penalty_is_that_of_all_open_gates(params):
     assert (gradient[:, 0] > 0).all()
 
 
+def test_a_half_open_gate_costs_most_where_gates_are_polarized():
+    layers = [Layer(GatedRope(base=100.0, polarize_per_head=0.5))] * 2
+    learned = Model(SHAPE, hooks=layer_hooks(layers, 2)).learned
+
+    def cost(gate):
+        return penalty(learned, with_gates({"layers": {}}, gate))
+
+    np.testing.assert_allclose([cost([1.0, 0.0]), cost([0.5, 1.0])], [0.0, 2 * 0.5], atol=1e-6)
+    slope = jax.grad(lambda a: penalty(learned, {"layers": {"positional": {"gated_rope": {"gate": a}}}}))
+    assert (jnp.sign(slope(jnp.asarray([[-0.3, 0.3]] * 2))) == jnp.asarray([1, -1])).all()
+
+
 def test_gates_start_open_and_reach_both_ends(params):
     start = gates(params["layers"]["positional"]["gated_rope"]["gate"])
     assert ((start > 0.9) & (start < 1)).all()

@@ -27,13 +27,15 @@ class GatedRope(Encoding):
     """RoPE and NoPE mixed by a gate for each query head: logit = g (rotated q . rotated k) + (1 - g) (q . k).
 
     g = clip(1.2 sigmoid(a) - 0.1, 0, 1) with a learned for each head, so that a gate can be 0 or 1 exactly. Training
-    adds `penalty_per_head` nats per token for each open gate: a head keeps its rotation if that saves more. Queries and
-    keys have 2K channels. `pe_lab.surgery --drop=gates` then makes a model of it in which heads with a closed gate have
-    no encoding, and the others RoPE.
+    adds `penalty_per_head` nats per token for each open gate: a head keeps its rotation if that saves more. Many gates
+    settle between 0 and 1, since a mix predicts better than either; `polarize_per_head`, in a second phase, drives them
+    to an end. Queries and keys have 2K channels. `pe_lab.surgery --drop=gates` then makes a model of it in which heads
+    with a closed gate have no encoding, and the others RoPE.
 
     Attributes:
       base: of RoPE.
       penalty_per_head: nats per token for an open gate; 0: none.
+      polarize_per_head: nats per token for a half-open gate, as 4 g (1 - g); 0: none.
     """
 
     display_name = "gated RoPE"
@@ -41,8 +43,11 @@ class GatedRope(Encoding):
 
     base: float = 10000.0
     penalty_per_head: float = 0.0
+    polarize_per_head: float = 0.0
 
-    limits: ClassVar[Limits] = {"penalty_per_head": (lambda x: 0 <= x < math.inf, "give nats per token, from 0.")}
+    limits: ClassVar[Limits] = dict.fromkeys(
+        ("penalty_per_head", "polarize_per_head"), (lambda x: 0 <= x < math.inf, "give nats per token, from 0.")
+    )
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
         return {"gate": Parameter(jnp.full(shape.num_heads, START), ("heads",), learning_rate=10.0)}
@@ -63,7 +68,8 @@ class GatedRope(Encoding):
         return mixed, jnp.concatenate([complex_product(k, cos, sin), k.astype(jnp.float32)], axis=-1)
 
     def penalty(self, params: Params) -> Float[Array, ""]:
-        return self.penalty_per_head * gates(params["gate"]).sum()
+        gate = gates(params["gate"])
+        return self.penalty_per_head * gate.sum() + self.polarize_per_head * (4 * gate * (1 - gate)).sum()
 
 
 def gates(parameter: Float[Array | np.ndarray, "*layers H"]) -> Float[Array, "*layers H"]:
