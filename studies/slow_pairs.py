@@ -9,9 +9,9 @@ from pe_lab.evaluation.tasks.beta import fit_beta
 from pe_lab.evaluation.variants import Subject, layers_under
 from pe_lab.studies import Criterion, Study
 
-from .arms import DROPE, ROPE_LONGER, SLOW_HALF
+from .arms import DROPE, LENGTHS, ROPE_LONGER, SLOW_HALF
 
-FACTORS, TOKENS, WINDOWS = (2, 4, 8, 16), 32768, 32
+TOKENS, FIT_TOKENS, WINDOWS = 32768, 8192, 32
 METHODS = ("as trained", "YaRN")
 
 
@@ -19,10 +19,14 @@ def beyond(directory) -> dict[str, float]:
     """Text and needles beyond the training length, as trained and under YaRN, and with the logit scale that fits."""
     lm = pe_lab.load(directory)
     subject, found = Subject(lm, "model", str(directory)), {}
-    for factor in FACTORS:
+    for factor in LENGTHS:
         length = factor * lm.training_length
-        text = text_windows(None, subject, length, 2 * TOKENS // length)
-        chosen_on, scored_on = (text.batch(range(half, len(text), 2)) for half in (0, 1))
+        windows, fit_windows = TOKENS // length, FIT_TOKENS // length
+        text = text_windows(None, subject, length, windows + fit_windows)
+        every = len(text) // fit_windows
+        chosen = range(0, every * fit_windows, every)
+        chosen_on = text.batch(chosen)
+        scored_on = text.batch([n for n in range(len(text)) if n not in chosen])
         asked = symbol_windows(subject, length, WINDOWS, 0)
         choosing, prose, needles = (Streams(lm, one.tokens) for one in (chosen_on, scored_on, asked))
         for method in METHODS:
@@ -60,7 +64,7 @@ STUDY = Study(
                 lower=True,
                 by=0.01,
             )
-            for x in FACTORS
+            for x in LENGTHS
         ),
         *(
             Criterion(
@@ -69,7 +73,7 @@ STUDY = Study(
                 (f"rope_longer: needles {x}x YaRN, fitted",),
                 tolerance=0.05,
             )
-            for x in FACTORS
+            for x in LENGTHS
         ),
     ),
     evaluation=None,
