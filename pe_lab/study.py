@@ -150,8 +150,8 @@ def _conclude(
     named = next((one for one in args.names if Path(one).stem == study.name), study.name)
     keys = [f"--config.{key}={value}" for key, value in overrides.items()]
     line = ["python", "-m", "pe_lab.study", named, f"--size={args.size}", f"--seeds={args.seeds or 3}", *keys]
-    # A history goes on from the committed result, wherever the runs are.
-    before = read_result(study.name, where) or read_result(study.name, results_directory())
+    # A history goes on from the committed result, which is beside the study's file, wherever the runs are.
+    before = read_result(study.name, where) or read_result(study.name, Path(study.file).parent / "results")
     before = before if before and before["size"] == args.size else None
     result = make_result(study, args.size, seeds, values, costs(levels), shlex.join(line), before)
     path = write_result(result, where)

@@ -128,6 +128,17 @@ def test_a_rule_that_changes_after_a_run_is_in_the_history(study, capsys):
     assert "A child is better." in (study / "claims.html").read_text()
 
 
+def test_a_history_goes_on_from_the_committed_result(study):
+    """1 s. Another machine has the result that was committed, and none of its runs."""
+    assert main(["better.py", "--seeds=2"]) == 0
+    (study / "runs/studies/laptop/results").rename(study / "results")
+    path = study / "better.py"
+    path.write_text(path.read_text().replace("by=0.01", "by=2.0"))
+    assert main(["better.py", "--seeds=2"]) == 0
+    (result,) = read_results(study / "runs/studies/laptop/results")
+    assert [one["verdict"] for one in result["history"]] == ["confirmed", "not settled"]
+
+
 def test_a_changed_recipe_is_not_taken_for_the_run_that_is_there(study):
     assert main(["better.py", "--seeds=1,"]) == 0
     again = study / "again.py"

@@ -29,7 +29,7 @@ class GatedRope(Encoding):
     g = clip(1.2 sigmoid(a) - 0.1, 0, 1) with a learned for each head, so that a gate can be 0 or 1 exactly. Training
     adds `penalty_per_head` nats per token for each open gate: a head keeps its rotation if that saves more. Many gates
     settle between 0 and 1, since a mix predicts better than either; `polarize_per_head`, in a second phase, drives them
-    to an end. Queries and keys have 2K channels. `pe_lab.surgery --drop=gates` then makes a model of it in which heads
+    to 0 or 1. Queries and keys have 2K channels. `pe_lab.surgery --drop=gates` then makes a model of it in which heads
     with a closed gate have no encoding, and the others RoPE.
 
     Attributes:
