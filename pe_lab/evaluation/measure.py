@@ -13,7 +13,7 @@ from pe_lab.checkpoints.logit_scale import write_logit_scale
 from pe_lab.config import DataConfig
 from pe_lab.data.mixture import open_mixture
 from pe_lab.errors import CheckpointError, ConfigError, UserError
-from pe_lab.evaluation.plan import Plan, Unit, choose
+from pe_lab.evaluation.plan import Plan, Unit, choose, methods_for
 from pe_lab.evaluation.progress import TokenProgress
 from pe_lab.evaluation.scoring.forward import Forward, tensor_shards
 from pe_lab.evaluation.tasks import beta as betas
@@ -75,11 +75,7 @@ class Evaluation:
         self.kept: list[str] = []
         self.reused: list[Unit] = []
         self.suites, self.methods = self._possible()
-        self.variants = [
-            variant
-            for subject in self.subjects
-            for variant in variants_of(subject, self.methods, plan.descriptions, functools.partial(self._beta, subject))
-        ]
+        self.variants = [variant for subject in self.subjects for variant in self._variants_of(subject)]
         self.units = list(self._units())
         self.forwards: Forwards = {} if forwards is None else forwards
         for variant in self.variants:
@@ -128,24 +124,31 @@ class Evaluation:
     # --------------------------------------------------------------------------------------------------------
     # What to measure
 
+    def _variants_of(self, subject: Subject) -> list[Variant]:
+        methods = [method for method in methods_for(self.plan, subject) if method in self.methods]
+        return variants_of(subject, methods, self.plan.descriptions, functools.partial(self._beta, subject))
+
     def _possible(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The suites and methods of the plan that are possible for these checkpoints and this data."""
         names = ", ".join(s.name for s in self.mixture.sources)
-        dropped = [s for s in self.subjects if "beta" in s.methods]
+        scaled = [s for s in self.subjects if "beta" in s.methods]
         reasons: dict[str, str] = {}
         if not self._text:
             reasons["perplexity"] = f"its data ({names}) holds out no text"
         if not self._needles:
             reasons["needles"] = f"it was trained without needles (its data: {names})"
-        if not dropped:
-            reasons["beta"] = "no checkpoint here is without positional encoding and without a logit scale of its own"
+        if not scaled:
+            reasons["beta"] = (
+                "a logit scale is fitted for layers that rotate or have no encoding, are not scaled, and have no logit "
+                "scale of their own"
+            )
         elif not self._text:
             reasons["beta"] = f"a logit scale is fitted on held-out text, and its data ({names}) has none"
-        elif max(self.plan.lengths) <= min(s.training_length for s in dropped):
+        elif max(self.plan.lengths) <= min(s.training_length for s in scaled):
             reasons["beta"] = "no length is beyond the training length"
         elif reason := self._nothing_to_fit():
             reasons["beta"] = reason
-            if self.plan.methods is None and not self.plan.descriptions:
+            if self.plan.methods is None and any("beta" in methods_for(self.plan, s) for s in scaled):
                 self.skipped.append(f"β left out: {reason}.")
         if self.plan.suites is None:
             self.skipped += [f"{s} left out: {reasons[s]}." for s in MEASURED[:2] if s in reasons]

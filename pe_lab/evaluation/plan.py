@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pe_lab.config import EvaluationConfig
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.tasks.suites import MEASURED
-from pe_lab.evaluation.variants import ON_REQUEST, Subject, Variant, check_methods
+from pe_lab.evaluation.variants import Subject, Variant, check_methods
 from pe_lab.results.variants import VARIANTS
 
 
@@ -48,6 +48,15 @@ class Unit:
         return self.length / self.variant.training_length
 
 
+def methods_for(plan: Plan, subject: Subject) -> tuple[str, ...]:
+    """The methods that a plan asks for, of those that are possible for a checkpoint."""
+    if plan.methods is None and plan.descriptions:
+        return ()
+    named = subject.default_methods if plan.methods is None else plan.methods
+    fits = ("beta",) if plan.methods is None and "beta" in (plan.suites or ()) else ()
+    return tuple(method for method in subject.methods if method in (*named, *fits))
+
+
 def choose(
     plan: Plan, subjects: Sequence[Subject], reasons: Mapping[str, str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -65,10 +74,8 @@ def choose(
     if "beta" in (plan.methods or ()) and "beta" in reasons:
         raise ConfigError(f"--methods=beta cannot be measured for this run: {reasons['beta']}.")
     check_methods(plan.methods or (), subjects)
-    wanted = plan.methods
-    if wanted is None:
-        wanted = () if plan.descriptions else [m for m in VARIANTS if m not in (*ON_REQUEST, *reasons)]
-    methods = tuple(m for m in VARIANTS if m in wanted and any(m in s.methods for s in subjects))
+    wanted = {method for subject in subjects for method in methods_for(plan, subject)}
+    methods = tuple(m for m in VARIANTS if m in wanted and m not in reasons)
     if "beta" not in methods:
         if plan.suites and "beta" in plan.suites:
             raise ConfigError("--suite=beta fits the logit scale: leave --methods out, or name beta in it.")

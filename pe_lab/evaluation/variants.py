@@ -24,7 +24,6 @@ from pe_lab.results.records import digest
 from pe_lab.results.variants import EXTERNAL, PAPER_COEFFICIENT, PAPER_COEFFICIENT_EXTERNAL, VARIANTS, label, paper_beta
 from pe_lab.results.variants import SCALINGS as SCALING_METHODS
 
-ON_REQUEST = ("dropped",)  # methods that are measured only when they are named
 LABEL_WIDTH = 60  # characters of a description in a label, at most
 
 
@@ -71,6 +70,12 @@ class Subject:
     @property
     def methods(self) -> tuple[str, ...]:
         return methods_of(self.checkpoint.layers, self.training_length)
+
+    @property
+    def default_methods(self) -> tuple[str, ...]:
+        """The methods that are measured where none are named: a model that rotates gets no fitted scale, no drop."""
+        named = ("beta", "dropped") if any(_rotates(layer) for layer in self.checkpoint.layers) else ()
+        return tuple(method for method in self.methods if method not in named)
 
 
 def unscaled(length: int) -> float:
@@ -224,11 +229,14 @@ def all_variants(
     check_methods(methods or (), subjects)
     chosen = methods if methods is not None else () if descriptions else VARIANTS[:1]
     found = []
-    for subject in subjects:
+    scales = [read_logit_scale(subject.checkpoint) for subject in subjects]
+    for subject, scale in zip(subjects, scales, strict=True):
         if attention is not None:
             subject = dataclasses.replace(subject, lm=subject.lm.with_attention(attention))
-        scale = read_logit_scale(subject.checkpoint)
-        found += variants_of(subject, chosen, descriptions, None if scale is None else scale.at)
+        # An evaluation of a whole run fits the scale of the dropped model only, and that is then the one meant.
+        unfitted = scale is None and any(scales) and "beta" not in subject.default_methods
+        named = [method for method in chosen if not (method == "beta" and unfitted)]
+        found += variants_of(subject, named, descriptions, None if scale is None else scale.at)
     return found
 
 
@@ -300,17 +308,22 @@ def methods_of(layers: Sequence[Layer], training_length: int) -> tuple[str, ...]
     """The methods that are possible for a model.
 
     Cropping, scaling and dropping need layers that rotate. A layer that is scaled already is not scaled again, nor is
-    one whose window is within the training length. The logit scales are for models without encodings and without a
-    scale of their own. `dropped` shows the cost of a drop before recalibration.
+    one whose window is within the training length. A logit scale is fitted for models whose layers rotate or have no
+    encoding, are not scaled, and have no scale of their own; the paper's is for models without encodings. `dropped`
+    shows the cost of a drop before recalibration.
     """
     chosen = ["as trained"]
-    if any(_rotates(layer) for layer in layers):
+    rotates = any(_rotates(layer) for layer in layers)
+    if rotates:
         chosen.append("cropped")
         if any(_can_scale(layer, training_length) for layer in layers):
             chosen += SCALING_METHODS
+    bare = [isinstance(layer.encoding, NoPE) for layer in layers]
+    fits = [none or (_rotates(layer) and _scaling(layer) is None) for none, layer in zip(bare, layers, strict=True)]
+    if all(fits) and all(layer.logit_scale == 1 for layer in layers):
+        chosen += ["beta"] + ["paper beta"] * all(bare)
+    if rotates:
         chosen.append("dropped")
-    elif all(isinstance(layer.encoding, NoPE) and layer.logit_scale == 1 for layer in layers):
-        chosen += ["beta", "paper beta"]
     return tuple(chosen)
 
 

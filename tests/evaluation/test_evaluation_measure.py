@@ -132,6 +132,19 @@ def test_beta_is_fitted_on_text_that_is_not_scored(whole):
             assert [r["beta"] for r in used] == [row["beta"]]
 
 
+def test_a_scale_is_fitted_for_a_model_that_rotates_if_it_is_named(data, tmp_path, whole):
+    """0.3 s. A whole evaluation fits the dropped model's alone."""
+    assert {row["model"] for row in pick(whole[1], "beta")} == {"DroPE"}
+    done = evaluation(data, tmp_path, subjects(data), suites=("beta",), lengths=(16, 32))
+    fits = {row["model"]: row for row in done.run()}
+    assert set(fits) == {"RoPE", "DroPE"} and fits["RoPE"]["nll_after"] < fits["RoPE"]["nll_before"]
+    plan = dict(suites=("perplexity",), methods=("as trained", "beta"), lengths=(16, 32))
+    rows = evaluation(data, tmp_path, subjects(data)[:1], **plan).run()
+    plain, scaled = (pick(rows, "perplexity", method=m, length=32)[0] for m in plan["methods"])
+    assert scaled["label"] == "RoPE, β" and scaled["beta"] == fits["RoPE"]["beta"] and scaled["nll"] != plain["nll"]
+    assert len({row["nll"] for row in pick(rows, "perplexity", length=16)}) == 1
+
+
 def test_the_papers_scale_is_a_constant_that_nothing_is_fitted_for(data, tmp_path, whole):
     for row in pick(whole[1], "needles", method="paper beta"):
         assert row["beta"] == pytest.approx(1 + 0.412 * math.log(row["factor"]), abs=1e-6)
@@ -181,7 +194,7 @@ def test_scales_that_were_fitted_on_other_text_do_not_count(whole, data, tmp_pat
     rows = RecordFile(whole[2] / "beta.jsonl").records
     other = {**rows[0], "length": 128, "factor": 8, "beta": 9.0, "settings": {**rows[0]["settings"], "data": ["x"]}}
     file.put([*rows, other])
-    evaluation(data, tmp_path, suites=("beta",)).run()
+    evaluation(data, tmp_path, subjects(data)[1:], suites=("beta",)).run()
     found = RecordFile(tmp_path / "beta.jsonl").records
     assert [r["c_all_lengths"] for r in found if r["length"] != 128] == [r["c_all_lengths"] for r in rows]
 
@@ -244,8 +257,9 @@ def test_what_is_impossible_is_refused_and_what_is_not_asked_for_left_out(data, 
     assert left.suites == ("perplexity", "beta") and any("without needles" in s for s in left.skipped)
     with pytest.raises(UserError, match="--methods=pi makes no sense .*DroPE.*as-trained, beta".replace("pi", "PI")):
         evaluation(data, tmp_path, dropped, methods=("PI",))
-    with pytest.raises(UserError, match="--suite=beta .* without positional encoding"):
-        evaluation(data, tmp_path, rope, suites=("beta",))
+    alibi = [Subject(tiny.language_model(tiny.checkpoint(Alibi(), data)), "tiny", "pretrain/checkpoints/3")]
+    with pytest.raises(UserError, match="--suite=beta .* layers that rotate or have no encoding"):
+        evaluation(data, tmp_path, alibi, suites=("beta",))
     with pytest.raises(UserError, match="no length is beyond"):
         evaluation(data, tmp_path, dropped, suites=("beta",), lengths=(16,))
     with pytest.raises(UserError, match="leave --methods out"):

@@ -55,7 +55,7 @@ def test_beta_scales_the_logits_of_every_layer():
 
 
 def test_which_methods_make_sense():
-    assert methods_of(ROPE, 100) == ("as trained", "cropped", "PI", "NTK", "YaRN", "dropped")
+    assert methods_of(ROPE, 100) == ("as trained", "cropped", "PI", "NTK", "YaRN", "beta", "dropped")
     assert methods_of(NOPE, 100) == ("as trained", "beta", "paper beta")
     assert methods_of(layers(Alibi(), 2), 100) == ("as trained",)
     # A scale of its own is not multiplied by another, nor replaced by a fit of what it leaves.
@@ -64,7 +64,8 @@ def test_which_methods_make_sense():
     assert methods_of(layers(Rope(fraction=0.0), 2), 100) == ("as trained",)
     # Nothing rotates over distances that training did not show.
     swa = (Layer(Rope(), window=64), Layer(NoPE()))
-    assert methods_of(swa, 100) == ("as trained", "cropped", "dropped")
+    assert methods_of(swa, 100) == ("as trained", "cropped", "beta", "dropped")
+    assert methods_of((Layer(Rope()), Layer(Alibi())), 100) == ("as trained", "cropped", "PI", "NTK", "YaRN", "dropped")
     assert methods_of((Layer(Rope(scaling=PI(2.0))),), 100) == ("as trained", "cropped", "dropped")
 
 
