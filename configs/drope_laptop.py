@@ -21,7 +21,7 @@ from pe_lab.positional import NoPE, Rope
 from pe_lab.recipes import phase
 
 LENGTH = 64
-STEPS = {"": (4000, 2000), "full": (4000, 2000), "quick": (120, 60)}
+STEPS = {"": (4000, 1000), "full": (4000, 1000), "quick": (120, 30)}
 
 
 def get_config(arg: str = "") -> ConfigDict:
@@ -50,15 +50,16 @@ def get_config(arg: str = "") -> ConfigDict:
 
     # Base 10000 belongs to windows of 2048 tokens: 15% of its pairs rotate less than once in eight windows. At 64
     # tokens, base 200 has that fraction; with 10000, half of the pairs would hardly rotate, as in NoPE.
-    rope = Rope(base=200.0)
+    rope, half = Rope(base=200.0), Rope(base=200.0, fraction=0.5)
     adamw = dict(learning_rate=3e-3, warmup_steps=50, weight_decay=0.05)
     window = dict(sequence_length=LENGTH, batch_size=32, optimizer=adamw)
     config.phases = [
         phase(name="pretrain", steps=pretrain, positional=rope, **window),
+        phase(name="half", steps=recalibrate, positional=half, **window),
         phase(name="recalibrate", steps=recalibrate, positional=NoPE(), **window),
     ]
     if arg == "full":
-        steps = pretrain + recalibrate
+        steps = pretrain + 2 * recalibrate
         config.phases.append(phase(name="nope", steps=steps, positional=NoPE(), init_from="random", **window))
     config.log = dict(every_steps=10, validate_every_steps=250)
     config.checkpoint = dict(every_steps=500)

@@ -17,7 +17,7 @@ from pe_lab.studies.verdict import CONFIRMED, OPEN, REFUTED
 
 BEGIN, END = "<!-- made by `python -m pe_lab.study --write`: do not edit below -->", "<!-- end of what is made -->"
 LOOKS = {CONFIRMED: "win", REFUTED: "loss", OPEN: "soft"}  # verdict: colour of the stylesheet
-HEADER = ("claim", "paper", "verdict", "deciding difference, with 95% interval", "seeds", "minutes")
+HEADER = ("claim", "paper", "verdict", "deciding difference, with 95% interval", "size", "seeds", "minutes")
 
 
 def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -31,6 +31,7 @@ def table_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 result["paper"],
                 result["verdict"],
                 f"{one['text']}: {effect(one)}",
+                result["size"],
                 str(len(result["seeds"])),
                 f"{result['minutes']:.0f}",
             ]
@@ -120,11 +121,11 @@ def html_page(results: Sequence[Mapping[str, Any]]) -> str:
 
 def _html_row(result: Mapping[str, Any], row: Sequence[str]) -> Markup:
     """A row of the table at the top, whose claim leads to its section."""
-    claim, paper, verdict, *rest, seeds, minutes = row
+    claim, paper, verdict, difference, size, *numbers = row
     link = element("a", claim, href=f"#{result['study']}")
     cells = [element("td", link, class_="text", style="min-width:36ch"), _html_text(paper)]
-    cells += [_html_verdict(verdict), *map(_html_text, rest), element("td", seeds), element("td", minutes)]
-    return element("tr", cells)
+    cells += [_html_verdict(verdict), _html_text(difference), _html_text(size)]
+    return element("tr", cells, *(element("td", number) for number in numbers))
 
 
 def _html_text(words: str) -> Markup:

@@ -133,10 +133,10 @@ def read_result(name: str, directory: AnyPath) -> dict[str, Any] | None:
 
 
 def read_results(directory: AnyPath | None = None) -> list[dict[str, Any]]:
-    """All results of a directory, by name."""
+    """All results of a directory: those on papers' claims first, by paper."""
     where = Path(str(directory)) if directory else results_directory()
     found = [read_result(path.stem, where) for path in sorted(where.glob("*.json"))]
-    return [one for one in found if one]
+    return sorted(filter(None, found), key=lambda one: (one["paper"].startswith("none"), one["paper"]))
 
 
 @dataclass(frozen=True)
