@@ -32,7 +32,7 @@ setup: $(STAMP) ## create .venv and install what is locked (PYTHON=..., UV=no, E
 $(STAMP): requirements.lock requirements-gpu.lock pyproject.toml launch/venv.sh
 	@PYTHON='$(PYTHON)' UV='$(UV)' EXTRA='$(EXTRA)' sh launch/venv.sh
 
-demo: $(STAMP) ## pretrain, drop, recalibrate, measure, show (QUICK=1: seconds; DEMO=full: and a NoPE baseline)
+demo: $(STAMP) ## pretrain, drop in two stages, measure, show (QUICK=1: seconds; DEMO=full: and a NoPE baseline)
 	$(PY) -m pe_lab.train --config=$(CONFIG)$(if $(DEMO),:$(DEMO)) --workdir=$(DEMO_RUN)
 	$(PY) -m pe_lab.evaluate --from=$(DEMO_RUN)
 	$(PY) -m pe_lab.report $(DEMO_RUN)

@@ -14,14 +14,12 @@ from pe_lab.recipes import load_config
 
 pytestmark = pytest.mark.slow
 PATIENCE = 400  # seconds for one process
-STEPS = (60, 40)
+STEPS = (60, 10, 40)
 SHORT = [
     "--config.data.sources.0.source=text:corpus/*.py",
     "--config.data.cache_dir=cache",
-    f"--config.phases.0.steps={STEPS[0]}",
-    f"--config.phases.1.steps={STEPS[1]}",
-    "--config.phases.0.optimizer.warmup_steps=5",
-    "--config.phases.1.optimizer.warmup_steps=5",
+    *(f"--config.phases.{n}.steps={steps}" for n, steps in enumerate(STEPS)),
+    *(f"--config.phases.{n}.optimizer.warmup_steps=5" for n in range(len(STEPS))),
     "--config.log.every_steps=1",
     "--config.log.validate_every_steps=20",
     "--config.log.validation_batches=2",
@@ -77,8 +75,9 @@ def test_sigkill_at_three_moments_changes_nothing(tmp_path):
     draw = random.Random(seed)
     overrides = dict(item.removeprefix("--config.").split("=", 1) for item in SHORT)
     config = load_config(str(REPOSITORY / "configs/drope_laptop.py"), overrides)
-    first, second = (phase.name for phase in config.phases)
-    assert "recal" in second
+    names = [phase.name for phase in config.phases]
+    first, last = names[0], names[-1]
+    assert "recal" in last
 
     write_corpus(tmp_path / "corpus")
     finish(start(command("whole"), tmp_path))
@@ -103,18 +102,18 @@ def test_sigkill_at_three_moments_changes_nothing(tmp_path):
 
     # 3. In the recalibration.
     process, at = start(command("killed"), tmp_path), draw.randint(1, 35)
-    wait_until(process, lambda: line_count(run / second / "metrics.jsonl") >= at)
+    wait_until(process, lambda: line_count(run / last / "metrics.jsonl") >= at)
     kill(process)
 
     out = finish(start(command("killed"), tmp_path))
     assert f"{first}: complete at step {STEPS[0]}, nothing to do" in out
-    assert_same_training(tmp_path / "whole", run, (first, second))
-    assert [record["step"] for record in records(run / second / "metrics.jsonl") if "loss" in record] == list(
-        range(1, STEPS[1] + 1)
+    assert_same_training(tmp_path / "whole", run, names)
+    assert [record["step"] for record in records(run / last / "metrics.jsonl") if "loss" in record] == list(
+        range(1, STEPS[-1] + 1)
     )
 
     again = finish(start(command("killed"), tmp_path))
-    assert again.count("nothing to do") == 2
+    assert again.count("nothing to do") == len(names)
 
 
 def test_sigterm_saves_and_ends_with_status_75(tmp_path):

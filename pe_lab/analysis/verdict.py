@@ -74,7 +74,7 @@ def judge(needles: Table | None, perplexity: Table | None, source: str = "") -> 
         return Verdict("Nothing has been evaluated here yet.", "missing")
     longer = [(table, [duel for duel in found if duel.column.key > 1]) for table, found in judged]
     decided = [(table, found) for table, found in longer if found]
-    details = [sentence for table, _ in judged if (sentence := _rope_by_length(table))]
+    details = [sentence for table, _ in judged for sentence in _rotary_by_length(table)]
     if not decided:
         first = judged[0][0]
         dropped = any(is_dropped(record) for record in first.variants.values())
@@ -219,14 +219,17 @@ def _perplexity_clause(found: Sequence[Duel], after: Sequence[Duel]) -> str:
     return f"; in perplexity it {listing(parts)}"
 
 
-def _rope_by_length(table: Table) -> str | None:
-    """The scores of RoPE as trained by length; None for fewer than two."""
-    cells = [(column, cell) for column in table.columns if (cell := _plain_rope(table, column))]
-    if len(cells) < 2:
-        return None
-    (first, start), *rest = cells
-    values = listing([f"{cell.shown} at {column.title}" for column, cell in rest])
-    return f"RoPE as trained {_has(table, start)} at {first.title}, {values}."
+def _rotary_by_length(table: Table) -> list[str]:
+    """The scores of the models that rotate, as trained, by length: RoPE, p-RoPE; none for fewer than two lengths."""
+    found = []
+    for label, record in table.variants.items():
+        cells = [(column, cell) for column in table.columns if (cell := table.column(column).get(label))]
+        if not is_rotary(record) or record.get("method") != "as trained" or len(cells) < 2:
+            continue
+        (first, start), *rest = cells
+        values = listing([f"{cell.shown} at {column.title}" for column, cell in rest])
+        found.append(f"{shortened(label)} as trained {_has(table, start)} at {first.title}, {values}.")
+    return found
 
 
 def _at_training_length(judged: Sequence[tuple[Table, list[Duel]]]) -> str | None:

@@ -25,7 +25,7 @@ from pe_lab.results.variants import is_dropped, is_rotary
 STORY = (
     "A language model was trained with RoPE, a rotary positional encoding. Then the encoding was removed (the "
     "“dropped” model, DroPE) and the model trained on for a little while, on sequences of the same length. This page "
-    "measures each variant of the two models on sequences longer than any they were trained on."
+    "measures each variant of these models on sequences longer than any they were trained on."
 )
 CAPTIONS = {
     "perplexity": "Each curve is the perplexity of tokens at that place in the sequence, averaged over sequences. A "

@@ -160,7 +160,7 @@ def test_a_recipe_is_as_the_study_of_schedules_reads_it(tmp_path):
     recipe = f"--config={ROOT}/configs/drope_laptop.py"
     assert main(["--study=phase", recipe, f"--out={tmp_path}", "--methods=pi", "--target=2x"]) == 0
     study, numbers = written(tmp_path)
-    assert [one["title"].split(",")[0] for one in study["metadata"]["rotations"]] == ["pretrain"]
+    assert [one["title"].split(",")[0] for one in study["metadata"]["rotations"]] == ["pretrain", "half"]
     length = study["metadata"]["rotations"][0]["length"]
     assert f"numbers/inv_freq_PI_{2 * length}" in numbers
 

@@ -11,7 +11,7 @@ from pe_lab.results.scores import Column, Table, arrange
 
 MODELS = {"RoPE": ("RoPE", "as trained"), "NTK": ("RoPE", "NTK"), "PI": ("RoPE", "PI"), "NoPE": ("NoPE", "as trained")}
 MODELS |= {"DroPE": ("DroPE", "as trained"), "β": ("DroPE", "beta"), "paper": ("DroPE", "paper beta")}
-MODELS |= {"odd": ("DroPE", "whirled")}
+MODELS |= {"odd": ("DroPE", "whirled"), "p-RoPE 0.5": ("p-RoPE 0.5", "as trained")}
 
 
 def scores(suite, values, known=True):
@@ -184,6 +184,14 @@ def test_rope_at_one_length_is_no_row_of_lengths():
     assert judge(scores("needles", {"RoPE": {2: 0.5}, "DroPE": {2: 0.6}}), None).details == []
     (said,) = judge(scores("needles", {"RoPE": {2: 0.5, 4: 0.4, 8: 0.3}}), None).details
     assert said == "RoPE as trained finds 50% of the needles at 2×, 40% at 4× and 30% at 8×."
+
+
+def test_every_model_that_rotates_has_its_row_of_lengths():
+    values = {"RoPE": {1: 0.9, 2: 0.4}, "NTK": {1: 0.9, 2: 0.5}, "p-RoPE 0.5": {1: 0.8, 2: 0.6}}
+    assert judge(scores("needles", values), None).details == [
+        "RoPE as trained finds 90% of the needles at 1×, 40% at 2×.",
+        "p-RoPE 0.5 as trained finds 80% of the needles at 1×, 60% at 2×.",
+    ]
 
 
 def test_other_schemes_are_compared_at_the_longest_length_that_both_have():
