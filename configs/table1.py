@@ -113,6 +113,7 @@ def drope_laptop_4_layers() -> ConfigDict:
     """The experiment of drope_laptop with the shares of the steps that DroPE has at 494M."""
     config = drope_laptop()
     config.model.layers = 4  # the fourth is the first of RNoPE-SWA without an encoding
+    config.phases = [config.phases[0], config.phases[-1]]  # all pairs are dropped at once, as in the paper
     for one, steps in zip(config.phases, (5250, 750), strict=True):
         one.steps, one.optimizer.warmup_steps = steps, 10
     return config
