@@ -101,7 +101,7 @@ def top(results: Results, level: int) -> Markup:
         "div",
         first,
         [element("p", sentence, class_="lede") for sentence in more],
-        element("p", STORY, class_="soft") if level == 1 and _tells_of_dropping(results) else None,
+        element("p", story, class_="soft") if level == 1 and (story := _story(results)) else None,
         bullets(verdict.details, "points"),
         _how_to_evaluate(results),
         duel_board(verdict.duels),
@@ -109,10 +109,13 @@ def top(results: Results, level: int) -> Markup:
     )
 
 
-def _tells_of_dropping(results: Results) -> bool:
-    """Whether both RoPE and a dropped model were measured."""
+def _story(results: Results) -> str:
+    """What was done to the model, in plain words; "" unless both RoPE and a dropped model were measured."""
     records = [record for table in results.all_tables for record in table.variants.values()]
-    return any(is_dropped(record) for record in records) and any(is_rotary(record) for record in records)
+    if not (any(map(is_dropped, records)) and any(map(is_rotary, records))):
+        return ""
+    partial = sorted({model for record in records if (model := str(record.get("model", ""))).startswith("p-RoPE ")})
+    return " ".join([STORY, *(f"{model} rotates that share of the pairs, the fastest ones." for model in partial)])
 
 
 def _how_to_evaluate(results: Results) -> Markup | None:
