@@ -223,7 +223,7 @@ def _rotary_by_length(table: Table) -> list[str]:
     """The scores of the models that rotate, as trained, by length: RoPE, p-RoPE; none for fewer than two lengths."""
     found = []
     for label, record in table.variants.items():
-        cells = [(column, cell) for column in table.columns if (cell := table.column(column).get(label))]
+        cells = [(column, cell) for column in table.columns if (cell := table.cell(label, column))]
         if not is_rotary(record) or record.get("method") != "as trained" or len(cells) < 2:
             continue
         (first, start), *rest = cells

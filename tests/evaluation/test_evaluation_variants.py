@@ -10,6 +10,7 @@ from pe_lab.evaluation import targets
 from pe_lab.evaluation.variants import (
     LABEL_WIDTH,
     Subject,
+    all_variants,
     layers_under,
     methods_of,
     model_name,
@@ -67,6 +68,16 @@ def test_which_methods_make_sense():
     assert methods_of(swa, 100) == ("as trained", "cropped", "beta", "dropped")
     assert methods_of((Layer(Rope()), Layer(Alibi())), 100) == ("as trained", "cropped", "PI", "NTK", "YaRN", "dropped")
     assert methods_of((Layer(Rope(scaling=PI(2.0))),), 100) == ("as trained", "cropped", "dropped")
+
+
+def test_a_scale_that_only_the_dropped_model_has_is_not_asked_of_the_other(monkeypatch):
+    rope, dropped = (Subject(tiny.language_model(tiny.checkpoint(one)), "tiny", "x") for one in (Rope(), NoPE()))
+    fitted = {id(dropped.checkpoint): Beta(0.1, 16)}
+    monkeypatch.setattr("pe_lab.evaluation.variants.read_logit_scale", lambda checkpoint: fitted.get(id(checkpoint)))
+    assert [one.subject for one in all_variants([rope, dropped], ["beta"], [])] == [dropped]
+    fitted.clear()
+    with pytest.raises(UserError, match="no fitted logit scale"):
+        all_variants([rope, dropped], ["beta"], [])
 
 
 def test_a_layer_with_a_short_window_is_not_stretched():
