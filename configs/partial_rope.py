@@ -7,7 +7,7 @@ queries and keys are normalized.
 
 Arguments: model=llama_1b (or pythia_1b, llama_8b), percent=100 (or 0, 10, 25, 50, 75; also 4 for llama_1b and 1
 for pythia_1b: two channels), length=2048 (or 1024, 4096, 8192), data=fineweb (or fineweb_edu, the default of
-pythia_1b), qk_norm=none (or head).
+pythia_1b), qk_norm=none (or head), rate=4e-4 (or 4e-3, 4e-5: Figure 6).
 
 Prepare (the tokenizer is Pythia's, huggingface.co/EleutherAI/pythia-1b; all of the 100B-token sample):
   python -m pe_lab.prepare --source=parquet:'fineweb/sample/100BT/*.parquet' \\
@@ -93,6 +93,7 @@ def get_config(arg: str = "") -> ConfigDict:
         length=("2048", "1024", "4096", "8192"),
         data=("", "fineweb", "fineweb_edu"),
         qk_norm=("none", "head"),
+        rate=("4e-4", "4e-3", "4e-5"),
     )
     model, percent, length, kind = (arguments[key] for key in ("model", "percent", "length", "qk_norm"))
     if percent not in PERCENTS[model]:
@@ -101,6 +102,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
     config = ConfigDict()
     config.name = f"partial_rope_{model}_{percent}_{length}_{data}" + ("_qk_norm" if kind == "head" else "")
+    config.name += f"_{arguments['rate']}" if arguments["rate"] != "4e-4" else ""
     common = dict(remat="auto", loss_chunks="auto", qk_norm=kind, scaled_residual_init=False)
     config.model = {
         "llama_1b": preset("llama_1b", tie_embeddings=False, **common),
@@ -118,7 +120,7 @@ def get_config(arg: str = "") -> ConfigDict:
             sequence_length=int(length),
             batch_size=4096 * 2048 // int(length),  # 8.4M tokens a step
             accumulate=4,
-            optimizer=dict(learning_rate=4e-4, warmup_steps=600, **adamw),
+            optimizer=dict(learning_rate=float(arguments["rate"]), warmup_steps=600, **adamw),
         )
     ]
     config.checkpoint = dict(every_steps=1000)
@@ -126,6 +128,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.evaluation = dict(tokens=2**20, fit_tokens=2**18, factors=[1, 2, 4])
 
     paper = (LAMBADA_NORMED if kind == "head" else LAMBADA).get((model, data, length), ())
+    paper = paper if arguments["rate"] == "4e-4" else ()
     perplexity = dict(zip(PERCENTS[model], paper, strict=False)).get(percent)
     config.notes = dict(
         paper=f"Partial RoPE, Table 4: {model}, RoPE on {percent}% of the channels, T = {length}, {data}",

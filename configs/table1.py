@@ -1,11 +1,11 @@
-"""DroPE's comparison from scratch: seven positional encodings with one model and one budget.
+"""DroPE's comparison from scratch: nine positional encodings with one model and one budget.
 
 Paper: "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings" (DroPE), appendix
 C.1 and the left column of Table 4: a 494M decoder in the shape of Qwen2-0.5B (without attention bias) on
-16.8B tokens of FineWeb, T = 1024, batch 1024. Reproduces Table 1, and the ends of Table 6. p-RoPE and partial
-RoPE are not in the paper; they have the same budget.
+16.8B tokens of FineWeb, T = 1024, batch 1024. Reproduces Table 1, and the ends of Table 6. p-RoPE, partial
+RoPE, SWAN and SSMax are not in the paper; they have the same budget.
 
-Arguments: method=rope (or nope, alibi, rnope_swa, p_rope, partial_rope, drope), size=494m (or laptop).
+Arguments: method=rope (or nope, alibi, rnope_swa, swan, ssmax, p_rope, partial_rope, drope), size=494m (or laptop).
 
 Prepare (30M documents are about 20B tokens; the tokenizer is Qwen2's, huggingface.co/Qwen/Qwen2-0.5B):
   python -m pe_lab.prepare --source=parquet:'fineweb/sample/100BT/*.parquet' \\
@@ -16,6 +16,8 @@ Train:
   python -m pe_lab.train --config=configs/table1.py:method=nope
   python -m pe_lab.train --config=configs/table1.py:method=alibi
   python -m pe_lab.train --config=configs/table1.py:method=rnope_swa
+  python -m pe_lab.train --config=configs/table1.py:method=swan
+  python -m pe_lab.train --config=configs/table1.py:method=ssmax
   python -m pe_lab.train --config=configs/table1.py:method=p_rope
   python -m pe_lab.train --config=configs/table1.py:method=partial_rope
   python -m pe_lab.train --config=configs/table1.py:method=drope
@@ -60,7 +62,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from pe_lab.model import preset
-from pe_lab.positional import Alibi, NoPE, PartialRope, Rope, rnope_swa
+from pe_lab.positional import Alibi, NoPE, PartialRope, Rope, rnope_swa, swan
 from pe_lab.recipes import phase, recipe_arguments
 
 from .drope_laptop import get_config as drope_laptop
@@ -70,19 +72,24 @@ EXPECTED = {
     "nope": "validation perplexity 23.77; needles at 2x 9.2 / 36.2 / 21.4 (multi-query / key / value)",
     "alibi": "needles at 2x 5.2 / 0.0 / 1.1 (multi-query / key / value); no perplexity in the paper",
     "rnope_swa": "needles at 2x 5.2 / 25.6 / 20.6 (multi-query / key / value); no perplexity in the paper",
+    "swan": "not in the paper",
+    "ssmax": "not in the paper",
     "p_rope": "not in the paper",
     "partial_rope": "not in the paper",
     "drope": "validation perplexity 21.73; needles at 2x 28.0 / 41.6 / 23.3 (multi-query / key / value)",
 }
 
 
-def encoding(method: str, base: float, window: int) -> Any:
+def encoding(method: str, base: float, length: int) -> Any:
     """The `positional` of a method's first phase."""
+    window = length // 4
     return {
         "rope": Rope(base=base),
         "nope": NoPE(),
         "alibi": Alibi(),
         "rnope_swa": rnope_swa(window, base=base),
+        "swan": swan(window, length, base=base),
+        "ssmax": f"rope:base={base:g}/with=ssmax",
         "p_rope": Rope(base=base, fraction=0.75),
         "partial_rope": PartialRope(base=base, fraction=0.25),
         "drope": Rope(base=base),
@@ -127,7 +134,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config = drope_laptop_4_layers() if laptop else drope_494m()
     config.name = f"table1_{method}" + ("_laptop" if laptop else "")
     pretrain, recalibrate = config.phases
-    pretrain.positional = encoding(method, pretrain.positional.base, pretrain.sequence_length // 4)
+    pretrain.positional = encoding(method, pretrain.positional.base, pretrain.sequence_length)
     if method != "drope":
         pretrain.steps += recalibrate.steps
         config.phases = [pretrain]

@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     seeds = parse_seeds(args.seeds or "3")
     root = storage.path("--workdir", args.workdir or f"runs/studies/{args.size}")
     if args.size == "paper":
-        studies = [study for study in studies if args.names or study.recipes]
+        studies = [study.at("paper") for study in studies if args.names or study.recipes]
     planned = []
     for study in studies:
         # Recipes at paper size are a study's own, and so are their runs.
@@ -175,7 +175,7 @@ def _costs(levels: Sequence[Level]) -> str:
             shown.append("?" if math.isnan(about["flops"]) else f"{about['flops']:.2e}")
             rows.append([arm, f"{done} of {len(cells)}", *shown, cells[0].reference])
         for arm in dict.fromkeys(arm for arm, _ in level.edits):
-            rows.append([arm.name, "0", "?", "?", "?", f"{arm.laptop} after surgery {arm.surgery}"])
+            rows.append([arm.name, "0", "?", "?", "?", f"{arm.recipe} after surgery {arm.surgery}"])
     return table(["arm", "trained", "parameters", "tokens", "FLOPs a seed", "recipe"], rows, words=1)
 
 

@@ -34,6 +34,11 @@ STUDY = Study(
         for x in LENGTHS
     ),
     measure=together(scores, losses),
+    recipes={
+        "rope": "configs/table1.py:method=rope",
+        LATE_DROP.name: "configs/table1.py:method=drope",
+        **{name: f"configs/table1.py:method={name}" for name in OTHERS},
+    },
     curves={
         "needles found, by length": {
             "dropped, paper's scale": f"{LATE_DROP.name}: needles {{x}}x paper beta",

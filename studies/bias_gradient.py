@@ -1,4 +1,7 @@
-"""The gradient of the positional bias at initialization, with and without rotation, on the same weights."""
+"""The gradient of the positional bias at initialization, with and without rotation, on the same weights.
+
+What is measured are initial weights: --config.phases.0.steps=1 saves a training of its own, as at --size=paper.
+"""
 
 import numpy as np
 
@@ -19,7 +22,7 @@ def gradients(directory) -> dict[str, float]:
     lm = trained.initialized(config.seed)
     length = config.phases[-1].sequence_length
     batches = validation_batches(config.data, sequence_length=length, batch_size=8, count=1)
-    tokens = batches["prose"][0]["tokens"]
+    tokens = next(iter(batches.values()))[0]["tokens"]  # of the first source, which is text
     rotated = positional_bias(lm, tokens)
     bare = positional_bias(lm.with_positional(drop().apply(lm.layers)), tokens)
     ratio = np.log10(rotated.query_gradient.mean((0, 2)) / bare.query_gradient.mean((0, 2)))  # [L, P]
@@ -49,6 +52,7 @@ STUDY = Study(
         )
     ),
     evaluation=None,
+    recipes={"rope": "configs/table1.py:method=rope"},
     measure=gradients,
     curves={"log10 of RoPE's over NoPE's gradient, by layer": {name: f"rope: ratio {name} {{x}}" for name in PATTERNS}},
 )

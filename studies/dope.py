@@ -1,5 +1,6 @@
 """DoPE: heads chosen by their entropy and left without encoding, beyond the training length, without training."""
 
+import argparse
 import dataclasses
 
 import numpy as np
@@ -7,7 +8,8 @@ import numpy as np
 import pe_lab
 from pe_lab.analysis.head_spectra import head_entropy
 from pe_lab.analysis.losses import Streams
-from pe_lab.analysis.sequences import symbol_windows, text_windows
+from pe_lab.analysis.sequences import Sequences, data_of, prompts, symbol_windows, text_windows
+from pe_lab.evaluation.tasks.suites import open_tasks
 from pe_lab.evaluation.variants import Subject
 from pe_lab.positional import NTK, dope_by_all
 from pe_lab.studies import Criterion, Study
@@ -16,6 +18,16 @@ from .arms import ROPE
 
 FACTOR, HEADS, WINDOWS = 4, 3, 32
 INDICATORS, RANKS, ORDERS = ("query", "key"), ("1", "8", "full"), ("ascending", "descending")
+
+
+def needles(subject: Subject, length: int) -> Sequences:
+    """Windows of the needles that the model was trained with; of a model that was not, prompts of niah."""
+    data = data_of(subject)
+    if data is None or data.prepared:
+        arguments = argparse.Namespace(haystack="essays", samples=WINDOWS, depths=None)
+        (task,) = open_tasks({"niah": ("standard",)}, arguments)
+        return prompts(task, subject.lm.tokenizer, length, WINDOWS, 0)
+    return symbol_windows(subject, length, WINDOWS, 0)
 
 
 def denoised(directory) -> dict[str, float]:
@@ -29,15 +41,15 @@ def denoised(directory) -> dict[str, float]:
         ]
     )
     subject = Subject(trained, "rope", str(directory))
-    asked = symbol_windows(subject, length, WINDOWS, 0)
+    asked = needles(subject, length)
     text = text_windows(None, subject, length, WINDOWS)
     # Heads are chosen on other text than that which is scored.
     chosen_on = text_windows(None, subject, length, 2 * WINDOWS).tokens[1::2][:8]
-    needles, prose = Streams(scaled, asked.tokens), Streams(scaled, text.tokens)
+    retrieved, prose = Streams(scaled, asked.tokens), Streams(scaled, text.tokens)
 
     def numbers(name, layers) -> dict[str, float]:
         lm = dataclasses.replace(scaled, layers=layers)
-        right = needles.under(lm).scores(asked.questions.at, asked.questions.answers)[1]
+        right = retrieved.under(lm).scores(asked.questions.at, asked.questions.answers)[1]
         return {
             f"needles {name}": float(right.mean()),
             f"text {name}": float(prose.under(lm).losses(text.targets).mean()),
@@ -79,6 +91,7 @@ STUDY = Study(
         for name in ("key 8 ascending", "key 8 descending")
     ),
     evaluation=None,
+    recipes={"rope": "configs/table1.py:method=rope"},
     measure=denoised,
     curves={
         "needles found at 4x": {

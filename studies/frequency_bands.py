@@ -14,16 +14,16 @@ from pe_lab.studies import Criterion, Study
 from .arms import ROPE
 
 WINDOWS, FACTOR = 16, 4
-MIDDLE = 500.0**-0.5  # radians per token that half of the pairs are faster than
 
 
 def bands(directory) -> dict[str, float]:
     """The previous-token bias without the fast or slow half of the pairs; norms; losses without slow rotations."""
     lm = pe_lab.load(directory)
+    base = lm.layers[0].encoding.base
     subject = Subject(lm, "rope", str(directory))
     text = text_windows(None, subject, lm.training_length, WINDOWS)
     everywhere = [(n, h) for n in range(len(lm.layers)) for h in range(lm.config.heads)]
-    length_of_middle = round(2 * np.pi / MIDDLE)
+    length_of_middle = round(2 * np.pi * base**0.5)  # the wavelength that half of the pairs are below
     found = {}
     for name, keep in (("fast", "slow"), ("slow", "fast")):
         edited = lm.with_positional(dope_by_parts(lm.layers, everywhere, length_of_middle, keep))
@@ -38,7 +38,8 @@ def bands(directory) -> dict[str, float]:
     for factor in (1, FACTOR):
         at = text_windows(None, subject, factor * lm.training_length, WINDOWS)
         for name, fraction in (("all", 1.0), ("without slow", 0.75)):
-            losses = Streams(lm.with_positional(f"rope:base=500,fraction={fraction}"), at.tokens).losses(at.targets)
+            rotated = lm.with_positional(f"rope:base={base:g},fraction={fraction}")
+            losses = Streams(rotated, at.tokens).losses(at.targets)
             beyond = losses[:, lm.training_length :] if factor > 1 else losses
             found[f"text {factor}x {name}"] = float(beyond.mean())
     return found
@@ -71,6 +72,7 @@ STUDY = Study(
         ),
     ),
     evaluation=None,
+    recipes={"rope": "configs/p_rope.py:encoding=rope"},
     measure=bands,
     curves={
         "previous-token bias of the most previous-token head": {

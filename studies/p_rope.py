@@ -26,6 +26,7 @@ STUDY = Study(
         ),
         Criterion("0.25-RoPE is better than NoPE", f"p_rope_25: {LOSS}", (f"nope: {LOSS}",), lower=True, by=0.005),
     ),
+    evaluation=None,
     measure=losses,
     recipes={
         "nope": "configs/p_rope.py:encoding=nope",

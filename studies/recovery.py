@@ -5,6 +5,7 @@ from pe_lab.studies import Criterion, Study, losses
 from .arms import DROPE, NOPE, RECALIBRATE, ROPE, STEPS, child
 
 LOSS = "validation prose"
+PAPER_STEPS = 16_000  # of the pretraining, at the paper's size
 BY_STEPS = {
     steps: child(f"drope_{steps}", ROPE, f"method=nope,qk_norm=head,steps={steps}")
     for steps in (STEPS // 16, STEPS // 8, STEPS // 2, STEPS)
@@ -27,6 +28,14 @@ STUDY = Study(
     ),
     evaluation=None,
     measure=losses,
+    recipes={
+        "rope": f"configs/drope_16b.py:drop={PAPER_STEPS}",
+        "nope": "configs/drope_16b.py:drop=0",
+        **{
+            arm.name: f"configs/drope_16b.py:drop={PAPER_STEPS},more={PAPER_STEPS * steps // STEPS},from={{parent}}"
+            for steps, arm in BY_STEPS.items()
+        },
+    },
     curves={
         "loss on prose, nats": {
             "RoPE": f"rope: {LOSS}",

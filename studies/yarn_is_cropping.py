@@ -28,6 +28,7 @@ STUDY = Study(
         )
         for x in LENGTHS
     ),
+    recipes={"rope": "configs/table1.py:method=rope"},
     curves={
         "needles found, by length": {
             "YaRN": "rope: needles {x}x YaRN",

@@ -28,8 +28,8 @@ def together(*measures: Measure) -> Measure:
 def scores(directory: AnyPath) -> dict[str, float]:
     """The numbers of `pe_lab.evaluate` for the last checkpoint: `text 4x`, `needles 4x YaRN`, `niah:standard 2x`.
 
-    Texts are the loss in nats per token, the mean over the sources; needles and prompted tasks the share found. At the
-    end is the name of a method other than as trained.
+    Texts are the loss in nats per token, the mean over the sources; needles and prompted tasks the share found, and
+    `niah 2x` the mean over the tasks of a suite. At the end is the name of a method other than as trained.
     """
     (run,) = read_runs([directory])
     last, found = run.phases[-1].name, {}
@@ -40,11 +40,13 @@ def scores(directory: AnyPath) -> dict[str, float]:
                 continue
             kind = str(record.get("suite", ""))
             task = f":{record['task']}" if record.get("task") else ""
+            text = (str(record.get("source")), task)
             method = str(record.get("method", ""))
             variant = "" if method == VARIANTS[0] else f" {method}"
             value = cell.score if cell.higher_is_better else -cell.score  # nats, not a perplexity
-            name = f"{SUITES.get(kind, kind)}{task} {factor:g}x{variant}"
-            found.setdefault(name, {})[str(record.get("source"))] = (number(record, "step") or 0.0, value)
+            for of in dict.fromkeys((task, "")):
+                name = f"{SUITES.get(kind, kind)}{of} {factor:g}x{variant}"
+                found.setdefault(name, {})[text] = (number(record, "step") or 0.0, value)
     latest = {name: max(step for step, _ in each.values()) for name, each in found.items()}
     kept = {name: [v for step, v in each.values() if step == latest[name]] for name, each in found.items()}
     return {name: math.fsum(values) / len(values) for name, values in kept.items()}

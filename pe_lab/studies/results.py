@@ -37,6 +37,7 @@ def make_result(
     """The result of a study as JSON.
 
     Args:
+      study: at this size.
       values: of `running.collect`.
       costs: of `running.costs`.
       command: that makes it again.
@@ -71,13 +72,13 @@ def make_result(
             "curves": {panel: dict(lines) for panel, lines in study.curves.items()},
             "arms": {
                 arm.name: {
-                    "recipe": arm.laptop if size != "paper" else study.recipes[arm.name],
+                    "recipe": arm.recipe,
                     "surgery": arm.surgery,
                     "paper": study.recipes.get(arm.name, ""),
                     "paper_cost": _paper_cost(study.recipes.get(arm.name, "")),
                     **{key: costs[arm.name][key] for key in ("parameters", "tokens", "flops", "seconds")},
                 }
-                for arm in (study.all_arms if size != "paper" else study.arms)
+                for arm in study.all_arms
             },
             "values": {
                 arm: {metric: [found.get(seed) for seed in seeds] for metric, found in metrics.items()}

@@ -54,16 +54,11 @@ class Level:
 def make_levels(
     study: Study, size: str, seeds: Sequence[int], directory: AnyPath, overrides: Mapping[str, str] | None = None
 ) -> list[Level]:
-    """The cells of a study, parents first; writes nothing.
+    """The cells of a study that is at this size (`Study.at`), parents first; writes nothing.
 
     Raises:
-      ConfigError: an arm has no recipe of this size, or its config is wrong.
+      ConfigError: the config of an arm is wrong.
     """
-    if size == "paper":  # each recipe is whole, from random weights or a published checkpoint
-        if not study.recipes:
-            raise ConfigError(f"study '{study.name}' has no recipes at paper size. --size=laptop has them.")
-        arms = tuple(Arm(arm.name, study.recipes[arm.name]) for arm in study.arms)
-        study = dataclasses.replace(study, arms=arms)
     depths = sorted({arm.depth for arm in study.all_arms})
     return [_make_level(study, depth, size, seeds, directory, overrides or {}) for depth in depths]
 

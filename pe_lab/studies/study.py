@@ -15,6 +15,9 @@ from pe_lab.studies.measures import scores
 from pe_lab.studies.verdict import Criterion, arms_in
 
 SIZES = ("laptop", "paper", "quick")
+# At the papers' sizes a model reads one corpus, and is asked for the needles of DroPE's Table 1: the mean of its tasks.
+PAPER_METRICS = {r": validation prose\b": ": validation", r": needles (?=[0-9{])": ": niah "}
+PAPER_EVALUATION = ("--suite=perplexity,niah:multi_query,niah:multi_key,niah:multi_value",)
 
 
 @dataclass(frozen=True)
@@ -24,14 +27,14 @@ class Arm:
     Attributes:
       name: of its numbers in criteria, and of its runs. One name means the same recipe in all studies, which share the
         runs.
-      laptop: the recipe with its argument, as --config takes it; `{parent}` is where it starts: the run of the parent
-        with the same seed, or what `surgery` made of it.
+      recipe: with its argument, as --config takes it; `{parent}` is where it starts: the run of the parent with the
+        same seed, or what `surgery` made of it.
       parent: the arm that it starts from; None: random weights.
       surgery: options of `pe_lab.surgery`, which edits the parent's run of each seed first.
     """
 
     name: str
-    laptop: str
+    recipe: str
     parent: Arm | None = None
     surgery: str = ""
 
@@ -40,7 +43,7 @@ class Arm:
             raise ConfigError(f"arm {self.name!r}: surgery needs a parent.")
         if not re.fullmatch(r"[a-z0-9_.]+", self.name):
             raise ConfigError(f"arm {self.name!r}: a name has lower-case letters, digits, dots and underscores.")
-        if ("{parent}" in self.laptop) != (self.parent is not None):
+        if ("{parent}" in self.recipe) != (self.parent is not None):
             raise ConfigError(f"arm {self.name!r}: {{parent}} in its recipe and `parent` go together.")
 
     @property
@@ -49,8 +52,8 @@ class Arm:
         return 0 if self.parent is None else 1 + self.parent.depth
 
     def reference(self, size: str, directory: AnyPath, seed: int) -> str:
-        """The recipe with its argument at laptop or quick size, for a seed, whose runs are in `directory`."""
-        text = self.laptop
+        """The recipe with its argument for a seed, whose runs are in `directory`."""
+        text = self.recipe
         if size == "quick":
             text += ",size=quick" if ":" in text else ":size=quick"
         return text.replace("{parent}", str(self.start(directory, seed))) if self.parent else text
@@ -78,7 +81,8 @@ class Study:
       measure: the numbers of one run, {metric: value}, from its directory; by default those of its evaluation.
       curves: the terms "ARM: METRIC" of the figure, with {x} for the length's factor: {panel: {label: term}}.
       tried: what else was tried, at which settings, and what came of it.
-      recipes: {arm: recipe at the paper's size, whole}, for all arms or for none.
+      recipes: {arm: recipe at the paper's size}, for all arms or for none; it starts from the arm's parent if it has
+        `{parent}`, else from random weights or a published checkpoint.
       name, file: its file's; set when it is loaded.
     """
 
@@ -106,6 +110,35 @@ class Study:
         if not self.criteria or len(known) < len(self.arms):
             raise ConfigError("a study needs criteria, and arms with names of their own.")
 
+    def at(self, size: str) -> Study:
+        """The study at a size: at the paper's with other recipes, and with the numbers that there are there.
+
+        Raises:
+          ConfigError: it has no recipes at the paper's size.
+        """
+        if size != "paper":
+            return self
+        if not self.recipes:
+            raise ConfigError(f"study '{self.name}' has no recipes at paper size. --size=laptop has them.")
+
+        def arm(one: Arm) -> Arm:
+            recipe = self.recipes[one.name]
+            if "{parent}" not in recipe or one.parent is None:
+                return Arm(one.name, recipe)
+            return Arm(one.name, recipe, arm(one.parent), one.surgery)
+
+        criteria = tuple(
+            dataclasses.replace(one, of=_at_paper_size(one.of), over=tuple(map(_at_paper_size, one.over)))
+            for one in self.criteria
+        )
+        curves = {
+            panel: {label: _at_paper_size(term) for label, term in lines.items()}
+            for panel, lines in self.curves.items()
+        }
+        evaluation = PAPER_EVALUATION if self.evaluation == () else self.evaluation
+        arms = tuple(map(arm, self.arms))
+        return dataclasses.replace(self, arms=arms, criteria=criteria, curves=curves, evaluation=evaluation)
+
     @property
     def all_arms(self) -> tuple[Arm, ...]:
         """The arms and those that they start from, parents first."""
@@ -123,6 +156,13 @@ class Study:
     def rule(self) -> list[str]:
         """The criteria in words, as the history of results keeps them."""
         return [criterion.rule for criterion in self.criteria]
+
+
+def _at_paper_size(term: str) -> str:
+    """A term "ARM: METRIC" with the name that the number has at the papers' sizes."""
+    for ours, theirs in PAPER_METRICS.items():
+        term = re.sub(ours, theirs, term)
+    return term
 
 
 def studies_directory() -> Path:
