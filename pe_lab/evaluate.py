@@ -26,8 +26,8 @@ def parser() -> argparse.ArgumentParser:
     add("--lengths", help="such as 1x,2x,4x (of the training length) or 2k,4096 (default: the config's)")
     add(
         "--methods",
-        help="of as-trained, cropped, pi, ntk, yarn, beta, paper-beta (default: all that make sense; for prompted "
-        "suites as-trained), dropped",
+        help="of as-trained, cropped, pi, ntk, yarn, beta, paper-beta; all, which is all that make sense (the default, "
+        "but of prompted suites as-trained); dropped",
     )
     add("--steps", help="checkpoints of each phase: all that are kept, or of steps 8000,14000 (default: the last)")
     add(
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv)
     from pe_lab.evaluation import tables
     from pe_lab.evaluation.tasks.ruler.files import score_predictions
-    from pe_lab.evaluation.variants import parse_methods
+    from pe_lab.evaluation.variants import ALL, parse_methods
     from pe_lab.parallel import one_program
 
     if arguments.predictions:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         tables.print_records(score_predictions(predictions))
         return 0
     suites = parse_suites(arguments.suite) if arguments.suite is not None else None
-    methods = parse_methods(arguments.methods) if arguments.methods is not None else None
+    methods = None if arguments.methods in (None, ALL) else parse_methods(arguments.methods)
     with one_program(arguments.together):
         records = evaluate(arguments, suites, methods)
         tables.print_records(records)

@@ -17,6 +17,7 @@ from pe_lab.studies import Criterion, Study
 from .arms import ROPE
 
 FACTOR, HEADS, WINDOWS = 4, 3, 32
+HAYSTACK = "essays"
 INDICATORS, RANKS, ORDERS = ("query", "key"), ("1", "8", "full"), ("ascending", "descending")
 
 
@@ -24,7 +25,7 @@ def needles(subject: Subject, length: int) -> Sequences:
     """Windows of the needles that the model was trained with; of a model that was not, prompts of niah."""
     data = data_of(subject)
     if data is None or data.prepared:
-        arguments = argparse.Namespace(haystack="essays", samples=WINDOWS, depths=None)
+        arguments = argparse.Namespace(haystack=HAYSTACK, samples=WINDOWS, depths=None)
         (task,) = open_tasks({"niah": ("standard",)}, arguments)
         return prompts(task, subject.lm.tokenizer, length, WINDOWS, 0)
     return symbol_windows(subject, length, WINDOWS, 0)

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
+from pe_lab.checkpoints.logit_scale import read_logit_scale
 from pe_lab.config import Config, DataConfig, EvaluationConfig, SourceConfig, from_dict
 from pe_lab.data.sources import KINDS, open_source
 from pe_lab.errors import CheckpointError, ConfigError
@@ -20,9 +21,10 @@ from pe_lab.evaluation.targets import Target, load_subjects
 from pe_lab.evaluation.tasks.documents import Documents
 from pe_lab.evaluation.tasks.ruler.files import write_answers
 from pe_lab.evaluation.tasks.suites import HARNESS, MEASURED, SEED, open_tasks
-from pe_lab.evaluation.variants import Subject, Variant, all_variants
+from pe_lab.evaluation.variants import ALL, Subject, Variant, all_variants
 from pe_lab.parallel import on_first
 from pe_lab.results.records import Record
+from pe_lab.results.variants import VARIANTS
 from pe_lab.storage import AnyPath
 from pe_lab.terminal import console
 
@@ -34,7 +36,7 @@ class Session:
     Attributes:
       arguments: of the command line.
       suites: suite -> tasks (none: all that are meant by default); None: what can be measured without prompts.
-      methods: None: all that make sense.
+      methods: None: all that make sense, but for prompts as trained, unless the command line says `ALL`.
       out: the directory of the results.
       forwards: compiled forward passes, which checkpoints of one shape share.
     """
@@ -93,7 +95,7 @@ class Session:
                 "a child first (python -m pe_lab.surgery), or leave --positional out."
             )
         # Errors of prompted suites come before anything is measured; but a scale may have to be fitted first.
-        late = bool(measured) and "beta" in (*measured, *(self.methods or ()))
+        late = bool(measured) and (arguments.methods == ALL or "beta" in (*measured, *(self.methods or ())))
         prompted = [] if late else self.open_prompted(subjects, lengths)
         if not arguments.out:
             self.target.write_marker()
@@ -136,7 +138,12 @@ class Session:
         return data, dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
 
     def variants(self, subjects: Sequence[Subject]) -> list[Variant]:
-        return all_variants(subjects, self.methods, self.arguments.positional, self.arguments.attention)
+        methods = self.methods
+        if self.arguments.methods == ALL:
+            fitted = any(read_logit_scale(subject.checkpoint) for subject in subjects)
+            meant = {method for subject in subjects for method in subject.default_methods}
+            methods = tuple(method for method in VARIANTS if method in meant and (fitted or method != "beta"))
+        return all_variants(subjects, methods, self.arguments.positional, self.arguments.attention)
 
     def open_prompted(self, subjects: Sequence[Subject], lengths: tuple[int, ...]) -> list[Prompted | Harness]:
         """The prompted suites and the harness's tasks, as far as they are asked for."""

@@ -24,6 +24,7 @@ from pe_lab.results.records import digest
 from pe_lab.results.variants import EXTERNAL, PAPER_COEFFICIENT, PAPER_COEFFICIENT_EXTERNAL, VARIANTS, label, paper_beta
 from pe_lab.results.variants import SCALINGS as SCALING_METHODS
 
+ALL = "all"  # as --methods: all that make sense
 LABEL_WIDTH = 60  # characters of a description in a label, at most
 
 

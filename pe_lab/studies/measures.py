@@ -39,14 +39,13 @@ def scores(directory: AnyPath) -> dict[str, float]:
             if cell is None or factor is None or record.get("phase") not in (None, last):
                 continue
             kind = str(record.get("suite", ""))
-            task = f":{record['task']}" if record.get("task") else ""
-            text = (str(record.get("source")), task)
+            source = str(record.get("source"))
             method = str(record.get("method", ""))
             variant = "" if method == VARIANTS[0] else f" {method}"
             value = cell.score if cell.higher_is_better else -cell.score  # nats, not a perplexity
-            for of in dict.fromkeys((task, "")):
+            for of in ("",) if kind in SUITES else ("", f":{source}"):
                 name = f"{SUITES.get(kind, kind)}{of} {factor:g}x{variant}"
-                found.setdefault(name, {})[text] = (number(record, "step") or 0.0, value)
+                found.setdefault(name, {})[source] = (number(record, "step") or 0.0, value)
     latest = {name: max(step for step, _ in each.values()) for name, each in found.items()}
     kept = {name: [v for step, v in each.values() if step == latest[name]] for name, each in found.items()}
     return {name: math.fsum(values) / len(values) for name, values in kept.items()}

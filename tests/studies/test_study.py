@@ -255,5 +255,7 @@ def test_committed_results_follow_from_their_numbers_and_rules():
         }
         assert judge(study.criteria, kept)[1] == result["verdict"], result["study"]
         assert result["history"][-1]["rule"] == study.rule, result["study"]
+        for arm, about in result["arms"].items():
+            assert about["paper"] == study.recipes.get(arm, ""), result["study"]
         json.dumps(result, allow_nan=False)
         assert (Path(__file__).parents[2] / "studies/results" / f"{result['study']}.png").is_file()
