@@ -30,6 +30,15 @@ STUDY = Study(
         )
         for d, deeper in zip(ORDER, ORDER[1:], strict=False)
     ),
+    evaluation=("--lengths=4x",),
     measure=together(scores, losses),
-    curves={"gap after the drop on prose, nats": {f"{d} layers": gap(d) for d in ORDER}},
+    curves={
+        "gap after the drop on prose, nats": {f"{d} layers": gap(d) for d in ORDER},
+        "text at 4x, dropped minus YaRN, nats": {
+            f"{d} layers": f"{DROPES[d].name}: text 4x - {ROPES[d].name}: text 4x YaRN" for d in ORDER
+        },
+        "needles at 4x, dropped, with the paper's scale, minus YaRN": {
+            f"{d} layers": f"{DROPES[d].name}: needles 4x paper beta - {ROPES[d].name}: needles 4x YaRN" for d in ORDER
+        },
+    },
 )
