@@ -45,7 +45,10 @@ PERPLEXITY = {14_000: "21.73", 0: "23.77", 8_000: "22.42", 16_000: "21.72"}
 
 
 def get_config(arg: str = "") -> ConfigDict:
-    """`arg`: drop=STEP; with from=CHECKPOINT only the phase after the drop, from a RoPE checkpoint of that step."""
+    """`arg`: drop=STEP; with from=CHECKPOINT only the phase after the drop, from a RoPE checkpoint of that step.
+
+    drop=16000,more=STEPS has so many steps after the drop.
+    """
     arguments = recipe_arguments(arg, drop=tuple(map(str, PERPLEXITY)), more="0", **{"from": ""})
     drop, checkpoint = int(arguments["drop"]), arguments["from"]
     more = int(arguments["more"]) if arguments["more"].isdecimal() else -1
@@ -65,6 +68,7 @@ def get_config(arg: str = "") -> ConfigDict:
         config.phases[0].init_from = checkpoint
         config.data.seed = 1  # the RoPE run has read the windows that come first with seed 0
 
+    # 190.7 is table1's cost of 16,000 steps before it is rounded.
     hours = round(190.7 * ((0 if checkpoint else drop) + (more or 16_000 - drop)) / 16_000)
     needles = "; needles at 2x 28.0 / 41.6 / 23.3 (multi-query / key / value)" if drop == 14_000 else ""
     config.notes.update(

@@ -114,7 +114,7 @@ class Study:
         """The study at a size: at the paper's with other recipes, and with the numbers that there are there.
 
         Raises:
-          ConfigError: it has no recipes at the paper's size.
+          ConfigError: it has no recipes at the paper's size, or none for an arm that another one starts from.
         """
         if size != "paper":
             return self
@@ -122,7 +122,11 @@ class Study:
             raise ConfigError(f"study '{self.name}' has no recipes at paper size. --size=laptop has them.")
 
         def arm(one: Arm) -> Arm:
-            recipe = self.recipes[one.name]
+            recipe = self.recipes.get(one.name)
+            if recipe is None:
+                raise ConfigError(
+                    f"study '{self.name}': '{one.name}', which others start from, has no recipe at paper size."
+                )
             if "{parent}" not in recipe or one.parent is None:
                 return Arm(one.name, recipe)
             return Arm(one.name, recipe, arm(one.parent), one.surgery)

@@ -1,5 +1,6 @@
 """`python -m pe_lab.study`: runs of arms, their order, verdicts, history and pages; the studies themselves. 20 s."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -202,6 +203,21 @@ def test_every_study_loads_and_their_arms_agree():
         for recipe in study.recipes.values():
             assert load_config(recipe, inherit=_with_shape).phases
     assert load_study("p_rope").rule[0] == "p_rope_75: validation prose < rope: validation prose + 0.01"
+
+
+def test_a_study_at_its_papers_size():
+    """Arms keep their parents where recipes name them, and rules the numbers that are measured there."""
+    recovery = load_study("recovery").at("paper")
+    child = next(arm for arm in recovery.arms if arm.name == "drope_250")
+    assert child.parent is not None and child.parent.recipe == "configs/drope_16b.py:drop=16000"
+    assert recovery.rule[0] == "drope: validation < rope: validation + 0.05" and recovery.evaluation is None
+    needles = load_study("drop_needles").at("paper")
+    assert [arm.parent for arm in needles.arms] == [None, None] and "--methods=all" in needles.evaluation
+    assert "drope: niah 2x paper beta > the best of (rope: niah 2x; rope: niah 2x PI" in needles.rule[0]
+    assert "rope: needles key 8 ascending" in load_study("dope").at("paper").rule[0]  # of a measure of its own
+    alone = (Criterion("t", "drope_250: m", by=1.0),)
+    with pytest.raises(ConfigError, match="'rope', which others start from, has no recipe"):
+        dataclasses.replace(recovery, arms=(child,), criteria=alone, recipes={child.name: child.recipe}).at("paper")
 
 
 GATES = """
