@@ -1,6 +1,7 @@
 """The gradient of the positional bias at initialization, with and without rotation, on the same weights.
 
-What is measured are initial weights: --config.phases.0.steps=1 saves a training of its own, as at --size=paper.
+What is measured are initial weights. At --size=paper, where no other study shares the runs, one step is enough:
+--config.phases.0.steps=1 --config.phases.0.optimizer.warmup_steps=0.
 """
 
 import numpy as np

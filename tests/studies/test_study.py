@@ -14,6 +14,7 @@ from pe_lab.model import preset
 from pe_lab.positional import Layer, Rope
 from pe_lab.recipes import load_config
 from pe_lab.studies import Arm, Criterion, Study, load_studies
+from pe_lab.studies.measures import scores
 from pe_lab.studies.page import BEGIN, END, with_generated
 from pe_lab.studies.results import effect, point, read_results, rule_changes
 from pe_lab.studies.study import load_study, study_names
@@ -203,6 +204,24 @@ def test_every_study_loads_and_their_arms_agree():
         for recipe in study.recipes.values():
             assert load_config(recipe, inherit=_with_shape).phases
     assert load_study("p_rope").rule[0] == "p_rope_75: validation prose < rope: validation prose + 0.01"
+
+
+def test_the_number_of_a_suite_is_the_mean_of_its_tasks(tmp_path):
+    """1 s."""
+    for name, content in {
+        "run.json": {"name": "run", "config": {}},
+        "pretrain/phase.json": {"phase": "pretrain", "steps": 1, "tokens_per_step": 1, "status": "complete"},
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    about = {"suite": "niah", "phase": "pretrain", "step": 1, "method": "YaRN", "length": 8, "factor": 2, "samples": 4}
+    rows = [
+        {**about, "source": task, "score": score} for task, score in {"multi_key": 0.25, "multi_query": 0.75}.items()
+    ]
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "evaluation/niah.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = scores(tmp_path)
+    assert found == {"niah:multi_key 2x YaRN": 0.25, "niah:multi_query 2x YaRN": 0.75, "niah 2x YaRN": 0.5}
 
 
 def test_a_study_at_its_papers_size():
