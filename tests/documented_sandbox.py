@@ -57,7 +57,8 @@ def make_sandbox(directory: Path) -> None:
     assert train.main(laptop) == 0
     for name in ("rope", "x", "drope_laptop", "finetuned"):
         shutil.copytree("runs/drope", f"runs/{name}")
-    shutil.rmtree("runs/rope/recalibrate")
+    for phase in ("half", "recalibrate"):
+        shutil.rmtree(f"runs/rope/{phase}")
     sweep = make_sweep(recipe, {"model.d_ff": [32]}, seeds=2, directory="runs/sweep")
     save_sweep(sweep)
     for cell in sweep.cells:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from pe_lab.attention import LayerEncoding, attention
 from pe_lab.config import ModelConfig
 from pe_lab.model.embedding import embedding_lookup
-from pe_lab.parallel import constrain, context_size
+from pe_lab.parallel import constrain, context_size, platform
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -46,9 +46,34 @@ def _project(
         # One product of two matrices, because XLA on a CPU copies the larger operand of the gradient's products into
         # another layout if there are more axes. Two sharded axes cannot become one: XLA would gather the sequence.
         x = x.reshape(*(rows if context_size() > 1 else (-1,)), size)
-        product = x @ weights[...].reshape(size, -1).astype(x.dtype)
+        multiply = _wide_product if platform() == "cpu" and x.dtype == jnp.bfloat16 else jnp.matmul
+        product = multiply(x, weights[...].reshape(size, -1).astype(x.dtype))
         product = product.reshape(*rows, *weights.shape[inputs:])
         return product if bias is None else product + bias[...].astype(x.dtype)
+
+
+@jax.custom_vjp
+def _wide_product(x: Float[Array, "*tokens in"], weights: Float[Array, "in out"]) -> Float[Array, "*tokens out"]:
+    """x @ weights, of products that have float32 results, as their gradients' have.
+
+    XLA on a CPU computes products of bfloat16 with the matrix instructions of the processor (AMX) only if the result is
+    float32, and else in float32, which takes five times as long.
+    """
+    return jnp.matmul(x, weights, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _wide_forward(x, weights):  # noqa: ANN001, ANN202
+    return _wide_product(x, weights), (x, weights)
+
+
+def _wide_backward(saved, gradient):  # noqa: ANN001, ANN202
+    x, weights = saved
+    d_x = jnp.einsum("...o,io->...i", gradient, weights, preferred_element_type=jnp.float32)
+    d_weights = jnp.einsum("...i,...o->io", x, gradient, preferred_element_type=jnp.float32)
+    return d_x.astype(x.dtype), d_weights.astype(weights.dtype)
+
+
+_wide_product.defvjp(_wide_forward, _wide_backward)
 
 
 class RMSNorm(nnx.Module):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import Model
+from pe_lab.model.modules import _wide_product
 from pe_lab.positional import (
     PI,
     Alibi,
@@ -247,6 +249,26 @@ def test_bfloat16_computes_near_float32_over_the_same_parameters():
     assert rounded.dtype == jnp.float32
     error = np.abs(rounded - exact)
     assert 0 < error.max() < 0.05 * np.abs(exact).max()
+
+
+def test_products_of_bfloat16_are_wide_on_a_cpu():
+    """Value and gradients are numpy's in float64, rounded once; compiled for the processor's bfloat16 instructions."""
+    draw = np.random.default_rng(0).standard_normal
+    x, weights, upstream = (jnp.asarray(draw(shape), jnp.bfloat16) for shape in ((2, 5, 16), (16, 24), (2, 5, 24)))
+    value, gradients = jax.vjp(_wide_product, x, weights)
+    exact = [np.asarray(one, np.float64) for one in (x, weights, upstream)]
+    expected = (
+        exact[0] @ exact[1],
+        exact[2] @ exact[1].T,
+        np.einsum("bti,bto->io", exact[0], exact[2]),
+    )
+    for got, want in zip((value, *gradients(upstream)), expected, strict=True):
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-5)
+    model = Model(dataclasses.replace(TINY, dtype="bfloat16"))
+    arguments = (model.shapes, jax.ShapeDtypeStruct((1, 8), jnp.int32), None, None, schedule_of(model, Rope()))
+    jaxpr = str(jax.make_jaxpr(model.hidden)(*arguments))
+    assert "custom_vjp_call" in jaxpr and not re.search(r"bf16\[[\d,]+\] = dot_general", jaxpr)
 
 
 @pytest.mark.parametrize("scaled", [True, False])
