@@ -8,6 +8,7 @@ chosen on one half of the sequences and priced on the other, so that chance does
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -49,7 +50,7 @@ def choose_layers(
     budget: float,
     search: Search = "greedy",
     most: int | None = None,
-    show: Callable[[str], None] = print,
+    show: Callable[[str], None] = functools.partial(print, flush=True),
 ) -> DropChoice:
     """The most layers whose encodings can be dropped together for at most `budget` nats.
 
@@ -58,7 +59,7 @@ def choose_layers(
       budget: nats per token, at the sequences' length.
       search: see the module.
       most: layers; None: all that have an encoding.
-      show: prints a line for each layer of the order.
+      show: prints a line before the layers are measured alone, and one for each layer of the order.
 
     Raises:
       ConfigError: no layer has an encoding, or there are fewer than four sequences.
@@ -87,6 +88,7 @@ def choose_layers(
 
     whole = mean_loss(losses.measure([before], range(total)), edges, 0, length)[0]
     base, base_pricing = whole[list(choosing)].mean(), whole[list(pricing)]
+    show(f"measuring {len(candidates)} layers alone, on {len(choosing)} sequences of {length:,} tokens")
     alone = loss((), candidates, choosing).mean(-1) - base
     sensitivities = {n: float(cost) for n, cost in zip(candidates, alone, strict=True)}
     by_cost = sorted(candidates, key=sensitivities.__getitem__)
