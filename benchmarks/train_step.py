@@ -3,6 +3,7 @@
     python benchmarks/train_step.py --peer-python=/path/to/venv/bin/python
     python benchmarks/train_step.py --against=/path/to/checkout     # or against another commit of pe_lab
     python benchmarks/train_step.py --stability     # or against its own step with a policy that skips spikes
+    python benchmarks/train_step.py --bfloat16 --shape=smollm2      # or against its own step in bfloat16
 
 Both sides start from the same weights and take the same AdamW steps in float32 on the same batch, with the same
 number of threads. The losses of their first steps are compared, to check that the work is the same. The peer runs in
@@ -63,6 +64,8 @@ SHAPES = {
     # `make demo`'s model, without QK-norm, which Llama lacks.
     "demo": Shape(_model(640, 3, 64, 256, 4, 4), 32, 64, 20),
     "base": Shape(_model(4096, 4, 256, 768, 4, 2), 8, 256, 3),
+    # Four of the thirty layers of SmolLM2-135M, and its vocabulary.
+    "smollm2": Shape(_model(49152, 4, 576, 1536, 9, 3), 1, 2048, 1),
 }
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup_steps=0)
 ROPE_BASE = 10000.0
@@ -85,6 +88,8 @@ class Ours:
         self, shape: Shape, params: Any, batch: dict[str, np.ndarray], stability: StabilityConfig | None = None
     ):
         self.name, self.versions = "pe_lab" if stability is None else "with skips", versions()
+        if shape.model.dtype != "float32":
+            self.name = shape.model.dtype
         policy = None if stability is None else skip_policy(stability)
         model = Model(shape.model)
         self.parameters = model.num_parameters
@@ -235,7 +240,7 @@ def check_same(sides: Sequence[Side], first: dict[str, list[float]]) -> None:
     for side in sides[1:]:
         if side.parameters != ours.parameters:
             raise UserError(f"{side.name} has {side.parameters} parameters and pe_lab {ours.parameters}.")
-        if not np.allclose(first[side.name], first[ours.name], rtol=1e-4):
+        if not np.allclose(first[side.name], first[ours.name], rtol=1e-2 if side.name == "bfloat16" else 1e-4):
             raise UserError(f"The first losses differ: {side.name} {first[side.name]}, pe_lab {first[ours.name]}.")
 
 
@@ -307,6 +312,9 @@ def run_shape(name: str, args: argparse.Namespace, threads: int, python: str | N
                 sides.append(Ours(shape, params, batch))
                 if args.stability:
                     sides.append(Ours(shape, params, batch, StabilityConfig(on_nonfinite="skip", on_spike="skip")))
+                if args.bfloat16:
+                    narrow = shape._replace(model=dataclasses.replace(shape.model, dtype="bfloat16"))
+                    sides.append(Ours(narrow, params, batch))
             if python:
                 peers = start_peers(kinds, python, shape, params, batch, threads, Path(folder))
             sides += peers
@@ -357,6 +365,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--stability", action="store_true", help="our step with stability.on_spike=skip as the only peer; no file"
     )
+    parser.add_argument("--bfloat16", action="store_true", help="our step in bfloat16 as the only peer; no file")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as there are processors")
     parser.add_argument("--rounds", type=int, default=12, help="measurements of each side")
     parser.add_argument("--steps", type=int, default=0, help="steps in a measurement; 0: the shape's own")
@@ -387,13 +396,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--threads is {threads}; this machine offers {len(available)}.")
     # XLA takes a thread for each processor it may run on; the peer inherits the same set.
     os.sched_setaffinity(0, available[:threads])
-    no_peer = args.ours_only or args.against or args.stability
+    no_peer = args.ours_only or args.against or args.stability or args.bfloat16
     python = None if no_peer else find_peer_python(args.peer_python)
     keep_freed_memory()
     start_processes()
     for name in args.shape.split(","):
         result = run_shape(name, args, threads, python)
-        if args.out and not args.quick and not args.against and not args.stability:
+        if args.out and not args.quick and (args.ours_only or not no_peer):
             path = Path(args.out) / f"train_step-{name}-threads{threads}-jax{jax.__version__}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(result, indent=1) + "\n")
