@@ -9,6 +9,7 @@ import re
 PLACES = {"gs://bucket": "bucket", "/mnt/": "mnt/", "/shared/": "shared/"}
 PLACES |= {"HuggingFaceFW/fineweb-edu": "mirrors/fineweb", "HuggingFaceFW/fineweb:": "mirrors/fineweb:"}
 PLACES |= {"https://host/part-{00..31}.jsonl.zst": "corpus/{0..0}.jsonl.gz", "train:4096": "train:400"}
+PLACES |= {"data=prose": "data=text:essays/*.txt", "--text=prose": "--text=essays/*.txt"}  # else minutes of downloads
 
 _TINY = {
     "vocab_size": 1024,
@@ -61,6 +62,7 @@ QUICK = {
         "--grid": "method=all-nope;indicator=query;rank=1;heads=1;order=ascending",
     },
     "pe_lab.generate": {"--max-new-tokens": "4"},
+    "pe_lab.surgery": {"--length": "64"},
     "pe_lab.prepare": {"--limit-documents": "20"},
     "pe_lab.sweep": {"--seeds": "1"},
     "pe_lab.study": {"--seeds": "2", "--size": "quick", "--jobs": "1"},
