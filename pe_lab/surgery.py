@@ -182,7 +182,8 @@ def chosen_layers(parent: Checkpoint, args: argparse.Namespace) -> list[int]:
     # A run is all its phases to an analysis, and its last checkpoint to surgery.
     source = args.source if is_external(args.source) else str(parent.path)
     session = session_of(source, args.text, args.length, args.sequences or SEQUENCES, measured_at(to))
-    found = choose_layers(session, budget, args.search or "greedy", args.most)
+    show = functools.partial(print, flush=True)  # minutes pass between lines, also where they go to a file
+    found = choose_layers(session, budget, args.search or "greedy", args.most, show)
     if not found.layers:
         raise ConfigError(f"No layer can be dropped for {budget:g} nats: the cheapest costs {found.costs[0][0]:.3g}.")
     return sorted(found.layers)

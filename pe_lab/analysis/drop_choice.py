@@ -8,7 +8,6 @@ chosen on one half of the sequences and priced on the other, so that chance does
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -50,7 +49,7 @@ def choose_layers(
     budget: float,
     search: Search = "greedy",
     most: int | None = None,
-    show: Callable[[str], None] = functools.partial(print, flush=True),
+    show: Callable[[str], None] = print,
 ) -> DropChoice:
     """The most layers whose encodings can be dropped together for at most `budget` nats.
 
