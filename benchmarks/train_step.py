@@ -402,7 +402,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start_processes()
     for name in args.shape.split(","):
         result = run_shape(name, args, threads, python)
-        if args.out and not args.quick and (args.ours_only or not no_peer):
+        if args.out and not args.quick and not args.against and not args.stability and not args.bfloat16:
             path = Path(args.out) / f"train_step-{name}-threads{threads}-jax{jax.__version__}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(result, indent=1) + "\n")
