@@ -23,7 +23,7 @@ from pe_lab.positional import NoPE, Rope
 from pe_lab.recipes import phase
 
 LENGTH = 64
-STEPS = {"": (4000, 1000), "full": (4000, 1000), "quick": (120, 60)}
+STEPS = {"": (3000, 750), "full": (3000, 750), "quick": (120, 60)}
 
 
 def get_config(arg: str = "") -> ConfigDict:
