@@ -5,9 +5,9 @@ drops all pairs at once. The stage before it, without the slower half of the pai
 Command: python -m pe_lab.train --config=configs/drope_laptop.py   (`make demo` also evaluates and reports)
 Arguments: `:quick` trains for seconds, to see that everything works; `:full` adds a NoPE model trained for as many
     steps as the other phases together.
-Cost: 4 minutes on 2 fast cores, about 9 on slow ones (docs/log.md); twice that with `:full`.
+Cost: 4 to 5 minutes on 2 CPU cores, and 2 more to evaluate; twice that with `:full`.
 Expected: RoPE finds every needle at 64 tokens, two thirds at 128, hardly any at 512. Without the slower half of the
-    pairs the model finds 93% at 512, not rescaled, and its text is 4% worse at 64. The dropped model with the paper's
+    pairs the model finds 92% at 512, not rescaled, and its text is 4% worse at 64. The dropped model with the paper's
     logit scale finds all of them up to 2,048, where the best alternative, YaRN, misses some. On text it is much worse
     than RoPE up to 4x, and worse than YaRN at most lengths: three layers of width 64 depend on positions more than the
     paper's 24 layers. docs/log.md has other seeds, and other settings that were tried.
@@ -36,7 +36,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.notes = dict(
         paper="DroPE (Gelberg et al. 2025), Sections 3 to 5, at the scale of a laptop",
         command="python -m pe_lab.train --config=configs/drope_laptop.py" + (f":{arg}" if arg else ""),
-        cost="4 to 9 minutes on 2 CPU cores" + (", and as many for the NoPE model" if arg == "full" else ""),
+        cost="4 to 5 minutes on 2 CPU cores" + (", and as many for the NoPE model" if arg == "full" else ""),
         expected="RoPE loses the needles beyond 64 tokens, the dropped model keeps them, at a cost on text; without "
         "half of the pairs text is nearly as good as RoPE's",
     )
