@@ -366,7 +366,7 @@ def load(
 
     Args:
       path: the path; `hf:ORG/NAME` is fetched from the hub.
-      dtype: the compute dtype, float32 or bfloat16. None: the config's; on a CPU, which has no 16-bit arithmetic,
+      dtype: the compute dtype, float32 or bfloat16. None: the config's; on a CPU, few of which compute in 16 bits,
         float32; for external checkpoints elsewhere, bfloat16.
       mesh: the devices that hold the weights; None is the first device.
       encodings: a module, or its path or name, that registers encodings of the checkpoint.
