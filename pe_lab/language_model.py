@@ -366,8 +366,8 @@ def load(
 
     Args:
       path: the path; `hf:ORG/NAME` is fetched from the hub.
-      dtype: the compute dtype, float32 or bfloat16. None: the config's; on a CPU, few of which compute in 16 bits,
-        float32; for external checkpoints elsewhere, bfloat16.
+      dtype: the compute dtype, float32 or bfloat16. None: float32 on a CPU, few of which have 16-bit arithmetic;
+        elsewhere the config's, and bfloat16 for external checkpoints.
       mesh: the devices that hold the weights; None is the first device.
       encodings: a module, or its path or name, that registers encodings of the checkpoint.
 
