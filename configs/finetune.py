@@ -26,8 +26,9 @@ and more steps of the same run, with its optimizer's state:
   python -m pe_lab.train --config=configs/finetune.py --extend=40
 
 Cost: minutes on 2 CPU cores for 135M parameters (device=cpu: 20 steps of 8 windows of 256 tokens). Where /proc/cpuinfo
-has amx_bf16, try --config.model.dtype=bfloat16 --config.model.scan=False: a step of 2048 tokens with a teacher took 24
-s instead of 44. device=gpu trains 1000 steps of 32 windows of 1024 tokens in micro-batches of 8, 33M tokens. Does it fit?
+has amx_bf16, try --config.model.dtype=bfloat16 --config.model.scan=False: a step of 2048 tokens with a teacher took
+24 s instead of 44. device=gpu trains 1000 steps of 32 windows of 1024 tokens in micro-batches of 8, 33M tokens. Does
+it fit?
   python -m pe_lab.plan --config=configs/finetune.py:device=gpu --topology=h100:1
 
 Expected: the validation loss, which is measured before the first step, falls. On a CPU the loss of other text hardly
