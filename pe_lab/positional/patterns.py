@@ -95,21 +95,51 @@ def layers(description: Any, num_layers: int, before: Sequence[Layer] | None = N
 
 
 def read_with(description: Any, before: Sequence[Layer], original_length: int) -> tuple[Layer, ...]:
-    """The layers to apply to existing weights: as `layers`, except that a scaling alone rescales `before`.
+    """The layers to apply to existing weights: as `layers`, except that a scaling rescales `before`.
 
     `yarn:factor=4` scales the rotation of `before`, with its base and with `original_length` as the length to stretch
-    from. As an encoding of its own it would have the default base instead of the weights' base.
+    from. As an encoding of its own it would have the default base instead of the weights' base. Alone it scales all
+    layers that rotate, and their edited heads; in a pattern, or followed by a slash, the layers it stands for.
     `before` are the layers that the weights were trained with, in windows of `original_length` tokens.
+
+    Raises:
+      ConfigError: as `layers`; a scaling where no layer, or the layer of the pattern, rotates.
     """
-    if isinstance(description, str) and "/" not in description and len(_split(description)) == 1:
-        name, _, arguments = description.strip().partition(":")
-        keys = [item.partition("=")[0] for item in arguments.split(",") if item]
-        if name in SCALINGS and "base" not in keys and "fraction" not in keys:
-            fields = {field.name for field in dataclasses.fields(SCALINGS[name])}
-            if "original_length" in fields and "original_length" not in keys:
-                arguments = ",".join(filter(None, [arguments, f"original_length={original_length}"]))
-            return Rescale(parse(f"{name}:{arguments}").encoding.scaling).apply(before)
-    return layers(description, len(before), before)
+    if isinstance(description, list | tuple) and all(isinstance(item, str) for item in description):
+        description = "+".join(description)
+    if not isinstance(description, str):
+        return layers(description, len(before), before)
+    texts = [_with_length(text, original_length) for text in _split(description)]
+    if len(texts) == 1 and "/" not in description and _is_scaling(texts[0]):
+        return Rescale(parse(texts[0]).encoding.scaling).apply(before)
+    after = list(layers("+".join(texts), len(before), before))
+    for n, layer in enumerate(after):
+        text = texts[n % len(texts)]
+        if not _is_scaling(text):
+            continue
+        if not hasattr(before[n].encoding, "scaling"):
+            raise ConfigError(f"'{text}': layer {n} of these weights does not rotate; there is nothing to rescale.")
+        encoding = dataclasses.replace(before[n].encoding, scaling=layer.encoding.scaling)
+        after[n] = dataclasses.replace(layer, encoding=encoding)
+    return tuple(after)
+
+
+def _is_scaling(text: str) -> bool:
+    """Whether a text such as `yarn:factor=4/window=512` names a scaling and no rotation of its own."""
+    name, _, arguments = text.partition("/")[0].strip().partition(":")
+    return name in SCALINGS and not {"base", "fraction"} & {item.partition("=")[0] for item in arguments.split(",")}
+
+
+def _with_length(text: str, original_length: int) -> str:
+    """The text of a scaling with the length to stretch from, where it leaves that out."""
+    if not _is_scaling(text):
+        return text
+    head, slash, rest = text.partition("/")
+    name, _, arguments = head.strip().partition(":")
+    keys = {item.partition("=")[0] for item in arguments.split(",")}
+    if "original_length" in keys or "original_length" not in {f.name for f in dataclasses.fields(SCALINGS[name])}:
+        return text
+    return f"{name}:{','.join(filter(None, [arguments, f'original_length={original_length}']))}{slash}{rest}"
 
 
 def _split(text: str) -> list[str]:

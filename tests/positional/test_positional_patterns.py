@@ -276,6 +276,13 @@ def test_a_scaling_by_its_name_stretches_the_rotation_there_is():
     assert after[0].encoding.base == 500.0 and after[0].window == 64 and after[1] == before[1]
     assert read_with("yarn:factor=4,original_length=1024", before, 2048) == rescale(Yarn(4, 1024)).apply(before)
     assert read_with("pi:factor=2", before, 2048) == rescale(PI(2)).apply(before)
+    # One per layer too: not the default base, which would break the weights.
+    yarn = Yarn(4, 2048)
+    one_each = (Layer(Rope(500.0, scaling=yarn)), Layer(NoPE()), Layer(PartialRope(7e4, 0.5, scaling=yarn), window=9))
+    assert read_with("yarn:factor=4+nope+yarn:factor=4/window=9", before, 2048) == one_each
+    assert read_with(["yarn:factor=4", "nope", "yarn:factor=4/window=9"], before, 2048) == one_each
+    with pytest.raises(UserError, match="layer 1 of these weights does not rotate"):
+        read_with("rope+yarn:factor=4+rope", before, 2048)
 
 
 @pytest.mark.parametrize(
