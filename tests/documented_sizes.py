@@ -49,6 +49,7 @@ SUITES = {
     "--suite=many_shot:needle,plain": "--suite=many_shot:plain",
 }
 QUICK = {
+    "pe_lab.train": {"--extend": "8"},
     "pe_lab.evaluate": {"--tokens": "128", "--samples": "1", "--max-new-tokens": "4", "--depths": "0", "--stride": "8"},
     "pe_lab.analyze": {
         "--sequences": "2",
@@ -62,7 +63,7 @@ QUICK = {
         "--grid": "method=all-nope;indicator=query;rank=1;heads=1;order=ascending",
     },
     "pe_lab.generate": {"--max-new-tokens": "4"},
-    "pe_lab.surgery": {"--length": "64"},
+    "pe_lab.surgery": {"--length": "64", "--most": "1"},
     "pe_lab.prepare": {"--limit-documents": "20"},
     "pe_lab.sweep": {"--seeds": "1"},
     "pe_lab.study": {"--seeds": "2", "--size": "quick", "--jobs": "1"},
