@@ -100,6 +100,7 @@ def read_with(description: Any, before: Sequence[Layer], original_length: int) -
     `yarn:factor=4` scales the rotation of `before`, with its base and with `original_length` as the length to stretch
     from. As an encoding of its own it would have the default base instead of the weights' base. Alone it scales all
     layers that rotate, and their edited heads; in a pattern, or followed by a slash, the layers it stands for.
+    There the window, the logit scale and the heads are those of the text, as for every item of a pattern.
     `before` are the layers that the weights were trained with, in windows of `original_length` tokens.
 
     Raises:
