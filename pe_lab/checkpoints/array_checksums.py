@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt32
 
-# A CPU computes about 2 GB/s of checksums, a tenth of the time that saving takes; of larger states the digests of the
-# files are compared instead. An accelerator computes them at the speed of its memory, below 1% of a save.
+# A CPU computes about 2 GB/s of checksums, a tenth of the time that saving takes; it saves larger states without them,
+# and the digests of their files are compared. An accelerator computes them at the speed of its memory, in less than 1%.
 CPU_BYTES = 2**28
 # Odd, one for each axis: an element's index is hashed as the sum of its products, which wraps.
 _AXES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5, 0xB55A4F09)
@@ -45,11 +45,11 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def describe_arrays(tree: Any) -> dict[str, dict[str, Any]]:
+def describe_arrays(tree: Any, always: bool = False) -> dict[str, dict[str, Any]]:
     """The shape, the dtype and the checksum of each leaf of a tree, by its path.
 
     Checksums are still on the device, so that nothing waits for them; `received` fetches them. They are None if they
-    would take too long on this platform, see `CPU_BYTES`.
+    would take too long on this platform (see `CPU_BYTES`), unless they are wanted `always`.
     """
     leaves = leaves_by_path(tree)
     device_sets = [leaf.sharding.device_set for leaf in leaves.values() if isinstance(leaf, jax.Array)]
@@ -59,7 +59,8 @@ def describe_arrays(tree: Any) -> dict[str, dict[str, Any]]:
     if alone:
         jax.block_until_ready(list(leaves.values()))
     size = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves.values())
-    sums = {name: None if on_cpu and size > CPU_BYTES else checksum(leaf) for name, leaf in leaves.items()}
+    left_out = on_cpu and size > CPU_BYTES and not always
+    sums = {name: None if left_out else checksum(leaf) for name, leaf in leaves.items()}
     if alone:
         jax.block_until_ready(list(sums.values()))
     return {
@@ -86,6 +87,9 @@ def comparable(tree: Any, saved: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def differing(tree: Any, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The paths of the leaves of a restored tree whose checksums are not those of the saved arrays."""
-    found = received(describe_arrays(tree))
+    """The paths of the leaves of a restored tree whose checksums are not those of the saved arrays.
+
+    Those of large arrays are computed on a CPU, too: an accelerator may have saved them.
+    """
+    found = received(describe_arrays(tree, always=True))
     return [name for name, entry in found.items() if entry["checksum"] != saved[name]["checksum"]]

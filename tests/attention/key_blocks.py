@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pe_lab.attention.key_block import AttentionInputs, KeyBlockGradients, Rotation
 from pe_lab.positional import alibi_slopes
@@ -15,6 +16,9 @@ from pe_lab.positional.rotation import fixed_point_frequencies
 
 # These compile much and compute little, and so they compile in a third of the time.
 QUICK = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}  # gone by JAX 0.12
+# `JAX_PLATFORMS=cuda pytest tests/attention/test_gpu*.py` compiles the GPU kernels with Triton and runs them.
+INTERPRET = jax.default_backend() == "cpu"
+interpreter_only = pytest.mark.skipif(not INTERPRET, reason="it looks into the interpreter")
 
 # Any two features occur together: most are rows, columns and wrapped diagonals of a square of features. Where one
 # feature replaces another (shared or split rotations), the other two also occur together in a line of their own.

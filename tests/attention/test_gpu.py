@@ -1,4 +1,4 @@
-"""The GPU kernel, interpreted against whole matrices of logits in float64, and lowered for CUDA without a GPU."""
+"""The GPU kernel against whole matrices of logits in float64, interpreted on a CPU; lowered for CUDA without a GPU."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export
-from key_blocks import LINES, QUICK, Case, an_h100, error, request
+from key_blocks import INTERPRET, LINES, QUICK, Case, an_h100, error, interpreter_only, request
 
 from pe_lab.attention.kernels import gpu as pallas_gpu
 from pe_lab.attention.kernels.gpu import gpu_key_block, tiles
@@ -22,15 +22,15 @@ from pe_lab.positional.rotation import fixed_point_frequencies
 CLOSE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
-def interpreted(query, key, value, inputs, **settings):
+def attend(query, key, value, inputs, **settings):
     """The kernel in one jit, which compiles faster than operation by operation."""
-    run = jax.jit(functools.partial(gpu_key_block, interpret=True, **settings), compiler_options=QUICK)
+    run = jax.jit(functools.partial(gpu_key_block, interpret=INTERPRET, **settings), compiler_options=QUICK)
     return run(query, key, value, inputs)
 
 
 def check(case, **more):
     asked = request(case)
-    found = interpreted(asked.query, asked.key, asked.value, asked.inputs, **more)
+    found = attend(asked.query, asked.key, asked.value, asked.inputs, **more)
     assert found.out.dtype == (jnp.float32 if more.get("wide") else asked.query.dtype)
     assert error(found.out, asked.out) < CLOSE[case.dtype]
     unseen = asked.logsumexp == -1e30
@@ -140,16 +140,18 @@ def on_a_gpu(monkeypatch):
     return counting
 
 
+@interpreter_only
 @pytest.mark.parametrize("changes", [{"K": 64}, {"K": 80, "rotation": "shared"}, {"K": 80, "T": 2}], ids=str)
 def test_nothing_beyond_an_array_is_read(changes, on_a_gpu):
     case = Case(B=2, T=40, S=100, H=4, G=2, start=(30, 60), used=(41, 99), slopes=True, segments=True)
     check(dataclasses.replace(case, **changes))
 
 
+@interpreter_only
 def test_nothing_beyond_an_array_is_written(on_a_gpu):
     on_a_gpu.append("mask")
     asked = request(Case(T=40, K=80))
-    found = interpreted(asked.query, asked.key, asked.value, asked.inputs)
+    found = attend(asked.query, asked.key, asked.value, asked.inputs)
     assert tiles(2, 1, 40, 40, 80, 4).rows == 32
     there = np.repeat([32, 8], [32, 8])
     np.testing.assert_array_equal(found.logsumexp[0, 0], there)
@@ -185,7 +187,7 @@ def test_splits_share_the_visible_blocks(merged):
     assert tiles(2, 1, 1, 1024, 32, 4).keys == 64
 
     def parts(*arguments):
-        gpu_key_block(*arguments, splits=4, interpret=True)
+        gpu_key_block(*arguments, splits=4, interpret=INTERPRET)
         return jnp.stack([part.logsumexp for part in merged])
 
     logsumexps = jax.jit(parts, compiler_options=QUICK)(asked.query, asked.key, asked.value, asked.inputs)
@@ -199,7 +201,7 @@ def test_key_blocks_merge_as_in_a_ring():
     for first, last in ((0, 50), (50, 130)):
         inputs = dataclasses.replace(asked.inputs, start=asked.inputs.start - first)
         key, value = asked.key[:, :, first:last], asked.value[:, :, first:last]
-        parts.append(interpreted(asked.query, key, value, inputs))
+        parts.append(attend(asked.query, key, value, inputs))
     both = merge(parts)
     assert error(both.out, asked.out) < 1e-5
     assert error(both.logsumexp, asked.logsumexp) < 1e-5

@@ -1,4 +1,4 @@
-"""The gradient of the GPU kernel, interpreted against float64 gradients of whole matrices, and lowered for CUDA."""
+"""The gradient of the GPU kernel against float64 gradients of whole matrices, and lowered for CUDA, as in test_gpu."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from key_blocks import LINES, QUICK, Case, an_h100, error, request
+from key_blocks import INTERPRET, LINES, QUICK, Case, an_h100, error, interpreter_only, request
 
 from pe_lab.attention.bias import PositionBias
 from pe_lab.attention.kernels import gpu_gradient_kernel
@@ -23,15 +23,15 @@ from pe_lab.errors import UnsupportedError
 CLOSE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
-def interpreted(asked):
-    run = jax.jit(functools.partial(gpu_key_block_gradient, interpret=True), compiler_options=QUICK)
+def gradients(asked):
+    run = jax.jit(functools.partial(gpu_key_block_gradient, interpret=INTERPRET), compiler_options=QUICK)
     back = asked.backward
     return run(asked.query, asked.key, asked.value, asked.inputs, back.logsumexp, back.inner, back.d_out)
 
 
 def check(case):
     asked = request(case)
-    found = interpreted(asked)
+    found = gradients(asked)
     for name, one, wanted in zip(found._fields, found, asked.backward.wanted, strict=True):
         assert (one is None) == (wanted is None), name
         if wanted is not None:
@@ -132,6 +132,7 @@ def test_distances_of_any_table(case):
     check(dataclasses.replace(case, H=2, G=1))
 
 
+@interpreter_only
 @pytest.mark.parametrize("K", [80, pytest.param(64, marks=pytest.mark.slow)])
 def test_nothing_beyond_an_array_is_read(K, monkeypatch):
     """Beyond an array the interpreter has NaN: here, one NaN makes the whole block NaN."""
@@ -147,6 +148,7 @@ def test_nothing_beyond_an_array_is_read(K, monkeypatch):
     check(Case(2, 40, 100, 4, 2, K, start=(30, 60), used=(41, 99), slopes=True, segments=True, **biases))
 
 
+@interpreter_only
 def test_nothing_beyond_an_array_is_written(monkeypatch):
     """Here, a store writes how many numbers of its block are stored."""
 
@@ -157,7 +159,7 @@ def test_nothing_beyond_an_array_is_written(monkeypatch):
     plgpu_store = gpu_gradient_kernel.plgpu.store
     monkeypatch.setattr(gpu_gradient_kernel.plgpu, "store", store)
     asked = request(Case(T=40, K=80, slopes=True, key_bias=1))
-    found = interpreted(asked)
+    found = gradients(asked)
     assert {cut.rows for cut in gradient_tiles(40, 40, 80, 4, None, False).values()} == {32}
     there = np.repeat([32, 8], [32, 8])
     for one in (found.query, found.key, found.value):
@@ -169,7 +171,7 @@ def test_nothing_beyond_an_array_is_written(monkeypatch):
 def test_queries_that_see_nothing_have_no_gradient():
     asked = request(Case(T=20, S=30, start=(-25,), distance_bias=9, key_bias=1, slopes=True))
     assert (asked.logsumexp <= MASKED).all()
-    for gradient in interpreted(asked):
+    for gradient in gradients(asked):
         assert not np.asarray(gradient).any()
 
 
@@ -184,7 +186,7 @@ def test_what_the_forward_pass_alone_takes_is_refused():
     ):
         asked.inputs = AttentionInputs(**refused)
         with pytest.raises(UnsupportedError):
-            interpreted(asked)
+            gradients(asked)
 
 
 def test_tiles_fit():
