@@ -33,7 +33,7 @@ Cost at 40% MFU, in v5e chip-hours:
   360m    60b (60K steps)             649   2.5 hours
   360m    120b (120K steps)          1298   5.1 hours
   1.7b    20b (19,073 steps)          809   3.2 hours
-  135m    210m (400 steps)            1.9   22 minutes on an H200, 30 with a teacher (computed, not run)
+  135m    210m (400 steps)            1.9   21 minutes on an H100, 31 with a teacher, at the speed of 136 steps
   135m    1b (2K steps)               9.3
 A teacher costs a third more. On 256 chips a batch is 2 windows each; on 8 GPUs it is 64:
 --config.phases.0.accumulate=4 (8 for the 1.7B). On fewer, also --config.mesh.fsdp=1. Does it fit?
@@ -51,6 +51,7 @@ SmolLM-360M as it is and 29.84 / 14.37 / 7.19 for RoPE-NTK, logits scaled by 1 +
   SmolLM-1.7B, YaRN          27.60      3.90       17.19
   SmolLM-1.7B-DroPE          32.18      7.53       24.77           (Table 3)
 For Figure 10, which follows the 360M through its recalibration, the checkpoints 2000, 4000, 8000, ... are kept.
+SmolLM2-135M is still far from its loss after 4.5M tokens (docs/claims.md).
 Multiple choice, average of six (Table 5): 53.1 -> 53.4 for the 360M, 60.25 -> 60.62 for the 1.7B.
 
 The 360M has Table 4's settings: learning rate 1e-3 after 490 steps, QK-norm from the drop on. In the paper's code
