@@ -33,7 +33,7 @@ Cost at 40% MFU, in v5e chip-hours:
   360m    60b (60K steps)             649   2.5 hours
   360m    120b (120K steps)          1298   5.1 hours
   1.7b    20b (19,073 steps)          809   3.2 hours
-  135m    210m (400 steps)            1.9   21 minutes on an H100, 31 with a teacher, at the speed of 136 steps
+  135m    210m (400 steps)            1.9   21 minutes on an H100, 31 with a teacher (speed of 136 steps)
   135m    1b (2K steps)               9.3
 A teacher costs a third more. On 256 chips a batch is 2 windows each; on 8 GPUs it is 64:
 --config.phases.0.accumulate=4 (8 for the 1.7B). On fewer, also --config.mesh.fsdp=1. Does it fit?
