@@ -51,8 +51,8 @@ SmolLM-360M as it is and 29.84 / 14.37 / 7.19 for RoPE-NTK, logits scaled by 1 +
   SmolLM-1.7B, YaRN          27.60      3.90       17.19
   SmolLM-1.7B-DroPE          32.18      7.53       24.77           (Table 3)
 For Figure 10, which follows the 360M through its recalibration, the checkpoints 2000, 4000, 8000, ... are kept.
-SmolLM2-135M is still far from its loss after 4.5M tokens (docs/claims.md).
 Multiple choice, average of six (Table 5): 53.1 -> 53.4 for the 360M, 60.25 -> 60.62 for the 1.7B.
+SmolLM2-135M is still 2.5 nats behind RoPE after 4.5M tokens (docs/claims.md).
 
 The 360M has Table 4's settings: learning rate 1e-3 after 490 steps, QK-norm from the drop on. In the paper's code
 the norm is flat, over all heads at once, and its scale starts at 1. Here per head is the default, since Hugging Face
