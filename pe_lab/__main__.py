@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.recipes import split_overrides
 from pe_lab.terminal import command, leave
 
 COMMANDS = (
@@ -36,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise ConfigError(f"pe_lab has no command '{name}'. {did_you_mean(name, COMMANDS)}")
+    split_overrides(rest)  # a misspelt key is told before the slow imports of a command
     return importlib.import_module(f"pe_lab.{name}").main(rest)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 # The codec is a part of this module for all others.
 from pe_lab.config_codec import INT32, OMIT_DEFAULT, SEED, number
 from pe_lab.config_codec import check_bounds as check_bounds
+from pe_lab.config_codec import check_key as check_key
 from pe_lab.config_codec import from_dict as from_dict
 from pe_lab.config_codec import register_descriptions as register_descriptions
 from pe_lab.config_codec import register_kind as register_kind

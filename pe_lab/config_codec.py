@@ -54,12 +54,35 @@ def from_dict(kind: type, value: Any, where: str = "config") -> Any:
     hints = typing.get_type_hints(kind)
     value = getattr(kind, "of_earlier_versions", dict)(value)
     for key in value:
-        if key not in hints:
-            known = _ALIASES[key] if _ALIASES.get(key) in hints else str(key)
-            raise ConfigError(f"{where} has no key '{key}'. {did_you_mean(known, list(hints))}")
+        _check_name(key, hints, where)
     made = kind(**{key: _convert(hints[key], item, f"{where}.{key}") for key, item in value.items()})
     check_bounds(made, where)
     return made
+
+
+def _check_name(key: Any, hints: Mapping[str, Any], where: str) -> None:
+    if key not in hints:
+        known = _ALIASES[key] if _ALIASES.get(key) in hints else str(key)
+        raise ConfigError(f"{where} has no key '{key}'. {did_you_mean(known, list(hints))}")
+
+
+def check_key(kind: type, key: str, where: str = "config") -> None:
+    """`ConfigError` for a dotted key, such as `phases.0.steps`, that no config of this kind has.
+
+    What lies inside a description or a free set of keys is not known here, and passes.
+    """
+    hint: Any = kind
+    for name in key.split("."):
+        if typing.get_origin(hint) in (types.UnionType, typing.Union):
+            hint = next((one for one in typing.get_args(hint) if dataclasses.is_dataclass(one)), None)
+        if typing.get_origin(hint) is tuple:
+            where, hint = f"{where}[{name}]", typing.get_args(hint)[0]
+        elif dataclasses.is_dataclass(hint):
+            hints = typing.get_type_hints(hint)
+            _check_name(name, hints, where)
+            where, hint = f"{where}.{name}", hints[name]
+        else:
+            return
 
 
 def check_bounds(config: Any, where: str) -> None:

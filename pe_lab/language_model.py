@@ -25,6 +25,7 @@ from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, 
 from pe_lab.errors import CheckpointError, ConfigError, DataError
 from pe_lab.inspection import Inspection
 from pe_lab.model import Decoder, ForwardPasses, Model, Request, Sampling, Schedules, Statistics, Weights, complete
+from pe_lab.model.learned import split_layers
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import (
     Beta,
@@ -342,13 +343,16 @@ class LanguageModel(Inspection):
         """
         return dataclasses.replace(self, schedule_length=length)
 
-    def drop_positional(self, chosen: Sequence[int] | None = None) -> LanguageModel:
-        """The same weights without positional encoding on all or the chosen layers (DroPE's drop, not recalibrated)."""
-        return self.with_positional(drop(chosen))
+    def drop_positional(self, chosen: Sequence[int] | None = None, extras: bool = False) -> LanguageModel:
+        """The same weights without positional encoding on all or the chosen layers (DroPE's drop, not recalibrated).
+
+        What a layer has beside its encoding (`rope/with=t5`) stays, unless `extras` drops it too.
+        """
+        return self.with_positional(drop(chosen, extras))
 
     def describe(self) -> str:
-        """The schedule as a table."""
-        return describe(self.schedule, self.layers)
+        """The schedule as a table, and the learned values of its encodings as another."""
+        return describe(self.schedule, self.layers, split_layers(self.checkpoint.params["layers"])[1])
 
     def save(self, directory: str | AnyPath) -> AnyPath:
         """Writes a child checkpoint into a new directory and returns its path; `init_from` can name it."""

@@ -10,6 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    from pe_lab.recipes import refuse_misspelt_keys
+
+    refuse_misspelt_keys()
+
 import jax
 
 from pe_lab.config import MeshConfig

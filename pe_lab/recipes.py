@@ -19,8 +19,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from pe_lab.config import Config, from_dict
+from pe_lab.config import Config, check_key, from_dict
 from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.terminal import command
 
 
 def load_config(
@@ -148,7 +149,11 @@ def _override(tree: Any, key: str, text: str) -> None:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Splits a command line into the other arguments and `{"a.b": "value"}`, given as `--config.a.b=value`."""
+    """Splits a command line into the other arguments and `{"a.b": "value"}`, given as `--config.a.b=value`.
+
+    Raises:
+      ConfigError: no config has such a key, or its value is missing.
+    """
     rest: list[str] = []
     overrides: dict[str, str] = {}
     items = iter(argv)
@@ -161,8 +166,15 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             text = next(items, "")
             if not text or text.startswith("--"):
                 raise ConfigError(f"{item}: give a value, as in {item}=VALUE.")
+        check_key(Config, key)
         overrides[key] = text
     return rest, overrides
+
+
+def refuse_misspelt_keys() -> None:
+    """Ends the process where its command line has a key that no config has: for a command, before its slow imports."""
+    if status := command(lambda argv: split_overrides(argv) and 0)():
+        sys.exit(status)
 
 
 def recipe_arguments(arg: str, **allowed: str | Sequence[str]) -> dict[str, str]:

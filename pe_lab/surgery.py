@@ -17,13 +17,13 @@ from pe_lab.checkpoints import is_external, open_checkpoint
 from pe_lab.checkpoints.checkpoint import Checkpoint
 from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
 from pe_lab.checkpoints.qk_norm import change_qk_norm
-from pe_lab.checkpoints.surgery import NOTHING, change, write_child
+from pe_lab.checkpoints.surgery import NOTHING, carried_parameters, change, write_child
 from pe_lab.checkpoints.weights import weights_digest
 from pe_lab.config import DataConfig, from_dict
 from pe_lab.data.held_out import validation_batches
 from pe_lab.data.tokenizers import load_tokenizer, save_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError, UserError
-from pe_lab.model.learned import learned_encodings
+from pe_lab.model.learned import learned_encodings, split_layers
 from pe_lab.parallel import start_processes
 from pe_lab.positional import (
     DOPE,
@@ -40,7 +40,8 @@ from pe_lab.positional import (
     read_scores,
     read_with,
 )
-from pe_lab.positional.codec import numbers_and_ranges
+from pe_lab.positional.codec import numbers_and_ranges, ranges
+from pe_lab.positional.registry import registered_name
 from pe_lab.positional.schemes.gates import GatedRope, gates
 from pe_lab.terminal import argument_parser, bounded, command, positive
 
@@ -61,9 +62,10 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--drop",
         nargs="?",
-        const="all",
-        choices=("all", "auto", "gates"),
-        help="remove the positional encoding (DroPE); auto: of as many layers as --budget pays for, by measured "
+        const="encoding",
+        choices=("encoding", "all", "auto", "gates"),
+        help="remove the positional encoding (DroPE) and keep what a layer has beside it (/with=...), its window and "
+        "its logit scale; all: what it has beside it too; auto: of as many layers as --budget pays for, by measured "
         "losses; gates: of the heads whose gates gated_rope has closed",
     )
     what.add_argument(
@@ -142,7 +144,8 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
     if args.drop == "auto":
         return drop(chosen_layers(parent, args)).apply(parent.layers)
     if args.drop:
-        return drop(numbers_and_ranges(args.layers, "--layers") if args.layers else None).apply(parent.layers)
+        chosen = numbers_and_ranges(args.layers, "--layers") if args.layers else None
+        return drop(chosen, extras=args.drop == "all").apply(parent.layers)
     if args.positional:
         return read_with(args.positional, parent.layers, length)
     if args.mask_heads:
@@ -150,6 +153,20 @@ def edited_layers(parent: Checkpoint, args: argparse.Namespace) -> tuple[Layer, 
         scores = read_scores(args.mask_heads, len(parent.layers), parent.model.heads, weights, str(parent.path))
         return denoise_by(args.dope, parent.layers, scores, args.count, args.order, length, **noise)
     return parent.layers
+
+
+def kept(layers: Sequence[Layer]) -> str:
+    """What the layers without encoding still have beside it, such as `with=t5 on layers 0-3`; "" for nothing."""
+    places: dict[str, list[int]] = {}
+    for n, layer in enumerate(layers):
+        if layer.encoding != NoPE():
+            continue
+        found = [f"with={registered_name(extra)}" for extra in layer.extras]
+        found += [f"window={layer.window}"] if layer.window else []
+        found += ["a logit scale"] if layer.logit_scale != 1.0 else []
+        for one in found:
+            places.setdefault(one, []).append(n)
+    return ", ".join(f"{one} on layer{'s' * (len(at) > 1)} {ranges(at)}" for one, at in places.items())
 
 
 def gated_layers(parent: Checkpoint) -> tuple[Layer, ...]:
@@ -269,7 +286,10 @@ def main(argv: Sequence[str]) -> int:
     saved = None if tokenizer is None else functools.partial(save_tokenizer, tokenizer)
     where = write_child(parent, after, to, what, saved)
     storage.remove_tree(measured_at(to))
-    print(describe(schedule, after))
+    print(describe(schedule, after, split_layers(carried_parameters(parent, after)[0]["layers"])[1]))
+    if args.drop and (rest := kept(after)):
+        advice = "; --drop=all leaves out what stands after with=" if args.drop != "all" and "with=" in rest else ""
+        print(f"Kept in the layers without encoding: {rest}{advice}.")
     print(f"{where}: child of {parent.path}: {what}")
     return 0
 

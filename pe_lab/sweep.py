@@ -11,6 +11,11 @@ import os
 import shlex
 from collections.abc import Sequence
 
+if __name__ == "__main__":
+    from pe_lab.recipes import refuse_misspelt_keys
+
+    refuse_misspelt_keys()
+
 import jax
 
 from pe_lab import storage

@@ -14,6 +14,10 @@ if __name__ == "__main__":  # while the imports below run, a request to stop has
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(os.EX_TEMPFAIL))
 
+    from pe_lab.recipes import refuse_misspelt_keys
+
+    refuse_misspelt_keys()
+
 import jax
 
 from pe_lab import storage
@@ -79,13 +83,14 @@ def _train(argv: Sequence[str], stops: StopRequests) -> int:
     workdir = workdir_of({"name": config.name}, args.workdir)
     saved = saved_config(workdir)
     config = recorded(config, saved)
+    if not has_accelerator():
+        keep_freed_memory()  # before JAX starts; halves the processor time of a small step
     if args.extend:
         if saved is None:
             raise ConfigError(f"--extend: there is no run in '{workdir}'. A new one has the steps of its recipe.")
+        start_processes()  # the rate at the end of the former schedule is computed, which starts a backend
         config = extend(config, workdir, args.extend)
     before = claim_workdir(workdir, config)
-    if not has_accelerator():
-        keep_freed_memory()  # before JAX starts; halves the processor time of a small step
     start_processes()
     stops.take_sigterm()
     watch_maintenance()

@@ -1,7 +1,11 @@
 """Recipes to frozen dataclasses: overrides, types, names nearly right, and the hash that names an experiment."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from tiny_runs import tiny, write_recipe
@@ -42,8 +46,26 @@ from pe_lab.terminal import command
     ],
 )
 def test_a_misspelt_key_names_the_nearest_one(tmp_path, key, nearest):
-    with pytest.raises(UserError, match=f"Did you mean '{nearest}'"):
+    with pytest.raises(UserError, match=f"Did you mean '{nearest}'") as refused:
         load_config(str(write_recipe(tmp_path)), {key: "1"})
+    with pytest.raises(UserError) as early:  # the command line alone is enough
+        split_overrides([f"--config.{key}=1"])
+    assert str(early.value) == str(refused.value)
+
+
+@pytest.mark.parametrize("module", ["pe_lab", "pe_lab.train", "pe_lab.plan", "pe_lab.sweep"])
+def test_a_misspelt_key_is_told_before_jax_is_imported(module, tmp_path):
+    """A `jax` that cannot be imported comes first on the path. 1 s each."""
+    (tmp_path / "jax.py").write_text("raise SystemExit('jax was imported')")
+    argv = [sys.executable, "-m", module, *(["train"] if module == "pe_lab" else []), "--config.model.layrs=3"]
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    done = subprocess.run(argv, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: config.model has no key 'layrs'. Did you mean 'layers'?\n")
+
+
+@pytest.mark.parametrize("key", ["phases.0.positional.base", "data.sources.0.options.pairs", "compiler_options.xla_x"])
+def test_a_key_inside_a_description_or_a_free_set_of_keys_is_not_judged_early(key):
+    assert split_overrides([f"--config.{key}=1"]) == ([], {key: "1"})
 
 
 def test_a_key_like_no_other_lists_what_is_allowed(tmp_path):
@@ -116,11 +138,13 @@ def test_overrides_are_read_as_python_or_as_text(tmp_path):
 
 
 def test_command_lines_give_up_their_overrides():
-    rest, overrides = split_overrides(["--config=a.py:x", "--config.a.b=1=2", "--config.c", "-3", "--workdir", "w"])
+    rest, overrides = split_overrides(
+        ["--config=a.py:x", "--config.notes.paper=1=2", "--config.seed", "-3", "--workdir", "w"]
+    )
     assert rest == ["--config=a.py:x", "--workdir", "w"]
-    assert overrides == {"a.b": "1=2", "c": "-3"}
-    for argv in (["--config.a"], ["--config.a", "--workdir"]):
-        with pytest.raises(UserError, match="give a value, as in --config.a=VALUE"):
+    assert overrides == {"notes.paper": "1=2", "seed": "-3"}
+    for argv in (["--config.seed"], ["--config.seed", "--workdir"]):
+        with pytest.raises(UserError, match="give a value, as in --config.seed=VALUE"):
             split_overrides(argv)
 
 

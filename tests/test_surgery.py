@@ -86,6 +86,26 @@ def test_drop_on_some_layers_and_other_encodings(run, tmp_path):
     ]
 
 
+def test_a_drop_tells_what_it_keeps_and_drops_it_if_asked(run, tmp_path, capsys):
+    extra = "rope/window=8/with=learned_alibi"
+    main([f"--from={run}", f"--to={tmp_path / 'with'}", f"--positional={extra}+rope/with=sink"])
+    described = capsys.readouterr().out
+    assert re.search(r"learned_alibi\.slopes +0 +2 +0\.0039\d* \.\. 0\.0625, mean 0\.03\d*", described)
+    children = {}
+    for how in ("--drop", "--drop=all"):
+        main([f"--from={tmp_path / 'with'}", f"--to={tmp_path / how}", how])
+        children[how] = (open_checkpoint(tmp_path / how), capsys.readouterr().out)
+    child, out = children["--drop"]
+    assert [layer.encoding for layer in child.layers] == [NoPE()] * 2 and all(layer.extras for layer in child.layers)
+    rest = "window=8 on layer 0, with=sink on layer 1; --drop=all leaves out what stands after with=."
+    assert f"Kept in the layers without encoding: with=learned_alibi on layer 0, {rest}" in out
+    child, out = children["--drop=all"]
+    assert child.layers == (Layer(NoPE(), window=8), Layer(NoPE())) and "positional" not in child.params["layers"]
+    assert "Kept in the layers without encoding: window=8 on layer 0." in out
+    main([f"--from={run}", f"--to={tmp_path / 'plain'}", "--drop"])
+    assert "Kept" not in capsys.readouterr().out
+
+
 def test_training_starts_from_the_child(run, tmp_path):
     main([f"--from={run}", f"--to={tmp_path / 'dropped'}", "--drop"])
     config = tiny(tmp_path / "recipe", phases="[{'name': 'recalibrate', 'steps': 2, 'batch_size': 8, "

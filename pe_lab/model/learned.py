@@ -95,6 +95,16 @@ def init_encoding(
     return jax.vmap(of_layer)(keys[np.asarray(layers)])
 
 
+def learned_values(learned: Mapping[str, Params]) -> dict[str, jax.Array]:
+    """{"ENCODING.PARAMETER": [3, L]}, the mean, the lowest and the highest value of each of L layers, to be logged."""
+    found = {}
+    for name, parameters in learned.items():
+        for parameter, stacked in parameters.items():
+            flat = stacked.astype(jnp.float32).reshape(len(stacked), -1)
+            found[f"{name}.{parameter}"] = jnp.stack([flat.mean(1), flat.min(1), flat.max(1)])
+    return found
+
+
 def penalized(learned: Mapping[str, tuple[Encoding, tuple[int, ...]]]) -> list[str]:
     """The names of the encodings that add a penalty to the loss, of those with parameters."""
     return [name for name, (encoding, _) in learned.items() if has(encoding, "penalty")]

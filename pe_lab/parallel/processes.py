@@ -111,7 +111,7 @@ def hide_absent_tpu() -> None:
     """Sets JAX to the CPU on a host with libtpu and without an accelerator. Call it before JAX starts a backend."""
     # libtpu may be installed only to compile for TPUs elsewhere. On a machine without a TPU, JAX would try to start
     # it, wait for a metadata server, and print a page of warnings.
-    if "JAX_PLATFORMS" in os.environ or has_accelerator():
+    if os.environ.get("JAX_PLATFORMS") or has_accelerator():
         return
     if importlib.util.find_spec("libtpu") is not None:
         jax.config.update("jax_platforms", "cpu")

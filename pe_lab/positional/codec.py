@@ -88,7 +88,9 @@ def _encoding(part: str, text: str) -> dict[str, Any]:
             )
         values["scaling"], name = name, "rope"
     if name not in ENCODINGS:
-        raise ConfigError(f"'{text}': there is no encoding '{name}'. {did_you_mean(name, [*ENCODINGS, *SCALINGS])}")
+        raise ConfigError(
+            f"'{text}': there is no encoding '{name}'. {did_you_mean(name, [*ENCODINGS, *SCALINGS])} {_YOUR_OWN}"
+        )
     if "scaling" not in values or ENCODINGS[name] not in (Rope, PartialRope):
         return {"kind": name, **values}
     scaling = values.pop("scaling")
@@ -178,6 +180,7 @@ def build(kind: type, values: Mapping[str, Any], where: str) -> Any:
     return kind(**ready)
 
 
+_YOUR_OWN = "One of your own is registered by the file that defines it: --encodings=FILE.py."
 # By the type of a field: the descriptions that it may hold, and what a list of such items is called.
 _DESCRIPTIONS: dict[str, Mapping[str, type]] = {"Encoding": ENCODINGS, "HeadKind": HEAD_KINDS, "Scaling": SCALINGS}
 _LISTS = {
@@ -249,7 +252,8 @@ def kind_from_json(value: Any, kinds: Mapping[str, type], where: str) -> Any:
     written = rest.pop("kind", "")
     found = next((kind for name, kind in kinds.items() if written in (name, kind.__name__)), None)
     if found is None:
-        raise ConfigError(f"'{where}': there is no kind '{written}'. {did_you_mean(str(written), [*kinds])}")
+        advice = did_you_mean(str(written), [*kinds]) + (f" {_YOUR_OWN}" if "rope" in kinds else "")
+        raise ConfigError(f"'{where}': there is no kind '{written}'. {advice}")
     return build(found, rest, where)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -266,10 +266,37 @@ def _structure(
     return LayerStructure(rotates, bool(slope.any()), layer.window, heads, noisy, hooks)
 
 
-def describe(schedule: Schedule, layers: Sequence[Layer] | None = None) -> str:
-    """A table of a schedule's arrays, one line for all layers that are equal; `layers` adds the encodings' names."""
+def describe(
+    schedule: Schedule,
+    layers: Sequence[Layer] | None = None,
+    learned: Mapping[str, Mapping[str, Any]] | None = None,
+) -> str:
+    """A table of a schedule's arrays, one line for all layers that are equal; `layers` adds the encodings' names.
+
+    `learned`, the parameters of encodings (`layers.positional` of a model), adds a second table with their values.
+    """
     header, rows, _ = _described(schedule, layers)
-    return table(header, rows, words=len(header))
+    described = table(header, rows, words=len(header))
+    return f"{described}\n\n{_learned_table(schedule, learned)}" if learned else described
+
+
+def _learned_table(schedule: Schedule, learned: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line for each parameter of an encoding and each range of layers with the same values."""
+    having: dict[str, list[int]] = {}
+    for n, structure in enumerate(schedule.structure):
+        for hook in structure.hooks:
+            if hook.parameters is not None:
+                having.setdefault(hook.parameters, []).append(n)
+    lines = []
+    for name, places in having.items():
+        for parameter, stacked in learned[name].items():
+            values = [np.asarray(of_layer, np.float64) for of_layer in stacked]
+            shape = " x ".join(map(str, values[0].shape)) or "1"
+            cells = [_range(v) + ("" if v.min() == v.max() else f", mean {v.mean():.4g}") for v in values]
+            for cell in dict.fromkeys(cells):
+                equal = [n for n, other in zip(places, cells, strict=True) if other == cell]
+                lines.append((f"{name}.{parameter}", ranges(equal), shape, cell))
+    return table(["learned", "layers", "shape", "values"], lines, words=4)
 
 
 def _described(

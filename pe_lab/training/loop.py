@@ -19,7 +19,8 @@ from pe_lab.checkpoints.store import Store
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.data.pipeline import Pipeline
 from pe_lab.errors import SaveFailed, TrainingDiverged
-from pe_lab.model import Flops, Params, train_flops_per_token
+from pe_lab.model import Flops, Model, Params, train_flops_per_token
+from pe_lab.model.learned import learned_values, split_layers
 from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests
 from pe_lab.positional import Schedule, describe, label
 from pe_lab.storage import AnyPath
@@ -69,6 +70,7 @@ class _Work:
     inputs: StepInputs
     train_step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
     validate: Callable[[Params], dict[str, float]]
+    learned: Callable[[Params], dict[str, float]]
     replay: Replay | None
     out: Any
 
@@ -122,7 +124,8 @@ def train_phase(
                 return start_phase(run, phase, previous, store, optimizer, shardings, schedule, out.print)
 
         start = load()
-        out.print(describe(phase.schedule, phase.layers))
+        learned = jax.jit(lambda params: split_layers(params["layers"])[1], out_shardings=shardings.replicated)
+        out.print(describe(phase.schedule, phase.layers, learned(start.state.params) if model.learned else None))
         out.print(f"attention: {attention_of(model, phase, config, run.mesh, run.rules)}")
         for source in run.mixtures[phase.index]:
             if "packing_efficiency" in source:
@@ -151,6 +154,7 @@ def train_phase(
             inputs,
             compile_train_step(*how, policy, inputs.distilled),
             _validation(run, phase, shardings, schedule),
+            _learned(model, shardings),
             Replay(every, *how, out.print, inputs.distilled) if every else None,
             out,
         )
@@ -237,6 +241,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
         if step == 0:
             with times.wait("validation"):
                 initial = work.validate(state.params)
+            initial |= work.learned(state.params)
             logs.write("metrics", {"step": 0, "tokens": 0, **initial})
             validated = validation_text(initial)
         stopping = False
@@ -282,7 +287,7 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
                 settle()
                 with times.wait("validation"):
                     losses = work.validate(state.params)
-                record = {"step": step, "tokens": start.tokens_at(step, each), **losses}
+                record = {"step": step, "tokens": start.tokens_at(step, each), **losses, **work.learned(state.params)}
                 logs.write("metrics", record | pipeline.tokens_read())
                 validated = validation_text(losses)
 
@@ -390,3 +395,27 @@ def _validation(
         return {"validation_loss": float(total / weight), **losses} if weight else {}
 
     return validate
+
+
+def _learned(model: Model, shardings: Shardings) -> Callable[[Params], dict[str, float]]:
+    """A function from parameters to the learned values of encodings, by layer, for the log.
+
+    `learned/wave.height/3` is the mean of that parameter in layer 3; where it has several values in a layer, the lowest
+    and the highest one follow as `learned/wave.height/3/low` and `/high`. Values that are not finite are left out.
+    """
+    values = jax.jit(
+        lambda params: learned_values(split_layers(params["layers"])[1]), out_shardings=shardings.replicated
+    )
+
+    def numbers(params: Params) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, of_layers in jax.device_get(values(params)).items() if model.learned else ():
+            encoding, parameter = name.split(".")
+            several = math.prod(model.encoding_settings[encoding][parameter].value.shape) > 1
+            for n, three in zip(model.learned[encoding][1], of_layers.T, strict=True):
+                for part, value in zip(("", "/low", "/high")[: 3 if several else 1], three, strict=False):
+                    if math.isfinite(value):
+                        found[f"learned/{name}/{n}{part}"] = float(value)
+        return found
+
+    return numbers

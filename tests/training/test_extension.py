@@ -14,7 +14,9 @@ from tiny_runs import (
     at_step,
     compilations_kept,  # noqa: F401
     die,
+    finish,
     records,
+    start_together,
     tiny,
     write_recipe,
 )
@@ -95,6 +97,16 @@ def test_an_extension_and_a_new_batch_size_are_one_history(copy):
     assert lineage[4].startswith("extended from 6 to 8 steps (hold); continued with phases.1.batch_size 8 -> 16, ")
     assert json.loads((copy / "recalibrate/phase.json").read_text())["steps"] == 8
     assert pe_lab.train.main([recipe, *more[:1], *more[2:]]) == 0  # the plain command has nothing to do
+
+
+@pytest.mark.slow
+def test_two_processes_extend_a_run_and_look_for_no_tpu(copy):
+    """A schedule's end is computed before training starts, and processes connect before that. 15 s."""
+    more = ["--extend=12", "--config.phases.1.optimizer.warmup_steps=1"]
+    argv = ["pe_lab.train", f"--config={write_recipe(copy / 'recipe')}", f"--workdir={copy}", *more]
+    for out in finish(start_together(argv, [copy, copy], JAX_PLATFORMS="")):
+        assert "TPU" not in out and "libtpu" not in out
+    assert json.loads((copy / "recalibrate/phase.json").read_text())["steps"] == 12
 
 
 @pytest.mark.parametrize(

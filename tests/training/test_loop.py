@@ -55,6 +55,26 @@ def test_the_log_of_a_run(whole):
     assert second[0]["validation_loss"] != first[-1]["validation_loss"]
 
 
+def test_learned_values_of_encodings_are_logged_by_layer_where_the_loss_is_validated(tmp_path, capsys):
+    """A run of 4 steps: 4 s."""
+    positional = "['rope/with=t5', 'rope/with=t5/with=ssmax']"
+    one = f"[{{'name': 'only', 'steps': 4, 'batch_size': 8, 'sequence_length': 16, 'positional': {positional}}}]"
+    last = train(tiny(tmp_path / "recipe", phases=one, phases__0__optimizer__warmup_steps=1), tmp_path / "run")
+    logged = [r for r in records(tmp_path / "run/only/metrics.jsonl") if "validation_loss" in r]
+    assert [r["step"] for r in logged] == [0, 4]
+    learned = open_checkpoint(last).params["layers"]["positional"]
+    for record, same in zip(logged, (False, True), strict=True):
+        for name, layers in (("t5.table", (0, 1)), ("ssmax.scale", (1,))):
+            encoding, parameter = name.split(".")
+            for i, n in enumerate(layers):
+                values = np.asarray(learned[encoding][parameter][i], np.float64)
+                found = [record[f"learned/{name}/{n}{part}"] for part in ("", "/low", "/high")]
+                assert np.allclose(found, [values.mean(), values.min(), values.max()], atol=1e-7) == same
+        assert sum(name.startswith("learned/") for name in record) == 9
+    out = capsys.readouterr().out
+    assert "t5.table" in out and "ssmax.scale" in out  # `describe`, at the start
+
+
 def test_the_second_phase_is_a_child_of_the_first(whole, config):
     pretrained, child, last = (
         open_checkpoint(whole / p) for p in ("pretrain/checkpoints/8", "recalibrate/checkpoints/2", "recalibrate")
