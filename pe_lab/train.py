@@ -29,7 +29,7 @@ from pe_lab.parallel.lost_processes import lost_processes
 from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests, watch_maintenance
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import AnyPath, new_directory
-from pe_lab.terminal import argument_parser, bounded, command, console, leave
+from pe_lab.terminal import argument_parser, bounded, command, console, leave, waiting
 from pe_lab.training import Run, open_run, train_phase
 from pe_lab.training.extension import extend, recorded
 from pe_lab.training.inheritance import inherit, workdir_of
@@ -95,7 +95,8 @@ def _train(argv: Sequence[str], stops: StopRequests) -> int:
     stops.take_sigterm()
     watch_maintenance()
     out = console(quiet=jax.process_index() != 0)
-    run = open_run(config, workdir)
+    with waiting(out, f"{config.name}: planning the run", at_once=False):
+        run = open_run(config, workdir)
     config = run.config  # with the steps of epochs
     with working_alone(workdir, out.print):
         if jax.process_index() == 0:

@@ -129,7 +129,9 @@ def program(words: Sequence[str]) -> tuple[str, list[str]]:
         return "script", list(words[1:])
     if re.fullmatch(r"launch/\w+\.sh", name):
         return "launch", list(words)
-    if name in ("make", "unzip"):
+    if words[:4] == ["python", "-m", "zipfile", "-e"]:
+        return "unpack", list(words[4:])
+    if name == "make":
         return name, list(words[1:])
     if words[:2] == ["pip", "download"]:
         return "download", list(words[2:])
@@ -233,8 +235,9 @@ def run(statement: Statement) -> None:
             check(arguments[arguments.index("--") + 1 :])  # other lines run the same programs
     elif kind == "make":
         _succeeds(["make", "--dry-run", *arguments], cwd=ROOT)
-    elif kind == "unzip":
-        _succeeds(["unzip", *(name for one in arguments for name in sorted(glob.glob(one)) or [one])])
+    elif kind == "unpack":
+        (wheel,) = glob.glob(arguments[0])
+        _succeeds([sys.executable, "-m", "zipfile", "-e", wheel, arguments[1]])
     elif kind == "download":
         for name in (one for one in arguments if not one.startswith("-")):
             shutil.copy(f"downloads/{name.replace('-', '_')}-1-py3-none-any.whl", ".")

@@ -115,3 +115,54 @@ def test_the_blocks_of_a_page_run(page, part, sandbox, tmp_path):
     out = _run(page, tmp_path / "here", part)
     shown = [block for block in documented.part_of(page, part) if block.language not in documented.SHOWN]
     assert out.count(" s\n") >= len(shown) > 0
+
+
+# The README's blocks as a reader runs them, at the size of a test: what is replaced, and what a reader has to have.
+SIZES = {
+    "git clone https://github.com/pe-lab/pe_lab && cd pe_lab": "true",
+    "make demo ": "make demo QUICK=1 ",
+    "make test ": "make test ARGS=tests/test_words.py ",
+    "--max-new-tokens=16": "--max-new-tokens=4",
+    "data=text:'docs/*.md' --workdir=runs/finetuned": "data=text:'docs/*.md',steps=2,length=64,batch=2 "
+    "--config.evaluation.tokens=128 --config.evaluation.factors=[1,2] --config.log.validation_batches=1 "
+    "--workdir=runs/finetuned",
+    "--prompt=": "--max-new-tokens=8 --prompt=",
+    "--seeds=3": "--seeds=1 --config.phases.0.steps=4 --config.phases.1.steps=4 --config.phases.2.steps=4",
+    "=runs/drope_laptop ": "=runs/drope_laptop_quick --samples=2 ",
+    "--length=2k": "--length=128 --sequences=2",
+    "--topology=v5e:16x16 ": "--topology=v5e:16x16 --no-compile ",
+    "--topology=h100:8 ": "--topology=h100:8 --no-compile ",
+    "--topology=v5e:4x4 ": "--topology=v5e:4x4 --no-compile ",
+}
+HAS_TO_HAVE = {"corpus/*.jsonl.gz": "a corpus of the reader's, or the network", "launch/slurm.sh": "a cluster"}
+
+
+def test_the_readme_asks_for_a_corpus_or_a_cluster_only_where_it_says_so():
+    asking = [b.code for b in documented.blocks("README.md") if any(words in b.code for words in HAS_TO_HAVE)]
+    assert len(asking) == len(HAS_TO_HAVE)
+    text = (documented.ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(
+        text.index(said) < text.index(code) for said, code in zip(("your files", "On a cluster"), asking, strict=True)
+    )
+
+
+@pytest.mark.slow
+def test_the_readme_works_in_order_from_a_fresh_clone(tmp_path):
+    """Each block by bash, or by Python, with SmolLM2 from the Python index: 5 minutes."""
+    where = tmp_path / "pe_lab"
+    subprocess.run(["git", "clone", "-q", str(documented.ROOT), str(where)], check=True)
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "XLA_FLAGS", "JAX_PLATFORMS")}
+    blocks = [b for b in documented.blocks("README.md") if b.language in ("shell", "python")]
+    asking = [b for b in blocks if any(words in b.code for words in HAS_TO_HAVE)]
+    code = {b.line: b.code for b in blocks if b not in asking}
+    for words, small in SIZES.items():
+        assert any(words in text for text in code.values()), f"README.md has no {words!r} any more"
+        code = {line: text.replace(words, small) for line, text in code.items()}
+    assert len(code) > 8
+    for block in blocks:
+        if block in asking:
+            continue
+        how = [".venv/bin/python", "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
+        active = "" if block.language == "python" or "make demo" in code[block.line] else "source .venv/bin/activate\n"
+        done = subprocess.run([*how, active + code[block.line]], cwd=where, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"README.md:{block.line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

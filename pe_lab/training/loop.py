@@ -24,7 +24,7 @@ from pe_lab.model.learned import learned_values, split_layers
 from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests
 from pe_lab.positional import Schedule, describe, label
 from pe_lab.storage import AnyPath
-from pe_lab.terminal import Progress, console
+from pe_lab.terminal import Progress, console, waiting
 from pe_lab.training.inputs import StepInputs, step_inputs_of
 from pe_lab.training.ledger import Ledger
 from pe_lab.training.logs import (
@@ -120,7 +120,7 @@ def train_phase(
         schedule = jax.device_put(phase.schedule, shardings.replicated)
 
         def load() -> Start:
-            with ledger.time("restore"):
+            with ledger.time("restore"), waiting(out, f"{phase.name}: placing the weights", at_once=False):
                 return start_phase(run, phase, previous, store, optimizer, shardings, schedule, out.print)
 
         start = load()
@@ -239,16 +239,20 @@ def _train_steps(work: _Work, start: Start, pipeline: Pipeline, rewinds: Rewinds
 
         progress.update(step, f"{step}/{steps}  compiling")
         if step == 0:
-            with times.wait("validation"):
-                initial = work.validate(state.params)
-            initial |= work.learned(state.params)
+            compiling = f"{phase.name}: validation before the first step, which compiles it"
+            with times.wait("validation"), waiting(work.out, compiling, at_once=False):
+                initial = work.validate(state.params) | work.learned(state.params)
             logs.write("metrics", {"step": 0, "tokens": 0, **initial})
             validated = validation_text(initial)
         stopping = False
         while step < steps and not stopping:
             ledger.begin_step(phase.name, step + 1)
             first = step == started
-            with work.profiler.begin(step + 1), ledger.time("compile") if first else contextlib.nullcontext():
+            slow = contextlib.ExitStack()
+            if first:
+                slow.enter_context(ledger.time("compile"))
+                slow.enter_context(waiting(work.out, f"{phase.name}: compiling the first step", at_once=False))
+            with work.profiler.begin(step + 1), slow:
                 with times.wait("input"):
                     batch = place_batch(next(pipeline), work.shardings.batch)
                     schedule = work.inputs.at(step)

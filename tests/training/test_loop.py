@@ -21,6 +21,7 @@ from tiny_runs import (
     train,
 )
 
+from pe_lab import terminal
 from pe_lab.checkpoints import find_checkpoints, open_checkpoint
 from pe_lab.errors import DataError, TrainingDiverged, UserError
 from pe_lab.identity import config_hash
@@ -73,6 +74,18 @@ def test_learned_values_of_encodings_are_logged_by_layer_where_the_loss_is_valid
         assert sum(name.startswith("learned/") for name in record) == 9
     out = capsys.readouterr().out
     assert "t5.table" in out and "ssmax.scale" in out  # `describe`, at the start
+
+
+def test_what_takes_long_before_the_first_step_is_told(tmp_path, capsys, monkeypatch):
+    """Every ten seconds, here every hundredth of one. A run of 1 step: 3 s."""
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.01)
+    one = "[{'name': 'only', 'steps': 1, 'batch_size': 8, 'sequence_length': 16, 'optimizer': {'warmup_steps': 0}}]"
+    train(tiny(tmp_path / "recipe", phases=one), tmp_path / "run")
+    lines = [line.rpartition(":")[0] for line in capsys.readouterr().out.splitlines()]
+    told = ["placing the weights", "validation before the first step, which compiles it", "compiling the first step"]
+    assert [line for line in dict.fromkeys(lines) if line in {f"only: {one}" for one in told}] == [
+        f"only: {one}" for one in told
+    ]
 
 
 def test_the_second_phase_is_a_child_of_the_first(whole, config):
