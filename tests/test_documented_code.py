@@ -122,7 +122,7 @@ SIZES = {
     "git clone https://github.com/pe-lab/pe_lab && cd pe_lab": "true",
     "make demo ": "make demo QUICK=1 ",
     "make test ": "make test ARGS=tests/test_words.py ",
-    "--max-new-tokens=16": "--max-new-tokens=4",
+    "max_new_tokens=16": "max_new_tokens=4",
     "data=text:'docs/*.md' --workdir=runs/finetuned": "data=text:'docs/*.md',steps=2,length=64,batch=2 "
     "--config.evaluation.tokens=128 --config.evaluation.factors=[1,2] --config.log.validation_batches=1 "
     "--workdir=runs/finetuned",
