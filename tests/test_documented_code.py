@@ -127,7 +127,8 @@ SIZES = {
     "--config.evaluation.tokens=128 --config.evaluation.factors=[1,2] --config.log.validation_batches=1 "
     "--workdir=runs/finetuned",
     "--prompt=": "--max-new-tokens=8 --prompt=",
-    "--seeds=3": "--seeds=1 --config.phases.0.steps=4 --config.phases.1.steps=4 --config.phases.2.steps=4",
+    "--seeds=3": "--seeds=1 "
+    + " ".join(f"--config.phases.{i}.steps=4 --config.phases.{i}.optimizer.warmup_steps=1" for i in range(3)),
     "=runs/drope_laptop ": "=runs/drope_laptop_quick --samples=2 ",
     "--length=2k": "--length=128 --sequences=2",
     "--topology=v5e:16x16 ": "--topology=v5e:16x16 --no-compile ",
