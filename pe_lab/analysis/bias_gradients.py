@@ -4,9 +4,8 @@ DroPE (Gelberg et al. 2025), Definition 3.1, Figure 4, Propositions 3.2 and 3.3,
 
 The positional bias of one head with weights a_ij is A = (1/T) sum_i sum_{j<=i} c_ij a_ij, with centred c: for every
 query i, sum_j c_ij = 0. For the pattern of a head that attends to one key p(i) of the n_i that query i sees (itself,
-or the token before), c is 1 at p(i) and -1/(n_i - 1) at every other visible key. (The paper prints 1 - 1/(i - 1) off
-the diagonal, which is not centred.) c is 0 for a query that sees no other key, or does not see p(i): the first
-token, and the first of a document. As the weights of a query add up to 1,
+or the token before), c is 1 at p(i) and -1/(n_i - 1) at every other visible key. c is 0 for a query that sees no
+other key, or does not see p(i): the first token, and the first of a document. As the weights of a query add up to 1,
 
   A = (1/T) sum_i [a_i - (1 - a_i) / (n_i - 1)] = (1/T) sum_i (n_i a_i - 1) / (n_i - 1),  a_i = a_{i,p(i)},
 

@@ -168,7 +168,7 @@ def study(settings: Settings) -> Numbers:
 def scaling_curve(method: str, factor: float, head_dim: int, base: float, length: int) -> ScalingCurve:
     """One method at one factor: gamma_m = w'_m / w_m, DroPE's eq. 3 and 9 to 11.
 
-    Pairs count from 0 here. The paper counts m from 1, so NTK's exponent in eq. 3 and 10 holds with m - 1 for m.
+    Pairs count from 0 here, as m - 1 for the paper's m, "$m=1,\\dots,\\tfrac{d_{k}}{2}$".
     """
     kind = SCALINGS[method]
     fields = {field.name for field in dataclasses.fields(kind)}

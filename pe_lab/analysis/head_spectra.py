@@ -10,7 +10,7 @@ DoPE (Xiong et al. 2025), section 4.3, eq. 12 and 23 to 30, and section 5.1. Whe
 - r = 1: eq. 30 is 1 for every head, and the paper calls it "equivalent to the spectral norm". `1` is tr / sigma_max,
   the inverse of the largest eigenvalue of the trace-normalized Gram matrix. It is an effective rank, too (of Renyi's
   order infinity; 1 <= 1 / lambda_1 <= rho^full): a spiky head scores low, as under eq. 29 and 30, and the orders mean
-  the same as for other r. `spectral_norm` is the words as printed, sigma_max of the Gram matrix (for each token): there
+  the same as for other r. `spectral_norm` is the paper's words, sigma_max of the Gram matrix (for each token): there
   a spiky head scores high, and so does one with large queries or keys.
 - Stages. A change of frequencies alone changes no vector before its rotation. `pre_ntk` measures the unrotated vectors
   of the model as trained, `post_ntk` the unrotated vectors of the model under the scaling, whose layers have read

@@ -19,7 +19,7 @@ from pe_lab.storage import json_object
 
 Head = tuple[int, int]  # (layer, query head)
 
-# Methods by name: DoPE's, with each variant of the paper where its parts contradict each other.
+# Methods by name: DoPE's, with each variant where its formulas and its text differ (docs/dope.md quotes both).
 DOPE: dict[str, tuple[str, dict[str, Any]]] = {
     "all-nope": ("all", {"reading": "nope"}),
     "all-uniform": ("all", {"reading": "uniform"}),
@@ -35,8 +35,9 @@ def select_heads(
 ) -> tuple[Head, ...]:
     """The `count` heads with the lowest (ascending) or highest (descending) scores, over all layers together.
 
-    The paper's text and tables contradict each other on the order (ASC or DESC), so both exist. Equal scores are taken
-    in the order of layers, then heads.
+    The paper has both orders: "Only when $m_{h}=1$ do we remove the positional encoding for this head" with eq. 31,
+    $m_{h}=\\mathbf{1}[\\rho_{h}^{\\,r}\\geq\\tau]$, and "only heads with low truncated matrix entropy [...] have their
+    low-entropy frequency bands attenuated or masked". Equal scores are taken in the order of layers, then heads.
 
     Raises:
       ConfigError: scores that are not [N, H] numbers, a count outside [0, N * H], an unknown order.
@@ -123,8 +124,9 @@ def dope_by_parts(
 ) -> tuple[Layer, ...]:
     """DoPE-by-parts (eq. 32 to 34): chosen heads lose the frequencies on one side of 2 pi / training_length.
 
-    Equation 32 as printed keeps the slow frequencies; the text and the aim of the method keep the fast ones. The
-    threshold applies to the head's own frequencies, with their scaling.
+    Equation 32, $\\mathbf{1}[\\theta_{f}\\leq\\theta]$, keeps the slow frequencies. The text beside it, "to retain
+    sufficiently isotropic bands while filtering those dominated by low-rank spikes", keeps the fast ones. The threshold
+    applies to the head's own frequencies, with their scaling.
     """
     if training_length < 1:
         raise ConfigError(f"training_length is {training_length}; give the tokens of a training window.")
@@ -136,12 +138,12 @@ def dope_by_all(
 ) -> tuple[Layer, ...]:
     """DoPE-by-all: chosen heads lose their whole encoding.
 
-    Equation 35 multiplies queries and keys by zero, which makes the attention `uniform`; the text removes the
-    positional encoding, which makes the head `nope`.
+    Equation 35 multiplies queries and keys by zero, which makes the attention `uniform`. The text beside it, such heads
+    "have their entire positional encoding removed", "rather than completely zeroing out the head", makes it `nope`.
     """
     kinds: dict[str, HeadKind] = {"uniform": Uniform(), "nope": NoPE()}
     if reading not in kinds:
-        raise ConfigError(f"reading is '{reading}'; it must be uniform (eq. 35 as printed) or nope (its text).")
+        raise ConfigError(f"reading is '{reading}'; it must be uniform (eq. 35) or nope (its text).")
     return _edit(layers, heads, lambda head: kinds[reading])
 
 

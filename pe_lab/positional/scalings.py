@@ -128,9 +128,8 @@ class DynamicNTK(Scaling):
 class Yarn(Scaling):
     """YaRN: slow pairs are interpolated, fast ones kept, and logits scaled up (Peng et al. 2023).
 
-    The ramp is linear in the pair index (see `ramp_bounds`), as in the published code; DroPE's eq. 11 thresholds the
-    frequency instead, which taken literally is PI. `mscale` and `mscale_all_dim` are DeepSeek's (both, or neither);
-    `attention_factor` replaces the value computed from the factor.
+    The ramp is linear in the pair index (see `ramp_bounds`), as in the published code. `mscale` and
+    `mscale_all_dim` are DeepSeek's (both, or neither); `attention_factor` replaces the value computed from the factor.
     """
 
     factor: float

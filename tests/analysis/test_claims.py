@@ -9,6 +9,7 @@ from pe_lab import analyze
 from pe_lab.analysis.studies import theory
 from pe_lab.analysis.study import read_study
 from pe_lab.analysis.theory.claims import claims
+from pe_lab.analysis.theory.quotes import QUOTES
 
 # By hand, from the papers' proofs.
 HOLDS = [
@@ -21,7 +22,7 @@ HOLDS = [
     "p-RoPE, Theorem 6.1",
     "p-RoPE, Figure 8 (a)",
     "p-RoPE, Figure 8 (b)",
-    "DroPE, Definition 3.1, corrected",
+    "DroPE, Definition 3.1",
     "DroPE, Proposition 3.2",
     "DroPE, Remark B.1",
     "DroPE, Proposition 3.3",
@@ -33,15 +34,17 @@ HOLDS = [
     "DroPE, Section 4.1, corrected",
     "DroPE, eq. 3 and 10, corrected",
     "DroPE, eq. 11, corrected",
+    "DroPE, Section D.1",
     "DoPE, eq. 13 to 19",
     "DoPE, Section 4.2",
     "DoPE, eq. 21 and 22",
     "DoPE, after eq. 21, corrected",
-    "DoPE, eq. 21 by mean directions",
+    "DoPE, eq. 21 by mean directions, corrected",
     "DoPE, Lemma A.1",
     "DoPE, eq. 24 to 26",
-    "DoPE, eq. 29, corrected",
-    "DoPE, eq. 30 with r > 2, heads",
+    "DoPE, eq. 29",
+    "DoPE, eq. 30",
+    "DoPE, Section 5.2, patterns",
     "DoPE, eq. 32 to 34, corrected",
     "DoPE, Figures 3 to 6 and Section 5.5, low rank",
     "DoPE, Figure 6 and Section 5.5, periodicity",
@@ -49,26 +52,16 @@ HOLDS = [
     "pe_notebook, NTK-aware RoPE, corrected",
 ]
 FAILS = [
-    "p-RoPE, Theorem 6.1 without its swaps",  # every token may have a key made for its position
-    "DroPE, Definition 3.1",  # the weights add up to i - 1
     "DroPE, Remark B.1, part (2)",  # equal values: no loss depends on the weights
     "DroPE, Section 3.1",  # a norm comes before the first attention
     "DroPE, Section 4.1",  # two pairs, not five
     "DroPE, eq. 3 and 10",  # m from 1 shifts the exponent by one pair
     "DroPE, eq. 11",  # every frequency is at most 1
-    "DroPE, Section D.1",  # 16K of 16K steps is no drop
-    "DoPE, Section 4.2, contrast",  # the larger of two eigenvalues is half the trace or more
     "DoPE, after eq. 21",  # beyond 45 degrees the principal direction may leave the cone
-    "DoPE, eq. 28",
-    "DoPE, eq. 29",  # the entropy does not change with the size of the keys
     "DoPE, eq. 30 with r = 1",  # exp of the entropy of one number is 1
-    "DoPE, eq. 30 with r > 2, bands",  # two eigenvalues
-    "DoPE, eq. 27 and 30",
     "DoPE, eq. 32 to 34",  # slow bands are the coherent ones
     "pe_notebook, its test",  # Cauchy-Schwarz
     "pe_notebook, its test without encoding",
-    "pe_notebook, a test with different q and k",
-    "pe_notebook, a test of retrieval",
     "pe_notebook, NTK-aware RoPE",
     "pe_notebook, YaRN, relative distances",
     "pe_notebook, YaRN, transition",
@@ -92,6 +85,9 @@ def test_every_claim_is_as_reasoned_by_hand(found):
     for claim in found.values():
         assert claim.statement.endswith((".", ").")) and claim.measured.endswith((".", ").")), claim.source
         assert claim.holds or claim.note or f"{claim.source}, corrected" in found, claim.source
+        assert claim.holds or claim.quote, f"{claim.source} fails without the paper's own words"
+        assert claim.holds or not claim.corrected
+    assert set(QUOTES) <= {source.removesuffix(", corrected") for source in found}
 
 
 def flat(value):
@@ -120,12 +116,18 @@ def test_numbers_are_plain_and_name_every_number_of_the_sentence(found):
 def test_the_command_shows_each_claim_with_its_verdict_and_its_numbers(found, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(theory, "claims", lambda seed, progress: list(found.values()))
     assert analyze.main(["--study=theory", f"--out={tmp_path}", "--format=svg"]) == 0
-    assert f"{len(found)} claims: {len(HOLDS)} hold, {len(FAILS)} fail." in capsys.readouterr().out
+    corrected = [claim for claim in found.values() if claim.corrected]
+    assert (
+        f"{len(found) - len(corrected)} claims of the papers: {len(HOLDS) - len(corrected)} hold, {len(FAILS)} fail. "
+        f"{len(corrected)} corrected forms beside them hold."
+    ) in " ".join(capsys.readouterr().out.split())
     study = read_study(tmp_path).findings
     rows = {(table.title, *row) for table in study.tables for row in table.rows}
     assert rows == {(*source.split(", ", 1), c.verdict, c.statement) for source, c in found.items()}
     for sentence, claim in zip(study.sentences[:-1], found.values(), strict=True):
-        assert sentence == f"{claim.source}: {claim.verdict}. {claim.measured} {claim.note}".strip()
+        assert sentence.startswith(f"{claim.source}: {claim.verdict}. ")
+        assert sentence.endswith(f"{claim.measured} {claim.note}".strip())
+        assert claim.corrected or claim.quote in sentence
     assert {path.stem for path in tmp_path.glob("*.svg")} == {figure.name for figure in study.figures}
 
 

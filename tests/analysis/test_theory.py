@@ -214,12 +214,12 @@ def test_no_swap_breaks_a_head_without_encoding():
 
 
 def test_positional_weights_are_centred():
+    """DroPE, Definition 3.1: 1 on the diagonal, -1/(i - 1) otherwise."""
+    np.testing.assert_allclose(bias.positional_weights(3, "diagonal"), [[0, 0, 0], [-1, 1, 0], [-0.5, -0.5, 1]])
     for pattern in ("diagonal", "previous"):
         c = bias.positional_weights(9, pattern)
         np.testing.assert_allclose(c.sum(1), 0, atol=1e-15)
         assert (c[1:].argmax(1) == np.arange(1, 9) - (pattern == "previous")).all() and not np.triu(c, 1).any()
-    printed = bias.positional_weights(9, "diagonal", as_printed=True)
-    np.testing.assert_allclose(printed[1:].sum(1), np.arange(1, 9))
 
 
 def test_prefix_spread_against_its_definition():
@@ -259,9 +259,9 @@ def test_a_fitted_exponent_is_the_planted_one(exponent):
     assert drope_models.slope(x, 3 * x**exponent) == pytest.approx(exponent)
 
 
-def test_printed_formulas_by_hand():
-    np.testing.assert_allclose(drope.printed_yarn(np.array([0.5, 1, 16.5, 32, 99]), 4.0), [0.25, 0.25, 0.625, 1, 1])
-    np.testing.assert_allclose(drope.printed_ntk(2.0, 0)[[0, 31]], [1, 0.5])
+def test_the_papers_formulas_by_hand():
+    np.testing.assert_allclose(drope.yarn_formula(np.array([0.5, 1, 16.5, 32, 99]), 4.0), [0.25, 0.25, 0.625, 1, 1])
+    np.testing.assert_allclose(drope.ntk_formula(2.0, 0)[[0, 31]], [1, 0.5])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

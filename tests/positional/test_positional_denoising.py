@@ -279,7 +279,7 @@ def test_denoised_layers_survive_json_and_touch_only_the_chosen_heads(method, co
         (lambda: dope_by_parts(ROPES, [(0, 0)], 128, "low"), "Bands.keep is 'low'; it must be slow or fast"),
         (lambda: dope_by_parts(ROPES, [(0, 0)], 0), "training_length is 0; give the tokens of a training window"),
         (lambda: dope_by_parts(ROPES, [(0, 0)], -128), "training_length is -128"),
-        (lambda: dope_by_all(ROPES, [(0, 0)], "zero"), "reading is 'zero'; it must be uniform (eq. 35 as printed) or"),
+        (lambda: dope_by_all(ROPES, [(0, 0)], "zero"), "reading is 'zero'; it must be uniform (eq. 35) or"),
         (lambda: dope_by_gaussian(ROPES, [(0, 0)], -1), "seed is -1"),
         (lambda: denoise(ROPES, np.zeros((N, H)), "band", 1), "no method 'band'; it must be parts, all or gaussian"),
         (lambda: denoise(ROPES, np.zeros((N, H)), "all", 25), "count is 25; there are 24 heads to choose from"),

@@ -210,6 +210,17 @@ def test_dynamic_ntk_check_values():
         assert base_in_use(DynamicNTK(L, factor), length) == pytest.approx(base, rel=1e-8), (factor, length)
 
 
+@pytest.mark.parametrize(
+    "length, alpha, growth", [(65536, 8.0, 57.0), (24756, 24756 / 8192, 7.1103), (16384, 2.0, 3.0)]
+)
+def test_dynamic_ntk_at_its_target_is_sglangs_table(length, alpha, growth):
+    """SGLang 0.5.3, which DoPE used, makes one table: base (alpha^2 - alpha + 1)^(d / (d - 2)); by hand."""
+    dynamic = frequencies(Rope(5e5, scaling=DynamicNTK(8192, alpha)), 128, length)[0]
+    np.testing.assert_allclose(dynamic, frequencies(Rope(5e5, scaling=NTK(growth)), 128)[0], rtol=1e-4)
+    factor_one = frequencies(Rope(5e5, scaling=DynamicNTK(8192)), 128, length)[0]
+    assert (factor_one[1:] > 1.001 * dynamic[1:]).all()
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     length=st.integers(1, 1 << 24),
@@ -285,8 +296,8 @@ def test_yarn_ramp_bounds_stay_apart_and_inside():
     assert Yarn(factor=2.0, original_length=1000).ramp_bounds(10.0, 64)[1] == 63
 
 
-def test_drope_equation_11_taken_literally_is_position_interpolation_and_ours_is_not():
-    """It thresholds the frequency between 1 and 32, and no frequency is above 1."""
+def test_a_ramp_over_frequencies_is_position_interpolation_and_ours_is_not():
+    """DroPE's eq. 11 has kappa_m = 0 where omega_m < p = 1, and no frequency is above 1."""
     inv_freq = frequencies(Rope(), 64)[0]
     kept = np.clip((inv_freq - 1) / (32 - 1), 0, 1)
     literal = (1 - kept) * inv_freq / 2 + kept * inv_freq

@@ -1,9 +1,10 @@
-"""The range and the rounding of rotary phases: which pairs leave their trained range, and how exact an angle is.
+r"""The range and the rounding of rotary phases: which pairs leave their trained range, and how exact an angle is.
 
 Range (DroPE, Gelberg et al. 2025, section 4.1). Pair m rotates by w_m radians a token. At training length L its phase
 at relative distances covers [0, w_m L]; where w_m L < 2 pi it never completes a cycle, and a longer sequence has
-phases that training never saw, unless a scaling multiplies w_m by gamma_m <= L / target. The paper states "at least
-five" such pairs of 32 for base 1e4 at L = 32,000; counted, there are two.
+phases that training never saw, unless a scaling multiplies w_m by gamma_m <= L / target. The paper:
+"for a standard RoPE base $b=10^{4}$, a transformer with head dimension $d_{k}=64$, will have at least five low
+frequencies [...] even at a training context of $C_{\mathrm{train}}=32{,}000$"; counted, there are two.
 
 What is measured of rounding stands in `phase_precision`.
 """

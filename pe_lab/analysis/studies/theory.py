@@ -17,7 +17,7 @@ from pe_lab.errors import ConfigError
 from pe_lab.terminal import Progress, any_seed, console
 
 PAPERS = ("p-RoPE", "DroPE", "DoPE", "pe_notebook")
-ABOUT = 60  # claims, for the progress bar
+ABOUT = 50  # claims, for the progress bar
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -36,15 +36,24 @@ def _run(arguments: argparse.Namespace) -> Findings:
 
         found = claims(arguments.seed, on_claim)
     tables = [_table(paper, [one for one in found if one.source.startswith(f"{paper},")]) for paper in PAPERS]
-    sentences = [f"{one.source}: {one.verdict}. {one.measured} {one.note}".strip() for one in found]
-    counts = collections.Counter(one.verdict for one in found)
-    sentences.append(f"{len(found)} claims: {counts['holds']} hold, {counts['fails']} fail.")
+    sentences = [_sentence(one) for one in found]
+    own = [one for one in found if not one.corrected]
+    counts = collections.Counter(one.verdict for one in own)
+    sentences.append(
+        f"{len(own)} claims of the papers: {counts['holds']} hold, {counts['fails']} fail. "
+        f"{len(found) - len(own)} corrected forms beside them hold."
+    )
     numbers = {
         f"{index}/{name}": np.asarray(value) for index, one in enumerate(found) for name, value in one.numbers.items()
     }
     metadata = {"claims": [{**dataclasses.asdict(one), "numbers": None} for one in found]}
     shapes = {str(index): one.source for index, one in enumerate(found)}
     return Findings(tuple(sentences), tuple(tables), _figures(found), numbers, shapes, metadata)
+
+
+def _sentence(one: Claim) -> str:
+    quote = f"The paper has: {one.quote} " if one.quote and not one.corrected else ""
+    return f"{one.source}: {one.verdict}. {quote}{one.measured} {one.note}".strip()
 
 
 def _table(paper: str, found: Sequence[Claim]) -> TextTable:

@@ -8,14 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from pe_lab.analysis.theory.quotes import QUOTES
+
 Number = float | list[float]
+CORRECTED = ", corrected"
 
 
 @dataclass(frozen=True)
 class Claim:
     """A claim of a paper and what this run measured.
 
-    A claim that fails as printed and holds in a corrected form is two records; `statement` says which is which.
+    Where a formula or a constant of the paper fails and a neighbouring one holds, the latter is a record of its own,
+    whose source ends with ", corrected". It is no claim of the paper.
 
     Attributes:
       source: the paper and the number of the statement or equation.
@@ -23,7 +27,8 @@ class Claim:
       measured: the result of this run, with numbers.
       holds: whether the numbers agree with the statement.
       numbers: every number in `measured`, and the curves of figures, by name.
-      note: where the paper errs, or what a test would need in order to be able to fail.
+      note: what limits the result, or what a test would need in order to be able to fail.
+      quote: the paper's own words (`QUOTES`); every claim that fails has them, and every note that names an error.
     """
 
     source: str
@@ -32,6 +37,12 @@ class Claim:
     holds: bool
     numbers: Mapping[str, Number]
     note: str = ""
+    quote: str = ""
+
+    @property
+    def corrected(self) -> bool:
+        """Whether this is a form that replaces what a paper has."""
+        return self.source.endswith(CORRECTED)
 
     @property
     def verdict(self) -> str:
@@ -48,7 +59,8 @@ def claim(
 ) -> Claim:
     """The record, with `numbers` (floats, sequences, arrays of one axis) as plain floats and lists."""
     plain = {name: np.asarray(value, np.float64).tolist() for name, value in numbers.items()}
-    return Claim(source, statement, measured, bool(holds), plain, note)
+    quote = QUOTES.get(source.removesuffix(CORRECTED), "")
+    return Claim(source, statement, measured, bool(holds), plain, note, quote)
 
 
 def claims(seed: int = 0, progress: Callable[[str], None] = lambda line: None) -> list[Claim]:

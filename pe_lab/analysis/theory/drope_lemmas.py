@@ -143,6 +143,6 @@ def propositions_b_3_and_b_5(seed: int, deviations: tuple[float, ...] = (1e-3, 1
             "outputs": largest.outputs,
             "tightest_logits": tight,
         },
-        "The statement's sqrt(H) is sqrt(d / d_k), so it needs d = H d_k. The proof's first line has a plus sign where "
-        "the mean is subtracted.",
+        "The statement's sqrt(H) is sqrt(d / d_k), so it needs d = H d_k. The first sum of the proof should be "
+        "subtracted; what follows is right.",
     )

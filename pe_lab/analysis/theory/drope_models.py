@@ -159,8 +159,8 @@ def proposition_3_3(params: Params, embedded: Float[np.ndarray, "B T D"], layers
         min(bias) > ROUNDING and min(gradient) > ROUNDING,
         {"bias": bias, "gradient": gradient, "smallest_bias": min(bias), "smallest_gradient": min(gradient)},
         "The proof differentiates sum_j alpha_ij^2, as if c followed the parameters: with c fixed, the gradient is "
-        "half of that. Its last sentence (a sum of matrices that are not 0 and share a factor is not 0) is false in "
-        "general; here each of them has a positive product with the query, so the sum has, too.",
+        "half of that, and the result the same. Its last step is false in general (the left factors may cancel); here "
+        "each of them has a positive product with the query, so the sum has, too.",
     )
 
 
@@ -308,13 +308,12 @@ def small_variance(seed: int, deviations: tuple[float, ...] = (2e-1, 2e-2, 2e-3)
     return claim(
         f"{PAPER}, Section 3.1",
         "Entries of the embeddings are drawn with a small variance, so the token embeddings are close to uniform at "
-        "the beginning of training.",
-        f"Not where they enter attention: with standard deviations of {', '.join(f'{x:g}' for x in deviations)} the "
-        f"prefix spread of the embeddings is {', '.join(f'{x:.2g}' for x in before)}, and after the norm before the "
-        f"first attention {', '.join(f'{x:.2f}' for x in share)} times the norm sqrt(d) of a hidden state.",
+        "the beginning of training, as Theorem 3.4 asks of the hidden states that enter attention.",
+        f"With standard deviations of {', '.join(f'{x:g}' for x in deviations)} the prefix spread of the embeddings is "
+        f"{', '.join(f'{x:.2g}' for x in before)}: small. After the norm before the first attention it is "
+        f"{', '.join(f'{x:.2f}' for x in share)} times the norm sqrt(d) of a hidden state.",
         max(share) < 0.1,
         {"deviation": deviations, "spread": before, "normalized_spread": after, "share_of_norm": share},
-        "The theorem's h is the output of that norm, as its proof uses |h| = sqrt(d). Its condition asks for "
-        "embeddings that share a large common vector, not for small ones. The paper's sigma^2 = 0.02 is a sigma in "
-        "common code.",
+        "The theorem's h is the output of that norm. Its condition asks for embeddings that share a large common "
+        "vector, not for small ones. The initializer range of 0.02 (Table 4) is a standard deviation in transformers.",
     )

@@ -39,7 +39,7 @@ def claims(seed: int = 0) -> Iterator[Claim]:
     yield from figure_2(inv_freq, seed)
     yield proposition_5_2(seed)
     yield theorem_5_3(inv_freq)
-    yield from theorem_6_1(inv_freq)
+    yield theorem_6_1(inv_freq)
     yield from figure_8(inv_freq, seed)
 
 

@@ -56,20 +56,16 @@ def initial_parameters(seed: int) -> Params:
     return _init(small_model(), jax.random.key(seed))
 
 
-def positional_weights(
-    length: int, pattern: Literal["diagonal", "previous"], as_printed: bool = False
-) -> Float[np.ndarray, "T T"]:
-    """The weights c_ij of a pattern: 1 at its key and -1/(i - 1) at the i - 1 others; rows without the pattern are 0.
+def positional_weights(length: int, pattern: Literal["diagonal", "previous"]) -> Float[np.ndarray, "T T"]:
+    """The weights c_ij of a pattern: 1 at its key and -1/(i - 1) at the i - 1 others (Definition 3.1).
 
-    Definition 3.1 prints 1 - 1/(i - 1) for the others (`as_printed`, where 1/0 in the first row is taken as 0).
+    The first row is 0: the first query has one key only, and no other weight is centred.
     """
     rows = np.arange(1, length + 1)[:, None]
-    others = np.where(rows > 1, -1.0 / np.maximum(rows - 1, 1), 0.0) + as_printed
-    weights = np.tril(np.broadcast_to(others, (length, length)))
+    weights = np.tril(np.broadcast_to(-1.0 / np.maximum(rows - 1, 1), (length, length)))
     offset = 0 if pattern == "diagonal" else -1
     np.fill_diagonal(weights[-offset:], 1.0)
-    if not as_printed:
-        weights[0] = 0.0
+    weights[0] = 0.0
     return weights
 
 
