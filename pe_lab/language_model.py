@@ -267,12 +267,16 @@ class LanguageModel(Inspection):
         cache_length: int | None,
         refresh: int,
     ) -> Request:
-        if eos_ids is None:
-            known = self.tokenizer
-            eos_ids = () if known is None else {known.eos_id, *getattr(known, "stop_ids", ())}
+        eos_ids = self.eos_ids if eos_ids is None else eos_ids
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = Sampling(temperature, top_k, top_p, seed)
         return Request(max_new_tokens, sampling, eos_ids, stop, cache_length, refresh)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end a continuation: the tokenizer's."""
+        known = self.tokenizer
+        return frozenset() if known is None else frozenset((known.eos_id, *getattr(known, "stop_ids", ())))
 
     def _schedules(self) -> Schedules:
         if self.schedule_length is not None:

@@ -9,9 +9,12 @@ import pytest
 
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
+from pe_lab.evaluation.generation.backend import ModelBackend
 from pe_lab.evaluation.tasks.longbench.suite import LongBenchTask, open_longbench
 from pe_lab.evaluation.tasks.longbench.table import GROUPS, TASKS, bucket_of, record_bucket_of
 from pe_lab.evaluation.tasks.task import Sample, Task
+from pe_lab.language_model import LanguageModel
+from pe_lab.model.stopping import Ending
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/scorer_golden.json").read_text(encoding="utf-8"))
 CLASSES = {"trec": ["Food", "Date", "City", "Animal"], "lsht": ["体育", "财经", "科技"]}
@@ -154,8 +157,47 @@ def test_a_sample_has_the_values_of_its_record(directory):
         "truncated": False,
     }
     json.dumps([dict(sample.metadata), dict(task.settings)])
-    assert one(directory, "samsum").samples(ByteTokenizer(), None, 1, 0)[0].stop == ("\n",)
+    (samsum,) = one(directory, "samsum").samples(ByteTokenizer(), None, 1, 0)
+    assert samsum.stop_ids == (ord("\n"),) and samsum.stop == ()
     assert samples[1].fingerprint == one(directory, "trec").samples(ByteTokenizer(), None, 9, 6)[1].fingerprint
+
+
+class Scripted(LanguageModel):
+    """A language model that writes given tokens, until one that ends its answer. 300 is a token of two newlines."""
+
+    eos_ids = frozenset((256,))
+
+    def __init__(self, *written):
+        self.written = written
+
+    def generate(self, prompts, new, *, stop, eos_ids, **_):
+        def decode(ids):
+            return "".join({300: "\n\n", 257: ""}.get(i) or chr(i) for i in ids)
+
+        ending = Ending(prompts[0], eos_ids, stop, decode)
+        for token in self.written:
+            ending.push(token)
+        ending.finish()
+        return [ending.text]
+
+
+@pytest.mark.parametrize(
+    "written, scored",
+    [
+        ([300, *b"The house fell."], True),
+        ([*b"The house fell.", 10, *b"Dialogue: no"], True),
+        ([10, *b"The house"], False),
+    ],
+    ids=["two newlines in one token", "a newline after it", "the newline's token first"],
+)
+def test_samsum_ends_at_the_newlines_token_and_not_at_its_text(directory, written, scored):
+    """As pred.py: eos_token_id=[..., tokenizer.encode("\\n", add_special_tokens=False)[-1]], then the first line."""
+    task = one(directory, "samsum")
+    (sample,) = task.samples(ByteTokenizer(), None, 1, 0)
+    (output,) = ModelBackend(Scripted(*written))([sample])
+    assert "Dialogue" not in output and (task.score(sample, output)["rouge_l"] > 0.5) is scored
+    alone = one(directory, "trec").samples(ByteTokenizer(), None, 1, 0)[0]
+    assert alone.stop_ids == () and alone.stop == ()
 
 
 def test_longbench_e_has_the_buckets_of_its_own_report(directory, tmp_path):

@@ -4,6 +4,7 @@ import argparse
 import json
 import random
 import re
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ from pe_lab.evaluation.tasks import haystacks, niah, suites
 from pe_lab.evaluation.tasks.haystacks import Haystack, distinct, draw, word_list
 
 TOKENIZER = ByteTokenizer()
-GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "niah_golden.json").read_text(encoding="utf-8"))
+DATA = Path(__file__).parents[1] / "data"
+GOLDEN = json.loads((DATA / "niah_golden.json").read_text(encoding="utf-8"))
 PROSE = " ".join(f"SampleRecord {n} of the log says that nothing happened today. Or so it seems!" for n in range(300))
 ESSAYS = Haystack("essays", PROSE)
 ALL = [niah.niah_task(name, ESSAYS) for name in niah.NIAH] + [niah.ruler_needle_task(n, ESSAYS) for n in niah.RULER]
@@ -102,6 +104,49 @@ def test_samples_cycle_through_the_grid_and_needles_lie_at_their_depths():
     assert np.argsort(places).tolist() == np.argsort(sample.depth, kind="stable").tolist()
 
 
+class Words(ByteTokenizer):
+    """A word with the space before it is a token, and so is any other character."""
+
+    def encode_with_offsets(self, text):
+        found = list(re.finditer(r" ?\w+|[^\w]", text))
+        ids = [1000 + zlib.crc32(one[0].encode()) % 2**30 if len(one[0]) > 1 else ord(one[0]) for one in found]
+        return np.array(ids, np.int32), np.array([one.span() for one in found], np.int32).reshape(-1, 2)
+
+
+@pytest.mark.parametrize("name, tokenizer", [("bytes", TOKENIZER), ("words", Words())])
+def test_a_needle_of_the_grid_lies_where_kamradts_test_puts_it(name, tokenizer):
+    """The places are needlehaystack's own; see tests/data/make_needle_places_golden.py."""
+    golden = json.loads((DATA / "needle_places_golden.json").read_text(encoding="utf-8"))
+    places = [niah.before_needle(tokenizer, golden["text"], depth) for depth in golden["depths"]]
+    assert places == golden["characters_before"][name]
+
+
+def test_a_place_in_tokens_where_the_tokenizer_has_no_period():
+    """A tokenizer that joins the period with the word before it has no token to go back to."""
+    joined = Words()
+    joined.encode_with_offsets = lambda text: (
+        np.arange(len(text.split()), dtype=np.int32) + 1000,
+        np.array([one.span() for one in re.finditer(r"\S+ ?", text)], np.int32),
+    )
+    assert niah.before_needle(joined, "one two. three four. five six", 50) == len("one two. three ")
+    assert niah.before_needle(joined, "one two. three four.", 0) == 0
+
+
+@pytest.mark.parametrize("haystack", [ESSAYS, Haystack("noise")], ids=["essays", "noise"])
+@pytest.mark.parametrize("name", ["standard", "clean", "noisy"])
+def test_needles_of_the_grid_follow_the_depth_in_tokens(name, haystack):
+    """At most a sentence before the depth, whatever the length of the sentences around it."""
+    task = niah.niah_task(name, haystack)
+    for sample in task.samples(TOKENIZER, 4000, 11, 1):
+        context = sample.text[sample.text.index("\n") + 1 : sample.text.rindex("\nWhat is")]
+        fact = re.search(r"One of the special magic numbers for \S+ is: \d+\.", context)
+        share = 100 * fact.start() / (len(context) - len(fact[0]))
+        assert sample.depth[0] - 4 < share < sample.depth[0] + 0.2
+        filler = context.replace(fact[0], "").split()
+        start = " ".join(haystack.text.split() * 2 if haystack.text else haystacks.NOISE.split() * 200)
+        assert " ".join(filler) in start  # nothing of the text is lost
+
+
 def test_a_drope_prompt_ends_with_a_colon_and_its_excerpt_begins_anywhere():
     standard = niah.niah_task("standard", ESSAYS).samples(TOKENIZER, 2000, 4, 0)
     assert all(
@@ -124,7 +169,7 @@ def test_sinks_are_start_of_sequence_tokens_after_the_needle():
     assert len(sinks) == niah.SINKS and (np.diff(sinks) == 1).all()
     before = TOKENIZER.decode(sample.tokens[: sinks[0]])
     assert before.endswith(f"is: {sample.references[0]}.")
-    assert sample.max_new_tokens == 50 and sample.stop == ("\n",)
+    assert sample.max_new_tokens == 50 and sample.stop == () and sample.stop_ids == (ord("\n"),)
 
 
 def test_a_length_that_is_too_short_is_refused_with_the_shortest_possible():
@@ -188,7 +233,7 @@ def test_few_samples_get_depths_from_0_to_100():
 def test_clean_is_noisy_without_its_sinks():
     clean, noisy = (niah.niah_task(name, ESSAYS) for name in ("clean", "noisy"))
     ours, theirs = (task.samples(TOKENIZER, 3000, 1, 0)[0] for task in (clean, noisy))
-    assert (ours.max_new_tokens, ours.stop) == (theirs.max_new_tokens, theirs.stop) == (50, ("\n",))
+    assert (ours.max_new_tokens, ours.stop_ids) == (theirs.max_new_tokens, theirs.stop_ids) == (50, (ord("\n"),))
     assert "sinks" not in ours.metadata and theirs.metadata["sinks"] == 10
     assert "clean" not in niah.DEFAULT and set(niah.DEFAULT) < set(niah.NIAH)
 

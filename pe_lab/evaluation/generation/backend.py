@@ -55,7 +55,7 @@ class Spent:
 
 @dataclass
 class ModelBackend:
-    """Greedy continuations by a language model, up to the samples' stop strings and the end-of-text token.
+    """Greedy continuations by a language model, up to the samples' stop strings and tokens, and the end of text.
 
     Attributes:
       lm: the model; `at_length` of the samples' length, where its encoding follows the length.
@@ -95,7 +95,10 @@ class ModelBackend:
         prompts = [sample.tokens for sample in samples]
         if self.crop is not None:
             prompts = [tokens[-max(1, self.crop - new) :] for tokens in prompts]
-        answers = self.lm.generate(prompts, new, stop=samples[0].stop, text=True, statistics=statistics)
+        eos_ids = {*self.lm.eos_ids, *samples[0].stop_ids}
+        answers = self.lm.generate(
+            prompts, new, stop=samples[0].stop, eos_ids=eos_ids, text=True, statistics=statistics
+        )
         self.spent.read += statistics.prompt_tokens
         self.spent.written += statistics.new_tokens
         self.spent.compiling += statistics.compile_seconds

@@ -13,7 +13,7 @@ from jaxtyping import Int32
 
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError
-from pe_lab.evaluation.tasks.task import Lazy, Sample
+from pe_lab.evaluation.tasks.task import Lazy, Sample, newline_ids
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class SizedTask(ABC):
     metric: str
     max_new_tokens: int
     sized = True
-    stop: tuple[str, ...] = ()
+    one_line: bool = False  # whether the newline's token ends an answer
     margin = 0  # by how many tokens the shortest prompt of another sample may exceed that of the first
 
     @abstractmethod
@@ -148,4 +148,5 @@ class SizedTask(ABC):
             )
         text = draft.render(size)
         tokens, metadata = self.encode(tokenizer, text), {draft.unit: size} | draft.metadata
-        return Sample(index, text, tokens, draft.references, new, self.stop, draft.depth(size), metadata)
+        depth, stop_ids = draft.depth(size), newline_ids(tokenizer) if self.one_line else ()
+        return Sample(index, text, tokens, draft.references, new, (), stop_ids, depth, metadata)

@@ -44,14 +44,15 @@ class NeedleTask(SizedTask):
     queries: int = 1  # keys that are asked for
     key_kind: str = "words"  # words | numbers | uuids
     value_kind: str = "numbers"
-    # Possible places of needles, per cent. With `grid`, sample i has its needle at depth i modulo their number; else
-    # each needle has a different one, at random. None: at any place.
+    # Possible places of needles, per cent. With `grid`, sample i has its needle at depth i modulo their number, in
+    # tokens, as Kamradt's test has it (`before_needle`); else each needle has a different one, at random, in sentences,
+    # as RULER has it. None: at any place.
     depths: tuple[float, ...] | None = GRID
     grid: bool = False
     drope: bool = False  # whether texts begin at a random word ("random excerpt"), and the prompt ends with a colon
     sinks: int = 0  # start-of-sequence tokens after every needle (DoPE's noise)
     max_new_tokens: int = NEW_TOKENS
-    stop: tuple[str, ...] = ()
+    one_line: bool = False
 
     metric = "fraction_found"
 
@@ -61,6 +62,7 @@ class NeedleTask(SizedTask):
             "needles": [self.keys, self.values, self.queries, self.key_kind, self.value_kind],
             "depths": None if self.depths is None else list(self.depths),
             "sinks": self.sinks,
+            "depth_of": "tokens" if self.grid else "sentences",
         }
 
     @property
@@ -96,15 +98,24 @@ class NeedleTask(SizedTask):
         def filler(size: int) -> list[str]:
             return self.haystack.pieces(size, start, self.key_kind, self.value_kind, random.Random(state), keys)
 
+        hidden = [
+            needle(self.value_kind, keys[key], values[key][value]) + _CUT * (self.sinks > 0) for key, value in needles
+        ]
+
         def render(size: int) -> str:
-            pieces, context, done = filler(size), [], 0
-            for (key, value), place in zip(needles, places, strict=True):
+            pieces, separator = filler(size), self.haystack.separator
+            if self.grid:
+                text = separator.join(pieces)
+                at = before_needle(tokenizer, text, places[0])
+                context = [text[:at].rstrip(), *hidden, text[at:].lstrip()]
+                return self._question(separator.join(filter(None, context)), [keys[key] for key in asked])
+            context, done = [], 0
+            for one, place in zip(hidden, places, strict=True):
                 at = int(len(pieces) * place / 100)
-                context += self._between(pieces[done:at])
-                context.append(needle(self.value_kind, keys[key], values[key][value]) + _CUT * (self.sinks > 0))
+                context += [*self._between(pieces[done:at]), one]
                 done = at
             context += self._between(pieces[done:])
-            return self._question(self.haystack.separator.join(context), [keys[key] for key in asked])
+            return self._question(separator.join(context), [keys[key] for key in asked])
 
         def depth(size: int) -> tuple[float, ...]:
             if self.grid:  # the requested depth: a short context may have no piece that begins there
@@ -151,8 +162,24 @@ class NeedleTask(SizedTask):
         return replace(sample, text=sample.text.replace(_CUT, ""))
 
 
+def before_needle(tokenizer: Tokenizer, text: str, depth: float) -> int:
+    """The number of characters of `text` before a needle at a depth, per cent of its tokens.
+
+    As in LLMTest_NeedleInAHaystack (Kamradt 2023; the package needlehaystack): after the last token that is a period
+    among the first int(tokens * depth / 100); the beginning if there is none, the end for a depth of 100. A tokenizer
+    without a token for the period gives the place without going back.
+    """
+    if depth == 100:
+        return len(text)
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    before = ids[: int(len(ids) * (depth / 100))]
+    periods = [i for i in tokenizer.encode_prompt("end.", add_special_tokens=False) if tokenizer.decode([i]) == "."]
+    (at,) = np.nonzero(np.isin(before, periods)) if periods else (np.arange(len(before)),)
+    return int(offsets[at[-1], 1]) if len(at) else 0
+
+
 _ANYWHERE: dict[str, Any] = {"depths": None}
-_DOPE: dict[str, Any] = {"grid": True, "max_new_tokens": 50, "stop": ("\n",)}
+_DOPE: dict[str, Any] = {"grid": True, "max_new_tokens": 50, "one_line": True}
 # name -> difference from one needle on a grid of depths (DroPE, appendix C.2; DoPE, section 5.1 and appendix A.2).
 NIAH: dict[str, dict[str, Any]] = {
     "standard": {"grid": True},

@@ -50,6 +50,7 @@ class Sample:
     references: tuple[str, ...]  # the right answers; the task decides whether one or all are needed
     max_new_tokens: int  # the most tokens of an answer
     stop: tuple[str, ...] = ()  # strings that end an answer, beside the model's end of text
+    stop_ids: tuple[int, ...] = ()  # tokens that do: the same characters within another token do not
     depth: tuple[float, ...] = ()  # for each needle that is asked for, how much of the context precedes it, per cent
     # JSON, written to the sample's record. `truncated` is counted; samples of equal `cluster` are not independent.
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class Sample:
     @property
     def fingerprint(self) -> str:
         """A digest of the prompt's tokens, the references and the end of an answer."""
-        asked = (self.references, self.max_new_tokens, self.stop)
+        asked = (self.references, self.max_new_tokens, self.stop, self.stop_ids)
         return hashlib.sha256(self.tokens.astype("<i4").tobytes() + repr(asked).encode()).hexdigest()[:16]
 
 
@@ -103,6 +104,11 @@ class Lazy(Sequence[Sample]):
     def __getitem__(self, index: Any) -> Any:
         chosen = range(self.count)[index]
         return [self.make(i) for i in chosen] if isinstance(chosen, range) else self.make(chosen)
+
+
+def newline_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The token of a line end, as LongBench takes it: the last one of a line end alone."""
+    return (int(tokenizer.encode_prompt("\n", add_special_tokens=False)[-1]),)
 
 
 def random_for(*identity: Any) -> random.Random:

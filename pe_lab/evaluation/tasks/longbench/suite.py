@@ -17,7 +17,7 @@ from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.scoring import metrics
 from pe_lab.evaluation.tasks.longbench.table import GROUPS, RECORD_EDGES, TASKS, bucket_of, record_bucket_of
-from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, Suite, half_pair
+from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, Suite, half_pair, newline_ids
 from pe_lab.storage import json_object
 
 URL = "https://huggingface.co/datasets/THUDM/LongBench/resolve/main/data.zip"
@@ -66,8 +66,8 @@ class LongBenchTask:
 
     Two rules are stricter than the original's. If the joined text has more tokens than the budget (where it was joined,
     or because a character was cut), fewer tokens are kept. A chat's frame counts as a part of the budget; the original
-    adds it after truncation. One rule is looser: in samsum, whose answers end at a line end, the original does not let
-    an answer begin with one.
+    adds it after truncation. One rule is looser: in samsum, whose answers end at the newline's token (and not at a
+    newline within another token, such as that of two), the original does not let an answer begin with that token.
 
     `name` is a task, or `TASK_e` of LongBench-E; for the other arguments and the errors see `open_longbench`.
 
@@ -150,7 +150,9 @@ class LongBenchTask:
         if self.metric == "classification":
             metadata["all_classes"] = record["all_classes"]
         rules = self.rules
-        return Sample(index, text, tokens, tuple(record["answers"]), rules.max_new_tokens, rules.stop, (), metadata)
+        stop_ids = newline_ids(tokenizer) if rules.one_line else ()
+        answers = tuple(record["answers"])
+        return Sample(index, text, tokens, answers, rules.max_new_tokens, stop_ids=stop_ids, metadata=metadata)
 
     def _encode(self, tokenizer: Tokenizer, prompt: str) -> tuple[str, Int32[np.ndarray, " m"]]:
         """The prompt, in the chat format if there is one, and its tokens."""
@@ -228,7 +230,7 @@ def _open(names: Sequence[str], arguments: argparse.Namespace, limits: Sequence[
 SUITE = Suite(
     name="longbench",
     title="LongBench",
-    protocol=2,
+    protocol=3,  # since 3 samsum ends at a token
     about="Questions, summaries and code about real documents, each as long as it is. Those that were too long for the "
     "model lost their middle; pointing at a figure tells how many.",
     terms={

@@ -17,7 +17,7 @@ class Rules:
     max_new_tokens: int
     metric: str  # a name in `scoring.metrics`; the best of a record's answers counts
     first_line: bool = False  # whether only the first line of an answer is scored
-    stop: tuple[str, ...] = ()
+    one_line: bool = False  # whether the newline's token ends an answer
     chat: bool = True  # whether a chat model reads it in its chat format; not where it continues examples or code
 
 
@@ -112,7 +112,7 @@ TASKS: dict[str, Rules] = {
         128,
         "rouge_l",
         first_line=True,
-        stop=("\n",),
+        one_line=True,
         chat=False,
     ),
     "lsht": Rules(

@@ -4,7 +4,8 @@ Templates, numbers and rules are those of scripts/data/synthetic of NVIDIA/RULER
 the template `base`. Three things differ:
 - Every sample draws from its own generator, and RULER's samples share one. Ours is the same at all lengths, so that
   names, words and documents are shared between lengths, which can be compared in pairs.
-- Every sample is as long as fits. RULER chooses one size for all samples of a length, in coarse steps.
+- Every sample is as long as fits. RULER chooses one size for all samples of a length: the largest of a first prompt,
+  from which samples that are too long go down in coarse steps.
 - Every sample is shuffled by its own generator. RULER shuffles all samples of a length by one permutation, so that the
   places of the answers hardly differ between them.
 """
