@@ -189,7 +189,7 @@ def test_evaluation_scores_the_answers_of_whole_chats(chats):
     prepared = open_mixture(config).sources[0].prepared
     stream, eos_id = prepared.streams["validation"], prepared.tokenizer.eos_id
     longest = stream.tokens // 3 // 2 * 2
-    held_out = perplexity.held_out(config, 0, "chats", longest, 2 * longest, longest, eos_id)
+    held_out = perplexity.held_out(config, 0, "chats", (longest,), 2 * longest, longest, eos_id)
     batch = perplexity.as_batch(held_out, perplexity.cut(held_out.score, longest // 2))
     places = np.asarray(held_out.score_index)[:, None] * (longest + 1) + [0, longest // 2]
     places = places.reshape(-1, 1) + np.arange(longest // 2 + 1)
@@ -200,7 +200,7 @@ def test_evaluation_scores_the_answers_of_whole_chats(chats):
     np.testing.assert_array_equal(batch["segments"], document[:, :-1] - document[:, :1] + 1)
     np.testing.assert_array_equal(batch["targets"], stream.read(0, stream.tokens)[places[:, 1:]])
     with pytest.raises(DataError, match="has no answer in 1 of its held-out tokens"):
-        perplexity.held_out(config, 0, "chats", 1, 1, 1, eos_id)
+        perplexity.held_out(config, 0, "chats", (1,), 1, 1, eos_id)
 
 
 def test_another_chat_template_prepares_the_chats_again(chats, with_template, tmp_path, capsys):

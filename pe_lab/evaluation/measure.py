@@ -44,7 +44,7 @@ class Evaluation:
       forwards: compiled forward passes, which are added to; evaluations that share them compile once.
 
     Attributes:
-      skipped: sentences about what is left out, and why.
+      skipped: sentences about what is left out, and why, and about tokens that lengths do not share.
       kept: sentences about what was stored with the checkpoints.
       reused: units whose records existed.
 
@@ -164,7 +164,7 @@ class Evaluation:
         if not short:
             return None
         return (
-            f"data source {short[0].source!r} has held-out text for one sequence of {short[0].longest:,} tokens "
+            f"data source {short[0].source!r} has held-out text for one sequence of {short[0].tile:,} tokens "
             "and none to fit a logit scale on"
         )
 
@@ -205,8 +205,10 @@ class Evaluation:
         if any(unit.suite in ("perplexity", "beta") or unit.variant.method == "beta" for unit in self.units):
             for source in self._text:
                 text = self._held_out(source)
-                got, wanted = len(text.score) * text.longest, self.plan.settings.tokens
-                if got < wanted - text.longest:
+                if left_over := text.left_over(self.plan.lengths):
+                    self.skipped.append(left_over)
+                got, wanted = len(text.score) * text.tile, self.plan.settings.tokens
+                if got < wanted - text.tile:
                     self.skipped.append(
                         f"{text.source}: {got:,} held-out tokens scored, not {wanted:,}: there are no more."
                     )
@@ -247,7 +249,8 @@ class Evaluation:
         coefficient = paper_coefficient(unit.variant.subject.lineage)
         if method == "paper beta" and coefficient != PAPER_COEFFICIENT:
             given["coefficient"] = coefficient
-        text = {"longest": max(self.plan.lengths), "tokens": settings.tokens, "fit_tokens": settings.fit_tokens}
+        tile = perplexity.tile_of(self.plan.lengths, settings.tokens)
+        text = {"longest": tile, "tokens": settings.tokens, "fit_tokens": settings.fit_tokens}
         text["data"] = [self._fingerprint(i) for i in self._text]
         if unit.suite == "needles":
             given |= {
@@ -298,7 +301,7 @@ class Evaluation:
         losses = self._losses(variant, layers)
         size = min(unit.length, variant.crop or unit.length)
         if self.plan.stride:
-            kind, length = "sliding", text.longest
+            kind, length = "sliding", text.tile
             read = perplexity.Cropped(text, size, min(self.plan.stride, size), losses)
         elif size < unit.length:
             kind, length = "cropped", unit.length
@@ -330,7 +333,7 @@ class Evaluation:
         return self._remember(
             ("text", source),
             lambda: perplexity.held_out(
-                self._data, source, name, max(self.plan.lengths), settings.tokens, settings.fit_tokens,
+                self._data, source, name, self.plan.lengths, settings.tokens, settings.fit_tokens,
                 self.mixture.tokenizer.eos_id,
             ),
         )  # fmt: skip
@@ -369,7 +372,7 @@ class Evaluation:
             return float(np.average(means, weights=shares))
 
         fit = self._remember(("fit", subject.id, length), lambda: betas.fit_beta(loss, unit.factor))
-        tokens = sum(len(text.fit) * (text.longest // length) * length for text in texts)
+        tokens = sum(len(text.fit) * (text.tile // length) * length for text in texts)
         names = ", ".join(text.source for text in texts)
         return {
             "c": betas.coefficient(fit.beta, unit.factor),

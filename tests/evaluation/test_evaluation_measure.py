@@ -110,7 +110,7 @@ def test_every_length_and_method_scores_the_same_tokens(whole):
 
 def test_a_row_is_the_loss_of_the_scored_text(whole, data):
     done, rows, _ = whole
-    text = pp.held_out(data, 0, "text", 64, 512, 256, 256)
+    text = pp.held_out(data, 0, "text", (64,), 512, 256, 256)
     (forward,) = done.forwards.values()
     checkpoint = done.subjects[0].checkpoint
     losses = forward.losses(checkpoint.params, pp.as_batch(text, pp.cut(text.score, 32)), checkpoint.layers)
@@ -298,6 +298,15 @@ def test_fewer_tokens_than_asked_for_are_announced(data, tmp_path):
     settings = dataclasses.replace(tiny.SETTINGS, tokens=10**6)
     found = evaluation(data, tmp_path, subjects(data)[:1], settings=settings)
     assert any("held-out tokens scored, not 1,000,000" in s for s in found.skipped)
+
+
+def test_what_lengths_do_not_share_is_told(data, tmp_path):
+    made = evaluation(data, tmp_path, lengths=(16, 24), suites=("perplexity",), methods=("as trained",))
+    assert not any("not all lengths" in sentence for sentence in made.skipped)
+    rows = made.run()
+    assert len({r["tokens"] for r in rows}) == 1 and len({tuple(r["tiles"]) for r in rows}) == 1
+    made = evaluation(data, tmp_path, lengths=(16, 37), suites=("perplexity",))
+    assert any("Of each 37 tokens, 5 at 16 are not scored" in sentence for sentence in made.skipped)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,20 @@ def test_every_length_scores_the_same_targets_once():
     assert pp.cut(tiles, 24).shape == (4, 25)  # 16 targets a tile are left over
 
 
+def test_lengths_that_do_not_divide_each_other_score_the_same_tokens_where_they_can(tmp_path):
+    data = tiny.corpus(tmp_path)
+    found = pp.held_out(data, 0, "text", (64, 96), 512, 256, 256)
+    assert found.tile == 192 and found.left_over((64, 96)) == ""
+    scored = [sorted(map(tuple, pp.cut(found.score, n)[:, 1:].reshape(-1, 32))) for n in (64, 96)]
+    assert scored[0] == scored[1]
+    other = pp.held_out(data, 0, "text", (64, 97), 512, 256, 256)  # 6,208 tokens have no two tiles in 512
+    assert other.tile == 97 and other.left_over((64, 97)).startswith(
+        "text: not all lengths score the same tokens. Of each 97 tokens, 33 at 64 are not scored."
+    )
+    short = pp.held_out(data, 0, "text", (1000, 1500), 6000, 256, 256)  # less than two tiles of 3,000 are held out
+    assert short.tile == 1500 and "500 at 1,000 are not scored" in short.left_over((1000, 1500))
+
+
 @pytest.mark.parametrize(("tiles", "score", "fit"), [(100, 8, 2), (10, 8, 2), (5, 64, 16), (2, 8, 8), (3, 1, 50)])
 def test_tiles_to_fit_on_are_never_scored(tiles, score, fit):
     scored, fitted = pp.choose_tiles(tiles, score, fit)
@@ -92,7 +106,7 @@ def test_one_tile_is_scored_and_leaves_none_to_fit_on():
 
 def test_held_out_tiles_are_disjoint_and_evenly_spaced(tmp_path):
     data = tiny.corpus(tmp_path)
-    found = pp.held_out(data, 0, "text", 64, 512, 256, 256)
+    found = pp.held_out(data, 0, "text", (64,), 512, 256, 256)
     all_tokens = held_out_tokens(data, 0, 10**6)
     assert found.score.shape == (8, 65) and found.fit.shape == (4, 65)
     for tiles, index in ((found.score, found.score_index), (found.fit, found.fit_index)):
@@ -101,7 +115,7 @@ def test_held_out_tiles_are_disjoint_and_evenly_spaced(tmp_path):
     assert not set(found.score_index) & set(found.fit_index)
     assert max(found.score_index) > len(all_tokens) // 65 // 2
     with pytest.raises(UserError, match=r"has [\d,]+ held-out tokens, too few for a sequence of 50,000 \+ 1"):
-        pp.held_out(data, 0, "text", 50_000, 512, 256, 256)
+        pp.held_out(data, 0, "text", (50_000,), 512, 256, 256)
 
 
 def test_summary_against_plain_arithmetic():

@@ -1,4 +1,4 @@
-"""Perplexity by length and by position. All lengths and variants score the same held-out tokens."""
+"""Perplexity by length and by position. All variants score the same held-out tokens, and all lengths where they can."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ POOL = 64  # tiles are chosen from this many times the tokens that are asked for
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out tokens of one source, in tiles of the longest length + 1 tokens at even distances.
+    """Held-out tokens of one source, in tiles of `tile` + 1 tokens at even distances.
 
-    Each length splits the same tiles into windows, so that all lengths that divide the longest score the same tokens.
-    Tiles do not overlap, so that no token is both fitted on and scored.
+    Each length splits the same tiles into windows, so that all lengths that divide `tile` score the same tokens. Tiles
+    do not overlap, so that no token is both fitted on and scored.
     """
 
     source: str
@@ -37,24 +37,48 @@ class HeldOut:
     eos_id: int = 0
 
     @property
-    def longest(self) -> int:
+    def tile(self) -> int:
         return self.score.shape[1] - 1
+
+    def left_over(self, lengths: Sequence[int]) -> str:
+        """Which lengths leave tokens of a tile out, and so score other tokens than the rest; "" if none does."""
+        parts = [f"{self.tile % n:,} at {n:,}" for n in lengths if self.tile % n]
+        if not parts:
+            return ""
+        return (
+            f"{self.source}: not all lengths score the same tokens. Of each {self.tile:,} tokens, "
+            f"{' and '.join(parts)} are not scored. Lengths that are multiples of each other have the same."
+        )
+
+
+def tile_of(lengths: Sequence[int], tokens: int) -> int:
+    """The tokens of a tile: the least common multiple of the lengths if two such tiles have no more than `tokens`.
+
+    Else the longest length.
+    """
+    common = math.lcm(*lengths)
+    return common if 2 * common <= tokens else max(lengths)
 
 
 def held_out(
-    data: DataConfig, index: int, name: str, longest: int, tokens: int, fit_tokens: int, eos_id: int
+    data: DataConfig, index: int, name: str, lengths: Sequence[int], tokens: int, fit_tokens: int, eos_id: int
 ) -> HeldOut:
     """Held-out tiles of source `index`: about `tokens` to score and `fit_tokens` to fit on, or as many as exist.
 
-    The tiles to score do not depend on whether anything is fitted.
+    The tiles to score do not depend on whether anything is fitted. A source without two tiles of `tile_of` tokens has
+    tiles of the longest length.
 
     Raises:
       DataError: the source has fewer held-out tokens than the longest length, or they are chats without an answer.
     """
-    wanted = max(1, tokens // longest), max(1, fit_tokens // longest)
-    size = longest + 1
-    stream = held_out_tokens(data, index, POOL * sum(wanted) * size)
-    tiles = len(stream) // size
+    longest = max(lengths)
+    for tile in dict.fromkeys((tile_of(lengths, tokens), longest)):
+        wanted = max(1, tokens // tile), max(1, fit_tokens // tile)
+        size = tile + 1
+        stream = held_out_tokens(data, index, POOL * sum(wanted) * size)
+        tiles = len(stream) // size
+        if tiles >= 2:
+            break
     if not tiles:
         raise DataError(
             f"data source {name!r} has {len(stream):,} held-out tokens, too few for a sequence of {longest:,} + 1. "
@@ -65,7 +89,7 @@ def held_out(
     for chosen in filter(None, (score, fit)) if stream.dtype == CHAT_TOKEN else ():
         if not all_tiles[list(chosen)]["counts"][:, 1:].any():
             raise DataError(
-                f"data source {name!r} has no answer in {len(chosen) * longest:,} of its held-out tokens. Ask for more "
+                f"data source {name!r} has no answer in {len(chosen) * tile:,} of its held-out tokens. Ask for more "
                 "--tokens, or hold out more (data.validation_fraction)."
             )
     return HeldOut(name, all_tiles[list(score)], all_tiles[list(fit)], score, fit, data.segments, eos_id)
@@ -136,7 +160,7 @@ class Cropped:
         if length <= self._size:
             return window_losses(self._held_out, length, self._losses)
         ends = [*range(self._size, length, self._stride), length]
-        starts = range(0, self._held_out.longest - length + 1, length)
+        starts = range(0, self._held_out.tile - length + 1, length)
         self._measure(sorted({start + end - self._size for start in starts for end in ends}))
         parts = []
         for start in starts:
@@ -172,7 +196,7 @@ def summarize(losses: Float[np.ndarray, "n T"], weights: Float[np.ndarray, "n T"
     """The values of a result record: mean loss, perplexity, standard error over windows, means by position and by tile.
 
     `nll_by_tile` allows comparisons in pairs: a tile has the same tokens for all variants, and for all lengths that
-    divide the longest.
+    divide it.
     """
     losses, weights = losses.astype(np.float64), weights.astype(np.float64)
     total = weights.sum()
