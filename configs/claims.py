@@ -10,8 +10,9 @@ Train:
 
 Arguments: method=rope, or nope, alibi, p_rope_75, p_rope_25, partial_rope_10, rnope_swa, swan, ssmax, smollm3; kept,
 the encodings of the checkpoint; or a text as --positional of pe_lab.surgery takes it. from=RUN recalibrates a
-checkpoint, with at=STEP an earlier one of its pretraining. layers=8, steps, rate, warmup, qk_norm=none, needles=0.25
-(their share of the sequences). distill and path are keys of the phase, joined by semicolons:
+checkpoint, with at=STEP an earlier one of its pretraining. layers=8, steps, rate, warmup, qk_norm=none,
+qk_norm_init=matched (the paper's is ones: an added norm's scale starts at 1; the committed results have matched),
+needles=0.25 (their share of the sequences). distill and path are keys of the phase, joined by semicolons:
 distill='logits=1;hidden=1'. size=laptop (or quick, which reads no prose).
 
 Cost: 4.5 MFLOPs a token with 8 layers, 20 TFLOPs a pretraining: up to 25 minutes on one CPU core.
@@ -72,6 +73,7 @@ def get_config(arg: str = "") -> ConfigDict:
         rate="3e-3",
         warmup="0",
         qk_norm=("", "none", "head"),
+        qk_norm_init=("matched", "ones"),
         needles="0.25",
         distill="none",
         path="none",
@@ -123,6 +125,7 @@ def get_config(arg: str = "") -> ConfigDict:
         sequence_length=LENGTH,
         batch_size=TOKENS // LENGTH,
         qk_norm=arguments["qk_norm"],
+        qk_norm_init=arguments["qk_norm_init"],
         optimizer=dict(
             learning_rate=float(arguments["rate"]),
             warmup_steps=int(arguments["warmup"]) or max(1, steps // 50),

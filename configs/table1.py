@@ -51,10 +51,12 @@ perplexity 18.5 against 9.4 before the drop: an eighth of the steps is little fo
 Table 4's initializer range is 0.02 for all weights, so scaled_residual_init is False.
 The paper leaves open, and decided here: the window of RNoPE-SWA (256 of 1024 tokens; Cohere's 4096 would be no
 window here; every fourth layer has full attention and no encoding) and its base (as RoPE's), ALiBi's slopes for 14
-heads (8 + 6, as in ALiBi's own code), whether DroPE's 14K steps had a cosine of their own (yes), where the
-cosine ends (0), gradient clipping (1.0), which part of FineWeb (any), the norm's epsilon (Qwen2's 1e-6), p-RoPE's
-fraction (the 75% highest frequencies, the best of its paper), partial RoPE's (25% of the channels, as Pythia). The
-paper's code appends EOS to a document and lets attention cross it, as here (segments=False).
+heads (8 + 6, as in ALiBi's own code), whether DroPE's 14K steps had a cosine of their own (yes), where the cosine
+ends (0), the rate after the drop (C.1, Table 4: 1e-3; D.3: 3e-4 is "our default setting for all experiments except
+the longer SmolLM-360M recalibration phases"), gradient clipping (1.0), which part of FineWeb (any), the norm's
+epsilon (Qwen2's 1e-6), p-RoPE's fraction (the 75% highest frequencies, the best of its paper), partial RoPE's (25%
+of the channels, as Pythia). The paper's code appends EOS to a document and lets attention cross it, as here
+(segments=False).
 """
 
 from typing import Any

@@ -166,10 +166,27 @@ def test_table_11_varies_the_norm_and_the_learning_rate_alone():
     long = _load("drope_smollm.py:model=360m,tokens=30b").phases[0]
     for (norm, kind), rate in itertools.product((("yes", "head"), ("no", "none")), ("1e-3", "3e-4", "3e-5")):
         phase = _only(_load(f"table11.py:qk_norm={norm},lr={rate}"))
-        init = "ones" if kind == "head" else "matched"  # as in the paper, where a norm is added
+        init = "ones" if kind == "head" else "matched"  # ones as in the paper, where a norm is added
         assert (phase.qk_norm, phase.qk_norm_init, phase.optimizer.learning_rate) == (kind, init, float(rate))
         same = dataclasses.replace(phase.optimizer, learning_rate=1e-3)
-        assert dataclasses.replace(phase, qk_norm="head", qk_norm_init="matched", optimizer=same) == long
+        assert dataclasses.replace(phase, qk_norm="head", qk_norm_init="ones", optimizer=same) == long
+
+
+@pytest.mark.parametrize(
+    ("reference", "init"),
+    [
+        ("drope_smollm.py:model=360m,tokens=120b", "ones"),
+        ("drope_smollm.py:model=360m,qk_norm=flat", "ones"),
+        ("drope_smollm.py:model=1.7b,qk_norm=head", "ones"),
+        ("table11.py:qk_norm=flat", "ones"),
+        ("drope_smollm.py:model=1.7b", "matched"),  # no norm is added
+        ("drope_smollm.py:model=135m", "matched"),  # not the paper's
+        ("claims.py:method=nope,from=x,qk_norm=head", "matched"),  # the committed results' arms
+        ("claims.py:method=nope,from=x,qk_norm=head,qk_norm_init=ones", "ones"),
+    ],
+)
+def test_an_added_norm_starts_at_one_where_a_recipe_reproduces_drope(reference, init):
+    assert _only(_load(reference)).qk_norm_init == init
 
 
 # -- p-RoPE, Table 2 --------------------------------------------------------------------------------------------------

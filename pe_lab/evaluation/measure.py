@@ -204,14 +204,7 @@ class Evaluation:
             )
         if any(unit.suite in ("perplexity", "beta") or unit.variant.method == "beta" for unit in self.units):
             for source in self._text:
-                text = self._held_out(source)
-                if left_over := text.left_over(self.plan.lengths):
-                    self.skipped.append(left_over)
-                got, wanted = len(text.score) * text.tile, self.plan.settings.tokens
-                if got < wanted - text.tile:
-                    self.skipped.append(
-                        f"{text.source}: {got:,} held-out tokens scored, not {wanted:,}: there are no more."
-                    )
+                self.skipped += self._held_out(source).missing(self.plan.lengths, self.plan.settings.tokens)
         for source in self._needles if "needles" in self.suites else ():
             for length in self.plan.lengths:
                 self._questions(source, length)
@@ -249,8 +242,8 @@ class Evaluation:
         coefficient = paper_coefficient(unit.variant.subject.lineage)
         if method == "paper beta" and coefficient != PAPER_COEFFICIENT:
             given["coefficient"] = coefficient
-        tile = perplexity.tile_of(self.plan.lengths, settings.tokens)
-        text = {"longest": tile, "tokens": settings.tokens, "fit_tokens": settings.fit_tokens}
+        text = {"longest": perplexity.tile_of(self.plan.lengths, settings.tokens)}
+        text |= {"tokens": settings.tokens, "fit_tokens": settings.fit_tokens}
         text["data"] = [self._fingerprint(i) for i in self._text]
         if unit.suite == "needles":
             given |= {

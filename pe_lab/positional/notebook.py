@@ -1,4 +1,4 @@
-"""The encodings of a widely read notebook whose names mislead; only for comparison with it."""
+"""The encodings of a widely read notebook that are not those of their names; only for comparison with it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from pe_lab.positional.scalings import Limits, require
 class NotebookYarn(Encoding):
     """The notebook's "YaRN": RoPE with position n replaced by n * m(n).
 
-    m goes from `alpha` to `beta` linearly over `blend` tokens on either side of `original_length`. There is no ramp
-    over frequencies, and scores depend on more than the distance. `Yarn` is YaRN.
+    m goes from `alpha` to `beta` linearly over `blend` tokens on either side of `original_length`; in its code,
+    `scale = (1-lam)*alpha + lam*beta`, `theta = n * (freqs[None, :] * scale)`. There is no ramp over frequencies, and
+    scores depend on more than the distance. `Yarn` is YaRN.
     """
 
     display_name = "the notebook's YaRN"
@@ -92,7 +93,8 @@ def warped_angles(
 class NotebookBias(Encoding):
     """The notebook's "NoPE": `strength` added to the diagonal of the logits, at positions below `original_length`.
 
-    There is no other encoding. `NoPE` is NoPE.
+    There is no other encoding: "NoPE: absolute learned bias within training window", `B[:n, :n] += np.eye(n) * 2.0`.
+    `NoPE` is NoPE.
     """
 
     display_name = "the notebook's bias"

@@ -281,6 +281,8 @@ class LongRope(Scaling):
 class NotebookNTK(Scaling):
     """The notebook's "NTK": w_i * factor^(2i/d). It makes slow pairs faster; NTK makes them slower.
 
+    In its code: `freqs = 1.0 / (base ** (2*i/d))`, `freqs = freqs * (scaling ** (i / (d/2)))`; in its text: "so that
+    lower frequencies rotate more slowly".
     Only for comparison with the notebook; use `NTK` for anything else.
     """
 

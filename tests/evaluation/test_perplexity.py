@@ -80,15 +80,16 @@ def test_every_length_scores_the_same_targets_once():
 def test_lengths_that_do_not_divide_each_other_score_the_same_tokens_where_they_can(tmp_path):
     data = tiny.corpus(tmp_path)
     found = pp.held_out(data, 0, "text", (64, 96), 512, 256, 256)
-    assert found.tile == 192 and found.left_over((64, 96)) == ""
+    assert found.tile == 192 and found.missing((64, 96), 512) == []
     scored = [sorted(map(tuple, pp.cut(found.score, n)[:, 1:].reshape(-1, 32))) for n in (64, 96)]
     assert scored[0] == scored[1]
     other = pp.held_out(data, 0, "text", (64, 97), 512, 256, 256)  # 6,208 tokens have no two tiles in 512
-    assert other.tile == 97 and other.left_over((64, 97)).startswith(
+    (told,) = other.missing((64, 97), 512)
+    assert other.tile == 97 and told.startswith(
         "text: not all lengths score the same tokens. Of each 97 tokens, 33 at 64 are not scored."
     )
     short = pp.held_out(data, 0, "text", (1000, 1500), 6000, 256, 256)  # less than two tiles of 3,000 are held out
-    assert short.tile == 1500 and "500 at 1,000 are not scored" in short.left_over((1000, 1500))
+    assert short.tile == 1500 and "500 at 1,000 are not scored" in short.missing((1000, 1500), 6000)[-1]
 
 
 @pytest.mark.parametrize(("tiles", "score", "fit"), [(100, 8, 2), (10, 8, 2), (5, 64, 16), (2, 8, 8), (3, 1, 50)])

@@ -60,6 +60,7 @@ class SizedTask(ABC):
     metric: str
     max_new_tokens: int
     sized = True
+    stop: tuple[str, ...] = ()
     one_line: bool = False  # whether the newline's token ends an answer
     margin = 0  # by how many tokens the shortest prompt of another sample may exceed that of the first
 
@@ -149,4 +150,4 @@ class SizedTask(ABC):
         text = draft.render(size)
         tokens, metadata = self.encode(tokenizer, text), {draft.unit: size} | draft.metadata
         depth, stop_ids = draft.depth(size), newline_ids(tokenizer) if self.one_line else ()
-        return Sample(index, text, tokens, draft.references, new, (), stop_ids, depth, metadata)
+        return Sample(index, text, tokens, draft.references, new, self.stop, stop_ids, depth, metadata)

@@ -40,15 +40,17 @@ class HeldOut:
     def tile(self) -> int:
         return self.score.shape[1] - 1
 
-    def left_over(self, lengths: Sequence[int]) -> str:
-        """Which lengths leave tokens of a tile out, and so score other tokens than the rest; "" if none does."""
-        parts = [f"{self.tile % n:,} at {n:,}" for n in lengths if self.tile % n]
-        if not parts:
-            return ""
-        return (
-            f"{self.source}: not all lengths score the same tokens. Of each {self.tile:,} tokens, "
-            f"{' and '.join(parts)} are not scored. Lengths that are multiples of each other have the same."
-        )
+    def missing(self, lengths: Sequence[int], tokens: int) -> list[str]:
+        """Sentences: how many of `tokens` there are not, and which lengths leave tokens of a tile out."""
+        found, got = [], len(self.score) * self.tile
+        if got < tokens - self.tile:
+            found.append(f"{self.source}: {got:,} held-out tokens scored, not {tokens:,}: there are no more.")
+        if parts := [f"{self.tile % n:,} at {n:,}" for n in lengths if self.tile % n]:
+            found.append(
+                f"{self.source}: not all lengths score the same tokens. Of each {self.tile:,} tokens, "
+                f"{' and '.join(parts)} are not scored. Lengths that are multiples of each other have the same."
+            )
+        return found
 
 
 def tile_of(lengths: Sequence[int], tokens: int) -> int:
