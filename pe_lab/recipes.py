@@ -41,7 +41,7 @@ def load_config(
       ConfigError: there is no such file or no `get_config` in it, its code raises anything, a key is unknown, a value
         has another type or is out of bounds.
     """
-    name, _, arg = reference.partition(":")
+    name, arg = split_reference(reference)
     with _explained(name):
         module = load_module(_find_recipe(Path(name)))
     get_config = getattr(module, "get_config", None)
@@ -54,6 +54,17 @@ def load_config(
     for key, text in (overrides or {}).items():
         _override(tree, key, text)
     return from_dict(Config, inherit(tree))
+
+
+def split_reference(reference: str) -> tuple[str, str]:
+    """(the file, its argument) of `configs/x.py:ARG`; the name of a file that exists may have colons."""
+    name, _, arg = reference.partition(":")
+    ends = [place for place, sign in enumerate(f"{reference}:") if sign == ":"]
+    for end in reversed(ends):
+        with contextlib.suppress(OSError, ValueError):
+            if Path(reference[:end]).is_file():
+                return reference[:end], reference[end + 1 :]
+    return name, arg
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import errno
 import functools
+import json
 import os
 import re
 import signal
@@ -148,21 +149,25 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (--help lists the options)")
 
 
-ENCODINGS = "PE_LAB_ENCODINGS"  # files and modules of encodings, for this process and those that it starts
+# Files and modules of encodings, as a JSON list, for this process and those that it starts.
+ENCODINGS = "PE_LAB_ENCODINGS"
 _importers: list[Callable[[str], Any]] = []
 
 
 def import_encodings_by(function: Callable[[str], Any]) -> None:
     """Imports the encodings that `--encodings` named so far by this function, and those that it will name."""
     _importers[:] = [function]
-    for reference in filter(None, os.environ.get(ENCODINGS, "").split(os.pathsep)):
+    for reference in _passed_on():
         function(reference)
 
 
 def pass_on_encodings(reference: str) -> None:
     """Lets the processes that a command starts import a file or a module of encodings."""
-    before = os.environ.get(ENCODINGS, "").split(os.pathsep)
-    os.environ[ENCODINGS] = os.pathsep.join(filter(None, dict.fromkeys([*before, reference])))
+    os.environ[ENCODINGS] = json.dumps(list(dict.fromkeys([*_passed_on(), reference])))
+
+
+def _passed_on() -> list[str]:
+    return json.loads(os.environ.get(ENCODINGS) or "[]")
 
 
 class _Encodings(argparse.Action):

@@ -1,7 +1,8 @@
-"""`python -m pe_lab.verify PATH...`: compares checkpoints, prepared data and exports with their digests."""
+"""`python -m pe_lab.verify PATH...`: compares checkpoints, prepared data, exports and logs with their digests."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -13,33 +14,53 @@ from pe_lab.checkpoints.locating import (
     UNREADABLE,
     is_checkpoint,
     is_step,
+    quick_damage,
     read_manifest,
     read_metadata,
+    steps_in,
+    stored_metadata,
 )
 from pe_lab.checkpoints.locating import tokenizer_directory as tokenizer_of
+from pe_lab.checkpoints.native import NativeSource
+from pe_lab.checkpoints.store import absent_arrays
 from pe_lab.data.shards import METADATA_FILE, Metadata, manifest_of_prepared
 from pe_lab.data.shards import read_metadata as read_prepared
 from pe_lab.data.tokenizers import load_saved_tokenizer
-from pe_lab.errors import ConfigError, StoreError, UserError
-from pe_lab.storage import AnyPath, children, exists, is_file, is_remote
-from pe_lab.storage.manifest import MANIFEST, Manifest
+from pe_lab.errors import CheckpointError, ConfigError, DataError, EncodingError, StoreError, UserError
+from pe_lab.storage import AnyPath, children, exists, is_file, is_remote, log_exists, read_json, read_records
+from pe_lab.storage.manifest import MANIFEST, Manifest, seal_broken
 from pe_lab.terminal import Progress, argument_parser, command, console
+from pe_lab.training.ledger import FILE as LEDGER
+from pe_lab.training.ledger import whole_records
+from pe_lab.training.logs import LOGS, PHASE_FILE, log_damage
+from pe_lab.training.workdir import RUN_FILE
 
 DESCRIPTION = """\
 Reads every file of the checkpoints, prepared data and exports under the paths, and compares its size and digest with
-those that were written with it. Exit status 0: all are whole; 1: something is damaged, or has no digests. Runs that
-train meanwhile can be verified: a checkpoint that is being written, or that they delete, is not counted."""
+those that were written with it. Also whether the arrays of a checkpoint are found in its files; and of runs, run.json,
+phase.json, and metrics.jsonl up to the last checkpoint. speed.jsonl, spikes.jsonl and ledger.jsonl have no digests, and
+are read as JSON lines. Evaluations, analyses and the files of trackers are not looked at.
+Exit status 0: all are whole; 1: something is damaged, or has no digests. Runs that train meanwhile can be verified: a
+checkpoint that is being written, or that they delete, is not counted."""
 
 WHOLE, DAMAGED, UNKNOWN, UNCOMMITTED = "whole", "DAMAGED", "no digests", "uncommitted"
 
 
 class Target(NamedTuple):
-    """A directory to verify. `manifest` is None for one without digests; `damage` was found while it was opened."""
+    """A directory to verify.
+
+    Attributes:
+      kind: checkpoint, prepared data, export, run or phase; the last two are their own files and logs.
+      manifest: None for one without digests.
+      damage: what was found while it was opened.
+      read: what was read to find no damage, of a run or a phase.
+    """
 
     path: AnyPath
-    kind: str  # checkpoint, prepared data or export
+    kind: str
     manifest: Manifest | None
     damage: str = ""
+    read: str = ""
 
 
 class Verdict(NamedTuple):
@@ -61,6 +82,10 @@ def targets(path: AnyPath) -> Iterator[Target]:
     elif is_file(path / "config.json") and any(child.suffix == ".safetensors" for child in children(path)):
         yield Target(path, "export", None)
     else:
+        if is_file(path / RUN_FILE) or log_exists(path / LEDGER):
+            yield _run(path)
+        if is_file(path / PHASE_FILE) or log_exists(path / "metrics.jsonl"):
+            yield _phase(path)
         for child in sorted(children(path)):
             under_way = path.name == DIRECTORY and not is_step(child)  # a save, or a deletion
             if not (is_file(child) or child.name.startswith(".") or child.name in (UNREADABLE, FORMER) or under_way):
@@ -88,6 +113,46 @@ def _checkpoint(path: AnyPath) -> Target:
     return _opened(path, "checkpoint", read)
 
 
+def _run(path: AnyPath) -> Target:
+    """run.json and the ledger of a run."""
+    damage = _sealed_damage(path / RUN_FILE)
+    if not damage and log_exists(path / LEDGER):
+        try:
+            records = list(read_records(path / LEDGER, partial=True))
+            if len(whole_records(records)) < len(records):
+                damage = f"{path / LEDGER} has records without their numbers"
+        except DataError as error:
+            damage = str(error)
+    lines = f"; as JSON lines: {LEDGER}" if log_exists(path / LEDGER) else ""
+    return Target(path, "run", None, damage, f"{RUN_FILE}{lines}")
+
+
+def _phase(path: AnyPath) -> Target:
+    """phase.json and the logs of a phase."""
+    kept = path / DIRECTORY
+    step = next((step for step in reversed(steps_in(kept)) if not quick_damage(kept / str(step))), 0)
+    expected = None
+    if step:
+        with contextlib.suppress(CheckpointError):  # which has a verdict of its own
+            expected = stored_metadata(kept / str(step)).get("log")
+    others = [name for name in LOGS if name != "metrics" and log_exists(path / f"{name}.jsonl")]
+    found = [_sealed_damage(path / PHASE_FILE), log_damage(path, "metrics", step, expected)]
+    found += [log_damage(path, name) for name in others]
+    lines = [f"{name}.jsonl" for name in others]
+    read = f"{PHASE_FILE}, metrics.jsonl up to step {step}" if expected else PHASE_FILE
+    lines += [] if expected else ["metrics.jsonl"]
+    return Target(path, "phase", None, next(filter(None, found), ""), f"{read}; as JSON lines: {', '.join(lines)}")
+
+
+def _sealed_damage(path: AnyPath) -> str:
+    """What is wrong with a JSON file that `sealed` made; "" if nothing is."""
+    try:
+        content = read_json(path)
+    except DataError as error:
+        return str(error)
+    return f"'{path}' does not have the content that was written" if seal_broken(content) else ""
+
+
 def _prepared(path: AnyPath) -> Target:
     def read() -> Manifest | None:
         metadata: Metadata = read_prepared(path)
@@ -112,11 +177,22 @@ def verify(target: Target, done: Callable[[int], None] = lambda size: None) -> V
 def _compared(target: Target, done: Callable[[int], None]) -> Verdict:
     if target.damage:
         return Verdict(target, DAMAGED, target.damage)
+    if target.read:
+        return Verdict(target, WHOLE, target.read)
     if target.manifest is None:
         return Verdict(target, UNKNOWN, "written by an earlier version, or by another program")
     if damage := target.manifest.damage(target.path, done=done):
         more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
         return Verdict(target, DAMAGED, f"{damage[0]}{more}")
+    if target.kind == "checkpoint":
+        try:
+            if absent := absent_arrays(target.path, target.manifest):
+                return Verdict(target, DAMAGED, f"{absent[0]} is not found in its files, though they are unchanged")
+            NativeSource(target.path)
+        except EncodingError:
+            pass  # of a module that is not imported here
+        except CheckpointError as error:
+            return Verdict(target, DAMAGED, str(error))
     return Verdict(target, WHOLE, f"{target.manifest.size / 1e9:.3g} GB in {len(target.manifest.files)} files")
 
 

@@ -14,6 +14,7 @@ DIRECTORY = "checkpoints"  # of a phase; has one directory per step
 UNREADABLE = "unreadable"  # of a phase; has checkpoints that could not be read
 FORMER = "former"  # of a phase; has checkpoints that an extension did not go on from
 FORMAT = 3
+SET_ASIDE = "Move it out of its directory, and training goes on from the one before it."  # what to do about damage
 # Names of parameters in the files of earlier formats.
 FORMER_NAMES: dict[int, dict[str, str]] = {1: {"token_embedder": "trunk"}, 2: {}}
 
@@ -157,11 +158,17 @@ def resolve(path: str | AnyPath) -> tuple[AnyPath, int]:
 
     A run's directory names the checkpoint of its last phase with one; a phase, or its `checkpoints`, the last step that
     is whole.
+
+    Raises:
+      CheckpointError: there is none, or the files of the step that is named differ from its manifest, as far as
+        `quick_damage` tells: its metadata are small.
     """
     path = storage.path("the checkpoint", path)
     if not exists(path):
         raise CheckpointError(f"There is no checkpoint at '{path}': no such directory.")
     if is_checkpoint(path):
+        if damage := quick_damage(path):
+            raise CheckpointError(f"The checkpoint '{path}' is damaged ({damage[0]}). {SET_ASIDE}")
         return path.parent, int(path.name)
     for directory in (path, path / DIRECTORY):
         if (step := latest(directory)) is not None:

@@ -22,6 +22,7 @@ from pe_lab.checkpoints.families import canonical_leaf, leaf_paths
 from pe_lab.checkpoints.locating import (
     DIRECTORY,
     FORMER_NAMES,
+    SET_ASIDE,
     first_line,
     read_manifest,
     read_metadata,
@@ -29,19 +30,18 @@ from pe_lab.checkpoints.locating import (
     tokenizer_directory,
 )
 from pe_lab.checkpoints.source import Source, blocks, check_finite, nested, shardings
-from pe_lab.checkpoints.store import Store, templates
+from pe_lab.checkpoints.store import Store, absent_arrays, database, templates
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import CheckpointError, ConfigError, EncodingError
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Layer, Layout, check_sources, from_json, layer_hooks
-from pe_lab.storage import AnyPath, kvstore
+from pe_lab.storage import AnyPath, enable_orbax
 from pe_lab.storage.manifest import manifest_of
 
 # Of decoded chunks: a checkpoint of one device has one chunk per leaf, and layers are read from it one by one.
 _CACHE_BYTES = 2**30
-_ADVICE = "Move it out of its directory, and training goes on from the one before it."
 _FILE_BYTES = 2**28  # of an Orbax data file: its content stays in memory until the file is full
 
 
@@ -91,7 +91,7 @@ class NativeSource(Source):
         return tuple(from_json(layer) for layer in self.metadata["layers"])
 
     def _damaged(self, error: Exception) -> CheckpointError:
-        return CheckpointError(f"The checkpoint '{self.path}' is damaged ({first_line(error)}). {_ADVICE}")
+        return CheckpointError(f"The checkpoint '{self.path}' is damaged ({first_line(error)}). {SET_ASIDE}")
 
     def restore(self, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Params:
         """All parameters, in float32, on the first device or sharded over a mesh."""
@@ -100,7 +100,7 @@ class NativeSource(Source):
         try:
             params, _ = store.restore(self.step, wanted)
         except CheckpointError as error:
-            raise CheckpointError(f"{error} {_ADVICE}") from error
+            raise CheckpointError(f"{error} {SET_ASIDE}") from error
         except Exception as error:
             raise self._damaged(error) from error
         finally:
@@ -114,18 +114,14 @@ class NativeSource(Source):
         if not self._verified:
             manifest = read_manifest(self.path)
             if manifest and (damage := manifest.damage(self.path, lambda name, _: name.startswith("params/"))):
-                raise CheckpointError(f"The checkpoint '{self.path}' is damaged ({damage[0]}). {_ADVICE}")
+                raise CheckpointError(f"The checkpoint '{self.path}' is damaged ({damage[0]}). {SET_ASIDE}")
             self._verified = True
         if leaf not in self._opened:
             head, _, rest = leaf.partition(".")
             former = FORMER_NAMES.get(self.metadata["format"], {})
             spec = {
                 "driver": "zarr",
-                "kvstore": {
-                    "driver": "ocdbt",
-                    "base": kvstore(self.path / "params"),
-                    "path": f"{former.get(head, head)}.{rest}/",
-                },
+                "kvstore": {**database(self.path / "params"), "path": f"{former.get(head, head)}.{rest}/"},
                 "context": {"cache_pool": {"total_bytes_limit": _CACHE_BYTES}},
             }
             try:
@@ -225,6 +221,7 @@ def write_checkpoint(
         **metadata,
     )
     path = (directory / DIRECTORY / "0").absolute()
+    enable_orbax(path)
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.CRITICAL)  # Orbax logs its exceptions, in over a hundred lines
@@ -249,5 +246,8 @@ def write_checkpoint(
         leaf: {"shape": list(piecewise.shape), "dtype": str(piecewise.dtype), "checksum": None}
         for leaf, piecewise in params.items()
     }
-    manifest_of(path, {"kind": "checkpoint", "step": 0, "id": entry["id"], "arrays": {"params": arrays}}).write(path)
+    manifest = manifest_of(path, {"kind": "checkpoint", "step": 0, "id": entry["id"], "arrays": {"params": arrays}})
+    if lost := absent_arrays(path, manifest):
+        raise CheckpointError(f"'{final}' cannot be written: Orbax has written no {lost[0]} that can be read.")
+    manifest.write(path)
     return directory / DIRECTORY / "0"

@@ -35,7 +35,17 @@ from pe_lab.checkpoints.retention import Retention
 from pe_lab.errors import CheckpointError, SaveFailed, UserError
 from pe_lab.model import Params
 from pe_lab.parallel import all_values, give_value, return_freed_memory
-from pe_lab.storage import AnyPath, absolute, children, enable_orbax, exists, is_remote, move_tree, remove_tree
+from pe_lab.storage import (
+    AnyPath,
+    absolute,
+    children,
+    enable_orbax,
+    exists,
+    is_remote,
+    kvstore,
+    move_tree,
+    remove_tree,
+)
 from pe_lab.storage.manifest import MANIFEST, SMALL_BYTES, Digest, Manifest, digest_files
 
 # Of files whose arrays have no checksums, what is read to compare digests before they are restored, by each process:
@@ -54,7 +64,8 @@ class Store:
     """The checkpoints of one phase. Saving is asynchronous; only committed checkpoints are listed.
 
     A step is written under another name, then every process digests the files that it wrote, process 0 writes the
-    manifest, and renames the directory. Files of killed processes are removed when the store is opened for writing.
+    manifest, and renames the directory. Files of killed processes are removed when the store is opened for writing, and
+    so are checkpoints that a given retention does not keep.
     """
 
     def __init__(self, directory: str | AnyPath, retention: Retention | None = None, read_only: bool = False):
@@ -71,6 +82,9 @@ class Store:
             if not is_remote(self.directory):
                 self.directory.mkdir(parents=True, exist_ok=True)
             self._remove_unfinished()
+            if retention is not None:
+                with contextlib.suppress(OSError, UserError):  # a killed process may have saved and not deleted
+                    self._delete_old()
 
     def _remove_unfinished(self) -> None:
         """Removes what a killed or failed save or deletion has left."""
@@ -193,7 +207,10 @@ class Store:
                         raise OSError(errors[0])
                     files = {name: Digest(*digest) for value in every for name, digest in value["files"].items()}
                     checked = {item: received(described) for item, described in arrays.items()}
-                    Manifest(files, {**about, "arrays": checked}).write(saving)
+                    manifest = Manifest(files, {**about, "arrays": checked})
+                    if lost := absent_arrays(saving, manifest):
+                        raise OSError(f"Orbax has written no {lost[0]} that can be read")
+                    manifest.write(saving)
                     if not is_remote(saving):
                         self._set_aside(self._path(step))  # one without a manifest, which is not listed
                         saving.rename(self._path(step))
@@ -336,6 +353,31 @@ class Store:
         """Moves a checkpoint to a directory of the phase, if there is one."""
         if exists(path):
             move_tree(path, self.directory.parent / directory / f"{path.name}-{new_id()}", first=MANIFEST)
+
+
+def database(directory: AnyPath) -> dict[str, Any]:
+    """The tensorstore key-value store of the arrays of one item of a checkpoint, such as its `params`."""
+    return {"driver": "ocdbt", "base": kvstore(directory)}
+
+
+def absent_arrays(path: AnyPath, manifest: Manifest) -> list[str]:
+    """The arrays that a checkpoint's manifest describes and whoever reads it would not find, such as `params.head`.
+
+    Digests tell that files are those that were written; this, that arrays are reached from them.
+
+    Raises:
+      CheckpointError: the databases that have the arrays cannot be opened.
+    """
+    import tensorstore as ts
+
+    absent = []
+    for item, arrays in manifest.about["arrays"].items():
+        try:
+            found = set(ts.KvStore.open(database(path / item)).result().list().result())
+        except ValueError as error:  # of tensorstore, for all failures
+            raise CheckpointError(f"The {item} of '{path}' cannot be read ({first_line(error)}).") from None
+        absent += [f"{item}.{name}" for name in arrays if f"{name}/.zarray".encode() not in found]
+    return absent
 
 
 _exchanges = itertools.count()  # alike on all processes, which save and restore in the same order

@@ -106,8 +106,12 @@ def locate(given: str | AnyPath, steps: tuple[int, ...] | None = None) -> Target
 
 
 def locate_all(given: str, steps: tuple[int, ...] | None = None) -> list[Target]:
-    """The targets of a comma-separated `--from`; see `locate`. Display names of different roots differ."""
-    sources = [part.strip() for part in given.split(",") if part.strip()]
+    """The targets of a comma-separated `--from`; see `locate`. Display names of different roots differ.
+
+    A path of this machine that exists is one source, also with a comma in its name.
+    """
+    whole = "," in given and os.path.exists(storage.at_home(_path_of(given)))  # False for what is too long
+    sources = [given] if whole else [part.strip() for part in given.split(",") if part.strip()]
     if not sources:
         raise ConfigError(f"--from='{given}' names nothing. Give runs, checkpoints, hf:DIR or gguf:FILE.")
     targets = [locate(source, steps) for source in sources]
@@ -124,9 +128,14 @@ def locate_all(given: str, steps: tuple[int, ...] | None = None) -> list[Target]
     return found
 
 
+def _path_of(given: str) -> str:
+    """The path of a source, without `hf:` or `gguf:`."""
+    return given.partition(":")[2] if given.startswith(("hf:", "gguf:")) else given
+
+
 def _external(given: str) -> Target:
     """The target `runs/NAME`, with more parts of the path in NAME where another checkpoint has that directory."""
-    text = given.partition(":")[2] if given.startswith(("hf:", "gguf:")) else given
+    text = _path_of(given)
     here = storage.path("--from", text)
     source = str(storage.absolute(here)) if here.exists() else text
     parts = [part for part in Path(source.removesuffix(".gguf")).parts if part != "/"]

@@ -4,7 +4,7 @@ from pe_lab.storage.conditional import create_file, replace_file
 from pe_lab.storage.copies import copies_directory, local_copy
 from pe_lab.storage.directories import new_directory, unfinished
 from pe_lab.storage.files import write_file, write_files
-from pe_lab.storage.inputs import InputFile, find_files, open_file
+from pe_lab.storage.inputs import InputFile, find_files, local_matches, open_file
 from pe_lab.storage.json_files import (
     json_object,
     read_json,
@@ -21,6 +21,7 @@ from pe_lab.storage.paths import (
     AnyPath,
     Entry,
     absolute,
+    at_home,
     children,
     exists,
     is_file,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pe_lab.errors import DataError
 from pe_lab.storage.directories import new_directory
-from pe_lab.storage.paths import AnyPath, Entry, entry, filesystem, is_remote, listing, store_errors
+from pe_lab.storage.paths import AnyPath, Entry, at_home, entry, filesystem, is_remote, listing, store_errors
 
 WHOLE = ".whole"  # in the directory of a copy that is complete
 RESERVED_BYTES = 2**30  # bytes of the disk that copies leave free
@@ -18,7 +18,7 @@ RESERVED_BYTES = 2**30  # bytes of the disk that copies leave free
 
 def copies_directory() -> Path:
     """Where copies are kept: `$PE_LAB_CACHE` or ~/.cache/pe_lab. It may be deleted when nothing runs."""
-    return Path(os.environ.get("PE_LAB_CACHE") or "~/.cache/pe_lab").expanduser() / "objects"
+    return at_home(os.environ.get("PE_LAB_CACHE") or "~/.cache/pe_lab") / "objects"
 
 
 def local_copy(path: AnyPath, check: Callable[[Path], None] = lambda copied: None) -> Path:

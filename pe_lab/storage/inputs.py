@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pe_lab.errors import ConfigError, DataError, StoreError
-from pe_lab.storage.paths import STALL_SECONDS, STORES, entry_of, filesystem, path, store_errors
+from pe_lab.storage.paths import STALL_SECONDS, STORES, at_home, entry_of, filesystem, path, store_errors
 
 WEB = ("https", "http")
 READ_BYTES = 8 * 2**20  # of a request
@@ -40,7 +40,9 @@ class InputFile(NamedTuple):
 def find_files(what: str, pattern: str) -> list[InputFile]:
     """The files that match a glob, sorted; `~`, `**` and braces ({a,b}, {000..127}) allowed.
 
-    A web server lists no files, so its addresses have braces and no other wildcard.
+    On a disk a part of the pattern that is the name of a file or a directory means that one: `lr[1]/*.txt` are the
+    files in `lr[1]`, if there is such a directory. A web server lists no files, so its addresses have braces and no
+    other wildcard.
 
     Args:
       what: names the pattern in messages.
@@ -68,11 +70,19 @@ def find_files(what: str, pattern: str) -> list[InputFile]:
     return files
 
 
+def local_matches(pattern: str) -> list[Path]:
+    """The local files and directories that a glob matches, sorted; see `find_files` for names with wildcards."""
+    there, parts = Path(), list(at_home(pattern).parts)
+    while parts and os.path.lexists(there / parts[0]):
+        there /= parts.pop(0)
+    return sorted(Path(p) for p in glob.glob(os.path.join(glob.escape(str(there)), *parts), recursive=True))
+
+
 def _local_files(what: str, pattern: str) -> list[InputFile]:
-    expanded = str(Path(pattern).expanduser())
-    found = sorted(Path(p) for p in glob.glob(expanded, recursive=True))
+    expanded = str(at_home(pattern))
+    found = local_matches(expanded)
     if not found:
-        each = (glob.glob(one, recursive=True) for one in expand_braces(expanded))
+        each = (map(str, local_matches(one)) for one in expand_braces(expanded))
         found = list(map(Path, dict.fromkeys(name for names in each for name in sorted(names))))
     files = [p for p in found if p.is_file()]
     if not files:
@@ -84,7 +94,7 @@ def _local_files(what: str, pattern: str) -> list[InputFile]:
 
 def _stored_files(what: str, pattern: str) -> Iterator[InputFile]:
     scheme = pattern.partition("://")[0]
-    path(what, pattern)  # checks the library and the bucket
+    path(what, pattern, pattern=True)  # checks the library and the bucket
     store = filesystem(pattern)
     with store_errors(pattern):
         found = store.glob(pattern, detail=True)

@@ -1,4 +1,5 @@
-"""What Orbax lacks: S3, GCS buckets of which an account may read only the objects, and silence after a failure.
+"""What Orbax lacks: directories with wildcards in their names, S3, GCS buckets of which an account may read only the
+objects, and silence after a failure.
 
 Orbax 0.12 writes gs:// through tensorstore's driver and commits with a file. For s3:// it has neither
 (google/orbax#2739).
@@ -7,8 +8,10 @@ Orbax 0.12 writes gs:// through tensorstore's driver and commits with a file. Fo
 from __future__ import annotations
 
 import functools
+import glob
 import logging
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from pe_lab.storage.manifest import MANIFEST
@@ -21,8 +24,28 @@ REQUEST_RETRIES = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s
 def enable_orbax(path: AnyPath) -> None:
     """Prepares Orbax for checkpoints under a path. Call it before a checkpointer is made."""
     _ignore_late_failures()
+    _take_directories_literally()
     if is_remote(path):
         _enable()
+
+
+@functools.cache
+def _take_directories_literally() -> None:
+    """Lets `epath.Path.glob` read wildcards in its pattern alone.
+
+    It reads them in the directory too. Orbax lists by it what the processes have written: under `lr[1e-3]` it found
+    nothing, merged nothing, and took that for a save.
+    """
+    from etils.epath import gpath
+
+    find = gpath._GPath.glob
+
+    def find_below(self: Any, pattern: str) -> Iterator[Any]:
+        if self._uri_scheme is not None:  # `path` refuses wildcards there
+            return find(self, pattern)
+        return map(self._new, glob.iglob(self._PATH.join(glob.escape(self._path_str), pattern)))
+
+    gpath._GPath.glob = find_below
 
 
 @functools.cache

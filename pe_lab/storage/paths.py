@@ -26,35 +26,45 @@ from pe_lab.errors import ConfigError, StoreError, UserError, store_failure
 AnyPath = PurePath  # a pathlib.Path, or an epath.Path, which is a PurePosixPath
 STORES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme -> the library, and the extra that installs it
 STALL_SECONDS = 60.0  # without a byte, until a request is repeated
+NOT_IN_KEYS = "*?[]#"  # fsspec reads wildcards also where it copies and deletes; `#` begins a generation
 IN_PARTS = 50 * 2**20  # bytes from which gcsfs uploads an object in several requests, each a part of the content
 
 
 _answered: set[str] = set()  # the buckets that did
 
 
-def path(option: str, given: str | AnyPath) -> AnyPath:
+def path(option: str, given: str | AnyPath, pattern: bool = False) -> AnyPath:
     """The path that a command line, a recipe or a caller names, of this machine or of an object store.
 
     Args:
       option: what named it, for messages.
-      given: a path, which is returned, or its text. The bucket of gs://BUCKET/KEY or s3://BUCKET/KEY is asked for an
-        answer once.
+      given: a path, which is returned, or its text, in which `~` is the home directory. The bucket of
+        gs://BUCKET/KEY or s3://BUCKET/KEY is asked for an answer once.
+      pattern: whether the text is a glob, so that an address may have wildcards.
 
     Raises:
-      ConfigError: the address has another scheme or no key.
+      ConfigError: the text is empty, or the address has another scheme, no key, or a character of `NOT_IN_KEYS`.
       StoreError: the library of the store is not installed, or the bucket is missing, refuses or does not answer.
     """
     if isinstance(given, PurePath):
         return given
     text = given
+    if not text:
+        raise ConfigError(f"{option} is empty: give a path, or '.' for the working directory.")
     scheme, separator, rest = text.partition("://")
     if not separator:
-        return Path(text).expanduser()
+        return at_home(text)
     if scheme not in STORES:
         raise ConfigError(f"{option} '{text}': addresses begin with {' or '.join(f'{s}://' for s in STORES)}.")
     bucket, _, key = rest.partition("/")
     if not bucket or not key.strip("/"):
         raise ConfigError(f"{option} '{text}' is a whole bucket; give a directory in it: {scheme}://BUCKET/DIRECTORY.")
+    wrong = next((sign for sign in key if sign in NOT_IN_KEYS or not sign.isprintable()), "")
+    if wrong and not pattern:
+        raise ConfigError(
+            f"{option} '{text}': the libraries of object stores do not take {wrong!r} for a character of a name. "
+            "Choose a name without it."
+        )
     library, extra = STORES[scheme]
     if importlib.util.find_spec(library) is None:
         raise StoreError(f"{option} '{text}' needs {library}, which is not installed: pip install 'pe-lab[{extra}]'.")
@@ -66,6 +76,14 @@ def path(option: str, given: str | AnyPath) -> AnyPath:
         _check_bucket(found, f"{scheme}://{bucket}")
         _answered.add(f"{scheme}://{bucket}")
     return found
+
+
+def at_home(text: str) -> Path:
+    """The local path of a text that may begin with `~` or `~USER`; where there is no such user, that is a name."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
 
 
 def _check_bucket(directory: AnyPath, bucket: str) -> None:

@@ -17,7 +17,7 @@ from pe_lab.analysis.groups import SEEDS
 from pe_lab.config import Config, from_dict, to_json
 from pe_lab.errors import ConfigError, DataError, UserError
 from pe_lab.identity import changed, config_hash, identity
-from pe_lab.recipes import load_config
+from pe_lab.recipes import load_config, split_reference
 from pe_lab.results.records import as_dict, digest, mappings
 from pe_lab.storage import AnyPath, create_file, exists, json_object, read_bytes, replace_file
 from pe_lab.sweeps.grid import Axis, axis, cell_name, product, with_arguments
@@ -122,7 +122,7 @@ def make_sweep(
     fixed = sorted(set(overrides) & {*(one.key for one in axes), *(SEEDS if numbers else ())})
     if fixed:
         raise ConfigError(f"--config.{fixed[0]} sets a key that the grid or --seeds varies. Leave one of them out.")
-    name = PurePath(recipe.partition(":")[0]).stem
+    name = PurePath(split_reference(recipe)[0]).stem
     where = storage.path("--workdir", directory or f"runs/{name}_sweep")
     cells = _checked(recipe, axes, numbers, overrides, where)
     description = {
@@ -211,7 +211,7 @@ def _refuse_other_sweep(before: Sweep, description: Mapping[str, Any], config: C
 
 def _fixed(description: Mapping[str, Any], varied: Collection[str], decisive: Iterable[str]) -> dict[str, str]:
     """The recipe, its arguments and the overrides that a result depends on, without those that are varied."""
-    file, _, argument = str(description.get("recipe", "")).partition(":")
+    file, argument = split_reference(str(description.get("recipe", "")))
     fixed = {"recipe": PurePath(file).name}
     for part in filter(None, argument.split(",")):
         name = f":{part.partition('=')[0] if '=' in part else ''}"

