@@ -239,6 +239,8 @@ def main(argv: Sequence[str]) -> int:
         if form not in FORMATS:
             raise ConfigError(f"--format: '{form}' cannot be written. {did_you_mean(form, FORMATS)}")
     out = storage.path("--out", args.out) if args.out else None
+    if out is not None:
+        storage.check_place("--out", out)
     with one_program():
         if args.study in DESCRIPTIONS:
             text, files = DESCRIPTIONS[args.study].run(args, formats)

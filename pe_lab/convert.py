@@ -15,6 +15,7 @@ from pe_lab import storage
 from pe_lab.checkpoints import Checkpoint, is_external, open_checkpoint, open_source
 from pe_lab.checkpoints.families import FAMILIES, leaf_paths
 from pe_lab.checkpoints.hf_export import DTYPES, Export, plan_export, token_ids, write_huggingface
+from pe_lab.checkpoints.locating import DIRECTORY
 from pe_lab.checkpoints.native import write_checkpoint
 from pe_lab.checkpoints.parity import Verdict, compare, find_python, fits_twice
 from pe_lab.checkpoints.source import Source, nested
@@ -23,7 +24,7 @@ from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.model import Model
 from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import build_schedule, describe
-from pe_lab.storage import AnyPath, new_directory
+from pe_lab.storage import AnyPath, check_checkpoints, check_place, new_directory
 from pe_lab.storage.manifest import manifest_of
 from pe_lab.terminal import Progress, argument_parser, command, console, positive
 
@@ -76,6 +77,11 @@ def parser() -> argparse.ArgumentParser:
 @command
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
+    exported = args.to.startswith("hf:")
+    to = storage.path("--to", args.to.removeprefix("hf:"))
+    if not exported:
+        check_checkpoints("--to", to / DIRECTORY)
+    check_place("--to", to, new=True)
     hide_absent_tpu()
     source = open_source(args.source)
     needs = ("transformers", "torch", *(("gguf",) if source.path.suffix == ".gguf" else ()))
@@ -87,10 +93,7 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer else None
     if tokenizer is not None:
         check_vocabulary(tokenizer, source.model.vocab_size, source.display_name)
-    if args.to.startswith("hf:"):
-        export_checkpoint(source, tokenizer, storage.path("--to", args.to.removeprefix("hf:")), args, python)
-    else:
-        import_checkpoint(source, tokenizer, storage.path("--to", args.to), args, python)
+    (export_checkpoint if exported else import_checkpoint)(source, tokenizer, to, args, python)
     return 0
 
 

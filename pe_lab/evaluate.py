@@ -99,6 +99,8 @@ def evaluate(
     steps = None if arguments.steps is None else parse_steps(arguments.steps)
     targets = locate_all(arguments.source, steps)
     given = storage.path("--out", arguments.out) if arguments.out else None
+    for place in [given] if given else [target.root / "evaluation" for target in targets]:
+        storage.check_place("--out", place)
     records: list[Record] = []
     for target in targets:
         out = given or target.root / "evaluation"

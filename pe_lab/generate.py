@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pe_lab import storage
 from pe_lab.errors import DataError, UnsupportedError
-from pe_lab.terminal import any_seed, argument_parser, bounded, command, natural, positive
+from pe_lab.terminal import any_seed, any_text, argument_parser, bounded, command, natural, positive
 
 if TYPE_CHECKING:
     from pe_lab.language_model import LanguageModel
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--from", dest="source", required=True, help="a run, a checkpoint, hf:DIR or gguf:FILE")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", help="the text to continue")
+    what.add_argument("--prompt", type=any_text, help="the text to continue")
     what.add_argument("--prompt-file", metavar="FILE", help="a file that holds the text to continue")
     what.add_argument(
         "--prompts", metavar="FILE", help="a file of prompts, one per line, continued together; writes JSON lines"

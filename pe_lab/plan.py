@@ -41,7 +41,7 @@ from pe_lab.planning.report import StepReport, compare, read_report, report_json
 from pe_lab.planning.tables import compiled_text, evaluation_text, size, training_text
 from pe_lab.positional import build_schedule
 from pe_lab.recipes import load_config, split_overrides
-from pe_lab.storage import write_json
+from pe_lab.storage import check_place, write_json
 from pe_lab.terminal import argument_parser, bounded, command, console, waiting
 from pe_lab.training.inheritance import inherit
 
@@ -104,6 +104,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(rest)
     if args.json and not args.json.parent.is_dir():
         raise ConfigError(f"--json={args.json}: there is no directory '{args.json.parent}'.")
+    if args.json:
+        check_place("--json", args.json)
     if args.topology == "local":
         start_processes()
     else:

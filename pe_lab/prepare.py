@@ -21,7 +21,7 @@ from pe_lab.data.shards import METADATA_FILE, Metadata, open_prepared
 from pe_lab.data.sources import Source, open_source
 from pe_lab.data.tokenizers import load_tokenizer, train_sentencepiece, training_size
 from pe_lab.errors import ConfigError
-from pe_lab.storage import AnyPath
+from pe_lab.storage import AnyPath, check_place
 from pe_lab.terminal import argument_parser, bounded, command, positive, table
 
 DESCRIPTION = """\
@@ -130,6 +130,7 @@ def main(argv: Sequence[str]) -> int:
     started = begun(out)
     if started is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out={out} exists and is not prepared data. Choose another directory, or empty it.")
+    check_place("--out", out)
     size = training_size(args.tokenizer)
     if size is None:
         tokenizer = load_tokenizer(args.tokenizer)

@@ -6,6 +6,7 @@ Runs that differ by seed only are one line of it. With --export=DIR, also every 
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from pe_lab.page.document import build_page, headline
 from pe_lab.page.export import INDEX, export_files
 from pe_lab.page.files import read_formats
 from pe_lab.page.heat_picture import KINDS, draw_heat_maps, needle_table
-from pe_lab.storage import AnyPath, write_file, write_files
+from pe_lab.storage import AnyPath, check_place, write_file, write_files
 from pe_lab.terminal import argument_parser, command
 
 SWEEP = "sweep.json"  # what a directory of the runs of a sweep holds
@@ -78,8 +79,8 @@ def write_heat_maps(runs: Sequence[Run], path: AnyPath, suite: str | None, task:
     print(f"Wrote {path}: {table.suite}{f', {table.source}' if table.source else ''}.")
 
 
-@command
-def main(argv: Sequence[str]) -> int:
+def parser() -> argparse.ArgumentParser:
+    """The command line of this command."""
     parser = argument_parser("report", __doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", help="run directories, such as runs/*")
     parser.add_argument("--out", help="the file to write (default: RUN/report.html; report.html beside several runs)")
@@ -88,7 +89,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--heat-map", metavar="FILE", help="draw needles by depth and length instead (.png)")
     parser.add_argument("--suite", help="of --heat-map, such as niah (default: the first with depths)")
     parser.add_argument("--task", help="of --heat-map, such as standard (default: the suite's first)")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    arguments = parser().parse_args(argv)
     if arguments.heat_map is None and (arguments.suite or arguments.task):
         raise ConfigError(
             "--suite and --task are options of --heat-map=FILE, which is missing. The page has all tasks."
@@ -101,9 +107,12 @@ def main(argv: Sequence[str]) -> int:
         write_heat_maps(runs, storage.path("--heat-map", arguments.heat_map), arguments.suite, arguments.task)
         return 0
     path = output_path([run.directory for run in runs], arguments.out)
+    export = None if arguments.export is None else storage.path("--export", arguments.export)
+    check_place("--out", path)
+    if export is not None:
+        check_place("--export", export)
     built = build_page(runs)
     page = built.encode()
-    export = None if arguments.export is None else storage.path("--export", arguments.export)
     files = {} if export is None else export_files(runs, built, formats)
     if export is not None:  # first: a page that is written last is whole, and so is what belongs to it
         write_files({export / name: content for name, content in files.items()}, "Give another place with --export.")

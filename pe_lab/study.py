@@ -113,6 +113,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     runner = make_runner(args.on, args.jobs, passed_on)
     where = storage.path("--out", args.out or root / "results")
+    storage.check_place("--out", where)  # before what may take days
     deadline = time.monotonic() + args.budget if args.budget else None
     status = 0
     for study, directory, plan, levels in planned:

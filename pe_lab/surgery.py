@@ -15,6 +15,7 @@ from pe_lab import storage
 from pe_lab.analysis.drop_choice import SEQUENCES, choose_layers, session_of
 from pe_lab.checkpoints import is_external, open_checkpoint
 from pe_lab.checkpoints.checkpoint import Checkpoint
+from pe_lab.checkpoints.locating import DIRECTORY
 from pe_lab.checkpoints.logit_scale import how_to_fit, read_logit_scale
 from pe_lab.checkpoints.qk_norm import change_qk_norm
 from pe_lab.checkpoints.surgery import NOTHING, carried_parameters, change, write_child
@@ -43,6 +44,7 @@ from pe_lab.positional import (
 from pe_lab.positional.codec import numbers_and_ranges, ranges
 from pe_lab.positional.registry import registered_name
 from pe_lab.positional.schemes.gates import GatedRope, gates
+from pe_lab.storage import check_checkpoints, check_place
 from pe_lab.terminal import argument_parser, bounded, command, positive
 
 FIT_WINDOWS, FIT_LENGTH = 8, 1024  # windows to fit a QK-norm's constants on, and the most tokens of each
@@ -267,6 +269,8 @@ def main(argv: Sequence[str]) -> int:
     if args.qk_norm_init == "ones" and not args.add_qk_norm:
         raise ConfigError("--qk-norm-init=ones goes with --add-qk-norm.")
     to = storage.path("--to", args.to)
+    check_checkpoints("--to", to / DIRECTORY)
+    check_place("--to", to, new=True)
     start_processes()
     parent = open_checkpoint(args.source)
     after, model = edited_layers(parent, args), parent.model

@@ -142,8 +142,22 @@ def bounded(kind: type[Number], least: Number, most: Number) -> Callable[[str], 
 positive, natural, any_seed = bounded(int, 1, 2**31 - 1), bounded(int, 0, 2**31 - 1), bounded(int, 0, 2**32 - 1)
 
 
+def any_text(text: str) -> str:
+    """The type of an argument that may be empty."""
+    return text
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are those of pe_lab."""
+    """A parser whose errors are those of pe_lab, and that refuses an empty value where `any_text` does not allow it.
+
+    `--layers="$LAYERS"` with a variable that is not set would mean what the flag means without a value, or nothing.
+    """
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if "" in arg_strings and action.type is not any_text:
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            raise ConfigError(f"{name} is empty: give a value (--help lists the options)")
+        return super()._get_values(action, arg_strings)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (--help lists the options)")

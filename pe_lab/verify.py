@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -196,11 +197,16 @@ def _compared(target: Target, done: Callable[[int], None]) -> Verdict:
     return Verdict(target, WHOLE, f"{target.manifest.size / 1e9:.3g} GB in {len(target.manifest.files)} files")
 
 
-@command
-def main(argv: Sequence[str]) -> int:
+def parser() -> argparse.ArgumentParser:
+    """The command line of this command."""
     parser = argument_parser("verify", DESCRIPTION)
     parser.add_argument("paths", nargs="+", help="runs, phases, checkpoints, prepared data, exports")
-    args = parser.parse_args(argv)
+    return parser
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
     found: list[Target] = []
     for path in (storage.path("PATH", text) for text in args.paths):
         if not exists(path):

@@ -25,7 +25,7 @@ from pe_lab.language_model import LanguageModel
 from pe_lab.parallel import first_then_others, shared
 from pe_lab.positional import label_layers
 from pe_lab.results.records import digest
-from pe_lab.storage import AnyPath
+from pe_lab.storage import AnyPath, check_place
 from pe_lab.terminal import Progress, bounded, console
 from pe_lab.training.machine import machine, versions
 
@@ -246,11 +246,12 @@ def open_session(study: str, arguments: argparse.Namespace, out: AnyPath | None)
     if methods and "cropped" in methods:
         raise ConfigError("--methods=cropped reads shorter sequences: give a shorter --length instead.")
     targets = locate_all(arguments.source, steps)
+    where = targets[0].root / "analysis" / study if out is None else out
+    check_place("--out", where)  # before what may take minutes
     subjects = [subject for target in targets for subject in _subjects(target, arguments.init)]
     variants = all_variants(subjects, methods, arguments.positional)
     if arguments.init is not None:
         variants = list(map(named_by_encoding, variants))
-    where = targets[0].root / "analysis" / study if out is None else out
     if out is None:
         targets[0].write_marker()
     return Session(study, arguments, where, variants, distinct_names(variants, len(targets) > 1))

@@ -95,7 +95,7 @@ class Beta(Checked):
     coefficient: float
     original_length: int
 
-    limits: ClassVar[Limits] = {"coefficient": (math.isfinite, "it must be finite.")}
+    limits: ClassVar[Limits] = {"coefficient": (lambda x: abs(x) <= 1e6, "it must lie in [-1e6, 1e6].")}
 
     def at(self, length: int | None) -> float:
         """The scale for sequences of `length` tokens; `ConfigError` where a negative coefficient makes it negative."""
@@ -126,8 +126,8 @@ class Layer:
         if self.window is not None and (self.window < 1 or self.window % 1):
             raise ConfigError(f"Layer.window is {self.window}; give a whole number of tokens from 1, or None.")
         scale = self.logit_scale
-        if not isinstance(scale, Beta) and not (isinstance(scale, numbers.Real) and 0 < scale < math.inf):
-            raise ConfigError(f"Layer.logit_scale is {self.logit_scale}; it must be above 0 and finite, or Beta(...).")
+        if not isinstance(scale, Beta) and not (isinstance(scale, numbers.Real) and 1e-6 <= scale <= 1e6):
+            raise ConfigError(f"Layer.logit_scale is {self.logit_scale}; it must lie in [1e-6, 1e6], or be Beta(...).")
         object.__setattr__(self, "heads", tuple(self.heads))
         object.__setattr__(self, "extras", tuple(self.extras))
         for extra in self.extras:

@@ -29,30 +29,40 @@ def require(condition: bool, message: str) -> None:
 # For a field of descriptions: whether a value is valid, and the advice of the error message.
 Limits = dict[str, tuple[Callable[[Any], bool], str]]
 _SHARED: Limits = {
-    "base": (lambda x: 1 < x < math.inf, "it must be finite and above 1."),
+    # The smallest fraction of a turn that the fixed point has is 2^-64: slower pairs than with this base do not rotate.
+    "base": (lambda x: 1 < x <= 1e18, "it must be above 1, and 1e18 at most."),
     "fraction": (lambda x: 0 <= x <= 1, "it must lie in [0, 1]."),
-    "factor": (lambda x: 1 <= x < math.inf, "it must be finite and at least 1."),
-    "original_length": (lambda x: 0 < x < math.inf and x == int(x), "give the training length, a number of tokens."),
-    "attention_factor": (lambda x: x is None or 0 < x < math.inf, "it must be finite and above 0, or left out."),
+    # Positions are int32: no sequence grows by more.
+    "factor": (lambda x: 1 <= x < 2**31, "it must be at least 1, and below 2^31."),
+    "original_length": (lambda x: 0 < x < 2**31 and x == int(x), "give the training length, a number of tokens."),
+    "attention_factor": (lambda x: x is None or 1e-6 <= x <= 1e6, "it must lie in [1e-6, 1e6], or be left out."),
 }
+LARGEST = 2.0**32  # of any other number of a description; random seeds are as large
 
 
 class Checked:
     """Base of the descriptions, which are frozen dataclasses: raises a `ConfigError` for a value that is not valid.
 
-    `limits` are of the fields that a class does not share with others.
+    `limits` are of the fields that a class does not share with others. No number but a base or a factor is above
+    `LARGEST`.
     """
 
     limits: ClassVar[Limits] = {}
 
     def __post_init__(self) -> None:
         kind, values = type(self).__name__, vars(self)
-        for name, (is_valid, advice) in (_SHARED | self.limits).items():
-            if name in values:
-                require(is_valid(values[name]), f"{kind}.{name} is {values[name]!r}; {advice}")
+        limits = _SHARED | self.limits
+        for name, value in values.items():
+            if name in limits:
+                is_valid, advice = limits[name]
+                require(is_valid(value), f"{kind}.{name} is {value!r}; {advice}")
+            if name not in ("base", "factor") and isinstance(value, int | float):
+                require(
+                    abs(value) <= LARGEST, f"{kind}.{name} is {value!r}; it must be a number, {LARGEST:,.0f} at most."
+                )
         if "beta_fast" in values:
             fast, slow = values["beta_fast"], values["beta_slow"]
-            require(math.inf > fast > slow > 0, f"{kind} needs beta_fast > beta_slow > 0, and has {fast} and {slow}.")
+            require(fast > slow >= 1e-6, f"{kind} needs beta_fast > beta_slow >= 1e-6, and has {fast} and {slow}.")
         if "mscale" in values:
             one, other = values["mscale"], values["mscale_all_dim"]
             both = f"{kind}.mscale is {one} and mscale_all_dim {other}; "
@@ -85,6 +95,10 @@ class PI(Scaling):
     """Position interpolation: every frequency divided by `factor` (Chen et al. 2023)."""
 
     factor: float
+
+    limits: ClassVar[Limits] = {  # exports write 1e30 for no rotation
+        "factor": (lambda x: 1 <= x <= 1e30, "it must be at least 1, and 1e30 at most.")
+    }
 
     def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
         return inv_freq / self.factor, 1.0
@@ -227,8 +241,8 @@ class Llama3(Scaling):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            math.inf > self.high_freq_factor > self.low_freq_factor > 0,
-            f"Llama3 needs high_freq_factor > low_freq_factor > 0, and has {self.high_freq_factor} and "
+            self.high_freq_factor > self.low_freq_factor >= 1e-6,
+            f"Llama3 needs high_freq_factor > low_freq_factor >= 1e-6, and has {self.high_freq_factor} and "
             f"{self.low_freq_factor}.",
         )
 
@@ -260,8 +274,8 @@ class LongRope(Scaling):
         for field in ("short_factor", "long_factor"):
             table = tuple(getattr(self, field))
             object.__setattr__(self, field, table)  # JSON gives a list, which does not hash
-            bad = [x for x in table if not 0 < x < math.inf]
-            require(not bad, f"LongRope.{field} holds {bad[:1]}; every number must be finite and above 0.")
+            bad = [x for x in table if not 1e-6 <= x <= 1e30]
+            require(not bad, f"LongRope.{field} holds {bad[:1]}; every number must lie in [1e-6, 1e30].")
 
     def scale(self, inv_freq: np.ndarray, base: float, dim: int, length: int | None) -> Scaled:
         for field in ("short_factor", "long_factor"):

@@ -2,7 +2,7 @@
 
 from pe_lab.storage.conditional import create_file, replace_file
 from pe_lab.storage.copies import copies_directory, local_copy
-from pe_lab.storage.directories import new_directory, unfinished
+from pe_lab.storage.directories import check_place, new_directory, unfinished
 from pe_lab.storage.files import write_file, write_files
 from pe_lab.storage.inputs import InputFile, find_files, local_matches, open_file
 from pe_lab.storage.json_files import (
@@ -16,7 +16,7 @@ from pe_lab.storage.json_files import (
 )
 from pe_lab.storage.leases import LeaseTaken, lease, lease_is_live
 from pe_lab.storage.logs import AppendedLog, record_line
-from pe_lab.storage.orbax_paths import COMMIT_FILE, enable_orbax
+from pe_lab.storage.orbax_paths import COMMIT_FILE, check_checkpoints, enable_orbax
 from pe_lab.storage.paths import (
     AnyPath,
     Entry,

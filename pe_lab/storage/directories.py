@@ -24,6 +24,7 @@ from pe_lab.storage.leases import LeaseTaken, lease
 from pe_lab.storage.paths import AnyPath, exists, is_remote, listing, put_file, remove
 
 INCOMPLETE = ".incomplete"  # in a directory of a store while it is put: the lease of the process that does
+NOT_EMPTY = "exists and is not empty. Choose another directory, or remove it."
 WRITER_SECONDS = 1.0  # between two looks whether another process has put a directory
 
 
@@ -52,13 +53,42 @@ def new_directory(path: AnyPath, option: str = "", marker: str | None = None) ->
         yield filled
 
 
+def check_place(option: str, path: AnyPath, new: bool = False) -> None:
+    """Refuses a place where a file or a directory cannot be written, before what is to be written is computed.
+
+    On a disk the directories that are missing are made elsewhere in the one that is there, and removed.
+
+    Args:
+      option: the flag that named it, for messages.
+      path: of the file or the directory.
+      new: whether it may not exist, or must be empty.
+
+    Raises:
+      ConfigError: it cannot be written, or exists.
+    """
+    what = f"{option} '{path}'"
+    if is_remote(path):
+        if new and listing(path) and not exists(path / INCOMPLETE):
+            raise ConfigError(f"{what} {NOT_EMPTY}")
+        return
+    path = path.absolute()
+    try:
+        if new and path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"{what} {NOT_EMPTY}")
+        there = next(place for place in (path, *path.parents) if place.is_dir() or not place.parent.exists())
+        with tempfile.TemporaryDirectory(prefix=".pe_lab-", dir=there) as probe:
+            Path(probe, path.relative_to(there)).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be written ({error.strerror or error}). Give another place.") from None
+
+
 @contextlib.contextmanager
 def _new_remote(path: AnyPath, what: str, marker: str | None) -> Iterator[Path]:
     """`new_directory` on an object store."""
 
     def refuse_existing() -> None:
         if not exists(path / INCOMPLETE) and listing(path):
-            raise ConfigError(f"{what} exists and is not empty. Choose another directory, or remove it.")
+            raise ConfigError(f"{what} {NOT_EMPTY}")
 
     if marker is None:
         refuse_existing()
@@ -89,7 +119,7 @@ def _put_directory(path: AnyPath, filled: Path, what: str, marker: str | None) -
         if there and not unfinished and (marker is None or marker in there):  # since this process looked
             remove(path / INCOMPLETE)
             if marker is None:
-                raise ConfigError(f"{what} exists and is not empty. Choose another directory, or remove it.")
+                raise ConfigError(f"{what} {NOT_EMPTY}")
             return
         for name in sorted(there, key=lambda name: name != marker):
             remove(path / name)
@@ -106,7 +136,7 @@ def _new_local(path: Path, what: str, marker: str | None) -> Iterator[Path]:
 
     def refuse_existing() -> None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(f"{what} exists and is not empty. Choose another directory, or remove it.")
+            raise ConfigError(f"{what} {NOT_EMPTY}")
 
     if marker is None:
         refuse_existing()

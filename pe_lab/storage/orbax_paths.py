@@ -10,15 +10,54 @@ from __future__ import annotations
 import functools
 import glob
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+from pe_lab.errors import ConfigError
 from pe_lab.storage.manifest import MANIFEST
-from pe_lab.storage.paths import AnyPath, is_remote, s3_driver
+from pe_lab.storage.paths import AnyPath, absolute, is_remote, s3_driver
 
 COMMIT_FILE = "commit_success.txt"  # the last object of a checkpoint on a store; one without it is unfinished
+PATH_BYTES, NAME_BYTES = 4095, 255  # of a path, and of a name in it, on Linux
+BELOW_BYTES = 200  # of the path of a checkpoint's file below the directory of the steps, while it is written
 REQUEST_RETRIES = {"max_retries": 8, "initial_delay": "500ms", "max_delay": "16s"}  # about a minute
+
+
+def check_checkpoints(option: str, directory: AnyPath) -> None:
+    """Refuses a directory below which Orbax cannot write checkpoints, before there is one.
+
+    tensorstore takes a backslash for a slash, and refuses names that are not UTF-8 or end in its own suffixes.
+
+    Args:
+      option: what named it, for messages.
+      directory: which may not exist yet.
+
+    Raises:
+      ConfigError: the name is not taken as it is, or is so long that those of the files below it would be too long.
+    """
+    if is_remote(directory):
+        return
+    import tensorstore as ts
+
+    path = f"{absolute(directory)}/"
+    try:
+        taken = ts.KvStore.Spec({"driver": "file", "path": path}).to_json()["path"]
+    except (ValueError, RuntimeError):  # the latter for what is not UTF-8
+        taken = ""
+    what = f"{option} '{directory}'"
+    if taken != path:
+        raise ConfigError(
+            f"{what}: tensorstore, which writes checkpoints, cannot take this name. Choose one of UTF-8 text, without "
+            "a backslash."
+        )
+    size, longest = (
+        len(os.fsencode(path)) + BELOW_BYTES,
+        max(len(os.fsencode(part)) for part in absolute(directory).parts),
+    )
+    if size > PATH_BYTES or longest > NAME_BYTES:
+        raise ConfigError(f"{what}: the names of the checkpoints' files would be too long. Choose a shorter one.")
 
 
 def enable_orbax(path: AnyPath) -> None:

@@ -332,7 +332,7 @@ def move_tree(directory: AnyPath, to: AnyPath, first: str = "") -> None:
 def kvstore(path: AnyPath) -> dict[str, Any]:
     """The tensorstore key-value store of a directory."""
     if not is_remote(path):
-        return {"driver": "file", "path": f"{path.absolute()}/"}
+        return {"driver": "file", "path": f"{absolute(path)}/"}  # which refuses `..`
     scheme, _, rest = str(path).partition("://")
     bucket, _, key = rest.partition("/")
     spec: dict[str, Any] = {"driver": "gcs", "bucket": bucket, "path": f"{key.rstrip('/')}/"}

@@ -124,6 +124,7 @@ def make_sweep(
         raise ConfigError(f"--config.{fixed[0]} sets a key that the grid or --seeds varies. Leave one of them out.")
     name = PurePath(split_reference(recipe)[0]).stem
     where = storage.path("--workdir", directory or f"runs/{name}_sweep")
+    storage.check_checkpoints("--workdir", where)
     cells = _checked(recipe, axes, numbers, overrides, where)
     description = {
         "recipe": recipe,

@@ -19,6 +19,7 @@ from pe_lab.parallel import all_values
 from pe_lab.storage import (
     AnyPath,
     LeaseTaken,
+    check_checkpoints,
     children,
     exists,
     is_remote,
@@ -41,8 +42,11 @@ def claim_workdir(workdir: AnyPath, config: Config) -> dict[str, Any]:
     Writes nothing; a damaged run.json of this run is renamed.
 
     Raises:
-      ConfigError: it is a file, or a directory that holds a run of another config or anything else.
+      ConfigError: it is a file, or a directory that holds a run of another config or anything else; or no checkpoint
+        could be written there.
     """
+    for phase in config.phases:
+        check_checkpoints("--workdir", workdir / phase.name / DIRECTORY)
     if not exists(workdir):
         return {}
     if not is_remote(workdir) and not workdir.is_dir():

@@ -197,8 +197,8 @@ class Fire(Encoding):
     start: Literal["published", "unchanged"] = "published"
 
     limits: ClassVar[Limits] = START | {
-        "initial_length": (lambda x: 0 < x < math.inf, "it must be a number of tokens above 0."),
-        "initial_c": (lambda x: 0 < x < math.inf, "it must be finite and above 0."),
+        "initial_length": (lambda x: 1 <= x < 2**31, "it must be a number of tokens from 1."),
+        "initial_c": (lambda x: 1e-6 <= x <= 1e6, "it must lie in [1e-6, 1e6]."),
         "width": (lambda x: 1 <= x < 2**16 and x == int(x), "give a whole number from 1."),
         "depth": (lambda x: 1 <= x <= 8 and x == int(x), "give a whole number from 1 to 8."),
     }

@@ -41,7 +41,7 @@ class ForgettingGate(Encoding):
     memory: float | None = None
 
     limits: ClassVar[Limits] = {
-        "memory": (lambda x: x is None or 0.1 <= x < 1e12, "give a number of tokens from 0.1, or leave it out.")
+        "memory": (lambda x: x is None or 0.1 <= x < 2**31, "give a number of tokens from 0.1, or leave it out.")
     }
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,7 +45,7 @@ class GatedRope(Encoding):
     polarize_per_head: float = 0.0
 
     limits: ClassVar[Limits] = dict.fromkeys(
-        ("penalty_per_head", "polarize_per_head"), (lambda x: 0 <= x < math.inf, "give nats per token, from 0.")
+        ("penalty_per_head", "polarize_per_head"), (lambda x: 0 <= x <= 1e6, "give nats per token, from 0 to 1e6.")
     )
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:

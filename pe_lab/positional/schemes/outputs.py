@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -129,7 +128,7 @@ class LearnedSink(Encoding):
 
     initial: float = 0.0
 
-    limits: ClassVar[Limits] = {"initial": (math.isfinite, "it must be finite.")}
+    limits: ClassVar[Limits] = {"initial": (lambda x: abs(x) <= 1e6, "it must lie in [-1e6, 1e6].")}
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
         return {"sink": Parameter(self.initial + normal(key, 0, shape.num_heads), ("heads",))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -19,7 +18,7 @@ from pe_lab.positional.schemes.starts import START, normal
 
 _LIMITS: Limits = START | {
     "rank": (lambda x: 1 <= x < 2**20 and x == int(x), "give a whole number from 1."),
-    "temperature": (lambda x: 0 < x < math.inf, "it must be finite and above 0."),
+    "temperature": (lambda x: 1e-6 <= x <= 1e6, "it must lie in [1e-6, 1e6]."),
     "convolution": (lambda x: 1 <= x <= 64 and x == int(x), "give the width in tokens, from 1 (none) to 64."),
 }
 

@@ -89,7 +89,7 @@ class XPos(Encoding):
     origin: int = 0
 
     limits: ClassVar[Limits] = {
-        "scale_base": (lambda x: 0 < x < math.inf, "it must be a number of tokens above 0."),
+        "scale_base": (lambda x: 1 <= x < 2**31, "it must be a number of tokens from 1."),
         "origin": (lambda x: abs(x) < 2**31 and x == int(x), "give a position, a whole number."),
     }
 
@@ -147,10 +147,10 @@ class FoPE(Encoding):
 
     limits: ClassVar[Limits] = {
         "original_length": (
-            lambda x: 7 <= x < math.inf and x == int(x),
+            lambda x: 7 <= x < 2**31 and x == int(x),
             "give the training length, at least 7 tokens.",
         ),
-        "sigma": (lambda x: 0 <= x < math.inf, "it must be finite and not negative."),
+        "sigma": (lambda x: 0 <= x <= 1e6, "it must lie in [0, 1e6]."),
         "fourier_dim": (
             lambda x: x is None or (2 <= x < 2**20 and x % 2 == 0),
             "give an even number from 2, or leave it out.",

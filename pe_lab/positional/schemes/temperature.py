@@ -41,7 +41,7 @@ class SSMax(Encoding):
 
     limits: ClassVar[Limits] = {
         "original_length": (lambda x: 2 <= x < 2**31 and x == int(x), "give the training length, at least 2 tokens."),
-        "initial": (lambda x: x is None or math.isfinite(x), "it must be finite, or left out."),
+        "initial": (lambda x: x is None or abs(x) <= 1e6, "it must lie in [-1e6, 1e6], or be left out."),
     }
 
     def init(self, key: Array, shape: HeadShape) -> dict[str, Parameter]:
@@ -81,7 +81,7 @@ class Llama4Temperature(Encoding):
     floor_scale: int = 8192
 
     limits: ClassVar[Limits] = {
-        "attn_scale": (lambda x: 0 <= x < math.inf, "it must be finite and not negative."),
+        "attn_scale": (lambda x: 0 <= x <= 1e6, "it must lie in [0, 1e6]."),
         "floor_scale": (lambda x: 1 <= x < 2**31 and x == int(x), "give a whole number of tokens from 1."),
     }
 
