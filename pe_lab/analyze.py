@@ -17,7 +17,7 @@ from pe_lab.analysis import descriptions, frequencies
 from pe_lab.analysis.session import add_arguments, footprint, open_session
 from pe_lab.analysis.studies import STUDIES
 from pe_lab.analysis.study import Study, write_study
-from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.errors import ConfigError, did_you_mean, redacted
 from pe_lab.page import frequency_figures, study_figures
 from pe_lab.parallel import on_first, one_program
 from pe_lab.positional import build_schedule, describe
@@ -222,7 +222,7 @@ def shown_paths(paths: Sequence[AnyPath], most: int = 30) -> list[str]:
 
 def command_line(argv: Sequence[str]) -> str:
     """The command, as a shell reads it."""
-    return shlex.join(["python", "-m", "pe_lab.analyze", *argv])
+    return redacted(shlex.join(["python", "-m", "pe_lab.analyze", *argv]))
 
 
 @command

@@ -14,6 +14,15 @@ from pe_lab.config_codec import from_dict as from_dict
 from pe_lab.config_codec import register_descriptions as register_descriptions
 from pe_lab.config_codec import register_kind as register_kind
 from pe_lab.config_codec import to_json as to_json
+from pe_lab.errors import ConfigError
+
+
+def check_name(what: str, name: str) -> None:
+    """`ConfigError` for a name that a directory cannot have, or that leads out of the one above it."""
+    if not name or name.startswith(".") or any(sign in "/\\" or not sign.isprintable() for sign in name):
+        raise ConfigError(
+            f"{what} is {name!r}; a directory gets this name: give one without slashes, and no dot in front."
+        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any, Literal
 
-from pe_lab.errors import ConfigError, UserError, did_you_mean
+from pe_lab.errors import ConfigError, UserError, did_you_mean, redacted
 
 INT32 = 2**31 - 1  # counts of steps and tokens are int32 on the devices
 SEED = 2**32 - 1  # of a random key
@@ -167,7 +167,10 @@ def register_kind(name: str, kind: type) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """A config, a part of one, or a description as plain JSON; registered kinds become {"kind": name, fields}."""
+    """A config, a part of one, or a description as plain JSON; registered kinds become {"kind": name, fields}.
+
+    Credentials in addresses are `redacted`: what is written has none, and no fingerprint depends on them.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
             f.name: to_json(getattr(value, f.name))
@@ -177,4 +180,6 @@ def to_json(value: Any) -> Any:
         return {"kind": _KINDS[type(value)], **fields} if type(value) in _KINDS else fields
     if isinstance(value, Mapping):
         return {key: to_json(item) for key, item in value.items()}
+    if isinstance(value, str):
+        return redacted(value)
     return [to_json(item) for item in value] if isinstance(value, list | tuple) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 
 
@@ -52,6 +53,35 @@ def did_you_mean(name: str, allowed: Sequence[str]) -> str:
     return f"Did you mean '{near[0]}'?" if near else f"Allowed: {', '.join(sorted(allowed))}."
 
 
+def excerpt(text: str, most: int = 300) -> str:
+    """The beginning of a text for a message: where more follows it ends in `...`, and after a whole word or number.
+
+    A single word of more than `most` characters is cut.
+    """
+    if len(text) <= most:
+        return text
+    kept = text[:most] if text[most].isspace() else text[:most].rpartition(" ")[0]
+    return f"{kept.rstrip() or text[:most]}..."
+
+
+_LOGIN_IN_ADDRESS = re.compile(r"""(\b[a-z][a-z0-9+.-]*://)[^/\s'"<>]*@""", re.IGNORECASE)
+_SECRET_IN_QUERY = re.compile(
+    r"""([?&#;](?:[\w.~%-]*(?:sig|signature|token|secret|passw(?:or)?d|pwd|credentials?|auth|authorization)"""
+    r"""|(?:[\w.~%-]*(?:api|access|account|shared)[-_.]?)?key(?:[-_.]?id)?|[\w.~%-]*access[-_.]?id|key-pair-id|policy)=)"""
+    r"""[^&#;\s'"<>]+""",
+    re.IGNORECASE,
+)
+
+
+def redacted(text: str) -> str:
+    """A text in which the credentials of addresses are `***`: of `scheme://USER:PASSWORD@HOST`, and in queries.
+
+    In a query these are signatures, tokens, keys and passwords, as X-Amz-Signature, X-Goog-Credential, sig or token. It
+    is for whatever is shown or written: addresses are read as they are.
+    """
+    return _SECRET_IN_QUERY.sub(r"\1***", _LOGIN_IN_ADDRESS.sub(r"\1***@", text))
+
+
 _STORE_LIBRARIES = ("gcsfs", "s3fs", "aiobotocore", "botocore")
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
 _LOGIN = (
@@ -71,7 +101,8 @@ def store_failure(error: BaseException, where: str = "") -> StoreError | None:
     if not any(module.split(".")[0] in _STORE_LIBRARIES for e in chain for module in _modules(e)):
         return None
     names = {type(e).__name__ for e in chain}
-    text = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)[:300]
+    text = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
+    text = excerpt(text)
     codes = {str(getattr(e, "code", "") or getattr(e, "status", "")) for e in chain}
     at = f"'{where}'" if where else "The object store"
     if names & set(_NO_CREDENTIALS) or "401" in codes or "Unauthorized" in text:

@@ -20,7 +20,7 @@ from pe_lab.data.preparation import begun, finish_interrupted, prepare
 from pe_lab.data.shards import METADATA_FILE, Metadata, open_prepared
 from pe_lab.data.sources import Source, open_source
 from pe_lab.data.tokenizers import load_tokenizer, train_sentencepiece, training_size
-from pe_lab.errors import ConfigError
+from pe_lab.errors import ConfigError, redacted
 from pe_lab.storage import AnyPath, check_place
 from pe_lab.terminal import argument_parser, bounded, command, positive, table
 
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
     finish_interrupted(out)
     if (out / METADATA_FILE).is_file():
         metadata = _check_done(args, filters, source, out)
-        print(f"{out} is already prepared from {args.source}; nothing to do.\n{_summary(out, metadata)}")
+        print(f"{out} is already prepared from {redacted(args.source)}; nothing to do.\n{_summary(out, metadata)}")
         return 0
     started = begun(out)
     if started is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -198,7 +198,7 @@ def _check_done(args: argparse.Namespace, filters: Filters, source: Source, out:
     metadata = opened.metadata
     advice = "Choose another directory, or delete it."
     arguments = {
-        "source": (args.source, metadata.source),
+        "source": (redacted(args.source), metadata.source),
         "column": (args.column, metadata.column),
         "template": (args.template, metadata.template),
         "chat": (args.chat, metadata.chat),

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from pe_lab import storage
-from pe_lab.errors import ConfigError
+from pe_lab.errors import ConfigError, redacted
 from pe_lab.recipes import split_overrides
 from pe_lab.results.formatting import count
 from pe_lab.studies import page
@@ -154,7 +154,7 @@ def _conclude(
     # A history goes on from the committed result, which is beside the study's file, wherever the runs are.
     before = read_result(study.name, where) or read_result(study.name, Path(study.file).parent / "results")
     before = before if before and before["size"] == args.size else None
-    result = make_result(study, args.size, seeds, values, costs(levels), shlex.join(line), before)
+    result = make_result(study, args.size, seeds, values, costs(levels), redacted(shlex.join(line)), before)
     path = write_result(result, where)
     figures = storage.write_files({where / f"{study.name}.{form}": draw(result, form) for form in ("png", "svg")})
     rows = [[one["text"], effect(one), one["outcome"]] for one in result["criteria"]]

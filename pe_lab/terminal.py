@@ -16,7 +16,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from pe_lab.errors import ConfigError, SaveFailed, SilentCorruption, TrainingDiverged, UserError, store_failure
+from pe_lab.errors import (
+    ConfigError,
+    SaveFailed,
+    SilentCorruption,
+    TrainingDiverged,
+    UserError,
+    excerpt,
+    redacted,
+    store_failure,
+)
 
 Number = TypeVar("Number", int, float)
 _shell: list[bool] = []  # not empty: a shell started the command, also through `python -m pe_lab`
@@ -43,7 +52,7 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
         try:
             return main(sys.argv[1:] if argv is None else list(argv))
         except (UserError, TrainingDiverged, SilentCorruption, SaveFailed) as error:
-            print(f"error: {shortened(str(error))}", file=sys.stderr)
+            print(f"error: {shortened(redacted(str(error)))}", file=sys.stderr)
             return {TrainingDiverged: 1, SilentCorruption: 1, SaveFailed: 3}.get(type(error), 2)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr, flush=True)
@@ -57,7 +66,7 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
                 raise
             if _shell:  # the process ends: threads and writers that meet the same failure say nothing more
                 threading.excepthook = sys.unraisablehook = lambda *_: None
-            print(f"error: {shortened(str(reason))}", file=sys.stderr)
+            print(f"error: {shortened(redacted(str(reason)))}", file=sys.stderr)
             return 2
         finally:
             os.environ[ENCODINGS] = encodings
@@ -114,10 +123,11 @@ def machine_failure(error: BaseException | None) -> str | None:
         for code, advice in _WRAPPED.items():  # before the memory: tensorstore calls a full disk RESOURCE_EXHAUSTED too
             line = next((line.strip() for line in lines if os.strerror(code) in line), None)
             if line is not None:
-                return f"{line[:300]}. {advice}"
+                return f"{excerpt(line)}. {advice}"
         # tensorstore calls a full disk exhausted, too.
         if isinstance(one, MemoryError) or any(words in str(one) for words in _OUT_OF_MEMORY):
-            return f"The memory of this machine does not suffice ({lines[0][:200]}). Ask for less, or use a larger one."
+            shown = excerpt(lines[0], 200)
+            return f"The memory of this machine does not suffice ({shown}). Ask for less, or use a larger one."
     return None
 
 
@@ -131,8 +141,7 @@ def bounded(kind: type[Number], least: Number, most: Number) -> Callable[[str], 
             value = None
         if value is None or not least <= value <= most:  # NaN lies nowhere
             what = "a whole number" if kind is int else "a number"
-            shown = text if len(text) <= 40 else f"{text[:40]}..."
-            raise argparse.ArgumentTypeError(f"'{shown}' is not {what} from {least:,} to {most:,}")
+            raise argparse.ArgumentTypeError(f"'{excerpt(text, 40)}' is not {what} from {least:,} to {most:,}")
         return value
 
     return parse
@@ -223,10 +232,14 @@ def argument_parser(
 
 
 def console(quiet: bool = False, stderr: bool = False) -> Any:
-    """A rich console that prints text as it is: no wrapping, no highlighting, no markup."""
+    """A rich console that prints text as it is, but for credentials: no wrapping, no highlighting, no markup."""
     from rich.console import Console
 
-    return Console(quiet=quiet, stderr=stderr, soft_wrap=True, highlight=False, markup=False)
+    class Redacting(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(*(redacted(one) if isinstance(one, str) else one for one in objects), **options)
+
+    return Redacting(quiet=quiet, stderr=stderr, soft_wrap=True, highlight=False, markup=False)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
@@ -280,7 +293,7 @@ class Progress:
     """
 
     def __init__(self, out: Any, name: str, total: float | None, done: float = 0):
-        self._out, self._name, self._total, self._begun = out, name, total, (time.monotonic(), done)
+        self._out, self._name, self._total, self._begun = out, redacted(name), total, (time.monotonic(), done)
         self._next_line = time.monotonic() + LINE_SECONDS / 2
         self._bar: Any = None
         if out.is_terminal and not out.quiet:

@@ -14,7 +14,7 @@ from pe_lab.checkpoints.families import GGUF_LLAMA
 from pe_lab.checkpoints.rope_parameters import Rotary, nope_if_unrotated
 from pe_lab.checkpoints.source import TensorSource, check_finite, listing
 from pe_lab.config import ModelConfig
-from pe_lab.errors import CheckpointError, UnsupportedError
+from pe_lab.errors import CheckpointError, UnsupportedError, excerpt
 from pe_lab.model import complete
 from pe_lab.positional import PI, Layer, Layout, LongRope, Rope, Scaling, Yarn
 from pe_lab.storage.gguf_format import open_gguf
@@ -154,7 +154,8 @@ def _number(fields: Mapping[str, Any], key: str, where: str, default: float | No
     """A finite number of the metadata; `CheckpointError` if it is missing, or something else."""
     value = fields.get(f"llama.{key}", default)
     if not isinstance(value, int | float) or not abs(value) < math.inf:
-        raise CheckpointError(f"{where}: its metadata lacks 'llama.{key}', or holds no number there: {value!r:.60}.")
+        shown = excerpt(repr(value), 60)
+        raise CheckpointError(f"{where}: its metadata lacks 'llama.{key}', or holds no number there: {shown}.")
     return value
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from pe_lab.checkpoints.families import FAMILIES, Family
 from pe_lab.checkpoints.rope_parameters import read_rope, write_rope
 from pe_lab.config import ModelConfig
-from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError, UserError, did_you_mean
+from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError, UserError, did_you_mean, excerpt
 from pe_lab.model import complete
 from pe_lab.positional import CANONICAL, Layer, Layout, NoPE, PartialRope, Rope, frequencies, from_json, to_json
 
@@ -159,7 +159,8 @@ def _read_layers(config: Mapping[str, Any], family: Family, model: ModelConfig, 
             first = _whole(config, "max_window_layers", 28)
             kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(count)]
         if not isinstance(kinds, list):
-            raise CheckpointError(f"layer_types is {kinds!r:.60}; it must be a list with one word for each layer.")
+            shown = excerpt(repr(kinds), 60)
+            raise CheckpointError(f"layer_types is {shown}; it must be a list with one word for each layer.")
         unknown = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]
         if unknown or len(kinds) != count:
             raise CheckpointError(f"layer_types has {len(kinds)} entries for {count} layers, and {unknown[:3]}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pe_lab import storage
-from pe_lab.errors import CheckpointError, DataError
+from pe_lab.errors import CheckpointError, DataError, excerpt
 from pe_lab.storage import AnyPath, absolute, children, exists, is_file, json_object, read_bytes
 from pe_lab.storage.manifest import MANIFEST, Damage, Manifest
 from pe_lab.terminal import console
@@ -21,7 +21,7 @@ FORMER_NAMES: dict[int, dict[str, str]] = {1: {"token_embedder": "trunk"}, 2: {}
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    return excerpt((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 def metadata_file(path: AnyPath) -> AnyPath:
@@ -54,7 +54,7 @@ def read_metadata(path: AnyPath) -> dict[str, Any]:
         if value is None and key not in _NEEDED:
             continue
         if not isinstance(value, kind) or isinstance(value, bool):
-            found = f"is {value!r:.60}" if key in metadata else "is missing"
+            found = f"is {excerpt(repr(value), 60)}" if key in metadata else "is missing"
             raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: {key} {found}.")
     if not all(isinstance(entry, dict) for entry in (*metadata["layers"], *metadata["lineage"])):
         raise CheckpointError(f"The metadata of the checkpoint '{path}' are damaged: layers or lineage.")

@@ -33,7 +33,7 @@ from pe_lab.checkpoints.source import Source, blocks, check_finite, nested, shar
 from pe_lab.checkpoints.store import Store, absent_arrays, database, templates
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.config import ModelConfig, from_dict
-from pe_lab.errors import CheckpointError, ConfigError, EncodingError
+from pe_lab.errors import CheckpointError, ConfigError, EncodingError, excerpt
 from pe_lab.model import Model, Params
 from pe_lab.parallel import AxisRules
 from pe_lab.positional import Layer, Layout, check_sources, from_json, layer_hooks
@@ -66,7 +66,7 @@ class NativeSource(Source):
             self._layout = Layout(**self.metadata.get("layout", {}))
             self.dtype = np.dtype(self.metadata.get("weights_dtype", "float32"))
             if not isinstance(self._layout.rotated, int | None):
-                raise TypeError(f"layout.rotated is {self._layout.rotated!r:.60}")
+                raise TypeError(f"layout.rotated is {excerpt(repr(self._layout.rotated), 60)}")
         except EncodingError:
             raise
         except (ConfigError, TypeError, ValueError) as error:

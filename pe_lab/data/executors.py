@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from pe_lab.data.shard_preparation import Place, Report, run_step
-from pe_lab.errors import DataError, UnsupportedError
+from pe_lab.errors import DataError, UnsupportedError, excerpt
 
 # Runs a step of a plan for some shards, each with its ending, and yields numbers of shards that were finished.
 Executor = Callable[[Place, str, Mapping[int, str], Report], Iterator[int]]
@@ -134,8 +134,8 @@ def on_ray(place: Place, step: str, shards: Mapping[int, str], report: Report) -
         raise getattr(error, "cause", error) from None
     except ray.exceptions.RayError as error:
         raise DataError(
-            f"Ray could not run a task: {str(error).strip().splitlines()[0][:200]}. Repeat the command, which goes on "
-            "with the shards that are left."
+            f"Ray could not run a task: {excerpt(str(error).strip().splitlines()[0], 200)}. Repeat the command, which "
+            "goes on with the shards that are left."
         ) from None
     finally:
         for one in left:

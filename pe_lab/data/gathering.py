@@ -23,7 +23,7 @@ from pe_lab.data.shards import (
     read_metadata,
     write_metadata,
 )
-from pe_lab.errors import DataError
+from pe_lab.errors import DataError, redacted
 from pe_lab.storage import AnyPath, is_file, listing, read_json, remove, remove_tree, write_records
 from pe_lab.terminal import console
 
@@ -128,7 +128,7 @@ def gather(work: Work, directory: AnyPath, again: Callable[[dict[int, str]], Non
     write_metadata(
         work.directory,
         Metadata(
-            source=work.source.name,
+            source=redacted(work.source.name),
             column=plan.source.column,
             template=plan.source.template,
             chat=plan.source.chat,

@@ -20,7 +20,7 @@ from pe_lab.data.shards import Prepared, open_prepared
 from pe_lab.data.sources import open_source
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.data.windows import PackedWindows, TokenWindows
-from pe_lab.errors import ConfigError, DataError, did_you_mean
+from pe_lab.errors import ConfigError, DataError, did_you_mean, redacted
 
 Windows = TokenWindows | PackedWindows | NeedleWindows
 
@@ -167,7 +167,7 @@ def _unique_names(configs: Sequence[SourceConfig]) -> list[str]:
     given = [c.name for c in configs if c.name]
     if twice := next((name for name in given if given.count(name) > 1), None):
         raise ConfigError(f"Two data sources have the name {twice!r}. Give each its own.")
-    names = [c.source for c in configs if not c.name]
+    names = [redacted(c.source) for c in configs if not c.name]
     numbered = iter(n if names.count(n) == 1 else f"{n}#{names[: i + 1].count(n)}" for i, n in enumerate(names))
     return [c.name or next(numbered) for c in configs]
 

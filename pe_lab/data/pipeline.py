@@ -22,7 +22,7 @@ from pe_lab.data.order import Order, Position
 from pe_lab.data.supply import Supply
 from pe_lab.data.tokenizers import Tokenizer
 from pe_lab.data.windows import PackedWindows, documents_of, make_batch
-from pe_lab.errors import CheckpointError, ConfigError, DataError
+from pe_lab.errors import CheckpointError, ConfigError, DataError, redacted
 
 Batch = dict[str, np.ndarray]
 ADDRESSES = 4096  # sequences whose windows are computed at once, about
@@ -88,7 +88,7 @@ class Pipeline:
         counts = self._order.after(None).counts(steps * self._order.batch_size) if len(stages) > 1 else None
         for i, (source, windows) in enumerate(zip(self._sources, self._windows, strict=True)):
             weight = stages[0][1][i] if counts is None else round(float(counts[i] / counts.sum()), 6)
-            row = {"name": source.name, "source": source.config.source, "weight": weight}
+            row = {"name": source.name, "source": redacted(source.config.source), "weight": weight}
             if counts is not None:
                 row["weights"] = [[first, weights[i]] for first, weights in stages]
             row |= {"tokens": source.tokens("train"), "windows": self._order.windows[i] or None}

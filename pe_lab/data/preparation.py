@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pe_lab.config import SourceConfig
+from pe_lab.config import SourceConfig, to_json
 from pe_lab.data.chat import chat_fingerprint
 from pe_lab.data.executors import Executor, in_this_process
 from pe_lab.data.filters import Filters, text_of
@@ -42,7 +42,7 @@ from pe_lab.data.tokenizers import (
     train_sentencepiece,
     training_size,
 )
-from pe_lab.errors import ConfigError, DataError, UserError
+from pe_lab.errors import ConfigError, DataError, UserError, redacted
 from pe_lab.storage import (
     AnyPath,
     LeaseTaken,
@@ -219,7 +219,11 @@ def _writing(directory: AnyPath) -> Iterator[None]:
 
 
 def _begin(building: AnyPath, plan: Plan, tokenizer: Tokenizer, directory: AnyPath) -> Place:
-    """Writes the tokenizer and the plan, or compares the plan with the one that is there."""
+    """Writes the tokenizer and the plan, or compares the plan with the one that is there.
+
+    The plan has the addresses as they are given, for the processes that read them; it is removed with the shards' files
+    when the data are whole. Credentials may be others than when it was begun.
+    """
     wanted, path = json.loads(json.dumps(plan.to_json())), building / WORK / PLAN_FILE
     place = Place(str(building), _hash(wanted))
     if not is_file(path):
@@ -228,18 +232,20 @@ def _begin(building: AnyPath, plan: Plan, tokenizer: Tokenizer, directory: AnyPa
         return place
     found = read_json(path)
     for name in wanted:
-        if wanted[name] == found.get(name):
+        if to_json(wanted[name]) == to_json(found.get(name)):
             continue
         changed = "the files of the source have changed since"
         if name not in ("identity", "shards", "documents"):
             changed = f"it had begun with {name}={_short(found.get(name))}, not {_short(wanted[name])}"
         advice = f"Choose another directory; or, to begin anew, remove {path.parent if is_remote(path) else building}."
         raise ConfigError(f"The preparation of '{directory}' was interrupted, and {changed}. {advice}")
+    if found != wanted:
+        write_json(path, wanted)
     return place
 
 
 def _short(value: Any) -> str:
-    shown = json.dumps(value)
+    shown = json.dumps(to_json(value))
     return shown if len(shown) <= 120 else f"{shown[:117]}..."
 
 
@@ -303,10 +309,10 @@ def ensure_prepared(
       DataError: the source cannot be prepared, or process 0 does not prepare it.
     """
     source = open_source(config)
-    options = dict(config.options)
-    key = [config.source, config.column, options, source.identity(), tokenizer.fingerprint, validation_fraction]
+    options, shown = dict(config.options), redacted(config.source)
+    key = [shown, config.column, options, source.identity(), tokenizer.fingerprint, validation_fraction]
     key += [chat_fingerprint(tokenizer)] if config.chat else []
-    name = re.sub(r"[^A-Za-z0-9]+", "-", config.source).strip("-")[:40].lower() or "source"
+    name = re.sub(r"[^A-Za-z0-9]+", "-", shown).strip("-")[:40].lower() or "source"
     directory = cache_dir / f"{name}-{_hash(key)}"
 
     def make() -> None:

@@ -28,7 +28,7 @@ from jaxtyping import Bool, Int32, Integer
 from pe_lab.data.record_stream import RecordStream
 from pe_lab.data.token_stream import BLOCK_TOKENS, TokenStream, index_crc32c
 from pe_lab.data.tokenizers import Tokenizer, load_saved_tokenizer
-from pe_lab.errors import DataError
+from pe_lab.errors import DataError, excerpt
 from pe_lab.storage import AnyPath, listing, read_json, write_file, write_json
 from pe_lab.storage.manifest import SEAL, Digest, Manifest, crc32c, seal_broken, sealed
 
@@ -131,10 +131,10 @@ def _defect(metadata: Metadata) -> str:
     for shard in shards:
         numbers = (shard.tokens, shard.bytes, shard.documents, shard.records)
         if wrong(shard.file, str) or any(wrong(n, int) for n in numbers):
-            return f"the shard {shard.file!r:.60}"
+            return f"the shard {excerpt(repr(shard.file), 60)}"
         most = shard.records * metadata.record_tokens if metadata.format < 3 else shard.bytes
         if not re.fullmatch(r"[\w.-]{1,100}", shard.file) or not 0 < shard.tokens <= most:
-            return f"the shard {shard.file!r:.60}"
+            return f"the shard {excerpt(repr(shard.file), 60)}"
     for split in SPLITS:
         if metadata.tokens[split] != sum(shard.tokens for shard in metadata.shards[split]):
             return f"the tokens of {split} are not those of its shards"

@@ -13,7 +13,7 @@ import google_crc32c
 import numpy as np
 from jaxtyping import Bool, Int, Int64, UInt, UInt32
 
-from pe_lab.errors import DataError
+from pe_lab.errors import DataError, excerpt
 from pe_lab.storage import AnyPath, is_remote, local_copy
 from pe_lab.storage.manifest import crc32c, digest_file
 
@@ -41,9 +41,9 @@ def tensor_places(content: bytes | np.ndarray) -> dict[str, tuple[np.dtype, int,
             dtype, (elements,), (start, stop) = DTYPES[tensor["dtype"]], tensor["shape"], tensor["data_offsets"]
             places[name] = (np.dtype(dtype).newbyteorder("<"), 8 + size + start, elements)
             if not 0 <= start <= stop <= len(content) - 8 - size or stop - start != elements * np.dtype(dtype).itemsize:
-                raise ValueError(f"the place of {name!r:.40}")
+                raise ValueError(f"the place of {excerpt(repr(name), 40)}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        raise ValueError(f"its header is damaged ({error!r:.100})") from error
+        raise ValueError(f"its header is damaged ({excerpt(repr(error), 100)})") from error
     return places
 
 

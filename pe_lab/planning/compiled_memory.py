@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from pe_lab.errors import excerpt
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -42,7 +44,7 @@ class OutOfMemory(Exception):
     """The compiler found no layout that fits the chip. `used` and `capacity` in bytes; None if it gave no numbers."""
 
     def __init__(self, message: str):
-        super().__init__(message.splitlines()[0][:300])
+        super().__init__(excerpt(message.splitlines()[0]))
         self.used = self.capacity = None
         for pattern in _REFUSALS:
             if found := re.search(pattern, message):

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pe_lab.config import register_descriptions
-from pe_lab.errors import ConfigError, did_you_mean
+from pe_lab.errors import ConfigError, did_you_mean, excerpt
 from pe_lab.positional.encodings import PartialRope, Rope
 from pe_lab.positional.layers import HEAD_KINDS, Beta, Drop, HeadEdit, Layer, Pattern, Rescale
 from pe_lab.positional.registry import ENCODINGS, registered_name
@@ -154,9 +154,10 @@ def numbers_and_ranges(chosen: str, where: str) -> list[int]:
         numbers_ = re.fullmatch("([0-9]{1,20})(?:-([0-9]{1,20}))?", part)
         first, last = (int(numbers_[1]), int(numbers_[2] or numbers_[1])) if numbers_ else (1, 0)
         if last < first:
-            raise ConfigError(f"{where}: '{part[:40]}' is not a number or a range such as 0-3.")
+            raise ConfigError(f"{where}: '{excerpt(part, 40)}' is not a number or a range such as 0-3.")
         if last >= MOST or len(found) + last - first >= MOST:
-            raise ConfigError(f"{where}: '{part[:40]}' is beyond the {MOST:,} layers or heads that a model may have.")
+            shown = excerpt(part, 40)
+            raise ConfigError(f"{where}: '{shown}' is beyond the {MOST:,} layers or heads that a model may have.")
         found.extend(range(first, last + 1))
     return found
 

@@ -15,7 +15,7 @@ from typing import Any
 from pe_lab import storage
 from pe_lab.analysis.groups import SEEDS
 from pe_lab.config import Config, from_dict, to_json
-from pe_lab.errors import ConfigError, DataError, UserError
+from pe_lab.errors import ConfigError, DataError, UserError, redacted
 from pe_lab.identity import changed, config_hash, identity
 from pe_lab.recipes import load_config, split_reference
 from pe_lab.results.records import as_dict, digest, mappings
@@ -217,10 +217,10 @@ def _fixed(description: Mapping[str, Any], varied: Collection[str], decisive: It
     for part in filter(None, argument.split(",")):
         name = f":{part.partition('=')[0] if '=' in part else ''}"
         if name not in varied:
-            fixed[name] = part.partition("=")[2] or part
+            fixed[name] = redacted(part.partition("=")[2] or part)
     for key, value in as_dict(description.get("overrides")).items():
         if key not in varied and any(f"{one}.".startswith(f"{key}.") for one in decisive):
-            fixed[key] = str(value)
+            fixed[key] = redacted(str(value))
     return fixed
 
 
@@ -287,7 +287,7 @@ def save_sweep(sweep: Sweep, command: str = "") -> Sweep:
 def _to_json(sweep: Sweep, command: str, before: Mapping[str, Any]) -> dict[str, Any]:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     commands = [one for one in before.get("commands", []) if isinstance(one, str)]
-    return {
+    described = {
         "created": before.get("created", now),
         "config_hash": sweep.hash,
         "commands": [*commands, *([command] if command and command not in commands else [])],
@@ -306,6 +306,7 @@ def _to_json(sweep: Sweep, command: str, before: Mapping[str, Any]) -> dict[str,
             for cell in sweep.cells
         ],
     }
+    return to_json(described)  # without credentials
 
 
 def load_sweep(directory: str | AnyPath) -> Sweep:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pe_lab.errors import ConfigError, DataError, UnsupportedError, UserError, did_you_mean
+from pe_lab.errors import ConfigError, DataError, UnsupportedError, UserError, did_you_mean, excerpt
 from pe_lab.sweeps.running import LOOK_SECONDS, Stop, Task, run_task
 
 OPTIONS = ("address", "cpus", "gpus", "tpus")
@@ -50,7 +50,7 @@ class Ray:
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise ConfigError(
                     f"--on=ray: there is no cluster at '{self._address or os.environ.get('RAY_ADDRESS')}' "
-                    f"({' '.join(str(error).split())[:300]}). Check --ray-address."
+                    f"({excerpt(' '.join(str(error).split()))}). Check --ray-address."
                 ) from None
         try:
             self._run(ray, list(tasks), stop, look)

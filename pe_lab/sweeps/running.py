@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from pe_lab.errors import StoreError
+from pe_lab.errors import StoreError, excerpt, redacted
 from pe_lab.storage import (
     AnyPath,
     LeaseTaken,
@@ -237,11 +237,8 @@ def _process(
     It has a session of its own: Ctrl-C in a terminal goes to the sweep alone, which passes on one signal and not two.
     """
     with open(log, "ab") as file:
-        file.write(
-            f"== {shlex.join(['python', *command[command.index('-m') :]] if '-m' in command else command)}\n".encode(
-                "utf-8", "backslashreplace"
-            )
-        )
+        shown = redacted(shlex.join(["python", *command[command.index("-m") :]] if "-m" in command else command))
+        file.write(f"== {shown}\n".encode("utf-8", "backslashreplace"))
         file.flush()
         # Only of this thread; the process inherits them, and JAX on the CPU has as many threads as cores.
         own = os.sched_getaffinity(0) if cpus else None
@@ -288,7 +285,7 @@ def _reason(log: Path, start: int, status: int, stage: str) -> str:
     told = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "no output")
     if status < 0:
         told = f"ended by {signal.Signals(-status).name}"
-    return f"{'' if stage == 'train' else 'the evaluation: '}{told.removeprefix('error: ')}"[:500]
+    return excerpt(f"{'' if stage == 'train' else 'the evaluation: '}{told.removeprefix('error: ')}", 500)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

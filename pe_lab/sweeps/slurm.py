@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pe_lab.errors import ConfigError, UnsupportedError
+from pe_lab.errors import ConfigError, UnsupportedError, excerpt
 from pe_lab.storage import AnyPath, exists, is_remote, path, read_json, write_json
 from pe_lab.sweeps.cells import LOGS
 from pe_lab.sweeps.running import Stop, Task, run_task
@@ -190,6 +190,6 @@ def _queue() -> dict[str, str]:
         ) from None
     if answer.returncode:
         raise UnsupportedError(
-            f"--on=slurm: squeue fails ({answer.stderr.strip()[:300]}). Jobs go on; repeat the command later."
+            f"--on=slurm: squeue fails ({excerpt(answer.stderr.strip())}). Jobs go on; repeat the command later."
         )
     return dict(line.split() for line in answer.stdout.splitlines() if line.strip())

@@ -11,7 +11,7 @@ from pe_lab import storage
 from pe_lab.checkpoints import open_source
 from pe_lab.checkpoints.source import Source
 from pe_lab.checkpoints.surgery import FREE_FIELDS
-from pe_lab.config import ModelConfig
+from pe_lab.config import ModelConfig, check_name
 from pe_lab.data.tokenizers import KIND_FILE, Tokenizer, load_tokenizer, same_ids
 from pe_lab.errors import ConfigError, UserError
 from pe_lab.positional import Layer
@@ -24,8 +24,14 @@ NEEDED = ("layers", "d_model", "d_ff", "heads", "kv_heads")
 
 
 def workdir_of(tree: Mapping[Any, Any], given: str | None) -> AnyPath:
-    """The directory of a run: --workdir, or runs/NAME."""
-    return storage.path("--workdir", given) if given else Path("runs") / str(tree.get("name", "run"))
+    """The directory of a run: --workdir, or runs/NAME.
+
+    Raises:
+      ConfigError: the name is none of a directory in runs.
+    """
+    name = str(tree.get("name", "run"))
+    check_name("config.name", name)
+    return storage.path("--workdir", given) if given else Path("runs") / name
 
 
 def inherit(tree: dict[Any, Any], workdir: AnyPath | None = None) -> dict[Any, Any]:

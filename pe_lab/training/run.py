@@ -17,7 +17,7 @@ from pe_lab.checkpoints import is_external, open_source
 from pe_lab.checkpoints.locating import DIRECTORY, steps_in, stored_metadata
 from pe_lab.checkpoints.source import Source
 from pe_lab.checkpoints.surgery import check_same_shape
-from pe_lab.config import Config, PhaseConfig, check_bounds
+from pe_lab.config import Config, PhaseConfig, check_bounds, check_name
 from pe_lab.data.held_out import validation_batches
 from pe_lab.data.needles import NeedleWindows
 from pe_lab.data.pipeline import Pipeline, build_pipeline
@@ -71,8 +71,10 @@ def plan_phases(config: Config) -> tuple[PhasePlan, ...]:
       UserError: a key of a phase is wrong; names the phase.
     """
     names = [phase.name for phase in config.phases]
-    if not names or len(set(names)) != len(names) or any("/" in n or n.startswith(".") or not n for n in names):
-        raise ConfigError(f"config.phases: each phase needs a name of its own, a plain word; they are {names}.")
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(f"config.phases: each phase needs a name of its own; they are {names}.")
+    for what, name in [("config.name", config.name), *((f"config.phases[{i}].name", n) for i, n in enumerate(names))]:
+        check_name(what, name)
     model = complete(dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 1))
     plans: list[PhasePlan] = []
     for i, phase in enumerate(config.phases):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from pe_lab.config import Config, LogConfig, to_json
-from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
+from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean, excerpt
 from pe_lab.storage import AnyPath, is_remote, read_bytes, write_file, write_json
 
 FLUSH_SECONDS = 120.0  # of TensorBoard's events
@@ -126,7 +126,7 @@ class Background:
 
 def _reason(error: Exception) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:300].rstrip(".")
+    return excerpt(f"{type(error).__name__}: {text}" if text else type(error).__name__).rstrip(".")
 
 
 class TensorBoard:

@@ -13,7 +13,7 @@ import jax
 
 from pe_lab.checkpoints.locating import DIRECTORY, find_checkpoints, steps_in, stored_metadata
 from pe_lab.config import Config, to_json
-from pe_lab.errors import CheckpointError, ConfigError, UserError
+from pe_lab.errors import CheckpointError, ConfigError, UserError, redacted
 from pe_lab.identity import MAY_CHANGE, changed, config_hash, identity, may_change
 from pe_lab.parallel import all_values
 from pe_lab.storage import (
@@ -131,7 +131,7 @@ def write_run(workdir: AnyPath, config: Config, command: str, before: Mapping[st
 
     It has its own digest. `before` is the run.json of the last start, whose date and command stay.
     """
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    command, now = redacted(command), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     changes = list(before.get("changes", []))
     if before:
         with contextlib.suppress(UserError):  # of a version with other keys

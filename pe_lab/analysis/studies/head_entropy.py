@@ -33,6 +33,7 @@ from pe_lab.analysis.sequences import Sequences, add_arguments
 from pe_lab.analysis.session import Session
 from pe_lab.analysis.study import Findings, Study, TextTable
 from pe_lab.checkpoints.weights import weights_digest
+from pe_lab.errors import redacted
 from pe_lab.evaluation.variants import Variant
 from pe_lab.language_model import LanguageModel
 from pe_lab.positional import label_layers
@@ -133,7 +134,7 @@ def _files(
         "lineage": variant.subject.lineage,
         "length": length,
         "sequences": session.sequences.name,
-        "command": shlex.join(["python", "-m", "pe_lab.analyze", *getattr(session.arguments, "argv", ())]),
+        "command": redacted(shlex.join(["python", "-m", "pe_lab.analyze", *getattr(session.arguments, "argv", ())])),
     }
     files = {}
     for stage, indicator, rank in itertools.product(STAGES, INDICATORS, ranks):

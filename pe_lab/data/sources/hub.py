@@ -18,7 +18,7 @@ from pe_lab.data.sources.columnar import ArrowFiles, ParquetFiles
 from pe_lab.data.sources.files import COMPRESSED, Files, JsonLines
 from pe_lab.data.sources.records import Records
 from pe_lab.data.sources.source import Document, InputShard, Source
-from pe_lab.errors import ConfigError, DataError, StoreError, UnsupportedError, UserError
+from pe_lab.errors import ConfigError, DataError, StoreError, UnsupportedError, UserError, excerpt, redacted
 from pe_lab.storage import InputFile, at_home, find_files
 
 FORMATS = {".parquet": ParquetFiles, ".arrow": ArrowFiles, ".jsonl": JsonLines, ".ndjson": JsonLines}
@@ -202,7 +202,7 @@ class StreamedDataset(Source):
         files = self._builder.config.data_files[self._address.split]
         versions = [[str(part) for part in each] for each in getattr(files, "origin_metadata", [])]
         return {
-            "files": [*files],
+            "files": list(map(redacted, files)),
             "versions": versions,
             **_named(self._builder, self._address),
             **self._records.identity(),
@@ -239,7 +239,8 @@ def explain(source: str, error: BaseException) -> UserError:
     kinds = {kind.__name__ for each in chain for kind in type(each).__mro__}
     statuses = {getattr(getattr(each, "response", None), "status_code", None) for each in chain}
     what = f"data source {source!r}"
-    text = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)[:400]
+    text = next((line for line in str(error).strip().splitlines() if line.strip()), type(error).__name__)
+    text = excerpt(text, 400)
     if "RepositoryNotFoundError" in kinds and "GatedRepoError" not in kinds:
         if 401 in statuses:  # the hub's answer to who has not logged in
             return StoreError(f"{what}: the hub has no such dataset, or it needs a login. Check its name. {LOGIN}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from pe_lab.config import SourceConfig
 from pe_lab.data.sources.source import Document
-from pe_lab.errors import ConfigError, DataError
+from pe_lab.errors import ConfigError, DataError, excerpt
 
 PROMPT, INSTRUCTION = "prompt/completion", "instruction"  # the values of `chat` that are no column
 ROLES = {
@@ -87,7 +87,7 @@ class Records:
         """The error of a file or a record that lacks a column."""
         names = ", ".join(str(name) if str(name).isprintable() else repr(name) for name in has)
         return ConfigError(
-            f"{where} has no column {column!r} (it has: {names:.500}). Set the source's {self._setting}."
+            f"{where} has no column {column!r} (it has: {excerpt(names, 500)}). Set the source's {self._setting}."
         )
 
     def identity(self) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, SupportsIndex
@@ -19,7 +20,7 @@ from pe_lab.data.tokenizers.tokenizer import (
     encodable,
     transformers_configuration,
 )
-from pe_lab.errors import DataError
+from pe_lab.errors import DataError, excerpt
 
 if TYPE_CHECKING:
     import tokenizers
@@ -35,7 +36,7 @@ def _explained(what: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:
-        raise DataError(f"{what}: {' '.join(str(error).split())[:300]}.") from error
+        raise DataError(f"{what}: {excerpt(' '.join(str(error).split()))}.") from error
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -76,6 +77,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _read(self) -> tokenizers.Tokenizer:
         import tokenizers
 
+        os.environ["RUST_BACKTRACE"] = "0"  # a panic is raised as an error; its trace is 11 KB on stderr
         with _explained(f"{self.companions.where} is not a Hugging Face tokenizer.json"):
             read = tokenizers.Tokenizer.from_str(self._specification)
         read.no_truncation()
