@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     if args.json and not args.json.parent.is_dir():
         raise ConfigError(f"--json={args.json}: there is no directory '{args.json.parent}'.")
     if args.json:
-        check_place("--json", args.json)
+        check_place("--json", args.json, file=True)
     if args.topology == "local":
         start_processes()
     else:

@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     path = output_path([run.directory for run in runs], arguments.out)
     export = None if arguments.export is None else storage.path("--export", arguments.export)
-    check_place("--out", path)
+    check_place("--out", path, file=True)
     if export is not None:
         check_place("--export", export)
     built = build_page(runs)

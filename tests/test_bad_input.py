@@ -23,6 +23,7 @@ from pe_lab.__main__ import COMMANDS
 from pe_lab.analysis.studies import STUDIES
 from pe_lab.config import Config
 from pe_lab.data.needles import NeedleOptions
+from pe_lab.errors import ConfigError
 
 SECONDS, MEMORY = 20, 2**30
 MODEL = f"hf:{DATA / 'llama'}"
@@ -233,6 +234,62 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
                 yield name, module.parser(study)
         elif hasattr(module, "parser"):
             yield name, module.parser()
+
+
+MAY_BE_EMPTY = {("generate", "prompt")}
+
+
+def test_an_empty_value_of_a_flag_is_refused():
+    """`--layers="$LAYERS"` without LAYERS dropped every layer."""
+    seen = set()
+    for name, parser in parsers():
+        for action in parser._actions:
+            if action.nargs == 0 or (name, action.dest) in MAY_BE_EMPTY:
+                continue
+            flag = action.option_strings[0] if action.option_strings else ""
+            with pytest.raises(ConfigError, match=f"{flag or action.metavar or action.dest}.* is empty"):
+                parser.parse_args([f"{flag}="] if flag else [""])
+            seen.add((name, action.dest))
+    assert {name for name, _ in seen} == set(COMMANDS) and len(seen) > 150
+
+
+def test_an_empty_value_on_a_command_line(place):
+    surgery = ["surgery", f"--from={MODEL}", "--to=new", "--drop"]
+    lines = [[*surgery, "--layers="], [*surgery, "--layers", ""], ["verify", ""], ["report", "."] + ["--out="]]
+    lines += [["train", "--config=tiny.py", "--workdir="], ["train", "--config=tiny.py", "--config.name="]]
+    check(lines, place)
+    assert "--layers is empty" in refused(lines[0], place)
+
+
+def test_names_that_lead_out_of_their_directory(place):
+    names = ("../../x", "/x", "a/b", ".x", "..", "", "a\\b", "a\nb", "\0")
+    lines = [
+        ["train", "--config=tiny.py", f"--config.{key}={name!r}"] for key in ("name", "phases.0.name") for name in names
+    ]
+    lines += [["train", "--config=tiny.py", "--workdir=new", f"--config.name={names[0]!r}"]]
+    lines += [["train", "--config=tiny.py", f"--workdir={name}"] for name in ("a\\b", "\udcff", "a/" * 2040)]
+    check(lines, place)
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_work(place):
+    (place / "full").mkdir()
+    (place / "full" / "kept").write_text("")
+    for bad in ("file/below", "/proc/none/x", "x" * 300):
+        lines = [
+            ["surgery", f"--from={MODEL}", f"--to={bad}", "--drop=auto"],
+            ["convert", f"--from={MODEL}", f"--to={bad}"],
+            ["convert", "--from=tiny", f"--to=hf:{bad}"],
+            ["evaluate", f"--from={MODEL}", "--suite=needles", f"--out={bad}"],
+            ["analyze", "--study=frequency_use", f"--from={MODEL}", f"--out={bad}"],
+            ["analyze", "--study=frequencies", f"--out={bad}"],
+            ["prepare", "--source=text:corpus.txt", "--tokenizer=bytes", f"--out={bad}"],
+            ["study", "late_drop", "--size=quick", f"--workdir={place}/w", f"--out={bad}"],
+        ]
+        for line in lines:
+            message = refused(line, place)
+            assert "cannot be written" in message or "too long" in message, message
+    for line in (["surgery", f"--from={MODEL}", "--to=full", "--drop"], ["convert", f"--from={MODEL}", "--to=full"]):
+        assert "--to 'full' exists and is not empty" in refused(line, place)
 
 
 def test_numeric_flags_have_bounds_and_keep_them(place):

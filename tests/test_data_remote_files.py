@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shlex
 
 import pyarrow
 import pyarrow.parquet
@@ -9,11 +10,14 @@ import pytest
 from hub_server import Dataset, hub_server
 from object_stores import bucket, store_servers  # noqa: F401
 
-from pe_lab import storage
-from pe_lab.config import SourceConfig
+from pe_lab import prepare, storage
+from pe_lab.config import Config, DataConfig, SourceConfig, to_json
+from pe_lab.data import mixture
 from pe_lab.data.sources import InputShard, files, open_source
-from pe_lab.errors import UserError
+from pe_lab.errors import UserError, redacted
+from pe_lab.identity import config_hash
 from pe_lab.storage import inputs
+from pe_lab.training.workdir import write_run
 
 TEXTS = [f"document {i} é" for i in range(200)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -111,6 +115,62 @@ def test_files_that_change_while_they_are_read(server):
     server.datasets["web/open"].files["00.jsonl"] = LINES[:99]
     with pytest.raises(UserError, match="00.jsonl': bytes 0 to .* 99 bytes came"):
         list(source.documents())
+
+
+def test_credentials_of_an_address_are_used_and_stored_nowhere(server, tmp_path, capsys):
+    def address(secret):
+        at = server.file_url("web/open", "{00..01}.jsonl").replace("://", f"://me:{secret}@")
+        return f"jsonl:{at}?X-Amz-Signature={secret}&part=1"
+
+    def prepared(secret, to):
+        arguments = [f"--source={address(secret)}", "--tokenizer=bytes", f"--out={tmp_path / to}"]
+        assert prepare.main([*arguments, "--validation-fraction=0.1", "--workers=1"]) == 0
+
+    prepared("hunter2", "one")
+    prepared("swordfish", "one")  # nothing to do: another signature is no other source
+    assert "nothing to do" in capsys.readouterr().out
+    prepared("hunter2", "two")
+    text = (tmp_path / "one" / "metadata.json").read_text()
+    assert "://***@" in text and "X-Amz-Signature=***&part=1" in text
+    wrong = address("hunter2").replace("00..01", "08..09")
+    assert prepare.main([f"--source={wrong}", "--tokenizer=bytes", f"--out={tmp_path / 'three'}"]) == 2
+    told = capsys.readouterr()
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(b"hunter2" in content or b"swordfish" in content for content in written)
+    assert "hunter2" not in told.out + told.err and "08.jsonl?X-Amz-Signature=***&part=1" in told.err
+    configs = [Config(data=DataConfig(sources=(SourceConfig(address(secret)),))) for secret in ("hunter2", "x")]
+    assert "hunter2" not in json.dumps(to_json(configs[0]))
+    assert config_hash(configs[0]) == config_hash(configs[1]) != config_hash(Config())
+    first, second = (open_source(config.data.sources[0]) for config in configs)
+    assert first.identity() == second.identity()
+    assert [d.text for d in first.documents()] == TEXTS
+    assert "hunter2" not in mixture._unique_names(configs[0].data.sources)[0]
+    write_run(tmp_path / "run", configs[0], shlex.join(["train", f"--config.x={address('hunter2')}"]), {})
+    assert "hunter2" not in (tmp_path / "run" / "run.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://key:secret@bucket/a", "s3://***@bucket/a"),
+        ("https://hf_abc@h/x/@y", "https://***@h/x/@y"),
+        ("https://u:p@ss@h/x", "https://***@h/x"),
+        ("https://h/f?sv=1&sig=a%2Fb%3D&se=2", "https://h/f?sv=1&sig=***&se=2"),
+        ("https://h/f?X-Goog-Credential=a&X-Goog-Date=b", "https://h/f?X-Goog-Credential=***&X-Goog-Date=b"),
+        (
+            "https://h/f?AWSAccessKeyId=A&Signature=b&Expires=1",
+            "https://h/f?AWSAccessKeyId=***&Signature=***&Expires=1",
+        ),
+        ("--x='https://h/f?access_token=abc' --y", "--x='https://h/f?access_token=***' --y"),
+        ("https://h/f?api_key=abc&monkey=1&size=2", "https://h/f?api_key=***&monkey=1&size=2"),
+        (
+            "hf://datasets/o/n@main/x gs://b/a@b rope/beta=0.4@1024",
+            "hf://datasets/o/n@main/x gs://b/a@b rope/beta=0.4@1024",
+        ),
+    ],
+)
+def test_what_is_a_credential(text, shown):
+    assert redacted(text) == shown
 
 
 @pytest.mark.parametrize(

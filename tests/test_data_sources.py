@@ -198,6 +198,20 @@ def test_bad_corpora_are_named(tmp_path, source, column, says):
         documents(source.format(tmp_path), column=column)
 
 
+def test_a_name_with_wildcards_is_a_file_where_there_is_one(tmp_path, monkeypatch):
+    for name in ("lr[1]/a.txt", "lr1/b.txt", "[ab].txt", "a.txt", "~no_one/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}")
+    assert documents(f"text:{tmp_path}/lr[1]/*.txt") == ["text of lr[1]/a.txt"]
+    assert documents(f"text:{tmp_path}/lr[[]1]/*.txt") == ["text of lr[1]/a.txt"]
+    assert documents(f"text:{tmp_path}/[ab].txt") == ["text of [ab].txt"]
+    assert documents(f"text:{tmp_path}/[ac].txt") == ["text of a.txt"]
+    assert documents(f"text:{tmp_path}/**/[bc].txt") == ["text of lr1/b.txt", "text of ~no_one/c.txt"]
+    monkeypatch.chdir(tmp_path)
+    assert documents("text:~no_one/*.txt") == ["text of ~no_one/c.txt"]  # there is no such user
+    assert documents("text:lr[1]/{a,b}.txt") == ["text of lr[1]/a.txt"]
+
+
 def test_identity_changes_with_the_files(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     before = open_source(SourceConfig(f"text:{tmp_path}/*.txt")).identity()

@@ -11,8 +11,15 @@ import pytest
 from rich.console import Console
 
 from pe_lab import terminal
-from pe_lab.errors import UserError
+from pe_lab.errors import UserError, excerpt
 from pe_lab.terminal import LiveText, Progress
+
+
+def test_an_excerpt_cuts_no_number():
+    assert excerpt("of 12 345", 9) == "of 12 345"
+    assert excerpt("of 12 345", 8) == "of 12..."
+    assert excerpt("of 12 345", 5) == "of 12..."
+    assert excerpt("9" * 50, 10) == "9999999999..."
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """pe_lab.verify: any change of a file is found, and named; and none is restored."""
 
 import itertools
+import json
 import random
 import shutil
 import time
@@ -12,15 +13,17 @@ import jax
 import numpy as np
 import pytest
 from object_stores import gcs_bucket, store_servers  # noqa: F401
-from tiny_runs import compilations_kept, trained  # noqa: F401
+from tiny_runs import compilations_kept, reseal, tiny, trained  # noqa: F401
 
-from pe_lab import storage
+from pe_lab import convert, storage
 from pe_lab.checkpoints import open_checkpoint
 from pe_lab.config import SourceConfig
 from pe_lab.data.preparation import prepare
 from pe_lab.data.tokenizers import ByteTokenizer
 from pe_lab.errors import UserError
+from pe_lab.storage import AppendedLog, json_object
 from pe_lab.storage.manifest import MANIFEST, Digest, digest_file
+from pe_lab.training.workdir import write_run
 from pe_lab.verify import DAMAGED, UNCOMMITTED, WHOLE, main, targets, verify
 
 pytestmark = pytest.mark.usefixtures("compilations_kept")
@@ -57,7 +60,8 @@ def flips_of(step: Path, count: int, seed: int):
 def test_a_whole_run_is_whole(copy, capsys):
     assert main([str(copy)]) == 0
     out = capsys.readouterr().out
-    assert "6 whole\n" in out and out.count("whole        checkpoint") == 6
+    assert "8 whole\n" in out and out.count("whole        checkpoint") == 6
+    assert "recalibrate: phase.json, metrics.jsonl up to step 6; as JSON lines: speed.jsonl" in out
 
 
 def test_a_bit_of_any_file_is_found(copy):
@@ -121,7 +125,7 @@ def test_damage_is_named(copy, capsys):
     assert f"DAMAGED      checkpoint {step}: '{step}/manifest.json' cannot be read (No such file or directory)" in out
     assert f"DAMAGED      checkpoint {other}: {largest.relative_to(other)} is missing" in out
     assert f"{other.with_name('9')}' holds step 6: it was copied or renamed" in out
-    assert "4 whole, 3 damaged" in out
+    assert "6 whole, 3 damaged" in out
 
 
 @pytest.mark.slow
@@ -152,7 +156,7 @@ def test_a_run_that_trains_meanwhile_is_not_damaged(copy):
             saved.result()
     assert states.keys() <= {WHOLE, UNCOMMITTED} and states[UNCOMMITTED], states
     shutil.copytree(whole, saving)  # a save before its directory is renamed
-    assert len(list(targets(copy))) == 6
+    assert len(list(targets(copy))) == 8
 
 
 @pytest.mark.slow
@@ -170,6 +174,86 @@ def test_a_checkpoint_that_goes_is_uncommitted(copy, gcs_bucket, capsys):  # noq
     assert main([str(remote)]) == 0
     assert "uncommitted  checkpoint" in capsys.readouterr().out
     assert main([str(remote / "4")]) == 1  # nothing there is whole
+
+
+def values(content: bytes) -> list[str]:
+    """What JSON, or JSON lines, say."""
+    lines = [content] if json_object(content) else content.split(b"\n")
+    return [json.dumps(json.loads(line), sort_keys=True) for line in lines if line.strip()]
+
+
+def test_a_bit_of_the_files_of_a_run_is_found(copy, tmp_path):
+    """A flip is found, or changes no value: 300 flips of each file."""
+    write_run(copy, tiny(tmp_path / "recipe"), "command", {})
+    assert {target.kind for target in targets(copy)} == {"run", "phase", "checkpoint"}
+    for name in ("run.json", "recalibrate/phase.json", "recalibrate/metrics.jsonl"):
+        path, rng = copy / name, random.Random(4)
+        whole, found = path.read_bytes(), 0
+        for _ in range(300):
+            flip(path, rng)
+            kind = "run" if path.name == "run.json" else "phase"
+            (target,) = [one for one in targets(path.parent) if one.kind == kind]
+            state = verify(target).state
+            if state == WHOLE:  # white space, or the line end of the last record
+                assert set(values(whole)) >= set(values(path.read_bytes())), path.read_bytes()
+            found += state == DAMAGED
+            path.write_bytes(whole)
+        assert found > 200, name
+
+
+def test_what_kinds_of_damage_of_a_run_are_named(copy, tmp_path, capsys):
+    write_run(copy, tiny(tmp_path / "recipe"), "command", {})
+    log = AppendedLog(copy / "ledger.jsonl")
+    log.append({"start": 1, "time": 2.0, "created": 1.0, "seconds": {"step": 1.0}})
+    log.close()
+    phase = copy / "recalibrate"
+    assert main([str(copy)]) == 0
+    assert f"whole        run {copy}: run.json; as JSON lines: ledger.jsonl" in capsys.readouterr().out
+
+    def damaged(path, content: bytes | None, says: str) -> None:
+        before = path.read_bytes()
+        path.unlink() if content is None else path.write_bytes(content)
+        assert main([str(copy)]) == 1
+        out = capsys.readouterr().out
+        assert "9 whole" not in out and says in out, out
+        path.write_bytes(before)
+
+    damaged(copy / "run.json", None, "There is no '")
+    damaged(copy / "run.json", b"", "it holds no JSON object")
+    damaged(copy / "ledger.jsonl", b"{}\n", "has records without their numbers")
+    damaged(phase / "phase.json", None, "There is no '")
+    damaged(phase / "metrics.jsonl", None, "metrics.jsonl is not what was logged up to step 6")
+    lines = (phase / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    damaged(phase / "metrics.jsonl", b"".join(lines[:-2]), "metrics.jsonl is not what was logged up to step 6")
+    damaged(phase / "speed.jsonl", b"\0\0\0\n", "speed.jsonl, line 1, is no record: no JSON object")
+    with (phase / "metrics.jsonl").open("ab") as file:  # of a step after the checkpoint, and a part of one
+        file.write(b'{"step": 7, "loss": 1.0}\n{"step": 8, "lo')
+    assert main([str(copy)]) == 0
+
+
+def test_files_without_the_arrays_that_they_should_have_are_damaged(copy, capsys):
+    """As Orbax wrote them for a directory with wildcards: the digests are those of a database without an array."""
+    step = copy / "recalibrate" / "checkpoints" / "6"
+    (step / "params" / "manifest.ocdbt").unlink()
+    reseal(step)
+    assert main([str(step)]) == 1
+    assert "6: params.layers.attention.key is not found in its files" in capsys.readouterr().out
+
+
+def test_a_step_whose_metadata_have_changed_is_not_exported(copy, tmp_path, capsys):
+    step = copy / "recalibrate" / "checkpoints" / "6"
+    metadata = step / "metadata" / "metadata"
+    changed = metadata.read_bytes().replace(b'"norm_epsilon": 1e-06', b'"norm_epsilon": 5e-06')
+    assert changed != metadata.read_bytes()
+    metadata.write_bytes(changed)
+    for source in (step, copy / "recalibrate" / "checkpoints", copy):  # the others fall back to the step before
+        status = convert.main([f"--from={source}", f"--to=hf:{tmp_path / 'out'}", "--parity=off"])
+        assert status == (2 if source == step else 0)
+        if source == step:
+            assert f"'{step}' is damaged (metadata/metadata has changed" in capsys.readouterr().err
+        else:
+            shutil.rmtree(tmp_path / "out")
+    assert main([str(step)]) == 1
 
 
 def test_prepared_data_and_what_has_no_digests(tmp_path, capsys):

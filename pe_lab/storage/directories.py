@@ -53,15 +53,16 @@ def new_directory(path: AnyPath, option: str = "", marker: str | None = None) ->
         yield filled
 
 
-def check_place(option: str, path: AnyPath, new: bool = False) -> None:
-    """Refuses a place where a file or a directory cannot be written, before what is to be written is computed.
+def check_place(option: str, path: AnyPath, new: bool = False, file: bool = False) -> None:
+    """Refuses a place where a directory or a file cannot be written, before what is to be written is computed.
 
     On a disk the directories that are missing are made elsewhere in the one that is there, and removed.
 
     Args:
       option: the flag that named it, for messages.
-      path: of the file or the directory.
+      path: of the directory or the file.
       new: whether it may not exist, or must be empty.
+      file: whether it is a file, which may exist.
 
     Raises:
       ConfigError: it cannot be written, or exists.
@@ -75,9 +76,14 @@ def check_place(option: str, path: AnyPath, new: bool = False) -> None:
     try:
         if new and path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"{what} {NOT_EMPTY}")
-        there = next(place for place in (path, *path.parents) if place.is_dir() or not place.parent.exists())
+        if file and path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "a directory of that name exists")
+        filled = path.parent if file else path
+        there = next(place for place in (filled, *filled.parents) if os.path.lexists(place))
         with tempfile.TemporaryDirectory(prefix=".pe_lab-", dir=there) as probe:
-            Path(probe, path.relative_to(there)).mkdir(parents=True, exist_ok=True)
+            Path(probe, filled.relative_to(there)).mkdir(parents=True, exist_ok=True)
+            if file:
+                Path(probe, path.relative_to(there)).touch()
     except OSError as error:
         raise ConfigError(f"{what} cannot be written ({error.strerror or error}). Give another place.") from None
 

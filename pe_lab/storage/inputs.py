@@ -233,8 +233,8 @@ def _request(address: str, headers: dict[str, str]) -> Any:
         if answer.status_code in (401, 403):
             raise StoreError(
                 f"'{address}' needs a login, or refuses this one ({failure}). For files of the Hugging Face hub: run "
-                "`hf auth login` or set HF_TOKEN, and accept the dataset's terms on its page. Credentials in an address "
-                "are not stored with a run: give them again, or keep them in ~/.netrc."
+                "`hf auth login` or set HF_TOKEN, and accept the dataset's terms on its page. No run stores the "
+                "credentials of addresses: give them again, or keep them in ~/.netrc."
             )
         if answer.status_code in (404, 410):
             raise StoreError(f"There is no '{address}' ({failure}). Check the address.")

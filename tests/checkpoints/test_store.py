@@ -16,12 +16,12 @@ from tiny_runs import compilations_kept, finish, reseal, start_together, tiny, t
 import pe_lab
 from pe_lab.checkpoints import Checkpoint, Store, find_checkpoints, open_checkpoint, resolve
 from pe_lab.checkpoints.checkpoint import metadata_of
-from pe_lab.checkpoints.locating import read_metadata, tokenizer_directory
+from pe_lab.checkpoints.locating import read_manifest, read_metadata, tokenizer_directory
 from pe_lab.checkpoints.native import NativeSource
 from pe_lab.checkpoints.retention import Retention
-from pe_lab.checkpoints.store import templates
+from pe_lab.checkpoints.store import absent_arrays, templates
 from pe_lab.config import MeshConfig, ModelConfig, to_json
-from pe_lab.errors import DataError, SaveFailed, UserError
+from pe_lab.errors import ConfigError, DataError, SaveFailed, UserError
 from pe_lab.identity import config_hash
 from pe_lab.model import Model
 from pe_lab.parallel import make_mesh
@@ -37,6 +37,7 @@ from pe_lab.positional import (
     from_canonical,
     layers,
 )
+from pe_lab.storage import check_checkpoints
 
 LEAST = {"id": "0", "phase": "pretrain", "step": 0, "training_length": 16, "lineage": []}  # that readers rely on
 
@@ -269,6 +270,61 @@ def test_retention_keeps_the_latest_multiples_milestones_and_the_best(tmp_path):
     store.wait()
     assert store.steps() == [10, 15, 20, 30, 35]
     store.close()
+
+
+def test_a_checkpoint_that_a_killed_process_did_not_delete_is_deleted_at_the_next_start(tmp_path, monkeypatch):
+    """A process that is killed after the commit of step 4, before the deletion of step 1."""
+    store, save = small_store(tmp_path, Retention(3))
+    for step in (1, 2, 3, 4):
+        if step == 4:
+            store.wait()
+            monkeypatch.setattr(store, "_delete_old", lambda: None)
+        save(step)
+    store.wait()
+    store.close()
+    assert store.steps() == [1, 2, 3, 4]
+    assert Store(store.directory, Retention(3), read_only=True).steps() == [1, 2, 3, 4]
+    assert Store(store.directory).steps() == [1, 2, 3, 4]  # who does not know what is kept deletes nothing
+    assert Store(store.directory, Retention(3)).steps() == [2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["lr[1e-3]", "a*b?", "[!x]", "**", "%20{a,b}", "~x", "new\nline", "ünï", "a:b#c", " "])
+def test_any_name_of_a_directory_is_taken_as_it_is(tmp_path, name):
+    (tmp_path / "lr1" / "checkpoints").mkdir(parents=True)  # which `lr[1e-3]` matches as a pattern
+    store, save = small_store(tmp_path / name)
+    save(1, 3.0)
+    store.wait()
+    template = templates({"a": jax.ShapeDtypeStruct((3000,), jnp.float32)}, {"a": jnp.ones(3).sharding})
+    assert (np.asarray(store.restore(1, template)[0]["a"]) == 3).all()
+    assert absent_arrays(store.directory / "1", read_manifest(store.directory / "1")) == []
+    store.close()
+
+
+def test_a_save_of_which_nothing_can_be_read_is_reported(tmp_path, monkeypatch):
+    """As if Orbax merged nothing."""
+    from orbax.checkpoint._src.serialization import ocdbt_utils
+
+    async def nothing(*args, **kwargs):
+        pass
+
+    monkeypatch.setattr(ocdbt_utils, "merge_ocdbt_per_process_files", nothing)
+    store, save = small_store(tmp_path)
+    save(1)
+    with pytest.raises(SaveFailed, match="Orbax has written no params.a that can be read"):
+        store.wait()
+    assert store.steps() == []
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("a\\b", "cannot take this name"), ("\udcff", "cannot take this name"), ("x" * 256, "too long")]
+    + [("x" * 200 + "/" + "/".join(["y" * 200] * 20), "too long")],
+)
+def test_a_directory_that_cannot_have_checkpoints_is_refused(tmp_path, name, says):
+    with pytest.raises(ConfigError, match=says):
+        check_checkpoints("--workdir", tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_save_that_fails_is_reported_and_leaves_the_earlier_ones(tmp_path):
