@@ -13,6 +13,7 @@ from pe_lab.checkpoints.locating import (
     DIRECTORY,
     FORMER,
     UNREADABLE,
+    absent_arrays,
     is_checkpoint,
     is_step,
     quick_damage,
@@ -23,7 +24,6 @@ from pe_lab.checkpoints.locating import (
 )
 from pe_lab.checkpoints.locating import tokenizer_directory as tokenizer_of
 from pe_lab.checkpoints.native import NativeSource
-from pe_lab.checkpoints.store import absent_arrays
 from pe_lab.data.shards import METADATA_FILE, Metadata, manifest_of_prepared
 from pe_lab.data.shards import read_metadata as read_prepared
 from pe_lab.data.tokenizers import load_saved_tokenizer

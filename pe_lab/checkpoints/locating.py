@@ -6,7 +6,7 @@ from typing import Any
 
 from pe_lab import storage
 from pe_lab.errors import CheckpointError, DataError, excerpt
-from pe_lab.storage import AnyPath, absolute, children, exists, is_file, json_object, read_bytes
+from pe_lab.storage import AnyPath, absolute, children, exists, is_file, json_object, kvstore, read_bytes
 from pe_lab.storage.manifest import MANIFEST, Damage, Manifest
 from pe_lab.terminal import console
 
@@ -135,6 +135,31 @@ def quick_damage(path: AnyPath) -> list[Damage]:
     except CheckpointError as error:
         return [Damage(MANIFEST, f"cannot be used: {error}")]
     return manifest.quick_damage(path) if manifest else []
+
+
+def database(directory: AnyPath) -> dict[str, Any]:
+    """The tensorstore key-value store of the arrays of one item of a checkpoint, such as its `params`."""
+    return {"driver": "ocdbt", "base": kvstore(directory)}
+
+
+def absent_arrays(path: AnyPath, manifest: Manifest) -> list[str]:
+    """The arrays that a checkpoint's manifest describes and whoever reads it would not find, such as `params.head`.
+
+    Digests tell that files are those that were written; this, that arrays are reached from them.
+
+    Raises:
+      CheckpointError: the databases that have the arrays cannot be opened.
+    """
+    import tensorstore as ts
+
+    absent = []
+    for item, arrays in manifest.about["arrays"].items():
+        try:
+            found = set(ts.KvStore.open(database(path / item)).result().list().result())
+        except ValueError as error:  # of tensorstore, for all failures
+            raise CheckpointError(f"The {item} of '{path}' cannot be read ({first_line(error)}).") from None
+        absent += [f"{item}.{name}" for name in arrays if f"{name}/.zarray".encode() not in found]
+    return absent
 
 
 def latest(directory: AnyPath) -> int | None:

@@ -23,6 +23,8 @@ from pe_lab.checkpoints.locating import (
     DIRECTORY,
     FORMER_NAMES,
     SET_ASIDE,
+    absent_arrays,
+    database,
     first_line,
     read_manifest,
     read_metadata,
@@ -30,7 +32,7 @@ from pe_lab.checkpoints.locating import (
     tokenizer_directory,
 )
 from pe_lab.checkpoints.source import Source, blocks, check_finite, nested, shardings
-from pe_lab.checkpoints.store import Store, absent_arrays, database, templates
+from pe_lab.checkpoints.store import Store, templates
 from pe_lab.checkpoints.surgery import lineage_entry
 from pe_lab.config import ModelConfig, from_dict
 from pe_lab.errors import CheckpointError, ConfigError, EncodingError, excerpt

@@ -23,6 +23,7 @@ from pe_lab.checkpoints.checkpoint import new_id
 from pe_lab.checkpoints.locating import (
     FORMER_NAMES,
     UNREADABLE,
+    absent_arrays,
     first_line,
     is_checkpoint,
     is_step,
@@ -42,7 +43,6 @@ from pe_lab.storage import (
     enable_orbax,
     exists,
     is_remote,
-    kvstore,
     move_tree,
     remove_tree,
 )
@@ -353,31 +353,6 @@ class Store:
         """Moves a checkpoint to a directory of the phase, if there is one."""
         if exists(path):
             move_tree(path, self.directory.parent / directory / f"{path.name}-{new_id()}", first=MANIFEST)
-
-
-def database(directory: AnyPath) -> dict[str, Any]:
-    """The tensorstore key-value store of the arrays of one item of a checkpoint, such as its `params`."""
-    return {"driver": "ocdbt", "base": kvstore(directory)}
-
-
-def absent_arrays(path: AnyPath, manifest: Manifest) -> list[str]:
-    """The arrays that a checkpoint's manifest describes and whoever reads it would not find, such as `params.head`.
-
-    Digests tell that files are those that were written; this, that arrays are reached from them.
-
-    Raises:
-      CheckpointError: the databases that have the arrays cannot be opened.
-    """
-    import tensorstore as ts
-
-    absent = []
-    for item, arrays in manifest.about["arrays"].items():
-        try:
-            found = set(ts.KvStore.open(database(path / item)).result().list().result())
-        except ValueError as error:  # of tensorstore, for all failures
-            raise CheckpointError(f"The {item} of '{path}' cannot be read ({first_line(error)}).") from None
-        absent += [f"{item}.{name}" for name in arrays if f"{name}/.zarray".encode() not in found]
-    return absent
 
 
 _exchanges = itertools.count()  # alike on all processes, which save and restore in the same order

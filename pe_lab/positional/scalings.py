@@ -29,7 +29,7 @@ def require(condition: bool, message: str) -> None:
 # For a field of descriptions: whether a value is valid, and the advice of the error message.
 Limits = dict[str, tuple[Callable[[Any], bool], str]]
 _SHARED: Limits = {
-    # The smallest fraction of a turn that the fixed point has is 2^-64: slower pairs than with this base do not rotate.
+    # Frequencies are 64-bit fixed-point numbers: a pair that is slower than the slowest of this base does not rotate.
     "base": (lambda x: 1 < x <= 1e18, "it must be above 1, and 1e18 at most."),
     "fraction": (lambda x: 0 <= x <= 1, "it must lie in [0, 1]."),
     # Positions are int32: no sequence grows by more.

@@ -16,10 +16,10 @@ from tiny_runs import compilations_kept, finish, reseal, start_together, tiny, t
 import pe_lab
 from pe_lab.checkpoints import Checkpoint, Store, find_checkpoints, open_checkpoint, resolve
 from pe_lab.checkpoints.checkpoint import metadata_of
-from pe_lab.checkpoints.locating import read_manifest, read_metadata, tokenizer_directory
+from pe_lab.checkpoints.locating import absent_arrays, read_manifest, read_metadata, tokenizer_directory
 from pe_lab.checkpoints.native import NativeSource
 from pe_lab.checkpoints.retention import Retention
-from pe_lab.checkpoints.store import absent_arrays, templates
+from pe_lab.checkpoints.store import templates
 from pe_lab.config import MeshConfig, ModelConfig, to_json
 from pe_lab.errors import ConfigError, DataError, SaveFailed, UserError
 from pe_lab.identity import config_hash
