@@ -116,6 +116,12 @@ def test_bad_mirrors(mirror, where, says):
         open_source(SourceConfig(f"hf:{where.format(mirror)}"))
 
 
+def test_a_directory_whose_name_datasets_takes_for_a_pattern_is_refused(tmp_path):
+    (tmp_path / "d[1]").mkdir()
+    with pytest.raises(UserError, match="reads wildcards in the name of a directory, '.*d.1.'. Give the directory"):
+        open_source(SourceConfig(f"hf:{tmp_path}/d[1]"))
+
+
 def test_options_of_the_hub(mirror):
     with pytest.raises(UserError, match="Did you mean 'revision'"):
         open_source(SourceConfig(f"hf:{mirror}", options={"revison": "x"}))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -81,6 +82,11 @@ def open_hub(config: SourceConfig, where: str, records: Records) -> Source:
         raise ConfigError(f"data source {config.source!r}: option revision is {revision!r}; it must be a string.")
     address = parse_address(config.source, where)
     path = str(at_home(address.path).absolute()) if address.is_local else address.path
+    if address.is_local and glob.has_magic(path):
+        raise UnsupportedError(
+            f"data source {config.source!r}: the package datasets reads wildcards in the name of a directory, "
+            f"'{path}'. Give the directory another name, or its files as jsonl:, parquet: or arrow:."
+        )
     with _explained(config.source):
         try:
             builder = datasets.load_dataset_builder(path, address.config or None, revision=revision)
