@@ -28,7 +28,7 @@ def place(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lr[1e-3]", "a*b? {c,d},~\n%20#ü"])
 def test_a_round_trip_over_commands(place, capsys, name):
-    """One run of three steps for each name: 15 s."""
+    """One run of three steps for each name: about 25 s of processor time."""
     run, child, out, back = (f"runs/{name}{more}" for more in ("", "-child", "-hf", "-back"))
 
     def done(module, *arguments: str) -> str:
@@ -56,7 +56,7 @@ def test_a_round_trip_over_commands(place, capsys, name):
 
 @pytest.mark.slow
 def test_a_sweep_in_a_directory_with_wildcards(place, capsys):
-    """Two cells, as processes: 40 s."""
+    """Two cells, as processes: about 40 s of processor time."""
     line = ["--config=ti:ny.py", "--seeds=2", "--jobs=2", "--workdir=runs/s[0-9]"]
     assert sweep.main(line) == 0
     assert (place / "runs/s[0-9]" / SWEEP).is_file() and not (place / "runs/s1").exists()
