@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from pe_lab import storage
 from pe_lab.checkpoints import Checkpoint, is_external, open_checkpoint, open_source
 from pe_lab.checkpoints.families import FAMILIES, leaf_paths
-from pe_lab.checkpoints.hf_export import DTYPES, Export, plan_export, token_ids, write_huggingface
+from pe_lab.checkpoints.hf_export import DTYPES, Export, plan_export, write_huggingface
 from pe_lab.checkpoints.locating import DIRECTORY
 from pe_lab.checkpoints.native import write_checkpoint
 from pe_lab.checkpoints.parity import Verdict, compare, find_python, fits_twice
+from pe_lab.checkpoints.rope_parameters import served_length
+from pe_lab.checkpoints.runtimes import report
 from pe_lab.checkpoints.source import Source, nested
 from pe_lab.data.tokenizers import Tokenizer, check_vocabulary, export_tokenizer, load_tokenizer, save_tokenizer
+from pe_lab.data.tokenizers.companions import CONFIGURATION, GENERATION
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.model import Model
 from pe_lab.parallel import hide_absent_tpu
-from pe_lab.positional import build_schedule, describe
-from pe_lab.storage import AnyPath, check_checkpoints, check_place, new_directory
+from pe_lab.positional import Layer, build_schedule, describe
+from pe_lab.storage import AnyPath, check_checkpoints, check_place, new_directory, write_json
 from pe_lab.storage.manifest import manifest_of
 from pe_lab.terminal import Progress, argument_parser, command, console, positive
 
@@ -61,6 +67,13 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         metavar="TOKENS",
         help="fix encodings that depend on the length (beta, dynamic YaRN) at this one",
+    )
+    p.add_argument(
+        "--max-length",
+        type=positive,
+        metavar="TOKENS",
+        help="the longest sequence that an export declares, for servers (default: the training length times the factor "
+        "of the scaling)",
     )
     p.add_argument(
         "--parity",
@@ -106,9 +119,9 @@ def import_checkpoint(
             f"--from '{args.source}' is a checkpoint of pe_lab already. Edit it with pe_lab.surgery, or export it with "
             "--to=hf:DIR."
         )
-    for option in ("family", "dtype", "length"):
+    for option in ("family", "dtype", "length", "max_length"):
         if getattr(args, option) is not None:
-            raise ConfigError(f"--{option} goes with --to=hf:DIR; an import changes nothing.")
+            raise ConfigError(f"--{option.replace('_', '-')} goes with --to=hf:DIR; an import changes nothing.")
     model = Model(source.model)
     size = model.num_parameters * source.dtype.itemsize
     trained = f"trained on {source.training_length:,} tokens"
@@ -126,20 +139,25 @@ def import_checkpoint(
         family = getattr(source, "family", None)
         if family is not None and not family.stock and args.parity != "require":
             print(f"Logits not compared: transformers has no {family.architecture} without remote code.")
+        elif gguf_file and args.parity != "require" and any(_scaled(layer) for layer in source.layers):
+            print("Logits not compared: transformers ignores the rope scaling of a GGUF file.")
         else:
             _check_parity(args, python, model, lambda p: compare(open_checkpoint(where), external, p, gguf_file))
     note = "" if tokenizer else " It has no tokenizer."
     print(f"{to}: converted from {source.display_name}.{note}")
 
 
+def _scaled(layer: Layer) -> bool:
+    return getattr(layer.encoding, "scaling", None) is not None
+
+
 def export_checkpoint(
     source: Source, tokenizer: Tokenizer | None, to: AnyPath, args: argparse.Namespace, python: str | None
 ) -> None:
     """Writes any checkpoint as a Hugging Face directory."""
-    export = plan_export(source, args.family, args.dtype, args.length)
+    export = plan_export(source, args.family, args.dtype, args.length, args.max_length)
     if tokenizer is not None:
-        config = token_ids(export.config, getattr(tokenizer, "bos_id", None), tokenizer.eos_id)
-        export = dataclasses.replace(export, config=config)
+        export = dataclasses.replace(export, config={**export.config, **_token_ids(tokenizer, export.config)})
     print(f"{source.display_name}: as {export.family.architecture}, {export.dtype}, {export.size / 1e9:.2f} GB")
     for note in export.notes:
         print(note)
@@ -150,11 +168,12 @@ def export_checkpoint(
         )
     if not export.family.stock:
         print(f"transformers has no {export.family.architecture}: DroPE's own code reads this.")
+    else:
+        print(report(export.config))
     with new_directory(to, "--to") as temporary:
         with progress(export.size) as done:
             write_huggingface(source, export, temporary, done)
-        if tokenizer is not None:
-            export_tokenizer(tokenizer, temporary)
+        _write_generation(export.config, tokenizer, temporary)
         if export.family.stock:
             _check_parity(
                 args, python, Model(source.model), lambda p: compare(_as_exported(args, export), temporary, p)
@@ -162,6 +181,32 @@ def export_checkpoint(
         manifest_of(temporary, {"kind": "export"}).write(temporary)
     note = "" if tokenizer else " The checkpoint has no tokenizer."
     print(f"{to}: written from {source.display_name}.{note}")
+
+
+def _token_ids(tokenizer: Tokenizer, config: dict[str, Any]) -> dict[str, Any]:
+    """The ids that begin, end and pad a sequence, by their keys in `config.json` and `generation_config.json`."""
+    vocabulary = config["vocab_size"]
+    ends = [id for id in tokenizer.stop_ids if id < vocabulary]
+    pad = tokenizer.encode_prompt(tokenizer.companions.named.get("pad_token", ""), add_special_tokens=False)
+    return {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends,
+        "pad_token_id": int(pad[0]) if len(pad) == 1 and pad[0] < vocabulary else None,
+    }
+
+
+def _write_generation(config: dict[str, Any], tokenizer: Tokenizer | None, directory: Path) -> None:
+    """Writes the tokenizer's files and generation_config.json, which agree with `config.json` in ids and length.
+
+    Settings of sampling are those of the generation_config.json that came with the tokenizer, or else greedy.
+    """
+    if tokenizer is not None:
+        export_tokenizer(tokenizer, directory)
+        settings = json.loads((directory / CONFIGURATION).read_bytes())
+        write_json(directory / CONFIGURATION, {**settings, "model_max_length": served_length(config)})
+    given = directory / GENERATION
+    sampling = json.loads(given.read_bytes()) if given.exists() else {"do_sample": False}
+    write_json(given, {**sampling, **{key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}})
 
 
 def _as_exported(args: argparse.Namespace, export: Export) -> Checkpoint:
@@ -180,7 +225,9 @@ def _as_exported(args: argparse.Namespace, export: Export) -> Checkpoint:
     return dataclasses.replace(checkpoint, params=nested(leaves), layers=export.layers)
 
 
-def _check_parity(args: argparse.Namespace, python: str | None, model: Model, judge: Callable[[str], Verdict]) -> None:
+def _check_parity(
+    args: argparse.Namespace, python: str | None, model: Model, judge: Callable[[str], Sequence[Verdict]]
+) -> None:
     """Prints the verdict of the parity check, or why it was not made; `CheckpointError` if the logits differ."""
     if args.parity == "off":
         print("Logits not compared: --parity=off.")
@@ -194,13 +241,15 @@ def _check_parity(args: argparse.Namespace, python: str | None, model: Model, ju
         print("Logits not compared: memory cannot hold the model twice (--parity=require tries nevertheless).")
         return
     started = time.monotonic()
-    verdict = judge(python)
-    if not verdict.passed:
-        raise CheckpointError(
-            f"The logits differ from transformers': {verdict}. The result was removed. The cause is the conversion or "
-            "the checkpoint, not rounding; please report it (--parity=off keeps the result)."
-        )
-    print(f"Logits compared with transformers': {verdict}; {time.monotonic() - started:.0f} s.")
+    verdicts = judge(python)
+    for verdict in verdicts:
+        if not verdict.passed:
+            raise CheckpointError(
+                f"The logits differ from transformers': {verdict}. The result was removed. The cause is the conversion "
+                "or the checkpoint, not rounding; please report it (--parity=off keeps the result)."
+            )
+    listed = "; ".join(map(str, verdicts))
+    print(f"Logits compared with transformers': {listed}; {time.monotonic() - started:.0f} s.")
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import shlex
 import signal
 from collections.abc import Sequence
@@ -20,15 +19,13 @@ if __name__ == "__main__":  # while the imports below run, a request to stop has
 
 import jax
 
-from pe_lab import storage
 from pe_lab.config import INT32
-from pe_lab.data.tokenizers import KIND_FILE, load_saved_tokenizer, save_tokenizer
-from pe_lab.errors import ConfigError, UserError
+from pe_lab.errors import ConfigError
 from pe_lab.parallel import has_accelerator, keep_freed_memory, start_processes
 from pe_lab.parallel.lost_processes import lost_processes
 from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests, watch_maintenance
 from pe_lab.recipes import load_config, split_overrides
-from pe_lab.storage import AnyPath, new_directory
+from pe_lab.storage import AnyPath
 from pe_lab.terminal import argument_parser, bounded, command, console, leave, waiting
 from pe_lab.training import Run, open_run, train_phase
 from pe_lab.training.extension import extend, recorded
@@ -101,7 +98,6 @@ def _train(argv: Sequence[str], stops: StopRequests) -> int:
     with working_alone(workdir, out.print):
         if jax.process_index() == 0:
             write_run(workdir, config, shlex.join(["python", "-m", "pe_lab.train", *argv]), before)
-            _keep_tokenizer(run, out)
         out.print(
             f"{config.name}: {run.models[0].num_parameters:,} parameters, {len(run.phases)} phases, "
             f"mesh {dict(run.mesh.shape)}, in {workdir}"
@@ -111,22 +107,6 @@ def _train(argv: Sequence[str], stops: StopRequests) -> int:
         out.print(f"--profile={args.profile}: nothing was traced; this command trained {profiler.trained} steps")
     out.print(f"{config.name}: complete, {last}")
     return 0
-
-
-def _keep_tokenizer(run: Run, out: Any) -> None:
-    """Writes the tokenizer to the workdir, where readers of its checkpoints find it, unless it is there and whole."""
-    directory = run.workdir / "tokenizer"
-    if storage.exists(directory / KIND_FILE):
-        try:
-            if load_saved_tokenizer(directory).fingerprint == run.tokenizer.fingerprint:
-                return
-        except UserError:
-            pass
-        aside = directory.with_name(f"tokenizer.damaged-{secrets.token_hex(2)}")
-        storage.move_tree(directory, aside, first=KIND_FILE)
-        out.print(f"'{directory}' is damaged; it is now '{aside.name}', and is written anew")
-    with new_directory(directory, marker=KIND_FILE) as building:
-        save_tokenizer(run.tokenizer, building)
 
 
 def _train_phases(run: Run, profiler: Profiler, out: Any) -> AnyPath:

@@ -6,6 +6,7 @@ import stat
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints.external import DATA, NAMES, Memory, copy_of, golden, logits, read_tensors
@@ -16,8 +17,10 @@ from pe_lab.checkpoints import open_checkpoint, parity
 from pe_lab.checkpoints.hf_export import plan_export, write_huggingface
 from pe_lab.config import ModelConfig
 from pe_lab.convert import main
+from pe_lab.data.tokenizers import ByteTokenizer, check_vocabulary, export_tokenizer
+from pe_lab.errors import CheckpointError
 from pe_lab.model import Model
-from pe_lab.positional import Layer, NoPE, Rope, drop
+from pe_lab.positional import Layer, NoPE, Rope, build_schedule, drop
 
 LLAMA = f"hf:{DATA / 'llama'}"
 
@@ -70,6 +73,31 @@ def test_another_type_and_another_family(tmp_path):
     assert np.abs(logits(open_checkpoint(tmp_path / "again"), tokens) - expected).max() <= 2e-4
 
 
+def test_generation_reads_the_same_ids_and_length_everywhere(tmp_path, capsys):
+    """A tokenizer without model_input_names gives token_type_ids, which `generate` of transformers 4.56 refuses."""
+    theirs = copy_of("llama", tmp_path / "theirs")
+    export_tokenizer(ByteTokenizer(), theirs)
+    config = json.loads((theirs / "config.json").read_text())
+    (theirs / "generation_config.json").write_text('{"eos_token_id": [256, 10], "do_sample": true, "top_p": 0.9}')
+    with pytest.raises(CheckpointError):  # 64 embeddings, and 257 ids
+        check_vocabulary(ByteTokenizer(), config["vocab_size"], "theirs")
+    memory = Memory(dataclasses.replace(open_checkpoint(LLAMA).model, vocab_size=300), (Layer(NoPE()),) * 2, 256)
+    write_huggingface(memory, plan_export(memory), theirs)
+    arguments = [f"--from=hf:{theirs}", f"--to=hf:{tmp_path / 'out'}", "--parity=off", "--max-length=4096"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "Declared for 4,096 tokens" in out and "vLLM (0.33.0, by its code): does not start" in out
+    config, generation, tokenizer = (
+        json.loads((tmp_path / "out" / name).read_text())
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json")
+    )
+    for key, value in {"eos_token_id": [256, 10], "bos_token_id": None, "pad_token_id": None}.items():
+        assert config[key] == generation[key] == value
+    assert generation["do_sample"] is True and generation["top_p"] == 0.9  # of the checkpoint
+    assert config["max_position_embeddings"] == tokenizer["model_max_length"] == 4096
+    assert tokenizer["model_input_names"] == ["input_ids", "attention_mask"]
+
+
 WRONG = {
     "a directory that is not empty": (["--to={full}"], r"--to '.*full' exists and is not empty"),
     "the same for an export": (["--to=hf:{full}"], r"--to '.*full' exists and is not empty"),
@@ -77,6 +105,7 @@ WRONG = {
     "below a file": (["--to={full}/file/new"], r"--to '.*new' cannot be written"),
     "a whole bucket": (["--to=gs://bucket"], "is a whole bucket; give a directory in it"),
     "a family for an import": (["--to={new}", "--family=llama"], "--family goes with --to=hf:DIR"),
+    "a longest sequence for an import": (["--to={new}", "--max-length=64"], "--max-length goes with --to=hf:DIR"),
     "a dtype for an import": (["--to={new}", "--dtype=float16"], "--dtype goes with --to=hf:DIR"),
     "a length of nothing": (["--to=hf:{new}", "--length=0"], "argument --length: '0' is not a whole number"),
     "a family that cannot": (["--to=hf:{new}", "--family=qwen3"], "qwen3 cannot hold this model: qk_norm is 'none'"),
@@ -120,6 +149,7 @@ import numpy as np
 if sys.argv[1] == "-c":
     sys.exit(0 if sys.argv[2] == "import transformers, torch" else 1)
 options = dict(arg[2:].split("=", 1) for arg in sys.argv[2:])
+assert np.load(options["positions"]).shape == (2, 64)
 assert open(options["model"] + "/config.json").read()
 assert (np.load(options["tokens"]) == np.load("{here}/tokens.npy")).all()
 {then}
@@ -133,12 +163,21 @@ def fake(tmp_path):
     here = tmp_path / "fake"
     here.mkdir()
     tokens = parity.fixed_batch(64)
-    right = logits(open_checkpoint(LLAMA), tokens)
+    checkpoint = open_checkpoint(LLAMA)
+    model, shape = Model(checkpoint.model), checkpoint.model
+    schedule = build_schedule(checkpoint.layers, shape.heads, shape.kv_heads, shape.head_dim)
+    near, far = parity.compared_positions(256)
+    right = np.stack(
+        [
+            model.apply(checkpoint.params, jnp.asarray(tokens), jnp.asarray(at)[None], None, schedule)
+            for at in (near, far)
+        ]
+    )
 
-    def make(error=0.0, then=""):
+    def make(error=0.0, then="", at=0):
         np.save(here / "tokens.npy", tokens)
         found = right.copy()
-        found[1, 5, 7] += error
+        found[at, 1, 5, 7] += error
         np.save(here / "logits.npy", found)
         (here / "python").write_text(SCRIPT.format(python=sys.executable, here=here, then=then))
         (here / "python").chmod(stat.S_IRWXU)
@@ -152,7 +191,8 @@ def test_the_parity_check_passes_equal_logits(fake, tmp_path, capsys):
         assert main([f"--from={LLAMA}", f"--to={to}", fake(error), "--parity=require"]) == 0
         out = capsys.readouterr().out
         assert "Logits compared with transformers': largest difference of a logit" in out
-        assert "most probable next tokens equal at 100.0% of 128 positions" in out
+        assert "most probable next tokens equal at 100.0% of 128 positions up to 63;" in out
+        assert "most probable next tokens equal at 100.0% of 128 positions up to 510;" in out
     assert listing(tmp_path) == ["fake", "ours", "out"]
 
 
@@ -163,6 +203,16 @@ def test_the_parity_check_removes_a_result_that_differs(fake, tmp_path, capsys):
         assert f"The logits differ from transformers': largest difference of a logit {shown} " in err
         assert "The result was removed" in err
     assert listing(tmp_path) == ["fake"]
+
+
+def test_the_parity_check_covers_positions_beyond_the_training_length(fake, tmp_path, capsys):
+    """A wrong scaling leaves 64 consecutive tokens nearly as they are."""
+    assert main([f"--from={LLAMA}", f"--to=hf:{tmp_path / 'out'}", fake(1e-2, at=1)]) == 2
+    assert "positions up to 510" in capsys.readouterr().err
+    near, far = parity.compared_positions(8192)
+    assert near.tolist() == list(range(64))
+    assert (np.diff(far) > 0).all() and far[0] == 0 and 2 * 8192 - 2 <= far[-1] < 2 * 8192 + 2
+    assert parity.compared_positions(4)[1][-1] == 126  # longer than the other in any case
 
 
 def test_a_failure_of_transformers_is_one_line(fake, tmp_path, capsys):

@@ -206,14 +206,21 @@ def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 
 def write_config(
-    family: Family, model: ModelConfig, layers: Sequence[Layer], training_length: int, dtype: str
+    family: Family,
+    model: ModelConfig,
+    layers: Sequence[Layer],
+    training_length: int,
+    dtype: str,
+    max_length: int | None = None,
 ) -> tuple[dict[str, Any], Layout]:
     """The `config.json` with which transformers 4 and 5 compute the same logits, and the layout of the heads.
 
-    All logit scales must be 1, already folded into the weights (`hf_export.exported_layers`).
+    All logit scales must be 1, already folded into the weights (`hf_export.exported_layers`). `max_length` is the
+    longest sequence to declare, in tokens; None: what the encoding is meant for.
 
     Raises:
       UnsupportedError: the family cannot express the model; names the nearest model that it can.
+      ConfigError: a `max_length` for an encoding whose frequencies are computed from the declared length.
     """
     _check_shape(family, model)
     kinds = list(dict.fromkeys(layers))
@@ -230,7 +237,7 @@ def write_config(
         "eos_token_id": None,
         "torch_dtype": dtype,  # transformers 4
         "dtype": dtype,  # transformers 5
-        **_write_layers(family, model, layers, training_length),
+        **_write_layers(family, model, layers, training_length, max_length),
         PE_LAB_KEY: {
             "kinds": [to_json(layer) for layer in kinds],
             "layers": [kinds.index(layer) for layer in layers],  # indices of kinds
@@ -268,7 +275,9 @@ def _check_shape(family: Family, model: ModelConfig) -> None:
         raise UnsupportedError(f"{kind} cannot hold this model: {'; '.join(wrong)}.")
 
 
-def _write_layers(family: Family, model: ModelConfig, layers: Sequence[Layer], training_length: int) -> dict[str, Any]:
+def _write_layers(
+    family: Family, model: ModelConfig, layers: Sequence[Layer], training_length: int, max_length: int | None
+) -> dict[str, Any]:
     """The keys of the encodings and windows."""
     for n, layer in enumerate(layers):
         if layer.heads:
@@ -314,7 +323,7 @@ def _write_layers(family: Family, model: ModelConfig, layers: Sequence[Layer], t
                 "AutoConfig": "drope.DroPELlamaConfig",
                 "AutoModelForCausalLM": "drope.DroPELlamaForCausalLM",
             },
-            "max_position_embeddings": training_length,
+            "max_position_embeddings": max_length or training_length,
             "rope_theta": family.theta,
             "rope_scaling": None,
         }
@@ -327,4 +336,4 @@ def _write_layers(family: Family, model: ModelConfig, layers: Sequence[Layer], t
             f"{family.model_type} rotates on all layers or on none, and here {sum(bare)} of {len(bare)} are without. "
             "Nearest: --family=smollm3, which sets it layer by layer (and has no QK-norm)."
         )
-    return keys | write_rope(encoding, model.head_dim, training_length, family)
+    return keys | write_rope(encoding, model.head_dim, training_length, family, max_length)

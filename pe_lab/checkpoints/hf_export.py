@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,11 @@ class Export:
 
 
 def plan_export(
-    source: Source, family: str | None = None, dtype: str | None = None, length: int | None = None
+    source: Source,
+    family: str | None = None,
+    dtype: str | None = None,
+    length: int | None = None,
+    max_length: int | None = None,
 ) -> Export:
     """Plans the export of a model without reading its weights.
 
@@ -58,11 +62,20 @@ def plan_export(
       family: one of `FAMILIES`; None is the first that can express the model.
       dtype: of the weights; None keeps the source's.
       length: tokens at which to fix encodings and scales that depend on the length.
+      max_length: the longest sequence to declare, in tokens; None: what the encoding is meant for.
 
     Raises:
-      UnsupportedError: no family, or not this one, can express the model; names the nearest model that it can.
-      ConfigError: an unknown family or dtype.
+      UnsupportedError: no family, or not this one, can express the model; names the checkpoint, and the nearest model
+        that it can.
+      ConfigError: an unknown family or dtype, or a `max_length` that would change the model.
     """
+    try:
+        return _plan(source, family, dtype, length, max_length)
+    except UnsupportedError as error:  # the functions below do not know the checkpoint
+        raise UnsupportedError(f"{source.display_name}: {error}") from None
+
+
+def _plan(source: Source, family: str | None, dtype: str | None, length: int | None, max_length: int | None) -> Export:
     dtype = str(source.dtype) if dtype is None else dtype
     if dtype not in DTYPES:
         raise ConfigError(f"The weights would be written as {dtype}; give --dtype, one of {', '.join(DTYPES)}.")
@@ -73,8 +86,11 @@ def plan_export(
         chosen = FAMILIES[family]
     else:
         raise ConfigError(f"--family '{family}' is not known. {did_you_mean(family, list(FAMILIES))}")
-    config, layout = write_config(chosen, source.model, layers, source.training_length, dtype)
-    tensors = tuple(chosen.table.tensors(source.model))
+    config, layout = write_config(chosen, source.model, layers, source.training_length, dtype, max_length)
+    try:
+        tensors = tuple(chosen.table.tensors(source.model))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{chosen.architecture} {error}.") from None
     norm = source.model.qk_norm != "none"
     folded = ("attention.query_norm.scale",) if norm else ("attention.query", "attention.query_bias")
     notes = []
@@ -170,12 +186,6 @@ def _cast(array: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
             f"tensor '{name}' does not fit into {kind.name}: some values become infinite. Choose bfloat16."
         )
     return cast
-
-
-def token_ids(config: Mapping[str, Any], bos: int | None, eos: int | tuple[int, ...] | None) -> dict[str, Any]:
-    """A `config.json` with the ids that begin and end a sequence, for generation."""
-    ids = {"bos_token_id": bos, "eos_token_id": list(eos) if isinstance(eos, tuple) else eos}
-    return {**config, **{key: value for key, value in ids.items() if value is not None}}
 
 
 def choose_family(model: ModelConfig, layers: Sequence[Layer]) -> Family:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pe_lab.checkpoints.families import Family
-from pe_lab.errors import CheckpointError, UnsupportedError
+from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.positional import (
     NTK,
     PI,
@@ -120,35 +120,47 @@ def nope_if_unrotated(encoding: Rotary, head_dim: int) -> Rotary:
     return encoding if fixed_point_frequencies(frequencies(encoding, head_dim)[0]).any() else NoPE()
 
 
-def write_rope(encoding: Rotary, head_dim: int, length: int, family: Family) -> dict[str, Any]:
+def write_rope(
+    encoding: Rotary, head_dim: int, length: int, family: Family, max_length: int | None = None
+) -> dict[str, Any]:
     """The keys of `config.json` for the encoding of all rotating layers, for both majors of transformers.
 
     An encoding without a name in transformers, whose frequencies do not depend on the length and whose gain is one
     number, is written as LongRoPE with equal short and long tables, which divide each pair's frequency: p-RoPE, for
-    example, and partial RoPE on an architecture that rotates whole heads. `length` is the training length in tokens.
+    example, and partial RoPE on an architecture that rotates whole heads.
+
+    Args:
+      length: the training length in tokens.
+      max_length: the longest sequence to declare, in tokens; None: the training length times the factor of the scaling.
 
     Raises:
       UnsupportedError: transformers cannot express the encoding; names the nearest that it can.
+      ConfigError: a `max_length` for an encoding whose frequencies are computed from the declared length.
     """
     if isinstance(encoding, NoPE):
-        return _keys(family, 10000.0, {"rope_type": "linear", "factor": NO_ROTATION}, length)
+        return _keys(family, 10000.0, {"rope_type": "linear", "factor": NO_ROTATION}, max_length or length)
     part, named = 1.0, encoding
     if isinstance(encoding, PartialRope) and family.neox:
         part, named = _even_part(encoding, head_dim), Rope(encoding.base, 1.0, encoding.scaling)
     if isinstance(named, PartialRope) or named.fraction != 1:
-        return _by_table(encoding, head_dim, length, family)
+        return _by_table(encoding, head_dim, length, family, max_length)
     base, scaling = named.base, named.scaling
     rope: dict[str, Any] = {"rope_type": "default"}
-    reach = length
+    reach = longest(encoding, length)
+    if max_length is not None and isinstance(scaling, PI | DynamicNTK | Yarn | NTKByParts):
+        raise ConfigError(
+            f"--max-length goes with encodings that are computed without the declared length; {encoding} declares "
+            f"{reach:,} tokens by its factor. Change the factor instead."
+        )
     if isinstance(scaling, PI):
-        rope, reach = _named("linear", scaling, "factor"), int(length * min(scaling.factor, 1e6))
+        # Servers multiply the declared length by the factor.
+        rope, reach = _named("linear", scaling, "factor"), length
     elif isinstance(scaling, NTK):
         # NTK is exactly another base.
         width = encoding.rotated_channels(head_dim) if isinstance(encoding, PartialRope) else head_dim
         base *= scaling.factor ** (width / (width - 2))
-        reach = int(length * scaling.factor)
     elif isinstance(scaling, DynamicNTK):
-        rope, reach = _named("dynamic", scaling, "factor"), scaling.original_length
+        rope = _named("dynamic", scaling, "factor")
     elif isinstance(scaling, Yarn | NTKByParts) and scaling.factor * scaling.original_length % 1 == 0:
         # Other reaches need a table: transformers 4 computes the factor from two whole lengths.
         rope = _named("yarn", scaling, "factor", "original_length", "beta_fast", "beta_slow", "truncate")
@@ -158,23 +170,39 @@ def write_rope(encoding: Rotary, head_dim: int, length: int, family: Family) -> 
             rope["attention_factor"] = float(scaling.attention_factor)
         elif scaling.mscale:
             rope |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
-        reach = int(scaling.factor * scaling.original_length)
     elif isinstance(scaling, Llama3):
         rope = _named("llama3", scaling, "factor", "low_freq_factor", "high_freq_factor", "original_length")
-        reach = int(scaling.factor * scaling.original_length)
     elif isinstance(scaling, LongRope):
-        gain = frequencies(encoding, head_dim)[1]
+        gain = float(frequencies(encoding, head_dim)[1][0])
         rope = _named("longrope", scaling, "short_factor", "long_factor", "factor", "original_length")
-        rope["attention_factor"] = float(gain[0])
-        reach = int(scaling.factor * scaling.original_length)
+        # transformers reads the first, vLLM and SGLang the other two.
+        rope |= {"attention_factor": gain, "short_mscale": gain, "long_mscale": gain}
+        if max_length is not None:
+            rope["factor"] = max_length / scaling.original_length
     elif isinstance(scaling, DynamicYarn):
         raise UnsupportedError(
             "transformers has no dynamic YaRN. Nearest: YaRN for one length, which --length=TOKENS writes (a factor of "
             f"TOKENS / {scaling.original_length})."
         )
     elif scaling is not None:
-        return _by_table(encoding, head_dim, length, family)
-    return _keys(family, base, rope, reach, part)
+        return _by_table(encoding, head_dim, length, family, max_length)
+    return _keys(family, base, rope, max_length or reach, part)
+
+
+def longest(encoding: Rotary, length: int) -> int:
+    """The longest sequence, in tokens, that an encoding is meant for: the original length times its factor."""
+    scaling = getattr(encoding, "scaling", None)
+    if isinstance(scaling, DynamicNTK):
+        return scaling.original_length  # a longer one changes its base
+    original = getattr(scaling, "original_length", length)
+    return round(min(getattr(scaling, "factor", 1.0), 1e6) * original)
+
+
+def served_length(config: Mapping[str, Any]) -> int:
+    """The longest sequence, in tokens, that vLLM and SGLang derive from the content of an exported `config.json`."""
+    rope = config.get("rope_scaling") or {}
+    factor = rope.get("factor", 1.0) if rope.get("rope_type") == "linear" else 1.0
+    return round(config["max_position_embeddings"] * (1.0 if factor == NO_ROTATION else factor))
 
 
 def _even_part(encoding: PartialRope, head_dim: int) -> float:
@@ -192,11 +220,14 @@ def _named(kind: str, scaling: Scaling, *fields: str) -> dict[str, Any]:
     for field in fields:
         value = getattr(scaling, field)
         key = "original_max_position_embeddings" if field == "original_length" else field
-        values[key] = list(value) if isinstance(value, tuple) else value
+        # A factor that is a whole number is a float as well: vLLM and SGLang iterate over any other one.
+        values[key] = list(value) if isinstance(value, tuple) else float(value) if field == "factor" else value
     return values
 
 
-def _by_table(encoding: Rope | PartialRope, head_dim: int, length: int, family: Family) -> dict[str, Any]:
+def _by_table(
+    encoding: Rope | PartialRope, head_dim: int, length: int, family: Family, max_length: int | None
+) -> dict[str, Any]:
     """The frequencies of `encoding` as LongRoPE's table: w_i = 1 / (table_i base^(2i/K))."""
     inv_freq, gain = frequencies(encoding, head_dim)
     far, _ = frequencies(encoding, head_dim, 2**30)
@@ -214,8 +245,10 @@ def _by_table(encoding: Rope | PartialRope, head_dim: int, length: int, family: 
     with np.errstate(divide="ignore"):
         divisors = np.minimum(np.where(inv_freq > 0, full / np.maximum(inv_freq, 1e-300), NO_ROTATION), NO_ROTATION)
     table = tuple(divisors.tolist())
-    scaling = LongRope(table, table, length, 1.0, float(gain[0]))
-    return write_rope(Rope(encoding.base, 1.0, scaling), head_dim, length, family)
+    original = getattr(encoding.scaling, "original_length", length)
+    factor = longest(encoding, length) / original
+    scaling = LongRope(table, table, original, max(1.0, factor), float(gain[0]))
+    return write_rope(Rope(encoding.base, 1.0, scaling), head_dim, length, family, max_length)
 
 
 def _keys(family: Family, base: float, rope: dict[str, Any], reach: int, part: float = 1.0) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """The logits that transformers computes from a checkpoint. A script that needs no pe_lab and runs in its own process,
 which frees its memory. `parity.py` runs it; it is never imported.
 
-    python transformers_logits.py --model=DIR [--gguf-file=NAME] --tokens=tokens.npy --out=logits.npy
+    python transformers_logits.py --model=DIR [--gguf-file=NAME] --tokens=tokens.npy --positions=positions.npy \
+        --out=logits.npy
+
+Tokens are [B, T], positions [P, T]: one pass over the tokens for each of P; logits [P, B, T, V].
 """
 
 import argparse
@@ -12,7 +15,7 @@ import numpy as np
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    for name in ("model", "tokens", "out"):
+    for name in ("model", "tokens", "positions", "out"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--gguf-file")
     args = parser.parse_args()
@@ -24,10 +27,15 @@ def main() -> int:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, **options)
     except TypeError:  # transformers before 4.56
         model = AutoModelForCausalLM.from_pretrained(args.model, torch_dtype=torch.float32, **options)
-    tokens = torch.from_numpy(np.load(args.tokens).astype(np.int64))
+    tokens, positions = (torch.from_numpy(np.load(file).astype(np.int64)) for file in (args.tokens, args.positions))
+    # With a mask, positions that are not consecutive are not taken for several documents.
+    mask = torch.ones_like(tokens)
     with torch.inference_mode():
-        logits = model.eval()(tokens).logits
-    np.save(args.out, logits.float().numpy())
+        passes = [
+            model.eval()(tokens, attention_mask=mask, position_ids=at.expand(tokens.shape), use_cache=False).logits
+            for at in positions
+        ]
+    np.save(args.out, torch.stack(passes).float().numpy())
     return 0
 
 

@@ -52,6 +52,7 @@ from pe_lab.training.step import (
     make_shardings,
     place_batch,
 )
+from pe_lab.training.workdir import keep_tokenizer
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ def train_phase(
     """
     config, steps, directory = run.config, phase.config.steps, run.workdir / phase.name
     out, ledger = console(quiet=jax.process_index() != 0), ledger or Ledger()
+    if jax.process_index() == 0:
+        keep_tokenizer(run.workdir, run.tokenizer, out.print)
     model, saved = run.models[phase.index], config.checkpoint
     flops = train_flops_per_token(model.config, phase.config.sequence_length, phase.schedule.structure)
     store = Store(directory / DIRECTORY, Retention(saved.keep, saved.keep_every, saved.milestones, saved.best))

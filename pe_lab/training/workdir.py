@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ import jax
 
 from pe_lab.checkpoints.locating import DIRECTORY, find_checkpoints, steps_in, stored_metadata
 from pe_lab.config import Config, to_json
+from pe_lab.data.tokenizers import KIND_FILE, Tokenizer, load_saved_tokenizer, save_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, UserError, redacted
 from pe_lab.identity import MAY_CHANGE, changed, config_hash, identity, may_change
 from pe_lab.parallel import all_values
@@ -25,6 +27,8 @@ from pe_lab.storage import (
     is_remote,
     json_object,
     lease,
+    move_tree,
+    new_directory,
     read_bytes,
     salvage_json,
     write_json,
@@ -183,3 +187,19 @@ def working_alone(workdir: AnyPath, show: Callable[[str], None]) -> Iterator[Non
         if refusal := all_values("lease", refusal)[0]:
             raise ConfigError(refusal.decode())
         yield
+
+
+def keep_tokenizer(workdir: AnyPath, tokenizer: Tokenizer, tell: Callable[[str], None]) -> None:
+    """Writes the tokenizer to the workdir, where its checkpoints are read with it, unless it is there and whole."""
+    directory = workdir / "tokenizer"
+    if exists(directory / KIND_FILE):
+        try:
+            if load_saved_tokenizer(directory).fingerprint == tokenizer.fingerprint:
+                return
+        except UserError:
+            pass
+        aside = directory.with_name(f"tokenizer.damaged-{secrets.token_hex(2)}")
+        move_tree(directory, aside, first=KIND_FILE)
+        tell(f"'{directory}' is damaged; it is now '{aside.name}', and is written anew")
+    with new_directory(directory, marker=KIND_FILE) as building:
+        save_tokenizer(tokenizer, building)

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pe_lab.checkpoints.families import FAMILIES
-from pe_lab.checkpoints.rope_parameters import read_rope, write_rope
+from pe_lab.checkpoints.rope_parameters import read_rope, served_length, write_rope
 from pe_lab.errors import UserError
 from pe_lab.positional import (
     NTK,
@@ -288,3 +288,59 @@ def test_damaged_keys_are_named(case):
     config, message = DAMAGED[case]
     with pytest.raises(UserError, match=message):
         read(config)
+
+
+def vllm_length(config):
+    """The longest sequence as vLLM 0.33 derives it from config.json (config/model.py, _get_and_verify_max_len)."""
+    rope = config["rope_parameters"]
+    scaled = rope["rope_type"] in ("su", "longrope", "llama3", "yarn")
+    return config["max_position_embeddings"] * (1 if scaled else rope.get("factor", 1))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "reach"),
+    [
+        (Rope(), 1024),
+        (Rope(scaling=PI(4)), 4096),  # whose length was counted twice
+        (Rope(scaling=NTK(4.0)), 4096),
+        (Rope(scaling=Yarn(4.0, 1024)), 4096),
+        (Rope(scaling=Yarn(2.3, 1024)), 2355),
+        (Rope(10000.0, 0.5, Yarn(2.0, 1024)), 2048),
+        (Rope(10000.0, 0.5, PI(3.0)), 3072),
+        (PartialRope(10000.0, 0.5, Yarn(2.0, 1024)), None),  # not one gain
+        (Rope(scaling=Llama3(8.0, original_length=1024)), 8192),
+    ],
+    ids=str,
+)
+def test_servers_derive_the_length_that_the_scaling_is_for(encoding, reach):
+    if reach is None:
+        encoding, reach = PartialRope(10000.0, 0.5, NTKByParts(2.0, 1024)), 2048
+    config = write_rope(encoding, 64, 1024, family(neox=False))
+    assert vllm_length(config) == served_length(config) == reach
+    # vLLM and SGLang iterate over a factor that is no float.
+    assert isinstance(config["rope_parameters"].get("factor", 1.0), float)
+
+
+@pytest.mark.parametrize("encoding", [Rope(scaling=Yarn(2.3, 1024)), Rope(10000.0, 0.5, Yarn(2.0, 1024))], ids=str)
+def test_a_table_has_its_gain_under_the_keys_of_servers(encoding):
+    """vLLM and SGLang compute a gain of max_position_embeddings / original_max_position_embeddings without them."""
+    config = write_rope(encoding, 64, 1024, family(neox=False))
+    for rope in (config["rope_parameters"], config["rope_scaling"]):
+        gain = 0.1 * math.log(encoding.scaling.factor) + 1
+        assert rope["short_mscale"] == rope["long_mscale"] == rope["attention_factor"] == pytest.approx(gain)
+        assert rope["original_max_position_embeddings"] == 1024
+        assert rope["factor"] == pytest.approx(encoding.scaling.factor, rel=1e-3)
+
+
+def test_a_longest_sequence_can_be_declared_where_no_frequency_depends_on_it():
+    for encoding in (NoPE(), Rope(), Rope(10000.0, 0.5)):
+        config = write_rope(encoding, 64, 1024, family(neox=False), max_length=16384)
+        assert config["max_position_embeddings"] == served_length(config) == 16384
+        assert read(config)[0] == read(write_rope(encoding, 64, 1024, family(neox=False)))[0] or encoding == Rope(
+            10000.0, 0.5
+        )
+        _, gain = frequencies(read(config)[0], 64)
+        assert (gain == 1).all()
+    for scaling in (PI(4), DynamicNTK(1024), Yarn(4.0, 1024)):
+        with pytest.raises(UserError, match="--max-length goes with encodings .* Change the factor"):
+            write_rope(Rope(scaling=scaling), 64, 1024, family(neox=False), max_length=16384)

@@ -21,6 +21,7 @@ from tiny_runs import (
     train,
 )
 
+import pe_lab
 from pe_lab import terminal
 from pe_lab.checkpoints import find_checkpoints, open_checkpoint
 from pe_lab.errors import DataError, TrainingDiverged, UserError
@@ -86,6 +87,13 @@ def test_what_takes_long_before_the_first_step_is_told(tmp_path, capsys, monkeyp
     assert [line for line in dict.fromkeys(lines) if line in {f"only: {one}" for one in told}] == [
         f"only: {one}" for one in told
     ]
+
+
+def test_a_model_that_was_trained_from_python_has_its_tokenizer(whole):
+    """`whole` was trained by open_run and train_phase, not by the command."""
+    lm = pe_lab.load(whole)
+    assert lm.tokenizer is not None and lm.tokenizer.fingerprint == "bytes-257"
+    assert isinstance(lm.generate("a", max_new_tokens=2), str)
 
 
 def test_the_second_phase_is_a_child_of_the_first(whole, config):

@@ -110,9 +110,14 @@ class ByteTokenizer(Tokenizer):
 def transformers_configuration(configuration: Mapping[str, Any], **defaults: Any) -> bytes:
     """A tokenizer_config.json with which transformers 4 and 5 take every id from tokenizer.json.
 
-    The other tokenizer classes rebuild parts of tokenizer.json, each version in its own way.
+    The other tokenizer classes rebuild parts of tokenizer.json, each version in its own way. Without
+    `model_input_names` version 4 also returns token_type_ids, which `generate` refuses.
     """
-    written = {**configuration, "tokenizer_class": "PreTrainedTokenizerFast"}
+    written = {
+        **configuration,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
     written.pop("auto_map", None)
     for name, value in {**defaults, "clean_up_tokenization_spaces": False}.items():
         written.setdefault(name, value)

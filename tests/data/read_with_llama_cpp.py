@@ -1,0 +1,116 @@
+"""The logits of llama.cpp for Hugging Face directories, which its own converter makes GGUF files of first.
+
+    python tests/data/read_with_llama_cpp.py --source=LLAMA_CPP --bindings=LLAMA_CPP_PYTHON/llama_cpp \
+        --model=DIR --tokens=tokens.npy --out=logits.npy
+
+What pe_lab/checkpoints/runtimes.py says of llama.cpp was measured with it. --source is a checkout of llama.cpp, or the
+vendor/llama.cpp of a source distribution of llama-cpp-python, whose `llama_cpp` folder has the bindings. The library is
+that of the package xllamacpp of the same month. Also needed: torch, and transformers of the version that the converter
+asks for (5 has other keys for GPT-NeoX). --model, --tokens and --out may be repeated. Vocabularies are left out.
+"""
+
+import argparse
+import ctypes
+import importlib.util
+import logging
+import os
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+
+
+def convert(directory: str, file: str) -> None:
+    """Writes a directory as a GGUF file in float32, by llama.cpp's converter."""
+    import gguf
+    from conversion import get_model_class
+    from conversion.base import ModelBase
+
+    config = ModelBase.load_hparams(Path(directory), False)
+    kind = get_model_class(config["architectures"][0])
+
+    def without_vocabulary(self):
+        self.gguf_writer.add_tokenizer_model("none")
+        if self.model_arch not in (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.SMOLLM3):  # these write it themselves
+            self.gguf_writer.add_vocab_size(config["vocab_size"])
+
+    kind.set_vocab = without_vocabulary
+    kind(Path(directory), gguf.LlamaFileType.ALL_F32, Path(file), is_big_endian=False, eager=False).write()
+
+
+def library(bindings: Path):
+    """llama.cpp's C functions: llama-cpp-python's bindings on xllamacpp's library."""
+    shared = ctypes.CDLL(str(Path(importlib.util.find_spec("xllamacpp").origin).parent / "xllamacpp.abi3.so"))
+
+    class Symbols:
+        def __getattr__(self, name):  # the library has no functions for what only other programs need
+            return getattr(shared, name, None) or shared.llama_time_us
+
+    package = types.ModuleType("llama_cpp")
+    package.__path__ = [str(bindings)]
+    sys.modules["llama_cpp"] = package
+    import llama_cpp._ctypes_extensions
+
+    llama_cpp._ctypes_extensions.load_shared_library = lambda *_, **__: Symbols()
+    import llama_cpp._ggml
+    import llama_cpp.llama_cpp
+
+    return llama_cpp.llama_cpp
+
+
+def logits_of(c, file: str, tokens: np.ndarray) -> np.ndarray:
+    """[B, T, V], computed in float32 with a float32 cache."""
+    options = c.llama_model_default_params()
+    options.n_gpu_layers = 0
+    model = c.llama_model_load_from_file(file.encode(), options)
+    if not model:
+        raise SystemExit(f"llama.cpp cannot load {file}")
+    size, length = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model)), tokens.shape[1]
+    found = np.zeros((*tokens.shape, size), np.float32)
+    for sequence, logits in zip(tokens, found, strict=True):
+        options = c.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch = length + 64, length, length
+        options.type_k = options.type_v = options.flash_attn_type = 0  # float32; off
+        options.n_threads = options.n_threads_batch = 1
+        context = c.llama_init_from_model(model, options)
+        batch = c.llama_batch_init(length, 0, 1)
+        batch.n_tokens = length
+        for i, token in enumerate(sequence):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), i, 1, 1
+            batch.seq_id[i][0] = 0
+        if c.llama_decode(context, batch):
+            raise SystemExit(f"llama.cpp cannot evaluate {file}")
+        for i in range(length):
+            logits[i] = np.ctypeslib.as_array(c.llama_get_logits_ith(context, i), shape=(size,))
+        c.llama_batch_free(batch)
+        c.llama_free(context)
+    c.llama_model_free(model)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--source", required=True, type=Path)
+    parser.add_argument("--bindings", required=True, type=Path)
+    for name in ("model", "tokens", "out"):
+        parser.add_argument(f"--{name}", action="append", required=True)
+    arguments = parser.parse_args()
+    sys.path[:0] = [str(arguments.source), str(arguments.source / "gguf-py")]
+    logging.disable(logging.WARNING)
+    c = None
+    for directory, tokens, out in zip(arguments.model, arguments.tokens, arguments.out, strict=True):
+        file = f"{out}.gguf"
+        convert(directory, file)
+        if c is None:
+            c = library(arguments.bindings)
+            quiet = c.llama_log_callback(lambda level, text, data: None)
+            c.llama_log_set(quiet, ctypes.c_void_p(0))
+            c.llama_backend_init()
+        np.save(out, logits_of(c, file, np.load(tokens)))
+        os.remove(file)
+        print(f"{directory}: done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
