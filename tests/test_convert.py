@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from checkpoints.external import DATA, NAMES, Memory, copy_of, golden, logits, read_tensors
 from tiny_runs import arrays, compilations_kept, tiny, train  # noqa: F401
+from transformers_environments import tokenize
 
+import pe_lab
 from pe_lab import convert, surgery
 from pe_lab.checkpoints import open_checkpoint, parity
 from pe_lab.checkpoints.hf_export import plan_export, write_huggingface
@@ -96,6 +98,21 @@ def test_generation_reads_the_same_ids_and_length_everywhere(tmp_path, capsys):
     assert generation["do_sample"] is True and generation["top_p"] == 0.9  # of the checkpoint
     assert config["max_position_embeddings"] == tokenizer["model_max_length"] == 4096
     assert tokenizer["model_input_names"] == ["input_ids", "attention_mask"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["4.56", "5"])
+def test_transformers_generates_from_the_files_of_an_export(version, tmp_path):
+    """`generate(**tokenizer(text))` with nothing set aside. About 15 s each."""
+    memory = Memory(dataclasses.replace(open_checkpoint(LLAMA).model, vocab_size=300), (Layer(NoPE()),) * 2, 256)
+    theirs, out = tmp_path / "theirs", tmp_path / "out"
+    theirs.mkdir()
+    write_huggingface(memory, plan_export(memory), theirs)
+    export_tokenizer(ByteTokenizer(), theirs)
+    assert main([f"--from=hf:{theirs}", f"--to=hf:{out}", "--parity=off"]) == 0
+    found = tokenize(version, out, "Hello", new_tokens=4)
+    expected = pe_lab.load(f"hf:{theirs}").generate(np.asarray(found["plain"]), max_new_tokens=4)
+    assert found["answer"][: len(expected)] == expected.tolist()
 
 
 WRONG = {

@@ -162,14 +162,25 @@ def projections(
 
 
 def tokenize(
-    version: str, directory: Path | str, text: str, *, gguf_file: str | None = None, timeout: float = 600
+    version: str,
+    directory: Path | str,
+    text: str,
+    *,
+    gguf_file: str | None = None,
+    new_tokens: int = 0,
+    timeout: float = 600,
 ) -> dict:
-    """What AutoTokenizer makes of a text: ids `plain` and `with_special_tokens`, the plain ones `decoded`, `class`."""
+    """What AutoTokenizer makes of a text: ids `plain` and `with_special_tokens`, the plain ones `decoded`, `class`.
+
+    With `new_tokens` also `answer`: the ids of `model.generate(**tokenizer(text, return_tensors="pt"))`.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         # Bytes: a text file would have its line ends translated.
         (Path(scratch) / "text").write_bytes(text.encode())
         out = Path(scratch) / "ids.json"
-        _run(version, [f"--model={directory}", f"--text={scratch}/text", f"--ids-out={out}"], gguf_file, timeout)
+        arguments = [f"--model={directory}", f"--text={scratch}/text", f"--ids-out={out}"]
+        arguments += [f"--generate={new_tokens}"] if new_tokens else []
+        _run(version, arguments, gguf_file, timeout)
         return json.loads(out.read_text())
 
 

@@ -30,7 +30,7 @@ BATCH, LENGTH = 2, 64
 # Float32 results of two libraries differ by a few 1e-6 of the largest logit, a wrong conversion by 1e-1 of it.
 ABSOLUTE, RELATIVE = 2e-4, 2e-5
 # transformers rounds a frequency to float32, and multiplies: at position n an angle is off by about n 2**-24.
-PER_POSITION = 2.0**-22
+PER_POSITION = 2.0**-23
 SCRIPT = Path(__file__).with_name("transformers_logits.py")
 
 

@@ -125,7 +125,7 @@ CONTENTS: tuple[Content, ...] = (
     Content(
         "YaRN with other betas, or without rounding",
         lambda c: _kind(c) == "yarn" and _ramp(c) != (32, 1, True),
-        {LLAMA_CPP: "wrong: it has 32, 1 and rounding for every llama (by its code)"},
+        {LLAMA_CPP: "wrong: it has 32, 1 and rounding for every model of these"},
     ),
     Content("llama3", lambda c: _kind(c) == "llama3"),
     Content(
@@ -190,6 +190,11 @@ CONTENTS: tuple[Content, ...] = (
         "Gemma with a scaling",
         lambda c: c["model_type"] == "gemma" and _kind(c) != "default",
         {LLAMA_CPP: _DROPS_SCALING, SGLANG: "wrong: its Gemma ignores the scaling"},
+    ),
+    Content(
+        "GPT-NeoX with tied embeddings",
+        lambda c: c["model_type"] == "gpt_neox" and c["tie_word_embeddings"],
+        {LLAMA_CPP: "does not load"},
     ),
     Content(
         "GPT-NeoX with another rotation than RoPE of base 10,000",

@@ -12,7 +12,20 @@ from pe_lab.checkpoints.huggingface import HuggingFaceSource
 from pe_lab.config import ModelConfig
 from pe_lab.errors import UserError
 from pe_lab.model import complete
-from pe_lab.positional import PI, Alibi, HeadEdit, Layer, Layout, NoPE, NTKByParts, PartialRope, Rope, Yarn, to_json
+from pe_lab.positional import (
+    NTK,
+    PI,
+    Alibi,
+    HeadEdit,
+    Layer,
+    Layout,
+    NoPE,
+    NTKByParts,
+    PartialRope,
+    Rope,
+    Yarn,
+    to_json,
+)
 
 SIZES = {
     "vocab_size": 64,
@@ -180,9 +193,12 @@ def test_our_own_names_come_back_while_the_other_keys_agree():
     config, _ = exported(Rope(500.0, 0.5))  # written as LongRoPE's table
     found = read_config(config, (), "c")
     assert found.layers == (Layer(Rope(500.0, 0.5)),) * 2 and found.training_length == 256
-    config, _ = exported(Rope(500.0, 1.0, PI(4.0)))
+    config, _ = exported(Rope(500.0, 1.0, NTK(4.0)))
     assert config["max_position_embeddings"] == 1024
     assert read_config(config, (), "c").training_length == 256  # which the keys of transformers do not say
+    for scaling in (PI(4.0), Yarn(2.3, 256)):
+        found = read_config(exported(Rope(500.0, 0.5, scaling))[0], (), "c")
+        assert found.layers == (Layer(Rope(500.0, 0.5, scaling)),) * 2 and found.training_length == 256
 
 
 @pytest.mark.parametrize("schema", ["rope_parameters", "old keys"])

@@ -75,6 +75,14 @@ def ids_of(directory: str, gguf_file: str | None, text: str) -> dict:
     }
 
 
+def answer_of(directory: str, text: str, new_tokens: int) -> list[int]:
+    """The ids that `generate` adds to a text, with everything as the directory's files say."""
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
+    inputs = tokenizer(text, return_tensors="pt")
+    return model.generate(**inputs, max_new_tokens=new_tokens)[0, inputs["input_ids"].shape[1] :].tolist()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", action="append", required=True, help="a directory")
@@ -83,7 +91,7 @@ def main() -> None:
     parser.add_argument("--tokens", action="append", default=[], help=".npy, [B, T] integers")
     parser.add_argument("--out", action="append", default=[], help=".npy for the logits [B, T, V] float32")
     parser.add_argument("--last", type=int, help="the logits of so many last positions instead of all")
-    parser.add_argument("--generate", type=int, help="continue the tokens greedily by so many")
+    parser.add_argument("--generate", type=int, help="continue the tokens, or the text, greedily by so many")
     parser.add_argument("--projections-out", help=".npz for the outputs of q_proj, k_proj and v_proj")
     parser.add_argument("--generated-out", help=".npy for the continuation [B, N]")
     parser.add_argument("--text", help="a UTF-8 file to tokenize")
@@ -94,6 +102,8 @@ def main() -> None:
     if arguments.text:
         text = Path(arguments.text).read_bytes().decode()
         ids = ids_of(arguments.model[0], arguments.gguf_file, text)
+        if arguments.generate:
+            ids["answer"] = answer_of(arguments.model[0], text, arguments.generate)
         Path(arguments.ids_out).write_text(json.dumps(ids))
         print(f"{ids['class']}: {len(ids['plain'])} ids")
     if not arguments.tokens:
