@@ -29,7 +29,7 @@ from pe_lab.data.tokenizers.companions import CONFIGURATION, GENERATION
 from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError
 from pe_lab.model import Model
 from pe_lab.parallel import hide_absent_tpu
-from pe_lab.positional import Layer, build_schedule, describe
+from pe_lab.positional import Layer, Rope, build_schedule, describe
 from pe_lab.storage import AnyPath, check_checkpoints, check_place, new_directory, write_json
 from pe_lab.storage.manifest import manifest_of
 from pe_lab.terminal import Progress, argument_parser, command, console, positive
@@ -139,7 +139,7 @@ def import_checkpoint(
         family = getattr(source, "family", None)
         if family is not None and not family.stock and args.parity != "require":
             print(f"Logits not compared: transformers has no {family.architecture} without remote code.")
-        elif gguf_file and args.parity != "require" and any(_scaled(layer) for layer in source.layers):
+        elif gguf_file and args.parity != "require" and not all(map(_plain, source.layers)):
             print("Logits not compared: transformers ignores the rope scaling of a GGUF file.")
         else:
             _check_parity(args, python, model, lambda p: compare(open_checkpoint(where), external, p, gguf_file))
@@ -147,8 +147,8 @@ def import_checkpoint(
     print(f"{to}: converted from {source.display_name}.{note}")
 
 
-def _scaled(layer: Layer) -> bool:
-    return getattr(layer.encoding, "scaling", None) is not None
+def _plain(layer: Layer) -> bool:
+    return isinstance(layer.encoding, Rope) and layer.encoding.scaling is None
 
 
 def export_checkpoint(

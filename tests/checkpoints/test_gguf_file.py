@@ -221,6 +221,15 @@ def test_scalings_as_llama_cpp_reads_them(tmp_path):
     assert isinstance(found.scaling, LongRope) and frequencies(found, 8)[1][0] == 1.0  # no factor given is none
 
 
+def test_logits_are_not_compared_where_transformers_ignores_the_scaling(tmp_path, monkeypatch, capsys):
+    """/bin/true can "import" all packages, and computes no logits."""
+    monkeypatch.setattr("pe_lab.convert.load_tokenizer", lambda where: None)
+    factors = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 1e30}
+    path = write(tmp_path / "model.gguf", tensors_of("llama", 4, 2), SHAPE | factors)
+    assert main([f"--from=gguf:{path}", f"--to={tmp_path / 'ours'}", "--parity-python=/bin/true"]) == 0
+    assert "Logits not compared: transformers ignores the rope scaling of a GGUF file." in capsys.readouterr().out
+
+
 def without(key):
     return lambda tensors, fields: (tensors, {k: v for k, v in fields.items() if k != key})
 
