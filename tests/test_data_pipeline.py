@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from corpora import COLOURS, numbered
 from pe_lab.config import DataConfig, SourceConfig
 from pe_lab.data.held_out import validation_batches
 from pe_lab.data.mixture import open_mixture
-from pe_lab.data.order import mixing_order
+from pe_lab.data.order import mixing_counts, mixing_order
 from pe_lab.data.pipeline import build_pipeline
 from pe_lab.data.windows import TokenWindows
 from pe_lab.errors import UserError
@@ -127,20 +128,59 @@ def test_the_mixture_has_its_weights(config):
 @pytest.mark.parametrize(
     ("weights", "period"),
     [
-        ([1.0], [1]),
-        ([0.7, 0.3], [7, 3]),
-        ([2.0, 1.0, 1.0], [2, 1, 1]),
-        ([1 / 3, 2 / 3], [1, 2]),
-        ([5e-5, 1.0], [1, 10_000]),
+        ((1.0,), [1]),
+        ((0.7, 0.3), [7, 3]),
+        ((2.0, 1.0, 1.0), [2, 1, 1]),
+        ((1 / 3, 2 / 3), [1, 2]),
+        ((5e-5, 1.0), [1, 20_000]),
+        ((6e-5, 1e-4), [3, 5]),
+        ((2e-9, 0.0, 6e-9, 1e-9), [2, 0, 6, 1]),
+        ((3e-300, 7e-300), [3, 7]),
+        ((0.12345, 0.54321, 1.0), [12_345, 54_321, 100_000]),
+        ((1e-6, 1.0), [1, 1_000_000]),
     ],
 )
 def test_the_mixing_order_is_exact_and_even(weights, period):
-    order, index = np.asarray(mixing_order(weights)).T
+    """The order of Fractions of the decimal numbers, whatever their size; any element follows from its number."""
+    number = sum(period)
+    order, index = mixing_order(weights, 0, number)
     assert [int((order == i).sum()) for i in range(len(weights))] == period
     for i, share in enumerate(period):  # up to any element, each source is within one of its share
         np.testing.assert_array_equal(index[order == i], np.arange(share))
         counts = np.cumsum(order == i)
         assert np.abs(counts - share / sum(period) * np.arange(1, len(order) + 1)).max() <= 1
+    np.testing.assert_array_equal(mixing_counts(weights, 10**9 * number), 10**9 * np.asarray(period))
+    middle = (number // 3, min(number // 3 + 40, number))
+    np.testing.assert_array_equal(mixing_order(weights, *middle), (order[slice(*middle)], index[slice(*middle)]))
+    if number < 100:
+        places = sorted((Fraction(2 * j + 1, 2 * s), i) for i, s in enumerate(period) for j in range(s))
+        assert order.tolist() == [i for _, i in places]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_mixing_order_is_exact_for_any_weights(seed):
+    rng = np.random.default_rng(seed)
+    weights = tuple((10.0 ** rng.uniform(-9, 0, 40)).tolist())
+    number = 10**11
+    counts = mixing_counts(weights, number)
+    assert counts.sum() == number
+    np.testing.assert_allclose(counts, number * np.asarray(weights) / sum(weights), atol=1)
+    sources, index = mixing_order(weights, number, number + 5_000)
+    after = mixing_counts(weights, number + 5_000)
+    np.testing.assert_array_equal(np.bincount(sources, minlength=40), after - counts)
+    assert all((np.diff(index[sources == i]) == 1).all() for i in range(40))
+
+
+def test_small_weights_are_read_and_logged_by_their_ratio(config):
+    """Weights of 6e-5 and 1e-4 are 3 : 5, and so are the expected tokens."""
+    small = tuple(replace(config.sources[0], name=name, weight=w) for name, w in (("a", 6e-5), ("b", 1e-4)))
+    pipeline = build(replace(config, sources=small))
+    list(take(pipeline, 40))
+    total = 40 * BATCH * LENGTH
+    counted = pipeline.tokens_read()
+    assert [counted[f"expected_tokens/{name}"] for name in "ab"] == [total * 3 / 8, total * 5 / 8]
+    assert [counted[f"read_tokens/{name}"] for name in "ab"] == [total * 3 / 8, total * 5 / 8]
+    pipeline.close()
 
 
 def addresses(pipeline, windows, batches):

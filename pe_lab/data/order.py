@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-from jaxtyping import Int, Int64, UInt
+from jaxtyping import Float64, Int, Int64, UInt
 
 ROUNDS = 4  # of the shuffle's cipher
 LEAST_BITS = 16  # of its block
@@ -95,31 +96,53 @@ def _round_keys(seed: int) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def mixing_order(weights: Sequence[float]) -> list[tuple[int, int]]:
-    """(source, index in the source) of each element of one period; the elements of a source are spread evenly.
-
-    Weights become ratios of whole numbers: exactly if the period has at most 100,000 elements, else rounded to
-    1 in 10,000. A source of weight 0 is not in it.
-    """
-    read = [i for i, weight in enumerate(weights) if weight > 0]
-    ratios = [Fraction(weights[i]).limit_denominator(10_000) for i in read]
-    shares = [int(r * math.lcm(*(x.denominator for x in ratios))) for r in ratios]
-    shares = [s // math.gcd(*shares) for s in shares]
-    if min(shares) < 1 or sum(shares) > 100_000:
-        shares = [max(1, round(10_000 * weights[i] / sum(weights))) for i in read]
-    period = sum(shares)
-    # Element j of the s elements of a source belongs at (j + 1/2) / s of the period; ties go to the first source.
-    places = [((2 * j + 1) * period / (2 * s), i, j) for i, s in zip(read, shares, strict=True) for j in range(s)]
-    return [(source, index) for _, source, index in sorted(places)]
+@functools.lru_cache(64)
+def _ratios(weights: tuple[float, ...]) -> tuple[Fraction, ...]:
+    """The part of each source, exactly that of the decimal numbers that a person writes: 0.1 is 1/10."""
+    exact = [Fraction(str(float(weight))) for weight in weights]
+    return tuple(weight / sum(exact) for weight in exact)
 
 
 @functools.lru_cache(64)
-def _period(weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The sources of a period's elements, and how many of each source are before each element, and in all."""
-    sources = np.asarray([source for source, _ in mixing_order(weights)])
-    before = np.zeros((len(sources) + 1, len(weights)), np.int64)
-    np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0, out=before[1:])
-    return sources, before
+def _half_distances(weights: tuple[float, ...]) -> Float64[np.ndarray, " sources"]:
+    """Half the mean distance of two elements of each source, in elements of all; infinite for weight 0."""
+    halves = [1 / (2 * part) if part else math.inf for part in _ratios(weights)]
+    return np.asarray([float(half) if half < sys.float_info.max else math.inf for half in halves])
+
+
+def mixing_counts(weights: tuple[float, ...], number: int) -> Int64[np.ndarray, " sources"]:
+    """How many of the first `number` elements of the order of `mixing_order` are of each source.
+
+    They are the seats that the method of Sainte-Lague gives parties with these votes.
+    """
+    half = _half_distances(weights)
+    counts = np.floor(number / (2 * half) + 0.5).astype(np.int64)  # to within the ties
+    sources = np.arange(len(weights))
+    while True:
+        after, last = (2 * counts + 1) * half, np.where(counts > 0, (2 * counts - 1) * half, -math.inf)
+        out, inside = np.lexsort((sources, after))[0], np.lexsort((sources, last))[-1]
+        missing = number - counts.sum()
+        if missing > 0:
+            counts[out] += 1
+        elif missing < 0 or (last[inside], inside) > (after[out], out):
+            counts[inside] -= 1
+        else:
+            return counts
+
+
+def mixing_order(
+    weights: tuple[float, ...], start: int, stop: int
+) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+    """The source of each of the elements start..stop - 1 of a mixture, and its index in the source.
+
+    A source of the part p of all weights has its element j at (j + 1/2) / p; ties go to the first source. So it is
+    spread evenly, and any number of elements has its part, however small.
+    """
+    low, high = mixing_counts(weights, start), mixing_counts(weights, stop)
+    sources = np.repeat(np.arange(len(weights)), high - low)
+    indices = np.concatenate([np.arange(a, b) for a, b in zip(low, high, strict=True)])
+    order = np.lexsort((sources, (2 * indices + 1) * _half_distances(weights)[sources]))
+    return sources[order], indices[order]
 
 
 @dataclass(frozen=True)
@@ -131,7 +154,7 @@ class Position:
       sequence: the number of sequences before it.
       counts: how many of them are of each source.
       weights: of the sources there; () before anything was read.
-      place: the sequences before it in the period of these weights.
+      place: the sequences before it since these weights began.
     """
 
     batch: int
@@ -147,20 +170,23 @@ class _Stage:
 
     batch: int  # the first
     sequence: int  # the first one of that batch
-    place: int  # of that sequence in the period
+    place: int  # of that sequence since its weights began
     counts: tuple[int, ...]  # sequences of each source before it
     weights: tuple[float, ...]
 
     @property
-    def shares(self) -> np.ndarray:
-        _, before = _period(self.weights)
-        return before[-1] / before[-1].sum()
+    def shares(self) -> Float64[np.ndarray, " sources"]:
+        """The part of each source."""
+        return np.asarray([float(part) for part in _ratios(self.weights)])
 
-    def before(self, sequence: int) -> np.ndarray:
+    def before(self, sequence: int) -> Int64[np.ndarray, " sources"]:
         """The number of sequences of each source before a sequence of this stage."""
-        _, before = _period(self.weights)
-        periods, place = divmod(sequence - self.sequence + self.place, len(before) - 1)
-        return np.asarray(self.counts) + periods * before[-1] + before[place] - before[self.place]
+        return self.base + mixing_counts(self.weights, sequence - self.sequence + self.place)
+
+    @property
+    def base(self) -> Int64[np.ndarray, " sources"]:
+        """The number of sequences of each source before those with these weights, as if all of them were there."""
+        return np.asarray(self.counts) - mixing_counts(self.weights, self.place)
 
 
 class Order:
@@ -193,7 +219,7 @@ class Order:
             batch = max(first, start.batch)
             sequence = start.sequence + (batch - start.batch) * batch_size
             counts = tuple(map(int, self.counts(sequence))) if self._stages else start.counts
-            if not before or not np.array_equal(_period(before)[0], _period(weights)[0]):
+            if not before or _ratios(before) != _ratios(weights):
                 place = 0
             elif self._stages:
                 continue  # it goes on
@@ -228,7 +254,7 @@ class Order:
         """Where a batch begins."""
         sequence = self.sequence(batch)
         stage = self._stage(sequence)
-        place = (sequence - stage.sequence + stage.place) % len(_period(stage.weights)[0])
+        place = sequence - stage.sequence + stage.place
         return Position(batch, sequence, tuple(map(int, stage.before(sequence))), stage.weights, place)
 
     def first_batch(self, source: int, count: int, last: int) -> int | None:
@@ -248,13 +274,10 @@ class Order:
             low, high = max(start, stage.sequence), min(stop, following.sequence if following else stop)
             if low >= high:
                 continue
-            order, before = _period(stage.weights)
-            place = np.arange(low, high) - stage.sequence + stage.place
-            periods, place = place // len(order), place % len(order)
-            source = order[place]
-            base = np.asarray(stage.counts) - before[stage.place]
+            since = stage.place - stage.sequence
+            source, rank = mixing_order(stage.weights, low + since, high + since)
             sources[low - start : high - start] = source
-            ranks[low - start : high - start] = base[source] + periods * before[-1][source] + before[place, source]
+            ranks[low - start : high - start] = stage.base[source] + rank
         for source, (count, seed) in enumerate(zip(self.windows, self.seeds, strict=True)):
             mine = np.flatnonzero(sources == source)
             if not count or not len(mine):

@@ -87,7 +87,7 @@ class Pipeline:
         rows, stages = [], self._order.stages
         counts = self._order.after(None).counts(steps * self._order.batch_size) if len(stages) > 1 else None
         for i, (source, windows) in enumerate(zip(self._sources, self._windows, strict=True)):
-            weight = stages[0][1][i] if counts is None else round(float(counts[i] / counts.sum()), 6)
+            weight = stages[0][1][i] if counts is None else float(f"{counts[i] / counts.sum():.6g}")
             row = {"name": source.name, "source": redacted(source.config.source), "weight": weight}
             if counts is not None:
                 row["weights"] = [[first, weights[i]] for first, weights in stages]
@@ -221,8 +221,8 @@ class Pipeline:
 
         `batches` is the number of global batches so far, `left_out` those left out; `sequences` the number of sequences
         of the global order up to there, with those left out, and `sources` how many of them are of each source, with
-        the tokens that were read and expected; `weights` those of the sources, and `place` the sequences since their
-        period began; `data` describes the data.
+        the tokens that were read and expected; `weights` those of the sources, and `place` the sequences since they
+        began; `data` describes the data.
         """
         place = self._order.position(self.batch_index(self._batches))
         left_out = {"left_out": list(self._left_out)} if self._left_out else {}
