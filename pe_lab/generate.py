@@ -68,9 +68,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_text(option: str, path: str) -> str:
-    """The text of a file; `DataError` if it cannot be read."""
+    """The text of a file, without a byte order mark; `DataError` if it cannot be read."""
     try:
-        return storage.read_bytes(storage.path(option, path)).decode("utf-8")
+        return storage.read_bytes(storage.path(option, path)).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{option}: '{path}' cannot be read as text ({error}).") from None
 

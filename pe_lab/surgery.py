@@ -233,7 +233,7 @@ def fitting_batch(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarr
         if not parent.tokenizer:
             raise CheckpointError(f"'{parent.path}' has no tokenizer; --text cannot be used.")
         try:
-            ids = load_tokenizer(parent.tokenizer).encode(Path(text).read_text())
+            ids = load_tokenizer(parent.tokenizer).encode(Path(text).read_text("utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"--text: '{text}' cannot be read ({error}).") from None
         count = min(FIT_WINDOWS, (len(ids) - 1) // length)

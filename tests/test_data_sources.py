@@ -1,5 +1,6 @@
 """Sources yield every document once and in order, whole and in shards, and name the record of an error."""
 
+import codecs
 import gzip
 import json
 import pickle
@@ -210,6 +211,77 @@ def test_a_name_with_wildcards_is_a_file_where_there_is_one(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert documents("text:~no_one/*.txt") == ["text of ~no_one/c.txt"]  # there is no such user
     assert documents("text:lr[1]/{a,b}.txt") == ["text of lr[1]/a.txt"]
+
+
+def test_columns_of_one_name_are_refused(tmp_path):
+    """Also within a column; another column may be there twice, and names that differ in case are different."""
+    one, two = pyarrow.array(["a"]), pyarrow.array(["b"])
+    inner = pyarrow.StructArray.from_arrays([one, two], ["title", "title"])
+    listed = pyarrow.array([[{"content": "a", "role": "user"}]])
+    for name, columns, names in [
+        ("text", [one, two], ["text", "text"]),
+        ("nested", [inner], ["meta"]),
+        ("other", [one, two, two, listed], ["text", "n", "n", "messages"]),
+        ("case", [one, two], ["text", "Text"]),
+    ]:
+        table = pyarrow.Table.from_arrays(columns, names=names)
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+        with pyarrow.ipc.new_file(tmp_path / f"{name}.arrow", table.schema) as writer:
+            writer.write_table(table)
+    for kind in ("parquet", "arrow"):
+        for name in ("other", "case"):
+            assert documents(f"{kind}:{tmp_path}/{name}.{kind}") == ["a"]
+        assert documents(f"{kind}:{tmp_path}/case.{kind}", column="Text") == ["b"]
+        with pytest.raises(UserError, match=rf"text.{kind} has two columns 'text'"):
+            documents(f"{kind}:{tmp_path}/text.{kind}")
+        with pytest.raises(UserError, match=rf"nested.{kind} has two columns 'meta.title'"):
+            documents(f"{kind}:{tmp_path}/nested.{kind}", template="{meta.title}")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    mark = codecs.BOM_UTF8
+    (tmp_path / "a.txt").write_bytes(mark + b"hello\n")
+    (tmp_path / "b.txt").write_bytes(mark)
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(mark + b"packed"))
+    (tmp_path / "d.txt.zst").write_bytes(pyarrow.compress(mark + b"more", "zstd", asbytes=True))
+    (tmp_path / "e.txt").write_bytes("in\ufeffside".encode())  # a space of no width
+    (tmp_path / "f.jsonl").write_bytes(mark + b'{"text": "line"}\n' + mark + b'{"text": "next"}\n')
+    assert documents(f"text:{tmp_path}/*.txt*") == ["hello\n", "packed", "more", "in\ufeffside"]
+    assert documents(f"jsonl:{tmp_path}/f.jsonl") == ["line", "next"]
+
+
+@pytest.mark.parametrize("ending", ["txt", "txt.gz", "txt.zst"])
+@pytest.mark.parametrize("lines", [True, False])
+def test_a_large_text_file_is_several_documents(tmp_path, monkeypatch, ending, lines):
+    """They end at line ends, or within 20 bytes at a character, and are the text of the file; of any size of a shard."""
+    text = "".join(f"{i} é☃😀 words{chr(10) if lines and i % 3 else ''}" for i in range(40))
+    content = codecs.BOM_UTF8 + text.encode()
+    packed = {"txt.gz": gzip.compress, "txt.zst": lambda b: pyarrow.compress(b, "zstd", asbytes=True)}
+    (tmp_path / f"a.{ending}").write_bytes(packed.get(ending, bytes)(content))
+    config = SourceConfig(f"text:{tmp_path}/a.*")
+    assert [d.text for d in open_source(config).documents()] == [text]
+    monkeypatch.setattr(files, "TEXT_BYTES", 100)
+    monkeypatch.setattr(files, "LINE_BYTES", 60 if lines else 20)
+    found = list(open_source(config).documents())
+    assert "".join(d.text for d in found) == text
+    assert len(found) == (-(-len(content) // 100) if ending == "txt" else len(found)) > 5
+    assert all(len(d.text.encode()) <= 200 for d in found)
+    if lines:
+        assert all(d.text.endswith("\n") for d in found[:-1])
+    assert open_source(config).count() in (None, len(found))
+    monkeypatch.setattr(files, "SHARD_BYTES", 150)
+    assert joined(in_shards(config)) == found
+    (tmp_path / f"a.{ending}").write_bytes(packed.get(ending, bytes)(content[:555] + b"\xff" + content[555:]))
+    with pytest.raises(UserError, match=rf"a.{ending} is not UTF-8 \(byte 55\d\)"):
+        list(open_source(config).documents())
+
+
+def test_a_record_that_is_too_long_is_refused_by_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_LINE_BYTES", 1000)
+    line = json.dumps({"text": "a"}) + "\n"
+    (tmp_path / "a.jsonl").write_text(line * 3 + json.dumps({"text": "a" * 2000}) + "\n" + line)
+    with pytest.raises(UserError, match=r"a.jsonl, line 4 has more than 1,000 bytes. Split"):
+        documents(f"jsonl:{tmp_path}/a.jsonl")
 
 
 def test_identity_changes_with_the_files(tmp_path):

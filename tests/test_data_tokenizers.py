@@ -214,7 +214,7 @@ def test_prompts_have_the_ids_of_transformers(name, tmp_path):
     export_tokenizer(tokenizer, tmp_path / "out")
     again, exported = load_saved_tokenizer(tmp_path / "saved"), load_tokenizer(f"hf:{tmp_path / 'out'}")
     for text, ids in zip(HF_GOLDEN["texts"], HF_GOLDEN[name]["prompts"], strict=True):
-        for it in (tokenizer, again, exported):
+        for it in (tokenizer, again, exported) if ids is not None else ():  # None: transformers 4 and 5 differ
             assert it.encode_prompt(text).tolist() == ids, text
         if name in ("llama3", "flags"):
             assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -290,7 +290,7 @@ def test_the_end_is_found_in_a_prompt_and_not_in_a_document(tokenizer):
 
 
 def test_bos_ids(tmp_path):
-    assert [style(tmp_path / name, name).bos_id for name in STYLES] == [0, 1, None, 1]
+    assert [style(tmp_path / name, name).bos_id for name in STYLES] == [1, 1, None, 0, 1, None, 1]
     assert train_sentencepiece(CORPUS, 400, "corpus").bos_id is None and load_tokenizer("bytes").bos_id is None
     (tmp_path / "tokenizer.model").write_bytes(base64.b64decode(SP_GOLDEN["llama"]["model"]))
     assert load_tokenizer(f"hf:{tmp_path}").bos_id == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 
@@ -30,7 +31,8 @@ def encode_chat(
     any other, the chat is rendered up to each answer, as for generation, and up to its end: what is in between are its
     targets, without the whitespace after the token that ends it. A token that is partly in an answer is a target.
 
-    Special tokens are found in the whole text, as transformers does: a message that spells one contains it.
+    Special tokens are found in the whole text, as transformers does: a message that spells one contains it. But one
+    that spells the end of a document contains its text: that token is the template's alone.
 
     Args:
       tokenizer: one with a chat template.
@@ -40,13 +42,47 @@ def encode_chat(
       UnsupportedError: the tokenizer has no chat template, or jinja2 is not installed.
       DataError: a message has no role, the template refuses the messages, or an answer is not found in what it renders.
     """
-    text, answers = _rendered(tokenizer, messages)
+    end = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
+    stands = _stand_in(end, messages)
+    # A text of the same length takes the place of the end, so that the characters of answers stay where they are.
+    hidden = [{k: v.replace(end, stands) if end and isinstance(v, str) else v for k, v in m.items()} for m in messages]
+    text, answers = _rendered(tokenizer, hidden)
+    spelled = [match.start() for match in re.finditer(stands, text)] if stands else []
+    text = text.replace(stands, end) if stands else text
     ids, offsets = tokenizer.encode_with_offsets(text)
+    if spelled:
+        ids, offsets = _spell(tokenizer, end, ids, offsets, spelled)
     loss = np.zeros(len(ids), bool)
     start, stop = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)  # a byte of a character may have none
     for first, after in answers:
         loss |= (start < after) & (stop > first)
     return ids, loss
+
+
+def _stand_in(end: str, messages: Sequence[Mapping[str, str]]) -> str:
+    """A text as long as `end`, of one character that no message has; "" if no message has `end`."""
+    whole = "".join(value for message in messages for value in message.values() if isinstance(value, str))
+    if not end or end not in whole:
+        return ""
+    return len(end) * next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in whole)  # for private use
+
+
+def _spell(
+    tokenizer: Tokenizer,
+    end: str,
+    ids: Int32[np.ndarray, " n"],
+    offsets: Int32[np.ndarray, "n 2"],
+    spelled: Sequence[int],
+) -> tuple[Int32[np.ndarray, " m"], Int32[np.ndarray, "m 2"]]:
+    """Ids with the ends that begin at the characters `spelled` replaced by what documents have for their text."""
+    plain = tokenizer.encode(end)
+    parts, places = [], []
+    for token, place in zip(ids, offsets, strict=True):
+        # A token may absorb spaces beside it.
+        inside = token == tokenizer.eos_id and any(place[0] <= at and at + len(end) <= place[1] for at in spelled)
+        parts.append(plain if inside else token[None])
+        places.append(np.repeat(place[None], len(parts[-1]), 0))
+    return np.concatenate(parts), np.concatenate(places)
 
 
 def chat_fingerprint(tokenizer: Tokenizer) -> str:

@@ -2,10 +2,11 @@
 
 Run it with the project's Python, and name Pythons that have the others (each run prints the versions it used):
 
-    python tests/data/make_tokenizer_golden.py --transformers5=P5 --transformers4=P4 --llama-cpp=PL
+    python tests/data/make_tokenizer_golden.py --transformers5=P5 --transformers4=P4 [--llama-cpp=PL]
 
 P5 has transformers 5; P4 has transformers 4.56, sentencepiece and protobuf (for the slow LlamaTokenizer); PL has
-llama-cpp-python. The tokenizers are tiny, trained here on TRAINING; SmolLM2's GGUF comes from tests/real_material.py.
+llama-cpp-python; without it the file of GGUF stays. The tokenizers are tiny, trained here on TRAINING; SmolLM2's GGUF
+comes from tests/real_material.py. The unigrams come out differently from run to run: the file has those of one run.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def unigram():
 
 
 def styles() -> dict[str, dict[str, str]]:
-    from tokenizers import processors
+    from tokenizers import pre_tokenizers, processors
 
     fast = {"tokenizer_class": "PreTrainedTokenizerFast"}
     llama3 = byte_level(["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"])
@@ -153,7 +154,16 @@ def styles() -> dict[str, dict[str, str]]:
         str(size + 3): {**plain, "content": "<s>", "special": False, "normalized": True},
     }
     flags = {**fast, "eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "add_bos_token": True}
+    gpt2 = byte_level(["<|endoftext|>", "<|im_start|>"])
+    gpt2.pre_tokenizer = pre_tokenizers.ByteLevel(False)
+    neox = byte_level(["<|endoftext|>", "<|im_start|>"])
+    neox.pre_tokenizer = pre_tokenizers.ByteLevel(True)
+    neox.post_processor = processors.TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 1)])
+    ends = {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
     made = {
+        "gpt2": (gpt2, {**ends, "tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}),
+        "neox": (neox, {**ends, "tokenizer_class": "GPTNeoXTokenizerFast"}),
+        "split": (byte_level(["<|endoftext|>", "</s>"]), {**fast, "eos_token": "</s>", "split_special_tokens": True}),
         "llama3": (llama3, {**fast, "bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}),
         "llama2": (metaspace_bpe(), {**fast, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
         "unigram": (unigram(), {**fast, "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}),
@@ -180,7 +190,7 @@ def hugging_face(arguments) -> dict:
                 print(f"{name}: {five['by']} and {four['by']} differ on {text[:40]!r}: {a[:8]}, {b[:8]}")
         out[name] = {
             "files": files,
-            "prompts": five["prompts"],
+            "prompts": [a if a == b else None for a, b in zip(five["prompts"], four["prompts"], strict=True)],
             "by": f"{five['by']}, tokenizers {tokenizers.__version__}",
         }
     return out
@@ -218,6 +228,8 @@ def sentencepiece_golden(arguments) -> dict:
         configurations = {
             "silent": {},
             "new": {"legacy": False},
+            "split": {"split_special_tokens": True},
+            "new_split": {"legacy": False, "split_special_tokens": True},
             "added": {"add_bos_token": False, "add_eos_token": True, "added_tokens_decoder": added},
         }
         for label, configuration in configurations.items():
@@ -304,9 +316,12 @@ def gguf_golden(arguments) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("transformers5", "transformers4", "llama-cpp"):
-        parser.add_argument(f"--{name}", required=True, help="a Python that has it")
+        parser.add_argument(f"--{name}", required=name != "llama-cpp", help="a Python that has it")
     arguments = parser.parse_args()
-    for name, make in {"hf": hugging_face, "sentencepiece": sentencepiece_golden, "gguf": gguf_golden}.items():
+    makers = {"hf": hugging_face, "sentencepiece": sentencepiece_golden, "gguf": gguf_golden}
+    if not arguments.llama_cpp:
+        del makers["gguf"]
+    for name, make in makers.items():
         text = json.dumps({"texts": DIFFICULT, **make(arguments)}, ensure_ascii=False, separators=(",", ":"))
         path = HERE / f"tokenizer_{name}_golden.json"
         path.write_text(text + "\n", encoding="utf-8")

@@ -13,7 +13,8 @@ from pe_lab.data.sources.source import Document
 from pe_lab.errors import ConfigError, DataError
 from pe_lab.storage import InputFile, open_file
 
-BATCH_ROWS = 2048
+BATCH_ROWS = 2048  # that are read at once, at most
+BATCH_BYTES = 2**25  # of these rows, about
 MOST_COUNTED = 64  # remote files, each of which costs a request
 ARROW_FILE = b"ARROW1\0\0"  # the beginning of an Arrow file; a stream begins with its first message
 
@@ -57,7 +58,9 @@ class ParquetFiles(_Columns):
                 return
             row = sum(file.metadata.row_group(i).num_rows for i in range(chosen[0]))
             columns = self._records.columns_of(file.schema_arrow.names)
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, row_groups=chosen, columns=columns):
+            size = max(file.metadata.row_group(i).total_byte_size for i in chosen)
+            rows = _rows_of(size, max(file.metadata.row_group(i).num_rows for i in chosen))
+            for batch in file.iter_batches(batch_size=rows, row_groups=chosen, columns=columns):
                 yield from documents(batch, self._records, part.name, row)
                 row += batch.num_rows
 
@@ -101,7 +104,10 @@ class ArrowFiles(_Columns):
         with self._open(part.name, part.size) as (file, batches):
             columns = [name for name in batches.schema.names if name in self._records.tops(batches.schema.names)]
             for index, batch in self._batches(part, file, batches):
-                yield from documents(batch.select(columns), self._records, f"{part.name}, record batch {index}", 0)
+                chosen, name = batch.select(columns), f"{part.name}, record batch {index}"
+                step = _rows_of(chosen.nbytes, chosen.num_rows)
+                for row in range(0, chosen.num_rows, step):
+                    yield from documents(chosen.slice(row, step), self._records, name, row)
 
     def _batches(self, part: Part, file: Any, batches: Any) -> Iterator[tuple[int, Any]]:
         """The record batches that begin in a part, with their numbers."""
@@ -124,6 +130,11 @@ class ArrowFiles(_Columns):
                 yield index, _checked(batch)
 
 
+def _rows_of(size: int, rows: int) -> int:
+    """How many rows to read at once, of so many that take `size` bytes."""
+    return min(max(BATCH_BYTES * rows // max(size, 1), 1), BATCH_ROWS)
+
+
 def _checked(batch: Any) -> Any:
     """The batch, if its offsets lie within its bytes: of a damaged file they need not."""
     batch.validate(full=True)
@@ -131,10 +142,15 @@ def _checked(batch: Any) -> Any:
 
 
 def check_schema(name: str, schema: Any, records: Records) -> None:
-    """`ConfigError` if a column is missing, or the only one is not of strings."""
+    """`ConfigError` if a column is missing, is there twice, or the only one is not of strings."""
     import pyarrow
 
     records.check_columns(name, schema.names)
+    for top in sorted(records.tops(schema.names)):
+        if twice := _twice(top, [field for field in schema if field.name == top]):
+            raise ConfigError(
+                f"{name} has two columns {twice!r}. Write the file again with another name for one of them."
+            )
     for column in records.columns:
         if column not in schema.names:
             kind = schema
@@ -150,6 +166,16 @@ def check_schema(name: str, schema: Any, records: Records) -> None:
     inner = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if inner not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         raise ConfigError(f"{name}: column {column!r} is of type {kind}, not text. Set the source's column.")
+
+
+def _twice(name: str, fields: Sequence[Any]) -> str:
+    """The name of a column that is there twice, among fields of one name or within one; "" if none is."""
+    if len(fields) > 1:
+        return name
+    kind = fields[0].type if fields else None
+    inner = [kind.field(i) for i in range(getattr(kind, "num_fields", 0))]  # of structs, lists and maps
+    of_name = {field.name: [other for other in inner if other.name == field.name] for field in inner}
+    return next(filter(None, (_twice(f"{name}.{each}", found) for each, found in of_name.items())), "")
 
 
 def documents(batch: Any, records: Records, name: str, row: int) -> Iterator[Document]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import hashlib
@@ -16,6 +17,9 @@ from pe_lab.errors import DataError, UserError, redacted
 from pe_lab.storage import InputFile, json_object, open_file
 
 COMPRESSED = (".gz", ".zst")
+TEXT_BYTES = 2**24  # of a document from a file of text
+LINE_BYTES = 2**20  # in which a line ends, or the document ends within it
+MOST_LINE_BYTES = 2**27  # of a record of JSON lines
 MOST_EXPANSION = 100  # of a compressed text, which shrinks to a third or a tenth; deflate can expand by 1,032
 
 
@@ -43,11 +47,17 @@ class Files(Source):
         """Whether a part of a file can be read by itself."""
         return False
 
+    def part_bytes(self) -> int:
+        """The bytes of a part, at most."""
+        return SHARD_BYTES
+
     def shards(self) -> list[InputShard]:
         parts = [
             Part(file.name, file.size, start, stop)
             for file in self._files
-            for start, stop in (split_evenly(file.size, SHARD_BYTES) if self.splits(file.name) else [(0, file.size)])
+            for start, stop in (
+                split_evenly(file.size, self.part_bytes()) if self.splits(file.name) else [(0, file.size)]
+            )
         ]
         shards = []
         sizes = (part.stop - part.start if part.size >= 0 else SHARD_BYTES for part in parts)
@@ -82,9 +92,6 @@ def reading(name: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except UnicodeDecodeError as error:
-        advice = "Convert it, or leave it out of the glob."
-        raise DataError(f"{name} is not UTF-8 (byte {error.start}). {advice}") from error
     except Exception as error:
         known = isinstance(error, OSError | EOFError | zlib.error)
         if not known and not type(error).__module__.startswith(("pyarrow", "urllib3")):
@@ -115,11 +122,11 @@ class _Expanded:
             )
         return content
 
-    def read(self) -> bytes:
-        return self._counted(self._file.read(self._left + 1))
+    def read(self, size: int) -> bytes:
+        return self._counted(self._file.read(min(size, self._left + 1)))
 
-    def readline(self) -> bytes:
-        return self._counted(self._file.readline(self._left + 1))
+    def readline(self, size: int) -> bytes:
+        return self._counted(self._file.readline(min(size, self._left + 1)))
 
 
 @contextlib.contextmanager
@@ -130,16 +137,66 @@ def _opened(part: Part) -> Iterator[Any]:
 
 
 class TextFiles(Files):
-    """UTF-8 files, also compressed (.gz, .zst), one document each."""
+    """UTF-8 files, also compressed (.gz, .zst), one document each, without the byte order mark at their beginning.
+
+    A file of more than `TEXT_BYTES` is several documents of nearly equal size, which end at line ends; where no line
+    ends within `LINE_BYTES`, at a character. So a file is never in memory as a whole.
+    """
+
+    def splits(self, name: str) -> bool:
+        return not name.endswith(COMPRESSED)
+
+    def part_bytes(self) -> int:
+        return TEXT_BYTES
 
     def read_part(self, part: Part) -> Iterator[Document]:
         with _opened(part) as file:
-            text = file.read().decode("utf-8")
-        if text:
+            if part.size < 0 or not self.splits(part.name):
+                yield from self._streamed(file, part.name)
+                return
+            start, stop = (self._cut(file, at, part.size) for at in (part.start, part.stop))
+            file.seek(start)
+            if text := self._text(file.read(stop - start), part.name, start):
+                yield Document(text)
+
+    def _cut(self, file: Any, at: int, size: int) -> int:
+        """The byte at which the document begins that the byte `at` would begin."""
+        if at in (0, size):
+            return at
+        file.seek(at - 1)
+        content = file.read(LINE_BYTES)
+        return at - 1 + (content.find(b"\n") + 1 or 1 + _character(content[1:5]))
+
+    def _streamed(self, file: Any, name: str) -> Iterator[Document]:
+        """The documents of a file whose size is not known before it is read."""
+        begins, rest = 0, b""
+        while content := file.read(TEXT_BYTES + LINE_BYTES - len(rest)):
+            rest += content
+            if len(rest) < TEXT_BYTES + LINE_BYTES:
+                continue
+            cut = rest.find(b"\n", TEXT_BYTES - 1) + 1 or TEXT_BYTES + _character(rest[TEXT_BYTES : TEXT_BYTES + 4])
+            yield Document(self._text(rest[:cut], name, begins))
+            begins, rest = begins + cut, rest[cut:]
+        if text := self._text(rest, name, begins):
             yield Document(text)
 
+    def _text(self, content: bytes, name: str, begins: int) -> str:
+        """The bytes of a file from one on, as text."""
+        try:
+            return content.decode("utf-8" if begins else "utf-8-sig")
+        except UnicodeDecodeError as error:
+            at = begins + error.start + 3 * (not begins and content.startswith(codecs.BOM_UTF8))
+            raise DataError(f"{name} is not UTF-8 (byte {at:,}). Convert it, or leave it out of the glob.") from error
+
     def count(self) -> int | None:
-        return len(self._files)
+        if any(file.size < 0 or not self.splits(file.name) for file in self._files):
+            return None
+        return sum(len(split_evenly(file.size, TEXT_BYTES)) for file in self._files)
+
+
+def _character(content: bytes) -> int:
+    """The first byte of a text in UTF-8 that begins a character."""
+    return next((i for i, byte in enumerate(content) if byte & 0xC0 != 0x80), len(content))
 
 
 class JsonLines(Files):
@@ -154,18 +211,29 @@ class JsonLines(Files):
         with _opened(part) as file:
             if position:  # the line before the part belongs to the part in which it begins
                 file.seek(position - 1)
-                position += len(file.readline()) - 1
-            while (position < part.stop or to_the_end) and (line := file.readline()):
+                position -= 1
+                while piece := file.readline(LINE_BYTES):
+                    position += len(piece)
+                    if piece.endswith(b"\n"):
+                        break
+            while (position < part.stop or to_the_end) and (line := file.readline(MOST_LINE_BYTES + 1)):
                 begins, number = position, number + 1
+                if len(line) > MOST_LINE_BYTES:
+                    where = self._where(part, begins, number)
+                    raise DataError(
+                        f"{where} has more than {MOST_LINE_BYTES:,} bytes. Split the record, or leave the file out of "
+                        "the glob."
+                    )
                 position += len(line)
                 if line.strip() and (document := self._document(line, part, begins, number)):
                     yield document
 
     def _document(self, line: bytes, part: Part, begins: int, number: int) -> Document | None:
-        def where() -> str:
-            return f"{part.name}, " + (f"the line at byte {begins:,}" if part.start else f"line {number}")
-
         record = json_object(line)
         if record is None:
-            raise DataError(f"{where()} is not a JSON object. Mend it, or leave the file out of the glob.")
-        return self._records.document(record, where)
+            where = self._where(part, begins, number)
+            raise DataError(f"{where} is not a JSON object. Mend it, or leave the file out of the glob.")
+        return self._records.document(record, lambda: self._where(part, begins, number))
+
+    def _where(self, part: Part, begins: int, number: int) -> str:
+        return f"{part.name}, " + (f"the line at byte {begins:,}" if part.start else f"line {number}")

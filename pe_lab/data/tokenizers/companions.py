@@ -179,7 +179,7 @@ class Companions:
     def template(self) -> str:
         """The chat template; `UnsupportedError` if there is none."""
         if CHAT_TEMPLATE in self.files:
-            template = self.files[CHAT_TEMPLATE].decode("utf-8")
+            template = self.files[CHAT_TEMPLATE].decode("utf-8-sig")
         else:
             template = self.configuration.get("chat_template")
         if isinstance(template, list):  # several, by name
@@ -262,5 +262,6 @@ def _compiled(template: str) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson
+    del environment.filters["random"], environment.globals["lipsum"]  # a chat would not be the same twice
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
     return environment.from_string(template)

@@ -59,7 +59,7 @@ def load_tokenizer(specification: str) -> Tokenizer:
     if kind == "sentencepiece":
         return SentencePieceTokenizer(content, companions)
     try:
-        return HuggingFaceTokenizer(content.decode("utf-8"), companions)
+        return HuggingFaceTokenizer(content.decode("utf-8-sig"), companions)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not a Hugging Face tokenizer.json: it is not UTF-8.") from error
 

@@ -32,6 +32,9 @@ WITH_BOS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")  # add BOS
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, given as the bytes of its `.model` file, and its companion files.
 
+    No document (`encode`) contains the end of a document, also where its piece is a user-defined one or one of the
+    vocabulary, and pieces are never sampled (`sp_model_kwargs`).
+
     In a prompt, control pieces (`<s>`, `</s>`), the unknown piece and every token in tokenizer_config.json or
     added_tokens.json are found first; then the text between them is encoded. BOS is added if tokenizer_config.json
     sets `add_bos_token`, or does not mention it and names one of the classes `WITH_BOS`.
@@ -44,6 +47,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, model: bytes, companions: Companions):
         import sentencepiece
+        from sentencepiece import sentencepiece_model_pb2
 
         where = companions.where
         try:
@@ -54,12 +58,14 @@ class SentencePieceTokenizer(Tokenizer):
                 f"{where} is not a SentencePiece model. Give a .model file, or sentencepiece:train:SIZE."
             ) from error
         self._model, self._pieces, self.companions = model, pieces, companions
+        self._content = sentencepiece_model_pb2.ModelProto.FromString(model)
         self.fingerprint = "sentencepiece-" + digest(model)
         self.eos_id = self._processor.eos_id()
         eos = companions.named.get("eos_token")
         if self.eos_id < 0 and eos in self._found:
             self.eos_id = self._found[eos].id
             self.fingerprint = f"sentencepiece-{self.eos_id}-" + digest(model)
+            self._end_is_control()
         if self.eos_id < 0:
             raise DataError(
                 f"The SentencePiece model {where} has no end-of-sentence piece (eos_id). Train it with eos_id set, "
@@ -71,10 +77,22 @@ class SentencePieceTokenizer(Tokenizer):
         named = [self._found[eos].id] if eos in self._found else []
         self.stop_ids = tuple(dict.fromkeys([*companions.stop_ids(self.eos_id), *named]))
 
+    def _end_is_control(self) -> None:
+        """Makes the end of a document a control piece, which no text has, where it is a piece like any other."""
+        import sentencepiece
+
+        kinds = self._content.SentencePiece
+        if self.eos_id < self._pieces:
+            piece = self._content.pieces[self.eos_id]
+            if piece.type in (kinds.NORMAL, kinds.USER_DEFINED, kinds.UNUSED):
+                piece.type = kinds.CONTROL
+                content = self._content.SerializeToString()
+                self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+
     @cached_property
     def _found(self) -> dict[str, AddedToken]:
         """The tokens that a prompt may contain, by content."""
-        proto = _proto(self._model)
+        proto = self._content
         ids = {piece.piece: i for i, piece in enumerate(proto.pieces)}
         kinds = (proto.SentencePiece.CONTROL, proto.SentencePiece.UNKNOWN)
         found = {
@@ -113,14 +131,22 @@ class SentencePieceTokenizer(Tokenizer):
         """The processor without the space that it adds before a text (transformers' legacy=false)."""
         import sentencepiece
 
-        proto = _proto(self._model)
+        proto = type(self._content).FromString(self._content.SerializeToString())
         proto.normalizer_spec.add_dummy_prefix = False
         return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
         threads = int(os.environ.get("RAYON_NUM_THREADS") or -1)  # as the other tokenizers; -1: one for each core
         encoded = self._processor.encode(list(map(encodable, texts)), num_threads=threads)
-        return [np.asarray(ids, np.int32) for ids in encoded]
+        found = [np.asarray(ids, np.int32) for ids in encoded]
+        for ids, text in zip(found, texts, strict=True):
+            if (ids == self.eos_id).any():
+                raise DataError(
+                    f"The tokenizer {self.companions.where} encodes a character of a text as the end of a document "
+                    f"({self._processor.id_to_piece(self.eos_id)!r}), which no document may contain: {text[:60]!r}. "
+                    "Choose another eos_token."
+                )
+        return found
 
     def encode_prompt(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " n"]:
         processor, _, fragments = self._fragments(text)
@@ -162,7 +188,8 @@ class SentencePieceTokenizer(Tokenizer):
             processor = self._continuing
             text = text.replace(SPACE, " ")
             text = " " + text if configuration.get("add_prefix_space", True) else text
-        fragments = split_at_tokens(text, self._found)
+        whole = configuration.get("split_special_tokens")  # special tokens are text, but where they are all of it
+        fragments = [self._found.get(text, text)] * bool(text) if whole else split_at_tokens(text, self._found)
         if processor is not self._processor and len(fragments) > 1 and fragments[0] == " ":
             fragments = fragments[1:]  # the space before a text that begins with a special token
         return processor, text, fragments
@@ -207,7 +234,7 @@ class SentencePieceTokenizer(Tokenizer):
     def _tokenizer_json(self) -> str:
         import tokenizers
 
-        where, proto = self.companions.where, _proto(self._model)
+        where, proto = self.companions.where, self._content
         defined = {
             piece.piece: AddedToken(piece.piece, i, special=False)
             for i, piece in enumerate(proto.pieces)
@@ -233,13 +260,6 @@ class SentencePieceTokenizer(Tokenizer):
                         "Export without a tokenizer, and keep the .model."
                     )
         return text
-
-
-def _proto(model: bytes) -> Any:
-    """The parsed protocol buffer of a model file."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    return sentencepiece_model_pb2.ModelProto.FromString(model)
 
 
 def training_size(specification: str) -> int | None:

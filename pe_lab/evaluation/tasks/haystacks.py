@@ -156,7 +156,7 @@ def _read(path: Path) -> str:
     """The text of a file, or the `text` of a JSON file."""
     if path.suffix != ".json":
         try:
-            return path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
             raise DataError(f"--haystack: {path} is no UTF-8 text ({error}).") from None
     advice = "Give an object with a `text`, as RULER's PaulGrahamEssays.json, with --haystack."
