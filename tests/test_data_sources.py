@@ -253,7 +253,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 @pytest.mark.parametrize("ending", ["txt", "txt.gz", "txt.zst"])
 @pytest.mark.parametrize("lines", [True, False])
 def test_a_large_text_file_is_several_documents(tmp_path, monkeypatch, ending, lines):
-    """They end at line ends, or within 20 bytes at a character, and are the text of the file; of any size of a shard."""
+    """They end at line ends, or within 20 bytes at a character, and are the text of the file, in shards of any size."""
     text = "".join(f"{i} é☃😀 words{chr(10) if lines and i % 3 else ''}" for i in range(40))
     content = codecs.BOM_UTF8 + text.encode()
     packed = {"txt.gz": gzip.compress, "txt.zst": lambda b: pyarrow.compress(b, "zstd", asbytes=True)}

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pe_lab.checkpoints.families import GGUF_LLAMA
+from pe_lab.checkpoints.families import FAMILIES, GGUF_LLAMA
 from pe_lab.checkpoints.rope_parameters import Rotary, nope_if_unrotated
 from pe_lab.checkpoints.source import TensorSource, check_finite, listing
 from pe_lab.config import ModelConfig
@@ -48,15 +48,17 @@ class GgufSource(TensorSource):
 
     def __init__(self, path: Path):
         self.path = path
-        self.display_name = self.tokenizer = f"gguf:{path}"
+        self.display_name = f"gguf:{path}"
         # The vocabulary is read by the tokenizer only.
         opened = open_gguf(path, CheckpointError, lambda key: not key.startswith("tokenizer."))
+        if "tokenizer.ggml.tokens" in opened.keys:  # a file may have weights alone
+            self.tokenizer = self.display_name
         fields = opened.fields
         architecture = fields.get("general.architecture")
         if architecture != "llama":
             raise UnsupportedError(
-                f"{path}: the architecture is '{architecture}'; pe_lab reads llama from GGUF. Import others from their "
-                "Hugging Face directories."
+                f"{path}: the architecture is '{architecture}'; pe_lab reads llama from GGUF. Of Hugging Face "
+                f"directories it reads {', '.join(FAMILIES)}."
             )
         self._stored = tensors = opened.tensors
         self.model = _model(fields, tensors, str(path))

@@ -11,7 +11,7 @@ import numpy as np
 from pe_lab.checkpoints.families import FAMILIES, Family
 from pe_lab.checkpoints.rope_parameters import read_rope, write_rope
 from pe_lab.config import ModelConfig
-from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError, UserError, did_you_mean, excerpt
+from pe_lab.errors import CheckpointError, ConfigError, UnsupportedError, UserError, excerpt
 from pe_lab.model import complete
 from pe_lab.positional import CANONICAL, Layer, Layout, NoPE, PartialRope, Rope, frequencies, from_json, to_json
 
@@ -22,7 +22,11 @@ _ACTIVATIONS = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
     "relu2": "relu2",
 }
 _EXTERNAL_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
@@ -68,8 +72,10 @@ def read_config(config: Mapping[str, Any], tensor_names: Sequence[str], where: s
 def _read(config: Mapping[str, Any], tensor_names: Sequence[str]) -> Described:
     kind = str(config.get("model_type", ""))
     if kind not in FAMILIES:
-        hint = did_you_mean(kind, list(FAMILIES))
-        raise UnsupportedError(f"model_type is '{kind}', which pe_lab has no table for. {hint}")
+        raise UnsupportedError(
+            f"model_type is '{kind}', an architecture that pe_lab does not compute. It computes "
+            f"{', '.join(FAMILIES)}; under one of these names the weights would be another model."
+        )
     family = FAMILIES[kind]
     for key, harmless in _REFUSED.items():
         if config.get(key) not in harmless:
@@ -126,7 +132,10 @@ def _read_model(config: Mapping[str, Any], family: Family, tensor_names: Sequenc
     fixed = family.fixed.get("activation")
     name = config.get("hidden_act") or _EXTERNAL_ACTIVATIONS[fixed or "gelu"]
     if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise UnsupportedError(f"hidden_act is '{name}'. {did_you_mean(str(name), list(_ACTIVATIONS))}")
+        raise UnsupportedError(
+            f"hidden_act is '{name}', a function that pe_lab does not compute. It computes "
+            f"{', '.join(sorted(_ACTIVATIONS))}; with one of these it would be another model."
+        )
     activation = _ACTIVATIONS[name]
     if family.model_type == "gemma" and activation == "gelu":
         activation = "gelu_tanh"  # its first files have gelu for the approximation

@@ -177,14 +177,12 @@ def _leaves(source: Source, export: Export, tensor: Tensor) -> list[np.ndarray]:
 
 
 def _cast(array: np.ndarray, kind: np.dtype, name: str) -> np.ndarray:
-    if array.dtype == kind:
-        return array
     with np.errstate(over="ignore"):
-        cast = array.astype(kind)
+        cast = array.astype(kind, copy=False)
     if not np.isfinite(cast).all():
-        raise UnsupportedError(
-            f"tensor '{name}' does not fit into {kind.name}: some values become infinite. Choose bfloat16."
-        )
+        wider = {"float16": "Choose bfloat16.", "bfloat16": "Choose float32."}
+        advice = wider.get(kind.name, "Its logit scale is too large to be folded into it.")
+        raise UnsupportedError(f"tensor '{name}' does not fit into {kind.name}: some values become infinite. {advice}")
     return cast
 
 

@@ -91,6 +91,12 @@ def _tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
         files = index.get("weight_map")
         if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
             raise CheckpointError(f"{directory / INDEX} has no weight_map. Download it again.")
+        outside = sorted({file for file in files.values() if Path(file).is_absolute() or ".." in Path(file).parts})
+        if outside:
+            raise CheckpointError(
+                f"{directory / INDEX} lists {listing(outside)}, which lie outside of its directory. Put the files "
+                "beside it, and name them without a directory."
+            )
         absent = sorted({file for file in files.values() if not (directory / file).is_file()})
         if absent:
             raise CheckpointError(f"{directory / INDEX} lists {listing(absent)}, which do not exist. Download them.")

@@ -52,13 +52,12 @@ def read_rope(config: Mapping[str, Any], head_dim: int, family: Family) -> tuple
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise CheckpointError(f"the rope parameters are {given!r}; they must be a set of keys.")
-    by_layer = [value for value in given.values() if isinstance(value, Mapping)]
-    if by_layer and any(value != by_layer[0] for value in given.values()):
+    if by_layer := [key for key, value in given.items() if isinstance(value, Mapping)]:
         raise UnsupportedError(
-            f"layers of different types have different rope parameters ({', '.join(given)}), which none of "
-            "pe_lab's families has."
+            f"the rope parameters are those of types of layers ({', '.join(by_layer)}), and {family.architecture} has "
+            "one rotation: transformers ignores them there, or fails. Write the keys of one rotation."
         )
-    rope = by_layer[0] if by_layer else given
+    rope = given
     outer = config.get("rotary_emb_base" if family.neox else "rope_theta")
     base = _number(rope, "rope_theta", outer if outer is not None else family.theta)
     outer = config.get("rotary_pct" if family.neox else "partial_rotary_factor")

@@ -111,12 +111,19 @@ class TensorSource(Source):
 
 
 def check_finite(array: np.ndarray, name: str, where: str) -> np.ndarray:
-    """The array; `CheckpointError` if it has NaN or infinity."""
-    if not np.isfinite(array).all():
-        bad = int((~np.isfinite(array)).sum())
+    """The array; `CheckpointError` if it has NaN, infinity, or (in float64) values that float32 does not have."""
+    if not (finite := np.isfinite(array)).all():
         raise CheckpointError(
-            f"{where}: tensor '{name}' has {bad:,} of {array.size:,} values that are NaN or infinite."
+            f"{where}: tensor '{name}' has {int((~finite).sum()):,} of {array.size:,} values that are NaN or infinite."
         )
+    if array.dtype == np.float64:
+        with np.errstate(over="ignore"):
+            bad = int((~np.isfinite(array.astype(np.float32))).sum())
+        if bad:
+            raise CheckpointError(
+                f"{where}: tensor '{name}' has {bad:,} of {array.size:,} values beyond float32, in which pe_lab "
+                "computes. Rescale the weights, or look for damage."
+            )
     return array
 
 

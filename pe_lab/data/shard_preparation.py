@@ -107,7 +107,7 @@ class Work(NamedTuple):
         return self.directory / WORK / f"{kind}-{shard:05d}.{suffix}"
 
     def documents(self, shard: int) -> Iterator[Document]:
-        """The documents to read of one shard. `DataError` at one of more than `MOST_CHARACTERS`, if it is not dropped."""
+        """The documents to read of one shard. `DataError` at one beyond `MOST_CHARACTERS` that no filter drops."""
         most, read = self.plan.filters.max_characters, self.source.read(self.plan.shards[shard])
         for number, document in enumerate(islice(read, self.plan.documents[shard])):
             characters = len(document.text) or sum(len(m.get("content") or "") for m in document.messages or ())

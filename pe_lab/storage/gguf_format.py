@@ -68,6 +68,7 @@ class GgufFile:
 
     Attributes:
       fields: metadata by key: numbers, strings, and lists of them.
+      keys: of all metadata, also of those that were not wanted.
       tensors: by name.
 
     Raises:
@@ -85,12 +86,12 @@ class GgufFile:
         self._fits(tensors, 24, "tensors")  # the least bytes that one takes
         self._fits(fields, 13, "metadata keys")
         self.fields: dict[str, Any] = {}
-        seen = set()
+        self.keys: set[str] = set()
         for _ in range(fields):
             key = self._string()
-            if key in seen:
+            if key in self.keys:
                 raise ValueError(f"it has the metadata key {key!r} twice")
-            seen.add(key)
+            self.keys.add(key)
             value = self._value(self._number("I"), key, wanted(key))
             if wanted(key):
                 self.fields[key] = value

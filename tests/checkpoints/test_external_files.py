@@ -74,6 +74,15 @@ def repeated(name, scale=1.0):
     return lambda directory: change(directory, edit)
 
 
+def in_float64(value):
+    def edit(tensors):
+        array = as_array(tensors["model.norm.weight"]).astype(np.float64)
+        array[3] = value
+        tensors["model.norm.weight"] = ("F64", [32], array.tobytes())
+
+    return edit
+
+
 def another_type(tensors):
     name = "model.norm.weight"
     tensors[name] = ("I8", [32], bytes(32))
@@ -105,6 +114,14 @@ BROKEN = {
         lambda d: index_of(d, lambda index: index["weight_map"].update({"lm_head.weight": 4})),
         "has no weight_map",
     ),
+    **{
+        f"an index that leads out: {where}": (
+            "llama_sharded",
+            lambda d, where=where: index_of(d, lambda index: index["weight_map"].update({"lm_head.weight": where})),
+            f"lists '{where}', which lie outside of its directory",
+        )
+        for where in ("../other/model.safetensors", "/etc/model.safetensors", "a/../../model.safetensors")
+    },
     "an index that is no JSON": (
         "llama_sharded",
         lambda d: (d / INDEX).write_text("{"),
@@ -112,6 +129,11 @@ BROKEN = {
     ),
     "NaN": ("llama", holding(np.nan), "'model.layers.1.mlp.up_proj.weight' has 1 of 1,536 values that are NaN"),
     "infinity": ("llama", holding(-np.inf, "lm_head.weight"), "'lm_head.weight' has 1 of 2,048 values"),
+    "float64 beyond float32": (
+        "llama",
+        lambda d: change(d, in_float64(1e300)),
+        "'model.norm.weight' has 1 of 32 values beyond float32",
+    ),
     "NaN in a fused tensor": (
         "gpt_neox",
         holding(np.nan, "gpt_neox.layers.0.attention.query_key_value.weight"),
@@ -165,7 +187,11 @@ BROKEN = {
     ),
     "a config that is no text": ("llama", lambda d: (d / "config.json").write_bytes(b"\xff\xfe{"), "is damaged"),
     "a config that is a list": ("llama", lambda d: (d / "config.json").write_text("[]"), "holds no JSON object"),
-    "an unknown family": ("llama", lambda d: edit_config(d, model_type="mamba"), "'mamba', which pe_lab has no table"),
+    "an unknown family": (
+        "llama",
+        lambda d: edit_config(d, model_type="mamba"),
+        "'mamba', an architecture that pe_lab",
+    ),
     "quantized": ("llama", lambda d: edit_config(d, quantization_config={"bits": 4}), "quantization_config is"),
 }
 

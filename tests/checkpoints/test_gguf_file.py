@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from checkpoints.external import DATA, as_array, golden, logits, read_tensors
 
+from pe_lab import load
 from pe_lab.checkpoints import open_checkpoint, source
 from pe_lab.checkpoints.gguf_file import GgufSource
 from pe_lab.convert import main
@@ -90,7 +91,9 @@ def write(path, tensors, fields=SHAPE, kind="F32", architecture="llama", norms="
         if KIND[this] not in (KIND.F32, KIND.F16):
             block = gguf.GGML_QUANT_SIZES[KIND[this]][0]
             this = this if array.shape[-1] % block == 0 else "F16"
-        if this in ("F32", "F16"):
+        if array.dtype == np.float64:
+            writer.add_tensor(name, array)
+        elif this in ("F32", "F16"):
             writer.add_tensor(name, array.astype(np.float32 if this == "F32" else np.float16))
         else:
             writer.add_tensor(name, gguf.quantize(array, KIND[this]), raw_dtype=KIND[this])
@@ -114,6 +117,17 @@ def test_weights_that_are_not_quantized_give_the_logits_of_transformers(kind, tm
     assert str(opened.dtype) == {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[kind]
     assert opened.model.norm_epsilon == 0.02 and opened.training_length == 256
     assert opened.layers == (Layer(Rope(500.0)),) * 2
+
+
+def test_a_file_without_a_vocabulary_is_a_model_without_a_tokenizer(tmp_path, capsys):
+    path = write(tmp_path / "model.gguf", tensors_of("llama", 4, 2), SHAPE | {"tokenizer.ggml.model": "no_vocab"})
+    assert GgufSource(path).tokenizer == ""
+    tokens, expected = golden("llama")
+    lm = load(f"gguf:{path}")
+    assert lm.tokenizer is None
+    np.testing.assert_allclose(lm.logits(tokens), expected, atol=2e-4)
+    assert main([f"--from=gguf:{path}", f"--to={tmp_path / 'ours'}", "--parity=off"]) == 0
+    assert "It has no tokenizer" in capsys.readouterr().out
 
 
 def test_norms_in_bfloat16_too(tmp_path, monkeypatch):
@@ -282,6 +296,10 @@ BROKEN = {
     ),
     "a table with NaN": (with_tensor("rope_freqs.weight", ONE * np.nan), "'rope_freqs.weight' has 4 of 4 values"),
     "a short table": (with_tensor("rope_freqs.weight", ONE[:3]), "has 3 numbers; 8 rotated channels need 4"),
+    "float64 beyond float32": (
+        with_tensor("output_norm.weight", np.full(32, 1e39)),
+        "'output_norm.weight' has 32 of 32 values beyond float32",
+    ),
     "NaN": (with_tensor("output_norm.weight", np.full(32, np.nan, np.float32)), "'output_norm.weight' has 32 of 32"),
 }
 
@@ -321,5 +339,7 @@ def test_other_files_and_architectures(tmp_path, capsys):
         GgufSource(path)
     assert_refused(path, tmp_path, capsys)
     write(path, {}, {}, architecture="qwen3")
-    with pytest.raises(UserError, match="the architecture is 'qwen3'; pe_lab reads llama.*Hugging Face directories"):
+    with pytest.raises(
+        UserError, match="the architecture is 'qwen3'; pe_lab reads llama.*Hugging Face directories it reads .*qwen3"
+    ):
         GgufSource(path)

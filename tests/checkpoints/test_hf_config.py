@@ -84,6 +84,21 @@ def test_gelu_in_gemma_means_its_approximation_and_nothing_else_does():
         read("gemma", hidden_act="silu")
 
 
+def test_a_function_has_several_names():
+    """Those of transformers 5.23's `ACT2CLS` that compute the same."""
+    names = {
+        "silu": ("silu", "swish"),
+        "gelu": ("gelu", "gelu_python"),
+        "gelu_tanh": ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
+    }
+    for function, same in names.items():
+        assert {read("gpt_neox", hidden_act=name).model.activation for name in same} == {function}
+    for other in ("gelu_10", "quick_gelu", "relu", "relu6", "mish"):
+        with pytest.raises(UserError, match=f"hidden_act is '{other}', .* does not compute") as caught:
+            read("gpt_neox", hidden_act=other)
+        assert "Did you mean" not in str(caught.value)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_windows_of_qwen(family):
     def windows(**keys):
@@ -136,9 +151,13 @@ def test_drope_has_a_flat_norm_where_it_says_so_and_where_its_tensors_do():
 REFUSED = {
     "unknown family": (
         {"model_type": "lama"},
-        "model_type is 'lama', which pe_lab has no table for. Did you mean 'llama'",
+        "model_type is 'lama', an architecture that pe_lab does not compute. It computes llama, .*smollm3",
     ),
-    "no family": ({"model_type": None}, "pe_lab has no table for. Allowed: .*gemma.*smollm3"),
+    "a family with a name alike": (
+        {"model_type": "qwen2_moe"},
+        "under one of these names the weights would be another",
+    ),
+    "no family": ({"model_type": None}, "an architecture that pe_lab does not compute. .*smollm3.*gemma"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is .*gptq"),
     "soft caps": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
     "experts": ({"num_local_experts": 8}, "num_local_experts is 8"),
@@ -151,7 +170,8 @@ REFUSED = {
     "groups that do not divide": ({"num_key_value_heads": 3}, "kv_heads must divide heads"),
     "an epsilon as text": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
     "no epsilon": ({"rms_norm_eps": None}, "rms_norm_eps is None"),
-    "another activation": ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+    "another activation": ({"hidden_act": "relu"}, "hidden_act is 'relu', a function that pe_lab does not compute"),
+    "an activation with a name alike": ({"hidden_act": "quick_gelu"}, "with one of these it would be another model"),
     "an activation of another family": ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and LlamaForCausalLM has silu"),
     "an activation that is no text": ({"hidden_act": ["silu"]}, "hidden_act is"),
     "partial heads": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; .* rotates whole heads"),

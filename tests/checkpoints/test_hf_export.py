@@ -262,6 +262,9 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path):
         written(source, tmp_path, dtype="float16")
     found, _ = written(source, tmp_path, dtype="bfloat16")
     assert found.params["token_embedder"]["embedding"][3, 4] == 999424.0  # the nearest that 8 bits have
+    source.arrays["token_embedder.embedding"][3, 4] = np.finfo(np.float32).max
+    with pytest.raises(UserError, match="does not fit into bfloat16.*Choose float32"):
+        written(source, tmp_path / "out", dtype="bfloat16")
     with pytest.raises(UserError, match="written as int8; give --dtype, one of float32"):
         plan_export(source, dtype="int8")
 

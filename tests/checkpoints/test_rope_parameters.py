@@ -240,13 +240,20 @@ def test_lengths_and_factors_that_are_left_out():
     assert read({"rope_scaling": one | {"truncate": None}})[0].scaling.truncate is False  # as `.get` has it
 
 
-def test_parameters_by_layer_type_count_while_they_agree():
+def test_parameters_by_layer_type_are_refused():
+    """transformers 5.23 computes llama, gemma and GPT-NeoX with the base outside of them, the others not at all."""
     linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
-    same = {"full_attention": linear, "sliding_attention": dict(linear)}
-    assert read({"rope_parameters": same})[0] == Rope(500.0, 1.0, PI(2.0))
-    for other in (linear | {"factor": 3.0}, None):
-        with pytest.raises(UserError, match=r"layers of different types have different rope parameters"):
-            read({"rope_parameters": {"full_attention": linear, "sliding_attention": other}})
+    for nested in (
+        {"full_attention": linear},
+        {"full_attention": linear, "sliding_attention": dict(linear)},
+        {"full_attention": linear, "sliding_attention": None},
+        {"full_attention": linear, "rope_theta": 1e4, "rope_type": "default"},
+    ):
+        for key in ("rope_parameters", "rope_scaling"):
+            with pytest.raises(
+                UserError, match=r"types of layers \(full_attention.* LlamaForCausalLM has one rotation"
+            ):
+                read({key: nested})
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}

@@ -59,10 +59,10 @@ class HuggingFaceTokenizer(Tokenizer):
     no document can contain an end of document, whether tokenizer.json finds it in a text, merges it, or has it in place
     of unknown characters. Merges are never left out at random (`dropout`).
 
-    Prompts (`encode_prompt`) are encoded as by transformers' AutoTokenizer: special tokens are found in the text (unless
-    `split_special_tokens`), tokenizer_config.json may add some, and tokenizer.json alone determines the first and the
-    last tokens (transformers 4 obeyed `add_bos_token` too, but only in a few classes). `add_prefix_space` counts in the
-    classes `WITH_PREFIX_SPACE`; elsewhere transformers 5 takes it from tokenizer.json.
+    Prompts (`encode_prompt`) are encoded as by transformers' AutoTokenizer: special tokens are found in the text, but
+    for `split_special_tokens`; tokenizer_config.json may add some, and tokenizer.json alone determines the first and
+    the last tokens (transformers 4 obeyed `add_bos_token` too, but only in a few classes). `add_prefix_space` counts in
+    the classes `WITH_PREFIX_SPACE`; elsewhere transformers 5 takes it from tokenizer.json.
 
     Raises:
       DataError: a file cannot be read, or no end-of-document symbol is found.
@@ -135,7 +135,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _prompt_specification(self) -> str:
-        """The tokenizer.json of prompts: some classes of transformers set a part of it. 4.56 and 5.23 agree on these."""
+        """The tokenizer.json of prompts: some classes of transformers set a part of it, 4.56 and 5.23 alike."""
         configuration = self.companions.configuration
         kind = str(configuration.get("tokenizer_class")).removesuffix("Fast")
         if kind not in WITH_PREFIX_SPACE:
