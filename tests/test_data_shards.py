@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pe_lab.config import SourceConfig
-from pe_lab.data import preparation, record_stream, shard_preparation, shards, token_stream
+from pe_lab.data import filters, preparation, record_stream, shard_preparation, shards, token_stream
 from pe_lab.data.executors import in_this_process
 from pe_lab.data.filters import Filters
 from pe_lab.data.preparation import ensure_prepared, ensure_tokenizer, prepare
@@ -201,13 +201,13 @@ def test_a_long_document_is_encoded_in_pieces_without_loss(tmp_path, monkeypatch
 @pytest.mark.parametrize("duplicates", [False, True])
 def test_a_document_beyond_the_bound_is_refused_by_its_place(tmp_path, monkeypatch, duplicates):
     """Unless a filter drops it."""
-    monkeypatch.setattr(shard_preparation, "MOST_CHARACTERS", 100)
+    monkeypatch.setattr(filters, "MOST_CHARACTERS", 100)
     texts = ["good", "x" * 101, "y" * 100]
     with pytest.raises(UserError, match="document 1 has 101 characters; one has at most 100. Split it, or drop"):
         prepared(tmp_path, texts, fraction=0.0, filters=Filters(exact_duplicates=duplicates))
     assert not (tmp_path / "out").exists()
-    filters = Filters(max_characters=100, exact_duplicates=duplicates)
-    assert decoded(open_prepared(prepared(tmp_path, texts, fraction=0.0, filters=filters)), "train") == texts[::2]
+    dropping = Filters(max_characters=100, exact_duplicates=duplicates)
+    assert decoded(open_prepared(prepared(tmp_path, texts, fraction=0.0, filters=dropping)), "train") == texts[::2]
 
 
 def test_lone_surrogates_do_not_stop_a_corpus(tmp_path):

@@ -15,7 +15,7 @@ from typing import Any
 
 from pe_lab.data.sources.source import Document
 from pe_lab.data.tokenizers import encodable
-from pe_lab.errors import ConfigError, UnsupportedError, did_you_mean
+from pe_lab.errors import ConfigError, DataError, UnsupportedError, did_you_mean
 
 # Why a document is dropped, in the order in which filters see it.
 REASONS = (
@@ -29,6 +29,7 @@ REASONS = (
 )
 SAMPLES = 32  # kept of each reason
 SAMPLE_CHARACTERS = 1_000  # of a document in a sample
+MOST_CHARACTERS = 2**26  # of a document, all of which is in memory
 LANGUAGE_CHARACTERS = 10_000  # from its beginning, by which a document's language is told
 
 
@@ -107,6 +108,16 @@ class Filters:
             if name != self.language or probability < self.language_probability:
                 return "language"
         return ""
+
+    def check_length(self, document: Document, where: str) -> None:
+        """Raises a `DataError` with `where` for a document of more than `MOST_CHARACTERS` that is not dropped."""
+        messages = document.messages or ()
+        characters = len(document.text) or sum(len(message.get("content") or "") for message in messages)
+        if characters > MOST_CHARACTERS and not 0 < self.max_characters < characters:
+            raise DataError(
+                f"{where} has {characters:,} characters; one has at most {MOST_CHARACTERS:,}. Split it, or drop such "
+                f"documents with --max-characters={MOST_CHARACTERS}."
+            )
 
     def reason_of_tokens(self, tokens: int) -> str:
         """Why a document of so many tokens is dropped; "" if it is not."""

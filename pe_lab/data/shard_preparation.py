@@ -44,7 +44,6 @@ PLAN_FILE = "plan.json"
 SHARD_TOKENS = 2**24  # of a token shard, at least, where an input shard has as many
 BATCH_CHARACTERS = 1_000_000  # of one call of the tokenizer
 PIECE_CHARACTERS = 1_000_000  # longer documents are encoded in pieces that end at line ends, one after another
-MOST_CHARACTERS = 2**26  # of a document
 Report = Callable[[int, int], None]  # is told of documents and tokens as they are done
 
 
@@ -107,15 +106,12 @@ class Work(NamedTuple):
         return self.directory / WORK / f"{kind}-{shard:05d}.{suffix}"
 
     def documents(self, shard: int) -> Iterator[Document]:
-        """The documents to read of one shard. `DataError` at one beyond `MOST_CHARACTERS` that no filter drops."""
-        most, read = self.plan.filters.max_characters, self.source.read(self.plan.shards[shard])
-        for number, document in enumerate(islice(read, self.plan.documents[shard])):
-            characters = len(document.text) or sum(len(m.get("content") or "") for m in document.messages or ())
-            if characters > MOST_CHARACTERS and not 0 < most < characters:
-                raise DataError(
-                    f"{self.plan.shards[shard].name}, document {number} has {characters:,} characters; one has at most "
-                    f"{MOST_CHARACTERS:,}. Split it, or drop such documents with --max-characters={MOST_CHARACTERS}."
-                )
+        """The documents to read of one shard. `DataError` at one that is too long, see `Filters.check_length`."""
+        name = self.plan.shards[shard].name
+        for number, document in enumerate(
+            islice(self.source.read(self.plan.shards[shard]), self.plan.documents[shard])
+        ):
+            self.plan.filters.check_length(document, f"{name}, document {number}")
             yield document
 
     def count(self) -> int | None:
@@ -330,7 +326,8 @@ def _encode(tokenizer: Tokenizer, documents: list[Document], names: Sequence[str
     """The documents with their tokens; `names` are for messages."""
     keys = [key_of(document) for document in documents]
     pieces = [_pieces(key) if d.messages is None else [] for key, d in zip(keys, documents, strict=True)]
-    encoded = _encode_pieces(tokenizer, [piece for group in pieces for piece in group])
+    batches = _batches((piece for group in pieces for piece in group), len)
+    encoded = (ids for batch in batches for ids in tokenizer.encode_batch(batch))
     eos = np.array([tokenizer.eos_id], np.int32)
     for key, document, group, name in zip(keys, documents, pieces, names, strict=True):
         loss = None
@@ -344,12 +341,6 @@ def _encode(tokenizer: Tokenizer, documents: list[Document], names: Sequence[str
             if not len(ids) or ids[-1] != tokenizer.eos_id:
                 ids, loss = np.append(ids, tokenizer.eos_id), np.append(loss, False)
         yield _Encoded(key, ids, loss)
-
-
-def _encode_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> Iterator[Int[np.ndarray, " n"]]:
-    """The tokens of each piece; a call of the tokenizer has about `BATCH_CHARACTERS`."""
-    for batch in _batches(pieces, len):
-        yield from tokenizer.encode_batch(batch)
 
 
 def _pieces(text: str) -> list[str]:
