@@ -110,7 +110,7 @@ class Filters:
         return ""
 
     def check_length(self, document: Document, where: str) -> None:
-        """Raises a `DataError` with `where` for a document of more than `MOST_CHARACTERS` that is not dropped."""
+        """Raises `DataError`, which names `where`, for one of more than `MOST_CHARACTERS` that is not dropped."""
         messages = document.messages or ()
         characters = len(document.text) or sum(len(message.get("content") or "") for message in messages)
         if characters > MOST_CHARACTERS and not 0 < self.max_characters < characters:
