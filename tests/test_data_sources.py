@@ -13,7 +13,10 @@ import pytest
 
 from pe_lab.config import Config, SourceConfig, from_dict, to_json
 from pe_lab.data.sources import InputShard, files, open_source, tensorflow
+from pe_lab.data.tokenizers import ByteTokenizer, load_tokenizer
 from pe_lab.errors import UserError
+from pe_lab.evaluation.tasks import haystacks
+from pe_lab.generate import read_text
 from pe_lab.identity import config_hash
 
 
@@ -248,6 +251,13 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "f.jsonl").write_bytes(mark + b'{"text": "line"}\n' + mark + b'{"text": "next"}\n')
     assert documents(f"text:{tmp_path}/*.txt*") == ["hello\n", "packed", "more", "in\ufeffside"]
     assert documents(f"jsonl:{tmp_path}/f.jsonl") == ["line", "next"]
+    assert read_text("--prompts", str(tmp_path / "a.txt")) == haystacks._read(tmp_path / "a.txt") == "hello\n"
+    plain = ByteTokenizer().exported_files()
+    for name, content in plain.items():
+        (tmp_path / name).write_bytes(mark + content)
+    (tmp_path / "chat_template.jinja").write_bytes(mark + b"hello")
+    tokenizer = load_tokenizer(f"hf:{tmp_path}")
+    assert tokenizer.eos_id == 256 and tokenizer.chat([{"role": "user", "content": ""}]) == "hello"
 
 
 @pytest.mark.parametrize("ending", ["txt", "txt.gz", "txt.zst"])
