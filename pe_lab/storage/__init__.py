@@ -14,7 +14,7 @@ from pe_lab.storage.json_files import (
     write_json,
     write_records,
 )
-from pe_lab.storage.leases import LeaseTaken, lease, lease_is_live
+from pe_lab.storage.leases import LeaseTaken, lease, lease_is_live, owner_lives
 from pe_lab.storage.logs import AppendedLog, record_line
 from pe_lab.storage.orbax_paths import COMMIT_FILE, check_checkpoints, enable_orbax
 from pe_lab.storage.paths import (

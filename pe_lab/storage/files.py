@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def _write_local(files: Mapping[Path, bytes], advice: str) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "a directory of that name exists")
-            renames.append((path.with_name(f".{path.name}.{os.getpid()}"), path))
+            renames.append((path.with_name(f".{path.name}.{secrets.token_hex(4)}"), path))
             renames[-1][0].write_bytes(content)
         for temporary, path in renames:  # noqa: B007
             temporary.replace(path)

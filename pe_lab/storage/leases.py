@@ -38,8 +38,8 @@ def lease(
 ) -> Iterator[bool]:
     """Takes a lease for the block, and yields whether a dead process had it.
 
-    The file names the process, and is renewed every `RENEWED_SECONDS`. The lease of a process that has ended on this
-    host is taken at once; that of a process elsewhere, if it is not renewed for `EXPIRY_SECONDS`.
+    The file names the process, and is renewed every `RENEWED_SECONDS`. A lease whose process has ended is taken at once
+    where that can be told (see `owner_lives`); any other one, if it is not renewed for `EXPIRY_SECONDS`.
 
     Args:
       path: the file, on a file system or an object store.
@@ -52,7 +52,7 @@ def lease(
       DataError: the disk is full.
       StoreError: the store refuses, or does not answer.
     """
-    owner = _this_process()
+    owner = _this_process() | {"key": secrets.token_hex(8)}
     content, inherited = _content(owner, 0), False
     _active.add(owner["key"])  # before the file: another thread of this process may read it at once
     try:
@@ -99,12 +99,41 @@ def lease(
 
 
 def lease_is_live(path: AnyPath, show: Callable[[str], None]) -> bool:
-    """Whether a process that is alive has a lease. For one of another host this waits up to `EXPIRY_SECONDS`."""
+    """Whether a process that is alive has a lease. Where that cannot be told, this waits up to `EXPIRY_SECONDS`."""
     try:
         _dead_lease(path, show)
     except LeaseTaken:
         return True
     return False
+
+
+def owner_lives(owner: Mapping[str, Any]) -> bool | None:
+    """Whether the process that a lease names is alive; None where this process cannot tell.
+
+    A process number means something to processes of one kernel and one pid namespace alone, which a host name does not
+    name: containers may share it. Elsewhere, and without Linux's /proc, the renewals of a lease tell.
+    """
+    if owner.get("key") in _active:
+        return True
+    pid, here = owner.get("pid"), _this_process()
+    names = ("host", "boot", "namespace")
+    if not isinstance(pid, int) or not here["boot"] or any(owner.get(name) != here[name] for name in names):
+        return None
+    if pid == here["pid"]:
+        return False  # of an earlier process of that number, or an earlier lease of this one
+    try:
+        state, started = _status(pid)
+    except OSError:
+        try:
+            os.kill(pid, 0)  # sends nothing
+        except ProcessLookupError:
+            return False
+        except OSError:
+            pass
+        return None  # /proc hides the processes of other users
+    if started != owner.get("started"):
+        return False
+    return None if state in "ZX" else True  # it has ended, though what it writes may not have
 
 
 def _content(owner: Mapping[str, Any], number: int) -> bytes:
@@ -114,22 +143,24 @@ def _content(owner: Mapping[str, Any], number: int) -> bytes:
 
 
 def _this_process() -> dict[str, Any]:
-    """A name of this process that no other one has, also after a restart of the machine; and a key of the lease."""
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "started": _started(os.getpid()),
-        "key": secrets.token_hex(8),
-    }
+    """A name of this process that no other one has, also in another container or after a restart of the machine.
+
+    `boot`, `namespace` and `started` are "" where the system does not tell them.
+    """
+    named = {"host": socket.gethostname(), "pid": os.getpid(), "boot": "", "namespace": "", "started": ""}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # /proc may be that of another pid namespace, whose numbers are others.
+        if int(Path("/proc/self/stat").read_text().split()[0]) == os.getpid():
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            space, started = os.readlink("/proc/self/ns/pid"), _status(os.getpid())[1]
+            named |= {"boot": boot, "namespace": space, "started": started}
+    return named
 
 
-def _started(pid: int) -> str:
-    """When a process of this host started, by the machine's boot and its clock; "" if there is none."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
-    except (OSError, IndexError):
-        return ""
+def _status(pid: int) -> tuple[str, str]:
+    """The state of a process, a letter, and when it started, in ticks since the machine's boot (proc_pid_stat(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
 
 
 def _dead_lease(path: AnyPath, show: Callable[[str], None]) -> bytes | None:
@@ -144,9 +175,9 @@ def _dead_lease(path: AnyPath, show: Callable[[str], None]) -> bytes | None:
         return None
     owner = json_object(found) or {}
     pid, host = owner.get("pid"), owner.get("host")
-    taken = LeaseTaken(f"process {pid} on {host}")
-    if isinstance(pid, int) and host == socket.gethostname():
-        if owner.get("started") == _started(pid) and (pid != os.getpid() or owner.get("key") in _active):
+    taken, lives = LeaseTaken(f"process {pid} on {host}"), owner_lives(owner)
+    if lives is not None:
+        if lives:
             raise taken
         return found
     deadline = time.monotonic() + EXPIRY_SECONDS

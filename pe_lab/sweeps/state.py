@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pe_lab.results.records import number
-from pe_lab.storage import AnyPath, is_remote, json_object, lease_is_live, read_bytes, read_log
+from pe_lab.storage import AnyPath, is_remote, json_object, owner_lives, read_bytes, read_log
 from pe_lab.sweeps.cells import LOGS, Cell, Sweep
 
 # complete, and evaluated if that was asked for; running, here or elsewhere; queued on a cluster; stopped or killed, and
@@ -124,13 +123,13 @@ def _read_state(sweep: Sweep, cell: Cell, running: Collection[str], queued: Coll
 
 
 def _claimed(path: AnyPath) -> bool:
-    """Whether a claim looks live: its process is alive, or is on another host and has renewed it lately."""
+    """Whether a claim looks live: its process is alive or, where that cannot be told, has renewed it lately."""
     try:
         owner = json_object(read_bytes(path)) or {}
     except FileNotFoundError:
         return False
-    if owner.get("host") == socket.gethostname():
-        return lease_is_live(path, lambda line: None)
+    if (lives := owner_lives(owner)) is not None:
+        return lives
     with contextlib.suppress(TypeError, ValueError):
         renewed = datetime.datetime.fromisoformat(owner.get("time"))
         return (datetime.datetime.now(datetime.UTC) - renewed).total_seconds() < RENEWED_LATELY

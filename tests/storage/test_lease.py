@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,6 +54,113 @@ def test_the_lease_of_a_process_that_has_ended_here_is_taken_at_once(tmp_path):
     with lease(tmp_path / LEASE, refuse, refuse):
         assert json.loads((tmp_path / LEASE).read_text())["pid"] == os.getpid()
     assert time.monotonic() - began < 1
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from pe_lab.storage import lease, leases
+leases.RENEWED_SECONDS = 0.05
+with lease(Path(sys.argv[1]), print, print):
+    print("taken", flush=True)
+    input()
+"""
+
+
+@pytest.fixture
+def in_a_container(tmp_path):
+    """Starts a process that has a lease, under this host's name, with process numbers of its own."""
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("this machine makes no pid namespaces")
+    processes = []
+
+    def start():
+        command = [*unshare, sys.executable, "-c", HOLDS, str(tmp_path / LEASE)]
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_the_lease_of_another_container_with_this_hosts_name_is_taken_when_it_is_not_renewed(
+    tmp_path, monkeypatch, in_a_container
+):
+    monkeypatch.setattr(module, "EXPIRY_SECONDS", 2.0)
+    process = in_a_container()
+    assert process.stdout.readline() == "taken\n"
+    owner = json.loads((tmp_path / LEASE).read_text())
+    assert (owner["host"], owner["pid"]) == (os.uname().nodename, 1)
+    with pytest.raises(LeaseTaken, match="process 1 on "), lease(tmp_path / LEASE, print, refuse):
+        pass
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    shown = []
+    with lease(tmp_path / LEASE, shown.append, refuse) as inherited:
+        assert inherited and "is of process 1 on" in shown[0]
+
+
+def test_a_container_does_not_take_the_lease_of_its_host(tmp_path, in_a_container):
+    with lease(tmp_path / LEASE, print, refuse):
+        process = in_a_container()
+        assert "waiting 60 s at most" in process.stdout.readline()
+        owner = json.loads((tmp_path / LEASE).read_text())
+        assert owner["pid"] == os.getpid()
+
+
+def dead_process() -> subprocess.Popen[bytes]:
+    """A process that has ended, and whose parent has not asked how."""
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("change", "lives"),
+    [
+        ({}, True),
+        ({"started": "0"}, False),  # another process has the number now
+        ({"boot": "another boot"}, None),
+        ({"namespace": "pid:[1]"}, None),
+        ({"host": "elsewhere"}, None),
+        ({"boot": "", "namespace": "", "started": ""}, None),  # of a system without /proc
+        ({"pid": "7"}, None),
+    ],
+)
+def test_a_process_is_known_to_live_or_to_be_dead_where_its_number_means_something(change, lives):
+    with subprocess.Popen(["sleep", "60"]) as process:
+        started = module._status(process.pid)[1]
+        owner = module._this_process() | {"pid": process.pid, "started": started, "key": "k"}
+        assert module.owner_lives(owner | change) is lives
+        process.kill()
+    assert module.owner_lives(owner | change) is (None if lives is None else False)
+
+
+def test_of_a_process_that_nobody_has_waited_for_its_renewals_tell():
+    process = dead_process()
+    state, started = module._status(process.pid)
+    assert state == "Z"
+    owner = module._this_process() | {"pid": process.pid, "started": started}
+    assert module.owner_lives(owner) is None
+    process.wait()
+    assert module.owner_lives(owner) is False
+
+
+def test_without_proc_the_renewals_of_a_lease_tell(monkeypatch):
+    def absent(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    owner = module._this_process()
+    monkeypatch.setattr(Path, "read_text", absent)
+    assert module._this_process()["boot"] == "" and module.owner_lives(owner | {"pid": 1}) is None
+    assert module.owner_lives(module._this_process()) is None
 
 
 def elsewhere(renewal: int) -> str:
