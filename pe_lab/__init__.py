@@ -6,6 +6,8 @@ import importlib.metadata
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pe_lab.output import open_standard_streams
+
 if TYPE_CHECKING:
     from pe_lab.language_model import LanguageModel, load
 
@@ -21,6 +23,7 @@ def _interrupted(kind: type[BaseException], error: BaseException, trace: Any) ->
 
 
 if sys.argv[:1] == ["-m"]:  # so it is while `python -m pe_lab.COMMAND` finds the command
+    open_standard_streams()  # before an import opens a file
     sys.excepthook = _interrupted
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from pe_lab.errors import ConfigError, did_you_mean
 from pe_lab.recipes import split_overrides
-from pe_lab.terminal import command, leave
+from pe_lab.terminal import command, leave, stop_while_importing
 
 COMMANDS = (
     *("train", "plan", "prepare", "evaluate", "report", "analyze", "surgery", "convert", "generate", "verify"),
     *("sweep", "study"),
 )
+STOPPED = ("train", "sweep", "study")  # which SIGTERM and SIGINT stop with status 75
 
 
 def summary(name: str) -> str:
@@ -37,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise ConfigError(f"pe_lab has no command '{name}'. {did_you_mean(name, COMMANDS)}")
+    if name in STOPPED:
+        stop_while_importing()
     split_overrides(rest)  # a misspelt key is told before the slow imports of a command
     return importlib.import_module(f"pe_lab.{name}").main(rest)
 

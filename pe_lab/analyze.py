@@ -23,7 +23,7 @@ from pe_lab.parallel import on_first, one_program
 from pe_lab.positional import build_schedule, describe
 from pe_lab.recipes import split_overrides
 from pe_lab.storage import AnyPath, write_files
-from pe_lab.terminal import argument_parser, command, console, table
+from pe_lab.terminal import argument_parser, console, table, works_on
 from pe_lab.training.machine import machine, versions
 
 FORMATS = ("pdf", "svg", "png")
@@ -225,7 +225,7 @@ def command_line(argv: Sequence[str]) -> str:
     return redacted(shlex.join(["python", "-m", "pe_lab.analyze", *argv]))
 
 
-@command
+@works_on
 def main(argv: Sequence[str]) -> int:
     given = list(argv)
     argv, overrides = split_overrides(argv)

@@ -32,7 +32,7 @@ from pe_lab.parallel import hide_absent_tpu
 from pe_lab.positional import Layer, Rope, build_schedule, describe
 from pe_lab.storage import AnyPath, check_checkpoints, check_place, new_directory, write_json
 from pe_lab.storage.manifest import manifest_of
-from pe_lab.terminal import Progress, argument_parser, command, console, positive
+from pe_lab.terminal import Progress, argument_parser, console, positive, works_on
 
 EXAMPLES = """\
 import:
@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-@command
+@works_on
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     exported = args.to.startswith("hf:")

@@ -10,7 +10,7 @@ from pe_lab import storage
 from pe_lab.errors import ConfigError
 from pe_lab.evaluation.tasks.suites import add_arguments, parse_suites
 from pe_lab.results.records import Record
-from pe_lab.terminal import any_seed, argument_parser, command, console
+from pe_lab.terminal import any_seed, argument_parser, console, works_on
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,7 +67,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-@command
+@works_on
 def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv)
     from pe_lab.evaluation import tables

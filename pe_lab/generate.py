@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -137,14 +136,9 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     from pe_lab.parallel import is_first, on_first, one_program
 
-    try:
-        with one_program(args.together):
-            prompts = on_first(lambda: given_prompts(args))
-            statistics = generate(args, prompts)
-    except BrokenPipeError:
-        # The reader of stdout has closed it. The interpreter must not flush to it at its end either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    with one_program(args.together):
+        prompts = on_first(lambda: given_prompts(args))
+        statistics = generate(args, prompts)
     if is_first():
         print(speed(statistics), file=sys.stderr)
     return 0

@@ -22,7 +22,7 @@ from pe_lab.data.sources import Source, open_source
 from pe_lab.data.tokenizers import load_tokenizer, train_sentencepiece, training_size
 from pe_lab.errors import ConfigError, redacted
 from pe_lab.storage import AnyPath, check_place
-from pe_lab.terminal import argument_parser, bounded, command, positive, table
+from pe_lab.terminal import argument_parser, bounded, positive, table, works_on
 
 DESCRIPTION = """\
 Tokenizes a corpus and writes it to a directory of token shards, with a metadata.json (source, tokenizer,
@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-@command
+@works_on
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     out = storage.path("--out", args.out)

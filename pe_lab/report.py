@@ -19,7 +19,7 @@ from pe_lab.page.export import INDEX, export_files
 from pe_lab.page.files import read_formats
 from pe_lab.page.heat_picture import KINDS, draw_heat_maps, needle_table
 from pe_lab.storage import AnyPath, check_place, write_file, write_files
-from pe_lab.terminal import argument_parser, command
+from pe_lab.terminal import argument_parser, works_on
 
 SWEEP = "sweep.json"  # what a directory of the runs of a sweep holds
 
@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-@command
+@works_on
 def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     if arguments.heat_map is None and (arguments.suite or arguments.task):

@@ -12,6 +12,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pe_lab.terminal import LiveText, argument_parser, console, leave, positive, stop_while_importing, table, works_on
+
+if __name__ == "__main__":
+    stop_while_importing()
+
 import jax
 
 from pe_lab import storage
@@ -33,7 +38,6 @@ from pe_lab.studies.study import SIZES, Study, load_studies, study_names
 from pe_lab.sweeps import parse_seeds
 from pe_lab.sweeps.progress import Board, short
 from pe_lab.sweeps.runners import make_runner, split_passed_on
-from pe_lab.terminal import LiveText, argument_parser, command, console, leave, positive, table
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,7 +80,7 @@ def duration(text: str) -> float:
     return float(found[1]) * {"h": 3600.0, "m": 60.0, "s": 1.0}[found[2]]
 
 
-@command
+@works_on
 def main(argv: Sequence[str]) -> int:
     rest, overrides = split_overrides(argv)
     rest, passed_on = split_passed_on(rest)

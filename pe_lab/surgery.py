@@ -45,7 +45,7 @@ from pe_lab.positional.codec import numbers_and_ranges, ranges
 from pe_lab.positional.registry import registered_name
 from pe_lab.positional.schemes.gates import GatedRope, gates
 from pe_lab.storage import check_checkpoints, check_place
-from pe_lab.terminal import argument_parser, bounded, command, positive
+from pe_lab.terminal import argument_parser, bounded, positive, works_on
 
 FIT_WINDOWS, FIT_LENGTH = 8, 1024  # windows to fit a QK-norm's constants on, and the most tokens of each
 
@@ -257,7 +257,7 @@ def fitting_batch(parent: Checkpoint, text: str | None) -> Mapping[str, np.ndarr
     return batch
 
 
-@command
+@works_on
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     kind = "none" if args.remove_qk_norm else args.add_qk_norm

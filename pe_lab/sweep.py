@@ -11,7 +11,20 @@ import os
 import shlex
 from collections.abc import Sequence
 
+from pe_lab.terminal import (
+    LiveText,
+    argument_parser,
+    console,
+    leave,
+    pass_on_encodings,
+    positive,
+    stop_while_importing,
+    works_on,
+)
+
 if __name__ == "__main__":
+    stop_while_importing()
+
     from pe_lab.recipes import refuse_misspelt_keys
 
     refuse_misspelt_keys()
@@ -38,7 +51,6 @@ from pe_lab.sweeps.results import shown, write_results
 from pe_lab.sweeps.runners import make_runner, split_passed_on
 from pe_lab.sweeps.running import exit_status
 from pe_lab.sweeps.table import TRAINING, VALIDATION
-from pe_lab.terminal import LiveText, argument_parser, command, console, leave, pass_on_encodings, positive
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-@command
+@works_on
 def main(argv: Sequence[str]) -> int:
     rest, overrides = split_overrides(argv)
     rest, passed_on = split_passed_on(rest)

@@ -26,6 +26,7 @@ from pe_lab.errors import (
     redacted,
     store_failure,
 )
+from pe_lab.output import flush_at_the_end, protect_streams, tell_at_once, work_on
 
 Number = TypeVar("Number", int, float)
 _shell: list[bool] = []  # not empty: a shell started the command, also through `python -m pe_lab`
@@ -38,40 +39,73 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
     A `UserError` becomes one message on stderr and exit status 2, and so does a failure of an object store or of the
     machine: a full disk, a directory that cannot be written, memory that does not suffice. `TrainingDiverged` and
     `SilentCorruption` are status 1, `SaveFailed` status 3, an interruption from the keyboard one line and status 130.
+    As a process, a command ends with status 0 when the reader of its standard output closes it; see `works_on`.
     """
 
     @functools.wraps(main)
     def wrapper(argv: Sequence[str] | None = None) -> int:
-        for stream in (sys.stdout, sys.stderr):
-            # A file name need not be UTF-8, and a terminal need not know every character: print shows an escape.
-            if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="backslashreplace")
-        if argv is None:
-            _shell.append(True)
-        encodings = os.environ.get(ENCODINGS, "")
+        if argv is not None:
+            return _run(main, list(argv))
+        _shell.append(True)
+        protect_streams()
         try:
-            return main(sys.argv[1:] if argv is None else list(argv))
-        except (UserError, TrainingDiverged, SilentCorruption, SaveFailed) as error:
-            print(f"error: {shortened(redacted(str(error)))}", file=sys.stderr)
-            return {TrainingDiverged: 1, SilentCorruption: 1, SaveFailed: 3}.get(type(error), 2)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr, flush=True)
-            if argv is None:  # as a process: what an interrupted compilation has left crashes Python's own ending
-                sys.stdout.flush()
-                os._exit(128 + signal.SIGINT)
-            return 128 + signal.SIGINT
-        except Exception as error:
-            reason = store_failure(error) or machine_failure(error)
-            if reason is None:
-                raise
-            if _shell:  # the process ends: threads and writers that meet the same failure say nothing more
-                threading.excepthook = sys.unraisablehook = lambda *_: None
-            print(f"error: {shortened(redacted(str(reason)))}", file=sys.stderr)
-            return 2
-        finally:
-            os.environ[ENCODINGS] = encodings
+            status = _run(main, sys.argv[1:])
+        except BaseException:
+            flush_at_the_end()
+            raise
+        return status if flush_at_the_end() else status or 2
 
     return wrapper
+
+
+def works_on(main: Callable[..., int]) -> Callable[..., int]:
+    """`command` for one that makes files, or a status: it works on when its standard output is closed, or full."""
+
+    @functools.wraps(main)
+    def working(argv: Sequence[str]) -> int:
+        work_on()
+        return main(argv)
+
+    return command(working)
+
+
+def _run(main: Callable[..., int], argv: list[str]) -> int:
+    """`main`, whose errors become messages."""
+    for stream in (sys.stdout, sys.stderr):
+        # A file name need not be UTF-8, and a terminal need not know every character: print shows an escape.
+        if getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    encodings = os.environ.get(ENCODINGS, "")
+    try:
+        return main(argv)
+    except (UserError, TrainingDiverged, SilentCorruption, SaveFailed) as error:
+        print(f"error: {shortened(redacted(str(error)))}", file=sys.stderr)
+        return {TrainingDiverged: 1, SilentCorruption: 1, SaveFailed: 3}.get(type(error), 2)
+    except KeyboardInterrupt:
+        if not _shell:
+            print("interrupted", file=sys.stderr, flush=True)
+            return 128 + signal.SIGINT
+        # What an interrupted compilation has left crashes Python's own ending. A second interruption changes nothing.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        flush_at_the_end()
+        tell_at_once("interrupted")
+        os._exit(128 + signal.SIGINT)
+    except Exception as error:
+        reason = store_failure(error) or machine_failure(error)
+        if reason is None:
+            raise
+        if _shell:  # the process ends: threads and writers that meet the same failure say nothing more
+            threading.excepthook = sys.unraisablehook = lambda *_: None
+        print(f"error: {shortened(redacted(str(reason)))}", file=sys.stderr)
+        return 2
+    finally:
+        os.environ[ENCODINGS] = encodings
+
+
+def stop_while_importing() -> None:
+    """Ends this process with status 75 at SIGTERM and SIGINT, until the command takes them: nothing is to be saved."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(os.EX_TEMPFAIL))
 
 
 def shortened(message: str) -> str:
@@ -89,7 +123,7 @@ def leave(status: int) -> NoReturn:
     """Ends the process with the status of a command."""
     if status == os.EX_TEMPFAIL and not _several_processes():
         # The request to stop may have come in the middle of a compilation, whose threads Python's end does not survive.
-        sys.stdout.flush()
+        flush_at_the_end()
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
 from collections.abc import Sequence
 from typing import Any
 
-if __name__ == "__main__":  # while the imports below run, a request to stop has nothing to save: status 75
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(os.EX_TEMPFAIL))
+from pe_lab.terminal import argument_parser, bounded, console, leave, stop_while_importing, waiting, works_on
+
+if __name__ == "__main__":
+    stop_while_importing()
 
     from pe_lab.recipes import refuse_misspelt_keys
 
@@ -26,7 +26,6 @@ from pe_lab.parallel.lost_processes import lost_processes
 from pe_lab.parallel.stopping import Stopped, StopRequests, stop_requests, watch_maintenance
 from pe_lab.recipes import load_config, split_overrides
 from pe_lab.storage import AnyPath
-from pe_lab.terminal import argument_parser, bounded, command, console, leave, waiting
 from pe_lab.training import Run, open_run, train_phase
 from pe_lab.training.extension import extend, recorded
 from pe_lab.training.inheritance import inherit, workdir_of
@@ -61,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-@command
+@works_on
 def main(argv: Sequence[str]) -> int:
     with stop_requests() as stops:
         try:

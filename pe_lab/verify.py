@@ -30,7 +30,7 @@ from pe_lab.data.tokenizers import load_saved_tokenizer
 from pe_lab.errors import CheckpointError, ConfigError, DataError, EncodingError, StoreError, UserError
 from pe_lab.storage import AnyPath, children, exists, is_file, is_remote, log_exists, read_json, read_records
 from pe_lab.storage.manifest import MANIFEST, Manifest, seal_broken
-from pe_lab.terminal import Progress, argument_parser, command, console
+from pe_lab.terminal import Progress, argument_parser, console, works_on
 from pe_lab.training.ledger import FILE as LEDGER
 from pe_lab.training.ledger import whole_records
 from pe_lab.training.logs import LOGS, PHASE_FILE, log_damage
@@ -204,7 +204,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-@command
+@works_on
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     found: list[Target] = []

@@ -24,7 +24,7 @@ COMMANDS = {"train", "prepare", "surgery", "convert", "generate", "evaluate", "a
 COMMANDS |= {"sweep", "study"}
 LEVELS: list[set[str]] = [
     {"errors"},
-    {"config_codec"},
+    {"config_codec", "output"},
     {"config", "storage", "terminal"},
     {"positional", "parallel", "recipes", "identity"},
     {"attention"},

@@ -15,6 +15,8 @@ from typing import Any
 import jax
 from jax._src import distributed
 
+from pe_lab.output import tell_at_once
+
 BEAT_SECONDS = 3.0
 LOST_SECONDS = 25.0  # without a beat
 ALIVE = "pe_lab/alive"
@@ -96,8 +98,8 @@ class _Watch:
         """Ends this process: collective operations with a lost process never return."""
         with self._lock:  # the thread or the main thread, one of them
             names = ", ".join(f"process {n} on {self._hosts.get(n, 'an unknown host')}" for n in lost)
-            text = f"lost {names}: it ended without a word, or its host or network is down. Run the command again.\n"
-            os.write(2, text.encode())
+            text = f"lost {names}: it ended without a word, or its host or network is down. Run the command again."
+            tell_at_once(text)
             os._exit(os.EX_TEMPFAIL)
 
     def wait_for_lost(self) -> None:

@@ -16,7 +16,10 @@ from typing import Any
 
 import jax
 
+from pe_lab.output import tell_at_once
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_SECONDS = 1.0  # within which a signal that comes again is the same request: make and timeout both pass it on
 PATIENCE = 10.0  # seconds; a program that compiles for longer than that is ended, where there is nothing to save
 NOTICES = {"preempted": ("TRUE",), "maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE",)}
 
@@ -29,7 +32,9 @@ class Stopped(BaseException):
 
 
 class StopRequests:
-    """The signals of this process. The first asks it to stop, the second ends it at once.
+    """The signals of this process. The first asks it to stop, the second ends it at once, with 128 and its number.
+
+    The first one again, within `SAME_SECONDS`, is no second one.
 
     Python runs a signal's handler between two steps of the main thread, which may be inside a compiler for minutes.
     So a thread reads the signals too.
@@ -45,7 +50,8 @@ class StopRequests:
     def __init__(self) -> None:
         self.received: int | None = None
         self.can_save = self.agreed = False
-        self.raised, self._count = False, 0
+        self.raised = False
+        self._first: tuple[int, float] | None = None  # the first signal, and when the thread read it
         self._again, self._own = False, 0  # whether to send the signal again, and how many were sent so
         self._agree: Any = None  # the handler of `jax.distributed`: processes agree on a step to stop at
 
@@ -111,13 +117,15 @@ class StopRequests:
                 if self._own:
                     self._own -= 1
                     continue
-                self._count += 1
-                name = signal.Signals(number).name
-                if self._count > 1:
-                    _say(f"{name} again: leaving without saving")
+                name, now = signal.Signals(number).name, time.monotonic()
+                if self._first is not None:
+                    if number == self._first[0] and now < self._first[1] + SAME_SECONDS:
+                        continue
+                    tell_at_once(f"{name} again: leaving without saving")
                     os._exit(128 + number)
+                self._first = number, now
                 saves = self.can_save or self._agree is not None
-                _say(f"{name}: {'saving, then leaving' if saves else 'leaving'}; once more to leave at once")
+                tell_at_once(f"{name}: {'saving, then leaving' if saves else 'leaving'}; once more to leave at once")
                 if self._agree is not None:
                     self._agree(signal.SIGTERM)
                 elif not _several_processes():
@@ -133,7 +141,7 @@ class StopRequests:
                 self._again, self._own = False, self._own + 1
                 os.kill(os.getpid(), number)
         if not self.raised and not self.can_save:
-            _say("stopped before a step was trained; run it again")
+            tell_at_once("stopped before a step was trained; run it again")
             os._exit(os.EX_TEMPFAIL)
 
 
@@ -171,10 +179,6 @@ def _several_processes() -> bool:
     return jax.distributed.is_initialized()
 
 
-def _say(text: str) -> None:
-    os.write(2, f"{text}\n".encode())  # buffers may be locked by the main thread
-
-
 def watch_maintenance() -> None:
     """Sends this process SIGTERM when the metadata server of its Google Cloud VM says that the VM will be stopped.
 
@@ -209,6 +213,6 @@ def _watch(key: str) -> None:
             time.sleep(failures)
             continue
         if value in NOTICES[key]:
-            _say(f"the metadata server says {key}={value}: this machine will be stopped")
+            tell_at_once(f"the metadata server says {key}={value}: this machine will be stopped")
             os.kill(os.getpid(), signal.SIGTERM)
             return

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from pe_lab.errors import StoreError, excerpt, redacted
+from pe_lab.output import tell_at_once
+from pe_lab.parallel.stopping import SAME_SECONDS
 from pe_lab.storage import (
     AnyPath,
     LeaseTaken,
@@ -85,6 +87,8 @@ class Outcome:
 class Stop:
     """Requests to stop. At the first, cells save and end; at the second they end at once.
 
+    A signal that comes again within `SAME_SECONDS` is the same request, as in the cells.
+
     Attributes:
       requests: how many there were.
       sends: whether a request is sent to the process of a cell as SIGTERM; a cluster signals it by itself.
@@ -104,10 +108,17 @@ class Stop:
             yield
             return
 
+        first: tuple[int, float] | None = None
+
         def request(number: int, frame: Any) -> None:
+            nonlocal first
+            now = time.monotonic()
+            if first and number == first[0] and now < first[1] + SAME_SECONDS:
+                return
+            first = first or (number, now)
             self.requests += 1
             told = self.meaning[min(self.requests, 2) - 1]
-            os.write(2, f"{signal.Signals(number).name}: {told}\n".encode())
+            tell_at_once(f"{signal.Signals(number).name}: {told}")
 
         hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
         numbers = [signal.SIGINT, signal.SIGTERM, *hangup]
@@ -232,7 +243,9 @@ def _process(
     cpus: frozenset[int] | None,
     stops: Sequence[Stop],
 ) -> int:
-    """Runs a command to its end, and returns its status. SIGTERM at each request to stop.
+    """Runs a command to its end, and returns its status. SIGTERM at a request to stop, SIGINT at the second.
+
+    A second SIGTERM might come within the second in which it is the same request.
 
     It has a session of its own: Ctrl-C in a terminal goes to the sweep alone, which passes on one signal and not two.
     """
@@ -263,15 +276,15 @@ def _process(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(WAIT_SECONDS)
             if sent < min(max(stop.requests for stop in stops if stop.sends), 2):
+                process.send_signal((signal.SIGTERM, signal.SIGINT)[sent])
                 sent += 1
-                process.send_signal(signal.SIGTERM)
     except BaseException:  # such as KeyboardInterrupt in a worker of Ray, or submitit's request to end
         process.send_signal(signal.SIGTERM)
         try:
             while process.poll() is None:  # `wait` would not be interrupted by Ray
                 time.sleep(WAIT_SECONDS)
         except BaseException:  # the second request
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
             raise
         raise
 

@@ -199,6 +199,10 @@ def test_nohup_keeps_its_meaning():
             assert stop.requests == 0
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.requests == 1
+            os.kill(os.getpid(), signal.SIGTERM)  # as make and timeout pass it on
+            assert stop.requests == 1
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.requests == 2
     finally:
         signal.signal(signal.SIGHUP, before)
 
