@@ -31,6 +31,10 @@ class StoreError(UserError):
     """An object store is not there, refuses, or does not answer: check the bucket, the rights, the network."""
 
 
+class StoreRefuses(StoreError):
+    """An object store refuses the account."""
+
+
 class UnsupportedError(UserError):
     """The input is valid, but this version, kernel or machine cannot do what it asks for: ask for something else."""
 
@@ -108,7 +112,7 @@ def store_failure(error: BaseException, where: str = "") -> StoreError | None:
     if names & set(_NO_CREDENTIALS) or "401" in codes or "Unauthorized" in text:
         return StoreError(f"{at}: there are no credentials, or they are not valid ({text}). {_LOGIN}")
     if isinstance(error, PermissionError) or text.startswith("Forbidden") or "403" in codes:
-        return StoreError(
+        return StoreRefuses(
             f"{at}: the store refuses this account ({text}). Ask for rights on the bucket, or log in anew."
         )
     if isinstance(error, FileNotFoundError):

@@ -26,18 +26,22 @@ class _Output(io.FileIO):
     def __init__(self, name: str, ends: bool):
         super().__init__(_NUMBERS[name], "wb", closefd=False)
         self.name, self.ends, self.incomplete = f"<{name}>", ends, False
+        self._closed = False
 
     def write(self, data: Any) -> int | None:
+        if self._closed and self.ends:  # a thread may have met it, which the exception ends alone
+            raise SystemExit(0)
         try:
             return super().write(data)
         except OSError as error:
             full, told = error.errno in _FULL, self.incomplete
             if full:  # there may be space again later
                 self.incomplete = True
-            else:  # also for libraries that write past Python, and for processes that are started
+            else:  # /dev/null also for libraries that write past Python, and for processes that are started
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self.fileno())
                 os.close(null)
+                self._closed = True
             if full and not told and self.fileno() == 1:
                 if self.ends:
                     raise OSError(error.errno, error.strerror, "standard output") from None

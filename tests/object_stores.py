@@ -339,21 +339,27 @@ def bucket(
 
 
 class ShortPauses:
-    """asyncio, whose `sleep` lasts a hundredth."""
+    """asyncio, whose `sleep` lasts a hundredth, and is recorded."""
+
+    def __init__(self, pauses: list[float]):
+        self.pauses = pauses
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
 
     async def sleep(self, seconds: float, *rest: Any) -> None:
+        self.pauses.append(seconds)
         await asyncio.sleep(seconds / 100)
 
 
 @pytest.fixture
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pauses between the attempts of the stores' libraries last a hundredth of what they do."""
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between the attempts of the stores' libraries last a hundredth of what they do; their seconds."""
+    pauses: list[float] = []
     import aiobotocore.endpoint
     import gcsfs.retry
     import s3fs.core
 
     for module in (gcsfs.retry, s3fs.core, aiobotocore.endpoint):
-        monkeypatch.setattr(module, "asyncio", ShortPauses())
+        monkeypatch.setattr(module, "asyncio", ShortPauses(pauses))
+    return pauses

@@ -21,12 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from pe_lab.errors import ConfigError, StoreError, UserError, store_failure
+from pe_lab.errors import ConfigError, StoreError, StoreRefuses, UserError, store_failure
 
 AnyPath = PurePath  # a pathlib.Path, or an epath.Path, which is a PurePosixPath
 STORES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # scheme -> the library, and the extra that installs it
 STALL_SECONDS = 60.0  # without a byte, until a request is repeated
 NOT_IN_KEYS = "*?[]#"  # fsspec reads wildcards also where it copies and deletes; `#` begins a generation
+CONNECT_SECONDS = 10.0
+FIRST_SECONDS = 45.0  # for the first answer of a bucket
+S3_ATTEMPTS = 10  # of s3fs, with pauses of 0.1 s x 1.7^n: 28 s in all, as the 6 of gcsfs have 33 s
 IN_PARTS = 50 * 2**20  # bytes from which gcsfs uploads an object in several requests, each a part of the content
 
 
@@ -88,13 +91,20 @@ def at_home(text: str) -> Path:
 
 def _check_bucket(directory: AnyPath, bucket: str) -> None:
     """Lists the bucket or, where only a part of it may be listed, the directory."""
+    from fsspec.asyn import sync
+    from fsspec.exceptions import FSTimeoutError
+
     store = filesystem(directory)
     try:
         with store_errors(bucket):
-            store.ls(bucket)
+            try:
+                sync(store.loop, store._ls, bucket, timeout=FIRST_SECONDS)
+            except FSTimeoutError:
+                waited = f"the store has not answered for {FIRST_SECONDS:.0f} s"
+                raise StoreError(f"'{bucket}': {waited}. Check the address and the network.") from None
     except FileNotFoundError:
         raise StoreError(f"There is no bucket '{bucket}'. Make it, or check the address.") from None
-    except StoreError as refused:
+    except StoreRefuses as refused:
         try:
             store.ls(str(directory))
         except FileNotFoundError:
@@ -130,13 +140,32 @@ def filesystem(path: AnyPath | str) -> Any:
         # Failures are raised; gcsfs also logs their tracebacks, and google.auth every place that has no credentials.
         for name in ("gcsfs", "fsspec.prefetcher", "google.auth"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=STALL_SECONDS, sock_read=STALL_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=STALL_SECONDS)
         settings["session_kwargs"] = {"timeout": timeout}
     else:
-        settings["config_kwargs"] = {"connect_timeout": STALL_SECONDS, "read_timeout": STALL_SECONDS}
+        import s3fs
+
+        # botocore repeats for 5 s, and s3fs not every answer of 5xx: s3fs alone repeats here, and all of them.
+        s3fs.S3FileSystem.retries = S3_ATTEMPTS
+        s3fs.core.set_custom_error_handler(_s3_may_recover)
+        settings["config_kwargs"] = {
+            "connect_timeout": CONNECT_SECONDS,
+            "read_timeout": STALL_SECONDS,
+            "retries": {"total_max_attempts": 1},
+        }
     # The configuration, and not arguments: epath and Orbax make file systems of their own.
     fsspec.config.conf.setdefault({"gs": "gcs"}.get(scheme, scheme), {}).update(settings)
     return fsspec.filesystem(scheme)
+
+
+def _s3_may_recover(error: Exception) -> bool:
+    """Whether a request to S3 that failed so is repeated, beside those that s3fs repeats by itself."""
+    from botocore.exceptions import ClientError, ConnectionError, SSLError
+
+    if isinstance(error, ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return status >= 500 or status == 429 or error.response.get("Error", {}).get("Code") == "RequestTimeout"
+    return isinstance(error, ConnectionError) and not isinstance(error, SSLError)
 
 
 @contextlib.contextmanager

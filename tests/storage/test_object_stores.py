@@ -12,7 +12,7 @@ import threading
 
 import object_stores
 import pytest
-from object_stores import bucket, gcs_bucket, s3_bucket, short_pauses, store_servers  # noqa: F401
+from object_stores import bucket, forget_file_systems, free_port, gcs_bucket, s3_bucket, short_pauses, store_servers  # noqa: E501, F401
 from tiny_runs import REPOSITORY
 
 from pe_lab import storage
@@ -401,6 +401,50 @@ def test_after_any_kill_a_log_is_a_prefix_with_all_that_was_flushed(bucket):  # 
         assert found == list(range(len(found))) and len(found) > flushed
         flushed = max(flushed, len(found) - 1)
     assert flushed > 30
+
+
+STORES = pytest.mark.parametrize("store", ["gcs_bucket", "s3_bucket"])
+
+
+@STORES
+@pytest.mark.parametrize("pattern", ["^(PUT|POST) ", "^(GET|HEAD) "])
+def test_a_store_that_answers_503_is_asked_for_half_a_minute(store, pattern, request, short_pauses):  # noqa: F811
+    found = request.getfixturevalue(store)
+    path = storage.path("--workdir", f"{found.url}/runs") / "file"
+    storage.write_file(path, b"1")
+    short_pauses.clear()
+    fault = found.inject("503", pattern, times=10**6)
+    with pytest.raises(StoreError, match="does not answer as it should, also after several attempts"):
+        storage.write_file(path, b"2") if "PUT" in pattern else storage.read_bytes(path)
+    assert 20 < sum(short_pauses) < 45 and fault.met > 5
+    fault.times, fault.met = 4, 0
+    storage.write_file(path, b"3")
+    assert storage.read_bytes(path) == b"3" and fault.met == 4
+
+
+def first_answer(store, request, monkeypatch, address):
+    """Asks a bucket for its first answer, at an address where there is no store."""
+    found = request.getfixturevalue(store)
+    forget_file_systems()
+    for variable in found.environment.keys() & {"STORAGE_EMULATOR_HOST", "AWS_ENDPOINT_URL"}:
+        monkeypatch.setenv(variable, address)
+    return storage.path("--workdir", f"{found.url}/runs")
+
+
+@STORES
+def test_a_store_that_cannot_be_reached_is_told_after_half_a_minute(store, request, monkeypatch, short_pauses):  # noqa: F811
+    with pytest.raises(StoreError, match="does not answer as it should"):
+        first_answer(store, request, monkeypatch, f"http://127.0.0.1:{free_port()}")
+    assert 20 < sum(short_pauses) < 45
+
+
+@STORES
+def test_a_store_that_never_answers_is_told_in_time(store, request, monkeypatch):
+    monkeypatch.setattr("pe_lab.storage.paths.FIRST_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with pytest.raises(StoreError, match="the store has not answered for 0 s. Check the address and the network"):
+            first_answer(store, request, monkeypatch, f"http://127.0.0.1:{server.getsockname()[1]}")
+        forget_file_systems()
 
 
 COMMAND = """
