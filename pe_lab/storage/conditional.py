@@ -12,7 +12,7 @@ from pe_lab.storage.paths import AnyPath, filesystem, is_remote, post, read_byte
 
 
 def create_file(path: AnyPath, content: bytes) -> bool:
-    """Writes a file that does not exist yet, whole; False if there is one with another content.
+    """Writes a file that does not exist yet, whole where the file system has hard links; False if there is another one.
 
     Of several processes that try at the same time one succeeds: their contents must differ.
     """
@@ -21,7 +21,12 @@ def create_file(path: AnyPath, content: bytes) -> bool:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             temporary.write_bytes(content)
-            os.link(temporary, path)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without hard links
+                _create_in_place(path, content)
         except FileExistsError:
             return _content(path) == content  # it may be gone again
         finally:
@@ -36,6 +41,20 @@ def create_file(path: AnyPath, content: bytes) -> bool:
     except FileExistsError:  # also where an answer was lost, and the request repeated
         return _content(path) == content
     return True
+
+
+def _create_in_place(path: Path, content: bytes) -> None:
+    """`create_file` where a whole file cannot be given a name that is free: for a moment the file is there without it.
+
+    A lease without content is one of a process that nothing is known of: its renewals decide.
+    """
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(content)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def replace_file(path: AnyPath, content: bytes, expected: bytes) -> bool:

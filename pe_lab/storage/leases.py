@@ -49,7 +49,7 @@ def lease(
 
     Raises:
       LeaseTaken: another process has the lease.
-      DataError: the disk is full.
+      DataError: the file cannot be written.
       StoreError: the store refuses, or does not answer.
     """
     owner = _this_process() | {"key": secrets.token_hex(8)}
@@ -63,9 +63,11 @@ def lease(
                 break
     except BaseException as error:
         _active.discard(owner["key"])
-        if not is_full(error):
+        if not isinstance(error, OSError):
             raise
-        raise DataError(f"The lease '{path}' cannot be written ({error.strerror}). Free some space.") from None
+        advice = "Free some space." if is_full(error) else "Change the permissions of the directory, or give another."
+        why = error.strerror or error
+        raise DataError(f"The lease '{path}' cannot be written ({why}). {advice}") from None
     ended, keeps = threading.Event(), kept_after_errors
 
     def renew() -> None:
@@ -174,14 +176,14 @@ def _dead_lease(path: AnyPath, show: Callable[[str], None]) -> bytes | None:
     except FileNotFoundError:
         return None
     owner = json_object(found) or {}
-    pid, host = owner.get("pid"), owner.get("host")
-    taken, lives = LeaseTaken(f"process {pid} on {host}"), owner_lives(owner)
+    name = f"process {owner['pid']} on {owner.get('host')}" if "pid" in owner else "another process"
+    taken, lives = LeaseTaken(name), owner_lives(owner)
     if lives is not None:
         if lives:
             raise taken
         return found
     deadline = time.monotonic() + EXPIRY_SECONDS
-    show(f"{path} is of process {pid} on {host}: waiting {EXPIRY_SECONDS:.0f} s at most to see whether it is alive")
+    show(f"{path} is of {name}: waiting {EXPIRY_SECONDS:.0f} s at most to see whether it is alive")
     while time.monotonic() < deadline:
         time.sleep(min(1.0, EXPIRY_SECONDS / 10))
         try:

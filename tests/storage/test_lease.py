@@ -1,5 +1,6 @@
 """Leases: one process at a time, on a file system."""
 
+import concurrent.futures
 import errno
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 from tiny_runs import REPOSITORY
 
 from pe_lab import storage
+from pe_lab.errors import DataError
 from pe_lab.storage import LeaseTaken, create_file, lease
 from pe_lab.storage import leases as module
 
@@ -236,6 +238,54 @@ def test_a_lease_may_stay_after_an_error_and_is_then_a_dead_one(tmp_path):
     with lease(tmp_path / LEASE, refuse, refuse, kept_after_errors=True) as inherited:
         assert inherited
     assert not (tmp_path / LEASE).exists()
+
+
+@pytest.fixture
+def no_hard_links(monkeypatch):
+    """As on FAT, and where a FUSE file system has none."""
+
+    def link(source: Path, target: Path) -> None:
+        if Path(target).exists():
+            raise FileExistsError
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(source), None, str(target))
+
+    monkeypatch.setattr("os.link", link)
+
+
+def test_leases_need_no_hard_links(tmp_path, no_hard_links):
+    with lease(tmp_path / LEASE, print, refuse):
+        owner = json.loads((tmp_path / LEASE).read_text())
+        assert owner["pid"] == os.getpid() and [path.name for path in tmp_path.iterdir()] == [LEASE]
+        with pytest.raises(LeaseTaken), lease(tmp_path / LEASE, print, refuse):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_many_processes_one_creates_a_file(tmp_path, no_hard_links):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for number in range(20):
+            path = tmp_path / str(number)
+            created = list(pool.map(lambda n, path=path: create_file(path, b"%d" % n), range(8)))
+            assert sum(created) == 1 and path.read_bytes() == b"%d" % created.index(True)
+
+
+def test_a_lease_of_a_process_that_was_killed_before_it_wrote_its_name(tmp_path, monkeypatch, no_hard_links):
+    monkeypatch.setattr(module, "EXPIRY_SECONDS", 0.3)
+    (tmp_path / LEASE).touch()
+    shown = []
+    with lease(tmp_path / LEASE, shown.append, refuse) as inherited:
+        assert inherited and "lease.json is of another process: waiting" in shown[0]
+
+
+def test_a_lease_that_cannot_be_made_names_its_path(tmp_path, monkeypatch):
+    def refused(*args: object) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(tmp_path / LEASE))
+
+    monkeypatch.setattr("os.link", refused)
+    monkeypatch.setattr("os.open", refused)
+    failed = pytest.raises(DataError, match=r"lease.json' cannot be written \(Operation not permitted\)")
+    with failed, lease(tmp_path / LEASE, print, refuse):
+        pass
 
 
 def test_a_file_that_is_removed_while_another_is_created(tmp_path, monkeypatch):
