@@ -142,12 +142,24 @@ def _evaluation(suites: str | None, options: dict[str, str]) -> list[str] | None
         return None
     if own := {"from", "out", "suite"} & options.keys():
         raise ConfigError(f"--evaluate.{min(own)}: the sweep sets it. Suites are in --evaluate=SUITE,SUITE.")
+    from pe_lab.evaluation.command_line import parse_arguments
+    from pe_lab.evaluation.targets import parse_steps
     from pe_lab.evaluation.tasks.suites import parse_suites
+    from pe_lab.evaluation.variants import ALL, parse_methods
 
-    if suites:
-        parse_suites(suites)
     given = [f"--suite={suites}"] if suites else []
-    return given + [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
+    given += [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
+    try:
+        arguments = parse_arguments(["--from=CELL", *given])
+        if suites:
+            parse_suites(suites)
+        if arguments.methods not in (None, ALL):
+            parse_methods(arguments.methods)
+        if arguments.steps:
+            parse_steps(arguments.steps)
+    except ConfigError as error:
+        raise ConfigError(f"--evaluate: {error}") from None
+    return given
 
 
 def _print_table(args: argparse.Namespace, overrides: dict[str, str]) -> int:

@@ -232,6 +232,8 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
         if name == "analyze":
             for study in STUDIES:
                 yield name, module.parser(study)
+        elif name == "evaluate":
+            yield name, importlib.import_module("pe_lab.evaluation.command_line").parser()
         elif hasattr(module, "parser"):
             yield name, module.parser()
 

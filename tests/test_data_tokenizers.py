@@ -26,7 +26,7 @@ from pe_lab.data.tokenizers import (
 )
 from pe_lab.data.tokenizers.companions import AddedToken, render_chat, split_at_tokens
 from pe_lab.data.tokenizers.difficult_strings import DIFFICULT
-from pe_lab.errors import UserError
+from pe_lab.errors import DataError, UserError
 
 TEXT = "def f(x):\n\treturn  x  # naïve ☃\n\n    äöü 12345\n  "
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda"]
@@ -414,6 +414,40 @@ def test_a_chat_as_transformers_renders_it(tmp_path):
 def test_a_template_that_fails_or_leaves_the_sandbox_is_refused(template):
     with pytest.raises(UserError, match="The chat template of x"):
         render_chat(template, MESSAGES, {}, "x")
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "RecursionError"),
+        ("{{ '(' * 3 }}{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", "Error"),
+        ("{% for i in range(1000000000) %}{% endfor %}", "Range too big"),
+        ("{{ 'a' * 10**11 }}", "it needs more than 1024 MiB"),
+        ("{{ [1] * 10**11 }}", "it needs more than 1024 MiB"),
+        ("{{ 'a'.center(10**11) }}", "it needs more than 1024 MiB"),
+        ("{{ 'a' * 10**8 }}", "it renders 100,000,000 characters"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{% break %}", "SyntaxError"),
+        pytest.param(  # 5 s of a processor each
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "it does not end within 5 seconds",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("{{ 7 ** 9 ** 9 }}", "it does not end within 5 seconds", marks=pytest.mark.slow),
+    ],
+)
+def test_a_template_is_bounded_in_time_and_memory(template, why):
+    with pytest.raises(DataError, match=f"The chat template of x does not accept these messages: .*{why}"):
+        render_chat(template, MESSAGES, {}, "x")
+    assert render_chat("{{ messages[0].role }}", MESSAGES, {}, "x") == MESSAGES[0]["role"]  # the next one is rendered
+
+
+@pytest.mark.parametrize(
+    "value", [[1], ["a"], [{"name": "rag", "template": "t"}], [{"name": "default", "template": 1}]]
+)
+def test_lists_of_templates_without_a_default_are_refused(tmp_path, value):
+    with pytest.raises(DataError, match="tokenizer_config.json beside"):
+        style(tmp_path, "llama3", chat_template=value).chat(MESSAGES)
 
 
 def test_without_jinja2_the_message_names_the_package(monkeypatch):

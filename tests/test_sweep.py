@@ -89,6 +89,13 @@ def test_a_sweep_is_run_continued_and_extended(recipe, tmp_path, monkeypatch, ca
         (["--config=tiny.py", "--seeds=2", "--on=ray", "--ray-gpu=1"], "Did you mean 'gpus'?"),
         (["--config=tiny.py", "--seeds=2", "--evaluate=perplexty"], "perplexity"),
         (["--config=tiny.py", "--seeds=2", "--evaluate", "--evaluate.from=x"], "the sweep sets it"),
+        (
+            ["--config=tiny.py", "--seeds=2", "--evaluate", "--evaluate.bogus=x"],
+            "--evaluate: unrecognized arguments: --bo",
+        ),
+        (["--config=tiny.py", "--seeds=2", "--evaluate", "--evaluate.seed=x"], "--evaluate: argument --seed"),
+        (["--config=tiny.py", "--seeds=2", "--evaluate", "--evaluate.methods=x"], "--evaluate: "),
+        (["--config=tiny.py", "--seeds=2", "--evaluate", "--evaluate.steps=x"], "--evaluate: "),
         (["--config=tiny.py", "--seeds=2", "--evaluate.lengths=2x"], "is an option of --evaluate, which is missing"),
         (["--config=tiny.py", "--seeds=2", "--baseline=layers=2"], "the grid has no 'layers'"),
         (["--config=tiny.py", "--seeds=2", "--metric=validation_los"], "Did you mean 'validation_loss'?"),

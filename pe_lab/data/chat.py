@@ -96,7 +96,7 @@ def _render(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], generation: bool = False
 ) -> tuple[str, list[tuple[int, int]] | None]:
     """The text of messages, and the characters of marked answers, if the template marks them."""
-    today = {"strftime_now": DATE.strftime}
+    today = {"strftime_now": DATE}
     return tokenizer.companions.marked_chat(messages, generation, **today)
 
 

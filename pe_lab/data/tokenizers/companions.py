@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import re
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pe_lab.data.tokenizers.chat_templates import TemplateFails, has_jinja, render
 from pe_lab.errors import DataError, UnsupportedError
 from pe_lab.storage import json_object
 
@@ -179,11 +177,22 @@ class Companions:
     def template(self) -> str:
         """The chat template; `UnsupportedError` if there is none."""
         if CHAT_TEMPLATE in self.files:
-            template = self.files[CHAT_TEMPLATE].decode("utf-8-sig")
+            try:
+                template = self.files[CHAT_TEMPLATE].decode("utf-8-sig")
+            except UnicodeDecodeError:
+                raise DataError(f"{CHAT_TEMPLATE} beside {self.where} is not UTF-8. Mend it, or remove it.") from None
         else:
             template = self.configuration.get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = {t["name"]: t["template"] for t in template}.get("default")
+            named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
+            if template and "default" not in named:
+                listed = ", ".join(named) or "none with a name"
+                raise DataError(
+                    f"{CONFIGURATION} beside {self.where} lists chat templates and no 'default' ({listed})."
+                )
+            template = named.get("default")
+        if template and not isinstance(template, str):
+            raise DataError(f"{CONFIGURATION} beside {self.where}: chat_template is no text. Mend it, or remove it.")
         if not template:
             raise UnsupportedError(
                 f"The tokenizer {self.where} has no chat template: its model was not made for chats. Give the prompt "
@@ -206,62 +215,12 @@ def render_marked(
     template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], where: str
 ) -> tuple[str, list[tuple[int, int]] | None]:
     """`render_chat`, and the characters [start, stop) in each `{% generation %}`; None if there is no such block."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise UnsupportedError("A chat template needs jinja2. Install it: pip install 'pe-lab[chat]'") from error
+    if not has_jinja():
+        raise UnsupportedError("A chat template needs jinja2. Install it: pip install 'pe-lab[chat]'")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
             raise DataError(f"Message {i} of the chat is {message!r}: each is {{'role': ..., 'content': ...}}.")
     try:
-        values = {"tools": None, "documents": None, **variables}
-        rendered = _compiled(template).render(messages=list(messages), **values)
-    except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-        raise DataError(f"The chat template of {where} does not accept these messages: {error}") from error
-    parts, ranges, length = rendered.split(_MARK), [], 0
-    for i, part in enumerate(parts):  # outside, inside, outside ...
-        ranges += [(length, length + len(part))] if i % 2 else []
-        length += len(part)
-    return "".join(parts), ranges if re.search(r"\{%[-+]?\s*generation\b", template) else None
-
-
-_MARK = f"<generation {secrets.token_hex(8)}>"  # in a rendered template, before and after an answer
-
-
-@functools.lru_cache(maxsize=32)
-def _compiled(template: str) -> Any:
-    """The template, compiled in the sandbox."""
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        # Jinja's own filter escapes HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def strftime_now(format: str) -> str:
-        from datetime import datetime
-
-        return datetime.now().strftime(format)
-
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}`, which marks the assistant's answers for training: its content, between two marks."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            next(parser.stream)
-            content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            mark = jinja2.nodes.Output([jinja2.nodes.TemplateData(_MARK)])
-            return [mark, *content, mark]
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    del environment.filters["random"], environment.globals["lipsum"]  # a chat would not be the same twice
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    return environment.from_string(template)
+        return render(template, {"tools": None, "documents": None, **variables, "messages": list(messages)})
+    except TemplateFails as error:
+        raise DataError(f"The chat template of {where} does not accept these messages: {error}") from None
